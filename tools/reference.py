@@ -48,8 +48,8 @@ def cluster_file() -> str:
 
     about = """
     Where things run. [cluster_configs/local.yaml](../../cluster_configs/local.yaml) and its neighbours are commented
-    examples; how to write one is in [sites](../how-to/sites.md) and [cluster](../how-to/cluster.md). Unknown
-    keys are errors. `streamrl schema cluster` prints the same as JSON Schema, with which an editor completes and checks.
+    examples; how to write one is in [sites](../how-to/sites.md) and [cluster](../how-to/cluster.md). Unknown keys are
+    errors. `streamrl schema cluster` prints the same as JSON Schema, with which an editor completes and checks.
     """
     return page("Cluster file", about, ConfigPage(ClusterConfig).sections())
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "build" / "site-pages"
 FOLDERS = ("docs", "examples", "cluster_configs", "experiments", "locks")
 FILES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE")
-LEFT_OUT = ("__pycache__", "*.parquet", "*.ipynb", ".*")
+LEFT_OUT = ("__pycache__", "*.parquet", ".*")
 NOTEBOOK = Path("docs/tutorial/plan_and_predict.ipynb")
 
 
