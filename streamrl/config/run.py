@@ -88,11 +88,16 @@ class SamplingConfig(StrictModel):
 class OptimizerConfig(StrictModel):
     """AdamW with fp32 master weights."""
 
-    lr: float = Field(5e-6, gt=0)
-    warmup_steps: int = Field(0, ge=0)
-    decay: Literal["constant", "cosine"] = "constant"
+    lr: float = Field(5e-6, gt=0, description="learning rate after warm-up")
+    warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
+    decay: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        "constant",
+        description="learning rate after warm-up: linear, cosine: down to min_lr_fraction at the last step; wsd: "
+        "constant, then linear over the last decay_steps",
+    )
+    decay_steps: int | None = Field(None, ge=1, description="steps of the decay of wsd (default: a tenth of `steps`)")
     min_lr_fraction: float = Field(
-        0.1, ge=0, le=1, description="final learning rate of the cosine decay, as a share of lr"
+        0.1, ge=0, le=1, description="learning rate of the last step of a decay, as a share of lr"
     )
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
@@ -107,6 +112,19 @@ class OptimizerConfig(StrictModel):
     gradient_checkpointing: bool = Field(
         False, description="recompute activations in the backward pass: slower, but less memory"
     )
+
+    def decay_length(self, total_steps: int) -> int:
+        """Return the steps of the decay of wsd in a run of `total_steps`."""
+        return self.decay_steps or max(1, round(total_steps / 10))
+
+    @model_validator(mode="after")
+    def _decays(self) -> Self:
+        if self.decay_steps is not None and self.decay != "wsd":
+            raise ValueError(
+                f"decay_steps belongs to decay: wsd, got decay: {self.decay}, which ends with the run: leave "
+                "it out, or choose wsd"
+            )
+        return self
 
 
 class RankerConfig(StrictModel):
@@ -329,6 +347,11 @@ class RunConfig(StrictModel):
             raise ValueError(
                 "weights.backend nccl needs a GPU of its own for each member, and schedule colocated shares the "
                 "trainer's with instances; set backend: auto or stream"
+            )
+        if (given := self.optimizer.decay_steps) is not None and given + self.optimizer.warmup_steps > self.steps:
+            raise ValueError(
+                f"optimizer.decay_steps ({given}) and warmup_steps ({self.optimizer.warmup_steps}) need at least as "
+                f"many steps together, expected at most {self.steps} (steps)"
             )
         for task in self.tasks:
             if isinstance(task, FileTask) and task.sandbox and task.sandbox.seconds >= self.deadlines.reward_s:

@@ -33,7 +33,7 @@ from transformers import PretrainedConfig
 
 from scheduler.cost.model_shapes import Transformer
 from streamrl.config.algorithm import PPOConfig
-from streamrl.config.run import OptimizerConfig, RunConfig
+from streamrl.config.run import RunConfig
 from streamrl.errors import RunFailed, UserError
 from streamrl.protocol.controller_trainer import Refusal
 from streamrl.rollouts.canary import Canary
@@ -42,6 +42,7 @@ from streamrl.rollouts.types import FloatArray
 from streamrl.training.advantages import gae, token_rewards
 from streamrl.training.critic import Critic, load_critic
 from streamrl.training.learner import AnyLearner, Division, Learner, compute_type, copy_weights, shard
+from streamrl.training.learning_rate import learning_rate, warm_up
 from streamrl.training.losses import kl_estimate
 from streamrl.training.objective import MicroStats, Objective, merged, policy_objective, value_objective
 from streamrl.training.packing import PackedBatch, pack
@@ -77,20 +78,6 @@ class StepResult:
     """Whether the gradient was discarded."""
     refused: Refusal | None = None
     """What was not finite, so that the gradient was discarded and nothing changed; None: everything was finite."""
-
-
-def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float:
-    """Return the learning rate of a step (0-based).
-
-    It is a linear warm-up, then constant or half a cosine down to `lr * min_lr_fraction` at the last step.
-    """
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    if config.decay == "constant":
-        return config.lr
-    progress = (step - config.warmup_steps) / max(1, total_steps - 1 - config.warmup_steps)
-    floor = config.min_lr_fraction
-    return config.lr * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress))))
 
 
 def _shape(config: PretrainedConfig) -> Transformer | None:
@@ -325,8 +312,7 @@ class Trainer:
         updates: list[tuple[AnyLearner, float]] = [(self.learner, rate)]
         if self.critic and self.ppo:
             options = self.ppo.critic
-            warm = min(1.0, (step + 1) / options.warmup_steps) if options.warmup_steps else 1.0
-            updates.append((self.critic, options.lr * warm))
+            updates.append((self.critic, options.lr * warm_up(step, options.warmup_steps)))
         norms = [learner.divide(normalizer) for learner, _ in updates]
         refused = (
             None

@@ -113,6 +113,15 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
             "F:2: sampling.min_p (0.1) does not go with speculation.method auto: vLLM would leave min_p out",
         ),
         ("speculation:\n  method: eagle\n", "F:2: 'speculation.method' is 'eagle', expected one of: none, auto, ngram"),
+        (
+            "optimizer:\n  decay: exp\n",
+            "F:2: 'optimizer.decay' is 'exp', expected one of: constant, linear, cos",
+        ),
+        ("optimizer:\n  decay_steps: 3\n", "F:1: 'optimizer': decay_steps belongs to decay: wsd, got decay: constant"),
+        (
+            "steps: 9\noptimizer:\n  decay: wsd\n  decay_steps: 8\n  warmup_steps: 2\n",
+            "F:4: optimizer.decay_steps (8) and warmup_steps (2) need at least as many steps",
+        ),
         ("sampling:\n  temperature: 0\n", "F:2: 'sampling.temperature' is 0, expected at least 0.01"),
         ("sampling:\n  temperature: 2.5\n", "F:2: 'sampling.temperature' is 2.5, expected at most 2"),
         (

@@ -32,7 +32,7 @@ from streamrl.training.objective import policy_objective
 from streamrl.training.packing import pack
 from streamrl.training.policy_model import load_policy
 from streamrl.training.tensor_parallel import plan_of
-from streamrl.training.trainer import Trainer, learning_rate
+from streamrl.training.trainer import Trainer
 from streamrl.training.truncation import Truncation
 from tests.tiny_model import save_tiny_model
 from tests.training.conftest import free_port, random_groups, relative_error, run_config, run_ranks, with_masks
@@ -498,16 +498,6 @@ def test_layers_that_cannot_be_shared_are_refused(tiny_model: Path) -> None:
     config.base_model_tp_plan = None
     with pytest.raises(RunFailed, match="whose plan has none"):
         plan_of(config, 1)
-
-
-def test_learning_rate_warms_up_and_decays() -> None:
-    options = run_config(Path(".")).optimizer.model_copy(
-        update={"lr": 1.0, "warmup_steps": 4, "decay": "cosine", "min_lr_fraction": 0.1}
-    )
-    rates = [learning_rate(step, 20, options) for step in range(20)]
-    assert rates[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
-    assert rates[-1] == pytest.approx(0.1)
-    assert all(a >= b for a, b in itertools.pairwise(rates[4:]))
 
 
 def test_checkpoint_folder_is_complete_or_absent_and_keeps_the_newest(tmp_path: Path) -> None:

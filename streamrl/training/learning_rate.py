@@ -1,0 +1,44 @@
+"""Learning-rate schedules: a pure function of the optimizer step, so a resumed run continues where it was.
+
+The position is the number of the step, which is part of every checkpoint. A step that is refused and tried again keeps
+its number and its rate; one that is skipped counts. Nothing else is stored.
+"""
+
+from __future__ import annotations
+
+import math
+
+from streamrl.config.run import OptimizerConfig
+
+
+def warm_up(step: int, warmup_steps: int) -> float:
+    """Return the factor of a linear warm-up at a step (0-based): 1 / warmup_steps at the first step, 1 at the last."""
+    return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
+
+
+def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float:
+    """Return the learning rate of a step (0-based).
+
+    Behind the warm-up, a decay leads from `lr` to `lr * min_lr_fraction` at the last step:
+
+        constant   no decay
+        linear     a straight line
+        cosine     half a cosine (SGDR without restarts, arXiv 1608.03983, eq. 5)
+        wsd        constant, then a straight line over the last `decay_steps` (warm-up, stable, decay: arXiv 2404.06395,
+                   section 4; straight: arXiv 2405.18392)
+
+    Args:
+        step: the step.
+        total_steps: steps of the run; a run that is resumed with more steps decays towards the new end.
+        config: the run file's `optimizer`.
+    """
+    if step < config.warmup_steps:
+        return config.lr * warm_up(step, config.warmup_steps)
+    if config.decay == "constant":
+        return config.lr
+    last, first = total_steps - 1, config.warmup_steps
+    if config.decay == "wsd":
+        first = max(first, last - config.decay_length(total_steps))
+    progress = min(1.0, max(0.0, (step - first) / max(1, last - first)))
+    left = 0.5 * (1.0 + math.cos(math.pi * progress)) if config.decay == "cosine" else 1.0 - progress
+    return config.lr * (config.min_lr_fraction + (1.0 - config.min_lr_fraction) * left)
