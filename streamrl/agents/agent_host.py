@@ -59,7 +59,7 @@ class AgentHost:
             UserError: the model has no chat template that conversations can be rendered with.
         """
         try:
-            renderer = ChatRenderer(tokenizer, run.model.system_prompt)
+            renderer = ChatRenderer(tokenizer, run.model.system_prompt, run.model.chat_template_kwargs)
         except TemplateError as error:
             raise UserError(f"model.path: {run.model.path}: {error}") from error
         self.notes = renderer.notes

@@ -21,6 +21,7 @@ import contextlib
 import json
 import re
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ import numpy as np
 
 from streamrl.agents.tool_calls import TEXT_PROTOCOL, TOOL_FAMILIES, ToolFamily, to_text_protocol
 from streamrl.rollouts.types import IntArray
+from streamrl.tasks.chat_template import ChatTemplate
 
 ChatMessage = dict[str, Any]
 """A message of the chat API; `content` is a text, `role` is never 'developer'."""
@@ -103,17 +105,22 @@ class AnswerStandIn:
 class ChatRenderer:
     """Renders conversations with one model's chat template and tokenizer."""
 
-    def __init__(self, tokenizer: Any, system_prompt: str | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, system_prompt: str | None = None, variables: Mapping[str, Any] | None = None
+    ) -> None:
         """Examine the template.
 
         Args:
             tokenizer: tokenizer of `transformers`.
             system_prompt: system message of conversations that have none of their own; None: none is added.
+            variables: variables of the template (`model.chat_template_kwargs`).
 
         Raises:
             TemplateError: there is no chat template, or it cannot render one user message.
+            UserError: the template does not use some variable.
         """
-        if not getattr(tokenizer, "chat_template", None):
+        self._chat = ChatTemplate(tokenizer, variables)
+        if not self._chat.exists:
             raise TemplateError("the tokenizer has no chat template, which agents need: their calls are conversations")
         self._tokenizer, self._system_prompt = tokenizer, system_prompt
         self._added = set(tokenizer.added_tokens_decoder)
@@ -210,13 +217,10 @@ class ChatRenderer:
 
     def _template(self, messages: Any, tools: Any, asks: bool = True) -> str:
         try:
-            text = self._tokenizer.apply_chat_template(
-                messages, tools=tools or None, tokenize=False, add_generation_prompt=asks
-            )
+            return self._chat.text(messages, tools, asks)
         except Exception as error:  # templates raise whatever their authors chose
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise TemplateError(f"the model's chat template does not accept these messages: {reason}") from error
-        return str(text)
 
     def _guard(self, value: Any) -> Any:
         """Replace texts of special tokens, at any depth, by words that `_encode` encodes as plain text."""

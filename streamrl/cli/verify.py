@@ -17,13 +17,20 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("model", required=False)
 @click.option("--full", is_flag=True, help="Compare trainer and vLLM with the model's real weights.")
+@click.option(
+    "--chat-template-kwargs",
+    "variables",
+    metavar="YAML",
+    default="{}",
+    help="Variables of the chat template, as in the run file, e.g. '{enable_thinking: false}'.",
+)
 @click.option("--hardware", is_flag=True, help="Check this machine instead of a model.")
 @click.option(
     "--out",
     type=click.Path(path_type=Path, dir_okay=False),
     help="With --hardware: write the figures to this JSON file as well.",
 )
-def command(model: str | None, full: bool, hardware: bool, out: Path | None) -> None:
+def command(model: str | None, full: bool, variables: str, hardware: bool, out: Path | None) -> None:
     """Check that a model is trained right, or what this machine can do, before a run depends on it.
 
     MODEL is what `model.path` of a run file may be, or a folder with only a config.json: its architecture is built
@@ -50,14 +57,16 @@ def command(model: str | None, full: bool, hardware: bool, out: Path | None) -> 
         _hardware(Console(), out)
         return
     assert model is not None
+    from streamrl.config.load import load_run
     from streamrl.machine.model_files import resolve_model
     from streamrl.verify.findings import reasons_against, table_of
     from streamrl.verify.model_checks import verify
 
+    run = load_run(None, [f"model.chat_template_kwargs={variables}"])
     folder = Path(model).expanduser()
     if full or not (folder / "config.json").is_file():
         folder = Path(resolve_model(model))
-    findings = verify(folder, full, lambda text: click.echo(text, err=True))
+    findings = verify(folder, full, lambda text: click.echo(text, err=True), run.model.chat_template_kwargs)
     Console().print(table_of(model, findings))
     if reasons := reasons_against(findings):
         raise RunFailed(f"{model} is refused: " + "; ".join(reasons))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from streamrl.config.algorithm import AlgorithmConfig, GRPOConfig
 from streamrl.config.cluster import StrictModel
@@ -13,6 +13,27 @@ from streamrl.config.schedule import ScheduleConfig, StreamSchedule
 from streamrl.config.speculation import SpeculationConfig
 from streamrl.config.tasks import AgentTask, FileTask, Task, default_tasks
 from streamrl.errors import ErrorCode
+
+OF_THE_CALL = frozenset(
+    [
+        "conversation",
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    ]
+)
+"""Arguments of transformers' `apply_chat_template` that are no variables of a template, or depend on the prompt."""
 
 
 class ModelConfig(StrictModel):
@@ -28,7 +49,23 @@ class ModelConfig(StrictModel):
         description="compute type of trainer and instances (master weights are always fp32); auto: bfloat16 on devices "
         "where it is fast, float32 elsewhere",
     )
-    system_prompt: str | None = Field(None, description="system message before every prompt; none: no message")
+    system_prompt: str | None = Field(
+        None, description="system message before every prompt that has none of its own; none: no message"
+    )
+    chat_template_kwargs: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        description="variables of the model's chat template, e.g. {enable_thinking: false}; each must occur in it",
+    )
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _variables(cls, given: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        if taken := sorted(set(given) & OF_THE_CALL):
+            raise ValueError(
+                f"{', '.join(taken)} is what streamrl itself gives the chat template: expected variables of the "
+                "template, such as enable_thinking"
+            )
+        return given
 
 
 class BatchConfig(StrictModel):

@@ -50,7 +50,9 @@ class FileTask(StrictModel):
     path: str = Field(description="file (.jsonl, .parquet), or Hugging Face data set: folder, id, or id:subset")
     split: str = Field("train", description="split of the data set (hf_dataset only)")
     weight: float = Field(1.0, gt=0, description="share of the prompts, relative to the other tasks")
-    prompt_column: str = "prompt"
+    prompt_column: str = Field(
+        "prompt", description="column with the prompt: a text, or a list of chat messages that ends with the user's"
+    )
     answer_column: str | None = Field(
         "answer", description="column with the reference answer, passed to the reward; null: none"
     )
@@ -58,7 +60,7 @@ class FileTask(StrictModel):
         "math_verify", description="'math_verify', 'exact_match', 'python_tests', or your own 'module:function'"
     )
     sandbox: Sandbox | None = Field(None, description="python_tests: sandbox for the model's code (required)")
-    suffix: str = ""
+    suffix: str = Field("", description="text after every prompt (e.g. how to format the answer)")
     shuffle: bool = Field(True, description="a new order in every epoch; false: the file's order (a curriculum)")
 
     @property

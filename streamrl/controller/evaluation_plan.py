@@ -26,7 +26,7 @@ from streamrl.errors import UserError
 from streamrl.rollouts.seeds import derive_seed
 from streamrl.rollouts.types import Group, IntArray
 from streamrl.run_dir.evaluations import EvaluationRow, Scores
-from streamrl.tasks.source import PromptSource
+from streamrl.tasks.source import Prompt, PromptSource
 
 PREFIX = "eval-"
 """Prefix of every evaluation's group and sample ids; no id of training begins with it."""
@@ -239,14 +239,14 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def choose_prompts(
-    count: int, source: PromptSource, tokenize: Callable[[str], IntArray], longest_prompt: int
+    count: int, source: PromptSource, tokenize: Callable[[Prompt], IntArray], longest_prompt: int
 ) -> list[Group]:
     """Return the first `count` prompts that fit the context, as groups without an id.
 
     Args:
         count: number of prompts.
         source: prompts of the held-out tasks.
-        tokenize: token ids of a user's message in the model's chat template, shape [P].
+        tokenize: token ids of a prompt's messages in the model's chat template, shape [P].
         longest_prompt: most tokens of a prompt.
 
     Raises:
@@ -262,7 +262,7 @@ def choose_prompts(
                 f"evaluation.prompts is {count}, but after {len(chosen)} in all, task {plain_name(prompt.task)} has no "
                 "more that are different: ask for fewer, or give it less weight"
             )
-        tokens = tokenize(prompt.text)
+        tokens = tokenize(prompt)
         if len(tokens) <= longest_prompt:
             skipped = 0
             chosen.append(prompt_group(prompt, index, tokens))

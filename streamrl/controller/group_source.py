@@ -12,6 +12,7 @@ from streamrl.config.run import RunConfig
 from streamrl.errors import ErrorCode, RunFailed
 from streamrl.rollouts.seeds import derive_seed
 from streamrl.rollouts.types import Group
+from streamrl.tasks.chat_template import ChatTemplate
 from streamrl.tasks.source import Prompt, PromptSource
 
 MAX_SKIPPED_IN_A_ROW = 1000
@@ -22,7 +23,12 @@ class GroupSource:
     """Source of a run's groups, in order; prompts that do not fit the context are skipped and counted."""
 
     def __init__(self, run: RunConfig, source: PromptSource, tokenizer: Any) -> None:
+        """
+        Raises:
+            UserError: the model's chat template does not use a variable of `model.chat_template_kwargs`.
+        """
         self.run, self.source, self.tokenizer = run, source, tokenizer
+        self._template = ChatTemplate(tokenizer, run.model.chat_template_kwargs)
         self.too_long = 0
         """Number of prompts skipped since the start."""
         self._next_index = 0
@@ -57,7 +63,7 @@ class GroupSource:
             else:
                 index, self._next_index = self._next_index, self._next_index + 1
             prompt = self.source.prompt(index)
-            tokens = self.tokens(prompt.text)
+            tokens = self.tokens(prompt)
             if again or len(tokens) <= self.longest_prompt:
                 return prompt_group(prompt, index, tokens, f"{index:08d}", step, self.run.batch.samples_per_prompt)
             self.too_long += 1
@@ -68,16 +74,23 @@ class GroupSource:
             )
         )
 
-    def tokens(self, text: str) -> np.ndarray:
-        """Return the token ids of a user's message in the model's chat template, int32 of shape [P]."""
-        if self.tokenizer.chat_template is None:
-            ids = self.tokenizer.encode(text)
-        else:
-            messages = [{"role": "user", "content": text}]
-            if self.run.model.system_prompt is not None:
-                messages.insert(0, {"role": "system", "content": self.run.model.system_prompt})
-            ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        return np.asarray(ids, dtype=np.int32)
+    def tokens(self, prompt: Prompt) -> np.ndarray:
+        """Return the token ids of a prompt's messages in the model's chat template, int32 of shape [P].
+
+        Raises:
+            RunFailed: the prompt is a conversation, and the model has no chat template.
+        """
+        if not self._template.exists:
+            if prompt.earlier:
+                raise RunFailed(
+                    f"prompt {prompt.prompt_id} is a conversation of {len(prompt.earlier) + 1} messages, but the model "
+                    f"{self.run.model.path} has no chat template: expected prompts of one message"
+                )
+            return np.asarray(self.tokenizer.encode(prompt.text), dtype=np.int32)
+        messages = prompt.messages
+        if self.run.model.system_prompt is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self.run.model.system_prompt})
+        return self._template.tokens(messages)
 
 
 def prompt_group(
@@ -91,7 +104,7 @@ def prompt_group(
         prompt_id=prompt.prompt_id,
         task=prompt.task,
         epoch=prompt.epoch,
-        prompt=prompt.text,
+        prompt=prompt.shown,
         prompt_tokens=tokens,
         size=size,
         reward_input=prompt.reward_input,

@@ -23,6 +23,7 @@ from streamrl.machine.gpus import VISIBLE, gpu_names, usable_devices
 from streamrl.machine.installed_packages import package_problems
 from streamrl.machine.model_files import resolve_model, weight_bytes
 from streamrl.runtime.process_plan import plan_processes
+from streamrl.tasks.chat_template import load_chat_template
 from streamrl.tasks.sandbox import isolation_of
 from streamrl.training.packing_choice import decide_packing
 
@@ -64,7 +65,7 @@ def check(
         check_ray(cluster, run, site),
     ]
     if site in (None, cluster.trainer_site):
-        checks += [check_tasks(run), check_ranker(run), check_packing(run)]
+        checks += [check_chat_template(run), check_tasks(run), check_ranker(run), check_packing(run)]
     if not emulate:
         checks.append(check_ports(cluster, site or cluster.trainer_site))
     if cluster.remote_sites and site is not None:
@@ -180,6 +181,15 @@ def check_model(run: RunConfig) -> Iterable[str]:
     if isinstance(longest, int) and run.model.max_context > longest:
         asked = f"{run.model.path} has {longest} positions, {run.model.max_context} are asked for"
         yield ErrorCode.CONTEXT.refer(f"model.max_context: {asked}")
+
+
+def check_chat_template(run: RunConfig) -> Iterable[str]:
+    """Check that the model's chat template uses the variables of `model.chat_template_kwargs`."""
+    try:
+        if run.model.chat_template_kwargs:
+            load_chat_template(resolve_model(run.model.path), run.model.chat_template_kwargs)
+    except UserError as error:
+        yield str(error)
 
 
 def check_packing(run: RunConfig) -> Iterable[str]:

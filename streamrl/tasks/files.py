@@ -17,6 +17,10 @@ from streamrl.tasks.extras import import_extra
 from streamrl.tasks.procedural import nearest
 
 T = TypeVar("T")
+PromptMessage = dict[str, str]
+"""A chat message: `role` and `content`."""
+ROLES = ("system", "user", "assistant")
+"""Roles of a prompt's messages; a system message comes first, and the user's last."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +28,11 @@ class TaskRow:
     """One prompt of a file."""
 
     prompt: str
+    """The user's message, the last one."""
     answer: Any
     """Reference answer (str, int, float, bool, list, dict); None if the task has no answer column."""
+    earlier: tuple[PromptMessage, ...] = ()
+    """Messages before it, if the prompt column holds a conversation."""
 
 
 RowsTask = FileTask | AgentTask
@@ -162,8 +169,13 @@ def _columns(task: RowsTask) -> list[str]:
 
 def _row(task: RowsTask, where: str, record: dict[str, Any]) -> TaskRow:
     prompt = record[task.prompt_column]
+    earlier: tuple[PromptMessage, ...] = ()
+    if isinstance(prompt, list) and isinstance(task, FileTask):
+        *before, last = _messages(f"{where}: column {task.prompt_column!r}", prompt)
+        prompt, earlier = last["content"], tuple(before)
     if not isinstance(prompt, str):
-        raise UserError(f"{where}: column {task.prompt_column!r} must be text, got {_kind(prompt)}")
+        kinds = "text or a list of chat messages" if isinstance(task, FileTask) else "text"
+        raise UserError(f"{where}: column {task.prompt_column!r} must be {kinds}, got {_kind(prompt)}")
     if not prompt.strip():
         raise UserError(f"{where}: column {task.prompt_column!r} is empty")
     answer = None
@@ -175,7 +187,29 @@ def _row(task: RowsTask, where: str, record: dict[str, Any]) -> TaskRow:
             answer = plain(answer)
         except TypeError as error:
             raise UserError(f"{where}: column {task.answer_column!r}: {error}") from error
-    return TaskRow(prompt, answer)
+    return TaskRow(prompt, answer, earlier)
+
+
+def _messages(where: str, given: list[Any]) -> list[PromptMessage]:
+    """Return a conversation that a prompt column holds; keys without a value, as Parquet adds them, are left out."""
+    found: list[PromptMessage] = []
+    for number, one in enumerate(given):
+        if not isinstance(one, dict):
+            raise UserError(f"{where}: message {number} must be a mapping with role and content, got {_kind(one)}")
+        message = {key: value for key, value in one.items() if value is not None}
+        if extra := sorted(set(message) - {"role", "content"}):
+            raise UserError(f"{where}: message {number} has {', '.join(extra)}; expected role and content alone")
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES or (role == "system" and number):
+            allowed = ", ".join(ROLES if number == 0 else ROLES[1:])
+            raise UserError(f"{where}: message {number} has the role {role!r}, expected one of: {allowed}")
+        if not isinstance(content, str):
+            raise UserError(f"{where}: message {number} must have a text as content, got {_kind(content)}")
+        found.append({"role": role, "content": content})
+    if not found or found[-1]["role"] != "user":
+        got = found[-1]["role"] if found else "no message"
+        raise UserError(f"{where}: expected a conversation that ends with a message of the user, got {got}")
+    return found
 
 
 def plain(value: Any) -> Any:

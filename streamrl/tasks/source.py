@@ -22,7 +22,7 @@ import numpy.typing as npt
 from streamrl.config.tasks import AgentTask, FileTask, ReasoningGymTask, Task
 from streamrl.rollouts.seeds import derive_seed
 from streamrl.tasks.agent_items import AgentItems
-from streamrl.tasks.files import load_rows
+from streamrl.tasks.files import PromptMessage, load_rows
 from streamrl.tasks.procedural import ProceduralItems
 
 HALF = Fraction(1, 2)
@@ -45,6 +45,20 @@ class Prompt:
     """Input of the verifier besides the completion, or of the agent; plain values, lists and dicts only."""
     agent: bool = False
     """Whether an agent leads an episode from `reward_input`."""
+    earlier: tuple[PromptMessage, ...] = ()
+    """Messages before the user's, where a row has several."""
+
+    @property
+    def messages(self) -> list[PromptMessage]:
+        """All messages of the prompt, the user's last."""
+        return [*self.earlier, {"role": "user", "content": self.text}]
+
+    @property
+    def shown(self) -> str:
+        """The prompt for people and for the ranker: the user's message; of several, all with their roles."""
+        if not self.earlier:
+            return self.text
+        return "\n\n".join(f"{message['role']}: {message['content']}" for message in self.messages)
 
 
 def mix(weights: Sequence[float], index: int) -> tuple[int, int]:
@@ -82,6 +96,10 @@ class FileItems:
     def question(self, index: int) -> str:
         """Return the prompt of row `index`."""
         return self._rows[index].prompt
+
+    def earlier(self, index: int) -> tuple[PromptMessage, ...]:
+        """Return the messages before the user's of row `index`."""
+        return self._rows[index].earlier
 
     def reward_input(self, index: int) -> dict[str, Any]:
         """Return the user's message and the reference answer, as a reward function receives them."""
@@ -134,6 +152,7 @@ class PromptSource:
             epoch=epoch,
             reward_input=items.reward_input(item),
             agent=isinstance(task, AgentTask),
+            earlier=items.earlier(item) if isinstance(items, FileItems) else (),
         )
 
     def _make_permutation(self, number: int, epoch: int) -> npt.NDArray[np.int64]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
@@ -18,13 +19,16 @@ from streamrl.verify.tokenizer_checks import check_tokenizer
 from streamrl.verify.training_checks import check_packing, check_settings
 
 
-def verify(folder: Path, full: bool, say: Callable[[str], None]) -> list[Finding]:
+def verify(
+    folder: Path, full: bool, say: Callable[[str], None], variables: Mapping[str, Any] | None = None
+) -> list[Finding]:
     """Check a model.
 
     Args:
         folder: the model in HF format; `config.json` is enough, unless `full`.
         full: whether vLLM and the trainer are compared with the real weights as well.
         say: called with what is being done.
+        variables: variables of the chat template (`model.chat_template_kwargs`).
 
     Raises:
         UserError: the folder has no configuration that transformers can read.
@@ -44,7 +48,7 @@ def verify(folder: Path, full: bool, say: Callable[[str], None]) -> list[Finding
         say("settings of the trainer")
         findings += check_settings(config, packing)
     say("tokenizer")
-    findings += check_tokenizer(folder, config.get_text_config().vocab_size)
+    findings += check_tokenizer(folder, config.get_text_config().vocab_size, variables)
     return findings
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from streamrl.errors import UserError
 from streamrl.generation.instance.engine import end_tokens
+from streamrl.tasks.chat_template import ChatTemplate
 from streamrl.verify.findings import Finding
 
 TEMPLATE, STOPS, VOCABULARY = "chat template keeps history", "stop tokens", "vocabulary"
@@ -20,12 +23,13 @@ TURNS = (
 )
 
 
-def check_tokenizer(folder: Path, vocabulary: int) -> list[Finding]:
+def check_tokenizer(folder: Path, vocabulary: int, variables: Mapping[str, Any] | None = None) -> list[Finding]:
     """Check the tokenizer of a model's folder.
 
     Args:
         folder: the model in HF format, with or without a tokenizer.
         vocabulary: rows of the model's embedding.
+        variables: variables of the chat template (`model.chat_template_kwargs`).
     """
     from transformers import AutoTokenizer
 
@@ -37,16 +41,20 @@ def check_tokenizer(folder: Path, vocabulary: int) -> list[Finding]:
         reason = f"no tokenizer in {folder}: {str(error).splitlines()[0]}"
         return [Finding(name, "not checked", reason) for name in (TEMPLATE, STOPS, VOCABULARY)]
     stops = end_tokens(str(folder), tokenizer)
-    return [check_template(tokenizer), check_stops(tokenizer, stops), check_vocabulary(len(tokenizer), vocabulary)]
+    try:
+        template = ChatTemplate(tokenizer, variables)
+        found = [check_template(template), check_stops(tokenizer, stops, template)]
+    except UserError as error:
+        found = [Finding(TEMPLATE, "refused", str(error)), check_stops(tokenizer, stops)]
+    return [*found, check_vocabulary(len(tokenizer), vocabulary)]
 
 
-def check_template(tokenizer: Any) -> Finding:
+def check_template(template: ChatTemplate) -> Finding:
     """Check that a chat template only appends: what a turn was generated from is what later turns are preceded by."""
-    if not getattr(tokenizer, "chat_template", None):
+    if not template.exists:
         return Finding(TEMPLATE, "refused", "the tokenizer has no chat template")
     try:
-        asked = tokenizer.apply_chat_template([TURNS[0]], tokenize=False, add_generation_prompt=True)
-        longer = tokenizer.apply_chat_template(list(TURNS), tokenize=False, add_generation_prompt=True)
+        asked, longer = template.text([TURNS[0]]), template.text(TURNS)
     except Exception as error:  # templates raise whatever their authors chose
         return Finding(TEMPLATE, "refused", f"the chat template fails: {str(error).splitlines()[0]}")
     before = asked + ANSWER
@@ -57,19 +65,21 @@ def check_template(tokenizer: Any) -> Finding:
     return Finding(TEMPLATE, "refused", f"the template rewrites history: {was!r} becomes {now!r} in the next turn")
 
 
-def check_stops(tokenizer: Any, stops: list[int]) -> Finding:
+def check_stops(tokenizer: Any, stops: list[int], template: ChatTemplate | None = None) -> Finding:
     """Check that an assistant's turn ends with a token at which the generator stops.
 
     Args:
         tokenizer: the tokenizer.
         stops: ids at which the generator stops.
+        template: its chat template; None: without variables.
     """
     names = ", ".join(f"{tokenizer.convert_ids_to_tokens(stop)} ({stop})" for stop in stops)
     if not stops:
         return Finding(STOPS, "refused", "neither tokenizer nor generation_config.json names an end token")
-    if not getattr(tokenizer, "chat_template", None):
+    template = template or ChatTemplate(tokenizer)
+    if not template.exists:
         return Finding(STOPS, "works", names)
-    text = tokenizer.apply_chat_template(list(TURNS[:2]), tokenize=False)
+    text = template.text(TURNS[:2], asks=False)
     tail = tokenizer(text[text.rfind("twelve.") :], add_special_tokens=False)["input_ids"]
     if set(tail) & set(stops):
         return Finding(STOPS, "works", f"an answer ends with {names}")

@@ -32,8 +32,8 @@ class Held:
         return Prompt(f"{task}/{item}", task, f"question {index}", item // self.count, {"index": item})
 
 
-def tokenize(text: str) -> IntArray:
-    return np.arange(len(text), dtype=np.int32)
+def tokenize(prompt: Prompt) -> IntArray:
+    return np.arange(len(prompt.text), dtype=np.int32)
 
 
 def make(source: Held | None = None, last_step: int = 100, longest: int = 50, **config: Any) -> Evaluations:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,49 @@ def test_saved_hf_dataset_keeps_its_own_order(tmp_path: Path) -> None:
     assert load_rows(file_task(tmp_path / "saved", kind="hf_dataset")) == ROWS
 
 
+CHAT = [
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one?"}],
+    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "two?"}],
+]
+CHAT_ROWS = [TaskRow(chat[-1]["content"], str(n), tuple(chat[:-1])) for n, chat in enumerate(CHAT, start=1)]
+
+
+def test_conversations_are_the_same_rows_in_every_format(tmp_path: Path) -> None:
+    columns = {"prompt": CHAT, "answer": ["1", "2"]}
+    lines = [json.dumps({"prompt": chat, "answer": str(n)}) for n, chat in enumerate(CHAT, start=1)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    named = [[{**message, "name": None} for message in chat] for chat in CHAT]
+    kind = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string()), ("name", pa.string())]))
+    pq.write_table(pa.table({"prompt": pa.array(named, kind), "answer": ["1", "2"]}), tmp_path / "a.parquet")
+    datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "saved")
+    datasets.Dataset.from_dict(columns).to_parquet(tmp_path / "folder" / "train.parquet")
+    assert load_rows(file_task(tmp_path / "a.jsonl")) == CHAT_ROWS
+    assert load_rows(file_task(tmp_path / "a.parquet")) == CHAT_ROWS
+    assert load_rows(file_task(tmp_path / "saved", kind="hf_dataset")) == CHAT_ROWS
+    assert load_rows(file_task(tmp_path / "folder", kind="hf_dataset")) == CHAT_ROWS
+
+
+@pytest.mark.parametrize(
+    ("chat", "words"),
+    [
+        ([], "expected a conversation that ends with a message of the user, got no message"),
+        (CHAT[1][:2], "expected a conversation that ends with a message of the user, got assistant"),
+        ([{"role": "tool", "content": "x"}], "message 0 has the role 'tool', expected one of: system, user, assistant"),
+        ([*CHAT[1], CHAT[0][0]], "message 3 has the role 'system', expected one of: user, assistant"),
+        ([{"role": "user", "content": [{"text": "x"}]}], "message 0 must have a text as content, got list"),
+        ([{"role": "user", "content": "x", "images": [1]}], "message 0 has images; expected role and content alone"),
+        (["one?"], "message 0 must be a mapping with role and content, got str"),
+        ([{"role": "user", "content": " "}], "is empty"),
+    ],
+)
+def test_a_wrong_conversation_is_named_with_its_line_and_message(tmp_path: Path, chat: Any, words: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"prompt": "ok", "answer": 1}) + "\n" + json.dumps({"prompt": chat, "answer": 1}))
+    with pytest.raises(UserError, match=re.escape(f"{path}:2: column 'prompt'")) as caught:
+        load_rows(file_task(path))
+    assert words in str(caught.value)
+
+
 def test_hf_folder_of_files_with_a_split(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -89,8 +134,14 @@ GOOD = '{"prompt": "p", "answer": 1}\n'
         (GOOD + "[1]\n", r"a\.jsonl:2: expected a JSON object, got list"),
         (GOOD + '{"promt": "p", "answer": 1}\n', r"a\.jsonl:2: no column 'prompt' .*did you mean promt"),
         (GOOD + '{"prompt": "p"}\n', r"a\.jsonl:2: no column 'answer' .*answer_column: null"),
-        (GOOD + '{"prompt": null, "answer": 1}\n', r"a\.jsonl:2: column 'prompt' must be text, got null"),
-        (GOOD + '{"prompt": [{"role": "user"}], "answer": 1}\n', r"a\.jsonl:2: .*must be text, got list"),
+        (
+            GOOD + '{"prompt": null, "answer": 1}\n',
+            r"a\.jsonl:2: column 'prompt' must be text or a list of chat messages, got null",
+        ),
+        (
+            GOOD + '{"prompt": [{"role": "user"}], "answer": 1}\n',
+            r"a\.jsonl:2: .*message 0 must have a text as content, got null",
+        ),
         (GOOD + '{"prompt": " ", "answer": 1}\n', r"a\.jsonl:2: column 'prompt' is empty"),
         (GOOD + '{"prompt": "p", "answer": null}\n', r"a\.jsonl:2: column 'answer' is null"),
         (GOOD + '{"prompt": "p", "answer": NaN}\n', r"a\.jsonl:2: .*NaN is not JSON"),
@@ -111,10 +162,13 @@ def test_a_wrong_line_is_named(tmp_path: Path, content: str | bytes, says: str) 
         ({"prompts": ["p"], "answer": ["1"]}, r"a\.parquet: no column 'prompt' .*did you mean prompts"),
         (
             {"prompt": ["p", None], "answer": ["1", "2"]},
-            r"a\.parquet, row 2: column 'prompt' must be text, got null",
+            r"a\.parquet, row 2: column 'prompt' must be text or a list of chat messages, got null",
         ),
         ({"prompt": ["p", "q"], "answer": ["1", None]}, r"a\.parquet, row 2: column 'answer' is null"),
-        ({"prompt": [1], "answer": ["1"]}, r"a\.parquet, row 1: column 'prompt' must be text, got int"),
+        (
+            {"prompt": [1], "answer": ["1"]},
+            r"a\.parquet, row 1: column 'prompt' must be text or a list of chat messages, got int",
+        ),
         ({"prompt": ["p"], "answer": [b"1"]}, r"a\.parquet, row 1: column 'answer': .*got bytes"),
         ({"prompt": pa.array([], pa.string()), "answer": pa.array([], pa.string())}, "holds no prompts"),
     ],

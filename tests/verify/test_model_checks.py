@@ -11,8 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console
-from transformers import AutoTokenizer, MistralConfig, PretrainedConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+)
 
+from streamrl.tasks.chat_template import ChatTemplate
 from streamrl.training.packing_choice import Packing, PackingProof, PackingWay
 from streamrl.verify import child_process
 from streamrl.verify import generator_checks as generator
@@ -41,13 +49,25 @@ def tokenizer(tmp_path: Path) -> PreTrainedTokenizerFast:
 
 def test_a_template_that_rewrites_history_is_refused_and_shows_where(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = APPENDS
-    assert check_template(tokenizer).verdict == "works"
+    assert check_template(ChatTemplate(tokenizer)).verdict == "works"
     tokenizer.chat_template = FORGETS
-    found = check_template(tokenizer)
+    found = check_template(ChatTemplate(tokenizer))
     assert found.verdict == "refused"
     assert "the template rewrites history: '<think>" in found.reason and "in the next turn" in found.reason
     tokenizer.chat_template = "{{ raise_exception('only one turn') }}"
-    assert "the chat template fails: only one turn" in check_template(tokenizer).reason
+    assert "the chat template fails: only one turn" in check_template(ChatTemplate(tokenizer)).reason
+
+
+def test_the_chat_template_is_checked_with_its_variables(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = "{% if enable_thinking %}" + APPENDS + "{% else %}" + FORGETS + "{% endif %}"
+    tokenizer.save_pretrained(tmp_path)
+    LlamaConfig(eos_token_id=257).save_pretrained(tmp_path)
+    verdicts = {
+        thinking: check_tokenizer(tmp_path, 320, {"enable_thinking": thinking})[0].verdict for thinking in (True, False)
+    }
+    assert verdicts == {True: "works", False: "refused"}
+    found = check_tokenizer(tmp_path, 320, {"enable_thinkin": True})[0]
+    assert found.verdict == "refused" and "did you mean enable_thinking?" in found.reason
 
 
 def test_an_answer_has_to_end_with_a_token_at_which_the_generator_stops(tokenizer: PreTrainedTokenizerFast) -> None:

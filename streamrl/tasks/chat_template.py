@@ -1,0 +1,80 @@
+"""A model's chat template with the run's variables: the one place where conversations become text."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.errors import UserError
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer, rendered with fixed variables."""
+
+    def __init__(self, tokenizer: Any, variables: Mapping[str, Any] | None = None) -> None:
+        """
+        Args:
+            tokenizer: tokenizer of `transformers`.
+            variables: `model.chat_template_kwargs` of the run file.
+
+        Raises:
+            UserError: there are variables, but no template, or one that does not use them.
+        """
+        self._tokenizer, self._variables = tokenizer, dict(variables or {})
+        template = getattr(tokenizer, "chat_template", None)
+        self.exists = bool(template)
+        """Whether the model has a chat template."""
+        for name in self._variables:
+            _check_used(name, "\n".join(template.values()) if isinstance(template, dict) else template or "")
+
+    def text(self, messages: Sequence[Any], tools: Sequence[Any] | None = None, asks: bool = True) -> str:
+        """Render a conversation; with `asks`, up to where the model's answer begins."""
+        return str(
+            self._tokenizer.apply_chat_template(
+                list(messages), tools=tools or None, tokenize=False, add_generation_prompt=asks, **self._variables
+            )
+        )
+
+    def tokens(self, messages: Sequence[Any]) -> npt.NDArray[np.int32]:
+        """Return the token ids of a conversation up to where the model's answer begins, int32 [P]."""
+        ids = self._tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_dict=False, **self._variables
+        )
+        return np.asarray(ids, dtype=np.int32)
+
+
+def load_chat_template(path: str, variables: Mapping[str, Any]) -> ChatTemplate:
+    """Load the chat template of a model.
+
+    Args:
+        path: folder or hub id.
+        variables: see `ChatTemplate`.
+
+    Raises:
+        UserError: there is no tokenizer that can be read, or see `ChatTemplate`.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path: no tokenizer in {path}: {str(error).splitlines()[0]}") from error
+    return ChatTemplate(tokenizer, variables)
+
+
+def _check_used(name: str, template: str) -> None:
+    if not template:
+        raise UserError(f"model.chat_template_kwargs has {name!r}, but the model has no chat template: leave it out")
+    words = set(re.findall(r"[A-Za-z_]\w*", template))
+    if name not in words:
+        near = difflib.get_close_matches(name, sorted(words), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(
+            f"model.chat_template_kwargs has {name!r}, which the model's chat template does not use: expected a "
+            f"variable of the template{hint}"
+        )
