@@ -137,6 +137,13 @@ class Algorithm(StrictModel):
     gate_positive: GatePositive = None
     gate_negative: GateNegative = None
     kl: KLConfig = Field(default_factory=KLConfig)
+    entropy_coef: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="weight of the entropy bonus: the entropy of the distribution that each token is drawn from, nats, "
+        "is subtracted from its loss (0: no bonus)",
+    )
     off_policy: OffPolicyConfig = Field(default_factory=OffPolicyConfig)
     overlong: OverlongConfig | None = Field(
         None, description="penalty on completions near the token limit; none: no penalty"
@@ -170,7 +177,7 @@ class Algorithm(StrictModel):
     @property
     def skips_flat_groups(self) -> bool:
         """Whether groups with equal rewards have no gradient and need not be sent to the trainer."""
-        return self.advantage in GROUP_ADVANTAGES and not self.needs_reference
+        return self.advantage in GROUP_ADVANTAGES and not self.needs_reference and not self.entropy_coef
 
     @property
     def clip(self) -> tuple[float, float]:

@@ -101,8 +101,9 @@ def policy_objective(
     proximal_logprobs: torch.Tensor | None = None,
     reference_logprobs: torch.Tensor | None = None,
     sequence_tokens: torch.Tensor | None = None,
+    entropies: torch.Tensor | None = None,
 ) -> Objective:
-    """Return the sum over tokens of a_t (w_t L_t + kl.coef KL_t).
+    """Return the sum over tokens of a_t (w_t L_t + kl.coef KL_t - entropy_coef H_t).
 
     L is the surrogate's loss, a the aggregation's weight (`token_weights`), KL is there only with placement `loss`, and
     w is a constant:
@@ -113,7 +114,7 @@ def policy_objective(
                              masked, else 1
         reinforce            L has no ratio: w = policy / generator, corrected; 1 with correction `none`
 
-    The KL term is not weighted by w.
+    The KL term and the entropy bonus (PPO, arXiv 1707.06347, eq. 9) are not weighted by w.
 
     Args:
         algorithm: the run file's `algorithm`.
@@ -125,9 +126,10 @@ def policy_objective(
         reference_logprobs: [N], needed with kl.coef > 0.
         sequence_tokens: [N], length of each token's sequence for the aggregation, where some of its tokens are
             elsewhere; None: all are here.
+        entropies: [N] of the policy in training, with gradient; needed with entropy_coef > 0.
 
     Raises:
-        ValueError: there is a KL term but no reference.
+        ValueError: there is a KL term but no reference, or an entropy bonus but no entropies.
     """
     options = algorithm.off_policy
     current = logprobs.detach()
@@ -155,6 +157,10 @@ def policy_objective(
         kl_sum = kl.detach().sum()
         if algorithm.kl.placement == "loss":
             losses = losses + algorithm.kl.coef * kl
+    if algorithm.entropy_coef > 0:
+        if entropies is None:
+            raise ValueError("entropy_coef > 0 needs entropies")
+        losses = losses - algorithm.entropy_coef * entropies
     lengths = sequence_lengths(sequence_ids)[sequence_ids] if sequence_tokens is None else sequence_tokens
     loss_sum = (losses * token_weights(lengths, algorithm.aggregation, logprobs.dtype)).sum()
     with torch.no_grad():

@@ -28,8 +28,17 @@ class Policy(nn.Module):
         """Whether every completion runs in a row of its own (`hidden_states.py`)."""
         self.transform = logit_transform(model.config)
 
-    def forward(self, batch: PackedBatch, temperature: float, truncation: Truncation = ALL_TOKENS) -> HeadOutput:
-        """Return the completion tokens' log-probabilities in the distribution that is sampled from, and entropies."""
+    def forward(
+        self,
+        batch: PackedBatch,
+        temperature: float,
+        truncation: Truncation = ALL_TOKENS,
+        every_entropy: bool = False,
+    ) -> HeadOutput:
+        """Return the completion tokens' log-probabilities in the distribution that is sampled from, and entropies.
+
+        With `every_entropy` there is an entropy of each token, with gradient.
+        """
         hidden = predicting_states(self.model.base_model, batch, self.separate)
         head = self.model.get_output_embeddings()
         bias = getattr(head, "bias", None)
@@ -39,6 +48,7 @@ class Policy(nn.Module):
             None if bias is None else whole(bias),
             batch.targets,
             TokenDistribution(self.transform, temperature, truncation),
+            every_entropy,
         )
 
 

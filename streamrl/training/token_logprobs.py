@@ -14,6 +14,10 @@ The products have the type of the weight, as they do in the model's own head and
 certainty nothing cancels: with e_v = exp(z_v - max z) and the target's entry set to 0, `rest` = sum_v e_v is exactly
 what the target's probability lacks to 1, so log p = -log1p(rest) for a target that is the likeliest token, and the
 gradient's entry of the target is 1 - p = -expm1(log p).
+
+With an entropy bonus the entropy H_n = -sum_v p_v log p_v of every token has a gradient, too:
+
+    d H_n / d z_nv = -p_v (log p_v + H_n)
 """
 
 from __future__ import annotations
@@ -39,7 +43,13 @@ CACHED_TOKENS = 64
 """Tokens whose logits a CPU works on at once: those of 64 fit its caches, which is a third faster."""
 
 ENTROPY_STRIDE = 8
-"""Distance of the completion tokens whose entropy is measured; this diagnostic costs as much as the log-softmax."""
+"""Distance of the completion tokens whose entropy is measured; this diagnostic costs as much as the log-softmax.
+
+With an entropy bonus it is measured at every token.
+"""
+
+LEAST_LOGPROB = -200.0
+"""Bound of log p_v in the gradient of the entropy, where p_v is 0 in fp32 and so p_v log p_v."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,8 @@ class HeadOutput(NamedTuple):
     logprobs: torch.Tensor
     """fp32 [N], with gradient."""
     entropy: torch.Tensor
-    """Entropy of the distribution of every 8th token, nats, fp32 [ceil(N / 8)], without gradient."""
+    """Entropy of the distribution, nats, fp32: of every 8th token, [ceil(N / 8)], without gradient; with
+    `every_entropy` of all, [N], with gradient."""
     outside: torch.Tensor
     """Whether a target lies outside of what the truncation keeps, bool [N]; the distribution then has it as well."""
 
@@ -78,6 +89,7 @@ def token_logprobs(
     bias: torch.Tensor | None,
     targets: torch.Tensor,
     distribution: TokenDistribution,
+    every_entropy: bool = False,
 ) -> HeadOutput:
     """Return log-probabilities of the targets, entropies, and which targets a truncation would have dropped.
 
@@ -87,8 +99,9 @@ def token_logprobs(
         bias: its bias [V]; None: it has none.
         targets: token ids [N].
         distribution: what the logits become before a token is drawn.
+        every_entropy: whether the entropies of all tokens are returned, with gradient.
     """
-    return HeadOutput(*TokenLogprobs.apply(hidden, weight, bias, targets, distribution))
+    return HeadOutput(*TokenLogprobs.apply(hidden, weight, bias, targets, distribution, every_entropy))
 
 
 class TokenLogprobs(torch.autograd.Function):
@@ -102,14 +115,16 @@ class TokenLogprobs(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         distribution: TokenDistribution,
+        every_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Compute (logprobs [N], entropy [ceil(N / 8)], outside [N]); see `token_logprobs`."""
+        """Compute (logprobs [N], entropy [ceil(N / 8)] or [N], outside [N]); see `token_logprobs`."""
         hidden = hidden.to(weight.dtype)
         count = len(targets)
         logprobs = torch.empty(count, dtype=torch.float32, device=hidden.device)
         totals = torch.empty_like(logprobs)
         outside = torch.zeros(count, dtype=torch.bool, device=hidden.device)
         entropies: list[torch.Tensor] = []
+        stride = 1 if every_entropy else ENTROPY_STRIDE
         keeps = any(ctx.needs_input_grad[:3]) and _may_keep(count, weight, distribution)
         logits: torch.Tensor | None = None
         for slab in _parts(0, count, count if keeps else _slab_tokens(weight)):
@@ -119,28 +134,31 @@ class TokenLogprobs(torch.autograd.Function):
                 _transform_(here, distribution)
                 if distribution.truncation:
                     outside[part] = truncate_(here, targets[part], distribution.truncation)
-                logprobs[part], totals[part], entropy = _exponentials_(here, targets[part])
+                logprobs[part], totals[part], entropy = _exponentials_(here, targets[part], stride)
                 entropies.append(entropy)
-        ctx.save_for_backward(hidden, weight, bias, targets, logprobs, totals, logits if keeps else None)
-        ctx.distribution = distribution
         entropy = torch.cat(entropies) if entropies else logprobs.new_zeros(0)
-        ctx.mark_non_differentiable(entropy, outside)
+        of_all = entropy if every_entropy else None
+        ctx.save_for_backward(hidden, weight, bias, targets, logprobs, totals, of_all, logits if keeps else None)
+        ctx.distribution = distribution
+        ctx.mark_non_differentiable(*([outside] if every_entropy else [entropy, outside]))
         return logprobs, entropy, outside
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients by d logp_n / d z_nv = 1[v = target_n] - softmax(z_n)_v."""
-        hidden, weight, bias, targets, logprobs, totals, kept = ctx.saved_tensors
+        """Return the gradients by d logp_n / d z_nv = 1[v = target_n] - softmax(z_n)_v, and that of the entropy."""
+        hidden, weight, bias, targets, logprobs, totals, entropy, kept = ctx.saved_tensors
         distribution: TokenDistribution = ctx.distribution
-        factor = grads[0] * (distribution.transform.scale / distribution.temperature)
-        of_others, of_target = (-factor / totals)[:, None], (factor * -torch.expm1(logprobs))[:, None]
+        inner = distribution.transform.scale / distribution.temperature
+        slopes = _Slopes(targets, logprobs, totals, grads[0] * inner, entropy, grads[1] * inner)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight: torch.Tensor | None = None  # sums of several slabs are fp32
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
         for slab in _parts(0, len(targets), _slab_tokens(weight) if kept is None else len(targets)):
             if kept is not None:  # in place: the largest tensor of the step
-                grad_logits = kept.mul_(of_others).scatter_(-1, targets[:, None], of_target)
+                grad_logits = kept
+                for part in _parts(0, len(targets), len(targets) if entropy is None else _slab_tokens(weight)):
+                    slopes.apply_(kept[part], part)
             else:
                 grad_logits = _product(hidden[slab], weight, bias)
                 for part in _cached(slab, grad_logits.device):
@@ -148,8 +166,8 @@ class TokenLogprobs(torch.autograd.Function):
                     slope = _transform_(here, distribution)
                     if distribution.truncation:
                         truncate_(here, targets[part], distribution.truncation)
-                    _exponentials_(here, targets[part])
-                    here.mul_(of_others[part]).scatter_(-1, targets[part, None], of_target[part])
+                    _exponentials_(here, targets[part], ENTROPY_STRIDE)
+                    slopes.apply_(here, part)
                     if slope is not None:
                         here.mul_(slope)
             if grad_bias is not None:
@@ -171,7 +189,39 @@ class TokenLogprobs(torch.autograd.Function):
             None if grad_bias is None else grad_bias.to(bias.dtype),
             None,
             None,
+            None,
         )
+
+
+class _Slopes:
+    """The gradient of a loss in the logits of all tokens, given those in their log-probabilities and entropies."""
+
+    def __init__(
+        self,
+        targets: torch.Tensor,
+        logprobs: torch.Tensor,
+        totals: torch.Tensor,
+        of_logprobs: torch.Tensor,
+        entropy: torch.Tensor | None,
+        of_entropy: torch.Tensor,
+    ) -> None:
+        self._targets, self._totals = targets[:, None], totals[:, None]
+        self._of_logprobs, self._others = of_logprobs[:, None], (-of_logprobs / totals)[:, None]
+        self._target = (of_logprobs * -torch.expm1(logprobs))[:, None]
+        self._entropy = entropy[:, None] if entropy is not None else None
+        self._of_entropy = of_entropy[:, None]
+        if entropy is not None:
+            self._target = self._target - self._of_entropy * (logprobs.exp() * (logprobs + entropy))[:, None]
+
+    def apply_(self, exponentials: torch.Tensor, part: slice) -> None:
+        """Turn the exponentials [n, V] of some tokens, as `_exponentials_` leaves them, into the gradient, in place."""
+        if self._entropy is None:
+            exponentials.mul_(self._others[part])
+        else:
+            shares = exponentials.div_(self._totals[part])
+            slope = shares.log().clamp_(min=LEAST_LOGPROB).add_(self._entropy[part])
+            shares.mul_(slope.mul_(-self._of_entropy[part]).sub_(self._of_logprobs[part]))
+        exponentials.scatter_(-1, self._targets[part], self._target[part])
 
 
 def _parts(start: int, stop: int, size: int) -> Iterator[slice]:
@@ -221,21 +271,23 @@ def _transform_(logits: torch.Tensor, distribution: TokenDistribution) -> torch.
     return slope
 
 
-def _exponentials_(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _exponentials_(
+    logits: torch.Tensor, targets: torch.Tensor, stride: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Turn logits z [n, V], -inf for dropped tokens, into exp(z - max z), in place, with 0 in place of the targets.
 
     Returns:
-        (log-probabilities of the targets [n], sums of the exponentials with the targets' [n], entropy of every 8th
-        row).
+        (log-probabilities of the targets [n], sums of the exponentials with the targets' [n], entropy of every
+        `stride`-th row).
     """
     logits.sub_(logits.amax(-1, keepdim=True))
     of_targets = logits.gather(-1, targets[:, None])
-    some = logits[::ENTROPY_STRIDE].clamp(min=-1e4)  # where the exponential is 0; its product with -inf is not
+    some = logits[::stride].clamp(min=-1e4)  # where the exponential is 0; its product with -inf is not
     logits.exp_()
-    mean = (logits[::ENTROPY_STRIDE] * some).sum(-1)
+    mean = (logits[::stride] * some).sum(-1)
     logits.scatter_(-1, targets[:, None], 0.0)
     excess = logits.sum(-1, keepdim=True) + torch.expm1(of_targets)  # of the sum over 1, the likeliest token's
     log_total = torch.log1p(excess)
     totals = (1.0 + excess)[:, 0]
-    entropy = log_total[::ENTROPY_STRIDE, 0] - mean / totals[::ENTROPY_STRIDE]
+    entropy = log_total[::stride, 0] - mean / totals[::stride]
     return (of_targets - log_total)[:, 0], totals, entropy

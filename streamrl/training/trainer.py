@@ -216,7 +216,8 @@ class Trainer:
         with torch.no_grad():
             reference = self._reference_logprobs(batch, reference_given)
             proximal = self._sampled_from(self.proximal, batch).logprobs if self.proximal else None
-        output = self._sampled_from(self.policy, batch)
+        bonus = self.run.algorithm.entropy_coef > 0
+        output = self._sampled_from(self.policy, batch, every_entropy=bonus)
         logprobs, entropy = output.logprobs, output.entropy
         advantages = batch.advantages
         sums: dict[str, torch.Tensor] = {}
@@ -233,11 +234,12 @@ class Trainer:
             proximal,
             reference,
             batch.sequence_tokens,
+            entropy if bonus else None,
         )
         self.learner.backward(objective.loss_sum if groups else objective.loss_sum * 0.0, is_last)
         if not groups:
             return MicroStats()
-        sums |= objective.sums | {"entropy_sum": entropy.sum(), "outside": output.outside.sum()}
+        sums |= objective.sums | {"entropy_sum": entropy.detach().sum(), "outside": output.outside.sum()}
         values = torch.stack([value.double() for value in sums.values()]).tolist()  # one transfer for all
         if not all(math.isfinite(value) for name, value in zip(sums, values, strict=True) if name in LOSSES):
             self._bad_losses.append(f"micro-batch {self._micro_batches}")
@@ -250,9 +252,9 @@ class Trainer:
             **dict(zip(sums, values, strict=True)),
         )
 
-    def _sampled_from(self, model: Policy, batch: PackedBatch) -> HeadOutput:
-        """Run a model; all log-probabilities are of the distribution that it would sample from."""
-        output: HeadOutput = model(batch, self.run.sampling.temperature, self.truncation)
+    def _sampled_from(self, model: Policy, batch: PackedBatch, every_entropy: bool = False) -> HeadOutput:
+        """Run a model; all log-probabilities and entropies are of the distribution that it would sample from."""
+        output: HeadOutput = model(batch, self.run.sampling.temperature, self.truncation, every_entropy)
         return output
 
     def _flops(self, batch: PackedBatch, reference_given: bool) -> float:

@@ -78,6 +78,33 @@ def test_values_and_gradients_are_those_of_a_plain_log_softmax(distribution: Tok
         assert relative_error(ours.grad, theirs.grad) < 2e-6
 
 
+@pytest.mark.parametrize(
+    "distribution", DISTRIBUTIONS, ids=["plain", "scaled", "capped", "truncated", "capped and truncated"]
+)
+def test_the_entropy_of_every_token_and_its_gradient_are_those_of_autograd(
+    distribution: TokenDistribution, memory: str
+) -> None:
+    values, targets, of_logprobs = inputs()
+    of_entropies = torch.randn(TOKENS, generator=torch.Generator().manual_seed(1))
+    output = token_logprobs(*values, targets, distribution, every_entropy=True)
+    exact = [value.detach().double().requires_grad_() for value in values]
+    every = plain(exact, targets, distribution)
+    chosen, expected = every.gather(-1, targets[:, None])[:, 0], -(every.exp() * every).sum(-1)
+    torch.testing.assert_close(output.entropy.double(), expected, rtol=1e-5, atol=1e-5)
+    (output.entropy * of_entropies + output.logprobs * of_logprobs).sum().backward()
+    (expected * of_entropies + chosen * of_logprobs).sum().backward()
+    for ours, theirs in zip(values, exact, strict=True):
+        assert relative_error(ours.grad, theirs.grad) < 4e-6
+
+
+def test_the_gradient_of_an_entropy_next_to_zero_is_finite(memory: str) -> None:
+    hidden, weight = torch.full((1, 1), 1e4, requires_grad=True), torch.arange(5.0)[:, None].requires_grad_()
+    output = token_logprobs(hidden, weight, None, torch.tensor([4]), PLAIN, every_entropy=True)
+    output.entropy.sum().backward()
+    assert output.entropy.item() == 0.0
+    assert torch.isfinite(hidden.grad).all() and torch.isfinite(weight.grad).all()
+
+
 def test_only_what_needs_a_gradient_gets_one(memory: str) -> None:
     (hidden, weight, bias), targets, _ = inputs()
     token_logprobs(hidden, weight.detach(), None, targets, PLAIN).logprobs.sum().backward()

@@ -65,7 +65,7 @@ PPO = {"name": "ppo", "critic": {"lr": 1e-3}, "kl": {"coef": 0.2, "placement": "
 
 ALGORITHMS: list[dict[str, Any]] = [
     {"name": "grpo", "kl": {"coef": 0.1}},
-    {"name": "dr_grpo"},
+    {"name": "dr_grpo", "entropy_coef": 0.5},
     {"name": "dapo", "off_policy": {"correction": "mask", "low": 0.1, "high": 5.0}},
     {"name": "gspo"},
     {"name": "cispo"},
@@ -128,6 +128,37 @@ def test_separate_rows_give_the_gradient_of_shared_prompts(tiny_model: Path, one
     tokens = sum(len(one.completion_tokens) for group in groups for one in group.sequences)
     assert whole[1].row_tokens == parts[1].row_tokens == prompts + tokens
     assert whole[1].tokens == sum(group.loss_tokens for group in groups)
+
+
+@pytest.mark.parametrize("packing", ["shared", "separate"])
+def test_the_entropy_bonus_is_that_of_plain_autograd_through_the_models_own_logits(
+    tiny_model: Path, one_rank: None, packing: str
+) -> None:
+    algorithm = {"name": "rloo", "aggregation": "token", "entropy_coef": 0.7}
+    sampling = {"max_tokens": 16, "temperature": 0.8}
+    config = run_config(tiny_model, algorithm=algorithm, sampling=sampling, batch={"packing": packing})
+    trainer = Trainer(config, str(tiny_model), CPU)
+    groups = with_masks(random_groups(2))
+    plain = load_policy(str(tiny_model), attention="eager").model
+    loss = torch.zeros(())
+    entropies = 0.0
+    for group, one in ((group, one) for group in groups for one in group.sequences):
+        tokens = torch.tensor(np.concatenate([group.prompt_tokens, one.completion_tokens]))[None].long()
+        first = len(group.prompt_tokens) - 1
+        logprobs = torch.log_softmax(plain(input_ids=tokens).logits[0, first:-1] / 0.8, -1)
+        mask = torch.tensor(one.mask)
+        chosen = logprobs.gather(-1, tokens[0, first + 1 :, None])[:, 0]
+        entropy = torch.distributions.Categorical(logits=logprobs).entropy()
+        loss = loss - ((one.advantage * chosen + 0.7 * entropy) * mask).sum()
+        entropies += float((entropy * mask).sum())
+    loss.backward()
+    expected = torch.cat([p.grad.flatten() for p in plain.parameters()])
+    stats = trainer.accumulate(groups, is_last=True)
+    ours = torch.cat([p.grad.flatten() for p in trainer.policy.parameters()])
+    assert relative_error(ours, expected) < 1e-5
+    assert stats.loss_sum == pytest.approx(float(loss), rel=1e-5)
+    assert stats.entropy_sum == pytest.approx(entropies, rel=1e-5)
+    assert stats.entropy_tokens == stats.tokens == sum(group.loss_tokens for group in groups)
 
 
 def test_a_step_uses_the_updated_weights_afterwards(tiny_model: Path, one_rank: None) -> None:
@@ -430,8 +461,8 @@ def _spawn(
     return torch.load(out / "weights.pt")
 
 
-EVERYTHING = PPO | {"off_policy": {"ratio_to": "proximal"}}
-"""Every model there is: critic, reference, proximal copy."""
+EVERYTHING = PPO | {"off_policy": {"ratio_to": "proximal"}, "entropy_coef": 0.5}
+"""Every model there is: critic, reference, proximal copy; and an entropy bonus."""
 
 Weights = dict[str, torch.Tensor]
 
