@@ -55,6 +55,7 @@ PLAN_TESTS = (
 """Arguments that leave out tests of seconds."""
 TESTS: dict[str, tuple[str, ...]] = {
     "streamrl/training/losses.py": ("tests/training/test_losses.py",),
+    "streamrl/training/learning_rate.py": ("tests/training/test_learning_rate.py",),
     "streamrl/training/corrections.py": ("tests/training/test_corrections.py",),
     "streamrl/training/advantages.py": ("tests/training/test_advantages.py",),
     "streamrl/training/truncation.py": ("tests/training/test_truncation.py",),

@@ -84,11 +84,13 @@ class TrainingWork:
     """Models held without gradients: the reference."""
     recompute: bool = True
     """Activation checkpointing: one more forward pass of a trained model, much less memory."""
+    epochs: int = 1
+    """Passes over each batch."""
 
     @property
     def forwards(self) -> float:
         """Operations of a step, in forward passes."""
-        return self.trained * (4 if self.recompute else 3) + self.forward_only
+        return self.epochs * (self.trained * (4 if self.recompute else 3) + self.forward_only)
 
 
 PPO = TrainingWork(trained=2, forward_only=2, frozen=1)

@@ -198,14 +198,14 @@ class Algorithm(StrictModel):
         corrected = options.level != "token" and options.correction != "none"
         return self.surrogate == "sequence_clip" or corrected
 
-    def needs_proximal(self, sync_every: int) -> bool:
+    def needs_proximal(self, updates: int) -> bool:
         """Whether a copy of the last published weights must be kept.
 
         Args:
-            sync_every: optimizer steps between publications. With 1 the published weights are those before the step, so
-                the trainer's own detached log-probabilities are the proximal policy's.
+            updates: updates of the weights between publications. With 1 the published weights are those before the
+                update, so the trainer's own detached log-probabilities are the proximal policy's.
         """
-        return self.off_policy.ratio_to == "proximal" and sync_every > 1
+        return self.off_policy.ratio_to == "proximal" and updates > 1
 
     @model_validator(mode="before")
     @classmethod

@@ -76,12 +76,38 @@ class BatchConfig(StrictModel):
     micro_batch_tokens: int = Field(
         2048, ge=64, description="most tokens in one forward/backward pass of a rank (a larger group runs alone)"
     )
+    epochs: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="passes over each batch, each with mini_batches optimizer updates; old log-probabilities stay "
+        "those of the samples",
+    )
+    mini_batches: int = Field(
+        1,
+        ge=1,
+        description="equal parts of a batch, each with an optimizer update of its own; drawn anew in each pass",
+    )
     packing: Literal["auto", "shared", "separate"] = Field(
         "auto",
         description="shared: a prompt is computed once for all its completions; separate: every completion with its "
         "prompt by the model's own attention, slower; auto: shared where it is proven for the model's architecture "
         "(see `streamrl verify`), else separate",
     )
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates on each batch."""
+        return self.epochs * self.mini_batches
+
+    @model_validator(mode="after")
+    def _divides(self) -> Self:
+        if self.prompts_per_step % self.mini_batches:
+            raise ValueError(
+                f"mini_batches ({self.mini_batches}) must divide prompts_per_step ({self.prompts_per_step}) into equal "
+                "parts"
+            )
+        return self
 
 
 class SamplingConfig(StrictModel):
@@ -355,6 +381,11 @@ class RunConfig(StrictModel):
         return tries * self.deadlines.reward_s + self.rewards.retry_pause_s * (2 ** (tries - 1) - 1)
 
     @property
+    def updates_per_version(self) -> int:
+        """Updates of the weights between two publications."""
+        return self.schedule.sync_every * self.batch.updates
+
+    @property
     def agent_tasks(self) -> list[AgentTask]:
         """Tasks whose samples are episodes of agents, those of evaluations too."""
         held_out = self.evaluation.held_out(self.tasks) if self.evaluation else []
@@ -364,6 +395,27 @@ class RunConfig(StrictModel):
     def longest_silence_s(self) -> float:
         """Seconds that may pass without a new token: of generation, and of an episode whose tools work."""
         return max([self.deadlines.generation_s, *(task.deadlines.episode_s for task in self.agent_tasks)])
+
+    def _about_updates(self) -> str | None:
+        parts, off_policy = self.batch.mini_batches, self.algorithm.off_policy
+        if self.algorithm.advantage == "gae":
+            return (
+                "batch.epochs and mini_batches above 1 do not go with advantage: gae, whose values would have to stay "
+                "those of before the first update: choose `name: grpo` or reinforce_pp, or schedule.sync_every for "
+                "mini-batches"
+            )
+        if self.algorithm.surrogate == "reinforce" and off_policy.correction == "none":
+            return (
+                "batch.epochs and mini_batches above 1 train on samples of older weights, which surrogate: reinforce "
+                "ignores: choose off_policy.correction: truncate, or surrogate: clip"
+            )
+        if parts > 1 and self.schedule.name in ("stream", "async", "auto"):
+            return (
+                f"batch.mini_batches ({parts}) are drawn from the whole batch, but schedule {self.schedule.name} "
+                "trains on groups as they complete: choose schedule sync, colocated or one_step_off, or schedule stream "
+                f"with sync_every: {parts} and smaller batches"
+            )
+        return None
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -406,11 +458,13 @@ class RunConfig(StrictModel):
                 "batch.samples_per_prompt is 1: every advantage would be 0; 2 or more, or `name: reinforce_pp`"
             )
         proximal = self.algorithm.off_policy.ratio_to == "proximal"
-        if self.algorithm.max_importance_ratio is not None and proximal and self.schedule.sync_every == 1:
+        if self.algorithm.max_importance_ratio is not None and proximal and self.updates_per_version == 1:
             raise ValueError(
                 "algorithm.max_importance_ratio with ratio_to: proximal and schedule.sync_every: 1 is never reached, "
                 "because the proximal policy is the current one; ratio_to: generator, or sync_every: 2 or more"
             )
+        if self.batch.updates > 1 and (reason := self._about_updates()):
+            raise ValueError(reason)
         if self.evaluation is not None:
             self.evaluation.held_out(self.tasks)
         if self.schedule.rounds is not None and self.agent_tasks:

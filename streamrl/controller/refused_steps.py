@@ -98,7 +98,7 @@ class RefusedSteps:
                     f"the last one was step {batch.step}: {words}; {self._where()}"
                 )
             )
-        if not found or set(found) >= set(batch.groups):
+        if not found or set(found) >= {group.group_id for group in batch.of_update}:
             batch.refusal, batch.given_up = f"{words}; skipped", True
         else:
             batch = batch.without(set(found))

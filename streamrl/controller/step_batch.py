@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from streamrl.config.run import RunConfig
 from streamrl.rollouts.advantage import batch_advantages, group_advantages, is_flat, shaped_reward
@@ -14,6 +16,7 @@ from streamrl.rollouts.micro_batch import (
     train_groups,
 )
 from streamrl.rollouts.row_parts import sample_of_row
+from streamrl.rollouts.seeds import derive_seed
 from streamrl.rollouts.types import Group, Scored
 
 
@@ -26,6 +29,10 @@ class StepBatch:
 
     A sample with a void reward is in no mean, deviation, loss or normalisation: the step is the one that it would be
     had the sample never been drawn. A group with too few survivors is dropped, and another one takes its place.
+
+    A step may have several optimizer updates: `batch.epochs` passes over its groups in `batch.mini_batches` parts. What
+    is sent is the same in every pass: tokens, the generator's log-probabilities and advantages. The order of the groups
+    depends on the run's seed, the step and the pass alone. An update that is skipped is the step's last one.
     """
 
     run: RunConfig
@@ -41,19 +48,27 @@ class StepBatch:
     """What was not finite when the trainer refused the step, and what became of it; None: it was not refused."""
     given_up: bool = False
     """Whether the step has been refused for good, so that its gradient is discarded."""
+    update: int = 0
+    """Number of the optimizer update on this batch, from 0."""
     no_gradient: int = 0
     """Number of taken groups whose rewards are all equal."""
+    pieces: dict[str, list[TrainGroup]] = field(default_factory=dict)
+    """What the trainer gets of each group whose advantages are known; groups without a gradient have none."""
     queue: list[TrainGroup] = field(default_factory=list)
-    """Taken groups (or parts of them) that have not been sent to the trainer."""
+    """Taken groups (or parts of them) of this update that have not been sent to the trainer."""
     sent_last: bool = False
     """Whether the micro-batch that closes the batch has been sent."""
     micro_batches: int = 0
     stats: list[dict[str, float]] = field(default_factory=list)
-    """Statistics of every rank and micro-batch."""
+    """Statistics of every rank and micro-batch of this update."""
+    earlier_stats: list[dict[str, float]] = field(default_factory=list)
+    """Those of the updates before it."""
+    earlier_normalizer: float = 0.0
+    """Sum of their normalizers."""
     at_trainer: list[TrainGroup] = field(default_factory=list)
     """Groups of the micro-batch that the trainer works on."""
     sent: list[list[list[TrainGroup]]] = field(default_factory=list)
-    """Shares of every micro-batch sent, kept until the step is done in case the trainer refuses it."""
+    """Shares of every micro-batch of this update, kept until it is done in case the trainer refuses it."""
     in_flight: bool = False
     """Whether the trainer works on a micro-batch; it may be an empty one."""
 
@@ -74,14 +89,57 @@ class StepBatch:
 
     @property
     def trained(self) -> bool:
-        """Whether the trainer has finished every micro-batch of the step."""
+        """Whether the trainer has finished every micro-batch of this update."""
         return self.sent_last and not self.in_flight
 
     @property
     def samples_trained(self) -> int:
         """Number of samples whose gradient is accumulated, or that have none."""
-        waiting = {sample_of_row(one.sample_id) for group in (*self.queue, *self.at_trainer) for one in group.sequences}
+        ahead: Iterable[TrainGroup] = [*self.queue, *self.at_trainer]
+        parts = self.run.batch.mini_batches
+        if self.update < parts and parts > 1:  # the first pass: its later parts have not been trained at all
+            later = set(self.groups).difference(*(self._part(number) for number in range(self.update + 1)))
+            ahead = [*ahead, *(piece for key in later for piece in self.pieces.get(key, []))]
+        elif self.update >= parts:
+            ahead = []
+        waiting = {sample_of_row(one.sample_id) for group in ahead for one in group.sequences}
         return sum(group.size for group in self.groups.values()) - len(waiting)
+
+    @property
+    def of_update(self) -> list[Group]:
+        """Groups of this update."""
+        if self.run.batch.mini_batches == 1:
+            return list(self.groups.values())
+        return [self.groups[key] for key in self._part(self.update) if key in self.groups]
+
+    def _part(self, update: int) -> list[str]:
+        """Return the ids of an update's groups, those left out since too; [] while the step lacks groups."""
+        parts = self.run.batch.mini_batches
+        if not self.full:
+            return []
+        ids = sorted([*self.groups, *(group.group_id for group in self.not_finite)])
+        epoch, part = divmod(update, parts)
+        order = np.random.default_rng([derive_seed(self.run.seed, "order of a batch"), self.step, epoch])
+        size = len(ids) // parts
+        return [ids[index] for index in order.permutation(len(ids))[part * size : (part + 1) * size]]
+
+    def next_update(self) -> bool:
+        """Begin the next optimizer update on this batch; return False if the last one was the step's last.
+
+        A skipped update is the last one: the weights are too far from those that the samples are from.
+        """
+        if self.given_up or self.off_policy or self.update + 1 == self.run.batch.updates:
+            return False
+        self.earlier_stats += self.stats
+        self.earlier_normalizer += self.normalizer
+        self.update += 1
+        self.stats, self.sent, self.sent_last = [], [], False
+        self._fill()
+        return True
+
+    def _fill(self) -> None:
+        """Queue what the trainer gets in this update, in its order."""
+        self.queue = [piece for key in self._part(self.update) for piece in self.pieces.get(key, [])]
 
     def counted(self, group: Group) -> list[Scored]:
         """Return the samples of a group that have a loss; void ones have none."""
@@ -90,8 +148,8 @@ class StepBatch:
 
     @property
     def normalizer(self) -> float:
-        """Divisor of the summed loss of the whole batch."""
-        counted = [m.sample for group in self.groups.values() for m in self.counted(group)]
+        """Divisor of the summed loss of this update, over all its groups."""
+        counted = [m.sample for group in self.of_update for m in self.counted(group)]
         tokens = sum(sample.output_length for sample in counted)
         return loss_normalizer(self.run.algorithm.aggregation, tokens, len(counted), self.run.sampling.max_tokens)
 
@@ -146,14 +204,29 @@ class StepBatch:
                 self._enqueue(one, advantages)
         else:
             self._enqueue(group, group_advantages(self.rewards(group), kind))
+        if self.full and not self._streams:
+            self._fill()
+
+    @property
+    def _streams(self) -> bool:
+        """Whether groups go to the trainer as they are taken; else the update needs the whole batch, in its order."""
+        return self.update == 0 and self.run.batch.mini_batches == 1
 
     def without(self, group_ids: Set[str]) -> StepBatch:
-        """Return the same step from the start, as if these groups were not in it: for a second attempt.
+        """Return the same update from the start, as if these groups were not in it: for a second attempt.
 
         Advantages relative to the batch, and the normalizer, are those of the remaining groups.
         """
         out = [group for group in self.groups.values() if group.group_id in group_ids]
-        other = StepBatch(self.run, self.step, dropped=self.dropped, not_finite=[*self.not_finite, *out])
+        other = StepBatch(
+            self.run,
+            self.step,
+            dropped=self.dropped,
+            not_finite=[*self.not_finite, *out],
+            update=self.update,
+            earlier_stats=self.earlier_stats,
+            earlier_normalizer=self.earlier_normalizer,
+        )
         for group in self.groups.values():
             if group.group_id not in group_ids:
                 group.advantages = {}
@@ -165,7 +238,9 @@ class StepBatch:
         counted = {m.sample.sample_id for m in self.counted(group)}
         flat = self.run.algorithm.skips_flat_groups and not any(advantages)
         if counted and not flat:
-            self.queue += train_groups(group, counted, self.run.algorithm.needs_trajectories)
+            self.pieces[group.group_id] = train_groups(group, counted, self.run.algorithm.needs_trajectories)
+            if self._streams:
+                self.queue += self.pieces[group.group_id]
 
     def micro_batch_done(self, stats: Sequence[dict[str, float]]) -> None:
         """Record that all ranks have finished their shares of the micro-batch."""
@@ -179,7 +254,7 @@ class StepBatch:
         empty when the step has all its groups and no micro-batch has closed the batch, an empty one closes it.
 
         Returns:
-            (groups of each rank, whether it is the batch's last micro-batch); None: nothing is ready.
+            (groups of each rank, whether it is the update's last micro-batch); None: nothing is ready.
         """
         if self.sent_last:
             return None

@@ -58,10 +58,10 @@ def step_metrics(
     everything = [m for g in (*batch.groups.values(), *batch.dropped, *batch.not_finite) for m in g.members()]
     void = Counter(m.void.cause for m in everything if m.void)
     stats: dict[str, float] = defaultdict(float)
-    for micro in batch.stats:
+    for micro in (*batch.earlier_stats, *batch.stats):
         for key, value in micro.items():
             stats[key] = max(stats[key], value) if key.endswith("_max") else stats[key] + value
-    tokens = stats["tokens"]
+    tokens, normalizer = stats["tokens"], batch.earlier_normalizer + batch.normalizer
     has_critic = batch.run.algorithm.advantage == "gae"
     tflops = stats["flops"] / times.learn_s / 1e12 if stats["flops"] and times.learn_s else None
     staleness = (batch.step - 1) - np.concatenate([s.sampled_versions for s in samples])
@@ -88,7 +88,7 @@ def step_metrics(
         tokens_per_s=float(lengths.sum()) / times.seconds,
         reward_mean=float(rewards.mean()),
         reward_std=float(rewards.std()),
-        loss=stats["loss_sum"] / batch.normalizer,
+        loss=stats["loss_sum"] / normalizer,
         grad_norm=result.grad_norm,
         entropy=per_token("entropy_sum", stats["entropy_tokens"]),
         output_length_mean=float(lengths.mean()),
@@ -137,9 +137,10 @@ def step_metrics(
         masked_fraction=per_token("masked", tokens),
         outside_truncation_fraction=per_token("outside", tokens) if batch.run.sampling.truncates else None,
         truncated_weight_fraction=per_token("truncated", tokens),
-        value_loss=stats["value_loss_sum"] / batch.normalizer if has_critic else None,
+        value_loss=stats["value_loss_sum"] / normalizer if has_critic else None,
         explained_variance=_explained_variance(stats) if has_critic else None,
         step_skipped=result.skipped,
+        optimizer_updates=batch.update + (not result.skipped),
         groups_dropped=len(batch.dropped) + len(batch.not_finite),
         groups_not_finite=len(batch.not_finite),
         step_refused=batch.refusal,

@@ -145,7 +145,8 @@ class TrainingSteps:
         elif self.batch.trained:
             batch = self.batch
             skip = batch.off_policy or batch.given_up
-            await self.trainers.ask(OptimizerStep(step=self.step, normalizer=batch.normalizer, skip=skip))
+            place = {"step": self.step, "update": batch.update}
+            await self.trainers.ask(OptimizerStep(**place, normalizer=batch.normalizer, skip=skip))
         else:
             await self._take_groups()
             await self._feed_trainer()
@@ -197,7 +198,8 @@ class TrainingSteps:
             case TrainDone():
                 self.batch.micro_batch_done([answer.body.stats for answer in answers])
             case StepDone(refused=None):
-                await self._step_done(first)
+                if not self.batch.next_update():
+                    await self._step_done(first)
             case StepDone(refused=cause):
                 assert cause is not None
                 self.refusals.refused(self.batch, cause)

@@ -375,7 +375,7 @@ def memory_warnings(cluster: ClusterConfig, run: RunConfig, free: float, site: s
     for one in sites_here(cluster, site):
         if one.trainer:
             learning = 2 if isinstance(run.algorithm, PPOConfig) else 1  # policy, critic
-            frozen = run.algorithm.needs_reference + run.algorithm.needs_proximal(run.schedule.sync_every)
+            frozen = run.algorithm.needs_reference + run.algorithm.needs_proximal(run.updates_per_version)
             copies = learning * TRAINING_BYTES_PER_WEIGHT_BYTE + frozen * FROZEN_BYTES_PER_WEIGHT_BYTE
             needed += copies * weights + one.trainer.ranks * PROCESS_BYTES
         for pool in one.generation:

@@ -189,7 +189,8 @@ def work_of(run: RunConfig) -> TrainingWork:
 
     algorithm = run.algorithm
     critic, reference = int(algorithm.name == "ppo"), int(algorithm.needs_reference)
-    return TrainingWork(1 + critic, critic + reference, reference, run.optimizer.gradient_checkpointing)
+    checkpointing, epochs = run.optimizer.gradient_checkpointing, run.batch.epochs
+    return TrainingWork(1 + critic, critic + reference, reference, checkpointing, epochs)
 
 
 def gather(

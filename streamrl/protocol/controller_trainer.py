@@ -69,6 +69,8 @@ class OptimizerStep(TypedMessage, frozen=True, tag="step"):
 
     step: int
     """Index of the step, from 0."""
+    update: int
+    """Index of the update on the step's batch, from 0."""
     normalizer: float
     """Divisor of the gradient, from `rollouts.micro_batch.loss_normalizer`."""
     skip: bool

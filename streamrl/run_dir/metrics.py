@@ -105,7 +105,7 @@ class MetricsRow(StepRow):
     kl_mean: float | None = Field(
         None, description="KL divergence to the reference, nats per token; None without a reference"
     )
-    tokens_trained: int | None = None
+    tokens_trained: int | None = Field(None, description="completion tokens with a loss; counted in each pass")
     train_tokens_per_s: float | None = Field(
         None, description="tokens of packed rows, including prompts, per second of micro-batches and optimizer step"
     )
@@ -143,8 +143,11 @@ class MetricsRow(StepRow):
         None, description="share of the returns' variance that the critic explains; None without a critic"
     )
     step_skipped: bool | None = Field(
-        None, description="whether the weights stayed as they were: the batch was too far off-policy, or refused"
+        None,
+        description="whether the weights stayed as they were: the batch was too far off-policy, or refused; of several "
+        "updates, the last one",
     )
+    optimizer_updates: int | None = Field(None, description="updates of the weights with the step's batch")
     step_refused: str | None = Field(
         None, description="what was not finite when the trainer refused the step, and what became of it; none: nothing"
     )

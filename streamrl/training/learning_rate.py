@@ -1,7 +1,7 @@
 """Learning-rate schedules: a pure function of the optimizer step, so a resumed run continues where it was.
 
-The position is the number of the step, which is part of every checkpoint. A step that is refused and tried again keeps
-its number and its rate; one that is skipped counts. Nothing else is stored.
+The position is the number of the step, which is part of every checkpoint, and of the update on its batch. A step that
+is refused and tried again keeps its number and its rate; one that is skipped counts. Nothing else is stored.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ def warm_up(step: int, warmup_steps: int) -> float:
     return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
 
 
-def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float:
-    """Return the learning rate of a step (0-based).
+def learning_rate(step: int, total_steps: int, config: OptimizerConfig, update: int = 0, updates: int = 1) -> float:
+    """Return the learning rate of an update of a step (both 0-based).
 
     Behind the warm-up, a decay leads from `lr` to `lr * min_lr_fraction` at the last step:
 
@@ -31,14 +31,17 @@ def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float
         step: the step.
         total_steps: steps of the run; a run that is resumed with more steps decays towards the new end.
         config: the run file's `optimizer`.
+        update: the update of the step's batch.
+        updates: updates of each step; warm-up and decay go on from each to the next.
     """
-    if step < config.warmup_steps:
-        return config.lr * warm_up(step, config.warmup_steps)
+    position, warmup_updates = step * updates + update, config.warmup_steps * updates
+    if position < warmup_updates:
+        return config.lr * warm_up(position, warmup_updates)
     if config.decay == "constant":
         return config.lr
-    last, first = total_steps - 1, config.warmup_steps
+    last, first = total_steps * updates - 1, warmup_updates
     if config.decay == "wsd":
-        first = max(first, last - config.decay_length(total_steps))
-    progress = min(1.0, max(0.0, (step - first) / max(1, last - first)))
+        first = max(first, last - config.decay_length(total_steps) * updates)
+    progress = min(1.0, max(0.0, (position - first) / max(1, last - first)))
     left = 0.5 * (1.0 + math.cos(math.pi * progress)) if config.decay == "cosine" else 1.0 - progress
     return config.lr * (config.min_lr_fraction + (1.0 - config.min_lr_fraction) * left)

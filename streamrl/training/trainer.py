@@ -145,7 +145,7 @@ class Trainer:
             return shard(load_policy(model_path, attention=self.packing.attention), run, device, False, division)
 
         self.reference = frozen() if algorithm.needs_reference else None
-        self.proximal = frozen() if algorithm.needs_proximal(run.schedule.sync_every) else None
+        self.proximal = frozen() if algorithm.needs_proximal(run.updates_per_version) else None
         self.ppo = algorithm if isinstance(algorithm, PPOConfig) else None
         self.critic: Learner[Critic] | None = None
         if self.ppo:
@@ -298,7 +298,7 @@ class Trainer:
         advantages, returns = gae(rewards, values, batch.row_ids, self.ppo.gamma, self.ppo.lam)
         return advantages, value_objective(self.ppo, values, returns, batch.sequence_tokens)
 
-    def step(self, step: int, normalizer: float, skip: bool = False) -> StepResult:
+    def step(self, step: int, normalizer: float, skip: bool = False, update: int = 0) -> StepResult:
         """Take one optimizer step of policy and critic with the accumulated gradients, and clear them.
 
         Args:
@@ -306,11 +306,12 @@ class Trainer:
             normalizer: divisor of the whole batch's summed loss, over all ranks and including samples that were not
                 sent (`streamrl.rollouts.micro_batch.loss_normalizer`).
             skip: discard the gradients and change nothing.
+            update: number of the update on the step's batch (0-based; `batch.epochs`, `batch.mini_batches`).
 
         Where a loss, a gradient, a weight or AdamW's state is not finite, or the update might leave it so, the step is
         refused: the gradients are discarded and nothing changes, on all ranks alike.
         """
-        rate = learning_rate(step, self.run.steps, self.run.optimizer)
+        rate = learning_rate(step, self.run.steps, self.run.optimizer, update, self.run.batch.updates)
         updates: list[tuple[AnyLearner, float]] = [(self.learner, rate)]
         if self.critic and self.ppo:
             options = self.ppo.critic

@@ -200,7 +200,8 @@ class TrainerWorker:
                 answer = functools.partial(TrainDone, stats=asdict(stats))
             case OptimizerStep() as order:
                 self.state = "optimizer step"
-                result = await self._compute(self.trainer.step, order.step, order.normalizer, order.skip)
+                place = order.step, order.normalizer, order.skip, order.update
+                result = await self._compute(self.trainer.step, *place)
                 if result.refused is None:
                     self.version = order.step + 1
                 answer = functools.partial(StepDone, **asdict(result))

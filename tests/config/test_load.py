@@ -117,6 +117,21 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
             "optimizer:\n  decay: exp\n",
             "F:2: 'optimizer.decay' is 'exp', expected one of: constant, linear, cos",
         ),
+        ("algorithm: {name: grpo, entropy_coef: -1}\n", "F:1: 'algorithm.entropy_coef' is -1, expected at least 0"),
+        ("batch: {epochs: 0}\n", "F:1: 'batch.epochs' is 0, expected at least 1"),
+        ("batch: {mini_batches: 3}\n", "F:1: 'batch': mini_batches (3) must divide prompts_per_step (8) into equal"),
+        (
+            "batch:\n  mini_batches: 2\n",
+            "F:2: batch.mini_batches (2) are drawn from the whole batch, but schedule stream trains on groups as",
+        ),
+        (
+            "batch:\n  epochs: 2\nalgorithm: {name: ppo, critic: {}}\n",
+            "F:2: batch.epochs and mini_batches above 1 do not go with advantage: gae",
+        ),
+        (
+            "batch:\n  epochs: 2\nalgorithm: {name: rloo}\n",
+            "F:2: batch.epochs and mini_batches above 1 train on samples of older weights, which surrogate: reinforce",
+        ),
         ("optimizer:\n  decay_steps: 3\n", "F:1: 'optimizer': decay_steps belongs to decay: wsd, got decay: constant"),
         (
             "steps: 9\noptimizer:\n  decay: wsd\n  decay_steps: 8\n  warmup_steps: 2\n",

@@ -116,12 +116,14 @@ def test_partial_rollouts_and_dynamic_sampling_account_for_every_sample(tmp_path
         },
         model={"path": str(tmp_path / "model"), "max_context": 160},
         sampling={"max_tokens": 110},
-        algorithm={"name": "dapo", "overlong": None},
+        algorithm={"name": "dapo", "overlong": None, "entropy_coef": 0.001},
+        batch={"prompts_per_step": 6, "samples_per_prompt": 3, "micro_batch_tokens": 128, "epochs": 2},
     )
     run_dir = project.run_dir()
     metrics = assert_whole_batches(run_dir, 6, bound=3)
     counts = Ledger(run_dir / "ledger.sqlite").counts()
-    assert counts["trained"] == 108
+    assert counts["trained"] == 108  # once, whatever the number of passes
+    assert [row.optimizer_updates for row in metrics] == [2] * 6
     assert counts.get("dropped", 0) == 3 * sum(row.groups_dropped or 0 for row in metrics)
     assert sum(row.samples_parked or 0 for row in metrics) > 0
     lengths = [row["output_length"] for rows in rows_by_step(run_dir).values() for row in rows]

@@ -52,6 +52,17 @@ def test_the_rates_are_those_of_transformers(decay: str) -> None:
     assert rates[WARM:] == pytest.approx(theirs[WARM:TOTAL], abs=1e-12)
 
 
+@pytest.mark.parametrize("decay", REFERENCES)
+def test_several_updates_of_a_step_are_positions_of_their_own(decay: str) -> None:
+    keys = {"lr": 1.0, "decay": decay, "min_lr_fraction": 0.2}
+    options = OptimizerConfig.model_validate(
+        keys | {"warmup_steps": 2} | ({"decay_steps": 4} if decay == "wsd" else {})
+    )
+    finer = options.model_copy(update={"warmup_steps": 6, "decay_steps": 12})
+    rates = [learning_rate(step, 9, options, update, 3) for step in range(9) for update in range(3)]
+    assert rates == [learning_rate(position, 27, finer) for position in range(27)]
+
+
 def test_wsd_decays_over_the_last_tenth_unless_told_otherwise() -> None:
     options = OptimizerConfig(lr=1.0, decay="wsd", min_lr_fraction=0.5)
     rates = [learning_rate(step, 40, options) for step in range(40)]

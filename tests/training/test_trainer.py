@@ -142,9 +142,9 @@ def test_the_entropy_bonus_is_that_of_plain_autograd_through_the_models_own_logi
     plain = load_policy(str(tiny_model), attention="eager").model
     loss = torch.zeros(())
     entropies = 0.0
-    for group, one in ((group, one) for group in groups for one in group.sequences):
-        tokens = torch.tensor(np.concatenate([group.prompt_tokens, one.completion_tokens]))[None].long()
-        first = len(group.prompt_tokens) - 1
+    for prompt, one in ((group.prompt_tokens, one) for group in groups for one in group.sequences):
+        tokens = torch.tensor(np.concatenate([prompt, one.completion_tokens]))[None].long()
+        first = len(prompt) - 1
         logprobs = torch.log_softmax(plain(input_ids=tokens).logits[0, first:-1] / 0.8, -1)
         mask = torch.tensor(one.mask)
         chosen = logprobs.gather(-1, tokens[0, first + 1 :, None])[:, 0]
@@ -159,6 +159,41 @@ def test_the_entropy_bonus_is_that_of_plain_autograd_through_the_models_own_logi
     assert stats.loss_sum == pytest.approx(float(loss), rel=1e-5)
     assert stats.entropy_sum == pytest.approx(entropies, rel=1e-5)
     assert stats.entropy_tokens == stats.tokens == sum(group.loss_tokens for group in groups)
+
+
+@pytest.mark.parametrize("ratio_to", ["generator", "proximal"])
+def test_two_passes_over_a_batch_are_two_of_torchs_steps_with_the_old_log_probabilities_fixed(
+    tiny_model: Path, one_rank: None, ratio_to: str
+) -> None:
+    """By hand: PPO's clipped loss (arXiv 1707.06347, eq. 7) on the model's own logits, and torch's AdamW."""
+    algorithm = {"name": "grpo", "aggregation": "token", "off_policy": {"ratio_to": ratio_to}}
+    options = {"lr": 1e-2, "max_grad_norm": 1e9, "eps": 1e-3}
+    batch = {"epochs": 2, "packing": "shared"}
+    config = run_config(tiny_model, algorithm=algorithm, optimizer=options, batch=batch)
+    trainer, groups = Trainer(config, str(tiny_model), CPU), random_groups(2)
+    normalizer = float(sum(group.loss_tokens for group in groups))
+    start = weights_of(trainer.learner)
+    plain = load_policy(str(tiny_model), attention="eager").model
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0)
+    old: dict[int, torch.Tensor] = {}
+    for update in range(2):
+        trainer.accumulate(groups[::-1] if update else groups, is_last=True)
+        assert trainer.step(0, normalizer, update=update).refused is None
+        loss = torch.zeros(())
+        for number, (prompt, one) in enumerate((g.prompt_tokens, one) for g in groups for one in g.sequences):
+            tokens = torch.tensor(np.concatenate([prompt, one.completion_tokens]))[None].long()
+            logprobs = torch.log_softmax(plain(input_ids=tokens).logits[0, len(prompt) - 1 : -1], -1)
+            chosen = logprobs.gather(-1, tokens[0, len(prompt) :, None])[:, 0]
+            first = torch.tensor(one.logprobs) if ratio_to == "generator" else chosen.detach()
+            ratio = torch.exp(chosen - old.setdefault(number, first))
+            weight = torch.exp(old[number] - torch.tensor(one.logprobs)) if ratio_to == "proximal" else 1.0
+            clipped = ratio.clamp(0.8, 1.2)
+            loss = loss - (weight * torch.minimum(ratio * one.advantage, clipped * one.advantage)).sum()
+        optimizer.zero_grad()
+        (loss / normalizer).backward()
+        optimizer.step()
+    for ours, theirs, before in zip(weights_of(trainer.learner), plain.parameters(), start, strict=True):
+        assert relative_error(ours - before, theirs.detach() - before) < 1e-3
 
 
 def test_a_step_uses_the_updated_weights_afterwards(tiny_model: Path, one_rank: None) -> None:

@@ -1,0 +1,129 @@
+"""Several optimizer updates on one batch: each pass trains every sample once, on what its generator said of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.config.run import RunConfig
+from streamrl.controller.refused_steps import RefusedSteps
+from streamrl.controller.step_batch import StepBatch
+from streamrl.protocol.controller_trainer import Refusal
+from streamrl.rollouts.kept_micro_batches import KeptMicroBatches
+from tests.controller.test_pool_and_batch import taken
+
+REWARDS = {"a": [0.0, 1.0], "b": [1.0, 0.0], "c": [0.0, 4.0], "d": [1.0, 1.0]}
+"""The last group is flat: it counts in its part's normalizer, and is not sent."""
+
+
+def batch_of(epochs: int, parts: int, seed: int = 0, **algorithm: Any) -> StepBatch:
+    values = {
+        "batch": {"prompts_per_step": 4, "samples_per_prompt": 2, "epochs": epochs, "mini_batches": parts},
+        "schedule": {"name": "sync"},
+        "algorithm": {"name": "grpo", "aggregation": "token"} | algorithm,
+        "seed": seed,
+    }
+    return taken(RunConfig.model_validate(values), REWARDS)
+
+
+def send(batch: StepBatch) -> list[tuple[str, tuple[float, ...], float]]:
+    """Train one update; (sample id, log-probabilities, advantage) of what was sent, in its order."""
+    found = []
+    while (micro := batch.next_micro_batch(8, 2)) is not None:
+        found += [
+            (one.sample_id, tuple(one.logprobs.tolist()), one.advantage)
+            for share in micro[0]
+            for group in share
+            for one in group.sequences
+        ]
+        batch.micro_batch_done([{"tokens": 5.0, "ratio_sum": 5.0} for _ in micro[0]])
+    assert batch.trained
+    return found
+
+
+def updates(batch: StepBatch) -> list[list[tuple[str, tuple[float, ...], float]]]:
+    found = [send(batch)]
+    while batch.next_update():
+        assert not batch.trained
+        found.append(send(batch))
+    return found
+
+
+@pytest.mark.parametrize(("epochs", "parts"), [(3, 1), (1, 2), (3, 2), (2, 4)])
+def test_every_pass_trains_each_sample_once_with_its_own_log_probabilities(epochs: int, parts: int) -> None:
+    once = sorted(send(batch_of(1, 1)))
+    assert len(once) == 6
+    batch = batch_of(epochs, parts)
+    every = updates(batch)
+    assert len(batch.earlier_stats) + len(batch.stats) == 2 * batch.micro_batches  # of two workers
+    assert len(every) == epochs * parts
+    for epoch in range(epochs):
+        assert sorted(one for update in every[epoch * parts : (epoch + 1) * parts] for one in update) == once
+
+
+def test_the_parts_of_a_pass_share_its_normalizer_whatever_has_a_gradient() -> None:
+    whole, batch = batch_of(1, 1).normalizer, batch_of(2, 4)
+    normalizers = [batch.normalizer]
+    while batch.next_update():
+        normalizers.append(batch.normalizer)
+    assert sum(normalizers[:4]) == sum(normalizers[4:]) == whole
+    assert batch.earlier_normalizer + batch.normalizer == 2 * whole
+
+
+def test_the_order_is_another_in_each_pass_and_step_and_the_same_after_a_resume() -> None:
+    def orders(batch: StepBatch) -> list[list[str]]:
+        return [[one[0] for one in update] for update in updates(batch)]
+
+    first = orders(batch_of(8, 1))
+    assert first == orders(batch_of(8, 1))
+    assert len({tuple(order) for order in first}) > 2
+    assert first[1:] != orders(batch_of(8, 1, seed=1))[1:]
+    later = batch_of(8, 1)
+    later.step = 2
+    assert first[1:] != orders(later)[1:]
+
+
+def test_progress_counts_the_samples_of_the_first_pass() -> None:
+    batch = batch_of(2, 2)
+    assert batch.samples_trained == 2  # of the flat group
+    seen = []
+    while True:
+        send(batch)
+        seen.append(batch.samples_trained)
+        if not batch.next_update():
+            break
+    assert 2 < seen[0] < 8
+    assert seen[1:] == [8, 8, 8]
+
+
+def test_a_refused_update_is_tried_again_without_its_group_and_the_passes_go_on(tmp_path: Path) -> None:
+    batch = batch_of(2, 2)
+    send(batch)
+    assert batch.next_update()
+    second = {one[0].partition(".")[0] for one in send(batch)}
+    assert len(second) == 2
+    bad = min(second)
+    steps = RefusedSteps(KeptMicroBatches(tmp_path), 3)
+    steps.refused(batch, Refusal("loss", "micro-batch 1"))
+    while steps.examining:
+        here = {group.group_id for share in steps.next() for group in share}
+        batch = steps.examined(batch, [{bad: Refusal("loss", "the group")} if bad in here else {}])
+    assert batch.update == 1 and batch.earlier_stats and not batch.given_up
+    rest = [sample for update in updates(batch) for sample, *_ in update]
+    expected = {f"{name}.{n}": 1 + (name in second) for name in set("abc") - {bad} for n in range(2)}
+    assert {sample: rest.count(sample) for sample in rest} == expected
+
+
+def test_a_skipped_update_ends_the_step() -> None:
+    batch = batch_of(4, 1, max_importance_ratio=1.5)
+    send(batch)
+    assert batch.next_update()
+    send(batch)
+    batch.stats[0]["ratio_sum"] = 1e6
+    assert batch.off_policy and not batch.next_update()
+    batch = batch_of(4, 1)
+    send(batch)
+    batch.given_up = True
+    assert not batch.next_update()
