@@ -412,7 +412,7 @@ class RunConfig(StrictModel):
         if parts > 1 and self.schedule.name in ("stream", "async", "auto"):
             return (
                 f"batch.mini_batches ({parts}) are drawn from the whole batch, but schedule {self.schedule.name} "
-                "trains on groups as they complete: choose schedule sync, colocated or one_step_off, or schedule stream "
+                "trains on groups as they complete: choose schedule sync, colocated or one_step_off, or stream "
                 f"with sync_every: {parts} and smaller batches"
             )
         return None
