@@ -1,4 +1,4 @@
-"""The run files that correspond to examples of TRL, verl and prime-rl pass the checks of a start, on data in their form."""
+"""The run files that correspond to examples of TRL, verl and prime-rl pass a start's checks, on data like theirs."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from transformers import MinPLogitsWarper
 
 from streamrl.training.truncation import ALL_TOKENS, Truncation, truncate_
 
@@ -45,6 +46,15 @@ def test_the_kept_tokens_are_those_of_the_rules_and_the_sampled_one(truncation: 
         assert kept == rules | {target}
         assert bool(outside[row]) == (target not in rules)
         assert torch.equal(logits[row, sorted(kept)], given[row, sorted(kept)])
+
+
+@pytest.mark.parametrize("min_p", [0.02, 0.1, 0.5, 1.0])
+def test_min_p_keeps_what_transformers_keeps(min_p: float) -> None:
+    logits = 3.0 * torch.randn(16, 600, generator=torch.Generator().manual_seed(0))
+    theirs = MinPLogitsWarper(min_p)(torch.zeros(16, 1, dtype=torch.long), logits.clone())
+    ours = logits.clone()
+    assert not truncate_(ours, logits.argmax(-1), Truncation(min_p=min_p)).any()
+    assert torch.equal(ours, theirs)
 
 
 def test_only_a_truncation_that_drops_something_is_one() -> None:
