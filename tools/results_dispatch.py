@@ -1,0 +1,212 @@
+"""Texts of the figures about dispatch, the simulator, length prediction and plans (`results.py`)."""
+
+from __future__ import annotations
+
+from statistics import geometric_mean
+from typing import Any
+
+from results_data import Figure, mean, named, page_rows, percent, read, slashed
+
+FIGURES: dict[str, Figure] = {}
+"""Name of a place -> what makes its text."""
+
+
+@named(FIGURES, "live-dispatch")
+def _live_dispatch() -> str:
+    by_policy: dict[str, list[float]] = {}
+    for one in read("live_dispatch/results")["results"]:
+        by_policy.setdefault(one["policy"], []).append(one["measured_ratio"])
+    ours, known, least, algorithm = (
+        f"{geometric_mean(by_policy[name]):.3f}"
+        for name in ("ours, ranker", "ours, known lengths", "least-loaded", "Algorithm 2, ranker")
+    )
+    return (
+        f"ours with forecasts {ours}, with true lengths {known}; least-loaded {least}; StreamRL's Algorithm 2 "
+        f"{algorithm}; geometric mean of {len(by_policy['round-robin'])} workloads"
+    )
+
+
+@named(FIGURES, "live-dispatch-simulator")
+def _live_dispatch_simulator() -> str:
+    found = read("live_dispatch/results")
+    return (
+        f"median error {percent(found['median_error'], 1)}; ranks {found['same_order']} of {found['pairs']} pairs of "
+        f"policies as measured that differ by over 3 %, and {found['same_order_apart']} of the {found['pairs_apart']} "
+        "whose repeats do not overlap"
+    )
+
+
+@named(FIGURES, "speculation")
+def _speculation() -> str:
+    sizes = read("speculation")["workloads"].values()
+    later, first = (slashed((one[part]["measured"] for one in sizes), ".2f") for part in ("later", "first"))
+    noise = [
+        part["measured"]
+        for one in read("speculation_noise")["workloads"].values()
+        for part in (one["first"], one["later"])
+    ]
+    rounds = [one for size in sizes for one in size["rounds"]]
+    many = sum(one["requests"] for one in rounds)
+    auto, none = (sum(one[arm]["reward"] * one["requests"] for one in rounds) / many for arm in ("auto", "none"))
+    return (
+        f"{later} after the first round; {first} in it; reward {auto:.3f} against {none:.3f}. Where nothing recurs "
+        f"(noise) it costs time: {min(noise):.2f} to {max(noise):.2f}"
+    )
+
+
+def _grid(name: str) -> dict[str, float]:
+    found: dict[str, float] = read("dispatch_policies/grid")["policies"][name]
+    return found
+
+
+@named(FIGURES, "grid-oracle")
+def _grid_oracle() -> str:
+    ours, best = _grid("ours, oracle"), read("dispatch_policies/grid")["ours_oracle_against_best_partition"]
+    return (
+        f"ours {ours['mean']:.3f} ({ours['worst']:.2f} at worst; at most {percent(best['worst'] - 1, 1)} behind the "
+        f"best partition), Algorithm 2 {_grid('Algorithm 2, oracle')['mean']:.3f}"
+    )
+
+
+@named(FIGURES, "grid-forecasts")
+def _grid_forecasts() -> str:
+    ours = _grid("ours, forecasts")
+    kept = read("dispatch_policies/grid")["share_of_oracle_saving_with_forecasts"]["ours"]
+    return (
+        f"ours {ours['mean']:.3f}, {percent(kept)} of the saving with true lengths (slower in "
+        f"{percent(ours['share_worse'])} of single draws, at worst {ours['worst']:.2f}); without moves "
+        f"{_grid('ours, forecasts, no moves')['mean']:.3f}; Algorithm 2 {_grid('Algorithm 2, forecasts')['mean']:.3f}"
+    )
+
+
+QUALITIES = {
+    "honest, .2": "honest, off by 20 %",
+    "honest, .35": "off by 35 %",
+    "overconfident, .7 told as .2": "off by 70 % and told as 20 %",
+    "useless": "useless",
+    "5 % unforeseen runaways": "5 % unforeseen runaways",
+    "adversarial": "adversarial",
+}
+
+
+@named(FIGURES, "dispatch-quality")
+def _dispatch_quality() -> str:
+    cells = read("dispatch_quality")["cells"]
+
+    def three(quality: str, how: str, what: str) -> str:
+        return slashed(cells[f"{schedule}, {quality}"][how][what] for schedule in ("sync", "one_step_off", "stream"))
+
+    told = []
+    for quality, name in QUALITIES.items():
+        text = f"{name}: {three(quality, 'trusted by outcome', 'mean')}"
+        if quality not in ("honest, .2", "honest, .35", "overconfident, .7 told as .2"):
+            text += f" (believed blindly {three(quality, 'blindly', 'mean')})"
+        told.append(text)
+    return f"{'; '.join(told)}. For 95 % of steps at most, useless: {three('useless', 'trusted by outcome', 'p95')}"
+
+
+@named(FIGURES, "dispatch-async")
+def _dispatch_async() -> str:
+    every = read("dispatch_quality")["async"]
+    ours, longest = (mean(one[name] for one in every) for name in ("skew-aware", "longest-first"))
+    return f"skew-aware {ours:.3f}, longest first {longest:.3f}, mean of {len(every)} cases: so `async` goes by load"
+
+
+@named(FIGURES, "plan-speed")
+def _plan_speed() -> str:
+    found = read("dispatch_policies/speed")
+    return f"{found['plan_ms_known']:.1f} ms with known lengths, {found['plan_ms_forecasts']:.1f} ms with forecasts"
+
+
+@named(FIGURES, "simulate-million")
+def _simulate_million() -> str:
+    return f"{read('dispatch_policies/speed')['simulate_million_s']:.1f} s"
+
+
+@named(FIGURES, "paper-7b")
+def _paper_7b() -> str:
+    found = read("paper_7b")
+
+    def over_cells(name: str) -> str:
+        ratios = [row[name] for row in found["rows"]]
+        return f"{mean(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+    published = found["published"]
+    return (
+        f"mean of {len(found['rows'])} cells (range): with forecasts of the paper's recall ours "
+        f"{over_cells('ours, forecasts')}, its Algorithm 2 {over_cells('Algorithm 2, forecasts')}; with true lengths "
+        f"{over_cells('ours, true lengths')} and {over_cells('Algorithm 2, true lengths')}; the paper reports "
+        f"{published['forecasts']:.2f} and {published['true lengths']} for Algorithm 2, without number of instances "
+        "and slots"
+    )
+
+
+@named(FIGURES, "dispatch-ceiling")
+def _dispatch_ceiling() -> str:
+    slots = read("dispatch_ceiling")["slots"]
+    ranker, others = (
+        slashed((100 * one[name]["captured"] for one in slots.values()), ".0f") for name in ("ranker", "24 others")
+    )
+    saved = slashed((100 * (1 - one["oracle"]) for one in slots.values()), ".0f")
+    return (
+        f"{ranker} % of the {saved} % that the oracle saves with {' / '.join(slots)} slots each; a forecaster that "
+        f"knows 24 other samples of each prompt: {others} %"
+    )
+
+
+def _recalls(found: dict[str, Any]) -> str:
+    return slashed(found["recall"].values())
+
+
+def _ranked(name: str, ranking: str = "model") -> str:
+    """Return the recalls of a ranking, the first one with its interval."""
+    found = read(f"ranker_{name}")["rankings"][ranking]
+    low, high = found["interval"]
+    first, *rest = found["recall"].values()
+    return f"{first:.3f} ({low:.3f} to {high:.3f}) / {slashed(rest)}"
+
+
+@named(FIGURES, "ranker-smollm2")
+def _ranker_smollm2() -> str:
+    every = read("ranker_smollm2")["rankings"]
+    return (
+        f"{_ranked('smollm2')}: a table of the tasks is kept. Share of the task at the limit: "
+        f"{_recalls(every['task_at_limit'])}; mean length of the task: {_recalls(every['task_mean'])}. No ranking can "
+        f"exceed {_recalls(every['limit'])}"
+    )
+
+
+def _many(name: str) -> str:
+    many = read(f"ranker_{name}")["many"]
+    return f"{many['prompts']} prompts: {many['recall']['0.2']:.3f}; ceiling {many['ceiling']['0.2']:.3f}"
+
+
+for _name in ("smollm2", "small_reasoner"):
+    named(FIGURES, f"ranker-{_name}-many")(lambda name=_name: _many(name))
+    named(FIGURES, f"ranker-{_name}-new-tasks")(lambda name=_name: _ranked(name, "new_tasks"))
+
+
+@named(FIGURES, "ranker-smollm2-moved")
+def _ranker_moved() -> str:
+    moved = read("ranker_smollm2")["moved"]
+    ranker, clipped = moved["ranker"], moved["clipped"]
+    return (
+        f"recall at 20 % {ranker['recall']:.3f}, share at the limit {moved['task_at_limit']['recall']:.3f}; "
+        f"{percent(ranker['covered'])} of the lengths are up to the 90 % quantile, {percent(clipped['covered'])} where "
+        "it is clipped at 256"
+    )
+
+
+@named(FIGURES, "ranker-small-reasoner")
+def _ranker_small_reasoner() -> str:
+    every = read("ranker_small_reasoner")["rankings"]
+    return (
+        f"{_ranked('small_reasoner')}; mean length of the task {_recalls(every['task_mean'])}, length of the prompt "
+        f"{_recalls(every['prompt_characters'])}"
+    )
+
+
+@named(FIGURES, "plan-paper")
+def _plan_paper() -> str:
+    rows = page_rows("plan_paper", "7B on 32 H800 beside the published rows")
+    return "; ".join(f"{row[0]}: {row[2]} (published {row[1]})" for row in rows)

@@ -1,0 +1,258 @@
+"""Texts of the figures about learning, exactness, the speed of a step and schedules (`results.py`)."""
+
+from __future__ import annotations
+
+import re
+from statistics import median
+from typing import Any
+
+from results_data import Figure, mean, named, percent, read, steps
+
+FIGURES: dict[str, Figure] = {}
+"""Name of a place -> what makes its text."""
+
+ENDS = 10
+"""First and last steps whose mean reward is told."""
+GAINED = 0.25
+
+
+def _ends(run: str) -> tuple[float, float]:
+    rewards = [row["reward_mean"] for row in steps(run)]
+    return mean(rewards[:ENDS]), mean(rewards[-ENDS:])
+
+
+def _elapsed(rows: list[dict[str, Any]]) -> float:
+    """Return the seconds from the begin of the first step to the end of the last one."""
+    return float(rows[-1]["time"] - rows[0]["time"] + rows[0]["step_time_s"])
+
+
+@named(FIGURES, "small-reasoner-short")
+def _small_reasoner_short() -> str:
+    first, last = _ends("small_reasoner")
+    return f"{first:.3f} to {last:.3f} in {_elapsed(steps('small_reasoner')):.0f} s"
+
+
+@named(FIGURES, "small-reasoner")
+def _small_reasoner() -> str:
+    rows = steps("small_reasoner")
+    first, last = _ends("small_reasoner")
+    rewards = [row["reward_mean"] for row in rows]
+    many = range(ENDS, len(rows) + 1)
+    risen = next(n for n in many if mean(rewards[n - ENDS : n]) >= first + GAINED)
+    return (
+        f"{first:.3f} to {last:.3f} in {_elapsed(rows):.0f} s, start-up left out; first step {rewards[0]:.2f}; the "
+        f"mean of {ENDS} steps is up by {GAINED} after {risen} steps, {_elapsed(rows[:risen]):.0f} s"
+    )
+
+
+@named(FIGURES, "smollm2-easy")
+def _smollm2_easy() -> str:
+    first, last = _ends("smollm2_easy")
+    return f"{first:.3f} to {last:.3f}"
+
+
+@named(FIGURES, "staleness")
+def _staleness() -> str:
+    arms = read("staleness")["summary"]
+
+    def one(name: str) -> str:
+        return f"{arms[name]['mean']:.3f} ({arms[name]['spread']:.3f})"
+
+    return (
+        f"`sync` {one('sync')}; `async` with staleness 1: {one('async-1')}, with 4: {one('async-4')}; corrected by "
+        f"decoupled PPO and truncated weights: {one('async-1-corrected')} and {one('async-4-corrected')}"
+    )
+
+
+@named(FIGURES, "staleness-ess")
+def _staleness_ess() -> str:
+    return f"{read('staleness')['summary']['async-4']['ess_sequence']:.2f}"
+
+
+@named(FIGURES, "agent-learning")
+def _agent_learning() -> str:
+    found = read("agent_learning")
+    reward = {one["step"]: one["reward"] for one in found["held_out"]}
+    seconds = sum(one["seconds"] for one in found["steps"])
+    return f"{reward[0]:.3f}, {reward[10]:.3f}, {reward[30]:.3f}; {seconds / 60:.0f} minutes"
+
+
+@named(FIGURES, "gradient-error")
+def _gradient_error() -> str:
+    rows = read("exact_logprobs")["gradients"]
+    worst = {name: max(row[name] for row in rows) for name in ("ours", "autograd", "softmax_in_bf16")}
+    return (
+        f"off by {percent(worst['ours'], 2)} at most; torch's autograd {percent(worst['autograd'], 1)}, a softmax kept "
+        f"in bf16 {percent(worst['softmax_in_bf16'])}"
+    )
+
+
+@named(FIGURES, "log-ratio")
+def _log_ratio() -> str:
+    rows = read("exact_logprobs")["ratios"]
+    largest = sorted(row["largest"] for row in rows)
+    cut = [row for row in rows if row["full_largest"] > 2 * row["largest"]]
+    means = [row["full_mean"] for row in cut]
+    return (
+        f"{len(rows)} combinations, {sum(row['tokens'] for row in rows):,} tokens: largest {largest[-1]:.1e} nats, of "
+        f"the other combinations {largest[-2]:.1e}; without truncation in the trainer up to "
+        f"{max(row['full_largest'] for row in cut):.1f}, mean {min(means):.2f} to {max(means):.2f} by combination"
+    )
+
+
+@named(FIGURES, "agent-tokens")
+def _agent_tokens() -> str:
+    found = read("agent_tokens")["all"]
+    return (
+        f"{found['sessions_wrong']} of {found['sessions']:,} sessions wrong: {found['turns']:,} turns in "
+        f"{found['rows']:,} rows, {found['trained_tokens']:,} trained tokens; "
+        f"{found['answers_changed_by_encoding']:,} answers would change under decoding and encoding"
+    )
+
+
+def _beside_trl(name: str) -> tuple[dict[str, float], float, float]:
+    """Return the median seconds of a step by system, and TRL's time over ours by medians and by means."""
+    blocks = read(name)["blocks"]
+    seconds = {
+        system: [step["seconds"] for block in blocks for step in block[system]] for system in ("StreamRL", "TRL")
+    }
+    middle = {system: median(every) for system, every in seconds.items()}
+    return middle, middle["TRL"] / middle["StreamRL"], mean(seconds["TRL"]) / mean(seconds["StreamRL"])
+
+
+@named(FIGURES, "trl-short")
+def _trl_short() -> str:
+    _, medians, means = _beside_trl("peer_trl")
+    return f"{medians:.1f} times (medians), {means:.1f} times (means)"
+
+
+@named(FIGURES, "trl")
+def _trl() -> str:
+    middle, medians, means = _beside_trl("peer_trl")
+    return (
+        f"{middle['StreamRL']:.1f} s against {middle['TRL']:.1f} s: {medians:.1f} times TRL's samples/s by medians, "
+        f"{means:.1f} by means"
+    )
+
+
+@named(FIGURES, "trl-second-step")
+def _trl_first() -> str:
+    return f"{read('peer_trl')['blocks'][0]['StreamRL'][0]['seconds']:.1f} s"
+
+
+@named(FIGURES, "trl-float32")
+def _trl_float32() -> str:
+    middle, medians, _ = _beside_trl("peer_trl_float32")
+    return f"{middle['StreamRL']:.1f} s against {middle['TRL']:.1f} s: {medians:.1f} times"
+
+
+@named(FIGURES, "trl-bound")
+def _trl_bound() -> str:
+    found = read("peer_trl_float32")
+    step = found["blocks"][0]["StreamRL"][0]
+    bound = (step["generating"] + step["learning"]) / found["peak_gflops"]
+    ratio = step["seconds"] / bound
+    return f"{ratio:.1f} times ({step['seconds']:.1f} s over {bound:.1f} s, at {found['peak_gflops']:.0f} GFLOP/s)"
+
+
+@named(FIGURES, "training-share")
+def _training_share() -> str:
+    shares = read("cpu_speed")["training"]["share_of_peak"]
+    return f"{' and '.join(f'{100 * share:.0f}' for share in shares)} %"
+
+
+@named(FIGURES, "agent-rows")
+def _agent_rows() -> str:
+    ways = list(read("agent_rows")["ways"].values())
+    tokens = [str(way["tokens"]) for way in ways]
+    cpu = [f"{mean(way['cpu_seconds']):.1f}" for way in ways]
+    off = max(way["gradient_difference"] for way in ways)
+    return (
+        f"{tokens[0]}, {tokens[1]} and {tokens[2]} tokens; {cpu[0]}, {cpu[1]} and {cpu[2]} s of CPU time; gradients "
+        f"differ by {off:.0e} of their norm at most"
+    )
+
+
+# Two runs were bound by training: the second one after a change of the trainer. Both are told.
+SCHEDULE_RUNS = {
+    "balanced": ("schedules", "balanced"),
+    "generation": ("schedules", "generation"),
+    "training": ("schedules", "training"),
+    "training again": ("schedules_training", "training"),
+}
+SHORT = {"async-1": "async"}
+
+
+def _workload(name: str) -> dict[str, Any]:
+    file, workload = SCHEDULE_RUNS[name]
+    found: dict[str, Any] = read(file)["summary"][workload]
+    return found
+
+
+def _over_sync(name: str) -> dict[str, float]:
+    """Return the step time per token over that of `sync`, by schedule."""
+    figures = _workload(name)["figures"]
+    sync = figures["sync"]
+    return {
+        arm: one["step_s"] / one["tokens"] * sync["tokens"] / sync["step_s"]
+        for arm, one in figures.items()
+        if arm not in ("sync", "auto", "async-4")
+    }
+
+
+def _judged(name: str, pattern: str) -> str:
+    """Return the number that a target's line states."""
+    lines = "\n".join(_workload(name)["targets"])
+    found = re.search(pattern, lines)
+    assert found is not None, (name, pattern)
+    return found[1]
+
+
+def _fastest_first(name: str) -> str:
+    every = sorted(_over_sync(name).items(), key=lambda one: one[1])
+    return ", ".join(f"`{SHORT.get(arm, arm)}` {ratio:.2f}" for arm, ratio in every)
+
+
+@named(FIGURES, "schedules-async-short")
+def _async_short() -> str:
+    return f"{_over_sync('balanced')['async-1']:.2f}"
+
+
+for _name in ("balanced", "generation"):
+    named(FIGURES, f"schedules-{_name}")(lambda name=_name: _fastest_first(name))
+
+
+@named(FIGURES, "schedules-training")
+def _schedules_training() -> str:
+    first, again = _fastest_first("training"), _fastest_first("training again")
+    return f"{first}; measured again after a change of the trainer: {again}"
+
+
+def _four(pattern: str, form: str = ".2f", factor: float = 1.0) -> str:
+    return ", ".join(format(factor * float(_judged(name, pattern)), form) for name in SCHEDULE_RUNS)
+
+
+@named(FIGURES, "schedules-over-longer")
+def _over_longer() -> str:
+    return _four(r"async-1: step / longer stage alone, at most [\d.]+: ([\d.]+)")
+
+
+@named(FIGURES, "schedules-exposed")
+def _exposed() -> str:
+    return _four(r"async-1: exposed weight sync, below 3% of a step: ([\d.]+)%", ".1f") + " %"
+
+
+@named(FIGURES, "schedules-hidden")
+def _hidden() -> str:
+    return _four(r"stream: hides of the shorter stage.*: ([\d.]+)%", ".0f") + " %"
+
+
+@named(FIGURES, "schedules-auto")
+def _auto() -> str:
+    told = []
+    for name in SCHEDULE_RUNS:
+        ratio = float(_judged(name, r"auto: picks the best \(it took .*?\), or its step.*: ([\d.]+)"))
+        took = _judged(name, r"auto: picks the best \(it took (.*?)\)")
+        best = _judged(name, r"best of .*: ([\w-]+), [\d.]+ s").split("-")[0]
+        told.append(f"{ratio:.2f}" + (" (picked the best)" if took == best else f" (`{took}`; the best is `{best}`)"))
+    return ", ".join(told)
