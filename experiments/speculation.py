@@ -26,7 +26,7 @@ import numpy as np
 import psutil
 import reasoning_gym
 
-from scheduler.cost.decode import StepCurve, context_time, replica_time
+from scheduler.cost.decode import StepCurve, replica_time
 from scheduler.cost.speculative_decoding import Speculation, speculated
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
@@ -161,8 +161,8 @@ def simulated(rows: list[dict[str, Any]], curve: StepCurve, most: int) -> dict[s
     slots = max(len(row["auto"]["lengths"]) for row in rows)
     quicker = speculated(curve, Speculation(acceptance, most), slots)
     for row in rows:
-        plain += replica_time(row["none"]["lengths"], curve) + context_time(row["none"]["lengths"], curve)
-        faster += replica_time(row["auto"]["lengths"], quicker) + context_time(row["auto"]["lengths"], quicker)
+        plain += replica_time(row["none"]["lengths"], curve)
+        faster += replica_time(row["auto"]["lengths"], quicker)
     measured = [sum(row[name]["seconds"] for row in rows) for name in ("auto", "none")]
     cpu = [sum(row[name]["cpu_s"] for row in rows) for name in ("auto", "none")]
     return {

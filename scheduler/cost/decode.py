@@ -225,52 +225,78 @@ def roofline(model: ModelShape, device: Device, tensor_parallel: int = 1, larges
     )
 
 
-def replica_time(lengths: npt.ArrayLike, curve: StepCurve, prompts: npt.ArrayLike = 0.0) -> float:
-    """Return the seconds until one instance that starts all requests at once has finished them (the module's formula).
+def replica_time(
+    lengths: npt.ArrayLike, curve: StepCurve, prompts: npt.ArrayLike = 0.0, slots: int | None = None
+) -> float:
+    """Return the seconds until one instance has finished requests; see `replica_ends`, prompts not prefilled."""
+    return float(replica_ends(lengths, curve, prompts, slots).max(initial=0.0))
+
+
+def replica_ends(
+    lengths: npt.ArrayLike,
+    curve: StepCurve,
+    prompts: npt.ArrayLike = 0.0,
+    slots: int | None = None,
+    prefilled: bool = False,
+) -> Floats:
+    """Return [n] when each request of one instance ends, seconds after its start: the simulator's times, without events.
+
+    Requests start in the given order, as slots get free.
 
     Args:
         lengths: [n] tokens to generate.
         curve: step time of the instance.
-        prompts: [n] or one number: prompt tokens, for the share of the context.
-    """
-    longest_first = np.sort(np.asarray(lengths, dtype=np.float64))[::-1]
-    if not len(longest_first):
-        return 0.0
-    marginal = np.diff(curve.table(len(longest_first)))
-    return float(marginal @ longest_first) + context_time(lengths, curve, prompts)
-
-
-def context_time(lengths: npt.ArrayLike, curve: StepCurve, prompts: npt.ArrayLike = 0.0) -> float:
-    """Return the seconds that reading the context adds to the steps of these requests, in any order."""
-    if curve.per_context_token == 0.0:
-        return 0.0
-    produced = np.asarray(lengths, dtype=np.float64)
-    tokens = np.asarray(prompts, dtype=np.float64) * produced + produced * produced / 2
-    return float(curve.per_context_token * tokens.sum())
-
-
-def replica_time_with_refills(lengths: Sequence[float], curve: StepCurve, slots: int) -> float:
-    """Return the seconds in which an instance with `slots` finishes requests that it starts in the given order.
-
-    A waiting request starts as soon as a slot is free. Event-driven; context is left out.
+        prompts: [n] or one number: tokens of context that each request begins with.
+        slots: largest number of requests at once; None: all of them.
+        prefilled: whether each prompt is prefilled when its request starts, which stalls the instance.
 
     Raises:
         ValueError: `slots` is below 1.
     """
-    if slots < 1:
+    tokens = np.asarray(lengths, dtype=np.float64)
+    count = len(tokens)
+    if slots is not None and slots < 1:
         raise ValueError(f"an instance needs at least one slot, got {slots}")
-    tau = curve.table(min(slots, len(lengths)))
-    ends: list[float] = []  # in decode steps
-    step = seconds = 0.0
-    for length in lengths:
-        if len(ends) == slots:
-            end = heapq.heappop(ends)
-            seconds += tau[slots] * (end - step)
-            step = end
-        heapq.heappush(ends, step + length)
-    while ends:
-        running = len(ends)
-        end = heapq.heappop(ends)
-        seconds += tau[running] * (end - step)
-        step = end
-    return float(seconds)
+    begun = np.broadcast_to(np.asarray(prompts, dtype=np.float64), (count,))
+    stalls = begun * (curve.per_prefill_token if prefilled else 0.0)
+    if slots is not None and count > slots:
+        return _ends_with_refills(tokens.tolist(), curve, begun.tolist(), slots, stalls.tolist())
+    order = np.argsort(tokens, kind="stable")
+    until = tokens[order]
+    steps = np.diff(until, prepend=0.0)
+    running = np.arange(count, 0, -1)
+    context = np.cumsum(begun[order][::-1])[::-1] + running * (until - steps)
+    seconds = steps * curve.table(count)[running] + curve.per_context_token * steps * (context + running * steps / 2)
+    ends = np.empty(count)
+    ends[order] = np.cumsum(seconds) + stalls.sum()
+    return ends
+
+
+def _ends_with_refills(
+    lengths: Sequence[float], curve: StepCurve, prompts: Sequence[float], slots: int, stalls: Sequence[float]
+) -> Floats:
+    """Return [n] the ends of requests of which some wait for a slot; arguments as for `replica_ends`."""
+    tau, extra = curve.table(slots).tolist(), curve.per_context_token
+    running: list[tuple[float, int]] = []  # (decode step at which it ends, request)
+    ends = np.empty(len(lengths))
+    step = now = context = 0.0
+
+    def end_next() -> None:
+        nonlocal step, now, context
+        batch = len(running)
+        until, number = heapq.heappop(running)
+        steps = until - step
+        now += steps * tau[batch] + extra * steps * (context + batch * steps / 2)
+        context += batch * steps - prompts[number] - lengths[number]
+        step = until
+        ends[number] = now
+
+    for number, length in enumerate(lengths):
+        if len(running) == slots:
+            end_next()
+        now += stalls[number]
+        context += prompts[number]
+        heapq.heappush(running, (step + length, number))
+    while running:
+        end_next()
+    return ends

@@ -19,7 +19,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.cost.decode import Floats, StepCurve, replica_time_with_refills
+from scheduler.cost.decode import Floats, StepCurve, replica_time
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ def expected_time(values: Floats, curve: StepCurve, slots: int) -> float:
     count, each = values.shape
     if count == 0:
         return 0.0
-    context = context_seconds(curve, values.ravel()).sum() / each
     if each == 1 and count > slots:
-        return replica_time_with_refills(np.sort(values[:, 0])[::-1].tolist(), curve, slots) + float(context)
+        return replica_time(np.sort(values[:, 0])[::-1], curve, slots=slots)
+    context = context_seconds(curve, values.ravel()).sum() / each
     flat = np.sort(values, axis=None)[::-1]
     return float(_steps(curve, slots, count, each) @ flat + context)
 

@@ -13,9 +13,8 @@ from scheduler.cost.decode import (
     PAPER_7B_H800,
     QWEN_7B,
     StepCurve,
-    context_time,
     replica_time,
-    replica_time_with_refills,
+    replica_ends,
     roofline,
 )
 from scheduler.cost.hardware import CATALOGUE, device
@@ -47,7 +46,7 @@ def test_replica_time_is_that_of_stepping_by_hand(lengths: list[int]) -> None:
 @settings(max_examples=60)
 def test_refills_are_those_of_stepping_by_hand(lengths: list[int], slots: int) -> None:
     expected = by_hand(lengths, PAPER_7B_H800, slots)
-    assert replica_time_with_refills(lengths, PAPER_7B_H800, slots) == pytest.approx(expected)
+    assert replica_time(lengths, PAPER_7B_H800, slots=slots) == pytest.approx(expected)
 
 
 def test_context_adds_the_same_whatever_the_order() -> None:
@@ -55,7 +54,18 @@ def test_context_adds_the_same_whatever_the_order() -> None:
     lengths = [30, 7, 12]
     # the formula integrates, steps count: half a token per request and step apart
     assert replica_time(lengths, curve, 10) == pytest.approx(by_hand(lengths, curve, 3, 10), rel=2e-3)
-    assert context_time(lengths, curve, 10) == context_time(lengths[::-1], curve, 10)
+    assert replica_time(lengths, curve, 10) == pytest.approx(replica_time(lengths[::-1], curve, 10))
+
+
+def test_ends_by_hand_where_one_waits_for_a_slot() -> None:
+    curve = StepCurve((1, 2), (1.0, 2.0), per_context_token=0.1, per_prefill_token=0.5)
+    # prefill 2 x 4 x 0.5; 2 steps of 2: 4 + 0.1 (8 x 2 + 2 x 2^2 / 2); prefill 2; 1 step of 2 more: 2 + 0.1 (10 + 1);
+    # the last one alone for 2 steps: 2 + 0.1 (2 x 5 + 2^2 / 2)
+    ends = replica_ends([2, 3, 3], curve, 4, slots=2, prefilled=True)
+    assert ends.tolist() == pytest.approx([10.0, 15.1, 18.3])
+    assert replica_time([], curve) == 0.0
+    with pytest.raises(ValueError, match="at least one slot"):
+        replica_time([1], curve, slots=0)
 
 
 def test_curve_between_below_and_beyond_its_points() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from scheduler.cost.decode import PAPER_7B_H800, StepCurve, replica_time, replica_time_with_refills
+from scheduler.cost.decode import PAPER_7B_H800, StepCurve, replica_ends, replica_time
 from scheduler.cost.length_forecast import Forecast
 from scheduler.dispatch.baselines import LeastLoaded, RoundRobin
 from scheduler.dispatch.planned import SkewAware
@@ -30,9 +30,17 @@ def test_instances_that_take_everything_at_once_need_the_formulas_time() -> None
     assert len(outcome.finished) == 96
 
 
-def test_refills_need_the_event_driven_time() -> None:
-    outcome = simulate(RoundRobin(), requests(), [SimulatedInstance("a", PAPER_7B_H800, 10)])
-    assert outcome.makespan == pytest.approx(replica_time_with_refills(LENGTHS.tolist(), PAPER_7B_H800, 10))
+@pytest.mark.parametrize("slots", [1, 7, 10, 96])
+def test_the_fast_path_gives_the_end_of_every_request(slots: int) -> None:
+    curve = StepCurve(PAPER_7B_H800.batches, PAPER_7B_H800.seconds, 3e-6, 2e-4)
+    prompts = np.random.default_rng(1).integers(1, 400, len(LENGTHS))
+    some = [
+        SimulatedRequest(f"{n:02}", length, prompt_tokens=int(prompt))
+        for n, (length, prompt) in enumerate(zip(LENGTHS.tolist(), prompts, strict=True))
+    ]
+    outcome = simulate(RoundRobin(), some, [SimulatedInstance("a", curve, slots)])
+    ends = replica_ends(LENGTHS, curve, prompts, slots, prefilled=True)
+    assert ends.tolist() == pytest.approx([outcome.finished[f"{n:02}"] for n in range(96)], rel=1e-12)
     assert outcome.bubble == pytest.approx(0.0)
 
 

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from scheduler.cost.decode import PAPER_7B_H800, StepCurve, replica_time, replica_time_with_refills
+from scheduler.cost.decode import PAPER_7B_H800, StepCurve, replica_time
 from scheduler.cost.expected_time import Worker, expected_time
 from scheduler.cost.length_forecast import Forecast, scenarios
 from scheduler.dispatch.baselines import LeastLoaded
@@ -132,7 +132,7 @@ def test_unequal_slots_are_never_predicted_worse_than_dealing_evenly(slots: tupl
     for drawn in scenarios(values, 1 if known else SCENARIOS, seed=0):
         parts = [np.sort(drawn[queue])[::-1].tolist() for queue in evenly]
         spans.append(
-            max(replica_time_with_refills(part, w.curve, w.slots) for part, w in zip(parts, fleet, strict=True))
+            max(replica_time(part, w.curve, slots=w.slots) for part, w in zip(parts, fleet, strict=True))
         )
     # what exceeds the slots is predicted from the sums where lengths are uncertain, and simulated where they are known
     rounding = 1 + 1e-9 if known or sum(slots) >= 200 else 1.05
@@ -164,7 +164,7 @@ def test_plans_are_timed_beside_what_runs_already() -> None:
 def test_waiting_requests_are_timed_as_slots_fall_free() -> None:
     lengths = long_tailed(40, 4)
     alone = plan(lengths[:, None], workers(1, slots=8))
-    assert alone.makespan == pytest.approx(replica_time_with_refills(lengths.tolist(), PAPER_7B_H800, 8))
+    assert alone.makespan == pytest.approx(replica_time(lengths, PAPER_7B_H800, slots=8))
 
 
 @pytest.mark.parametrize("seed", range(3))
