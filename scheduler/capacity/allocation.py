@@ -30,7 +30,7 @@ from typing import Literal
 import numpy as np
 
 from scheduler.capacity.covering import Choice, Cover, Replicas, generation_seconds, least_time
-from scheduler.cost.generation_cost import Batch, ReplicaKind, finish_profile, replica_kind
+from scheduler.cost.generation_cost import Batch, ReplicaKind, replica_kind, requests_of_share, share_ends
 from scheduler.cost.hardware import Device, tensor_parallel_degrees
 from scheduler.cost.model_shapes import Transformer
 from scheduler.cost.training_cost import TrainerTime, TrainingWork, trainer_times
@@ -360,12 +360,12 @@ def following_seconds(schedule: str, split: Split, makespan_s: float, batch: Bat
     if KINDS[schedule].whole_batches:
         return makespan_s + training_s
     main = max(generation, key=lambda one: one.count * one.kind.share(makespan_s, False))
-    alone = main.count * main.kind.share(makespan_s, False)
-    ends = finish_profile(main.kind, main.count / alone, batch) * makespan_s
-    whole = np.asarray(batch.lengths)[::-1] + batch.prompt_tokens
-    work = whole / whole.sum() * training_s
-    after = np.cumsum(work[::-1])[::-1]
-    return float((ends + after).max())
+    lengths = requests_of_share(batch, main.kind.share(makespan_s, False))
+    ends = share_ends(main.kind.curve, main.kind.slots, batch, lengths)
+    order = np.argsort(ends, kind="stable")
+    whole = lengths[order] + batch.prompt_tokens
+    after = np.cumsum(whole[::-1])[::-1] / whole.sum() * training_s
+    return float((ends[order] / ends.max() * makespan_s + after).max())
 
 
 def _grid(low: float, high: float, ratio: float) -> Iterator[float]:

@@ -239,7 +239,7 @@ def replica_ends(
     slots: int | None = None,
     prefilled: bool = False,
 ) -> Floats:
-    """Return [n] when each request of one instance ends, seconds after its start: the simulator's times, without events.
+    """Return [n] when each request of one instance ends, in seconds: the times of the simulator, without its events.
 
     Requests start in the given order, as slots get free.
 

@@ -1,14 +1,10 @@
 """Rate at which replicas of a GPU type generate a batch of known lengths, for planning how many replicas to use.
 
-Requests spread evenly over identical replicas are modelled as a fluid: while A of the batch still run on r replicas,
-each decodes A / r of them, and a step takes tau(A / r); requests beyond the slots wait, at the pace of full batches.
-With L_1 >= L_2 >= ...
-
-    makespan(r) = sum_j (g(j / r) - g((j - 1) / r)) L_j + context / r,   g(x) = tau(min(x, slots)) x / min(x, slots).
-
-A share f of the batch, drawn evenly from all lengths, takes r replicas as long as the whole takes r / f. So under a
-deadline t a replica of kind k generates a share c_k(t) = 1 / (replicas that generate all of it in t), shares of
-different kinds add up, and generating a batch by t is a covering problem: sum_k r_k c_k(t) >= 1.
+A batch that starts and ends by itself is spread evenly: a replica that generates the share c of it gets c x samples
+requests that stand for all lengths, the longest answer among them, and takes as long as `decode.replica_ends` says
+(the simulator's time). Where slots are fewer than its requests, the longest start first. Shares of different
+kinds add up, so with c_k(t) the share that a replica of kind k generates by t, generating a batch by t is a covering
+problem: sum_k r_k c_k(t) >= 1.
 
 Where generation continues across steps (async), only rates matter: a replica with a requests at once makes a / tau(a)
 tokens a second. Two bounds remain: a request's mean time may not exceed a step (as many run as a batch has; the other
@@ -24,7 +20,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from scheduler.cost.decode import Floats, StepCurve, roofline
+from scheduler.cost.decode import Floats, StepCurve, replica_ends, roofline
 from scheduler.cost.hardware import Device
 from scheduler.cost.model_shapes import Transformer
 from scheduler.cost.speculative_decoding import Speculation, speculated
@@ -39,7 +35,7 @@ ENGINE_BYTES = 2e9
 LENGTHS = 512
 """Number of length quantiles on which the fluid is computed."""
 GRID = 96
-"""Numbers of replicas at which a makespan is computed; values between them are interpolated on logarithms."""
+"""Numbers of requests for which a replica's time is computed; shares between them are interpolated."""
 
 
 def spread_lengths(lengths: Sequence[float] | Floats, count: int) -> Floats:
@@ -197,14 +193,24 @@ def replica_kind(
     )
 
 
-def makespans(curve: StepCurve, slots: int, batch: Batch, replicas: Floats) -> Floats:
-    """Return [n] seconds in which the given numbers of replicas (also fractions) generate the batch; see the module."""
-    lengths = np.asarray(batch.lengths)
-    each = batch.samples / len(lengths)
-    alive = np.arange(len(lengths) + 1) * each / replicas[:, None]
-    running = np.minimum(alive, slots)
-    cost = curve.base(running) + np.maximum(alive - slots, 0.0) * float(curve.base(slots)) / slots
-    return np.diff(cost, axis=1) @ lengths + _reading(curve, batch) / replicas
+def requests_of_share(batch: Batch, share: float) -> Floats:
+    """Return lengths [n] of the requests that a replica generates of a batch, longest first; the longest of all is in it."""
+    count = max(1, round(min(share, 1.0) * batch.samples))
+    lengths = spread_lengths(batch.lengths, count)
+    lengths[0] = batch.lengths[0]
+    return lengths
+
+
+def share_ends(curve: StepCurve, slots: int, batch: Batch, lengths: Floats) -> Floats:
+    """Return [n] when each of a replica's requests ends, in seconds.
+
+    Args:
+        curve: step time of the replica.
+        slots: largest number of requests at once.
+        batch: what prompts the requests have.
+        lengths: [n] from `requests_of_share`.
+    """
+    return replica_ends(lengths, curve, batch.prompt_tokens, slots, prefilled=True)
 
 
 def _reading(curve: StepCurve, batch: Batch) -> float:
@@ -215,10 +221,10 @@ def _reading(curve: StepCurve, batch: Batch) -> float:
 
 
 def _makespans(curve: StepCurve, slots: int, batch: Batch) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return (deadlines, shares); beyond one request per replica, more replicas do not help."""
-    replicas = np.geomspace(batch.samples, min(0.05, batch.samples / slots / 8), GRID)
-    times = makespans(curve, slots, batch, replicas)
-    return _ascending(times, 1 / replicas)
+    """Return (deadlines, shares) of one replica where a batch starts and ends by itself."""
+    counts = np.unique(np.geomspace(1, batch.samples, GRID).round())
+    times = [share_ends(curve, slots, batch, requests_of_share(batch, n / batch.samples)).max() for n in counts]
+    return _ascending(np.asarray(times), counts / batch.samples)
 
 
 def _rates(curve: StepCurve, slots: int, batch: Batch) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -254,15 +260,3 @@ def _ascending(times: Floats, shares: Floats) -> tuple[tuple[float, ...], tuple[
     times, shares = times[order], np.maximum.accumulate(shares[order])
     last = np.append(times[1:] > times[:-1], True)
     return tuple(times[last].tolist()), tuple(shares[last].tolist())
-
-
-def finish_profile(kind: ReplicaKind, replicas: float, batch: Batch) -> Floats:
-    """Return [lengths] when each quantile's samples end, shortest first, as shares of the makespan."""
-    lengths = np.asarray(batch.lengths)
-    each = batch.samples / len(lengths)
-    alive = np.arange(1, len(lengths) + 1) * each / replicas
-    running = np.minimum(alive, kind.slots)
-    pace = kind.curve.base(running) * np.maximum(alive / kind.slots, 1.0)
-    gaps = lengths - np.append(lengths[1:], 0.0)
-    ends = np.cumsum((pace * gaps)[::-1])
-    return ends / ends[-1]

@@ -22,10 +22,12 @@ from scheduler.capacity.allocation import (
 )
 from scheduler.capacity.placement_plan import colocated, evaluate, plans
 from scheduler.capacity.tail_split import tail_split
-from scheduler.cost.generation_cost import Batch, makespans, replica_kind, slots_of
+from scheduler.cost.generation_cost import Batch, replica_kind, requests_of_share, slots_of
 from scheduler.cost.hardware import device, tensor_parallel_degrees
 from scheduler.cost.model_shapes import MODELS
 from scheduler.cost.training_cost import GRPO, PPO
+from scheduler.dispatch.baselines import RoundRobin
+from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, simulate
 
 MODEL = MODELS["1.5b"]
 LENGTHS = np.random.default_rng(0).lognormal(6.5, 0.8, 2000)
@@ -113,7 +115,7 @@ def test_stream_is_planned_for_its_own_step(objective: PlanObjective) -> None:
     brute = min(map(merit, every_split(one, allocator)))
     found = plans(one, "stream", objective)[0].chosen
     if objective == "throughput":
-        assert found.seconds == pytest.approx(brute, rel=1e-6)
+        assert found.seconds == pytest.approx(brute, rel=5e-3), "requests are whole"
     else:
         assert found.usd_per_1k <= brute * 1.02
 
@@ -229,15 +231,17 @@ def test_colocated_takes_the_sum_of_both_stages_on_all_gpus() -> None:
     assert found.step.seconds == pytest.approx(found.generation_s + found.training_s + found.switch_s)
 
 
-def test_one_replica_takes_as_long_as_the_exact_formula_says() -> None:
-    from scheduler.cost.decode import replica_time
-
-    batch = Batch.of(LENGTHS, 64, 0)
-    kind = replica_kind(MODEL, device("H800"), 1, batch)
-    assert kind is not None
-    alone = float(makespans(kind.curve, kind.slots, batch, np.asarray([1.0]))[0])
-    assert alone == pytest.approx(replica_time(batch.lengths, kind.curve), rel=1e-9)
-    assert 1 / kind.share(alone, False) == pytest.approx(1.0, rel=0.01), "interpolated"
+@pytest.mark.parametrize(("share", "most"), [(1.0, None), (0.25, None), (1.0, 8)])
+def test_a_replica_generates_its_share_in_the_simulated_time(share: float, most: int | None) -> None:
+    batch = Batch.of(LENGTHS, 64, 20)
+    kind = replica_kind(MODEL, device("H800"), 1, batch, most)
+    assert kind is not None and kind.slots == (most or 64)
+    lengths = requests_of_share(batch, share)
+    assert len(lengths) == 64 * share and lengths.max() == batch.lengths[0]
+    requests = [SimulatedRequest(f"{n:02}", length, prompt_tokens=20) for n, length in enumerate(lengths.tolist())]
+    alone = simulate(RoundRobin(), requests, [SimulatedInstance("a", kind.curve, kind.slots)]).makespan
+    assert kind.share(alone * (1 + 1e-9), False) == pytest.approx(share, rel=0.05), "interpolated"
+    assert kind.share(alone * 0.8, False) < share
 
 
 def test_of_two_sites_with_the_same_gpus_the_one_that_trains_goes_on_training() -> None:

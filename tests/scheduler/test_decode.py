@@ -13,8 +13,8 @@ from scheduler.cost.decode import (
     PAPER_7B_H800,
     QWEN_7B,
     StepCurve,
-    replica_time,
     replica_ends,
+    replica_time,
     roofline,
 )
 from scheduler.cost.hardware import CATALOGUE, device

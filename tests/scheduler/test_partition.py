@@ -131,9 +131,7 @@ def test_unequal_slots_are_never_predicted_worse_than_dealing_evenly(slots: tupl
     spans = []
     for drawn in scenarios(values, 1 if known else SCENARIOS, seed=0):
         parts = [np.sort(drawn[queue])[::-1].tolist() for queue in evenly]
-        spans.append(
-            max(replica_time(part, w.curve, slots=w.slots) for part, w in zip(parts, fleet, strict=True))
-        )
+        spans.append(max(replica_time(part, w.curve, slots=w.slots) for part, w in zip(parts, fleet, strict=True)))
     # what exceeds the slots is predicted from the sums where lengths are uncertain, and simulated where they are known
     rounding = 1 + 1e-9 if known or sum(slots) >= 200 else 1.05
     assert plan(values, fleet).makespan <= np.mean(spans) * rounding
