@@ -38,6 +38,7 @@ from typing import Any
 import click
 import matplotlib
 import numpy as np
+from break_even import BANDWIDTHS, PRICES, Comparison, Cost, Point, Threshold
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -45,7 +46,6 @@ from rich.progress import track
 from running import HERE, ROOT, Sheet, terminal
 
 from scheduler.capacity.allocation import DELTA_RATIO
-from scheduler.capacity.break_even import BANDWIDTHS, PRICES, Comparison, Cost, Point, Threshold
 from scheduler.cost.generation_cost import Batch
 from scheduler.cost.hardware import device
 from scheduler.cost.training_cost import PPO

@@ -194,7 +194,7 @@ def replica_kind(
 
 
 def requests_of_share(batch: Batch, share: float) -> Floats:
-    """Return lengths [n] of the requests that a replica generates of a batch, longest first; the longest of all is in it."""
+    """Return lengths [n] of the requests that a replica generates of a batch, the batch's longest one first."""
     count = max(1, round(min(share, 1.0) * batch.samples))
     lengths = spread_lengths(batch.lengths, count)
     lengths[0] = batch.lengths[0]

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from scheduler.capacity.allocation import PlanObjective
     from scheduler.capacity.placement_plan import Colocated, PlacementPlan, Step
-    from scheduler.capacity.tail_split import TailSplit
     from streamrl.planning.planning_inputs import Inputs
 
 
@@ -71,7 +70,6 @@ def command(
     from rich.console import Console
 
     from scheduler.capacity.placement_plan import colocated, plans
-    from scheduler.capacity.tail_split import tail_split
     from streamrl.config.load import load_cluster, load_run
     from streamrl.planning.planning_inputs import gather
 
@@ -85,11 +83,11 @@ def command(
         found = plans(inputs.problem, schedule, aim)
     except ValueError as error:
         raise UserError(str(error)) from error
-    together, tail = colocated(inputs.problem, aim), tail_split(found[0])
-    _show(Console(), inputs, found, together, tail, objective)
+    together = colocated(inputs.problem, aim)
+    _show(Console(), inputs, found, together, objective)
     if json_file is not None:
         try:
-            json_file.write_text(json.dumps(_plain(inputs, found, together, tail, objective), indent=1) + "\n")
+            json_file.write_text(json.dumps(_plain(inputs, found, together, objective), indent=1) + "\n")
         except OSError as error:
             raise UserError(f"--json {json_file}: {error.strerror or error}") from error
         click.echo(f"plans written to {json_file}")
@@ -100,7 +98,6 @@ def _show(
     inputs: Inputs,
     found: Sequence[PlacementPlan],
     together: Colocated | None,
-    tail: TailSplit,
     objective: str,
 ) -> None:
     best, problem = found[0], inputs.problem
@@ -119,11 +116,6 @@ def _show(
         ("site", "role", "GPU", "GPUs", "replicas x TP", "batch", "share", "USD/h"),
         _split_rows(best),
     )
-    if tail.replicas:
-        say(f"tail pool: {tail.replicas} of the replicas for the {tail.requests:.0%} predicted longest answers")
-    never_dry = KINDS[best.schedule].continuous
-    worth = f"{best.schedule}, whose instances never run dry, gains nothing from it" if never_dry else "not counted"
-    say(f"dispatch by predicted length: {tail.saving:+.0%} of a batch's generation time saved, simulated ({worth})")
     time = best.split.time
     _table(
         console,
@@ -222,7 +214,7 @@ def _table(console: Console, title: str, columns: Sequence[str], rows: Sequence[
 
 
 def _plain(
-    inputs: Inputs, found: Sequence[PlacementPlan], together: Colocated | None, tail: TailSplit, objective: str
+    inputs: Inputs, found: Sequence[PlacementPlan], together: Colocated | None, objective: str
 ) -> dict[str, Any]:
     """Return the plans as plain values for --json."""
     problem = inputs.problem
@@ -245,7 +237,6 @@ def _plain(
             for offer, source in zip(problem.offers, inputs.prices, strict=True)
         ],
         "plans": [_plain_plan(one) for one in found],
-        "tail": {"replicas": tail.replicas, "requests": tail.requests, "saving": tail.saving},
         "colocated": None
         if together is None
         else {

@@ -21,7 +21,6 @@ from scheduler.capacity.allocation import (
     Split,
 )
 from scheduler.capacity.placement_plan import colocated, evaluate, plans
-from scheduler.capacity.tail_split import tail_split
 from scheduler.cost.generation_cost import Batch, replica_kind, requests_of_share, slots_of
 from scheduler.cost.hardware import device, tensor_parallel_degrees
 from scheduler.cost.model_shapes import MODELS
@@ -214,7 +213,6 @@ def test_the_same_problem_gives_the_same_plans(schedule: str) -> None:
     for objective in ("throughput", "cost"):
         first, second = (plans(two_sites(), schedule, objective) for _ in range(2))  # type: ignore[arg-type]
         assert [one.split.key for one in first] == [one.split.key for one in second]
-    assert tail_split(first[0]) == tail_split(second[0])
 
 
 def test_overlap_never_costs_time() -> None:

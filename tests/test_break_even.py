@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from scheduler.capacity.allocation import Allocator, Offer, Problem, Route, Split
-from scheduler.capacity.break_even import (
+from scheduler.capacity.covering import Replicas
+from scheduler.capacity.placement_plan import evaluate, plans
+from scheduler.cost.generation_cost import Batch
+from scheduler.cost.hardware import device
+from scheduler.cost.model_shapes import MODELS
+from scheduler.cost.training_cost import GRPO, PPO
+
+sys.path.append(str(Path(__file__).parents[1] / "experiments"))
+from break_even import (
     Comparison,
     Cost,
     Point,
@@ -20,12 +30,6 @@ from scheduler.capacity.break_even import (
     shortest_step,
     threshold,
 )
-from scheduler.capacity.covering import Replicas
-from scheduler.capacity.placement_plan import evaluate, plans
-from scheduler.cost.generation_cost import Batch
-from scheduler.cost.hardware import device
-from scheduler.cost.model_shapes import MODELS
-from scheduler.cost.training_cost import GRPO, PPO
 
 LENGTHS = np.random.default_rng(0).lognormal(6.5, 0.8, 2000)
 BATCH = Batch.of(LENGTHS, 256, 200)
