@@ -364,8 +364,11 @@ def following_seconds(schedule: str, split: Split, makespan_s: float, batch: Bat
     ends = share_ends(main.kind.curve, main.kind.slots, batch, lengths)
     order = np.argsort(ends, kind="stable")
     whole = lengths[order] + batch.prompt_tokens
-    after = np.cumsum(whole[::-1])[::-1] / whole.sum() * training_s
-    return float((ends[order] / ends.max() * makespan_s + after).max())
+    after = np.cumsum(whole[::-1])[::-1]
+    # one rank processes a sample, and each length stands for several samples
+    each = batch.samples / len(lengths)
+    alone = whole * split.time.busy_ranks(whole.sum() * each, whole.max()) / each
+    return float((ends[order] / ends.max() * makespan_s + np.maximum(after, alone) / whole.sum() * training_s).max())
 
 
 def _grid(low: float, high: float, ratio: float) -> Iterator[float]:

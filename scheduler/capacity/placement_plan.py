@@ -122,7 +122,7 @@ class PlacementPlan:
     @cached_property
     def steady(self) -> SteadyStep:
         """Simulated step of the split under `async`."""
-        return steady_step(self.split.generation, self.problem.batch, self.training_s, self.transfer_s + self.load_s)
+        return steady_step(self.split.generation, self.problem.batch, self.split.time, self.transfer_s, self.load_s)
 
     def step(self, schedule: str) -> Step:
         """Return the step of the same split under any schedule."""

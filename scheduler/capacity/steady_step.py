@@ -19,6 +19,7 @@ import numpy as np
 from scheduler.capacity.covering import Replicas
 from scheduler.cost.decode import StepCurve
 from scheduler.cost.generation_cost import Batch, spread_lengths
+from scheduler.cost.training_cost import TrainerTime
 from scheduler.dispatch.registry import make_policy
 from scheduler.schedule.schedules import make_schedule
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest
@@ -43,14 +44,21 @@ class SteadyStep:
     """Mean steps between a group's policy version at issue and the weights that train on it."""
 
 
-def steady_step(generation: Sequence[Replicas], batch: Batch, training_s: float, weights_s: float) -> SteadyStep:
+def steady_step(
+    generation: Sequence[Replicas],
+    batch: Batch,
+    trainer: TrainerTime,
+    weights_s: float,
+    load_s: float = 0.0,
+) -> SteadyStep:
     """Simulate steps.
 
     Args:
         generation: replicas that generate.
         batch: samples of a step.
-        training_s: seconds in which the trainer processes a batch.
-        weights_s: seconds until new weights are served everywhere.
+        trainer: the trainer that processes it.
+        weights_s: seconds until new weights have reached all replicas.
+        load_s: seconds for which replicas then pause to load them.
     """
     group = min(batch.group, batch.samples)
     merged = max(1, batch.samples // max(REQUESTS, GROUPS * group))
@@ -63,7 +71,10 @@ def steady_step(generation: Sequence[Replicas], batch: Batch, training_s: float,
     # a batch of whole groups of merged requests may differ a little from the one asked for
     share = groups * group * merged / batch.samples
     tokens = (batch.mean_length + batch.prompt_tokens) * groups * group
-    stages = Stages(tokens / (training_s * share), link=SimulatedLink(delay_s=weights_s))
+    # of `merged` samples that come together, each takes a rank of its own
+    ranks = trainer.busy_ranks(tokens * merged, batch.lengths[0] + batch.prompt_tokens) / merged
+    rate, delay = tokens / (trainer.seconds * share), SimulatedLink(delay_s=weights_s)
+    stages = Stages(rate, link=delay, load_s=load_s, train_ranks=max(1.0, ranks))
     schedule = make_schedule("async", batch.staleness)
     policy = make_policy("least-loaded", batch.longest_answer, affinity=group)
     outcome = Pipeline(policy, fleet, stages, schedule, groups).run(_groups(batch, groups, group), STEPS)

@@ -127,6 +127,17 @@ class TrainerTime:
     tensor_parallel: int = 1
     """GPUs that split each layer; FSDP shards over the others (`trainer.tensor_parallel`)."""
 
+    def busy_ranks(self, tokens: float, longest: float) -> float:
+        """Return the data-parallel ranks, each of which processes samples of its own.
+
+        At most as many as the longest sample leaves busy: no sample takes longer than the whole step.
+
+        Args:
+            tokens: of a step.
+            longest: tokens of its longest sample.
+        """
+        return min(self.gpus / self.tensor_parallel, tokens / longest)
+
     @property
     def seconds(self) -> float:
         """Seconds of the whole step."""

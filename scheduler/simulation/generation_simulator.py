@@ -295,6 +295,15 @@ class Simulation:
         self._place(now, changed.values())
         return kept
 
+    def pause(self, seconds: float, now: float) -> None:
+        """Stop decoding on all instances for so many seconds."""
+        for engine in self.engines.values():
+            engine.advance(now)
+            if engine.running:
+                engine.stall += seconds
+                engine.epoch += 1
+                self._plan(engine)
+
     def _finish(self, engine: _Engine, now: float) -> str:
         engine.advance(now)
         request_id = engine.first()

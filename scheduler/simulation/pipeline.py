@@ -2,15 +2,17 @@
 
 Generation is simulated by `generation_simulator.py`, under any dispatch policy. A sample gets its reward `reward_s`
 after its end (rewards run in parallel). A group is complete when all its samples have their rewards. One trainer
-processes one group after the other, at a rate of tokens per second, and ends a step with `optimizer_s`. New weights
-take
+processes one group after the other, at a rate of tokens per second, and ends a step with `optimizer_s`. Its ranks share
+samples, not tokens: a sample takes one rank as long as its tokens take at a rank's share of the rate, and a step does
+not end before its last sample has. New weights take
 
     delay + bytes / bandwidth
 
 to reach generation, one version after the other, while the trainer continues if the schedule allows it; running
-requests continue as well, without another prefill. Under an exclusive schedule trainer and instances take turns on the
-same devices: the weights cross no link, but every change of turn takes `switch_s`. The schedule (`schedules.py`)
-decides what may start when, together with the rounds (`rounds.py`) where groups are issued in rounds.
+requests continue as well, without another prefill, after a pause of `load_s`. Under an exclusive schedule trainer and
+instances take turns on the same devices: the weights cross no link, but every change of turn takes `switch_s`. The
+schedule (`schedules.py`) decides what may start when, together with the rounds (`rounds.py`) where groups are issued
+in rounds.
 """
 
 from __future__ import annotations
@@ -58,13 +60,19 @@ class Stages:
     """Seconds from the end of one's turn to the beginning of the other's, where generation and training share their
     devices: one goes to sleep, the other wakes up, with new weights if it generates.
     """
+    load_s: float = 0.0
+    """Seconds for which all instances pause when new weights have reached them."""
+    train_ranks: float = 1.0
+    """Data-parallel ranks of the trainer; each has an equal share of the rate."""
 
     def __post_init__(self) -> None:
         if not self.train_tokens_s > 0:
             raise ValueError(f"the trainer needs a rate above 0 tokens/s, got {self.train_tokens_s}")
+        if not self.train_ranks >= 1:
+            raise ValueError(f"the trainer needs one rank or more, got {self.train_ranks}")
         if not self.link.gbit_s > 0:
             raise ValueError(f"a link needs a bandwidth above 0 Gbit/s, got {self.link.gbit_s}")
-        if min(self.optimizer_s, self.reward_s, self.weights_gb, self.link.delay_s, self.switch_s) < 0:
+        if min(self.optimizer_s, self.reward_s, self.weights_gb, self.link.delay_s, self.switch_s, self.load_s) < 0:
             raise ValueError("times and sizes of the stages must not be negative")
 
 
@@ -205,6 +213,8 @@ class Pipeline:
         """State on which the schedule last refused a group."""
         self._trainers_turn = not schedule.exclusive
         self._link_free = self._training_busy = self._transfers = 0.0
+        self._ranks_done = 0.0
+        """When the last rank ends the samples that were taken so far."""
         self._steps: list[list[str]] = [[]]
         self._stepped: list[float] = []
         self._busy_until: list[tuple[float, float]] = []
@@ -302,7 +312,7 @@ class Pipeline:
             if self._taken == self.batch:
                 self._training = True
                 self._training_busy += self.stages.optimizer_s
-                self._after(now, self.stages.optimizer_s, _STEPPED)
+                self._after(max(now, self._ranks_done), self.stages.optimizer_s, _STEPPED)
         elif kind == _STEPPED:
             self._training = False
             self._step += 1
@@ -317,6 +327,8 @@ class Pipeline:
             self._version = int(name)
             self._trainers_turn = not self.schedule.exclusive
             self._published.append(now)
+            if self.stages.load_s:
+                self.simulation.pause(self.stages.load_s, now)
 
     def _publish(self, now: float) -> None:
         if self.schedule.exclusive:
@@ -438,7 +450,10 @@ class Pipeline:
         if self.rounds is not None:
             self.rounds.taken(name)
         requests = group.requests.values()
-        seconds = sum(request.prompt_tokens + request.length for request in requests) / self.stages.train_tokens_s
+        tokens = [request.prompt_tokens + request.length for request in requests]
+        seconds = sum(tokens) / self.stages.train_tokens_s
+        on_one_rank = max(tokens) / self.stages.train_tokens_s * self.stages.train_ranks
+        self._ranks_done = max(self._ranks_done, now + on_one_rank)
         self._training = True
         self._training_busy += seconds
         self._taken += 1

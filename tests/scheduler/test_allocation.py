@@ -19,12 +19,14 @@ from scheduler.capacity.allocation import (
     Replicas,
     Route,
     Split,
+    following_seconds,
 )
 from scheduler.capacity.placement_plan import colocated, evaluate, plans
+from scheduler.cost.decode import replica_ends
 from scheduler.cost.generation_cost import Batch, replica_kind, requests_of_share, slots_of
 from scheduler.cost.hardware import device, tensor_parallel_degrees
 from scheduler.cost.model_shapes import MODELS
-from scheduler.cost.training_cost import GRPO, PPO
+from scheduler.cost.training_cost import GRPO, PPO, TrainerTime
 from scheduler.dispatch.baselines import RoundRobin
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, simulate
 
@@ -100,6 +102,19 @@ def test_the_fastest_plan_is_the_fastest_of_all_splits(schedule: str, budget: fl
     assert best(list(allocator.candidates("throughput")), one, allocator, "throughput") == pytest.approx(
         brute, rel=1e-6
     )
+
+
+@pytest.mark.parametrize(("ranks", "last"), [(1, 40 / 70), (2, 1.0), (8, 1.0)])
+def test_stream_waits_for_the_last_answer_on_one_rank(ranks: int, last: float) -> None:
+    batch = Batch((40.0, 10.0, 10.0, 10.0), 4)
+    kind = replica_kind(MODEL, device("H100"), 1, batch)
+    assert kind is not None
+    alone = float(replica_ends([40.0, 10.0, 10.0, 10.0], kind.curve).max())
+    time = TrainerTime(ranks, 1, 0.1 * alone, 0.0, 0.0)
+    split = Split(0, time, (Replicas(0, 1, kind),))
+    # the longest answer ends last; it is 40 of 70 tokens, which no more than 1.75 ranks share evenly
+    assert following_seconds("stream", split, alone, batch) == pytest.approx(alone * (1 + 0.1 * last))
+    assert following_seconds("sync", split, alone, batch) == pytest.approx(alone * 1.1)
 
 
 @pytest.mark.parametrize("objective", ["throughput", "cost"])

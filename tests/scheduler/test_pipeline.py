@@ -134,6 +134,26 @@ def test_a_slow_link_sends_one_version_after_the_other_while_training_goes_on() 
     assert outcome.training_busy == 3.0
 
 
+def test_a_step_ends_no_sooner_than_its_last_sample_on_one_rank() -> None:
+    # 1.5 tokens a second in all, on 3 ranks: of each step's 15 tokens the last 10 take one rank 20 s
+    stages, fleet = Stages(1.5, 1.0, train_ranks=3), [SimulatedInstance("a", UNIT, 8)]
+    one = Pipeline(LeastLoaded(), fleet, stages, make_schedule("stream"), 2).run(groups([[5.0], [10.0]]), 1)
+    assert one.stepped == (10.0 + 20.0 + 1.0,)
+    # a group is on as many ranks as it has samples
+    alike = Pipeline(LeastLoaded(), fleet, stages, make_schedule("stream"), 1).run(groups([[9.0, 9.0, 9.0]]), 1)
+    assert alike.stepped == (9.0 + 18.0 + 1.0,)
+    with pytest.raises(ValueError, match="one rank or more"):
+        Stages(1.0, train_ranks=0.5)
+
+
+def test_instances_pause_to_load_weights() -> None:
+    stages = Stages(1e9, load_s=4.0)
+    run = Pipeline(LeastLoaded(), [SimulatedInstance("a", UNIT, 8)], stages, make_schedule("async", 1), 1)
+    outcome = run.run(groups([[5.0], [20.0], [30.0]]), 2)
+    # both begin at 0; the version of the first (5 s) stops the second until 9 s, so that it ends at 24 s
+    assert outcome.stepped == pytest.approx((5.0, 24.0))
+
+
 def random_run(
     seed: int, schedule: str, bound: int | None, policy: str, sync_every: int = 1
 ) -> tuple[PipelineOutcome, int, int]:

@@ -13,11 +13,18 @@ from scheduler.capacity.steady_step import steady_step
 from scheduler.cost.generation_cost import Batch, ReplicaKind, replica_kind
 from scheduler.cost.hardware import device
 from scheduler.cost.model_shapes import MODELS
+from scheduler.cost.training_cost import TrainerTime
 
 EQUAL = Batch.of(np.full(128, 1000.0), 128, 0)
 TAILED = Batch.of(np.asarray([400.0] * 120 + [8000.0] * 8), 128, 0)
-FAST = 1e-3
-"""Seconds of a stage that nobody waits for."""
+
+
+def trainer(seconds: float, ranks: int = 1) -> TrainerTime:
+    return TrainerTime(ranks, 1, seconds, 0.0, 0.0)
+
+
+FAST = trainer(1e-3)
+"""A stage that nobody waits for."""
 
 
 def kind(batch: Batch) -> ReplicaKind:
@@ -27,7 +34,7 @@ def kind(batch: Batch) -> ReplicaKind:
 
 
 def test_a_slow_trainer_sets_the_pace() -> None:
-    found = steady_step([Replicas(0, 2, kind(EQUAL))], EQUAL, training_s=500.0, weights_s=0.0)
+    found = steady_step([Replicas(0, 2, kind(EQUAL))], EQUAL, trainer(500.0), weights_s=0.0)
     assert found.seconds == pytest.approx(500.0, rel=0.01)
     assert found.generation_bubble > 0.5 and found.staleness == pytest.approx(1.0)
 
@@ -35,7 +42,7 @@ def test_a_slow_trainer_sets_the_pace() -> None:
 def test_equal_lengths_take_what_the_batch_takes() -> None:
     pool = Replicas(0, 1, kind(EQUAL))
     curve = pool.kind.curve
-    found = steady_step([pool], EQUAL, training_s=FAST, weights_s=0.0)
+    found = steady_step([pool], EQUAL, FAST, weights_s=0.0)
     # one step of staleness: two batches are in flight, of which the slots hold one
     alone = 1000 * float(curve.base(128)) + 128 * curve.per_context_token * 1000**2 / 2
     assert found.seconds == pytest.approx(alone, rel=0.02)
@@ -46,16 +53,16 @@ def test_a_group_is_worth_its_last_sample() -> None:
     # nearly every group of 16 has a long answer, so each step waits for some
     pool = Replicas(0, 4, kind(TAILED))
     single, grouped = (
-        steady_step([pool], replace(TAILED, group=group), training_s=16.0, weights_s=0.0) for group in (1, 16)
+        steady_step([pool], replace(TAILED, group=group), trainer(16.0), weights_s=0.0) for group in (1, 16)
     )
     assert grouped.seconds > 1.05 * single.seconds > 1.05 * 16.0
 
 
 def test_more_staleness_waits_for_less_and_weights_that_come_late_for_more() -> None:
     pools, batch = [Replicas(0, 4, kind(TAILED))], replace(TAILED, group=8)
-    now = steady_step(pools, batch, training_s=2.0, weights_s=0.0)
-    older = steady_step(pools, replace(batch, staleness=4), training_s=2.0, weights_s=0.0)
-    late = steady_step(pools, batch, training_s=2.0, weights_s=20.0)
+    now = steady_step(pools, batch, trainer(2.0), weights_s=0.0)
+    older = steady_step(pools, replace(batch, staleness=4), trainer(2.0), weights_s=0.0)
+    late = steady_step(pools, batch, trainer(2.0), weights_s=20.0)
     assert older.seconds < now.seconds < late.seconds
     assert older.staleness > now.staleness
 
@@ -63,6 +70,21 @@ def test_more_staleness_waits_for_less_and_weights_that_come_late_for_more() -> 
 def test_thinned_batches_take_as_long_as_whole_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = replace(TAILED, samples=512)
     pools = [Replicas(0, 3, kind(batch))]
-    thin = steady_step(pools, batch, training_s=4.0, weights_s=0.5)
+    thin = steady_step(pools, batch, trainer(4.0), weights_s=0.5)
     monkeypatch.setattr(module, "REQUESTS", 512)
-    assert thin.seconds == pytest.approx(steady_step(pools, batch, 4.0, 0.5).seconds, rel=0.06)
+    assert thin.seconds == pytest.approx(steady_step(pools, batch, trainer(4.0), 0.5).seconds, rel=0.06)
+
+
+def test_a_long_answer_that_comes_last_is_trained_by_one_rank() -> None:
+    # one answer in 128 is 20 times as long as the others, and comes last; of 16 ranks one trains on it
+    batch = Batch.of(np.asarray([400.0] * 127 + [8000.0]), 128, 0)
+    pools = [Replicas(0, 4, kind(batch))]
+    single, sixteen = (steady_step(pools, batch, trainer(8.0, ranks), 0.0).seconds for ranks in (1, 16))
+    # it has up to a step longer to come, so that not every step waits for all of its training
+    assert single + 1.0 < sixteen < single + 8.0
+
+
+def test_all_replicas_pause_to_load_weights() -> None:
+    pool = Replicas(0, 1, kind(EQUAL))
+    plain, paused = (steady_step([pool], EQUAL, FAST, 0.0, load_s).seconds for load_s in (0.0, 3.0))
+    assert paused == pytest.approx(plain + 3.0, rel=0.01)
