@@ -408,9 +408,9 @@ What explains the differences, as far as one can tell without their code and len
   has up to two steps. It is simulated, with tails, staleness 1, the way and the pauses of new weights, and samples
   that one rank of the trainer processes each (the table above shows what each part adds); its ratio to colocated is
   still above the published one, as that of another method.
-- **Constants** do not explain the misses: raised by 20 %, none moves a ratio by more than 4 % (last table); a second step
-  of staleness, which is no constant but the schedule, moves `async` by 11 %. What
-  is left is what the model leaves out, and the lengths.
+- **Constants** do not explain the misses: raised by 20 %, none moves a ratio by more than 4 % (last table). A second
+  step of staleness, which is no constant, moves `async` by 11 %. What is left is what the model leaves out, and the
+  lengths.
 - **Lengths.** The published gains shrink from 5K to 20K, ours hardly: our three length distributions are one, scaled,
   and what grows faster than the lengths is only attention and KV cache.
 - **Stream** trains a batch's short answers behind its tail, and the last ones on one rank each; micro-batches that wait

@@ -38,7 +38,7 @@ from streamrl.rollouts.types import Sample, SampleRequest
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "experiments" / "small_reasoner" / "model"
 RESULTS = ROOT / "experiments" / "results"
-CONTEXT, MOST = 768, 640
+CONTEXT, MOST, SLOTS = 768, 640, 64
 TEACH_S = 0.25
 LONG = [
     ("chain_sum", {"min_terms": 7, "max_terms": 10, "min_digits": 1, "max_digits": 1}),
@@ -158,11 +158,10 @@ def simulated(rows: list[dict[str, Any]], curve: StepCurve, most: int) -> dict[s
     plain = faster = 0.0
     drafted = sum(row["auto"]["drafted"] for row in rows)
     acceptance = sum(row["auto"]["accepted"] for row in rows) / max(1, drafted)
-    slots = max(len(row["auto"]["lengths"]) for row in rows)
-    quicker = speculated(curve, Speculation(acceptance, most), slots)
+    quicker = speculated(curve, Speculation(acceptance, most), SLOTS)
     for row in rows:
-        plain += replica_time(row["none"]["lengths"], curve)
-        faster += replica_time(row["auto"]["lengths"], quicker)
+        plain += replica_time(row["none"]["lengths"], curve, slots=SLOTS)
+        faster += replica_time(row["auto"]["lengths"], quicker, slots=SLOTS)
     measured = [sum(row[name]["seconds"] for row in rows) for name in ("auto", "none")]
     cpu = [sum(row[name]["cpu_s"] for row in rows) for name in ("auto", "none")]
     return {
@@ -181,11 +180,11 @@ def simulated(rows: list[dict[str, Any]], curve: StepCurve, most: int) -> dict[s
 
 async def main(quick: bool, temperature: float, most_tokens: int, out: Path) -> None:
     """Run the study and write its figures."""
-    sides = [Side(method, 64, temperature, most_tokens) for method in ("none", "auto")]
+    sides = [Side(method, SLOTS, temperature, most_tokens) for method in ("none", "auto")]
     try:
         for side in sides:
             await side.engine.warm_up()
-        found, _ = await measure_quickly(sides[0].engine, 64, CONTEXT, lambda text: None)
+        found, _ = await measure_quickly(sides[0].engine, SLOTS, CONTEXT, lambda text: None)
         curve = found.curve
         print("step times", curve.to_json(), found.doubts, flush=True)
         await sides[1].engine.teach_drafter(curve)

@@ -41,7 +41,7 @@ def _speculation() -> str:
     sizes = read("speculation")["workloads"].values()
     later, first = (slashed((one[part]["measured"] for one in sizes), ".2f") for part in ("later", "first"))
     noise = [
-        part["measured"]
+        part["measured_cpu"]
         for one in read("speculation_noise")["workloads"].values()
         for part in (one["first"], one["later"])
     ]
@@ -49,8 +49,8 @@ def _speculation() -> str:
     many = sum(one["requests"] for one in rounds)
     auto, none = (sum(one[arm]["reward"] * one["requests"] for one in rounds) / many for arm in ("auto", "none"))
     return (
-        f"{later} after the first round; {first} in it; reward {auto:.3f} against {none:.3f}. Where nothing recurs "
-        f"(noise) it costs time: {min(noise):.2f} to {max(noise):.2f}"
+        f"{later} after the first round; {first} in it; reward {auto:.3f} against {none:.3f}. Where little recurs "
+        f"(noise): {min(noise):.2f} to {max(noise):.2f} of the CPU time"
     )
 
 
