@@ -33,7 +33,7 @@ and vLLM 0.32's default of `gpu_memory_utilization` (0.92, vllm/config/cache.py)
 ENGINE_BYTES = 2e9
 """Bytes per GPU for the engine's activations and CUDA graphs (assumption; no published figure was found)."""
 LENGTHS = 512
-"""Number of length quantiles on which the fluid is computed."""
+"""Most length quantiles that stand for a batch."""
 GRID = 96
 """Numbers of requests for which a replica's time is computed; shares between them are interpolated."""
 
