@@ -246,7 +246,8 @@ class Scaling:
                 self.elasticity.failed()  # the operator has changed the pool back
             else:
                 self.elasticity.changed(replicas)
-        groups, kinds, policy = group_lengths(batch), dict(self._kinds), policy_factory(self.run)
+        groups, kinds = group_lengths(batch), dict(self._kinds)
+        policy = policy_factory(self.run, self.services.train_tokens_s)
 
         def predict(counts: Mapping[str, int]) -> float:
             return generation_time(groups, fleet_of(kinds, counts), policy)

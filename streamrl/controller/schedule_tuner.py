@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from functools import partial
 
 from scheduler.capacity.auto_schedule import AutoSchedule, Decision, Option, Profile
 from scheduler.dispatch.policy import DispatchPolicy
-from scheduler.dispatch.registry import make_policy, policy_for
+from scheduler.dispatch.registry import make_policy, objective_of, policy_for
 from scheduler.schedule.schedules import KINDS, SEPARATE, Schedule, make_schedule
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, simulate
 from streamrl.config.run import RunConfig
@@ -237,13 +238,19 @@ def group_lengths(batch: StepBatch) -> list[tuple[int, list[int]]]:
     ]
 
 
-def policy_factory(run: RunConfig) -> Callable[[], DispatchPolicy]:
-    """Return a function that makes the run's dispatch policy, without requests."""
+def policy_factory(run: RunConfig, train_tokens_s: float | None = None) -> Callable[[], DispatchPolicy]:
+    """Return a function that makes the run's dispatch policy with its schedule's objective, without requests.
+
+    Args:
+        run: the run file.
+        train_tokens_s: tokens, prompts included, that the trainer processes per second; None: unknown.
+    """
     return partial(
         make_policy,
         policy_for(run.schedule.name, run.dispatch.policy),
         run.sampling.max_tokens,
-        affinity=run.batch.samples_per_prompt,
+        run.batch.samples_per_prompt,
+        objective_of(run.schedule.name, train_tokens_s or math.inf),
     )
 
 

@@ -38,6 +38,8 @@ def cluster(**home: Any) -> ClusterConfig:
 class Sites:
     """What scaling needs of the services."""
 
+    train_tokens_s: float | None = None
+
     def __init__(self) -> None:
         self.asked: list[tuple[str, str, int]] = []
         self.fleets: dict[str, list[str]] = {}

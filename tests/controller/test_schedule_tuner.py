@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from scheduler.cost.decode import StepCurve
+from scheduler.dispatch.dispatch_objective import MAKESPAN, Streamed
+from scheduler.dispatch.planned import SkewAware
 from scheduler.simulation.generation_simulator import SimulatedInstance
 from streamrl.config.run import RunConfig
-from streamrl.controller.schedule_tuner import Auto, Setup, setups
+from streamrl.controller.schedule_tuner import Auto, Setup, policy_factory, setups
 from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_times import Interval
 from streamrl.rollouts.types import Group, Scored
@@ -137,3 +139,13 @@ def test_generation_that_is_slower_than_measured_alone_is_predicted_slower() -> 
     decision = auto.choice_job(6)()
     stream = next(p for p in decision.predictions if p.option.schedule.name == "sync")
     assert stream.step_s == pytest.approx(11.0, rel=0.05)
+
+
+def test_predictions_use_the_policy_with_the_objective_of_the_schedule() -> None:
+    streamed = RunConfig.model_validate({"schedule": {"name": "stream"}})
+    for rate, objective in ((50.0, Streamed(50.0)), (None, Streamed(float("inf")))):
+        policy = policy_factory(streamed, rate)()
+        assert isinstance(policy, SkewAware) and policy.objective == objective
+        assert policy.longest == streamed.sampling.max_tokens and policy.affinity == streamed.batch.samples_per_prompt
+    plain = policy_factory(RunConfig.model_validate({"schedule": {"name": "sync"}}), 50.0)()
+    assert isinstance(plain, SkewAware) and plain.objective is MAKESPAN
