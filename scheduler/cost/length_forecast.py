@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.cost.decode import Floats
+from scheduler.cost.survival import end_rate, survival_quantiles
 
 MIDPOINTS = (np.arange(16) + 0.5) / 16
 """Levels at which a forecast is cut into equally likely lengths."""
@@ -48,6 +49,23 @@ class Forecast:
         at = np.asarray(levels, dtype=np.float64)
         tail = np.exp(np.interp(TAIL_LEVELS, at, logs)).tolist() if at[-1] >= TAIL_LEVELS[-1] else ()
         return cls(tuple(np.exp(np.interp(MIDPOINTS, at, logs)).tolist()), tuple(tail))
+
+    @classmethod
+    def observed(cls, ended: Sequence[float], running: Sequence[float], limit: float = np.inf) -> Forecast:
+        """Create the forecast of a request that is like others, of which some have ended and some still run.
+
+        The first to end are the short ones, so those that run count as longer than what they have produced (Kaplan and
+        Meier, `survival.py`).
+
+        Args:
+            ended: lengths of those that have ended, at least one.
+            running: tokens so far of those that run.
+            limit: no length is above this.
+        """
+        logs = np.log(np.maximum(np.concatenate([ended, running]), 1.0))
+        over = np.arange(len(logs)) < len(ended)
+        rate = end_rate(logs, over, float(np.median(logs[over])))
+        return cls(tuple(np.minimum(np.exp(survival_quantiles(logs, over, MIDPOINTS, rate)), limit).tolist()))
 
     @cached_property
     def mean(self) -> float:
@@ -116,17 +134,27 @@ def scenarios(values: Floats, count: int, seed: int, limit: float = np.inf, tail
         return np.repeat(values.T, count, axis=0)
     scores = np.random.default_rng(seed).standard_normal((count, len(values)))
     at = np.concatenate([NORMAL_SCORES, TAIL_SCORES])
-    logs = np.log(np.maximum(np.sort(values, axis=1), 1.0))
-    slope = (logs[:, -1] - logs[:, -2]) / (NORMAL_SCORES[-1] - NORMAL_SCORES[-2])
-    beyond = logs[:, -1:] + slope[:, None] * (TAIL_SCORES - NORMAL_SCORES[-1])
-    if tails is not None:
-        beyond = np.where(np.isnan(tails), beyond, np.log(np.maximum(tails, 1.0)))
-    logs = np.concatenate([logs, beyond], axis=1)
+    logs = log_quantiles(values, tails)
     left = np.clip(np.searchsorted(at, scores) - 1, 0, len(at) - 2)
     rows = np.arange(len(values))
     low, high = logs[rows, left], logs[rows, left + 1]
     share = (scores - at[left]) / (at[left + 1] - at[left])
     return np.clip(np.exp(low + share * (high - low)), 1.0, limit)
+
+
+def log_quantiles(values: Floats, tails: Floats | None = None) -> Floats:
+    """Return [n, 21] log lengths of forecasts at `MIDPOINTS` and `TAIL_LEVELS`.
+
+    Args:
+        values: [n, 16] from `stack`.
+        tails: [n, 5] from `tails_of`; NaN or None: a straight line in log length against the normal score.
+    """
+    logs = np.log(np.maximum(np.sort(values, axis=1), 1.0))
+    slope = (logs[:, -1] - logs[:, -2]) / (NORMAL_SCORES[-1] - NORMAL_SCORES[-2])
+    beyond = logs[:, -1:] + slope[:, None] * (TAIL_SCORES - NORMAL_SCORES[-1])
+    if tails is not None:
+        beyond = np.where(np.isnan(tails), beyond, np.log(np.maximum(tails, 1.0)))
+    return np.concatenate([logs, beyond], axis=1)
 
 
 def tails_of(forecasts: Sequence[Forecast]) -> Floats:

@@ -7,8 +7,9 @@ forecasts of those that still wait or run are updated (`Forecast.given_siblings`
 again. Nothing is held back for a probe: a slot that no probe needs takes other requests.
 
 A request without a forecast gets one as soon as a sibling and requests of another group have ended: its siblings'
-lengths, with the lengths of everything that has ended as the prior. Until then it is placed by load. Turns of episodes
-are neither probed nor learned from: those of one group are at different places of their episodes.
+lengths, with the lengths of everything that has ended or still runs as the prior (`Forecast.observed`). Until then it
+is placed by load. Turns of episodes are neither probed nor learned from: those of one group are at different places of
+their episodes.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ LIKENESS = 0.5
 """Intraclass correlation of log lengths around their forecasts. Half of the variance is the prompt's and shared by
 siblings, half is sampling noise.
 """
+LENGTHS_KEPT = 4096
+"""Number of latest lengths that the forecast of requests without one is made from."""
 REPLAN_EVERY = 0.05
 """Share of the open groups that must have new lengths before waiting requests are planned again: a plan takes
 milliseconds.
@@ -70,8 +73,10 @@ class GroupProbe(SkewAware):
         self._probes: deque[Request] = deque()
         self._news: set[str] = set()
         """Groups of which a request has ended since the last plan."""
-        self._seen = (0, 0.0, 0.0)
-        """Number, sum and sum of squares of the log lengths of all requests that have ended."""
+        self._ended: deque[float] = deque(maxlen=LENGTHS_KEPT)
+        """Lengths of the newest requests that have ended."""
+        self._usual: Forecast | None = None
+        """Forecast of a request of which nothing is known, as of the last plan; None: too few have ended."""
 
     @property
     def waiting(self) -> int:
@@ -124,9 +129,7 @@ class GroupProbe(SkewAware):
             del group.open[request_id]
             if length is not None:
                 group.lengths.append(length)
-                log = math.log(max(length, 1.0))
-                count, total, squares = self._seen
-                self._seen = (count + 1, total + log, squares + log * log)
+                self._ended.append(length)
                 self._news.add(group_id)
             self._drop_empty(group_id)
         super().finished(request_id, length)
@@ -140,6 +143,10 @@ class GroupProbe(SkewAware):
         """Place probes first, then everything else as `SkewAware` does."""
         decisions = self.place_by_load(self._probes)
         if len(self._news) > REPLAN_EVERY * len(self._groups):
+            if len(self._ended) > 1:
+                running = [request for one in self.instances.values() for request in one.running.values()]
+                progress = [produced(request.request_id) for request in running if not request.turn] if produced else []
+                self._usual = Forecast.observed(self._ended, progress, self.longest)
             self._learn()
         return decisions + super().decide(produced)
 
@@ -160,16 +167,8 @@ class GroupProbe(SkewAware):
     def _informed(self, request: Request) -> Request:
         """Return the request with a forecast that its siblings' lengths have updated."""
         lengths = self._groups[request.group_id].lengths
-        prior = request.forecast or self._prior(len(lengths))
+        # what is usual must be known of other groups, too
+        prior = request.forecast or (self._usual if len(self._ended) > len(lengths) else None)
         if not lengths or prior is None:
             return request
         return replace(request, forecast=prior.given_siblings(lengths, self.likeness))
-
-    def _prior(self, siblings: int) -> Forecast | None:
-        """Return the prior of a request without a forecast: all lengths so far; None if they are its siblings'
-        alone."""
-        count, total, squares = self._seen
-        if count < max(2, siblings + 1):
-            return None
-        mean = total / count
-        return Forecast.lognormal(mean, math.sqrt(max(0.0, squares / count - mean * mean)))

@@ -19,8 +19,9 @@ instances.
 * With a `price_tolerance`, the cheapest of the placements that end within this share of the first is taken.
 * There is no clock. Decode steps stand in for one: a sample that arrives with L tokens shows that whatever started
   beside it has been through L steps, too, and forecasts of the rest follow from that.
-* A group without a forecast is assumed to be like the samples that have arrived; before any have, all lengths up to
-  `longest` are equally likely. So without forecasts sites get work by the speed that they have under it.
+* A group without a forecast is assumed to be like the samples that have arrived, and those that still run, of which
+  only a least length is known (Kaplan and Meier); before any have arrived, all lengths up to `longest` are equally
+  likely. So without forecasts sites get work by the speed that they have under it.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ from scheduler.cost.length_forecast import MIDPOINTS, Forecast, equally_likely, 
 from scheduler.dispatch.remaining_length import beyond
 from scheduler.sites.site_candidates import Seats, SiteLoad, SitePrediction, SiteProblem, with_tails
 
-LENGTHS_KEPT = 512
-"""Number of latest sample lengths that the forecast of groups without one is made from."""
+LENGTHS_KEPT = 4096
+"""Number of latest sample lengths that the forecast of groups without one is made from: several times what runs at
+once, or those that run would count for too much.
+"""
 LENGTHS_NEEDED = 16
 """Number of samples that must have arrived before their lengths are used: as many as a forecast has values."""
 BUNDLES = 256
@@ -286,4 +289,11 @@ class SiteDispatch:
         """Return the forecast of a group without one."""
         if len(self._lengths) < LENGTHS_NEEDED:
             return Forecast(tuple((MIDPOINTS * self.longest).tolist()))
-        return Forecast(tuple(np.quantile(self._lengths, MIDPOINTS).tolist()))
+        running = [
+            site.steps - placed.since
+            for site in self._sites.values()
+            for placed in site.groups.values()
+            if placed.since is not None
+            for _ in range(placed.left)
+        ]
+        return Forecast.observed(self._lengths, running, self.longest)

@@ -36,26 +36,23 @@ def test_one_of_each_group_goes_first_on_the_emptiest_instance(forecast: Forecas
     assert len(started) == 8, "slots that no probe needs take others"
 
 
-def test_a_probes_length_orders_its_waiting_siblings() -> None:
-    probing = policy(slots=1, machines="a")
-    probing.submit(some(3, 2))
-    order = []
-    lengths = {"g0": 100.0, "g1": 900.0, "g2": 300.0}
+@pytest.mark.parametrize(
+    ("forecast", "then"),
+    # g1's probe ends before g2's; without a forecast a request is not planned before its own has
+    [(WIDE, ["g2.1", "g1.1", "g0.1"]), (None, ["g1.1", "g2.1", "g0.1"])],
+    ids=["forecasts", "once another group has been seen"],
+)
+def test_a_probes_length_orders_its_waiting_siblings(forecast: Forecast | None, then: list[str]) -> None:
+    probing = policy(slots=1)
+    probing.likeness = 1.0  # siblings are alike, so no other plan is as good
+    probing.submit(some(3, 2, forecast))
+    order: list[str] = []
+    lengths = {"g0": 100.0, "g1": 150.0, "g2": 3000.0}
     while decisions := probing.decide():
         order += [d.request_id for d in decisions]
-        probing.finished(order[-1], lengths[order[-1].split(".")[0]])
-    assert order == ["g0.0", "g1.0", "g2.0", "g1.1", "g2.1", "g0.1"]
-
-
-def test_without_forecasts_siblings_learn_once_another_group_has_been_seen() -> None:
-    probing = policy(slots=1, machines="a")
-    probing.submit(some(3, 2, None))
-    order = []
-    lengths = {"g0": 100.0, "g1": 900.0, "g2": 300.0}
-    while decisions := probing.decide():
-        order += [d.request_id for d in decisions]
-        probing.finished(order[-1], lengths[order[-1].split(".")[0]])
-    assert order[3:] == ["g1.1", "g2.1", "g0.1"]
+        ended = order[-2] if len(order) < 5 else order[-1]
+        probing.finished(ended, lengths[ended.split(".")[0]])
+    assert order == ["g0.0", "g1.0", "g2.0", *then]
 
 
 def test_a_running_sibling_is_expected_to_be_as_long_as_the_probe() -> None:
@@ -78,20 +75,20 @@ def test_a_group_whose_probe_was_lost_gets_another() -> None:
     assert [d.request_id for d in probing.decide()] == [where["a"]]
 
 
-def test_a_prior_is_the_mean_and_deviation_of_the_logs_of_all_lengths_if_one_is_not_a_siblings() -> None:
-    probing = policy(slots=1, machines="abc")
-    probing.submit(some(3, 2, None))
-    assert probing._prior(0) is None
-    for number, log in enumerate((4.0, 6.0)):
-        probing.decide()
-        assert probing._prior(0) is None and probing._prior(1) is None  # none, or one that may be its sibling's
-        probing.finished(f"g{number}.0", float(np.exp(log)))
-    prior, wide = probing._prior(1), Forecast.lognormal(5.0, 1.0)
-    assert prior is not None and prior.lengths == pytest.approx(wide.lengths)
-    assert probing._prior(0) == prior and probing._prior(2) is None  # of two siblings
-    informed = probing._informed(Request("g0.1", "g0", None))
-    assert informed.forecast is not None
-    assert informed.forecast.lengths == pytest.approx(wide.given_siblings([np.exp(4.0)], 0.5).lengths)
+def test_a_prior_is_of_all_lengths_and_of_what_runs_if_one_is_not_a_siblings() -> None:
+    probing = policy(slots=1, machines="abcd")
+    probing.submit(some(4, 2, None))
+    produced = {"g2.0": 500.0, "g3.0": 200.0}.get
+    for number, length in enumerate((100.0, 400.0)):
+        probing.decide(lambda name: produced(name, 0.0))
+        assert probing._informed(Request("g0.1", "g0", None)).forecast is None, "none, or its sibling's alone"
+        probing.finished(f"g{number}.0", length)
+    started = probing.decide(lambda name: produced(name, 0.0))
+    prior = Forecast.observed([100.0, 400.0], [500.0, 200.0], 5000)
+    assert probing._usual == prior and prior.mean > Forecast.observed([100.0, 400.0], [], 5000).mean
+    assert started and probing._informed(Request("g0.1", "g0", None)).forecast == prior.given_siblings([100.0], 0.5)
+    probing._groups["g0"].lengths.append(100.0)
+    assert probing._informed(Request("g0.1", "g0", None)).forecast is None, "both may be siblings'"
 
 
 def test_a_length_of_none_and_lengths_that_nobody_knows_are_no_trouble() -> None:
@@ -100,7 +97,7 @@ def test_a_length_of_none_and_lengths_that_nobody_knows_are_no_trouble() -> None
     probing.decide()
     probing.finished("g0.0", 0.0)
     probing.finished("g1.0")
-    assert probing._seen == (1, 0.0, 0.0) and probing._groups["g0"].lengths == [0.0]
+    assert list(probing._ended) == [0.0] and probing._groups["g0"].lengths == [0.0]
     assert probing._groups["g1"].lengths == [] and probing._news == {"g0"}
 
 

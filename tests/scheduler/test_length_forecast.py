@@ -74,3 +74,19 @@ def test_a_tail_that_is_known_is_drawn_from() -> None:
 
 def test_quantiles_that_end_early_tell_no_tail() -> None:
     assert Forecast.from_quantiles([0.1, 0.5, 0.9], [1, 2, 3]).tail == ()
+
+
+def test_what_still_runs_is_longer_than_it_is_by_kaplan_and_meier() -> None:
+    # 3/4 go on after 100; one runs at 150; half of the two that got to 200 go on: 3/8; none goes on after 400. An end
+    # stands for the middle of its step: 100 at .125, 200 at .4375, 400 at .8125, straight lines of the log between
+    seen = Forecast.observed([200.0, 100.0, 400.0], [150.0]).lengths
+    assert seen[0] == pytest.approx(100.0) and seen[15] == pytest.approx(400.0)
+    assert seen[6] == pytest.approx(100 * 2 ** ((0.40625 - 0.125) / 0.3125))
+    assert seen[7] == pytest.approx(200 * 2 ** ((0.46875 - 0.4375) / 0.375))
+    # without it 100 would be at 1/6, 200 at 1/2
+    assert Forecast.observed([200.0, 100.0, 400.0], []).lengths[6] == pytest.approx(100 * 2 ** ((0.40625 - 1 / 6) * 3))
+    # 2/3 go on after 100, and nothing has ended since: half an end in twice log 3
+    beyond = Forecast.observed([100.0], [300.0, 300.0], 1000.0).lengths
+    rate = 0.5 / (2 * np.log(3))
+    assert beyond[7] == pytest.approx(100 * ((2 / 3) / (1 - 0.46875)) ** (1 / rate))
+    assert beyond[15] == 1000.0, "the limit"

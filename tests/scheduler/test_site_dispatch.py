@@ -235,6 +235,22 @@ def test_without_forecasts_the_lengths_that_came_are_expected() -> None:
     assert far(10_000) > 10
 
 
+def test_samples_that_still_run_count_as_longer_than_those_that_have_arrived() -> None:
+    policy = dispatch(near("home"))
+    placed(policy, [SiteGroup("before", 40)])
+    for _ in range(16):
+        policy.finished("before", 100)
+    # 24 of 40 have gone 100 steps as well and go on: the first 40 % are at 100 tokens, the rest is longer
+    assumed = policy._assumed()
+    assert assumed == Forecast.observed([100.0] * 16, [100.0] * 24, policy.longest)
+    assert [length > 100.1 for length in assumed.lengths] == [False] * 6 + [True] * 10
+    placed(policy, [SiteGroup("later", 1)])  # it has gone no step
+    assert policy._assumed() == Forecast.observed([100.0] * 16, [100.0] * 24 + [0.0], policy.longest)
+    for _ in range(24):
+        policy.finished("before", 200)
+    assert policy._assumed().lengths[7] == pytest.approx(200.0, rel=0.2)
+
+
 def test_forecasts_with_longer_tails_stay_off_the_slow_site() -> None:
     def longest_on_slow(spread: float) -> float:
         groups = uncertain(120, spread=spread)
