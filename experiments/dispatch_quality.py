@@ -4,17 +4,18 @@
 
 A workload is a shape of lengths and a number of slots: 4 instances with the step times of a 7B model on an H800, 128
 requests in groups of 4. A run is a number of steps of one workload with forecasts of one quality. As in a live run,
-each step is dispatched by forecasts only if the replays of the steps before it say so
-(`scheduler/dispatch/outcome_trust.py`); the first step is never, and is not counted. Ratios are seconds until what the
-schedule waits for, divided by those of least-loaded dispatch:
+forecasts are corrected by what those of the steps before were worth (`scheduler/cost/recalibration.py`), and each step
+is dispatched by them only if the replays of the steps before say so (`scheduler/dispatch/outcome_trust.py`); the first
+step is never, and is not counted. Ratios are seconds until what the schedule waits for, divided by those of
+least-loaded dispatch:
 
 * sync: the makespan;
 * one_step_off: the makespan or the training of the batch before, whichever is longer;
 * stream: the end of training's last group.
 
-The trainer needs as long for a mean batch as least-loaded generation (balanced). "Blindly" is the policy as it is where
-forecasts are believed whatever replays say. `async` has no row: least-loaded is its default. The last table shows what
-the policy for the makespan does there.
+The trainer needs as long for a mean batch as least-loaded generation (balanced). "Corrected" are forecasts that are
+believed whatever replays say, "blindly" those that are not corrected either. `async` has no row: least-loaded is its
+default. The last table shows what the policy for the makespan does there.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +35,7 @@ from running import Sheet, machine, terminal, write_results
 
 from scheduler.cost.decode import PAPER_7B_H800
 from scheduler.cost.length_forecast import NORMAL_SCORES, Forecast
+from scheduler.cost.recalibration import Recalibration
 from scheduler.dispatch.dispatch_objective import DispatchObjective, Streamed
 from scheduler.dispatch.outcome_trust import OutcomeTrust
 from scheduler.dispatch.registry import make_policy
@@ -124,8 +127,12 @@ def fleet_of(slots: int) -> list[SimulatedInstance]:
     return [SimulatedInstance(f"i{n}", PAPER_7B_H800, slots) for n in range(INSTANCES)]
 
 
-def played_on(batch: list[SimulatedRequest], slots: int, rate: float) -> dict[str, tuple[float, float]]:
-    """Ratios by schedule: (of the policy with the schedule's objective, of the makespan's policy)."""
+def corrected(batch: list[SimulatedRequest], by: Recalibration) -> list[SimulatedRequest]:
+    return [replace(one, forecast=by.corrected(one.forecast, LIMIT)) for one in batch if one.forecast is not None]
+
+
+def played_on(batch: list[SimulatedRequest], slots: int, rate: float) -> dict[str, float]:
+    """Ratio by schedule, of the policy with the schedule's objective."""
 
     def play(policy: str, objective: DispatchObjective = None) -> dict[str, float]:
         made = make_policy(policy, LIMIT, SIBLINGS, objective)
@@ -133,23 +140,31 @@ def played_on(batch: list[SimulatedRequest], slots: int, rate: float) -> dict[st
 
     base, makespan, streamed = play("least-loaded"), play("skew-aware"), play("skew-aware", Streamed(rate))
     ours = makespan | {"stream": streamed["stream"]}
-    return {name: (ours[name] / base[name], makespan[name] / base[name]) for name in SCHEDULES}
+    return {name: ours[name] / base[name] for name in SCHEDULES}
 
 
 def run(quality: str, shape: str, slots: int, steps: int, seed: list[int]) -> dict[str, list[list[float]]]:
-    """One run by schedule: [steps] (ratio as dispatched, ratio if believed blindly, ratio of the makespan's policy)."""
+    """One run by schedule: [steps] ratios as dispatched, if corrected forecasts are believed, and if any are."""
     rng, rate = np.random.default_rng(seed), balanced_rate(shape, slots)
-    trust = {name: OutcomeTrust() for name in SCHEDULES}
+    trust, recalibration = {name: OutcomeTrust() for name in SCHEDULES}, Recalibration()
     found: dict[str, list[list[float]]] = {name: [] for name in SCHEDULES}
     for number in range(steps + 1):
-        requests = step(quality, shape, rng)
+        told = step(quality, shape, rng)
+        requests = corrected(told, recalibration)
         batches = [requests, *(resampled(requests, seed) for seed in range(RESAMPLES))]
         played = [played_on(batch, slots, rate) for batch in batches]
+        blind = played_on(told, slots, rate) if number else {}
         for name in SCHEDULES:
-            (blind, before), *_ = (ratios[name] for ratios in played)
             if number:
-                found[name].append([blind if trust[name].trusted else 1.0, blind, before])
-            trust[name].record([ratios[name][0] for ratios in played])
+                ours = played[0][name]
+                found[name].append([ours if trust[name].trusted else 1.0, ours, blind[name]])
+            trust[name].record([ratios[name] for ratios in played])
+        recalibration.record(
+            [one.forecast for one in told if one.forecast],
+            [one.length for one in told],
+            [one.group_id for one in told],
+            [one.length < LIMIT for one in told],
+        )
     return found
 
 
@@ -207,17 +222,19 @@ def async_rows(iterations: int) -> list[dict[str, float | str]]:
 def main(steps: int, iterations: int) -> None:
     console = terminal()
     runs: dict[tuple[str, str], list[list[list[float]]]] = {}
-    axes = list(enumerate(itertools.product(QUALITIES, SHAPES, SLOTS)))
-    for number, (quality, shape, slots) in track(axes, "runs", console=console):
-        for schedule, ratios in run(quality, shape, slots, steps, [1, number]).items():
-            runs.setdefault((schedule, quality), []).append(ratios)
+    axes = list(itertools.product(QUALITIES, SHAPES, SLOTS))
+    with ProcessPoolExecutor() as pool:
+        jobs = [pool.submit(run, *one, steps, [1, number]) for number, one in enumerate(axes)]
+        for (quality, _, _), job in track(list(zip(axes, jobs, strict=True)), "runs", console=console):
+            for schedule, ratios in job.result().items():
+                runs.setdefault((schedule, quality), []).append(ratios)
     record: dict[str, object] = {"machine": machine(), "steps": steps, "workloads": len(SHAPES) * len(SLOTS)}
     cells, rows = {}, []
     for schedule, quality in itertools.product(SCHEDULES, QUALITIES):
         some = runs[schedule, quality]
-        with_trust, blind, before = (figures(some, column) for column in range(3))
-        cells[f"{schedule}, {quality}"] = {"trusted by outcome": with_trust, "blindly": blind, "makespan": before}
-        for name, of in (("by outcome", with_trust), ("blindly", blind)):
+        cell = {name: figures(some, column) for column, name in enumerate(("by outcome", "corrected", "blindly"))}
+        cells[f"{schedule}, {quality}"] = cell
+        for name, of in cell.items():
             interval = f"{of['low']:.3f}-{of['high']:.3f}"
             rest = (f"{of[k]:.3f}" for k in ("p95", "worst", "worst_workload"))
             rows.append((schedule, quality, name, f"{of['mean']:.3f}", interval, *rest, f"{of['slower']:.0%}"))

@@ -98,11 +98,11 @@ def _dispatch_quality() -> str:
 
     told = []
     for quality, name in QUALITIES.items():
-        text = f"{name}: {three(quality, 'trusted by outcome', 'mean')}"
+        text = f"{name}: {three(quality, 'by outcome', 'mean')}"
         if quality not in ("honest, .2", "honest, .35", "overconfident, .7 told as .2"):
             text += f" (believed blindly {three(quality, 'blindly', 'mean')})"
         told.append(text)
-    return f"{'; '.join(told)}. For 95 % of steps at most, useless: {three('useless', 'trusted by outcome', 'p95')}"
+    return f"{'; '.join(told)}. For 95 % of steps at most, useless: {three('useless', 'by outcome', 'p95')}"
 
 
 @named(FIGURES, "dispatch-async")

@@ -3,9 +3,9 @@
 A run ends when its last instance does, and among a thousand uncertain lengths some are much longer than expected. So
 the candidates of `partition_candidates.py` are compared by their mean cost over scenarios, joint draws of all lengths.
 The cost is what the schedule waits for (`dispatch_objective.py`): the makespan, or the end of a training that takes
-groups as they become complete. The winner is the cheapest of those that are significantly cheaper than even dealing
-(`SURE`), or even dealing itself. Instances that serve the same stretch share what waits, in the plan's order; siblings
-on one instance have their prompt prefilled once.
+groups as they become complete. The winner is the cheapest of those that are significantly cheaper (`SURE`) than what
+least-loaded dispatch would do with the same requests, or that itself. Instances that serve the same stretch share what
+waits, in the plan's order; siblings on one instance have their prompt prefilled once.
 """
 
 from __future__ import annotations
@@ -25,10 +25,14 @@ from scheduler.dispatch.partition_candidates import blocks, even, greedy, packed
 
 SCENARIOS = 16
 """Number of joint draws of all lengths on which plans are compared."""
-SURE = 1.0
-"""Standard errors of the mean difference to even dealing, over the scenarios, by which a plan must be cheaper. The
-margin is needed because the plan that looks best of several looks better than it is.
+SURE = 2.0
+"""Standard errors of the mean difference to placement by load, over the scenarios, by which a plan must be cheaper.
+The margin is needed because the plan that looks best of several looks better than it is.
 """
+SAME = 1e-9
+"""Relative difference of costs below which it is rounding."""
+BY_LOAD = "by load"
+"""Kind of the plan that leaves every request to least-loaded dispatch."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,7 @@ def plan(
     arrivals: Sequence[int] | None = None,
     objective: DispatchObjective = MAKESPAN,
     contexts: Floats | None = None,
+    by_load: Sequence[Sequence[int]] | None = None,
 ) -> Plan:
     """Return the cheapest plan, given what the workers already run.
 
@@ -107,6 +112,8 @@ def plan(
         objective: what is made small; a streamed training needs `prompts`, whose groups it trains.
         contexts: [n + running] tokens of context with which each request begins, the running ones worker by worker;
             None: none.
+        by_load: for each worker the requests that least-loaded dispatch would give it, those that start at once first;
+            other plans must be cheaper than this one, whose kind is `BY_LOAD`. None: than dealing evenly.
 
     Raises:
         ValueError: there is no worker, or a streamed objective has no groups.
@@ -129,10 +136,15 @@ def plan(
     dealt = even(len(values), slots, taken)
     means = values.mean(axis=1)
     orders = _orders_of_start(means, sum(slots) - sum(taken), arrivals, prompts if objective else None)
-    level, *plans = [
+    plans = [
         min(timed.both("even", [[order[k] for k in queue] for queue in dealt], everyone, means, order), key=_cost)
         for order in orders
     ]
+    if by_load is None:
+        level = plans.pop(0)
+    else:
+        arrived = sorted(range(len(means)), key=arrivals.__getitem__) if arrivals is not None else None
+        level = timed(BY_LOAD, by_load, everyone, arrived)
     if len(values) and len(workers) > 1:
         plans.append(timed("greedy", greedy(means, workers, [part.mean(axis=1) for part in beside]), each))
         for queues, stretches in blocks(values, workers):
@@ -173,7 +185,7 @@ def _cost(one: Plan) -> float:
 def _surely_cheaper(one: Plan, other: Plan) -> bool:
     gain = other.costs - one.costs
     doubt = gain.std(ddof=1) / np.sqrt(len(gain)) if len(gain) > 1 else 0.0
-    return bool(gain.mean() > SURE * doubt)
+    return bool(gain.mean() > max(SURE * doubt, SAME * other.cost))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,9 @@ by load when no planned request can use the slot. So without forecasts skew-awar
 
 Turns of episodes are not planned either: they come one at a time, and a plan for each would take longer than it saves.
 They are placed by load, before the planned requests; plans count them, by their forecasts, among what runs.
+
+Where no plan is surely cheaper than placement by load, planned requests are placed by load, too: then it is
+least-loaded dispatch that may move what runs.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import numpy as np
 from scheduler.cost.expected_time import Worker
 from scheduler.cost.length_forecast import equally_likely, same_width, tails_of
 from scheduler.dispatch.dispatch_objective import MAKESPAN, DispatchObjective, Streamed
-from scheduler.dispatch.partition import Plan, PromptGroups, plan
+from scheduler.dispatch.partition import BY_LOAD, Plan, PromptGroups, plan
 from scheduler.dispatch.policy import REGULAR, TAIL, Assignment, Fleet, Instance, Request, TokenProgress
 from scheduler.dispatch.remaining_length import Remaining
 
@@ -189,7 +192,7 @@ class SkewAware(Planned):
         self._mates: dict[str, list[str]] = {}
         """Instances that serve the same stretch of the plan as the key, itself included."""
         self._unplanned: deque[Request] = deque()
-        """Waiting requests without a forecast."""
+        """Waiting requests that are placed by load: those without a forecast, and those of a plan that says so."""
         self._turns: deque[Request] = deque()
         """Waiting turns of episodes."""
         self._corrected_at = -1
@@ -224,6 +227,9 @@ class SkewAware(Planned):
 
     def decide(self, produced: TokenProgress | None = None) -> list[Assignment]:
         """Place turns by load, plan new requests, then fill slots from the queues."""
+        if self._new:  # what a plan has left to load is planned again beside them
+            self._new = [request for request in self._unplanned if request.forecast is not None] + self._new
+            self._unplanned = deque(request for request in self._unplanned if request.forecast is None)
         return self.place_by_load(self._turns) + super().decide(produced)
 
     def fill(self) -> list[Assignment]:
@@ -257,12 +263,29 @@ class SkewAware(Planned):
             arrivals=[arrived[request.request_id] for request in ordered],
             objective=self.objective,
             contexts=np.concatenate([prompts.tokens, *(some.contexts for some in running)]),
+            by_load=self._dealt_by_load(names, requests, ordered),
         )
+        if self.plan.kind == BY_LOAD:
+            self._unplanned.extend(requests)
+            return
         self.ranks = {request.request_id: rank for request, rank in zip(ordered, self.plan.ranks, strict=True)}
         self._mates = {names[seat]: [names[mate] for mate in mates] for mates in self.plan.stretches for seat in mates}
         for seat, (name, hand) in enumerate(zip(names, self.plan.queues, strict=True)):
             route = TAIL if seat in self.plan.tail else REGULAR
             self.queues[name].extend((ordered[number], route) for number in hand)
+
+    def _dealt_by_load(
+        self, names: Sequence[str], requests: Sequence[Request], ordered: Sequence[Request]
+    ) -> list[list[int]]:
+        """Return, by instance, the places in `ordered` of the requests that placement by load would give it."""
+        trial, waiting = self.trial(), deque(requests)
+        place = {request.request_id: number for number, request in enumerate(ordered)}
+        dealt: dict[str, list[int]] = {name: [] for name in names}
+        for start in trial.place_by_load(waiting):
+            dealt[start.instance].append(place[start.request_id])
+        for number, request in enumerate(waiting):  # any of them may start it
+            dealt[names[number % len(names)]].append(place[request.request_id])
+        return list(dealt.values())
 
     def correct(self, produced: TokenProgress | None) -> list[Assignment]:
         """Move requests of the instance that is predicted to end last to instances with free slots and nothing

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from scheduler.cost.decode import UNKNOWN_CURVE, StepCurve
@@ -278,6 +278,15 @@ class Fleet:
         if not waiting and not self.where:
             self._homes.clear()  # nothing runs, so no group can have more siblings to place
         return decisions
+
+    def trial(self) -> Fleet:
+        """Return a fleet with the same work, to place requests on that do not start."""
+        made = Fleet(self.affinity)
+        made._homes = dict(self._homes)
+        for name, instance in self.instances.items():
+            made.instances[name] = replace(instance, running=dict(instance.running))
+            made._note_load(made.instances[name])
+        return made
 
     def _next(self, waiting: deque[Request], emptiest: Instance) -> Request:
         """Remove and return the request to place next: the first one.

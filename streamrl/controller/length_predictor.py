@@ -2,9 +2,10 @@
 
 The ranker (`ranker.online`) observes every finished sample and is refitted in a thread while the trainer still works on
 the step, so that the newest model predicts the next step's prompts. All predictions are recorded and compared with the
-actual lengths. Dispatch gets forecasts only while two judges agree: the ranking is right (`ranker.online`), and each
-step, replayed with its true lengths, shows that dispatch by the forecasts would not have cost time
-(`scheduler.dispatch.outcome_trust`).
+actual lengths. Forecasts are corrected by what earlier ones were worth (`scheduler.cost.recalibration`), and all that
+follows is about corrected ones. Dispatch gets them only while two judges agree: the ranking is right
+(`ranker.online`), and each step, replayed with its true lengths, shows that dispatch by the forecasts would not have
+cost time (`scheduler.dispatch.outcome_trust`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from ranker.errors import RankerError
 from ranker.model import LengthModel
 from ranker.online import OnlineRanker, Trust
 from scheduler.cost.length_forecast import Forecast
+from scheduler.cost.recalibration import Recalibration
 from scheduler.dispatch.outcome_trust import OutcomeTrust
 from scheduler.dispatch.registry import BLIND, objective_of, policy_for
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest
@@ -67,6 +69,8 @@ class LengthPredictor:
         self.run = run
         model = load_ranker(run)
         self.ranker = OnlineRanker(model, seed=run.seed, window=run.ranker.window, written_by=run.model.path)
+        self.recalibration = Recalibration()
+        """Corrects forecasts of completions; episodes keep theirs."""
         self.outcome = OutcomeTrust()
         """Judges forecasts by what dispatch by them would have cost or saved."""
         self.train_tokens_s: float | None = None
@@ -75,6 +79,8 @@ class LengthPredictor:
         self._policy = policy_for(run.schedule.name, run.dispatch.policy)
         self._forecasts: dict[str, Forecast] = {}
         """Forecasts of groups in flight, whether dispatch got them or not."""
+        self._uncorrected: dict[str, Forecast] = {}
+        """The same as the ranker gave them."""
         self.note = ""
         """Last change of trust, as shown to the operator."""
         self._reported_trusted = False
@@ -107,7 +113,12 @@ class LengthPredictor:
         )
         if prediction is None:
             return
-        forecasts = [Forecast.from_quantiles(prediction.levels, quantiles) for quantiles in prediction.quantiles]
+        told = [Forecast.from_quantiles(prediction.levels, quantiles) for quantiles in prediction.quantiles]
+        self._uncorrected |= {group.group_id: forecast for group, forecast in zip(groups, told, strict=True)}
+        forecasts = [
+            forecast if group.agent else self.recalibration.corrected(forecast, float(most))
+            for group, forecast, most in zip(groups, told, limit, strict=True)
+        ]
         for group, forecast, rank in zip(groups, forecasts, places([f.mean for f in forecasts]), strict=True):
             group.predicted_rank, group.predicted_length = float(rank), forecast.mean
             self._forecasts[group.group_id] = forecast
@@ -149,7 +160,9 @@ class LengthPredictor:
         if every and groups[0].step % every == 0 and (job := self.ranker.refit_job()) is not None:
             self.ranker.model = await asyncio.to_thread(job)
         forecasts = {group.group_id: self._forecasts.pop(group.group_id, None) for group in groups}
+        uncorrected = {group.group_id: self._uncorrected.pop(group.group_id, None) for group in groups}
         dispatched = [group for group in groups if not group.agent]  # a site places turns, which it forecasts itself
+        self._recalibrate(dispatched, uncorrected)
         used = self._policy not in BLIND and any(group.forecast for group in dispatched)
         requests: list[SimulatedRequest] = []
         for group in dispatched:
@@ -172,6 +185,17 @@ class LengthPredictor:
                 replayed = replace(replayed, policy=replayed.least_loaded)
         self._report_trust(groups[0].step)
         return StepLengths(measured, replayed, used)
+
+    def _recalibrate(self, groups: Sequence[Group], told: Mapping[str, Forecast | None]) -> None:
+        """Learn what a step's forecasts, as the ranker gave them, were worth."""
+        seen = [
+            (forecast, length, group.group_id, length < self._most_tokens(group))
+            for group in groups
+            if (forecast := told[group.group_id]) is not None
+            for length in (member.sample.output_length for member in group.members())
+        ]
+        if seen:
+            self.recalibration.record(*zip(*seen, strict=True))
 
     def state(self) -> dict[str, Any]:
         """Return the state of the predictions, for the run's status."""

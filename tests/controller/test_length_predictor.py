@@ -82,8 +82,10 @@ def test_it_starts_from_nothing_learns_is_trusted_and_loses_trust() -> None:
     longest = max(third, key=lambda group: len(group.prompt))
     assert longest.predicted_rank > 0.8
     assert told.saving.oracle <= told.saving.least_loaded and told.saving.saved > 0.02 and told.dispatched_by
+    right = lengths.recalibration.slope
     for number in (4, 5, 6):
         play(lengths, number, right=False)
+    assert right > 0.8 and lengths.recalibration.slope < 0.8 * right
     assert not lengths.state()["trusted"]
     assert lengths.note.startswith("length predictions are not trusted any more after step")
 

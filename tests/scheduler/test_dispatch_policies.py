@@ -12,6 +12,7 @@ from scheduler.cost.decode import PAPER_7B_H800, StepCurve
 from scheduler.cost.length_forecast import Forecast
 from scheduler.dispatch.baselines import LeastLoaded, LongestFirst, Random, RoundRobin, TwoChoices
 from scheduler.dispatch.group_probe import GroupProbe
+from scheduler.dispatch.partition import BY_LOAD
 from scheduler.dispatch.planned import Algorithm2, SkewAware
 from scheduler.dispatch.policy import REGULAR, TAIL, DispatchPolicy, Request
 from scheduler.dispatch.registry import make_policy
@@ -142,6 +143,31 @@ def test_without_forecasts_ours_decides_as_least_loaded_step_by_step(seed: int, 
         assert ours.waiting == reference.waiting
 
 
+def test_where_no_plan_is_surely_cheaper_ours_decides_as_least_loaded() -> None:
+    """All forecasts are the same, so whatever looks better than placement by load is luck."""
+    ours, reference = SkewAware(True, 4000, 4), make_policy("least-loaded", 4000, 4)
+    requests = [Request(f"{n}", f"{n // 4}", Forecast.lognormal(6.0, 0.6)) for n in range(96)]
+    for policy in (ours, reference):
+        for name in "abc":
+            policy.join(name, 12, PAPER_7B_H800)
+    started: list[str] = []
+    for first in (0, 48):  # what waits when more requests come is planned again
+        for policy in (ours, reference):
+            policy.submit(requests[first : first + 48])
+        decisions = ours.decide(lambda _: 0.0)
+        assert decisions == reference.decide() and ours.plan is not None and ours.plan.kind == BY_LOAD
+        started += [decision.request_id for decision in decisions]
+    while started:
+        ended = started.pop(0)
+        for policy in (ours, reference):
+            policy.finished(ended)
+        decisions = [decision for decision in ours.decide(lambda _: 0.0) if not decision.moved]
+        if reference.waiting:
+            assert decisions == reference.decide() and ours.waiting == reference.waiting
+        started += [decision.request_id for decision in decisions]
+    assert ours.waiting == reference.waiting == 0
+
+
 def test_requests_without_a_forecast_are_placed_by_load_beside_a_plan() -> None:
     policy = SkewAware(affinity=2)
     policy.join("a", 6, PAPER_7B_H800)
@@ -157,7 +183,8 @@ def test_requests_without_a_forecast_are_placed_by_load_beside_a_plan() -> None:
     assert {"x0", "x1", "x2"} <= set(back)
     policy.submit([Request(r, "x", None if r.startswith("x") else Forecast.exactly(100)) for r in back])
     other = "b" if where["x0"] == "a" else "a"
-    assert len(policy.decide()) == 4 and len(policy.instances[other].running) == 6 and policy.waiting == 1
+    had = len(policy.instances[other].running)
+    assert len(policy.decide()) == 6 - had and len(policy.instances[other].running) == 6 and policy.waiting == 1
 
 
 def test_a_running_request_moves_to_an_empty_instance_and_keeps_its_slot_count() -> None:
