@@ -86,6 +86,10 @@ def test_it_starts_from_nothing_learns_is_trusted_and_loses_trust() -> None:
     for number in (4, 5, 6):
         play(lengths, number, right=False)
     assert right > 0.8 and lengths.recalibration.slope < 0.8 * right
+    lengths.predict(last := step_of(7))
+    told_by_ranker = [lengths._uncorrected[group.group_id] for group in last]
+    corrected = [lengths.recalibration.corrected(forecast, 400.0).mean for forecast in told_by_ranker]
+    assert [group.predicted_length for group in last] == corrected != [forecast.mean for forecast in told_by_ranker]
     assert not lengths.state()["trusted"]
     assert lengths.note.startswith("length predictions are not trusted any more after step")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from scheduler.dispatch.baselines import LeastLoaded, LongestFirst, Random, Roun
 from scheduler.dispatch.group_probe import GroupProbe
 from scheduler.dispatch.partition import BY_LOAD
 from scheduler.dispatch.planned import Algorithm2, SkewAware
-from scheduler.dispatch.policy import REGULAR, TAIL, DispatchPolicy, Request
+from scheduler.dispatch.policy import REGULAR, TAIL, DispatchPolicy, Fleet, Request
 from scheduler.dispatch.registry import make_policy
 
 POLICIES: dict[str, Callable[[], DispatchPolicy]] = {
@@ -143,6 +144,17 @@ def test_without_forecasts_ours_decides_as_least_loaded_step_by_step(seed: int, 
         assert ours.waiting == reference.waiting
 
 
+def test_a_trial_places_as_the_fleet_would_and_changes_nothing() -> None:
+    fleet = Fleet(affinity=2)
+    for name in "ab":
+        fleet.join(name, 4, PAPER_7B_H800)
+    fleet.place_by_load(deque([Request("x0", "x"), Request("y0", "y"), Request("z0", "z")]))  # x, z on a; y on b
+    more = [Request("x1", "x"), Request("y1", "y"), Request("z1", "z"), Request("w0", "w")]
+    tried = fleet.trial().place_by_load(deque(more))
+    assert sorted(fleet.where) == ["x0", "y0", "z0"] and len(fleet.instances["a"].running) == 2
+    assert tried == fleet.place_by_load(deque(more)) and [d.instance for d in tried] == list("abab")
+
+
 def test_where_no_plan_is_surely_cheaper_ours_decides_as_least_loaded() -> None:
     """All forecasts are the same, so whatever looks better than placement by load is luck."""
     ours, reference = SkewAware(True, 4000, 4), make_policy("least-loaded", 4000, 4)
@@ -154,8 +166,10 @@ def test_where_no_plan_is_surely_cheaper_ours_decides_as_least_loaded() -> None:
     for first in (0, 48):  # what waits when more requests come is planned again
         for policy in (ours, reference):
             policy.submit(requests[first : first + 48])
-        decisions = ours.decide(lambda _: 0.0)
-        assert decisions == reference.decide() and ours.plan is not None and ours.plan.kind == BY_LOAD
+        waited = ours.waiting
+        decisions, alike = ours.decide(lambda _: 0.0), reference.decide()
+        assert decisions == alike and ours.plan is not None and ours.plan.kind == BY_LOAD
+        assert sum(map(len, ours.plan.queues)) == waited
         started += [decision.request_id for decision in decisions]
     while started:
         ended = started.pop(0)

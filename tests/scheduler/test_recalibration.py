@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from scheduler.cost.length_forecast import NORMAL_SCORES, TAIL_SCORES, Forecast
-from scheduler.cost.recalibration import FEWEST, LEAST_SPREAD, SCORES, WINDOW, Recalibration, _scores_at, _shrunk_slope
+from scheduler.cost.recalibration import FEWEST, LEAST_SPREAD, SCORES, Recalibration, _scores_at, _shrunk_slope
 
 LIMIT = 20_000.0
 
@@ -51,9 +51,32 @@ def test_nothing_is_corrected_before_enough_was_seen_and_the_newest_steps_count(
     assert made.corrected(forecast) is forecast
     made.record([forecast], [900.0], ["g"], [True])
     assert made.corrected(forecast).mean == pytest.approx(900.0, rel=0.01)
-    for _ in range(WINDOW):
+    for _ in range(8):
         made.record([forecast] * 4, [100.0] * 4, ["g"] * 4, [True] * 4)
     assert made.corrected(forecast).mean == pytest.approx(100.0, rel=0.01)
+
+
+def test_a_forecast_that_was_right_stays_as_it_is() -> None:
+    """Its misses are the 16 normal scores, twice; the tail goes on beyond them as that of a normal deviate."""
+    told = np.repeat([5.0, 7.0], 16)
+    made = learned(told, told + 0.2 * np.tile(NORMAL_SCORES, 2), siblings=16)
+    forecast = Forecast.lognormal(6.0, 0.2)
+    corrected = made.corrected(forecast)
+    assert (made.slope, made.intercept) == pytest.approx((1.0, 0.0))
+    assert corrected.lengths == pytest.approx(forecast.lengths)
+    assert np.log(corrected.tail) == pytest.approx(6.0 + 0.2 * TAIL_SCORES)
+
+
+def test_groups_of_different_steps_are_different_groups() -> None:
+    rng = np.random.default_rng(4)
+    told, names = rng.normal(6.0, 1.0, 60), [f"{n % 6}" for n in range(60)]
+    forecasts, lengths = [Forecast.lognormal(mean, 0.2) for mean in told], np.exp(told + rng.normal(0.0, 2.0, 60))
+    both, once = Recalibration(), Recalibration()
+    for part, step in ((slice(0, 30), "a"), (slice(30, 60), "b")):
+        both.record(forecasts[part], lengths[part], names[part], [True] * 30)
+        names[part] = [step + name for name in names[part]]
+    once.record(forecasts, lengths, names, [True] * 60)
+    assert 0 < both.slope < 1 and both.slope == pytest.approx(once.slope)
 
 
 def test_an_honest_forecast_stays_as_it_is_within_what_128_samples_tell() -> None:
@@ -83,6 +106,7 @@ def test_forecasts_that_say_nothing_all_become_the_distribution_of_all_lengths(s
     came = 6.0 + sign * (told - 6.0) + (1.0 if not sign else 0.1) * rng.standard_normal(256)
     made = learned(told, came)
     short, long = (made.corrected(Forecast.lognormal(mean, 0.2), LIMIT) for mean in (5.0, 8.0))
+    assert made.intercept == pytest.approx(came.mean() - made.slope * told.mean(), abs=1e-6)
     assert made.slope < 0.05 and short.mean == pytest.approx(long.mean, rel=0.25)
     assert np.quantile(short.lengths, (0.1, 0.9)) == pytest.approx(np.exp(np.quantile(came, (0.1, 0.9))), rel=0.25)
 
