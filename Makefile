@@ -3,6 +3,7 @@
 # make test-quick   the tests without vLLM and without whole runs (about three minutes)
 # make test-stress  whatever starts processes 10 times beside two busy processes (hours; FILES=... for some of it)
 # make test-browser  the dashboard in a real headless browser, with its accessibility (needs Chromium; half a minute)
+# make test-environments  environments of gymnasium, each in a venv (needs PyPI or an index; a minute)
 # make test-mutants  whether the tests notice changes of the code (an hour; MODULES=... for some of it)
 # make test-gpu  the tests that need GPUs, by an interpreter with the packages of [gpu] (PYTHON=...)
 # make install only the environment (.venv)
@@ -24,7 +25,7 @@ PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
 	done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-quick test-stress test-mutants test-browser test-gpu lint style types audit docs site dist lock clean
+.PHONY: help install demo test test-quick test-stress test-mutants test-browser test-environments test-gpu lint style types audit docs site dist lock clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -87,6 +88,9 @@ test-quick: $(STAMP)
 
 test-stress: $(STAMP)
 	$(BIN)/python tools/stress.py --count $(or $(COUNT),10) $(FILES)
+
+test-environments: $(STAMP)
+	STREAMRL_TEST_ENVIRONMENTS=build/environments $(BIN)/python -m pytest tests/environments/test_real_environments.py
 
 test-gpu:
 	"$(PYTHON)" -m pytest -rs tests/gpu

@@ -81,7 +81,7 @@ ORDERS = {
         {"machine", "rollouts"},
         {"run_dir", "protocol"},
         {"runtime"},
-        {"weights", "tasks"},
+        {"weights", "tasks", "environments"},
         {"training", "generation", "agents"},
         {"controller"},
         {"report", "diagnose", "verify"},

@@ -87,11 +87,22 @@ def command_lines() -> Iterator[str]:
         command = cli.get_command(group, name)
         assert command is not None
         context = click.Context(command, info_name=name, parent=group, max_content_width=100, terminal_width=100)
-        usage = " ".join(command.collect_usage_pieces(context))
-        yield from (f"## streamrl {name}", "", "```", f"streamrl {name} {usage}", "```", "")
-        yield from _help(command.help or "")
-        records = [one.get_help_record(context) for one in command.params if isinstance(one, click.Option)]
-        yield from table(("option", "meaning"), ((f"`{one[0]}`", one[1]) for one in records if one))
+        yield from _command(context, f"streamrl {name}", "##")
+        for part in command.list_commands(context) if isinstance(command, click.Group) else ():
+            below = command.get_command(context, part)
+            assert below is not None
+            inner = click.Context(below, info_name=part, parent=context, max_content_width=100, terminal_width=100)
+            yield from _command(inner, f"streamrl {name} {part}", "###")
+
+
+def _command(context: click.Context, name: str, level: str) -> Iterator[str]:
+    """Yield one command's usage, help and options."""
+    command = context.command
+    usage = " ".join(command.collect_usage_pieces(context))
+    yield from (f"{level} {name}", "", "```", f"{name} {usage}", "```", "")
+    yield from _help(command.help or "")
+    records = [one.get_help_record(context) for one in command.params if isinstance(one, click.Option)]
+    yield from table(("option", "meaning"), ((f"`{one[0]}`", one[1]) for one in records if one))
 
 
 def cli_page() -> str:

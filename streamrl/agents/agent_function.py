@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Mapping
 from typing import Any, Protocol
 
 from streamrl.config.tasks import AgentTask
+from streamrl.environments.installed import find_environment
 from streamrl.errors import UserError
 from streamrl.tasks.user_functions import import_function, require_callable
 
@@ -29,11 +30,18 @@ class AgentFunction(Protocol):
 
 
 def load_agent(task: AgentTask) -> AgentFunction | None:
-    """Import an agent; None: it is a program.
+    """Import an agent; None: it is a program, or an environment plays.
 
     Raises:
-        UserError: it cannot be imported or called as an `AgentFunction`, or there is no such program.
+        UserError: it cannot be imported or called as an `AgentFunction`, or there is no such program or environment.
     """
+    if task.environment is not None:
+        if not find_environment(task.environment.name).make:
+            raise UserError(
+                f"task {task.key!r}: environment {task.environment.name!r} holds programs only: it was added without "
+                "--make"
+            )
+        return None
     if task.command is not None:
         if shutil.which(task.command[0]) is None:
             raise UserError(f"task {task.key!r}: command: there is no program {task.command[0]!r}")

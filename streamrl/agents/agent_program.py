@@ -18,9 +18,9 @@ from typing import Any
 
 from streamrl.agents.agent_result import outcome_of
 from streamrl.agents.episode import EpisodeOrder, EpisodeOutcome
-from streamrl.agents.output_pipe import OutputPipe
 from streamrl.config.tasks import EpisodeDeadlines
 from streamrl.rollouts.void import Void, VoidCause
+from streamrl.runtime.output_pipe import OutputPipe
 from streamrl.runtime.processes import end_with_parent, exit_text, kill_with_children
 from streamrl.tasks.void_reward import VoidReward, text_of
 

@@ -62,7 +62,7 @@ class LiveEpisode:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._calls = 0
 
-    def step(self, kind: Literal["tool", "agent"], name: str, started: float, detail: str = "") -> None:
+    def step(self, kind: Literal["tool", "environment", "agent"], name: str, started: float, detail: str = "") -> None:
         """Record something that has just ended."""
         if len(self.steps) < MOST_STEPS:
             name, detail = plain_text(name, MOST_DETAIL), plain_text(detail, MOST_DETAIL)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
 from streamrl.agents.episode import EpisodeOutcome
-from streamrl.agents.output_pipe import OutputPipe
 from streamrl.agents.worker_frames import (
     Blocked,
     Doing,
@@ -26,10 +23,9 @@ from streamrl.agents.worker_frames import (
     packed,
 )
 from streamrl.rollouts.void import Void, VoidCause
+from streamrl.runtime.output_pipe import OutputLog, OutputPipe
 from streamrl.runtime.processes import exit_text, kill_with_children
 
-MOST_LOGGED = 64 * 2**20
-"""Bytes of a worker's output that go to the log."""
 LAST_WORDS_S = 1.0
 """Seconds for the output of a worker that has ended; what it has started may hold the pipe."""
 
@@ -48,7 +44,7 @@ class WorkerProcess:
     """One worker process."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, output: OutputPipe, log: AgentLog, suspects: set[str]
+        self, process: asyncio.subprocess.Process, output: OutputPipe, log: OutputLog, suspects: set[str]
     ) -> None:
         self.process, self._output = process, output
         self.open = self.ended = False
@@ -67,7 +63,7 @@ class WorkerProcess:
         self._printing = asyncio.create_task(self._print())
 
     @classmethod
-    async def start(cls, log: AgentLog, suspects: set[str]) -> WorkerProcess:
+    async def start(cls, log: OutputLog, suspects: set[str]) -> WorkerProcess:
         """Start a process; it imports the agents once it has got `Begin`."""
         output = await OutputPipe.open()
         process = await asyncio.create_subprocess_exec(
@@ -174,33 +170,7 @@ class WorkerProcess:
         return void_outcome(self.cause, text, again=True)
 
     async def _print(self) -> None:
-        left = MOST_LOGGED
-        while part := await self._output.read(2**16):
-            if 0 < left <= len(part):
-                self._log.write(part[:left] + b"\n[an agent worker printed too much: the rest is not kept]\n")
-            elif left > 0:
-                self._log.write(part)
-            left -= len(part)
-
-
-class AgentLog:
-    """The file for what agents print."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._file = None if path is None else path.open("ab", buffering=0)
-        self.where = f"(their log: {path})" if path is not None else ""
-
-    def write(self, part: bytes) -> None:
-        """Append; a full disk must not end episodes."""
-        if self._file is not None and not self._file.closed:
-            with contextlib.suppress(OSError):
-                self._file.write(part)
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
+        await self._log.take(self._output, "an agent worker")
 
 
 def void_outcome(cause: VoidCause, text: str, again: bool = False) -> EpisodeOutcome:

@@ -22,16 +22,18 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.agents.agent_program import play_program
+from streamrl.agents.environment_player import EnvironmentPlayer
 from streamrl.agents.episode import EpisodeOrder, EpisodeOutcome
 from streamrl.agents.worker_frames import (
     ALIVE_S,
     Begin,
     Play,
 )
-from streamrl.agents.worker_process import AgentLog, AgentWait, WorkerProcess, void_outcome
+from streamrl.agents.worker_process import AgentWait, WorkerProcess, void_outcome
 from streamrl.config.tasks import AgentTask
 from streamrl.errors import RunFailed, UserError
 from streamrl.rollouts.void import VoidCause
+from streamrl.runtime.output_pipe import OutputLog
 
 RESTART_S = 60.0
 """Seconds that an episode waits for a worker that is restarted."""
@@ -57,7 +59,9 @@ class EpisodeWorkers:
         """
         self.tasks = {task.key: task for task in tasks}
         self._count = count
-        self._log = AgentLog(log_file)
+        self._log = OutputLog(log_file)
+        played = [task for task in tasks if task.environment is not None]
+        self._environments = EnvironmentPlayer(played, self._log)
         self._blocked_s = min((task.deadlines.tool_s for task in tasks), default=30.0)
         self._workers: set[WorkerProcess] = set()
         self._some_ready = asyncio.Condition()
@@ -72,10 +76,11 @@ class EpisodeWorkers:
         """Start the workers, and wait until all are ready.
 
         Raises:
-            UserError: an agent cannot be imported, or is no coroutine.
+            UserError: an agent cannot be imported, or is no coroutine; an environment does not start.
             RunFailed: the workers are not ready within `timeout_s` seconds, or die at their start.
         """
-        if all(task.command is not None for task in self.tasks.values()):
+        await self._environments.start(timeout_s)
+        if not self._coroutines():
             return
         try:
             async with asyncio.timeout(timeout_s):
@@ -105,6 +110,8 @@ class EpisodeWorkers:
         if task.command is not None:
             async with self._programs:
                 return await self._play_program(task, order, base_url, api_key)
+        if task.environment is not None:
+            return await self._environments.play(order, base_url, api_key)
         play = Play(order=order, base_url=base_url, api_key=api_key)
         if order.sample_id in self._suspects:
             return await self._run_alone(play)
@@ -138,6 +145,7 @@ class EpisodeWorkers:
     async def close(self) -> None:
         """End all workers at once, even those that hang; every waiting `run` returns a void outcome."""
         self._closed = True
+        await self._environments.close()
         for worker in list(self._workers):
             worker.kill("the agent workers were closed")
         for task in list(self._background):

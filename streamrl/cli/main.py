@@ -22,6 +22,7 @@ COMMANDS = {
     "calibrate": "Measure the step times of an instance on this machine.",
     "simulate": "Compare dispatch policies on a recorded run or on drawn lengths.",
     "verify": "Check that a model is trained right, before a run depends on it.",
+    "env": "Install, list, test and remove environments that agents play in.",
     "fetch-model": "Make a known model available offline.",
     "scale": "Add instances to a running job, or remove some.",
     "checkpoint": "Have a running job write a checkpoint.",

@@ -75,7 +75,7 @@ class EvaluationConfig(StrictModel):
 def _is_procedural(task: Task) -> bool:
     """Whether a task makes other items from another seed; a fixed number of an agent's items may be a fixed list."""
     if isinstance(task, AgentTask):
-        return task.items is not None and task.count is None
+        return task.path is None and task.count is None
     return isinstance(task, ReasoningGymTask)
 
 

@@ -96,6 +96,22 @@ class EpisodeDeadlines(StrictModel):
     episode_s: float = Field(3600.0, gt=0, description="seconds that a whole episode may take")
 
 
+class EnvironmentUse(StrictModel):
+    """An environment that plays the episodes of an agent task, in processes of its own at each site."""
+
+    name: str = Field(min_length=1, description="name that `streamrl env add` gave it; with a slash: its folder")
+    config: dict[str, Any] = Field(
+        default_factory=dict, description="keys that replace those of `streamrl env add --config`"
+    )
+    processes: int = Field(2, ge=1, le=1024, description="processes that step, one CPU core each")
+    episodes: int = Field(128, ge=1, description="most episodes that one process has open; further ones wait")
+    memory_gb: float = Field(
+        2.0,
+        gt=0,
+        description="GiB that a process may use; at 80 % it gets no new episodes and is replaced, above it is killed",
+    )
+
+
 class AgentTask(StrictModel):
     """A task whose samples are episodes: an agent calls the model, and tools, as often as it needs."""
 
@@ -111,6 +127,11 @@ class AgentTask(StrictModel):
         min_length=1,
         description="program with its arguments that plays one episode: it calls the endpoint that OPENAI_BASE_URL "
         'and OPENAI_API_KEY name, finds its item as JSON in TASK, and prints {"reward": ...} as its last line',
+    )
+    environment: EnvironmentUse | None = Field(
+        None,
+        description="environment that plays the episode: the model answers its messages until it says that it is over; "
+        "without `items` and `path`, an item is a number and a seed",
     )
     path: str | None = Field(None, description="file of items (.jsonl, .parquet), all columns of which the agent gets")
     prompt_column: str = Field("prompt", description="column with the text that the agent gets as `prompt`")
@@ -135,13 +156,17 @@ class AgentTask(StrictModel):
 
     @model_validator(mode="after")
     def _one_agent_and_one_source(self) -> Self:
-        for one, other in (("run", "command"), ("path", "items")):
-            if (getattr(self, one) is None) == (getattr(self, other) is None):
-                given = "neither" if getattr(self, one) is None else "both"
-                raise ValueError(f"agent task {self.name!r} needs either `{one}` or `{other}`, got {given}")
+        agents = [name for name in ("run", "command", "environment") if getattr(self, name) is not None]
+        if len(agents) != 1:
+            got = " and ".join(agents) or "none"
+            raise ValueError(f"agent task {self.name!r} needs one of `run`, `command` and `environment`, got {got}")
+        sources = [name for name in ("path", "items") if getattr(self, name) is not None]
+        if len(sources) > 1 or (not sources and self.environment is None):
+            given = "both" if sources else "neither"
+            raise ValueError(f"agent task {self.name!r} needs either `path` or `items`, got {given}")
         if self.path is not None and self.count is not None:
             raise ValueError(f"agent task {self.name!r}: `count` belongs to `items`; a file has as many as it has rows")
-        if self.items is not None and (self.prompt_column != "prompt" or self.answer_column is not None):
+        if self.path is None and (self.prompt_column != "prompt" or self.answer_column is not None):
             raise ValueError(f"agent task {self.name!r}: prompt_column and answer_column belong to `path`")
         return self
 

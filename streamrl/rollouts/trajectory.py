@@ -35,8 +35,9 @@ class RowExtent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class EpisodeStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One thing that an episode did, for trace and report; times are unix seconds."""
 
-    kind: Literal["generate", "tool", "agent"]
-    """'generate': a model call; 'tool': a tool call; 'agent': a remark, or what the agent itself did."""
+    kind: Literal["generate", "tool", "environment", "agent"]
+    """'generate': a model call; 'tool': a tool call; 'environment': a reset or step;
+    'agent': a remark, or what the agent itself did."""
     name: str
     started: float
     finished: float

@@ -1,4 +1,5 @@
-"""The items of an agent task: the rows of a file, or what a user's function makes of a number and a seed.
+"""The items of an agent task: the rows of a file, what a user's function makes of a number and a seed, or
+the number and the seed themselves, of which an environment makes its own.
 
 An item is the mapping that the agent gets as `task`. It always has a text `prompt`, which names the episode in rollouts
 and reports; whatever else it has is the agent's.
@@ -33,10 +34,15 @@ class AgentItems:
         self.base = 0
         self.count: int | None = task.count
         """Number of different items; None: unlimited."""
+        self.item: Callable[[int], dict[str, Any]]
+        if task.items is None and task.path is None:  # the environment makes its own
+            self.base = derive_seed(seed, task.key)
+            self.item = self._seeded
+            return
         if task.items is None:
             rows = load_records(task)
             self.count = len(rows)
-            self.item: Callable[[int], dict[str, Any]] = rows.__getitem__
+            self.item = rows.__getitem__
             return
         self._spec = f"items {task.items!r}"
         self._function = _items_function(task)
@@ -54,6 +60,10 @@ class AgentItems:
     def reward_input(self, index: int) -> dict[str, Any]:
         """Return item `index`, as the agent gets it."""
         return self.item(index)
+
+    def _seeded(self, index: int) -> dict[str, Any]:
+        """Return the item of an environment that makes its own from a number or a seed."""
+        return {"prompt": f"{self.key} {index}", "index": index, "seed": self.base + index}
 
     def _make_item(self, index: int) -> dict[str, Any]:
         """Call the user's function.

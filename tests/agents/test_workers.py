@@ -15,12 +15,13 @@ from typing import Any
 import psutil
 import pytest
 
-from streamrl.agents import worker_process, workers
+from streamrl.agents import workers
 from streamrl.agents.episode import EpisodeOrder, EpisodeOutcome
 from streamrl.agents.workers import EpisodeWorkers
 from streamrl.config.tasks import AgentTask
 from streamrl.errors import RunFailed, UserError
 from streamrl.rollouts.void import VoidCause
+from streamrl.runtime import output_pipe
 from tests.agents.model_server import ModelServer
 from tests.waiting import scaled, until, wait_for
 
@@ -382,7 +383,7 @@ def test_the_tool_that_an_episode_waits_for_is_known_by_name() -> None:
 
 
 def test_what_agents_print_goes_to_the_log_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_process, "MOST_LOGGED", 2000)
+    monkeypatch.setattr(output_pipe, "MOST_LOGGED", 2000)
 
     async def scenario() -> None:
         async with started(log=tmp_path / "agents.log") as owner:

@@ -39,8 +39,11 @@ def task(**changes: Any) -> AgentTask:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"run": None}, "needs either `run` or `command`, got neither"),
-        ({"command": ["true"]}, "needs either `run` or `command`, got both"),
+        ({"run": None}, "needs one of `run`, `command` and `environment`, got none"),
+        ({"command": ["true"]}, "needs one of `run`, `command` and `environment`, got run and command"),
+        ({"environment": {"name": "maze"}}, "got run and environment"),
+        ({"run": None, "environment": {"name": "maze", "processes": 0}}, "greater than or equal to 1"),
+        ({"run": None, "items": None, "environment": {"name": "m"}, "answer_column": "a"}, "belong to `path`"),
         ({"items": None}, "needs either `path` or `items`, got neither"),
         ({"path": "a.jsonl"}, "needs either `path` or `items`, got both"),
         ({"items": None, "path": "a.jsonl", "count": 3}, "`count` belongs to `items`"),

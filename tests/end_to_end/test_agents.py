@@ -18,6 +18,7 @@ from streamrl.rollouts.ledger import Ledger
 from streamrl.run_dir.metrics import read_metrics
 from streamrl.run_dir.status import read_status
 from tests.end_to_end.project import Project, trained_rows, wait_for
+from tests.environments.own_environment import install
 from tests.waiting import finish
 
 EXTENDS = re.compile(r"prompt of (?P<prompt>\d+) tokens, (?P<cached>\d+) of them cached; continues turn")
@@ -77,6 +78,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, str]:
             **{"kind": "agent", "name": "alone", "items": "own_agents:items", "count": 5},
             "command": [sys.executable, str(project.folder / "alone.py")],
         },
+        {
+            **{"kind": "agent", "name": "played", "weight": 2},
+            "environment": {"name": str(install(project.folder).folder), "processes": 1},
+        },
     ]
     model = {"path": str(project.folder / "model"), "max_context": 256}
     stop = ["e", "a", "o", "1", " "]  # a random model hardly ever samples its end token
@@ -122,11 +127,15 @@ def test_every_episode_is_trained_once_or_void_with_its_cause(finished: tuple[Pr
         told = json.loads(rows[0]["conversation"])
         if "no such room" in str(rows[0]["reward_error"]):
             assert rows[0]["advantage"] is None and len(told["steps"]) >= 4
+        if rows[0]["task"] == "played":
+            assert rows[0]["reward"] in (1.0, None)
+            continue
         judged = rows[0]["task"] == "rooms" and rows[0]["reward"] is not None
         assert all(row["metrics"] == ([("turns", 3.0)] if judged else []) for row in rows)
     metrics = read_metrics(run_dir / "metrics.jsonl")
     assert [row.step for row in metrics] == [1, 2, 3]
-    assert all(row.agent_metrics_by_task == {"rooms": {"turns": 3.0}} for row in metrics)
+    assert all(row.agent_metrics_by_task["rooms"] == {"turns": 3.0} for row in metrics)
+    assert any(row.agent_metrics_by_task.get("played", {}).get("environment_steps") == 2.0 for row in metrics)
     assert read_status(run_dir).state == "done"
 
 

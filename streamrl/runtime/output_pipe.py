@@ -7,7 +7,12 @@ seem to run as long as that child.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+from pathlib import Path
+
+MOST_LOGGED = 64 * 2**20
+"""Bytes of a worker's output that go to the log."""
 
 
 class OutputPipe:
@@ -38,3 +43,33 @@ class OutputPipe:
         """Close both ends."""
         self.started()
         self._transport.close()
+
+
+class OutputLog:
+    """The file for what processes of users print."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._file = None if path is None else path.open("ab", buffering=0)
+        self.where = f"(their log: {path})" if path is not None else ""
+
+    def write(self, part: bytes) -> None:
+        """Append; a full disk must not end episodes."""
+        if self._file is not None and not self._file.closed:
+            with contextlib.suppress(OSError):
+                self._file.write(part)
+
+    async def take(self, output: OutputPipe, whose: str) -> None:
+        """Write what a process prints, up to `MOST_LOGGED`, until it has closed its output."""
+        left = MOST_LOGGED
+        while part := await output.read(2**16):
+            if 0 < left <= len(part):
+                self.write(part[:left] + f"\n[{whose} printed too much: the rest is not kept]\n".encode())
+            elif left > 0:
+                self.write(part)
+            left -= len(part)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()

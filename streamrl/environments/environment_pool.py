@@ -1,0 +1,209 @@
+"""The processes of one environment: bounded in number and memory, health-checked, and restarted.
+
+    an episode's reset or step raises, or is of a wrong type -> its episode fails; others notice nothing
+    it takes longer than its deadline                        -> its episode fails (timeout); the process is killed
+    the process dies                                         -> the episode that it stepped fails; the others of the
+                                                                process are to be played again
+    it uses 80 % of its memory                               -> it gets no new episodes, and is replaced: a slow leak
+                                                                costs no episode
+    it uses more than its memory                             -> it is killed, as if it had died
+
+An episode stays with one process, the one with the fewest open episodes when it begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+from streamrl.config.tasks import EnvironmentUse
+from streamrl.environments.environment_process import EnvironmentAnswer, EnvironmentEnded, EnvironmentProcess
+from streamrl.environments.installed import InstalledEnvironment
+from streamrl.errors import UserError
+from streamrl.rollouts.void import VoidCause
+from streamrl.runtime.output_pipe import OutputLog
+
+WATCH_S = 1.0
+"""Seconds between two looks at the memory of the processes."""
+FULL = 0.8
+"""Share of its memory from which a process gets no new episodes."""
+LONGEST_PAUSE_S = 30.0
+RESTART_S = 60.0
+"""Seconds that an episode waits while no process lives."""
+GIB = 2**30
+
+log = logging.getLogger(__name__)
+
+
+class EnvironmentPlace:
+    """An episode's place in a process."""
+
+    def __init__(self, process: EnvironmentProcess, episode: str, step_s: float) -> None:
+        self._process, self._episode, self._step_s = process, episode, step_s
+        self.plays = process.plays
+
+    async def reset(self, item: dict[str, Any]) -> EnvironmentAnswer:
+        """Begin the episode; the result has `messages`. Raises as `EnvironmentProcess.ask`."""
+        return await self._process.ask("reset", self._episode, self._step_s, item=item)
+
+    async def step(self, message: dict[str, Any]) -> EnvironmentAnswer:
+        """Act; the result has `messages`, `reward`, `done` and `metrics`."""
+        return await self._process.ask("step", self._episode, self._step_s, message=message)
+
+    async def sample(self, seed: int) -> str:
+        """Return an answer at random."""
+        return str((await self._process.ask("sample", self._episode, self._step_s, seed=seed)).result["text"])
+
+    async def play(self, item: dict[str, Any], base_url: str, api_key: str, seconds: float) -> EnvironmentAnswer:
+        """Have the environment play the episode; the result has `reward` and `metrics`."""
+        return await self._process.ask("play", self._episode, seconds, item=item, base_url=base_url, api_key=api_key)
+
+
+class EnvironmentPool:
+    """Use it from one event loop: `start` first, `close` last."""
+
+    def __init__(
+        self, use: EnvironmentUse, installed: InstalledEnvironment, output: OutputLog, step_s: float, start_s: float
+    ) -> None:
+        """Prepare the processes; none starts yet.
+
+        Args:
+            use: how many, how much memory, and the config.
+            installed: the environment.
+            output: takes what it prints.
+            step_s: seconds that a reset or step may take.
+            start_s: seconds that a process may take to start.
+        """
+        self.use, self.installed = use, installed
+        self.restarts = 0
+        """Processes that have been replaced."""
+        self.most_memory = 0
+        """Most resident bytes that a process was seen with."""
+        self._output, self._step_s, self._start_s = output, step_s, start_s
+        self._processes: set[EnvironmentProcess] = set()
+        self._room = asyncio.Condition()
+        self._background: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    async def start(self) -> None:
+        """Start all processes.
+
+        Raises:
+            UserError: the environment does not start.
+        """
+        started = await asyncio.gather(*(self._start_one() for _ in range(self.use.processes)), return_exceptions=True)
+        if error := next((one for one in started if isinstance(one, BaseException)), None):
+            await self.close()
+            raise error
+        for one in started:
+            assert isinstance(one, EnvironmentProcess)
+            self._do(self._keep(one))
+        self._do(self._watch())
+
+    @contextlib.asynccontextmanager
+    async def place(self, episode: str) -> AsyncIterator[EnvironmentPlace]:
+        """Wait for room in a process, and hold it while the block runs.
+
+        Raises:
+            EnvironmentEnded: no process lived for `RESTART_S` seconds.
+        """
+        process = await self._with_room()
+        process.enter(episode)
+        try:
+            yield EnvironmentPlace(process, episode, self._step_s)
+        finally:
+            process.leave(episode)
+            if not self._closed:
+                self._do(self._tell())
+
+    def memory(self) -> int:
+        """Return the resident bytes of all processes."""
+        return sum(one.memory() for one in self._processes)
+
+    @property
+    def plays(self) -> bool:
+        """Whether its episodes call the model themselves."""
+        return any(one.plays for one in self._processes)
+
+    async def close(self) -> None:
+        """End all processes at once."""
+        self._closed = True
+        for task in list(self._background):
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await asyncio.gather(*(one.end("the environment was closed") for one in self._processes))
+        self._processes.clear()
+
+    async def _with_room(self) -> EnvironmentProcess:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RESTART_S), self._room:
+                    await self._room.wait_for(self._rooms)
+            if rooms := self._rooms():
+                return min(rooms, key=lambda one: len(one.episodes))
+            if not any(one.accepts for one in self._processes):
+                text = f"no process of environment {self.installed.name!r} was ready within {RESTART_S:g} s"
+                raise EnvironmentEnded(f"{text} {self._output.where}", VoidCause.ENVIRONMENT, again=False)
+
+    def _rooms(self) -> list[EnvironmentProcess]:
+        return [one for one in self._processes if one.accepts and len(one.episodes) < self.use.episodes]
+
+    async def _start_one(self) -> EnvironmentProcess:
+        one = await EnvironmentProcess.start(self.installed, self.use.config, self._output, self._start_s)
+        self._processes.add(one)
+        return one
+
+    async def _keep(self, process: EnvironmentProcess) -> None:
+        """Replace a process whenever it has ended or is too full."""
+        while True:
+            await process.no_more.wait()
+            process.accepts = False
+            log.warning("a process of environment %r is replaced: %s", self.installed.name, process.how)
+            self.restarts += 1
+            self._do(self._retire(process))
+            process = await self._replacement()
+            await self._tell()
+
+    async def _retire(self, process: EnvironmentProcess) -> None:
+        """End a process once its episodes have ended."""
+        if process.episodes and not process.ended.is_set():
+            await process.idle.wait()
+        await process.end(process.how)
+        self._processes.discard(process)
+
+    async def _replacement(self) -> EnvironmentProcess:
+        pause = 1.0
+        while True:
+            try:
+                return await self._start_one()
+            except UserError as error:
+                log.warning("%s", error)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    async def _watch(self) -> None:
+        """Look at the memory of the processes."""
+        most = self.use.memory_gb * GIB
+        while True:
+            await asyncio.sleep(WATCH_S)
+            for one in list(self._processes):
+                used = one.memory()
+                self.most_memory = max(self.most_memory, used)
+                told = f"it uses {used / GIB:.2f} of {self.use.memory_gb:g} GiB after {one.played} episodes"
+                if used > most:
+                    one.kill(told)
+                elif used > FULL * most and one.accepts and one.played:
+                    one.how = told
+                    one.no_more.set()
+
+    async def _tell(self) -> None:
+        async with self._room:
+            self._room.notify_all()
+
+    def _do(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)

@@ -1,0 +1,165 @@
+"""Environments of gymnasium as text: an observation becomes a message, an answer becomes an action.
+
+What the model is told: the rendering as text where an environment has one ('ansi'), else the observation's numbers.
+What it answers: the last name of an action that its answer contains (`actions`), or the last number; for an action of
+several numbers, the last that many numbers. An answer without an action is told to the model and steps nothing.
+
+Keys of the config:
+    kwargs          keyword arguments of `gymnasium.make`
+    actions         names of the actions of a discrete space, from action 0 on
+    instructions    the beginning of the first message; by default the names or the form of the actions
+    digits          decimals of observed numbers (3)
+    unreadable      reward of an answer without an action (0)
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+import re
+from typing import Any
+
+KEYS = {"kwargs", "actions", "instructions", "digits", "unreadable"}
+COLOURED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m")
+"""What a rendering marks, such as the place of the player."""
+NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+
+
+def make(name: str, config: dict[str, Any]) -> GymnasiumEnvironment:
+    """Check the config, and return what makes environments `gymnasium.make(name)`."""
+    if unknown := set(config) - KEYS:
+        raise ValueError(f"unknown keys {sorted(unknown)}; known are {', '.join(sorted(KEYS))}")
+    return GymnasiumEnvironment(name, config)
+
+
+class GymnasiumEnvironment:
+    """Makes environments of one id."""
+
+    plays = False
+
+    def __init__(self, name: str, config: dict[str, Any]) -> None:
+        gymnasium = importlib.import_module("gymnasium")
+        self._config = config
+        arguments = dict(config.get("kwargs") or {})
+        modes = gymnasium.spec(name).entry_point
+        modes = getattr(_imported(modes), "metadata", {}).get("render_modes", [])
+        if "ansi" in modes and "render_mode" not in arguments:
+            arguments["render_mode"] = "ansi"
+        self._make = lambda: gymnasium.make(name, **arguments)
+        self._name = name
+
+    def new(self) -> GymnasiumEpisode:
+        """Make one environment."""
+        return GymnasiumEpisode(self._make(), self._name, self._config)
+
+
+def _imported(entry_point: Any) -> Any:
+    if not isinstance(entry_point, str):
+        return entry_point
+    module, _, name = entry_point.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+class GymnasiumEpisode:
+    """One environment, which plays one episode after another."""
+
+    def __init__(self, env: Any, name: str, config: dict[str, Any]) -> None:
+        """
+        Raises:
+            TypeError: its actions are of a space that has no form as text.
+        """
+        self._env, self._digits = env, int(config.get("digits", 3))
+        self._unreadable = float(config.get("unreadable", 0.0))
+        self._names = [str(one) for one in config.get("actions") or []]
+        space, kind = env.action_space, type(env.action_space).__name__
+        self._shape: tuple[int, ...] = ()
+        if kind == "Discrete":
+            self._first, self._count = int(space.start), int(space.n)
+            if self._names and len(self._names) != self._count:
+                raise ValueError(f"actions: {name} has {self._count}, got {len(self._names)} names")
+            wanted = f"one of: {', '.join(self._names)}" if self._names else f"a number from {self._first} to "
+            self._wanted = wanted if self._names else wanted + str(self._first + self._count - 1)
+        elif kind in ("Box", "MultiDiscrete", "MultiBinary"):
+            self._shape = tuple(space.shape)
+            self._count = 1
+            for size in self._shape:
+                self._count *= int(size)
+            self._wanted = f"{self._count} numbers"
+            if kind == "Box":
+                self._wanted += f" from {float(space.low.min()):g} to {float(space.high.max()):g}"
+        else:
+            raise TypeError(f"{name}: actions of space {kind} have no form as text; write an environment of your own")
+        self._instructions = str(config.get("instructions") or f"You act in {name}. Answer with {self._wanted}.")
+
+    def reset(self, item: dict[str, Any]) -> dict[str, Any]:
+        """Begin an episode with the item's seed."""
+        if not isinstance(item.get("seed"), int):
+            raise ValueError("the item has no whole number `seed`, from which the environment begins")
+        observation, _ = self._env.reset(seed=item["seed"] % 2**31)
+        return _said(f"{self._instructions}\n{self._shown(observation)}")
+
+    def step(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Read the action from an answer, and act."""
+        action = self.action(str(message.get("content") or ""))
+        if action is None:
+            told = _said(f"There is no action in your answer. Answer with {self._wanted}.")
+            return {**told, "reward": self._unreadable, "done": False, "metrics": {"unreadable": 1}}
+        observation, reward, terminated, truncated, _ = self._env.step(action)
+        done = bool(terminated) or bool(truncated)
+        return {**_said(self._shown(observation)), "reward": reward, "done": done, "metrics": {}}
+
+    def action(self, answer: str) -> Any:
+        """Return the action that an answer names; None: it names none."""
+        if self._names:
+            found = re.findall("|".join(rf"\b{re.escape(one)}\b" for one in self._names), answer, re.IGNORECASE)
+            known = [one.lower() for one in self._names]
+            return self._first + known.index(found[-1].lower()) if found else None
+        numbers = [float(one) for one in NUMBER.findall(answer)]
+        if not self._shape:
+            last = int(numbers[-1]) if numbers and abs(numbers[-1]) < 2**31 else None
+            return last if last is not None and self._first <= last < self._first + self._count else None
+        if len(numbers) < self._count:
+            return None
+        numpy, space = importlib.import_module("numpy"), self._env.action_space
+        action = numpy.array(numbers[-self._count :]).reshape(self._shape)
+        if hasattr(space, "low"):
+            return numpy.clip(action, space.low, space.high).astype(space.dtype)
+        action = action.astype(space.dtype)
+        return action if space.contains(action) else None
+
+    def sample(self, draw: random.Random) -> str:
+        """Return a valid answer at random."""
+        self._env.action_space.seed(draw.randrange(2**31))
+        action = self._env.action_space.sample()
+        if self._names:
+            return self._names[int(action) - self._first]
+        return " ".join(f"{float(one):.{self._digits}f}".rstrip("0").rstrip(".") for one in _flat(action))
+
+    def close(self) -> None:
+        """Release what the environment holds."""
+        self._env.close()
+
+    def _shown(self, observation: Any) -> str:
+        if self._env.render_mode == "ansi":
+            text = self._env.render()
+            return COLOURED.sub(r"[\1]", text if isinstance(text, str) else text.getvalue()).strip()
+        return json.dumps(self._plain(observation)) if not isinstance(observation, str) else observation
+
+    def _plain(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {str(key): self._plain(one) for key, one in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._plain(one) for one in value]
+        value = value.tolist() if hasattr(value, "tolist") else value
+        if isinstance(value, list):
+            return self._plain(value)
+        return round(value, self._digits) if isinstance(value, float) else value
+
+
+def _flat(action: Any) -> list[Any]:
+    return list(action.reshape(-1)) if getattr(action, "shape", ()) else [action]
+
+
+def _said(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}]}

@@ -1,0 +1,66 @@
+"""An environment for tests, installed into a venv without any package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from streamrl.environments.installed import InstalledEnvironment, add_environment
+
+CODE = """
+import os, sys, time
+
+KEPT = []
+
+class Room:
+    def __init__(self, config):
+        if config.get("wants") == "a display":
+            raise RuntimeError("X11: The DISPLAY environment variable is missing")
+        if config.get("wants") == "a silence":
+            time.sleep(3600)
+        if config.get("wants") == "an end":
+            os._exit(7)
+        print("a room is made")
+        self.draws = config.get("draws")
+
+    def reset(self, item):
+        self.kind, self.left = item["prompt"], item.get("steps", 2)
+        if self.kind == "raises at once":
+            raise KeyError("no such room")
+        if self.kind == "never resets":
+            time.sleep(3600)
+        if self.kind == "resets to a number":
+            return 7
+        if self.draws:
+            return str(time.time_ns())
+        return [{"role": "system", "content": f"a room of {os.getpid()}"}, {"role": "user", "content": self.kind}]
+
+    def step(self, text):
+        self.left -= 1
+        if self.kind == "leaks" or text == "leak":
+            KEPT.append(bytearray(os.urandom(2**20)) * 40)
+        wrong = {"an int": 5, "a text": ("t", "1", True), "nan": ("t", float("nan"), True), "no bool": ("t", 1, "no"),
+                 "no metric": ("t", 1, True, {"a": "b"}), "no message": (["t"], 1, True),
+                 "bytes": ([{"role": "user", "content": b"b"}], 1.0, False)}
+        if self.kind in wrong:
+            return wrong[self.kind]
+        if self.kind == "dies" or text == "die":
+            os._exit(9)
+        if self.kind == "stuck" or text == "stick":
+            time.sleep(3600)
+        return f"you said {text}", 0.5, self.left <= 0, {"words": len(text.split())}
+
+    def random_answer(self, draw):
+        return str(draw.randint(1, 6))
+
+def make(config):
+    return Room(config)
+
+def not_one(config):
+    return object()
+"""
+
+
+def install(folder: Path, make: str = "own_room:make", name: str = "room") -> InstalledEnvironment:
+    """Install the environment below a folder; its code lies there as well."""
+    (folder / "own_room.py").write_text(CODE)
+    return add_environment(folder / "environments" / name, make, paths=[folder])

@@ -1,0 +1,207 @@
+"""Processes of an environment: what fails in one episode costs that episode, and no process outlives its owner."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from streamrl.config.tasks import EnvironmentUse
+from streamrl.environments import environment_pool
+from streamrl.environments.environment_pool import EnvironmentPool
+from streamrl.environments.environment_process import EnvironmentEnded, EnvironmentFailed
+from streamrl.environments.environment_trial import summary, try_environment
+from streamrl.environments.installed import InstalledEnvironment
+from streamrl.errors import UserError
+from streamrl.rollouts.void import VoidCause
+from streamrl.runtime.output_pipe import OutputLog
+from tests.environments.own_environment import install
+from tests.waiting import scaled, until
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> InstalledEnvironment:
+    return install(tmp_path_factory.mktemp("rooms"))
+
+
+@contextlib.asynccontextmanager
+async def started(
+    room: InstalledEnvironment, step_s: float | None = None, log: Path | None = None, **use: Any
+) -> AsyncIterator[EnvironmentPool]:
+    settings = EnvironmentUse(**{"name": room.name, "processes": 1, **use})
+    pool = EnvironmentPool(settings, room, OutputLog(log), step_s or scaled(20), scaled(20))
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+def says(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def pid_of(began: Any) -> int:
+    return int(began.result["messages"][0]["content"].split()[-1])
+
+
+def test_an_episode_is_played_in_a_process_of_the_venv_without_a_port(
+    room: InstalledEnvironment, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        async with started(room, log=tmp_path / "printed.log") as pool, pool.place("a") as place:
+            began = await place.reset({"prompt": "plain"})
+            assert began.result["messages"][1] == {"role": "user", "content": "plain"}
+            process = psutil.Process(pid_of(began))
+            assert process.cmdline()[0] == str(room.python)
+            assert process.net_connections() == []
+            first = await place.step(says("one two"))
+            assert first.result == {
+                "messages": [{"role": "user", "content": "you said one two"}],
+                **{"reward": 0.5, "done": False, "metrics": {"words": 2.0}},
+            }
+            assert first.took_s > 0 and first.waited_s >= 0
+            assert (await place.step(says("x"))).result["done"]
+        assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+    asyncio.run(scenario())
+    assert "a room is made" in (tmp_path / "printed.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("raises at once", "KeyError: 'no such room'"),
+        ("resets to a number", "reset(item) must give a text or a list of messages, got int 7"),
+        ("an int", "step(text) must return (text, reward, done) or (..., metrics), got int 5"),
+        ("a text", "the reward must be a number, got str '1'"),
+        ("nan", "the reward must be finite, got nan"),
+        ("no bool", "done must be True or False, got str 'no'"),
+        ("no metric", "metric 'a' must be a number, got str 'b'"),
+        ("no message", "step(text) must give a text or a list of messages, got list ['t']"),
+        ("bytes", "the messages cannot be sent as JSON"),
+    ],
+)
+def test_a_wrong_type_fails_its_episode_alone(room: InstalledEnvironment, kind: str, text: str) -> None:
+    async def scenario() -> None:
+        async with started(room) as pool, pool.place("good") as good, pool.place("bad") as bad:
+            await good.reset({"prompt": "plain"})
+            with pytest.raises(EnvironmentFailed) as failed:
+                await bad.reset({"prompt": kind})
+                await bad.step(says("x"))
+            assert text in str(failed.value)
+            assert text.split(",")[0] in failed.value.traceback
+            assert (await good.step(says("x"))).result["reward"] == 0.5
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause", "text"),
+    [
+        ("dies", VoidCause.ENVIRONMENT, "exit code 9"),
+        ("stuck", VoidCause.TIMEOUT, "step took more than"),
+        ("never resets", VoidCause.TIMEOUT, "reset took more than"),
+    ],
+)
+def test_the_episode_that_ends_its_process_is_void_and_others_are_played_again(
+    room: InstalledEnvironment, kind: str, cause: VoidCause, text: str
+) -> None:
+    async def scenario() -> None:
+        step_s = scaled(20) if kind == "dies" else 0.5
+        async with started(room, step_s=step_s) as pool:
+            async with pool.place("good") as good, pool.place("bad") as bad:
+                before = pid_of(await good.reset({"prompt": "plain"}))
+                with pytest.raises(EnvironmentEnded) as own:
+                    await bad.reset({"prompt": kind})
+                    await bad.step(says("x"))
+                with pytest.raises(EnvironmentEnded) as other:
+                    await good.step(says("x"))
+            assert (own.value.cause, own.value.again) == (cause, False) and text in str(own.value)
+            assert other.value.again
+            async with pool.place("good again") as good:
+                assert pid_of(await good.reset({"prompt": "plain"})) != before
+            assert pool.restarts == 1
+
+    asyncio.run(scenario())
+
+
+def test_episodes_are_spread_and_what_exceeds_the_places_waits(room: InstalledEnvironment) -> None:
+    async def scenario() -> None:
+        async with started(room, processes=2, episodes=1) as pool:
+            async with pool.place("a") as a, pool.place("b") as b:
+                pids = {pid_of(await one.reset({"prompt": "plain"})) for one in (a, b)}
+                assert len(pids) == 2
+                third = asyncio.ensure_future(pool.place("c").__aenter__())
+                await asyncio.sleep(0)
+                assert not third.done()
+            place = await asyncio.wait_for(third, scaled(20))
+            assert pid_of(await place.reset({"prompt": "plain"})) in pids  # the processes are used again
+
+    asyncio.run(scenario())
+
+
+def test_a_leak_costs_no_episode_until_the_limit_ends_the_process(
+    room: InstalledEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment_pool, "WATCH_S", 0.02)
+
+    async def scenario() -> None:
+        async with started(room, memory_gb=0.15) as pool, pool.place("leaks") as place:
+            before = pid_of(await place.reset({"prompt": "plain", "steps": 99}))
+            for _ in range(3):  # 120 MiB and the interpreter: more than 80 %, less than all
+                await place.step(says("leak"))
+            await until(lambda: pool.restarts == 1, scaled(20))
+            assert (await place.step(says("x"))).result["reward"] == 0.5
+            async with pool.place("next") as other:
+                assert pid_of(await other.reset({"prompt": "plain"})) != before
+            with pytest.raises(EnvironmentEnded, match=r"it uses 0\.\d+ of 0\.15 GiB after 1 episodes"):
+                for _ in range(3000):
+                    await place.step(says("leak" if pool.memory() < 2**28 else "x"))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("config", "make", "text"),
+    [
+        ({"wants": "a display"}, "own_room:make", "environments run without a display"),
+        ({"wants": "an end"}, "own_room:make", "exit code 7"),
+        ({}, "own_room:missing", "AttributeError: module 'own_room' has no attribute 'missing'"),
+        ({}, "no_such_module:make", "ModuleNotFoundError"),
+        ({}, "own_room:not_one", "expected an object with reset(item) and step(text), got object"),
+        ({}, "gymnasium:CartPole-v1", "No module named 'gymnasium'"),
+    ],
+)
+def test_an_environment_that_cannot_be_made_ends_the_start_with_its_own_words(
+    room: InstalledEnvironment, config: dict[str, Any], make: str, text: str
+) -> None:
+    other = InstalledEnvironment(room.folder, make, paths=room.paths)
+
+    async def scenario() -> None:
+        async with started(other, config=config):
+            raise AssertionError("it started")
+
+    with pytest.raises(UserError, match=r"environment 'room' does not start") as refused:
+        asyncio.run(scenario())
+    assert text in str(refused.value)
+
+
+def test_a_trial_reports_times_failures_and_what_differs_between_equal_seeds(room: InstalledEnvironment) -> None:
+    async def scenario() -> None:
+        async with started(room) as pool:
+            good = await try_environment(pool, 8, 10)
+            assert (good.ended, good.cut, good.rewards) == (8, 0, [1.0] * 8)
+            assert len(good.steps) == 16 and len(good.resets) == 8 and good.problems() == []
+            assert [name for name, _ in summary(good)] == ["episodes", "reset", "step", "reward", "memory"]
+            cut = await try_environment(pool, 4, 1, ["die"])
+            assert cut.failures.total() == 4 and "exit code 9" in cut.problems()[0]
+        async with started(room, config={"draws": True}) as pool:
+            assert "begins differently each time" in (await try_environment(pool, 1, 1)).problems()[0]
+
+    asyncio.run(scenario())

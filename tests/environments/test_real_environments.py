@@ -1,0 +1,97 @@
+"""Environments of gymnasium, installed from PyPI: `make test-environments`, which needs a network or an index."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.config.tasks import EnvironmentUse
+from streamrl.environments.environment_pool import EnvironmentPlace, EnvironmentPool
+from streamrl.environments.environment_trial import EnvironmentTrial, try_environment
+from streamrl.environments.installed import InstalledEnvironment, add_environment
+from streamrl.errors import UserError
+from streamrl.runtime.output_pipe import OutputLog
+
+FOLDER = os.environ.get("STREAMRL_TEST_ENVIRONMENTS", "")
+"""A folder that keeps the venvs between runs."""
+pytestmark = pytest.mark.skipif(not FOLDER, reason="installs packages: make test-environments")
+MOVES = ["left", "down", "right", "up"]
+
+
+def made(name: str, make: str, *packages: str) -> InstalledEnvironment:
+    folder = Path(FOLDER) / name
+    if not (folder / "environment.json").exists():
+        add_environment(folder, make, packages)
+    return InstalledEnvironment(folder, make)
+
+
+@pytest.fixture(scope="module")
+def lake() -> InstalledEnvironment:
+    return made("frozen_lake", "gymnasium:FrozenLake-v1", "gymnasium[toy-text,mujoco]")
+
+
+async def tried(
+    one: InstalledEnvironment, config: dict[str, Any], *answers: str, episodes: int = 8
+) -> EnvironmentTrial:
+    pool = EnvironmentPool(EnvironmentUse(name=one.name, config=config), one, OutputLog(None), 60, 120)
+    await pool.start()
+    try:
+        return await try_environment(pool, episodes, 40, answers)
+    finally:
+        await pool.close()
+
+
+def test_frozen_lake_is_walked_by_names(lake: InstalledEnvironment) -> None:
+    config = {"actions": MOVES, "kwargs": {"is_slippery": False}}
+    fallen = asyncio.run(tried(lake, config, "I go Down", "down? no, right"))
+    assert fallen.problems() == [] and fallen.rewards == [0.0] * 8 and len(fallen.steps) == 16  # into the hole
+    walked = asyncio.run(tried(lake, config, "down", "down", "right", "right", "down", "right"))
+    assert walked.problems() == [] and walked.rewards == [1.0] * 8 and len(walked.steps) == 48
+    assert (
+        asyncio.run(tried(lake, {"kwargs": {"is_slippery": False}}, "1", "1", "2", "2", "1", "2")).rewards == [1.0] * 8
+    )
+
+
+def test_what_the_model_sees_of_a_lake(lake: InstalledEnvironment) -> None:
+    async def look(place: EnvironmentPlace) -> list[str]:
+        seen = [(await place.reset({"seed": 1})).result]
+        seen += [(await place.step({"content": text})).result for text in ("down", "nowhere", "it is 7")]
+        assert [one.get("metrics") for one in seen[2:]] == [{"unreadable": 1.0}] * 2
+        return [one["messages"][0]["content"] for one in seen]
+
+    async def scenario() -> list[str]:
+        config = {"actions": MOVES, "kwargs": {"is_slippery": False}}
+        pool = EnvironmentPool(EnvironmentUse(name="lake", config=config), lake, OutputLog(None), 60, 120)
+        await pool.start()
+        try:
+            async with pool.place("a") as place:
+                return await look(place)
+        finally:
+            await pool.close()
+
+    first, second, third, _ = asyncio.run(scenario())
+    assert first == "You act in FrozenLake-v1. Answer with one of: left, down, right, up.\n[S]FFF\nFHFH\nFFFH\nHFFG"
+    assert second.splitlines()[-4:] == ["SFFF", "[F]HFH", "FFFH", "HFFG"]
+    assert third == "There is no action in your answer. Answer with one of: left, down, right, up."
+
+
+def test_actions_of_several_numbers_and_a_simulator() -> None:
+    hopper = made("frozen_lake", "gymnasium:Hopper-v5")
+    trial = asyncio.run(tried(hopper, {}, episodes=4))
+    assert trial.problems() == [] and min(trial.steps) > 0
+    unreadable = asyncio.run(tried(hopper, {"unreadable": -1}, "0.1 0.2", episodes=1))  # it has three joints
+    assert unreadable.rewards == [-40.0]
+
+
+def test_a_wrong_config_is_refused_at_the_start(lake: InstalledEnvironment) -> None:
+    for config, text in (
+        ({"action": []}, r"unknown keys \['action'\]; known are actions, digits"),
+        ({"actions": ["left"]}, "actions: FrozenLake-v1 has 4, got 1 names"),
+        ({"kwargs": {"size": 3}}, "unexpected keyword argument 'size'"),
+    ):
+        with pytest.raises(UserError, match=text):
+            asyncio.run(tried(lake, config))
