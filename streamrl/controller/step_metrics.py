@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from streamrl.config.run import RunConfig
+from streamrl.controller.environment_time import environment_time
 from streamrl.controller.length_predictor import StepLengths
 from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_times import Interval, Traffic
@@ -16,7 +17,7 @@ from streamrl.protocol.controller_trainer import StepDone
 from streamrl.rollouts.advantage import effective_sample_size
 from streamrl.rollouts.canary import gap_warning
 from streamrl.rollouts.length_audit import StepAudit
-from streamrl.rollouts.trajectory import MOST_METRICS
+from streamrl.rollouts.trajectory import MOST_METRICS, EpisodeStep
 from streamrl.rollouts.types import Group, Sample
 from streamrl.run_dir.metrics import MetricsRow
 
@@ -75,6 +76,7 @@ def step_metrics(
             of_task.setdefault(group.task, []).extend(values(group))
         return {task: float(np.mean(of_task[task])) for task in sorted(of_task)}
 
+    environments = environment_time(_steps(batch.groups.values()))
     return MetricsRow(
         step=batch.step,
         time=times.ended,
@@ -126,6 +128,8 @@ def step_metrics(
         reward_by_task=by_task(Group.rewards),
         output_length_by_task=by_task(lambda group: [float(m.sample.output_length) for m in group.members()]),
         agent_metrics_by_task=_agent_metrics(batch.groups.values()),
+        environment_s=environments.stepped_s if environments else None,
+        environment_hidden_fraction=environments.hidden_fraction if environments else None,
         process_memory_gb=memory_gb,
         ranker_recall_at_20=predictions.measured.recall_at_20 if predictions.measured else None,
         ranker_kendall_tau=predictions.measured.kendall_tau if predictions.measured else None,
@@ -153,6 +157,14 @@ def step_metrics(
         dispatch_saved=predictions.saving.saved if predictions.saving else None,
         dispatch_captured=predictions.saving.captured if predictions.saving else None,
     )
+
+
+def _steps(groups: Iterable[Group]) -> Iterator[EpisodeStep]:
+    """Yield what the episodes of the groups did."""
+    for group in groups:
+        for member in group.survivors():
+            if (told := member.sample.trajectory) is not None:
+                yield from told.steps
 
 
 def _agent_metrics(groups: Iterable[Group]) -> dict[str, dict[str, float | None]]:

@@ -144,6 +144,7 @@ def headline_figures(rows: Sequence[MetricsRow]) -> list[tuple[str, str]]:
             f"instances {percent(mean(row.bubble_fraction_generation for row in rows))}, "
             f"trainer {percent(mean(row.bubble_fraction_training for row in rows))}",
         ),
+        *environments(rows),
         ("trainer", trainer_speed(rows)),
         ("peak memory, all processes", NONE if memory is None else f"{memory:.1f} GiB"),
         ("groups without gradient", groups_without_gradient(rows)),
@@ -155,6 +156,16 @@ def headline_figures(rows: Sequence[MetricsRow]) -> list[tuple[str, str]]:
 def groups_without_gradient(rows: Sequence[MetricsRow]) -> str:
     """Describe how many of all groups had equal rewards."""
     return share_of(total(row.groups_no_gradient for row in rows), total(row.groups_total for row in rows))
+
+
+def environments(rows: Sequence[MetricsRow]) -> list[tuple[str, str]]:
+    """Return how long environments stepped, and how much of it was hidden; nothing if there were none."""
+    stepped = [row.environment_s for row in rows if row.environment_s is not None]
+    hidden = mean(row.environment_hidden_fraction for row in rows)
+    if not stepped:
+        return []
+    told = f"{sum(stepped):.1f} s of steps; {percent(hidden)} of the time in which some stepped, turns were generated"
+    return [("environments", told)]
 
 
 def void_share(rows: Sequence[MetricsRow]) -> str:

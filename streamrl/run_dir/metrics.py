@@ -122,6 +122,14 @@ class MetricsRow(StepRow):
         description="what agents returned beside their reward: by task and name, the mean over the samples trained "
         "that have it (the first 100 names of a task)",
     )
+    environment_s: float | None = Field(
+        None, description="seconds of resets and steps of environments, all episodes of the batch together"
+    )
+    environment_hidden_fraction: float | None = Field(
+        None,
+        description="share of the time in which environments of the batch's episodes stepped, in which turns of the "
+        "batch were generated as well; the rest is a bubble of the engine",
+    )
     process_memory_gb: float | None = Field(None, description="memory of all of the run's processes, GiB")
 
     importance_ratio_mean: float | None = Field(

@@ -16,7 +16,7 @@ const CURVES = [
   ["entropy, nats per token", [["entropy", "policy"]]],
   ["trainer-generator mismatch, nats", [["logprob_gap_mean", "mean difference"]]],
   ["staleness, versions", [["staleness_mean", "mean"], ["staleness_max", "largest"]]],
-  ["shares", [["truncated_fraction", "ended by the token limit"], ["clip_fraction", "clipped"], ["masked_fraction", "masked"], ["void_rate", "void rewards"]]],
+  ["shares", [["truncated_fraction", "ended by the token limit"], ["clip_fraction", "clipped"], ["masked_fraction", "masked"], ["void_rate", "void rewards"], ["environment_hidden_fraction", "environments' time hidden"]]],
   ["void rewards by cause", "void_rate_by_cause"],
   ["groups", [["groups_total", "trained"], ["groups_no_gradient", "without gradient"], ["groups_dropped", "dropped"], ["groups_void", "dropped: too few rewards"]]],
   ["cost, USD", [["usd", "of the step"], ["usd_per_1k_samples", "of 1,000 samples"]]],

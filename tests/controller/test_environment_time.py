@@ -1,0 +1,34 @@
+"""The time of environments, and how much of it is hidden behind generation."""
+
+from __future__ import annotations
+
+import pytest
+
+from streamrl.controller.environment_time import environment_time
+from streamrl.rollouts.trajectory import EpisodeStep
+
+
+def step(kind: str, started: float, finished: float) -> EpisodeStep:
+    return EpisodeStep(kind, "x", started, finished)  # type: ignore[arg-type]
+
+
+def test_time_counts_once_however_many_episodes_share_it() -> None:
+    turns = [step("generate", 0, 4), step("generate", 1, 2), step("generate", 3, 5), step("generate", 8, 9)]
+    stepped = [step("environment", 4, 7), step("environment", 6, 8.5), step("environment", 4.5, 5)]
+    found = environment_time([stepped[1], *turns, step("tool", 0, 100), stepped[0], stepped[2]])
+    assert found is not None
+    assert found.stepped_s == 3 + 2.5 + 0.5
+    assert (found.busy_s, found.generated_s) == (4.5, 6.0)  # 4 to 8.5; 0 to 5 and 8 to 9
+    assert found.hidden_s == pytest.approx(1.0 + 0.5)
+    assert found.hidden_fraction == pytest.approx(1.5 / 4.5)
+
+
+def test_one_step_may_be_hidden_by_several_turns() -> None:
+    found = environment_time([step("environment", 0, 10), *(step("generate", n, n + 1) for n in (-1, 2, 5, 9, 12))])
+    assert found is not None and (found.hidden_s, found.generated_s) == (3.0, 5.0)
+
+
+def test_without_an_environment_there_is_nothing_to_report() -> None:
+    assert environment_time([step("generate", 0, 1), step("tool", 0, 1)]) is None
+    alone = environment_time([step("environment", 1, 1)])
+    assert alone is not None and alone.hidden_fraction is None
