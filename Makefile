@@ -3,7 +3,7 @@
 # make test-quick   the tests without vLLM and without whole runs (about three minutes)
 # make test-stress  whatever starts processes 10 times beside two busy processes (hours; FILES=... for some of it)
 # make test-browser  the dashboard in a real headless browser, with its accessibility (needs Chromium; half a minute)
-# make test-environments  environments of gymnasium, each in a venv (needs PyPI or an index; a minute)
+# make test-environments  environments of gymnasium and verifiers, each in a venv (needs PyPI or an index; minutes)
 # make test-mutants  whether the tests notice changes of the code (an hour; MODULES=... for some of it)
 # make test-gpu  the tests that need GPUs, by an interpreter with the packages of [gpu] (PYTHON=...)
 # make install only the environment (.venv)

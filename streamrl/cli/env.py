@@ -160,6 +160,9 @@ def test(
         return
     use = _use(found, config, processes, memory_gb)
     trial = asyncio.run(_try(found, use, episodes, steps, step_s, answers))
+    if trial is None:
+        click.echo(f"{found.name} starts; it calls the model itself, so only a run can play it")
+        return
     for what, how_much in summary(trial):
         click.echo(f"{what:20} {how_much}")
     if problems := trial.problems():
@@ -180,7 +183,7 @@ def _use(found: InstalledEnvironment, config: str, processes: int, memory_gb: fl
 
 async def _try(
     found: InstalledEnvironment, use: Any, episodes: int, steps: int, step_s: float, answers: tuple[str, ...]
-) -> EnvironmentTrial:
+) -> EnvironmentTrial | None:
     from streamrl.environments.environment_pool import EnvironmentPool
     from streamrl.environments.environment_trial import try_environment
     from streamrl.runtime.output_pipe import OutputLog
@@ -189,7 +192,7 @@ async def _try(
     await pool.start()
     try:
         if pool.plays:
-            raise UserError(f"environment {found.name!r} starts; it calls the model itself, so only a run can play it")
+            return None
         return await try_environment(pool, episodes, steps, answers)
     finally:
         await pool.close()

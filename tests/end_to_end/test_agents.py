@@ -135,6 +135,8 @@ def test_every_episode_is_trained_once_or_void_with_its_cause(finished: tuple[Pr
     metrics = read_metrics(run_dir / "metrics.jsonl")
     assert [row.step for row in metrics] == [1, 2, 3]
     assert all(row.agent_metrics_by_task["rooms"] == {"turns": 3.0} for row in metrics)
+    assert all((row.environment_s is None) == (row.environment_hidden_fraction is None) for row in metrics)
+    assert any((row.environment_s or 0) > 0 for row in metrics)
     assert any(row.agent_metrics_by_task.get("played", {}).get("environment_steps") == 2.0 for row in metrics)
     assert read_status(run_dir).state == "done"
 

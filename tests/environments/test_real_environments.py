@@ -1,31 +1,36 @@
-"""Environments of gymnasium, installed from PyPI: `make test-environments`, which needs a network or an index."""
+"""Environments of gymnasium and verifiers, installed from PyPI or an index: `make test-environments`."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from streamrl.config.tasks import EnvironmentUse
+from streamrl.agents.episode import EpisodeOrder
+from streamrl.agents.workers import EpisodeWorkers
+from streamrl.config.tasks import AgentTask, EnvironmentUse
 from streamrl.environments.environment_pool import EnvironmentPlace, EnvironmentPool
 from streamrl.environments.environment_trial import EnvironmentTrial, try_environment
 from streamrl.environments.installed import InstalledEnvironment, add_environment
 from streamrl.errors import UserError
 from streamrl.runtime.output_pipe import OutputLog
+from tests.agents.model_server import ModelServer
 
 FOLDER = os.environ.get("STREAMRL_TEST_ENVIRONMENTS", "")
 """A folder that keeps the venvs between runs."""
 pytestmark = pytest.mark.skipif(not FOLDER, reason="installs packages: make test-environments")
+EXAMPLES = Path(__file__).parents[2] / "examples" / "environments"
 MOVES = ["left", "down", "right", "up"]
 
 
-def made(name: str, make: str, *packages: str) -> InstalledEnvironment:
+def made(name: str, make: str, *packages: str, paths: Sequence[Path] = ()) -> InstalledEnvironment:
     folder = Path(FOLDER) / name
     if not (folder / "environment.json").exists():
-        add_environment(folder, make, packages)
+        add_environment(folder, make, packages, paths=paths)
     return InstalledEnvironment(folder, make)
 
 
@@ -85,6 +90,28 @@ def test_actions_of_several_numbers_and_a_simulator() -> None:
     assert trial.problems() == [] and min(trial.steps) > 0
     unreadable = asyncio.run(tried(hopper, {"unreadable": -1}, "0.1 0.2", episodes=1))  # it has three joints
     assert unreadable.rewards == [-40.0]
+
+
+def test_a_taskset_of_verifiers_plays_and_scores_its_episodes() -> None:
+    installed = made("reverse_text", "verifiers:reverse_text", "verifiers==0.4.0", paths=[EXAMPLES])
+    use = {"name": str(installed.folder), "config": {"taskset": {"num_tasks": 2, "letters": 3}}}
+    task = AgentTask.model_validate({"kind": "agent", "name": "reverse", "environment": use})
+
+    async def scenario() -> None:
+        owner = EpisodeWorkers([task], 1)
+        async with ModelServer().running() as server:
+            try:
+                await owner.start(120)
+                orders = [EpisodeOrder(str(n), "g", "reverse", {"index": n}, 1, None) for n in range(3)]
+                played = await asyncio.gather(*(owner.run(one, server.url, f"key {one.sample_id}") for one in orders))
+            finally:
+                await owner.close()
+        asked = {call["key"]: call["messages"] for call in server.calls}
+        assert asked["Bearer key 0"] == asked["Bearer key 2"] != asked["Bearer key 1"]  # two tasks
+        assert all(one.void is None and 0 < (one.reward or 0) < 1 for one in played)
+        assert [[step.kind for step in one.steps] for one in played] == [["environment"]] * 3
+
+    asyncio.run(scenario())
 
 
 def test_a_wrong_config_is_refused_at_the_start(lake: InstalledEnvironment) -> None:
