@@ -44,7 +44,7 @@ def test_a_package_that_cannot_be_installed_leaves_nothing_and_pips_own_words(
     def run(arguments: list[str], what: str) -> str:
         calls.append(arguments)
         if "venv" in arguments:
-            return real(["true"], what)
+            return real(["mkdir", "-p", arguments[-1]], what)
         return real(["sh", "-c", "echo ERROR: No matching distribution found for nix >&2; exit 1"], what)
 
     real = installed._run

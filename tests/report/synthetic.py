@@ -81,6 +81,8 @@ def make_row(step: int, **changes: Any) -> MetricsRow:
         "tokens_trained": 1984,
         "reward_by_task": {TASKS[0]: reward + 0.05, TASKS[1]: reward - 0.05},
         "output_length_by_task": {TASKS[0]: 20.0, TASKS[1]: 42.0},
+        "environment_s": 2.0,
+        "environment_hidden_fraction": 0.75,
         "process_memory_gb": 7.5 + 0.1 * step,
     }
     return MetricsRow(**(values | changes))

@@ -240,6 +240,7 @@ def test_the_closing_summary_has_the_figures_and_where_the_results_are(make_run:
         f"{768 / (12 * STEP_S + 0.1 * 12):.2f}",
         "18.1 s (generating 9.1, training 12.4, exposed weight sync 0.70)",
         "instances 45%, trainer 25%",
+        "24.0 s of steps; 75% of the time",
         "8.7 GiB",
         "24 of 96 (25%)",
         str(run_dir / "report.html"),

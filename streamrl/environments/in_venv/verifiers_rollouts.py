@@ -124,10 +124,10 @@ def _register_harness() -> None:
     results = importlib.import_module("verifiers.v1.runtimes")
     httpx = importlib.import_module("httpx")
 
-    class SingleTurnConfig(configs.HarnessConfig):  # type: ignore[name-defined, misc]
+    class SingleTurnConfig(configs.HarnessConfig):  # type: ignore[name-defined]
         pass
 
-    class SingleTurn(vf.Harness[SingleTurnConfig]):  # type: ignore[name-defined, misc]
+    class SingleTurn(vf.Harness[SingleTurnConfig]):  # type: ignore[name-defined]
         APPENDS_SYSTEM_PROMPT = True
         EXECUTES_CODE = False
         NEEDS_CONTAINER = False
