@@ -73,30 +73,31 @@ def test_an_episode_is_played_in_a_process_of_the_venv_without_a_port(
     assert "a room is made" in (tmp_path / "printed.log").read_text()
 
 
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        ("raises at once", "KeyError: 'no such room'"),
-        ("resets to a number", "reset(item) must give a text or a list of messages, got int 7"),
-        ("an int", "step(text) must return (text, reward, done) or (..., metrics), got int 5"),
-        ("a text", "the reward must be a number, got str '1'"),
-        ("nan", "the reward must be finite, got nan"),
-        ("no bool", "done must be True or False, got str 'no'"),
-        ("no metric", "metric 'a' must be a number, got str 'b'"),
-        ("no message", "step(text) must give a text or a list of messages, got list ['t']"),
-        ("bytes", "the messages cannot be sent as JSON"),
-    ],
-)
-def test_a_wrong_type_fails_its_episode_alone(room: InstalledEnvironment, kind: str, text: str) -> None:
+WRONG = {
+    "raises at once": "KeyError: 'no such room'",
+    "resets to a number": "reset(item) must give a text or a list of messages, got int 7",
+    "an int": "step(text) must return (text, reward, done) or (..., metrics), got int 5",
+    "a text": "the reward must be a number, got str '1'",
+    "nan": "the reward must be finite, got nan",
+    "no bool": "done must be True or False, got str 'no'",
+    "no metric": "metric 'a' must be a number, got str 'b'",
+    "no message": "step(text) must give a text or a list of messages, got list ['t']",
+    "bytes": "the messages cannot be sent as JSON",
+}
+
+
+def test_a_wrong_type_fails_its_episode_alone(room: InstalledEnvironment) -> None:
     async def scenario() -> None:
-        async with started(room) as pool, pool.place("good") as good, pool.place("bad") as bad:
-            await good.reset({"prompt": "plain"})
-            with pytest.raises(EnvironmentFailed) as failed:
-                await bad.reset({"prompt": kind})
-                await bad.step(says("x"))
-            assert text in str(failed.value)
-            assert text.split(",")[0] in failed.value.traceback
-            assert (await good.step(says("x"))).result["reward"] == 0.5
+        async with started(room) as pool, pool.place("good") as good:
+            await good.reset({"prompt": "plain", "steps": 99})
+            for kind, text in WRONG.items():
+                async with pool.place(kind) as bad:
+                    with pytest.raises(EnvironmentFailed) as failed:
+                        await bad.reset({"prompt": kind})
+                        await bad.step(says("x"))
+                assert text in str(failed.value) and text.split(",")[0] in failed.value.traceback
+                assert (await good.step(says("x"))).result["reward"] == 0.5
+            assert pool.restarts == 0
 
     asyncio.run(scenario())
 
