@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from streamrl.dashboard.appended_lines import AppendedRows
 from streamrl.run_dir import layout
+from streamrl.run_dir.appended_lines import AppendedRows
 from streamrl.run_dir.evaluations import EvaluationRow
 from streamrl.run_dir.metrics import MetricsRow
 

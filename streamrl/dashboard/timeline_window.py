@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.dashboard.appended_lines import AppendedLines, parse_event
+from streamrl.run_dir.appended_lines import AppendedLines, parse_event
 from streamrl.run_dir.trace import trace_origin
 
 MOST_LANED = 300

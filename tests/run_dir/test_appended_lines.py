@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from streamrl.dashboard.appended_lines import AppendedLines, AppendedRows
 from streamrl.dashboard.step_series import StepSeries
+from streamrl.run_dir.appended_lines import AppendedLines, AppendedRows
 from streamrl.run_dir.jsonl import RowWriter
 from streamrl.run_dir.metrics import MetricsRow
 from tests.report.synthetic import make_row, write_evaluations
