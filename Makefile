@@ -3,6 +3,7 @@
 # make test-quick   the tests without vLLM and without whole runs (about three minutes)
 # make test-stress  whatever starts processes 10 times beside two busy processes (hours; FILES=... for some of it)
 # make test-browser  the dashboard in a real headless browser, with its accessibility (needs Chromium; half a minute)
+# make test-trackers  TensorBoard, W&B, MLflow and Trackio with their real packages; dashboards and alerts (two minutes)
 # make test-environments  environments of gymnasium and verifiers, each in a venv (needs PyPI or an index; minutes)
 # make test-mutants  whether the tests notice changes of the code (an hour; MODULES=... for some of it)
 # make test-gpu  the tests that need GPUs, by an interpreter with the packages of [gpu] (PYTHON=...)
@@ -25,7 +26,8 @@ PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
 	done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-quick test-stress test-mutants test-browser test-environments test-gpu lint style types audit docs site dist lock clean
+.PHONY: help install demo test test-quick test-stress test-mutants test-browser test-environments test-trackers test-gpu lint \
+	style types audit docs site dist lock clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -113,6 +115,16 @@ test-browser: $(STAMP) build/browser
 build/browser:
 	$(BIN)/python -m pip install --quiet --no-warn-conflicts --target $@.part playwright==1.65.2 axe-playwright-python==0.1.8
 	mv $@.part $@
+
+# the trackers' packages are large and no requirement of the project: an environment of their own
+test-trackers: build/trackers/.installed
+	PYTHONPATH=. build/trackers/bin/python -m pytest -p no:cacheprovider tests/trackers tests/exporter
+
+build/trackers/.installed: pyproject.toml
+	"$(PYTHON)" -m venv build/trackers
+	build/trackers/bin/python -m pip install --quiet -e '.[tensorboard,wandb,mlflow,trackio]' \
+		pytest pytest-timeout hypothesis httpx2 prometheus-client promql-parser grafana-foundation-sdk
+	touch $@
 
 # a pip of its own: old ones download every package in order to resolve
 lock:

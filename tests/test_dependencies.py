@@ -84,7 +84,7 @@ ORDERS = {
         {"weights", "tasks", "environments"},
         {"training", "generation", "agents"},
         {"controller"},
-        {"report", "diagnose", "verify"},
+        {"report", "diagnose", "verify", "trackers"},
         {"launcher", "planning", "dashboard", "scaffold"},
         {"chaos"},
         {"cli"},

@@ -163,10 +163,35 @@ def metrics() -> str:
     is no figure. `streamrl report` plots them; [evaluate](../how-to/evaluate.md) explains the evaluations and the
     length audit.
     """
-    lines = ["## metrics.jsonl", ""]
+    lines = [*tracker_names(), "## metrics.jsonl", ""]
     seen: set[type] = set()
     lines += [*_with_models_below(MetricsRow, 3, seen), "## evaluations.jsonl", ""]
     return page("Metrics", about, [*lines, *_with_models_below(EvaluationRow, 3, seen)])
+
+
+def tracker_names() -> Iterator[str]:
+    """Yield the section about the names that figures have in trackers."""
+    from streamrl.run_dir.figures import EVALUATION_PREFIX, LABELS, NOT_FIGURES, STEP_PREFIX
+
+    several = {key: "/".join(f"<{name}>" for name in names) for key, names in LABELS.items()}
+    yield from ("## Names in trackers", "")
+    yield _filled(f"""
+    A key of `metrics.jsonl` is `{STEP_PREFIX}/<key>` in [trackers](../how-to/trackers.md), with the optimizer step as
+    its step; true is 1 and false 0. What has no figure is not sent. Texts and the length audit are none:
+    {", ".join(f"`{name}`" for name in sorted(NOT_FIGURES - {"step", "time"}))}. Figures with several numbers
+    have one name for each:
+    """)
+    yield ""
+    yield from table(
+        ("key", "name"), ((f"`{key}`", f"`{STEP_PREFIX}/{key}/{names}`") for key, names in several.items())
+    )
+    yield _filled(f"""
+    Evaluations are `{EVALUATION_PREFIX}/seconds`, `{EVALUATION_PREFIX}/other_version_share`,
+    `{EVALUATION_PREFIX}/overall/<key>` and `{EVALUATION_PREFIX}/by_task/<task>/<key>`, with the evaluated version as
+    their step and the keys of [`Scores`](#scores); `pass_at` is `pass_at_1`, `pass_at_2` and so on, and `reward` is the
+    greedy reward, or else the sampled one. Tables of samples are called `samples`.
+    """)
+    yield ""
 
 
 def constants(path: Path) -> Iterator[tuple[str, str, str, str]]:

@@ -29,6 +29,7 @@ COMMANDS = {
     "replay": "Compute a refused optimizer step again, and show what was not finite.",
     "report": "Write the report of a run.",
     "dashboard": "Show runs in a browser, live: state, curves, timeline, samples.",
+    "track": "Send the figures of a run to TensorBoard, W&B, MLflow or Trackio.",
     "status": "Show the state and progress of a run.",
     "why-stuck": "Say in one sentence whether a run makes progress, and if not, which process waits for which.",
     "explain": "Print what the documentation says about the error code of a message.",

@@ -12,6 +12,7 @@ from streamrl.config.evaluation import EvaluationConfig
 from streamrl.config.schedule import ScheduleConfig, StreamSchedule
 from streamrl.config.speculation import SpeculationConfig
 from streamrl.config.tasks import AgentTask, FileTask, Task, default_tasks
+from streamrl.config.trackers import TrackerConfig
 from streamrl.errors import ErrorCode
 
 OF_THE_CALL = frozenset(
@@ -373,6 +374,11 @@ class RunConfig(StrictModel):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     deadlines: DeadlineConfig = Field(default_factory=DeadlineConfig)
     rewards: RewardsConfig = Field(default_factory=RewardsConfig)
+    trackers: list[TrackerConfig] = Field(
+        default_factory=list,
+        description="where the run's figures and some of its samples are copied to, besides the run's folder; each "
+        "tracker has a process of its own that never holds up the run",
+    )
 
     @property
     def longest_reward_s(self) -> float:
@@ -449,6 +455,9 @@ class RunConfig(StrictModel):
                     f"deadlines.reward_s ({self.deadlines.reward_s:g}): otherwise a program that never ends would make "
                     "its reward void instead of 0"
                 )
+        services = [tracker.name for tracker in self.trackers]
+        if len(services) != len(set(services)):
+            raise ValueError(f"trackers need different names, got {services}")
         names = [task.key for task in self.tasks]
         if len(names) != len(set(names)):
             raise ValueError(f"tasks need different names (set label), got {names}")

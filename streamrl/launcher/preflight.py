@@ -25,6 +25,7 @@ from streamrl.machine.model_files import resolve_model, weight_bytes
 from streamrl.runtime.process_plan import plan_processes
 from streamrl.tasks.chat_template import load_chat_template
 from streamrl.tasks.sandbox import isolation_of
+from streamrl.trackers.backends.opener import missing_packages
 from streamrl.training.packing_choice import decide_packing
 
 CHECKPOINT_BYTES_PER_WEIGHT_BYTE = 7
@@ -66,6 +67,7 @@ def check(
     ]
     if site in (None, cluster.trainer_site):
         checks += [check_chat_template(run), check_tasks(run), check_ranker(run), check_packing(run)]
+        checks.append(check_trackers(run))
     if not emulate:
         checks.append(check_ports(cluster, site or cluster.trainer_site))
     if cluster.remote_sites and site is not None:
@@ -251,6 +253,11 @@ def check_ranker(run: RunConfig) -> Iterable[str]:
         load_ranker(run)
     except UserError as error:
         yield str(error)
+
+
+def check_trackers(run: RunConfig) -> Iterable[str]:
+    """Check that the packages of the trackers are installed."""
+    return missing_packages(run.trackers)
 
 
 def ray_warnings(cluster: ClusterConfig, environment: Mapping[str, str], site: str | None) -> Iterable[str]:

@@ -27,6 +27,7 @@ from streamrl.report.run_report import write_report
 from streamrl.report.site_view import SiteView
 from streamrl.run_dir import layout
 from streamrl.run_dir.status import read_status, write_status
+from streamrl.trackers.tracker_group import PATIENCE_S, QUICK_S, TrackerGroup
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,8 @@ def run(
     with _locked(run_dir), _stop_requests() as stop, prepare(cluster, run_config, run_dir, site, emulate) as share:
         (run_dir / layout.STATUS).unlink(missing_ok=True)
         family = ProcessGroup(share, resume)
+        trackers = TrackerGroup(run_dir, run_config.trackers if share.trains else [])
+        patience = QUICK_S
         started = time.time()
         view = LiveView(run_dir, plain=plain or None) if share.trains else SiteView(run_dir)
         if share.network is not None:
@@ -79,7 +82,8 @@ def run(
                     view.say("asking Ray for nodes")  # the only message while Ray looks for the trainer's nodes
                 watchdog = Watchdog(share)  # before the first process can write
                 family.start()
-                _watch(share, family, view, stop, watchdog)
+                _watch(share, family, trackers, view, stop, watchdog)
+                patience = PATIENCE_S
         except BaseException as error:
             family.stop()
             if share.trains:
@@ -89,10 +93,19 @@ def run(
             family.stop()
             if share.trains:
                 _report(run_dir)
+            for line in trackers.finish(patience, stop):
+                view.say(line)
         view.summary()
 
 
-def _watch(share: Share, family: ProcessGroup, view: LiveView | SiteView, stop: list[int], watchdog: Watchdog) -> None:
+def _watch(
+    share: Share,
+    family: ProcessGroup,
+    trackers: TrackerGroup,
+    view: LiveView | SiteView,
+    stop: list[int],
+    watchdog: Watchdog,
+) -> None:
     """Watch the processes until the first one (the controller, or a site's service) is done.
 
     Raises:
@@ -108,7 +121,7 @@ def _watch(share: Share, family: ProcessGroup, view: LiveView | SiteView, stop: 
         if share.network is not None:
             share.network.check()
         family.reconcile()
-        for line in family.revive():
+        for line in [*family.revive(), *trackers.look()]:
             view.say(line)
         for name, silent in watchdog.hanging(family.started).items():
             silence = f"{name} has given no sign of life for {silent:.0f} s: it is taken for dead"

@@ -75,7 +75,8 @@ class RolloutStore:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def _path(self, step: int) -> Path:
+    def path(self, step: int) -> Path:
+        """Return the name of a step's file."""
         return self.directory / f"step_{step:06d}.parquet"
 
     def write(self, step: int, groups: list[Group]) -> Path:
@@ -85,7 +86,7 @@ class RolloutStore:
             RunFailed: the file cannot be written.
         """
         rows = [row for group in groups for sample_id in sorted(group.scored) for row in _rows(group, sample_id)]
-        target = self._path(step)
+        target = self.path(step)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             with replacing(target) as partial:

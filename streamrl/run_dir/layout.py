@@ -51,6 +51,10 @@ NETWORK = "network"
 START_STAGES = "starting"
 STACKS = "stacks"
 
+# written by the process of each tracker
+TRACKERS = "trackers"
+"""Folder: what each tracker has been sent, `NAME.jsonl`, and the files of trackers that write to a folder."""
+
 # written by `streamrl chaos`
 LAUNCHER_LOG = "launcher.log"
 

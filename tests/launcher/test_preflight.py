@@ -140,6 +140,16 @@ def test_missing_packages_are_named_with_the_command_that_installs_them(monkeypa
     assert problem == "not installed: vllm; install with: pip install 'streamrl[gpu,tasks]' (see docs: E1003)"
 
 
+def test_a_tracker_whose_package_is_missing_is_refused_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = RunConfig.model_validate({"trackers": [{"name": "tensorboard"}, {"name": "wandb"}]})
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "wandb" else object())
+    assert list(preflight.check_trackers(run)) == [
+        "the tracker wandb needs the package wandb, which is not installed; install with: pip install 'streamrl[wandb]'"
+    ]
+
+
 def test_what_has_never_been_run_is_named_in_the_plan() -> None:
     assert preflight.untried(cluster(), RunConfig()) == []
     on_gpus = preflight.untried(cluster("cuda"), RunConfig.model_validate({"weights": {"backend": "nccl"}}))

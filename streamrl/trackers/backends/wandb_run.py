@@ -1,0 +1,87 @@
+"""Weights & Biases: a run that continues under the same id, online, or offline for `wandb sync`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from streamrl.config.trackers import WandbTracker
+from streamrl.run_dir import layout
+from streamrl.trackers.sent_rows import SentRows
+from streamrl.trackers.tracker import RolloutTable, TrackedRun
+
+INIT_S = 30.0
+"""Seconds that the service has to answer when the run is opened; then it is tried again later."""
+
+
+class WandbRun:
+    """A run of W&B; its own service process sends, and holds what the network does not take.
+
+    W&B's history only grows: it drops a step that it has. Evaluations belong to earlier steps than the newest, so they
+    have an axis of their own, `evaluation/step`.
+    """
+
+    last_step: int | None = None
+
+    def __init__(self, config: WandbTracker, run: TrackedRun, sent: SentRows) -> None:
+        """Open the run, or continue it.
+
+        Raises:
+            wandb.errors.Error: the service cannot be reached, or refuses the key.
+        """
+        import wandb
+
+        if not sent.id:
+            sent.name(secrets.token_hex(8))  # before the service knows it: a kill in between makes no second run
+        self.id = sent.id
+        self._table = wandb.Table
+        self._newest = sent.last_step
+        folder = run.folder / layout.TRACKERS
+        self._run: Any = wandb.init(
+            id=self.id,
+            resume="allow",
+            project=config.project,
+            entity=config.entity,
+            group=config.group,
+            tags=config.tags,
+            mode=config.mode,
+            name=run.name,
+            dir=str(folder),
+            config=dict(run.settings),
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                init_timeout=INIT_S,
+                x_disable_stats=True,
+                x_disable_meta=True,
+                disable_git=True,
+                save_code=False,
+            ),
+        )
+        self._run.define_metric("evaluation/step", hidden=True)
+        self._run.define_metric("evaluation/*", step_metric="evaluation/step")
+
+    def log_step(self, step: int, time: float, figures: Mapping[str, float]) -> None:
+        """Hand a step's figures to W&B's service process."""
+        self._newest = step
+        self._run.log(dict(figures), step=step)
+
+    def log_evaluation(self, step: int, time: float, figures: Mapping[str, float]) -> None:
+        """Add an evaluation to the newest step; its axis is the step that was evaluated."""
+        newest = max(self._newest, self._run.step)
+        self._run.log({**figures, "evaluation/step": step}, step=newest)
+
+    def log_samples(self, step: int, table: RolloutTable) -> None:
+        """Add a table to its step."""
+        self._run.log(
+            {"samples": self._table(columns=list(table.columns), data=[list(r) for r in table.rows])}, step=step
+        )
+
+    def rewind(self, step: int) -> bool:
+        """Return False: a run's history cannot be taken back."""
+        return False
+
+    def close(self) -> None:
+        """Wait until all is sent, or offline until it is written."""
+        self._run.finish()

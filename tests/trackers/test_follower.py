@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from streamrl.config.trackers import TensorBoardTracker
+from streamrl.errors import UserError
+from streamrl.trackers.follower import RunFollower
+from streamrl.trackers.sent_rows import SentRows
+from streamrl.trackers.tracker import TrackedRun
+from streamrl.trackers.tracker_process import PatientDelivery
+from tests.trackers.tracked_run import KeptTracker, back_to, evaluate, make_run, train
+
+
+def follower(folder: Path, tracker: KeptTracker, sent: SentRows, said: list[str] | None = None) -> RunFollower:
+    keys = TensorBoardTracker(samples=4, samples_every=5)
+    run = TrackedRun(folder, "run", {})
+    return RunFollower(run, keys, sent, lambda *_: tracker, ([] if said is None else said).append)
+
+
+def test_each_row_is_sent_once_under_documented_names_while_the_run_goes_on(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    tracker = KeptTracker()
+    with SentRows(tmp_path, "tensorboard") as sent:
+        following = follower(tmp_path, tracker, sent)
+        following.send()
+        assert tracker.numbers == []
+        train(tmp_path, range(1, 4))
+        evaluate(tmp_path, 0)
+        following.send()
+        following.send()
+        train(tmp_path, range(4, 6))
+        following.send()
+    assert tracker.numbers == [1, 2, 3, 4, 5]
+    assert tracker.steps[1] == (
+        2,
+        1002.0,
+        {"train/reward_mean": 0.5, "train/loss": 0.5, "train/reward_by_task/sum": 0.5, "train/step_skipped": 0.0},
+    )
+    ((evaluated, figures),) = tracker.evaluations
+    assert evaluated == 0
+    assert figures["evaluation/overall/pass_at_2"] == 0.5
+    assert figures["evaluation/by_task/sum/reward"] == figures["evaluation/by_task/sum/reward_sampled"] == 0.25
+    assert "evaluation/overall/reward_greedy" not in figures  # there is none
+
+
+def test_a_table_has_samples_spread_over_the_rewards_at_the_first_step_and_at_every_nth(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    tracker = KeptTracker()
+    train(tmp_path, range(1, 8))
+    (tmp_path / "rollouts" / "step_000005.parquet").rename(tmp_path / "rollouts" / "step_000005.gone")
+    with SentRows(tmp_path, "tensorboard") as sent:
+        follower(tmp_path, tracker, sent).send()
+    assert [step for step, _ in tracker.tables] == [1]  # a step without its rollouts holds nothing up
+    table = tracker.tables[0][1]
+    rewards = [row[table.columns.index("reward")] for row in table.rows]
+    assert rewards == [0.0, 2 / 8, 6 / 8, None]
+    assert table.rows[0][table.columns.index("completion")] == "It is 2"
+    assert table.rows[0][0] == 1
+
+
+def test_another_process_goes_on_where_the_last_one_was_killed(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    train(tmp_path, range(1, 4))
+    first, second = KeptTracker(), KeptTracker(id="another")
+    with SentRows(tmp_path, "tensorboard") as sent:
+        follower(tmp_path, first, sent).send()
+    with (tmp_path / "trackers" / "tensorboard.jsonl").open("ab") as file:
+        file.write(b'{"kind": "step", "st')  # killed while it wrote
+    train(tmp_path, [4])
+    with SentRows(tmp_path, "tensorboard") as sent:
+        assert sent.id == "kept"
+        follower(tmp_path, second, sent).send()
+    assert (first.numbers, second.numbers) == ([1, 2, 3], [4])
+    assert [step for step, _ in second.tables] == []
+
+
+@pytest.mark.parametrize("can_rewind", [True, False])
+def test_a_step_that_is_trained_again_replaces_the_first_try_where_the_tracker_can_forget(
+    tmp_path: Path, can_rewind: bool
+) -> None:
+    make_run(tmp_path)
+    said: list[str] = []
+    tracker = KeptTracker(can_rewind=can_rewind)
+    train(tmp_path, range(1, 6), reward=0.1)
+    evaluate(tmp_path, 4)
+    with SentRows(tmp_path, "tensorboard") as sent:
+        following = follower(tmp_path, tracker, sent, said)
+        following.send()
+        back_to(tmp_path, 3)
+        train(tmp_path, range(4, 7), reward=0.9, began=2000.0)
+        evaluate(tmp_path, 4, began=2000.0)
+        following.send()
+        follower(tmp_path, tracker, sent, said).send()  # another process, later
+    assert tracker.numbers == [1, 2, 3, 4, 5, 6]  # no step is there twice
+    expected = [0.1] * 3 + [0.9 if can_rewind else 0.1] * 2 + [0.9]
+    assert [figures["train/reward_mean"] for _, _, figures in tracker.steps] == expected
+    assert len(tracker.evaluations) == (2 if can_rewind else 1)
+    assert [step for step, _ in tracker.tables] == ([1, 5, 5] if can_rewind else [1, 5])
+    assert len(said) == (0 if can_rewind else 1)
+
+
+def test_steps_that_the_service_has_but_the_record_lacks_are_not_sent_again_and_those_it_lost_are(
+    tmp_path: Path,
+) -> None:
+    make_run(tmp_path)
+    train(tmp_path, range(1, 6))
+    ahead = KeptTracker(last_step=2)
+    with SentRows(tmp_path, "tensorboard") as sent:
+        follower(tmp_path, ahead, sent).send()
+        assert ahead.numbers == [3, 4, 5]
+        lost = KeptTracker(last_step=4)
+        follower(tmp_path, lost, sent).send()
+    assert lost.numbers == [5]
+
+
+def test_what_a_tracker_refuses_is_said_once_and_sent_again_later_with_growing_pauses(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    train(tmp_path, range(1, 5))
+    said: list[str] = []
+    now = [100.0]
+    tracker = KeptTracker(fails_at=3)
+    with SentRows(tmp_path, "tensorboard") as sent:
+        following = follower(tmp_path, tracker, sent)
+        delivery = PatientDelivery(following, said.append, lambda: now[0])
+        assert not delivery.look()
+        tries = []
+        for _ in range(60):
+            now[0] += 1
+            before = delivery._next
+            delivery.look()
+            if delivery._next != before:
+                tries.append(now[0])
+        assert tries == [105.0, 115.0, 135.0]
+        assert (tracker.numbers, following.waiting) == ([1, 2], 2)
+        tracker.fails_at = None
+        assert delivery.look(now_or_never=True)
+    assert tracker.numbers == [1, 2, 3, 4]
+    assert len(said) == 2
+    assert "ConnectionError: no route to host" in said[0] and "stays in the run's folder" in said[0]
+
+
+def test_two_processes_do_not_send_to_one_tracker(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    with (
+        SentRows(tmp_path, "wandb"),
+        SentRows(tmp_path, "mlflow"),
+        pytest.raises(UserError, match="is being sent to wandb by another process"),
+    ):
+        SentRows(tmp_path, "wandb")
+    SentRows(tmp_path, "wandb").close()

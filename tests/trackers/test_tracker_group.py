@@ -1,0 +1,51 @@
+"""The processes of trackers, with a package that hangs in place of a tracker's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from streamrl.config.trackers import TensorBoardTracker
+from streamrl.trackers.tracker_group import TrackerGroup
+from tests.trackers.tracked_run import ROOT, make_run, train
+from tests.waiting import wait_for
+
+HANGS_AT_STEP_TWO = """
+import threading
+
+class SummaryWriter:
+    def __init__(self, folder, purge_step=None):
+        print("words of a package")
+
+    def add_scalar(self, name, value, step, walltime):
+        if step == 2:
+            threading.Event().wait()
+
+    def __getattr__(self, name):
+        return lambda *arguments, **named: None
+"""
+
+
+def test_a_tracker_that_hangs_is_ended_with_the_run_and_the_rest_can_be_sent_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tensorboardX.py").write_text(HANGS_AT_STEP_TWO)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    folder = make_run(tmp_path / "run")
+    train(folder, range(1, 4))
+    group = TrackerGroup(folder, [TensorBoardTracker(samples=0)])
+    record = folder / "trackers" / "tensorboard.jsonl"
+    try:
+        wait_for(lambda: record.exists() and '"step": 1' in record.read_text(), 30)
+        assert group.look() == []  # what a package prints is for the log
+    finally:
+        last = group.finish(0.0)
+    assert last == [
+        "tracker tensorboard was ended before it had taken everything; send the rest with: "
+        f"streamrl track {folder} tensorboard"
+    ]
+    sent = [json.loads(line) for line in record.read_text().splitlines()]
+    assert sent == [{"id": "tensorboard"}, {"kind": "step", "step": 1, "time": 1001.0}]
+    assert "words of a package" in (folder / "logs" / "tracker-tensorboard.log").read_text()
