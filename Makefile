@@ -59,6 +59,7 @@ audit: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python tools/reference.py
+	$(BIN)/python tools/grafana.py
 	$(BIN)/python tools/results.py
 
 # the site's packages are in a folder of their own; `streamrl` of this clone has to be found by the notebook

@@ -84,7 +84,7 @@ ORDERS = {
         {"weights", "tasks", "environments"},
         {"training", "generation", "agents"},
         {"controller"},
-        {"report", "diagnose", "verify", "trackers"},
+        {"report", "diagnose", "verify", "trackers", "exporter"},
         {"launcher", "planning", "dashboard", "scaffold"},
         {"chaos"},
         {"cli"},

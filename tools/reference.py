@@ -25,20 +25,17 @@ from typing import Any, get_args, get_type_hints
 import click
 from pydantic import BaseModel
 from reference_config import ConfigPage
-from reference_types import anchor, bounds, is_model, members, table, text_of, type_text
+from reference_metrics import prometheus_metrics, tracker_names
+from reference_types import anchor, bounds, filled, is_model, members, table, text_of, type_text
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "reference"
 WRITTEN = "<!-- Written by tools/reference.py (`make docs`): change the code, not this page. -->"
 
 
-def _filled(text: str) -> str:
-    return textwrap.fill(" ".join(text.split()), 118, break_long_words=False, break_on_hyphens=False)
-
-
 def page(title: str, about: str, lines: Iterable[str]) -> str:
     """Return a whole page; runs of blank lines become one."""
-    text = "\n".join([WRITTEN, "", f"# {title}", "", _filled(about), "", *lines])
+    text = "\n".join([WRITTEN, "", f"# {title}", "", filled(about), "", *lines])
     return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
 
 
@@ -163,35 +160,10 @@ def metrics() -> str:
     is no figure. `streamrl report` plots them; [evaluate](../how-to/evaluate.md) explains the evaluations and the
     length audit.
     """
-    lines = [*tracker_names(), "## metrics.jsonl", ""]
+    lines = [*tracker_names(), *prometheus_metrics(), "## metrics.jsonl", ""]
     seen: set[type] = set()
     lines += [*_with_models_below(MetricsRow, 3, seen), "## evaluations.jsonl", ""]
     return page("Metrics", about, [*lines, *_with_models_below(EvaluationRow, 3, seen)])
-
-
-def tracker_names() -> Iterator[str]:
-    """Yield the section about the names that figures have in trackers."""
-    from streamrl.run_dir.figures import EVALUATION_PREFIX, LABELS, NOT_FIGURES, STEP_PREFIX
-
-    several = {key: "/".join(f"<{name}>" for name in names) for key, names in LABELS.items()}
-    yield from ("## Names in trackers", "")
-    yield _filled(f"""
-    A key of `metrics.jsonl` is `{STEP_PREFIX}/<key>` in [trackers](../how-to/trackers.md), with the optimizer step as
-    its step; true is 1 and false 0. What has no figure is not sent. Texts and the length audit are none:
-    {", ".join(f"`{name}`" for name in sorted(NOT_FIGURES - {"step", "time"}))}. Figures with several numbers
-    have one name for each:
-    """)
-    yield ""
-    yield from table(
-        ("key", "name"), ((f"`{key}`", f"`{STEP_PREFIX}/{key}/{names}`") for key, names in several.items())
-    )
-    yield _filled(f"""
-    Evaluations are `{EVALUATION_PREFIX}/seconds`, `{EVALUATION_PREFIX}/other_version_share`,
-    `{EVALUATION_PREFIX}/overall/<key>` and `{EVALUATION_PREFIX}/by_task/<task>/<key>`, with the evaluated version as
-    their step and the keys of [`Scores`](#scores); `pass_at` is `pass_at_1`, `pass_at_2` and so on, and `reward` is the
-    greedy reward, or else the sampled one. Tables of samples are called `samples`.
-    """)
-    yield ""
 
 
 def constants(path: Path) -> Iterator[tuple[str, str, str, str]]:
@@ -244,7 +216,7 @@ def run_folder() -> str:
     lines += ["## instances.json and processes.json", "", *_docstring(instance_files)]
     for record in (instance_files.WantedInstance, instance_files.StartedProcess):
         lines += [f"### {record.__name__}", "", text_of(record), "", *_record_table(record)]
-    return page("Run folder", about, [*lines, "## Checkpoints", "", _filled(CHECKPOINTS)])
+    return page("Run folder", about, [*lines, "## Checkpoints", "", filled(CHECKPOINTS)])
 
 
 def _metrics_row() -> type[BaseModel]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -141,3 +142,8 @@ def tag_of(model: type[BaseModel]) -> tuple[str, tuple[str, ...]]:
         if info is not None and get_origin(info.annotation) is Literal:
             return key, get_args(info.annotation)
     return "", ()
+
+
+def filled(text: str) -> str:
+    """Return a paragraph in lines of the pages' width."""
+    return textwrap.fill(" ".join(text.split()), 118, break_long_words=False, break_on_hyphens=False)

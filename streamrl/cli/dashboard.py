@@ -39,8 +39,8 @@ def command(runs: tuple[Path, ...], host: str, port: int) -> None:
     from streamrl.dashboard import web_server
 
     web_server.check_installed()
-    from streamrl.dashboard.access import is_loopback
     from streamrl.dashboard.watched_run import WatchedRuns
+    from streamrl.machine.loopback import is_loopback
 
     folders = runs or (Path("runs"),)
     WatchedRuns(folders)  # what is wrong with them is said before anything is bound

@@ -122,6 +122,23 @@ class AgentPoolConfig(StrictModel):
     workers: int = Field(1, ge=1, description="agent worker processes; each leads many episodes at once")
 
 
+class MetricsEndpoint(StrictModel):
+    """The page of metrics that a site's launcher serves for Prometheus, at /metrics."""
+
+    port: int = Field(9464, ge=0, le=65535, description="port to listen at; 0: any free one")
+    listen: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        description="address to listen at; any other than this machine's loopback needs a token_file",
+    )
+    token_file: str | None = Field(
+        None,
+        min_length=1,
+        description="file with the token that a scraper sends (Authorization: Bearer TOKEN), readable by its owner "
+        "only; none: no token",
+    )
+
+
 class Site(StrictModel):
     """One datacenter, or one machine."""
 
@@ -143,6 +160,10 @@ class Site(StrictModel):
     rewards: RewardPoolConfig | None = None
     agents: AgentPoolConfig = Field(
         default_factory=AgentPoolConfig, description="used in runs that have a task of kind `agent`"
+    )
+
+    metrics: MetricsEndpoint | None = Field(
+        None, description="metrics for Prometheus, of all processes that the site's launcher starts; none: not served"
     )
 
     @property

@@ -10,7 +10,6 @@ the same, the content security policy refuses to run what is not one of the dash
 
 from __future__ import annotations
 
-import ipaddress
 import secrets
 from urllib.parse import parse_qs, urlencode
 
@@ -18,6 +17,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from streamrl.machine.loopback import host_of, is_loopback
 
 TOKEN = "token"
 """Name of the token in the link."""
@@ -31,23 +32,6 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 """Headers of every answer. Charts set styles of their elements, which the policy calls inline styles."""
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
-    if host.lower().rstrip(".") == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
-def host_of(header: str) -> str:
-    """Return the name or address in a Host header, without the port."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0]
-    return header.rpartition(":")[0] if header.count(":") == 1 else header
 
 
 class AccessGuard:

@@ -70,6 +70,7 @@ def check(
         checks.append(check_trackers(run))
     if not emulate:
         checks.append(check_ports(cluster, site or cluster.trainer_site))
+    checks.append(check_metrics(cluster, site or cluster.trainer_site))
     if cluster.remote_sites and site is not None:
         checks.append(check_keys(cluster, site))
     _refuse(checks)
@@ -323,6 +324,18 @@ def check_ports(cluster: ClusterConfig, name: str) -> Iterable[str]:
             except OSError as error:
                 taken = f"sites.{name}: cannot listen on {address}:{port}: {error.strerror or error}"
                 yield ErrorCode.PORT.refer(taken)
+
+
+def check_metrics(cluster: ClusterConfig, name: str) -> Iterable[str]:
+    """Check that the launcher can serve a site's metrics."""
+    if (endpoint := cluster.sites[name].metrics) is None:
+        return
+    if importlib.util.find_spec("prometheus_client") is None:
+        yield f"sites.{name}.metrics: prometheus-client is not installed; install with: pip install prometheus-client"
+        return
+    from streamrl.exporter.metrics_server import endpoint_problems
+
+    yield from endpoint_problems(endpoint, f"sites.{name}.metrics")
 
 
 def check_disk(run: RunConfig, runs_root: Path) -> Iterable[str]:

@@ -65,13 +65,20 @@ def run(
         RunFailed: a process died or the run failed; the message ends with the cause.
         Interrupted: Ctrl-C or SIGTERM.
     """
-    with _locked(run_dir), _stop_requests() as stop, prepare(cluster, run_config, run_dir, site, emulate) as share:
+    with (
+        _locked(run_dir),
+        _stop_requests() as stop,
+        prepare(cluster, run_config, run_dir, site, emulate) as share,
+        _metrics(share) as address,
+    ):
         (run_dir / layout.STATUS).unlink(missing_ok=True)
         family = ProcessGroup(share, resume)
         trackers = TrackerGroup(run_dir, run_config.trackers if share.trains else [])
         patience = QUICK_S
         started = time.time()
         view = LiveView(run_dir, plain=plain or None) if share.trains else SiteView(run_dir)
+        if address:
+            print(f"metrics for Prometheus at {address}", flush=True)
         if share.network is not None:
             why = share.network.why_not_namespaces
             how = "network namespaces, tc tbf and a proxy" if why is None else f"a proxy alone (no namespaces: {why})"
@@ -136,6 +143,20 @@ def _watch(
             raise RunFailed(f"{culprit.last_words()}{_how_to_resume(share)}")
         view.refresh()
         time.sleep(POLL_S)
+
+
+@contextlib.contextmanager
+def _metrics(share: Share) -> Iterator[str]:
+    """Serve the metrics of the launcher's site if the cluster file says so; give their address, else ''."""
+    name = next(iter(share.folders))
+    endpoint = share.cluster.sites[name].metrics
+    if endpoint is None:
+        yield ""
+        return
+    from streamrl.exporter.metrics_server import serving_metrics
+
+    with serving_metrics(endpoint, f"sites.{name}.metrics", share.run_dir, share.run.schedule.max_staleness) as address:
+        yield address
 
 
 def _check_end(share: Share) -> None:

@@ -1,0 +1,213 @@
+"""Read a run's folder into metrics, each time that Prometheus asks. No process of the run is asked or held up."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import statistics
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from streamrl.errors import UserError
+from streamrl.exporter.metric_families import Families
+from streamrl.run_dir import layout
+from streamrl.run_dir.appended_lines import AppendedLines
+from streamrl.run_dir.evaluations import EvaluationRow
+from streamrl.run_dir.figures import NOT_FIGURES, STEP_PREFIX, numbers
+from streamrl.run_dir.instance_files import read_started
+from streamrl.run_dir.jsonl import parse_row
+from streamrl.run_dir.metrics import MetricsRow
+from streamrl.run_dir.site_status import read_site
+from streamrl.run_dir.status import FINAL_STATES, RunStatus, read_status
+
+STATES = ("starting", "running", "stopping", *sorted(FINAL_STATES))
+RECENT_STEPS = 20
+GIB = 2**30
+
+
+class StepTotals:
+    """The sums over all steps and the newest one, of which each look reads only the new rows."""
+
+    def __init__(self, folder: Path) -> None:
+        self._lines = AppendedLines(folder / layout.METRICS)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.sums: defaultdict[str, float] = defaultdict(float)
+        self.newest: MetricsRow | None = None
+        self.times: deque[float] = deque(maxlen=RECENT_STEPS)
+        self.priced = False
+
+    def look(self) -> None:
+        """Read what is new."""
+        anew, lines = self._lines.read_all()
+        if anew:
+            self._clear()
+        for line in lines:
+            if (row := parse_row(MetricsRow, line)) is None:
+                continue
+            self.newest = row
+            self.priced |= row.usd is not None
+            self.sums["samples_trained"] += row.samples_total or 0
+            self.sums["samples_judged"] += row.samples_judged or 0
+            self.sums["samples_void"] += row.samples_void or 0
+            self.sums["tokens_trained"] += row.tokens_trained or 0
+            self.sums["steps_refused"] += row.step_refused is not None
+            self.sums["usd"] += row.usd or 0
+            if row.step_time_s is not None:
+                self.times.append(row.step_time_s)
+
+
+class TrackerSteps:
+    """The newest step that a tracker was sent."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = AppendedLines(path)
+        self.newest = 0
+
+    def look(self) -> int:
+        """Read what is new and return the step."""
+        for line in self._lines.read_all()[1]:
+            with contextlib.suppress(ValueError, AttributeError, TypeError):
+                entry = json.loads(line)
+                if entry.get("kind") == "step":
+                    self.newest = max(self.newest, int(entry["step"]))
+                self.newest = int(entry.get("rewound", self.newest))
+        return self.newest
+
+
+class RunCollector(Collector):
+    """The metrics of one run, or of a site's share of it."""
+
+    def __init__(self, folder: Path, max_staleness: int, clock: Callable[[], float] = time.time) -> None:
+        """Take the run's folder, and the staleness that its schedule allows."""
+        self._folder, self._max_staleness, self._clock = folder, max_staleness, clock
+        self._steps = StepTotals(folder)
+        self._evaluations = AppendedLines(folder / layout.EVALUATIONS)
+        self._evaluation: EvaluationRow | None = None
+        self._trackers: dict[str, TrackerSteps] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics; a file that is missing or cannot be read leaves out what it has."""
+        found = Families(self._folder.resolve().name)
+        now = self._clock()
+        status: RunStatus | None = None
+        with contextlib.suppress(UserError, OSError):
+            status = read_status(self._folder)
+        with contextlib.suppress(OSError):
+            self._steps.look()
+        if status is not None:
+            self._add_status(found, status, now)
+            self._add_processes(found, status)
+            self._add_steps(found, status, now)
+        self._add_started(found)
+        self._add_sites(found)
+        self._add_evaluation(found)
+        self._add_trackers(found)
+        with contextlib.suppress(OSError):
+            found.add("disk_free_bytes", shutil.disk_usage(self._folder).free)
+        yield from found.metrics
+
+    def _add_status(self, found: Families, status: RunStatus, now: float) -> None:
+        found.add("run_info", 1, status.model, status.schedule, status.hardware)
+        for state in STATES:
+            found.add("run_state", state == status.state, state)
+        found.add("run_steps", status.step)
+        found.add("run_steps_target", status.steps)
+        found.add("status_age_seconds", max(0.0, now - status.updated_at))
+        used: dict[str, float] = {}
+        for wait in status.waits:
+            share = max(0.0, now - wait.since) / wait.limit_s if wait.limit_s else 0.0
+            used[wait.owner] = max(used.get(wait.owner, 0.0), share)
+        for owner, share in used.items():
+            found.add("wait_used_ratio", share, owner)
+        for cause, peers in status.refused.items():
+            found.add("messages_refused", sum(peers.values()), cause)
+        for pool, count in status.scaling.wanted.items():
+            found.add("instances_wanted", count, pool)
+        for pool, count in status.scaling.ready.items():
+            found.add("instances_ready", count, pool)
+        for kind in ("total", "finished", "trained"):
+            found.add("progress_samples", getattr(status.progress, f"samples_{kind}"), kind)
+        for name, site in status.sites.items():
+            found.add("site_silent_seconds", site.silent_s, name)
+            found.add("site_samples_waiting", site.samples_waiting, name)
+            found.add("site_excluded", bool(site.excluded), name)
+        found.add("staleness_limit", self._max_staleness)
+        newest = self._steps.newest
+        warned = newest is not None and newest.mismatch_warning is not None
+        found.add("mismatch", bool(status.verified.mismatch) or warned)
+        found.add("verified_difference_nats", status.verified.worst)
+        found.add("verified_bound_nats", status.verified.bound)
+
+    def _add_processes(self, found: Families, status: RunStatus) -> None:
+        for name, one in status.roles.items():
+            found.add("process_silent_seconds", one.silent_s, name, one.role)
+            memory = None if one.memory_gb is None else one.memory_gb * GIB
+            found.add("process_memory_bytes", memory, name, one.role)
+            found.add("process_requests_running", one.running, name, one.role)
+            found.add("process_requests_waiting", one.waiting, name, one.role)
+            found.add("process_tokens_per_second", one.tokens_per_s, name, one.role)
+            found.add("process_weight_version", one.weight_version, name, one.role)
+
+    def _add_steps(self, found: Families, status: RunStatus, now: float) -> None:
+        steps = self._steps
+        for name, total in steps.sums.items():
+            if name != "usd" or steps.priced:
+                found.add(name, total)
+        if not status.final:
+            ended = status.started_at if steps.newest is None else max(status.started_at, steps.newest.time)
+            found.add("step_age_seconds", max(0.0, now - ended))
+        found.add("step_usual_seconds", statistics.median(steps.times) if steps.times else None)
+        if steps.newest is None:
+            return
+        found.add("length_bias", steps.newest.length_bias_warning is not None)
+        for key in MetricsRow.model_fields:
+            if key not in NOT_FIGURES:
+                for names, number in numbers(getattr(steps.newest, key)):
+                    found.add(f"{STEP_PREFIX}_{key}", number, *names)
+
+    def _add_started(self, found: Families) -> None:
+        for site, folder in layout.site_folders(self._folder).items():
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                for one in read_started(folder):
+                    if one.role != "instance" or one.exit_code != 0:  # one that was asked to leave is no failure
+                        found.add("process_up", one.exit_code is None, one.name, one.role, site)
+
+    def _add_sites(self, found: Families) -> None:
+        """Add what a site that only generates says of itself; the trainer's launcher has it from the controller."""
+        with contextlib.suppress(OSError):
+            if (site := read_site(self._folder)) is not None:
+                found.add("site_silent_seconds", site.trainer_silent_s, site.site)
+                found.add("site_samples_waiting", site.samples_waiting, site.site)
+                found.add("status_age_seconds", max(0.0, self._clock() - site.updated_at))
+                for name, one in site.instances.items():
+                    found.add("process_requests_running", one.running, name, "instance")
+                    found.add("process_tokens_per_second", one.tokens_per_s, name, "instance")
+                    found.add("process_weight_version", one.weight_version, name, "instance")
+
+    def _add_evaluation(self, found: Families) -> None:
+        with contextlib.suppress(OSError):
+            anew, lines = self._evaluations.read_all()
+            rows = [row for line in lines if (row := parse_row(EvaluationRow, line)) is not None]
+            self._evaluation = rows[-1] if rows else None if anew else self._evaluation
+        if (newest := self._evaluation) is None:
+            return
+        found.add("evaluation_step", newest.step)
+        for task, scores in {"": newest.overall, **newest.by_task}.items():
+            found.add("evaluation_reward", scores.reward, task)
+            for k, chance in enumerate(scores.pass_at, 1):
+                found.add("evaluation_pass_at", chance, task, str(k))
+
+    def _add_trackers(self, found: Families) -> None:
+        done = self._steps.newest.step if self._steps.newest is not None else 0
+        for path in self._folder.glob(f"{layout.TRACKERS}/*.jsonl"):
+            tracker = self._trackers.setdefault(path.stem, TrackerSteps(path))
+            with contextlib.suppress(OSError):
+                found.add("tracker_steps_waiting", max(0, done - tracker.look()), path.stem)

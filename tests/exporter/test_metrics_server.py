@@ -1,0 +1,204 @@
+"""What Prometheus gets of a run's folder, over a socket, and who gets it."""
+
+from __future__ import annotations
+
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from streamrl.config.cluster import MetricsEndpoint
+from streamrl.exporter.metric_families import KINDS, full_name
+from streamrl.exporter.metrics_server import endpoint_problems, serving_metrics
+from streamrl.exporter.run_collector import RunCollector
+from streamrl.run_dir import layout
+from streamrl.run_dir.instance_files import StartedProcess, write_started
+from streamrl.run_dir.jsonl import RowWriter
+from streamrl.run_dir.metrics import MetricsRow
+from streamrl.run_dir.status import write_status
+from tests.trackers.tracked_run import back_to, evaluate
+
+NOW = 2000.0
+
+
+def write_state(folder: Path, **changes: object) -> None:
+    """A running run's status, with a trainer, a site behind a link and two waits of the controller."""
+    roles = {
+        "controller": {"role": "controller", "state": "running", "since": 1.0, "memory_gb": 0.5},
+        "here-regular-0": {"role": "instance", "state": "generating", "since": 1.0, "running": 7, "silent_s": 0.5},
+    }
+    waits = [
+        {"owner": "controller", "waiting_for": f"{count} samples", "since": NOW - 90, "limit_s": limit}
+        for count, limit in ((3, 900.0), (4, 100.0))
+    ]
+    values = {"run": "run", "state": "running", "step": 3, "steps": 9, "started_at": 900.0, "updated_at": NOW - 1}
+    more = {"roles": roles, "waits": waits, "sites": {"west": {"silent_s": 12.0}}, "model": "tiny", "schedule": "async"}
+    write_status(folder, values | more | {"refused": {"malformed": {"a stranger": 2, "west": 1}}} | changes)
+
+
+def write_steps(folder: Path, *rows: dict[str, object]) -> None:
+    with RowWriter(folder / layout.METRICS, MetricsRow) as file:
+        for row in rows:
+            file.append(MetricsRow.model_validate({"time": 1900.0, **row}))
+
+
+def samples_of(text: str) -> dict[tuple[str, ...], float]:
+    """Samples of an answer by name and labels in their order, without `run`."""
+    found: dict[tuple[str, ...], float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found[key_of(sample)] = sample.value
+    return found
+
+
+def key_of(sample: Sample) -> tuple[str, ...]:
+    assert sample.labels["run"] == "run"
+    return (sample.name.removeprefix("streamrl_"), *(v for k, v in sample.labels.items() if k != "run"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def scrape(folder: Path) -> Iterator[object]:
+    with serving_metrics(MetricsEndpoint(port=0), "metrics", folder, 4) as address:
+        yield lambda: samples_of(urllib.request.urlopen(address, timeout=10).read().decode())
+
+
+def test_a_scrape_has_the_state_every_process_and_the_newest_step(folder: Path) -> None:
+    write_state(folder)
+    steps = [
+        {"step": n, "step_time_s": 10.0 * n, "samples_total": 8, "samples_void": n, "reward_by_task": {"sum": n / 4}}
+        for n in (1, 2, 3)
+    ]
+    write_steps(folder, *steps)
+    evaluate(folder, 2)
+    write_started(
+        folder,
+        [
+            StartedProcess("controller", "controller", 1),
+            StartedProcess("rewards-here", "rewards", 2, exit_code=-9),
+            StartedProcess("here-regular-1", "instance", 3, exit_code=0),
+        ],
+    )
+    (folder / "trackers").mkdir()
+    (folder / "trackers" / "wandb.jsonl").write_text('{"id": "x"}\n{"kind": "step", "step": 1, "time": 5.0}\n')
+    found = {
+        key_of(sample): sample.value
+        for family in RunCollector(folder, 4, lambda: NOW).collect()
+        for sample in family.samples
+    }
+    expected = {
+        ("run_info", "tiny", "async", ""): 1,
+        ("run_state", "running"): 1,
+        ("run_state", "failed"): 0,
+        ("run_steps_target",): 9,
+        ("status_age_seconds",): 1,
+        ("step_age_seconds",): 100,
+        ("step_usual_seconds",): 20,
+        ("wait_used_ratio", "controller"): 0.9,
+        ("process_memory_bytes", "controller", "controller"): 2**29,
+        ("process_requests_running", "here-regular-0", "instance"): 7,
+        ("process_up", "controller", "controller", ""): 1,
+        ("process_up", "rewards-here", "rewards", ""): 0,
+        ("site_silent_seconds", "west"): 12,
+        ("messages_refused_total", "malformed"): 3,
+        ("samples_trained_total",): 24,
+        ("samples_void_total",): 6,
+        ("train_reward_by_task", "sum"): 0.75,
+        ("train_samples_void",): 3,
+        ("evaluation_pass_at", "sum", "2"): 0.5,
+        ("evaluation_reward", ""): 0.25,
+        ("tracker_steps_waiting", "wandb"): 2,
+        ("staleness_limit",): 4,
+        ("mismatch",): 0,
+    }
+    assert {key: found.get(key) for key in expected} == expected
+    assert not any(key[:2] == ("process_up", "here-regular-1") for key in found)  # it was asked to leave
+    assert ("usd_total",) not in found  # the cluster file has no prices
+
+
+def test_totals_follow_a_run_that_goes_on_and_one_that_goes_back_to_a_checkpoint(folder: Path) -> None:
+    write_state(folder)
+    collector = RunCollector(folder, 0, lambda: NOW)
+
+    def trained() -> list[float]:
+        families = {family.name: family for family in collector.collect()}
+        return [families[f"streamrl_{name}"].samples[0].value for name in ("samples_trained", "mismatch")]
+
+    write_steps(folder, {"step": 1, "samples_total": 8}, {"step": 2, "samples_total": 8})
+    assert trained() == [16, 0]
+    write_steps(folder, {"step": 3, "samples_total": 8, "mismatch_warning": "too far"})
+    assert trained() == [24, 1]
+    back_to(folder, 1)
+    assert trained() == [8, 0]
+
+
+def test_a_folder_without_anything_readable_still_answers(folder: Path, scrape: object) -> None:
+    assert callable(scrape)
+    assert set(scrape()) == {("disk_free_bytes",)}
+    (folder / layout.STATUS).write_text('{"half')
+    (folder / layout.METRICS).write_text('{"step": 1, "tim')
+    (folder / layout.PROCESSES).write_text("[")
+    assert set(scrape()) == {("disk_free_bytes",)}
+    write_state(folder)
+    assert scrape()["run_steps",] == 3
+
+
+def get(address: str, **headers: str) -> int:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=10) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_on_loopback_only_this_machines_names_are_answered_and_elsewhere_only_the_token(folder: Path) -> None:
+    with serving_metrics(MetricsEndpoint(port=0), "metrics", folder, 0) as address:
+        assert [get(address), get(address, Host="evil.example"), get(address + "x")] == [200, 421, 404]
+        assert get(address.replace("/metrics", "/")) == 404
+    secret = folder / "token"
+    secret.write_text("a-token-of-some-length\n")
+    secret.chmod(0o600)
+    endpoint = MetricsEndpoint(port=0, listen="0.0.0.0", token_file=str(secret))
+    with serving_metrics(endpoint, "metrics", folder, 0) as address:
+        address = address.replace("0.0.0.0", "127.0.0.1")
+        assert [get(address), get(address, Authorization="Bearer wrong")] == [401, 401]
+        assert get(address, Authorization="Bearer a-token-of-some-length", Host="node7") == 200
+
+
+def test_an_endpoint_that_cannot_be_served_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    def problem(**keys: object) -> str:
+        [text] = endpoint_problems(MetricsEndpoint.model_validate({"port": 0, **keys}), "sites.here.metrics")
+        return text
+
+    assert "which other machines can reach: name a token_file" in problem(listen="0.0.0.0")
+    assert "cannot be read" in problem(token_file=str(tmp_path / "none"))
+    token = tmp_path / "token"
+    token.write_text("a-token-of-some-length")
+    token.chmod(0o644)
+    assert "others can read" in problem(token_file=str(token))
+    token.chmod(0o600)
+    assert list(endpoint_problems(MetricsEndpoint(port=0, token_file=str(token)), "x")) == []
+    token.write_text("short")
+    assert "at least 16 characters" in problem(token_file=str(token))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert "cannot listen at 127.0.0.1" in problem(port=taken.getsockname()[1])
+
+
+def test_names_are_valid_and_counters_end_in_total() -> None:
+    names = [full_name(name) for name in KINDS]
+    assert len(names) == len(set(names))
+    assert all(name.replace("_", "").isalnum() and name == name.lower() for name in names)
+    assert full_name("usd") == "streamrl_usd_total" and full_name("train_usd") == "streamrl_train_usd"
