@@ -73,6 +73,8 @@ def test_another_process_goes_on_where_the_last_one_was_killed(tmp_path: Path) -
         assert sent.id == "kept"
         follower(tmp_path, second, sent).send()
     assert (first.numbers, second.numbers) == ([1, 2, 3], [4])
+    with SentRows(tmp_path, "tensorboard") as sent:
+        assert (sent.id, sent.last_step) == ("another", 4)
     assert [step for step, _ in second.tables] == []
 
 
@@ -92,10 +94,12 @@ def test_a_step_that_is_trained_again_replaces_the_first_try_where_the_tracker_c
         train(tmp_path, range(4, 7), reward=0.9, began=2000.0)
         evaluate(tmp_path, 4, began=2000.0)
         following.send()
+        assert tracker.numbers == [1, 2, 3, 4, 5, 6]  # no step is there twice
+        rewards = [figures["train/reward_mean"] for _, _, figures in tracker.steps]
         follower(tmp_path, tracker, sent, said).send()  # another process, later
-    assert tracker.numbers == [1, 2, 3, 4, 5, 6]  # no step is there twice
+    assert tracker.numbers == [1, 2, 3, 4, 5, 6]
     expected = [0.1] * 3 + [0.9 if can_rewind else 0.1] * 2 + [0.9]
-    assert [figures["train/reward_mean"] for _, _, figures in tracker.steps] == expected
+    assert rewards == expected
     assert len(tracker.evaluations) == (2 if can_rewind else 1)
     assert [step for step, _ in tracker.tables] == ([1, 5, 5] if can_rewind else [1, 5])
     assert len(said) == (0 if can_rewind else 1)
