@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,15 @@ class TensorBoardFiles:
 
     def _new_file(self, first: int | None) -> Any:
         """Begin a file that hides what older ones have from a step on; None: hide nothing."""
-        from tensorboardX import SummaryWriter
-
+        # tensorboardX imports torch where there is one, for graphs that are not written here: a second and 200 MB
+        hidden = "torch" not in sys.modules
+        if hidden:
+            sys.modules["torch"] = None  # type: ignore[assignment]
+        try:
+            from tensorboardX import SummaryWriter
+        finally:
+            if hidden:
+                del sys.modules["torch"]
         return SummaryWriter(str(self._folder), purge_step=first)
 
     def log_step(self, step: int, time: float, figures: Mapping[str, float]) -> None:
