@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from time import time_ns
 from typing import Any
 
 from streamrl.config.trackers import TensorBoardTracker
@@ -45,7 +46,8 @@ class TensorBoardFiles:
         finally:
             if hidden:
                 del sys.modules["torch"]
-        return SummaryWriter(str(self._folder), purge_step=first)
+        # its names have whole seconds: a second file of the same second would replace the first
+        return SummaryWriter(str(self._folder), purge_step=first, filename_suffix=f".{time_ns()}")
 
     def log_step(self, step: int, time: float, figures: Mapping[str, float]) -> None:
         """Write a step's figures."""
