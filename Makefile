@@ -119,7 +119,8 @@ build/browser:
 
 # the trackers' packages are large and no requirement of the project: an environment of their own
 test-trackers: build/trackers/.installed
-	PYTHONPATH=. build/trackers/bin/python -m pytest -p no:cacheprovider tests/trackers tests/exporter
+	PYTHONPATH=. build/trackers/bin/python -m pytest -p no:cacheprovider tests/trackers tests/exporter \
+		tests/trackers/test_real_trackers.py tests/exporter/test_monitoring_tools.py
 
 build/trackers/.installed: pyproject.toml
 	"$(PYTHON)" -m venv build/trackers

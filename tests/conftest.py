@@ -39,13 +39,20 @@ SLOW = (
     "security/test_rank_rendezvous.py",
     "test_warm.py",
     "generation/test_few_rows_vllm.py",
-    "dashboard/test_in_browser.py",
 )
 """Files of tests marked `slow` (whole runs, vLLM, a Ray cluster, or TRL), in the order in which they run.
 
 Those that take longest come first: a worker of pytest-xdist (`--dist loadfile --no-loadscope-reorder`) that has
 finished a file takes the next one, so both end at about the same time. A file's fixtures are made once.
 """
+ELSEWHERE = (
+    "dashboard/test_in_browser.py",
+    "environments/test_real_environments.py",
+    "exporter/test_monitoring_tools.py",
+    "trackers/test_real_trackers.py",
+)
+"""Files that need programs or packages which the environment of the tests has not: collected only if they are named, as
+`make test-browser`, `make test-environments` and `make test-trackers` do."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -63,7 +70,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave files that `-m slow` or `-m "not slow"` deselects as a whole unimported: every worker would import vLLM."""
+    """Leave files unimported that `-m slow` or `-m "not slow"` deselects as a whole: every worker would import vLLM.
+
+    pytest does not ask for files that are named on its command line.
+    """
+    if collection_path.is_relative_to(TESTS) and collection_path.relative_to(TESTS).as_posix() in ELSEWHERE:
+        return True
     if collection_path.suffix != ".py" or config.option.markexpr not in ("slow", "not slow"):
         return None
     is_slow = collection_path.relative_to(TESTS).as_posix() in SLOW

@@ -16,7 +16,7 @@ HANGS_AT_STEP_TWO = """
 import threading
 
 class SummaryWriter:
-    def __init__(self, folder, purge_step=None):
+    def __init__(self, folder, purge_step=None, filename_suffix=""):
         print("words of a package")
 
     def add_scalar(self, name, value, step, walltime):
