@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -32,7 +33,7 @@ from streamrl.weights.local_model import expected_tensors, initial_version
 from streamrl.weights.quantize import CODE_TYPES, CodeKind, full_precision, is_quantized, quantize
 from streamrl.weights.sharded import ShardedLayout, conversions, deal
 from streamrl.weights.version import Manifest, lay_out
-from tests.training.conftest import free_port, one_rank, random_groups, run_config, run_ranks, tiny_model  # noqa: F401
+from tests.training.conftest import PRELOADED, free_port, one_rank, random_groups, run_config, run_ranks, tiny_model  # noqa: F401
 from tests.waiting import scaled
 
 CPU = torch.device("cpu")
@@ -259,7 +260,8 @@ def _lay_out_and_wait(rank: int, port: int, pipe: Connection) -> None:
 
 
 def test_nothing_is_left_of_a_version_whose_processes_are_killed() -> None:
-    context, port = mp.get_context("spawn"), free_port()
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    context, port = mp.get_context("forkserver"), free_port()
     pipes = [context.Pipe() for _ in range(2)]
     ranks = [context.Process(target=_lay_out_and_wait, args=(r, port, pipes[r][1]), daemon=True) for r in range(2)]
     try:
