@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -137,7 +138,9 @@ def test_a_base_stays_while_the_next_version_is_made_from_it(tmp_path: Path) -> 
 def test_memory_serves_again_only_when_nobody_reads_it(tmp_path: Path, reader: str | None) -> None:
     store = WeightStore(tmp_path / "store", one_machine=reader != "elsewhere")
     _, old = put(store, 1, seed=1)
-    of_old = (store.directory / "version_1.bin").stat().st_ino
+    # A second name keeps the file of version 1 alive, so that no new file gets its number.
+    of_old = tmp_path / "version 1"
+    os.link(store.directory / "version_1.bin", of_old)
     held = WeightStore(store.directory).open(1)[1] if reader == "mapped" else None
     script = f"file = open({str(store.directory / 'version_1.bin')!r}); print(flush=True); input()"
     other = None
@@ -152,7 +155,7 @@ def test_memory_serves_again_only_when_nobody_reads_it(tmp_path: Path, reader: s
     source.write_bytes(buffer.tobytes())
     draft = store.begin(manifest, file=str(source))
     np.testing.assert_array_equal(draft.buffer, buffer)
-    again = draft.path.stat().st_ino == of_old
+    again = draft.path.samefile(of_old)
     if other:
         other.communicate(b"\n")
     assert again == (reader is None)
