@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from written_files import write_files
+
 TARGET = Path(__file__).parents[1] / "examples" / "monitoring" / "grafana_dashboard.json"
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 WIDTH = 24
@@ -185,15 +187,7 @@ def dashboard() -> dict[str, Any]:
 
 def main(arguments: Sequence[str]) -> int:
     """Write the dashboard, or compare it with the panels here (`--check`)."""
-    text = json.dumps(dashboard(), indent=2) + "\n"
-    if TARGET.exists() and TARGET.read_text(encoding="utf-8") == text:
-        return 0
-    if "--check" in arguments:
-        print(f"{TARGET.name} differs from tools/grafana.py; run: make docs")
-        return 1
-    TARGET.write_text(text, encoding="utf-8")
-    print(f"written: {TARGET}")
-    return 0
+    return write_files({TARGET: json.dumps(dashboard(), indent=2) + "\n"}, "tools/grafana.py", arguments)
 
 
 if __name__ == "__main__":

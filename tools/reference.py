@@ -27,6 +27,7 @@ from pydantic import BaseModel
 from reference_config import ConfigPage
 from reference_metrics import prometheus_metrics, tracker_names
 from reference_types import anchor, bounds, filled, is_model, members, table, text_of, type_text
+from written_files import write_files
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "reference"
@@ -344,19 +345,7 @@ WRITERS: dict[str, Callable[[], str]] = {
 
 def main(arguments: Sequence[str]) -> int:
     """Write the pages, or compare them with the code (`--check`)."""
-    PAGES.mkdir(parents=True, exist_ok=True)
-    stale = 0
-    for name, write in WRITERS.items():
-        path, text = PAGES / name, write()
-        if path.exists() and path.read_text(encoding="utf-8") == text:
-            continue
-        stale += 1
-        if "--check" in arguments:
-            print(f"{path.relative_to(ROOT)} differs from the code; run: make docs")
-        else:
-            path.write_text(text, encoding="utf-8")
-            print(f"written: {path.relative_to(ROOT)}")
-    return 1 if stale and "--check" in arguments else 0
+    return write_files({PAGES / name: write() for name, write in WRITERS.items()}, "the code", arguments)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from pathlib import Path
 import results_dispatch
 import results_system
 import results_training
+from written_files import write_files
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
@@ -58,19 +59,9 @@ def filled(page: str, figures: Mapping[str, Callable[[], str]] | None = None) ->
 
 def main(arguments: Sequence[str]) -> int:
     """Write the places of all pages, or compare them with the result files (`--check`)."""
-    stale = 0
-    for path in PAGES:
-        page = path.read_text(encoding="utf-8")
-        made = filled(page)
-        if made == page:
-            continue
-        stale += 1
-        if "--check" in arguments:
-            print(f"{path.relative_to(ROOT)} differs from the result files; run: make docs")
-        else:
-            path.write_text(made, encoding="utf-8")
-            print(f"written: {path.relative_to(ROOT)}")
-    return 1 if stale and "--check" in arguments else 0
+    return write_files(
+        {path: filled(path.read_text(encoding="utf-8")) for path in PAGES}, "the result files", arguments
+    )
 
 
 if __name__ == "__main__":

@@ -24,11 +24,12 @@ import httpx2
 from streamrl.agents.client import AgentClient, EpisodeOver
 from streamrl.agents.episode import EpisodeOrder, EpisodeOutcome
 from streamrl.agents.live_episode import LiveEpisode
+from streamrl.agents.worker_process import void_outcome
 from streamrl.config.tasks import AgentTask
 from streamrl.environments.environment_pool import EnvironmentPlace, EnvironmentPool
 from streamrl.environments.environment_process import EnvironmentAnswer, EnvironmentEnded, EnvironmentFailed
 from streamrl.environments.installed import find_environment
-from streamrl.rollouts.void import Void, VoidCause
+from streamrl.rollouts.void import VoidCause
 from streamrl.runtime.output_pipe import OutputLog
 from streamrl.tasks.void_reward import VoidReward, one_line, text_of
 
@@ -47,8 +48,6 @@ class EnvironmentPlayer:
         self._pools: dict[str, EnvironmentPool] = {}
         """By environment and its settings."""
         self._connections: httpx2.AsyncHTTPTransport | None = None
-        self._playing: set[asyncio.Task[EpisodeOutcome]] = set()
-        self._closed = False
 
     async def start(self, timeout_s: float) -> None:
         """Start the processes of all environments.
@@ -68,29 +67,6 @@ class EnvironmentPlayer:
 
     async def play(self, order: EpisodeOrder, base_url: str, api_key: str) -> EpisodeOutcome:
         """Play one episode to its end; a failure is a void outcome. Arguments as of `EpisodeRunner`."""
-        playing = asyncio.create_task(self._play(order, base_url, api_key))
-        self._playing.add(playing)
-        try:
-            return await playing
-        except asyncio.CancelledError:
-            if not self._closed:
-                playing.cancel()
-                raise
-            return _void(VoidCause.CRASH, "the environments were closed")
-        finally:
-            self._playing.discard(playing)
-
-    async def close(self) -> None:
-        """End all processes at once; every episode returns a void outcome."""
-        self._closed = True
-        for task in list(self._playing):
-            task.cancel()
-        await asyncio.gather(*self._playing, return_exceptions=True)
-        await asyncio.gather(*(pool.close() for pool in self._pools.values()))
-        if self._connections is not None:
-            await self._connections.aclose()
-
-    async def _play(self, order: EpisodeOrder, base_url: str, api_key: str) -> EpisodeOutcome:
         task = self._tasks[order.task]
         live = LiveEpisode(order, task.deadlines, api_key=api_key)
         assert self._connections is not None
@@ -110,17 +86,23 @@ class EnvironmentPlayer:
                     playing.cancel()
                     await asyncio.wait({playing})
         except EnvironmentEnded as error:
-            outcome = _void(error.cause, text_of(error), again=error.again)
+            outcome = void_outcome(error.cause, text_of(error), again=error.again)
         except EnvironmentFailed as error:
-            outcome = _void(VoidCause.ENVIRONMENT, f"environment: {text_of(error)}", traceback=error.traceback)
+            outcome = void_outcome(VoidCause.ENVIRONMENT, f"environment: {text_of(error)}", traceback=error.traceback)
         except VoidReward as error:
-            outcome = _void(error.cause, text_of(error))
+            outcome = void_outcome(error.cause, text_of(error))
         except Exception as error:
-            outcome = _void(VoidCause.ENVIRONMENT, one_line(error))
+            outcome = void_outcome(VoidCause.ENVIRONMENT, one_line(error))
         finally:
             with contextlib.suppress(Exception):
                 await client.close()
         return replace(outcome, steps=live.steps)
+
+    async def close(self) -> None:
+        """End all processes at once; no episode may be played any more."""
+        await asyncio.gather(*(pool.close() for pool in self._pools.values()))
+        if self._connections is not None:
+            await self._connections.aclose()
 
 
 class _Game:
@@ -175,7 +157,3 @@ class _Game:
 def _key(task: AgentTask) -> str:
     assert task.environment is not None
     return f"{task.environment.model_dump_json()} {task.deadlines.tool_s}"
-
-
-def _void(cause: VoidCause, text: str, again: bool = False, traceback: str = "") -> EpisodeOutcome:
-    return EpisodeOutcome(None, Void(cause, text), again=again, traceback=traceback)

@@ -58,9 +58,8 @@ class WorkerProcess:
         self._suspects = suspects
         self.cause = VoidCause.CRASH
         self._blocked: Blocked | None = None
-        self._log = log
         self.reading = asyncio.create_task(self._read())
-        self._printing = asyncio.create_task(self._print())
+        self._printing = asyncio.create_task(log.take(output, "an agent worker"))
 
     @classmethod
     async def start(cls, log: OutputLog, suspects: set[str]) -> WorkerProcess:
@@ -169,10 +168,7 @@ class WorkerProcess:
         text = f"the agent worker, with {len(self.playing)} episodes, ended: {self.how}"
         return void_outcome(self.cause, text, again=True)
 
-    async def _print(self) -> None:
-        await self._log.take(self._output, "an agent worker")
 
-
-def void_outcome(cause: VoidCause, text: str, again: bool = False) -> EpisodeOutcome:
+def void_outcome(cause: VoidCause, text: str, again: bool = False, traceback: str = "") -> EpisodeOutcome:
     """Return the outcome of an episode that could not be played to its end."""
-    return EpisodeOutcome(None, Void(cause, text), again=again)
+    return EpisodeOutcome(None, Void(cause, text), again=again, traceback=traceback)

@@ -19,7 +19,7 @@ import contextlib
 import logging
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from streamrl.agents.agent_program import play_program
 from streamrl.agents.environment_player import EnvironmentPlayer
@@ -44,6 +44,7 @@ PROGRAMS = 32
 """Programs that run at once; further ones wait."""
 
 log = logging.getLogger(__name__)
+Made = TypeVar("Made")
 
 
 class EpisodeWorkers:
@@ -109,9 +110,10 @@ class EpisodeWorkers:
         task = self.tasks[order.task]
         if task.command is not None:
             async with self._programs:
-                return await self._play_program(task, order, base_url, api_key)
+                limits, take = task.deadlines, self._log.write
+                return await self._until_closed(play_program(task.command, order, base_url, api_key, limits, take))
         if task.environment is not None:
-            return await self._environments.play(order, base_url, api_key)
+            return await self._until_closed(self._environments.play(order, base_url, api_key))
         play = Play(order=order, base_url=base_url, api_key=api_key)
         if order.sample_id in self._suspects:
             return await self._run_alone(play)
@@ -122,12 +124,9 @@ class EpisodeWorkers:
             )
         return await worker.play(play)
 
-    async def _play_program(self, task: AgentTask, order: EpisodeOrder, base_url: str, api_key: str) -> EpisodeOutcome:
-        assert task.command is not None
-        playing = asyncio.ensure_future(
-            play_program(task.command, order, base_url, api_key, task.deadlines, self._log.write)
-        )
-        self._background.add(playing)
+    async def _until_closed(self, episode: Coroutine[Any, Any, EpisodeOutcome]) -> EpisodeOutcome:
+        """Play an episode outside the workers; `close` ends it, with a void outcome."""
+        playing = self._do(episode)
         try:
             return await playing
         except asyncio.CancelledError:
@@ -135,8 +134,6 @@ class EpisodeWorkers:
                 playing.cancel()
                 raise
             return void_outcome(VoidCause.CRASH, "the agent workers were closed")
-        finally:
-            self._background.discard(playing)
 
     def waiting(self) -> dict[str, AgentWait]:
         """Return the tools that open episodes wait for, by sample id; agents that are programs do not say."""
@@ -145,13 +142,13 @@ class EpisodeWorkers:
     async def close(self) -> None:
         """End all workers at once, even those that hang; every waiting `run` returns a void outcome."""
         self._closed = True
-        await self._environments.close()
         for worker in list(self._workers):
             worker.kill("the agent workers were closed")
         for task in list(self._background):
             task.cancel()
         await asyncio.gather(*(worker.reading for worker in self._workers), *self._background, return_exceptions=True)
         self._workers.clear()
+        await self._environments.close()
         self._log.close()
 
     async def _run_alone(self, play: Play) -> EpisodeOutcome:
@@ -229,7 +226,8 @@ class EpisodeWorkers:
                 if worker.ready.is_set() and worker.silent_s > limit and not worker.ended:
                     worker.kill(f"it was silent for {limit:g} s", VoidCause.TIMEOUT)
 
-    def _do(self, work: Coroutine[None, None, None]) -> None:
+    def _do(self, work: Coroutine[Any, Any, Made]) -> asyncio.Task[Made]:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task

@@ -98,8 +98,7 @@ def find_environment(name: str) -> InstalledEnvironment:
             f"streamrl env add {folder.name} installs it"
         )
     try:
-        told = json.loads((folder / MANIFEST).read_text())
-        found = InstalledEnvironment(folder, **told)
+        found = _read(folder)
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"environment {name!r}: {folder / MANIFEST} cannot be read: {error}") from error
     if not found.python.exists():
@@ -115,8 +114,18 @@ def list_environments(folder: Path) -> list[InstalledEnvironment]:
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         with contextlib.suppress(OSError, ValueError, TypeError):
-            found.append(InstalledEnvironment(path, **json.loads((path / MANIFEST).read_text())))
+            found.append(_read(path))
     return found
+
+
+def _read(folder: Path) -> InstalledEnvironment:
+    """Read the record of an environment; OSError, ValueError or TypeError if it cannot be."""
+    return InstalledEnvironment(folder, **json.loads((folder / MANIFEST).read_text()))
+
+
+def _something_else(folder: Path) -> str:
+    """Return the name of something in a folder that is no part of an environment; '': there is nothing such."""
+    return min({one.name for one in folder.iterdir()} - {MANIFEST, LOCK, VENV}, default="")
 
 
 def remove_environment(folder: Path) -> None:
@@ -128,8 +137,8 @@ def remove_environment(folder: Path) -> None:
     if not folder.is_dir() or folder.is_symlink():
         known = ", ".join(one.name for one in list_environments(folder.parent)) or "none"
         raise UserError(f"there is no environment {folder.name!r} in {folder.parent}; installed: {known}")
-    if strange := sorted({one.name for one in folder.iterdir()} - {MANIFEST, LOCK, VENV}):
-        raise UserError(f"{folder} is no environment: it holds {strange[0]!r}; nothing was removed")
+    if strange := _something_else(folder):
+        raise UserError(f"{folder} is no environment: it holds {strange!r}; nothing was removed")
     with _locked(folder):
         (folder / MANIFEST).unlink(missing_ok=True)  # first, so that half of it is no environment
         shutil.rmtree(folder)
@@ -167,8 +176,8 @@ def add_environment(
                 f"streamrl env remove {folder.name} first"
             )
         if folder.exists():
-            if strange := sorted({one.name for one in folder.iterdir()} - {LOCK, VENV}):
-                raise UserError(f"{folder} exists, and is no environment: it holds {strange[0]!r}")
+            if strange := _something_else(folder):
+                raise UserError(f"{folder} exists, and is no environment: it holds {strange!r}")
             shutil.rmtree(folder)  # an installation that was interrupted
         try:
             return _install(folder, make, requirements, dict(config or {}), paths, python, lock)

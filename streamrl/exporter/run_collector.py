@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import statistics
 import time
@@ -17,12 +16,13 @@ from prometheus_client.registry import Collector
 from streamrl.errors import UserError
 from streamrl.exporter.metric_families import Families
 from streamrl.run_dir import layout
-from streamrl.run_dir.appended_lines import AppendedLines
+from streamrl.run_dir.appended_lines import AppendedLines, AppendedRows
 from streamrl.run_dir.evaluations import EvaluationRow
 from streamrl.run_dir.figures import NOT_FIGURES, STEP_PREFIX, numbers
 from streamrl.run_dir.instance_files import read_started
 from streamrl.run_dir.jsonl import parse_row
 from streamrl.run_dir.metrics import MetricsRow
+from streamrl.run_dir.sent_record import SentRecord
 from streamrl.run_dir.site_status import read_site
 from streamrl.run_dir.status import FINAL_STATES, RunStatus, read_status
 
@@ -68,18 +68,16 @@ class TrackerSteps:
     """The newest step that a tracker was sent."""
 
     def __init__(self, path: Path) -> None:
-        self._lines = AppendedLines(path)
-        self.newest = 0
+        self._lines, self._sent = AppendedLines(path), SentRecord()
 
     def look(self) -> int:
         """Read what is new and return the step."""
-        for line in self._lines.read_all()[1]:
-            with contextlib.suppress(ValueError, AttributeError, TypeError):
-                entry = json.loads(line)
-                if entry.get("kind") == "step":
-                    self.newest = max(self.newest, int(entry["step"]))
-                self.newest = int(entry.get("rewound", self.newest))
-        return self.newest
+        anew, lines = self._lines.read_all()
+        if anew:
+            self._sent = SentRecord()
+        for line in lines:
+            self._sent.take(line)
+        return self._sent.last_step
 
 
 class RunCollector(Collector):
@@ -89,8 +87,7 @@ class RunCollector(Collector):
         """Take the run's folder, and the staleness that its schedule allows."""
         self._folder, self._max_staleness, self._clock = folder, max_staleness, clock
         self._steps = StepTotals(folder)
-        self._evaluations = AppendedLines(folder / layout.EVALUATIONS)
-        self._evaluation: EvaluationRow | None = None
+        self._evaluations = AppendedRows(folder / layout.EVALUATIONS, EvaluationRow)
         self._trackers: dict[str, TrackerSteps] = {}
 
     def collect(self) -> Iterator[Metric]:
@@ -194,11 +191,10 @@ class RunCollector(Collector):
 
     def _add_evaluation(self, found: Families) -> None:
         with contextlib.suppress(OSError):
-            anew, lines = self._evaluations.read_all()
-            rows = [row for line in lines if (row := parse_row(EvaluationRow, line)) is not None]
-            self._evaluation = rows[-1] if rows else None if anew else self._evaluation
-        if (newest := self._evaluation) is None:
+            self._evaluations.look()
+        if not self._evaluations.rows:
             return
+        newest = self._evaluations.rows[-1]
         found.add("evaluation_step", newest.step)
         for task, scores in {"": newest.overall, **newest.by_task}.items():
             found.add("evaluation_reward", scores.reward, task)

@@ -29,6 +29,10 @@ class RolloutTable:
     columns: tuple[str, ...]
     rows: tuple[tuple[str | float | None, ...], ...]
 
+    def cells(self) -> dict[str, list[Any]]:
+        """Return the arguments `columns` and `data` from which W&B and Trackio make a table."""
+        return {"columns": list(self.columns), "data": [list(row) for row in self.rows]}
+
 
 class Tracker(Protocol):
     """An open tracker; one thread calls it.

@@ -52,9 +52,7 @@ class TrackioRun:
 
     def log_samples(self, step: int, table: RolloutTable) -> None:
         """Hand a table to it."""
-        self._run.log(
-            {"samples": self._table(columns=list(table.columns), data=[list(r) for r in table.rows])}, step=step
-        )
+        self._run.log({"samples": self._table(**table.cells())}, step=step)
 
     def rewind(self, step: int) -> bool:
         """Return False: Trackio cannot take back a part of a run."""

@@ -74,9 +74,7 @@ class WandbRun:
 
     def log_samples(self, step: int, table: RolloutTable) -> None:
         """Add a table to its step."""
-        self._run.log(
-            {"samples": self._table(columns=list(table.columns), data=[list(r) for r in table.rows])}, step=step
-        )
+        self._run.log({"samples": self._table(**table.cells())}, step=step)
 
     def rewind(self, step: int) -> bool:
         """Return False: a run's history cannot be taken back."""
