@@ -128,6 +128,32 @@ def test_an_arrow_upwards_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found == [f"streamrl/weights/x.py: streamrl.{name}" for name in ("tasks", "tasks.b")]
 
 
+def in_circles(package: str) -> set[str]:
+    """The files that import each other, or lie above such files; imports inside functions and for types count."""
+    module_of = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files(package)}
+    below = {module: {name for name in imports(path) if name in module_of} for module, path in module_of.items()}
+    while loose := [module for module, needed in below.items() if not needed]:
+        for module in loose:
+            del below[module]
+        below = {module: needed - set(loose) for module, needed in below.items()}
+    return set(below)
+
+
+@pytest.mark.parametrize("package", ["streamrl", "scheduler", "ranker"])
+def test_no_files_import_each_other(package: str) -> None:
+    assert in_circles(package) == set()
+
+
+def test_a_circle_is_found_and_also_one_of_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    (tmp_path / "ranker").mkdir()
+    (tmp_path / "ranker" / "a.py").write_text("import json\nfrom ranker import b\n")
+    (tmp_path / "ranker" / "b.py").write_text("from ranker.c import D\n")
+    (tmp_path / "ranker" / "c.py").write_text("if TYPE_CHECKING:\n    from ranker.a import x\n")
+    (tmp_path / "ranker" / "d.py").write_text("import json\n")
+    assert in_circles("ranker") == {"ranker.a", "ranker.b", "ranker.c"}
+
+
 def test_config_needs_neither_torch_nor_vllm() -> None:
     own = {"streamrl", "pydantic", "yaml"}
     assert offenders("streamrl/config", own) == []

@@ -1,4 +1,4 @@
-"""Judgement of measured step times: are they stable, are they possible, and do two measurements agree? Pure functions.
+"""Judgement of measured step times: are they stable, and are they possible? Pure functions.
 
 A machine that does something else meanwhile makes steps slower, for a while. So every step time is measured again until
 its repeats agree, and a step of a larger batch that seems faster than one of a smaller batch is nonsense: within
@@ -10,12 +10,6 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
-
-import numpy as np
-
-if TYPE_CHECKING:
-    from scheduler.cost.decode import StepCurve
 
 NOISE = 0.15
 """Share by which a step of a larger batch may seem faster before that is nonsense: an assumption, half as much again as
@@ -25,9 +19,6 @@ SPREAD = 0.10
 of a step time either."""
 LEAST_REPEATS = 3
 """Fewest repeats that can be stable: of two that differ, none is the odd one out."""
-DISAGREEMENT = 1.25
-"""Ratio from which two measurements of the same kind of instance are said to disagree: an assumption, what two stable
-ones that are off by a `SPREAD` in opposite directions may reach."""
 
 
 def spread(repeats: Sequence[float]) -> float:
@@ -63,20 +54,3 @@ def describe_fall(points: Mapping[int, float], small: int, large: int) -> str:
         f"a step of batch {large} took {1e3 * points[large]:.4g} ms and one of batch {small} "
         f"{1e3 * points[small]:.4g} ms, but a larger batch cannot be faster (by more than {NOISE:.0%}, for noise)"
     )
-
-
-def disagreement(curves: Sequence[StepCurve]) -> tuple[int, float, float] | None:
-    """Return where measurements of the same kind of instance disagree most.
-
-    Returns:
-        The batch size, and its shortest and its longest step time in seconds; None: they agree within `DISAGREEMENT`.
-    """
-    sizes = sorted({size for curve in curves for size in curve.batches})
-    if len(curves) < 2:
-        return None
-    seconds = np.asarray([curve.base(sizes) for curve in curves])
-    shortest, longest = seconds.min(axis=0), seconds.max(axis=0)
-    worst = int(np.argmax(longest / shortest))
-    if longest[worst] <= DISAGREEMENT * shortest[worst]:
-        return None
-    return sizes[worst], float(shortest[worst]), float(longest[worst])

@@ -12,13 +12,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
+from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from streamrl.emulation.shaping import SEGMENT, ShapedFlow, Wire
-
-if TYPE_CHECKING:
-    from streamrl.emulation.tcp_relay import Relay, RelayEndpoint
 
 REST_S = 0.002
 """Seconds that a lane rests after reading full packets, but less than a chunk, twice within the same time.
@@ -32,6 +30,18 @@ class End(Enum):
 
     CLOSED = "closed"
     RESET = "reset"
+
+
+class LaneEnd(Protocol):
+    """A socket at one end of a lane."""
+
+    writable: bool
+
+    def read(self, wanted: bool) -> None:
+        """Read from it, or stop reading."""
+
+    def write(self, data: bytes) -> None:
+        """Write to it."""
 
 
 class Pipe:
@@ -66,13 +76,11 @@ class Pipe:
 
 
 class Lane:
-    """One direction of a connection."""
+    """One direction of a connection; it calls `arrived` with the end that has crossed it."""
 
-    def __init__(self, pipe: Pipe, relay: Relay, source: RelayEndpoint, sink: RelayEndpoint) -> None:
+    def __init__(self, pipe: Pipe, source: LaneEnd, sink: LaneEnd, arrived: Callable[[End], None]) -> None:
         self._pipe = pipe
-        self._relay = relay
-        self._source = source
-        self._sink = sink
+        self._source, self._sink, self._arrived = source, sink, arrived
         self._flow = ShapedFlow()
         self._next: bytes | None = None
         self._line: deque[tuple[float, bytes | End]] = deque()
@@ -159,7 +167,7 @@ class Lane:
             self._line.popleft()
             if isinstance(what, End):
                 self.finished = True
-                self._relay.arrived(what, self._sink)
+                self._arrived(what)
                 return
             self._sink.write(what)
             self._flow.in_flight -= len(what)

@@ -153,8 +153,8 @@ class Relay:
             except BaseException:
                 outward.close()
                 raise
-            to_home = Lane(self._link.to_home, self, self.remote, self.home)
-            from_home = Lane(self._link.from_home, self, self.home, self.remote)
+            to_home = Lane(self._link.to_home, self.remote, self.home, lambda end: self.arrived(end, self.home))
+            from_home = Lane(self._link.from_home, self.home, self.remote, lambda end: self.arrived(end, self.remote))
             self.remote.outgoing = self.home.incoming = to_home
             self.home.outgoing = self.remote.incoming = from_home
             self.lanes = (to_home, from_home)

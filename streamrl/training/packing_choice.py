@@ -12,7 +12,6 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
-import math
 import os
 import subprocess
 import sys
@@ -25,42 +24,10 @@ from streamrl.atomic_files import replace_text
 from streamrl.config.run import RunConfig
 from streamrl.errors import ErrorCode, UserError
 from streamrl.machine.model_files import cache_directory
+from streamrl.training.packing_ways import PackingKind, PackingProof, PackingWay
 
 LIMIT_S = 300.0
 """Seconds that the proving process may take; importing torch and transformers takes nearly all of them."""
-
-PackingKind = Literal["shared", "separate"]
-
-
-@dataclass(frozen=True)
-class PackingWay:
-    """One way to compute a batch, against the model's definition."""
-
-    kind: PackingKind
-    attention: str
-    """transformers' name of its attention."""
-    logprob_error: float = math.inf
-    """Largest difference of a log-probability, in nats."""
-    gradient_error: float = math.inf
-    """Largest relative difference of a parameter's gradient (L2 norms)."""
-    differs: str = ""
-    """What differs and where; '': nothing beyond rounding."""
-
-
-@dataclass(frozen=True)
-class PackingProof:
-    """What was found for an architecture."""
-
-    model_type: str
-    """transformers' name of the architecture."""
-    ways: tuple[PackingWay, ...]
-    """All ways to compute a batch, the fastest first; a kind of packing may have several."""
-    longest: int | None = None
-    """Longest row for which it holds (`small_config.longest_exact`); None: any."""
-    unproven: str = ""
-    """Why there is no proof: its small model could not be built and run; '': there is one."""
-    refuted: str = ""
-    """Why no packing can be right: it is no causal language model; '': it is one."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
 from streamrl.training.attention import SHARED_PREFIX, SHARED_PREFIX_LONG
 from streamrl.training.hidden_states import padded_rows
 from streamrl.training.packing import PackedBatch, pack
-from streamrl.training.packing_choice import PackingKind, PackingProof, PackingWay
+from streamrl.training.packing_ways import PackingKind, PackingProof, PackingWay
 from streamrl.training.policy_model import Policy, in_training
 from streamrl.training.small_config import longest_exact, small_config
 

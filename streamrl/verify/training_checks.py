@@ -10,8 +10,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from streamrl.errors import RunFailed, UserError
 from streamrl.training.packing import pack
-from streamrl.training.packing_choice import Packing, PackingProof, choose_packing
+from streamrl.training.packing_choice import Packing, choose_packing
 from streamrl.training.packing_proof import proof_groups, small_model
+from streamrl.training.packing_ways import PackingProof
 from streamrl.training.policy_model import Policy, in_training
 from streamrl.training.tensor_parallel import plan_of
 from streamrl.verify.findings import Finding

@@ -14,8 +14,9 @@ from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.generation.instance import engine_config
 from streamrl.generation.instance.engine_config import _has_few_rows
+from streamrl.generation.instance.engine_variables import EAGER, FEW_ROWS
 from streamrl.generation.instance.few_rows import MOST_ROWS, Shelf, product
-from streamrl.generation.instance.vllm_plugin import EAGER, FEW_ROWS, register
+from streamrl.generation.instance.vllm_plugin import register
 from streamrl.machine.engine_settings import EngineSettings
 from tests.tiny_model import save_tiny_model
 

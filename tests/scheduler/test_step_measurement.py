@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scheduler.cost.decode import StepCurve
-from scheduler.cost.step_measurement import disagreement, is_stable, spread, steepest_fall
+from scheduler.cost.step_measurement import is_stable, spread, steepest_fall
 
 
 def test_the_spread_is_the_median_deviation_so_one_disturbed_repeat_does_not_matter() -> None:
@@ -45,10 +45,3 @@ def test_a_calibration_that_falls_with_the_batch_is_refused_and_one_within_noise
     with pytest.raises(ValueError, match=complaint):
         StepCurve.from_json({"step_seconds": {"1": 0.133, "2": 0.182, "4": 0.011, "8": 0.032}})
     assert StepCurve.from_json({"step_seconds": {"1": 1.0, "2": 0.9}}).seconds == (0.95, 0.95)
-
-
-def test_two_measurements_disagree_where_they_differ_most() -> None:
-    one = StepCurve((1, 8), (0.01, 0.02))
-    assert disagreement([one]) is None and disagreement([]) is None
-    assert disagreement([one, one.scaled(1.24)]) is None
-    assert disagreement([one, StepCurve((1, 8), (0.013, 0.06)), one]) == (8, pytest.approx(0.02), pytest.approx(0.06))

@@ -12,9 +12,10 @@ from transformers import Gemma3TextConfig, LlamaConfig, Phi3Config, Qwen2Config
 
 from streamrl.errors import UserError
 from streamrl.training import merged_attention, packing_choice, packing_proof
-from streamrl.training.packing_choice import PackingProof, PackingWay, choose_packing
+from streamrl.training.packing_choice import choose_packing
 from streamrl.training.packing_choice import packing_proof as proof_of
 from streamrl.training.packing_proof import prove
+from streamrl.training.packing_ways import PackingProof, PackingWay
 from streamrl.training.small_config import kept_layers, small_config
 from streamrl.verify.families import FAMILIES
 from tests.tiny_model import save_tiny_model

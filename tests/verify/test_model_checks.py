@@ -21,7 +21,8 @@ from transformers import (
 )
 
 from streamrl.tasks.chat_template import ChatTemplate
-from streamrl.training.packing_choice import Packing, PackingProof, PackingWay
+from streamrl.training.packing_choice import Packing
+from streamrl.training.packing_ways import PackingProof, PackingWay
 from streamrl.verify import child_process
 from streamrl.verify import generator_checks as generator
 from streamrl.verify.findings import Finding, reasons_against, table_of

@@ -12,7 +12,8 @@ from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.config.speculation import SpeculationConfig
 from streamrl.generation.drafts.drafter import DrafterWorker, RolloutDrafter
-from streamrl.generation.instance.vllm_plugin import EAGER, FEW_ROWS, QUANTIZATION, register
+from streamrl.generation.instance.engine_variables import EAGER, FEW_ROWS, QUANTIZATION
+from streamrl.generation.instance.vllm_plugin import register
 from streamrl.machine.engine_settings import EngineSettings, chosen_settings
 from streamrl.machine.model_files import resolve_model
 from streamrl.weights.backends.base import weight_path

@@ -16,8 +16,8 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
+from streamrl.generation.instance.engine_variables import FEW_ROWS
 from streamrl.generation.instance.few_rows import MOST_ROWS, Shelf, multiply, product
-from streamrl.generation.instance.vllm_plugin import FEW_ROWS
 
 
 def _fits(x: torch.Tensor, weight: torch.Tensor | None, variance_size: int | None) -> bool:

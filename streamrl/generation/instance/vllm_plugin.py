@@ -10,14 +10,9 @@ import multiprocessing
 import os
 import signal
 
+from streamrl.generation.instance.engine_variables import EAGER, FEW_ROWS, QUANTIZATION
 from streamrl.runtime.processes import end_with_parent, kill_all_with
 
-EAGER = "STREAMRL_EAGER"
-"""Environment variable that is 1 in an engine that compiles nothing."""
-FEW_ROWS = "streamrl_few_rows"
-"""Name under which vLLM knows the method and the norms for small batches (`few_rows_vllm.py`)."""
-QUANTIZATION = "STREAMRL_QUANTIZATION"
-"""Environment variable that is `FEW_ROWS` in an engine that uses this method."""
 _ends = 0
 """Id of the process that `_end_with_instance` has already set up."""
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING
 
 from scheduler.dispatch.straggler import SlowWatch
+from streamrl.generation.site.fleet_view import FleetView
 from streamrl.generation.site.instance_life import InstanceLife, Life
-
-if TYPE_CHECKING:
-    from streamrl.generation.site.fleet import SiteFleet
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +21,7 @@ HEARD = (Life.STALE, Life.READY, Life.SUSPECT, Life.DRAINING)
 class InstanceWatch:
     """Periodic check of all instances; the fleet acts on what it finds."""
 
-    def __init__(self, fleet: SiteFleet) -> None:
+    def __init__(self, fleet: FleetView) -> None:
         self.fleet = fleet
         self.slow = SlowWatch()
         self._paces: dict[str, tuple[int, float]] = {}

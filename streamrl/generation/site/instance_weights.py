@@ -8,9 +8,10 @@ import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from scheduler.cost.decode import StepCurve
+from streamrl.generation.site.fleet_view import FleetView
 from streamrl.generation.site.instance_life import InstanceLife, Life
 from streamrl.generation.site.pending_answers import InstanceLost
 from streamrl.generation.site.step_curves import differ
@@ -20,16 +21,13 @@ from streamrl.transport.deadlines import DeadlineExpired, never
 from streamrl.transport.endpoint import Delivery
 from streamrl.weights.version import WeightVersion
 
-if TYPE_CHECKING:
-    from streamrl.generation.site.fleet import SiteFleet
-
 log = logging.getLogger(__name__)
 
 
 class InstanceWeights:
     """The version that a site serves, the instances' loads of it, and their sleep."""
 
-    def __init__(self, fleet: SiteFleet, ensure: Callable[[WeightVersion], Awaitable[None]]) -> None:
+    def __init__(self, fleet: FleetView, ensure: Callable[[WeightVersion], Awaitable[None]]) -> None:
         """
         Args:
             fleet: the site's instances.

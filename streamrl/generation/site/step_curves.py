@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from scheduler.cost.decode import StepCurve
-from scheduler.cost.step_measurement import disagreement
 from scheduler.simulation.generation_simulator import SimulatedInstance
 from streamrl.config.cluster import GenerationPool
 
@@ -16,6 +15,9 @@ log = logging.getLogger(__name__)
 
 CHANGE = 0.1
 """Smallest relative change of a step time that is passed on; two measurements differ by less."""
+DISAGREEMENT = 1.25
+"""Ratio from which two measurements of the same kind of instance are said to disagree: an assumption, what two stable
+ones that are off by a `step_measurement.SPREAD` in opposite directions may reach."""
 CONTEXT = 1000
 """Tokens of context of each request at which step times are compared, besides those without context."""
 
@@ -84,3 +86,20 @@ def differ(one: StepCurve, other: StepCurve) -> bool:
     sizes = np.asarray(sorted({*one.batches, *other.batches}))
     contexts = np.asarray([[0], [CONTEXT]]) * sizes
     return bool(np.any(np.abs(np.log(one.step(sizes, contexts) / other.step(sizes, contexts))) > np.log1p(CHANGE)))
+
+
+def disagreement(curves: Sequence[StepCurve]) -> tuple[int, float, float] | None:
+    """Return where measurements of the same kind of instance disagree most.
+
+    Returns:
+        The batch size, and its shortest and its longest step time in seconds; None: they agree within `DISAGREEMENT`.
+    """
+    sizes = sorted({size for curve in curves for size in curve.batches})
+    if len(curves) < 2:
+        return None
+    seconds = np.asarray([curve.base(sizes) for curve in curves])
+    shortest, longest = seconds.min(axis=0), seconds.max(axis=0)
+    worst = int(np.argmax(longest / shortest))
+    if longest[worst] <= DISAGREEMENT * shortest[worst]:
+        return None
+    return sizes[worst], float(shortest[worst]), float(longest[worst])

@@ -1,0 +1,8 @@
+"""Names by which an instance tells the processes of its engine how to compute; vLLM's plugin reads them."""
+
+EAGER = "STREAMRL_EAGER"
+"""Environment variable that is 1 in an engine that compiles nothing."""
+QUANTIZATION = "STREAMRL_QUANTIZATION"
+"""Environment variable that is `FEW_ROWS` in an engine that uses this method."""
+FEW_ROWS = "streamrl_few_rows"
+"""Name under which vLLM knows the method and the norms for small batches (`few_rows_vllm.py`)."""
