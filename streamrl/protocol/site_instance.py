@@ -45,6 +45,9 @@ class GenerateSample(TypedMessage, frozen=True, tag="generate"):
     kept: KeptTokens | None = None
     expected: float | None = None
     """Forecast tokens of the completion, which tell a drafter where drafts pay; None: no forecast."""
+    cache_version: int | None = None
+    """Version with which the KV cache of its prefix is salted: of an episode whose turns keep their cache over updates
+    of the weights; None: that of the instance's weights."""
 
 
 class Release(TypedMessage, frozen=True, tag="release"):

@@ -82,6 +82,8 @@ class SampleRequest:
     """Tokens produced before it was preempted."""
     expected: float | None = None
     """Forecast tokens of the completion; None: no forecast."""
+    cache_version: int | None = None
+    """Version with which the KV cache of its prefix is salted; None: that of the instance's weights."""
 
 
 @dataclass(frozen=True)

@@ -299,14 +299,14 @@ def test_a_sample_over_three_versions_has_each_tokens_logprob_under_the_weights_
         assert np.abs(told[0] - drawn.logprobs).max() > 1e-2  # one version alone does not explain them
 
 
-def test_new_requests_never_meet_a_prefix_that_older_weights_computed(engines: Engines) -> None:
+def test_new_requests_meet_a_prefix_that_older_weights_computed_only_where_they_say_so(engines: Engines) -> None:
     """Also when running requests keep their KV cache over the update."""
     old, new = engines.models[:2]
     number = engines.next_number()
     content_hash = stored(engines.store, number, new, torch.float32)
     prompt = np.arange(3, 80, dtype=np.int32)  # two whole blocks of KV cache
 
-    async def body(engine: Engine) -> tuple[int, Sample, Sample, Sample]:
+    async def body(engine: Engine) -> tuple[int, Sample, Sample, Sample, Sample]:
         before = engine.version
         first = asyncio.create_task(sample(engine, SampleRequest("g.0", "g", prompt, 0, 0.0)))
         await until(lambda: engine.produced().get("g.0", 0) >= 5)
@@ -314,9 +314,13 @@ def test_new_requests_never_meet_a_prefix_that_older_weights_computed(engines: E
         second = await sample(engine, SampleRequest("g.1", "g", prompt, 1, 0.0))
         longer = np.concatenate([prompt, second.completion_tokens, prompt[:9]])  # a turn that extends it
         third = await sample(engine, SampleRequest("g.2", "g", longer, 2, 0.0))
-        return before, await first, second, third
+        drawn = await first
+        longer = np.concatenate([prompt, drawn.completion_tokens[:9]])  # a turn of an episode that keeps its cache
+        kept = await sample(engine, SampleRequest("g.3", "g", longer, 3, 0.0, cache_version=before))
+        return before, drawn, second, third, kept
 
-    before, first, second, third = engines.run(exact(config(old, max_tokens=30)), body)
+    before, first, second, third, kept_turn = engines.run(exact(config(old, max_tokens=30)), body)
+    assert kept_turn.cached_tokens >= len(prompt) // CPU_BLOCK_SIZE * CPU_BLOCK_SIZE > 0
     known = len(prompt) + second.output_length - 1  # nothing was computed from the last token
     assert (second.cached_tokens, third.cached_tokens) == (0, known // CPU_BLOCK_SIZE * CPU_BLOCK_SIZE)
     assert_logprobs_are_the_models(new, np.concatenate([prompt, second.completion_tokens, prompt[:9]]), third, 1.0)

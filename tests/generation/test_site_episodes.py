@@ -28,8 +28,8 @@ def _no_caches() -> None:
     CACHES.clear()
 
 
-def site_with(*sample_ids: str) -> SiteEpisodes:
-    site = SiteEpisodes("here", 100, 50, CACHES.get)
+def site_with(*sample_ids: str, keeps_kv: bool = False) -> SiteEpisodes:
+    site = SiteEpisodes("here", 100, 50, CACHES.get, keeps_kv)
     requests = [SampleRequest(one, "g", np.arange(3, dtype=np.int32), 7, 1.5, 0.0) for one in sample_ids]
     orders = site.begin([IncomingGroup(requests, None, IssuedEpisode("task", {"prompt": "hi"}))])
     assert [order.sample_id for order in orders] == list(sample_ids)
@@ -180,6 +180,27 @@ def test_a_turn_goes_where_the_tokens_of_the_turn_that_it_extends_are() -> None:
     assert where(8, 1) == ("", 0)
     del CACHES["here-regular-1"]  # gone
     assert where(9, 1) == ("", 0)
+
+
+def test_where_requests_keep_their_cache_over_an_update_the_turns_of_an_episode_do_too() -> None:
+    CACHES["here-regular-0"] = 1, 3
+    site = site_with("g.000", keeps_kv=True)
+
+    def ordered(number: int, length: int) -> tuple[str, int, int | None]:
+        found = site.turn(turn(number, extends=number - 1 if number else None), prompt(length))
+        assert isinstance(found, RequestedTurn)
+        return found.home, found.cached, found.request.cache_version
+
+    assert ordered(0, 5) == ("", 0, None)
+    site.turn_done(finished("g.000/aa.0"), output(2, 3, 4))  # new weights came while it was generated
+    CACHES["here-regular-0"] = 1, 4
+    assert ordered(1, 9) == ("here-regular-0", 7, 3)
+    site.turn_done(finished("g.000/aa.1"), output(2, 4))
+    CACHES["here-regular-0"] = 1, 5
+    assert ordered(2, 20) == ("here-regular-0", 11, 3)  # still as the first one
+    site.turn_done(finished("g.000/aa.2"), output(2, 5))
+    CACHES["here-regular-0"] = 2, 5  # restarted: its cache is empty
+    assert ordered(3, 30) == ("", 0, None)
 
 
 @pytest.mark.parametrize(("cache", "versions"), [(None, (3,)), ((1, 4), (3, 4)), ((1, 4), (3, 3))])

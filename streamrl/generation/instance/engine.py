@@ -377,8 +377,9 @@ class Engine:
         if kept:
             self._kept[request.sample_id] = kept
         try:
-            # salted with the version, so that a request never reuses a prefix that older weights have computed
-            tokens = TokensPrompt(prompt_token_ids=prompt.tolist(), cache_salt=f"version {self.version}")
+            # salted with the version, so that a request reuses no prefix of older weights, unless it is told to
+            salt = self.version if request.cache_version is None else request.cache_version
+            tokens = TokensPrompt(prompt_token_ids=prompt.tolist(), cache_salt=f"version {salt}")
             async for output in self._llm.generate(tokens, params, request.sample_id):
                 last = output
         finally:

@@ -108,7 +108,10 @@ class GenerationService:
         )
         self.controller.reports += [self.hub, *self.weights.endpoints]
         self._calls: dict[tuple[str, str], asyncio.Future[None]] = {}
-        self.episodes = SiteEpisodes(self.site, run.model.max_context, run.sampling.max_tokens, self._prefix_cache)
+        keeps_kv = run.schedule.on_update == "keep_kv"
+        self.episodes = SiteEpisodes(
+            self.site, run.model.max_context, run.sampling.max_tokens, self._prefix_cache, keeps_kv
+        )
         self.agents = f"agents-{self.site}"
         """Name of the process that leads the site's episodes, in runs that have some."""
         self.hub.forwards_hellos = True

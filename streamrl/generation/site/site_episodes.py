@@ -6,7 +6,9 @@ An episode stays open until the controller has committed it. A new agents proces
 their start; turns that nobody waits for any more, because their episode has ended or is begun again, are abandoned.
 
 A turn goes where the KV cache of the turn that it extends is, if it is anywhere: the instance that generated that turn,
-while it is the same process with the same weights, since prefix caches are salted with the version.
+while it is the same process with the same weights, since prefix caches are salted with the version. Where requests keep
+their KV cache over an update of the weights (`schedule.on_update: keep_kv`), episodes do, too: their turns stay salted
+with the version of the first one.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ class _Ordered:
     """Its place in its episode, from 0."""
     prompt: int
     """Tokens of its prompt."""
+    cache_version: int | None
+    """Version with which its prefix is salted; None: that of its first token."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,8 @@ class SiteEpisodes:
     """Tokens of an answer (`sampling.max_tokens`)."""
     cache_of: Callable[[str], PrefixCache | None]
     """Returns the prefix cache of an instance now; None: it is gone, or caches nothing."""
+    keeps_kv: bool = False
+    """Whether KV caches outlive an update of the weights."""
     episodes: dict[str, _Open] = field(default_factory=dict)
     """Open episodes, by sample id."""
     turns: dict[str, _Ordered] = field(default_factory=dict)
@@ -137,7 +143,11 @@ class SiteEpisodes:
             return f"the turn {message.turn_id!r:.99} without its prompt, int32 [P]"
         if len(prompt) >= self.most_context:
             return f"the turn {message.turn_id!r:.99}, whose {len(prompt)} tokens leave no room for an answer"
-        ordered = _Ordered(message.sample_id, int(named["place"]), len(prompt))
+        before = one.cached.get(message.extends or "")
+        if before is not None and not (before.tokens <= len(prompt) and self._is_cached(before)):
+            before = None
+        salt = before.cache[1] if before is not None and self.keeps_kv else None
+        ordered = _Ordered(message.sample_id, int(named["place"]), len(prompt), salt)
         self.turns[message.turn_id] = ordered
         request = SampleRequest(
             sample_id=message.turn_id,
@@ -146,11 +156,11 @@ class SiteEpisodes:
             seed=message.seed,
             t_queued=one.request.t_queued,
             temperature=one.request.temperature,
+            cache_version=salt,
         )
         most = min(self.most_tokens, self.most_context - len(prompt))
         forecast = self.lengths.forecast(one.order.task, ordered.place, most)
-        before = one.cached.get(message.extends or "")
-        if before is None or self.cache_of(before.instance) != before.cache or before.tokens > len(prompt):
+        if before is None:
             return RequestedTurn(request, forecast, "", 0)
         return RequestedTurn(request, forecast, before.instance, before.tokens)
 
@@ -162,15 +172,22 @@ class SiteEpisodes:
         one.last = sample
         versions = arrays["token_versions"]
         self.lengths.record(one.order.task, turn.place, len(versions))
-        cache = self.cache_of(sample.instance)
-        if cache is not None and len(versions) and versions[0] == cache[1]:  # else it was salted with another version
-            one.cached[sample.sample_id] = _Cached(sample.instance, cache, turn.prompt + len(versions))
+        if (cache := self.cache_of(sample.instance)) is not None and len(versions):
+            salt = int(versions[0]) if turn.cache_version is None else turn.cache_version
+            found = _Cached(sample.instance, (cache[0], salt), turn.prompt + len(versions))
+            if self._is_cached(found):
+                one.cached[sample.sample_id] = found
         return TurnDone(
             turn_id=sample.sample_id,
             finish_reason=sample.finish_reason,
             text=sample.text,
             cached_tokens=sample.cached_tokens,
         )
+
+    def _is_cached(self, turn: _Cached) -> bool:
+        """Return whether a finished turn is still in a cache that the next one may use."""
+        now = self.cache_of(turn.instance)
+        return now is not None and (now[0] == turn.cache[0] if self.keeps_kv else now == turn.cache)
 
     def end(self, message: EpisodeDone) -> FinishedSample | str:
         """Return the sample of an ended episode; or, as text, what is wrong with it.
