@@ -37,7 +37,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from scheduler.schedule.schedules import Schedule, due_within
 
@@ -58,62 +57,8 @@ class Round:
     """New tokens that each sample may produce in this round; None: unlimited."""
 
 
-class Rounds(Protocol):
-    """Interface of both kinds of rounds, as the controller and the simulator use it."""
-
-    @property
-    def batch(self) -> int:
-        """Groups per optimizer step."""
-
-    @property
-    def max_age(self) -> int | None:
-        """Largest number of steps from a group's policy version at issue to the weights that train on it; None: no
-        limit."""
-
-    @property
-    def round(self) -> Round | None:
-        """The current round."""
-
-    @property
-    def again(self) -> bool:
-        """Whether the last round ended without what its step needs, so that another begins under the same weights."""
-
-    @property
-    def over(self) -> bool:
-        """Whether the current round should be ended."""
-
-    def begin(self, version: int) -> Round:
-        """Begin the next round under these weights: those of the last step, or the same as before (`again`)."""
-
-    def started(self, group_ids: Iterable[str]) -> None:
-        """Record the names of the round's new groups, as they are issued."""
-
-    def completed(self, group_id: str) -> None:
-        """Record that all samples of a group have their rewards."""
-
-    def parked(self, group_id: str) -> None:
-        """Record that every unfinished sample of a group has used up its budget."""
-
-    def dropped(self, group_id: str) -> None:
-        """Record, instead of `completed`, that a group will not be trained (dynamic sampling)."""
-
-    def taken(self, group_id: str) -> None:
-        """Record that training has taken a complete group."""
-
-    def end(self) -> list[str]:
-        """End the round and return the groups that the caller must withdraw, keeping their tokens."""
-
-
-def taking(schedule: Schedule, rounds: Rounds) -> Schedule:
-    """Return the schedule that decides which complete groups training may take.
-
-    The age bound of the rounds, if any, replaces the schedule's own; compute `due` with its `max_staleness`.
-    """
-    return schedule if rounds.max_age is None else replace(schedule, max_staleness=rounds.max_age)
-
-
-class _Bookkeeping(ABC):
-    """Bookkeeping that both kinds share: the state of every group, and which groups are due."""
+class Rounds(ABC):
+    """What both kinds of rounds share: the state of every group, and which groups are due; see the module."""
 
     def __init__(self, batch: int, over_issue: float, max_age: int | None) -> None:
         if batch < 1 or not 1 <= over_issue < math.inf:
@@ -126,7 +71,7 @@ class _Bookkeeping(ABC):
         self.round: Round | None = None
         """The current round."""
         self.again = False
-        """Whether another round must begin under the same weights; see `Rounds.again`."""
+        """Whether the last round ended without what its step needs, so that another begins under the same weights."""
         self._version_at_issue: dict[str, int] = {}
         """Policy version at issue of every group that training has not taken, in order of issue."""
         self._complete: set[str] = set()
@@ -141,7 +86,7 @@ class _Bookkeeping(ABC):
         """Groups that the current step still lacks."""
 
     def begin(self, version: int) -> Round:
-        """Begin the next round; see `Rounds.begin`.
+        """Begin the next round under these weights: those of the last step, or the same as before (`again`).
 
         Raises:
             RuntimeError: a round is in progress.
@@ -191,13 +136,13 @@ class _Bookkeeping(ABC):
         return math.ceil(wanted * self.over_issue - 1e-9)
 
     def started(self, group_ids: Iterable[str]) -> None:
-        """Record the names of the round's new groups; see `Rounds.started`."""
+        """Record the names of the round's new groups, as they are issued."""
         for group_id in group_ids:
             self._version_at_issue[group_id] = self._version
             self._open[group_id] = None
 
     def completed(self, group_id: str) -> None:
-        """Record a complete group, also one that was deferred while its last rewards were in flight.
+        """Record a group whose samples all have their rewards, also one that was deferred while these were in flight.
 
         Raises:
             KeyError: the group is neither of this round nor deferred.
@@ -217,7 +162,7 @@ class _Bookkeeping(ABC):
         self._parked.add(group_id)
 
     def dropped(self, group_id: str) -> None:
-        """Forget a group that will not be trained; see `Rounds.dropped`.
+        """Forget a group that, instead of being complete, will not be trained (dynamic sampling).
 
         Raises:
             KeyError: the group is neither of this round nor deferred.
@@ -247,7 +192,7 @@ class _Bookkeeping(ABC):
 
     @property
     def over(self) -> bool:
-        """Whether the current round should be ended; see `Rounds.over`."""
+        """Whether the current round should be ended."""
         return self.round is not None and (self._enough or len(self._parked) == len(self._open))
 
     @property
@@ -257,7 +202,7 @@ class _Bookkeeping(ABC):
         return self._room == 0 or (self._done >= self.round.needed and self._awaited.isdisjoint(self._open))
 
     def end(self) -> list[str]:
-        """End the round and return its unfinished groups; see `Rounds.end`.
+        """End the round and return its unfinished groups, which the caller must withdraw, keeping their tokens.
 
         Raises:
             RuntimeError: the round is not over.
@@ -271,7 +216,7 @@ class _Bookkeeping(ABC):
         return unfinished
 
 
-class TailBatching(_Bookkeeping):
+class TailBatching(Rounds):
     """Rounds that over-issue groups, defer the slowest, and generate a whole batch of deferred ones in a tail round."""
 
     def __init__(self, batch: int, over_issue: float = 1.25, max_age: int | None = None) -> None:
@@ -280,7 +225,8 @@ class TailBatching(_Bookkeeping):
         Args:
             batch: groups that are trained together.
             over_issue: ratio of the groups that a regular round issues to those that it needs.
-            max_age: see `Rounds`.
+            max_age: largest number of steps from a group's policy version at issue to the weights that train on it;
+                None: no limit.
 
         Raises:
             ValueError: the batch is empty, fewer groups than a batch would be issued, or the age is negative.
@@ -297,7 +243,7 @@ class TailBatching(_Bookkeeping):
         return Round(new == 0, new, resumed, needed)
 
 
-class PartialRollouts(_Bookkeeping):
+class PartialRollouts(Rounds):
     """Rounds in which each sample may produce a limited number of tokens and is then parked for the next round."""
 
     def __init__(self, batch: int, round_tokens: int, over_issue: float = 1.0, max_age: int | None = None) -> None:
@@ -307,7 +253,7 @@ class PartialRollouts(_Bookkeeping):
             batch: groups that are trained together.
             round_tokens: tokens that a sample may produce in a round.
             over_issue: ratio of the groups that are open when a round begins to those of a batch.
-            max_age: see `Rounds`.
+            max_age: see `TailBatching`.
 
         Raises:
             ValueError: the batch or the budget is empty, fewer groups than a batch would be open, or the age is
@@ -323,3 +269,11 @@ class PartialRollouts(_Bookkeeping):
             return Round(False, 0, (), 0, self.round_tokens)
         new = int(min(max(0, self._more(self.batch) - len(waiting)), limit))
         return Round(new == 0, new, tuple(waiting), needed, self.round_tokens)
+
+
+def taking(schedule: Schedule, rounds: Rounds) -> Schedule:
+    """Return the schedule that decides which complete groups training may take.
+
+    The age bound of the rounds, if any, replaces the schedule's own; compute `due` with its `max_staleness`.
+    """
+    return schedule if rounds.max_age is None else replace(schedule, max_staleness=rounds.max_age)
