@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import heapq
 import random
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Set
 
-from scheduler.dispatch.policy import Assignment, Fleet, Request, TokenProgress
+from scheduler.dispatch.policy import Assignment, DispatchPolicy, Request, TokenProgress
 
 
-class LeastLoaded(Fleet):
+class LeastLoaded(DispatchPolicy):
     """Data-parallel load balancing: every request is placed by load (see `Fleet`)."""
 
     def __init__(self, affinity: int = 0) -> None:
@@ -28,7 +28,7 @@ class LeastLoaded(Fleet):
         self._waiting.extend(requests)
 
     def withdraw(self, request_ids: Set[str]) -> None:
-        """Drop requests that are no longer wanted; see `DispatchPolicy.withdraw`."""
+        """Drop requests that are no longer wanted; see `Fleet.withdraw`."""
         self._waiting = self.without(self._waiting, request_ids)
         super().withdraw(request_ids)
 
@@ -37,7 +37,7 @@ class LeastLoaded(Fleet):
         return self.place_by_load(self._waiting)
 
 
-class LongestFirst(Fleet):
+class LongestFirst(DispatchPolicy):
     """Least-loaded dispatch that starts the longest expected request first; those without a forecast go last."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class LongestFirst(Fleet):
             heapq.heappush(self._heap, (-request.expected, self._count, request))
 
     def withdraw(self, request_ids: Set[str]) -> None:
-        """Drop requests that are no longer wanted; see `DispatchPolicy.withdraw`."""
+        """Drop requests that are no longer wanted; see `Fleet.withdraw`."""
         self._heap = [entry for entry in self._heap if entry[2].request_id not in request_ids]
         heapq.heapify(self._heap)
         super().withdraw(request_ids)
@@ -70,7 +70,7 @@ class LongestFirst(Fleet):
         return decisions
 
 
-class _InTurn(Fleet, ABC):
+class _InTurn(DispatchPolicy):
     """Binds each request to an instance at submission, whatever the load; first come, first served per instance."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class _InTurn(Fleet, ABC):
         return super().leave(instance) + waiting
 
     def withdraw(self, request_ids: Set[str]) -> None:
-        """Drop requests that are no longer wanted; see `DispatchPolicy.withdraw`."""
+        """Drop requests that are no longer wanted; see `Fleet.withdraw`."""
         self._unbound = self.without(self._unbound, request_ids)
         self._queues = {name: self.without(queue, request_ids) for name, queue in self._queues.items()}
         super().withdraw(request_ids)

@@ -106,7 +106,7 @@ class GroupProbe(SkewAware):
         return super().leave(instance)
 
     def withdraw(self, request_ids: Set[str]) -> None:
-        """Drop requests that are no longer wanted; see `DispatchPolicy.withdraw`."""
+        """Drop requests that are no longer wanted; see `Fleet.withdraw`."""
         self._probes = self.without(self._probes, request_ids)
         self._forget({r: group_id for group_id, group in self._groups.items() for r in group.open if r in request_ids})
         super().withdraw(request_ids)

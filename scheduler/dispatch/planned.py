@@ -21,7 +21,7 @@ least-loaded dispatch that may move what runs.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence, Set
 
@@ -31,7 +31,7 @@ from scheduler.cost.expected_time import Worker
 from scheduler.cost.length_forecast import equally_likely, same_width, tails_of
 from scheduler.dispatch.dispatch_objective import MAKESPAN, DispatchObjective, Streamed
 from scheduler.dispatch.partition import BY_LOAD, Plan, PromptGroups, plan
-from scheduler.dispatch.policy import REGULAR, TAIL, Assignment, Fleet, Instance, Request, TokenProgress
+from scheduler.dispatch.policy import REGULAR, TAIL, Assignment, DispatchPolicy, Instance, Request, TokenProgress
 from scheduler.dispatch.remaining_length import Remaining
 
 MOVE_GAIN = 0.1
@@ -44,7 +44,7 @@ MOVES_LOOKED_AT = 8
 """How many numbers of requests (all, half, a quarter, ...) a move is tried with."""
 
 
-class Planned(Fleet, ABC):
+class Planned(DispatchPolicy):
     """Keeps a queue per instance and fills slots from it; subclasses fill the queues."""
 
     def __init__(self, affinity: int = 0) -> None:
@@ -70,7 +70,7 @@ class Planned(Fleet, ABC):
         return super().leave(instance)
 
     def withdraw(self, request_ids: Set[str]) -> None:
-        """Drop requests that are no longer wanted; see `DispatchPolicy.withdraw`."""
+        """Drop requests that are no longer wanted; see `Fleet.withdraw`."""
         self._new = [request for request in self._new if request.request_id not in request_ids]
         for name, queue in self.queues.items():
             self.queues[name] = deque(entry for entry in queue if entry[0].request_id not in request_ids)
@@ -215,12 +215,12 @@ class SkewAware(Planned):
                 (self._unplanned if request.forecast is None else self._new).append(request)
 
     def training_at(self, tokens_s: float) -> None:
-        """Record the trainer's rate; see `DispatchPolicy.training_at`."""
+        """Record the trainer's rate; see `Fleet.training_at`."""
         if self.objective is not None:
             self.objective = Streamed(tokens_s)
 
     def withdraw(self, request_ids: Set[str]) -> None:
-        """Drop requests that are no longer wanted; see `DispatchPolicy.withdraw`."""
+        """Drop requests that are no longer wanted; see `Fleet.withdraw`."""
         self._unplanned = self.without(self._unplanned, request_ids)
         self._turns = self.without(self._turns, request_ids)
         super().withdraw(request_ids)

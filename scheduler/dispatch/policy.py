@@ -9,10 +9,10 @@ request (`Assignment.moved`): its tokens are kept, and the new instance prefills
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from scheduler.cost.decode import UNKNOWN_CURVE, StepCurve
 from scheduler.cost.length_forecast import Forecast
@@ -118,59 +118,6 @@ def worth_returning(request: Request, home: Instance, other: Instance, affinity:
     return request.expected * slower <= request.cached_tokens * there.per_prefill_token
 
 
-class DispatchPolicy(Protocol):
-    """Interface of a policy, as the service and the simulator use it."""
-
-    def join(self, instance: str, slots: int, curve: StepCurve | None = None, pool: str = REGULAR) -> None:
-        """Add an instance that is ready for work."""
-
-    def leave(self, instance: str) -> list[str]:
-        """Remove an instance that is gone and return the requests that it had."""
-
-    def slow(self, instance: str, factor: float) -> None:
-        """Record that an instance's steps take `factor` times as long as the curve that it joined with (1: as long).
-
-        A slow instance gets less work until its factor falls again. An unknown instance is ignored.
-        """
-
-    def measured(self, instance: str, curve: StepCurve) -> None:
-        """Replace the curve that an instance joined with by a measured one. An unknown instance is ignored."""
-
-    def training_at(self, tokens_s: float) -> None:
-        """Record how many tokens, prompts included, the trainer processes per second.
-
-        Plans whose objective is the end of a streamed training use it from the next requests on; others ignore it.
-        """
-
-    def submit(self, requests: Iterable[Request]) -> None:
-        """Add requests to be placed."""
-
-    def finished(self, request_id: str, length: float | None = None) -> None:
-        """Record that a request has ended, and free its slot.
-
-        Args:
-            request_id: the request.
-            length: tokens that it has produced, if the caller knows; the forecasts of its siblings may learn from it.
-        """
-
-    def withdraw(self, request_ids: Set[str]) -> None:
-        """Drop requests that are no longer wanted (deferred to a later round, or aborted), waiting or running.
-
-        Their slots become free. Unknown requests are ignored.
-        """
-
-    def decide(self, produced: TokenProgress | None = None) -> list[Assignment]:
-        """Place as many waiting requests as there are slots; each is returned once and counts as running.
-
-        Args:
-            produced: returns the tokens that a running request has produced, if the caller knows; moves need it.
-        """
-
-    @property
-    def waiting(self) -> int:
-        """Number of requests without an instance."""
-
-
 class Fleet:
     """Bookkeeping that policies share: instances, each request's instance, the emptiest instance, placement by load.
 
@@ -212,27 +159,42 @@ class Fleet:
         return sorted(gone.running)
 
     def slow(self, instance: str, factor: float) -> None:
-        """Record how slow an instance is; see `DispatchPolicy.slow`."""
+        """Record that an instance's steps take `factor` times as long as the curve that it joined with (1: as long).
+
+        A slow instance gets less work until its factor falls again. An unknown instance is ignored.
+        """
         if (known := self.instances.get(instance)) is not None and factor != known.slowness:
             known.curve = known.assumed_curve.scaled(factor / known.slowness)
             known.slowness = factor
             self._note_load(known)
 
     def measured(self, instance: str, curve: StepCurve) -> None:
-        """Replace an instance's curve; see `DispatchPolicy.measured`."""
+        """Replace the curve that an instance joined with by a measured one. An unknown instance is ignored."""
         if (known := self.instances.get(instance)) is not None:
             known.curve = curve.scaled(known.slowness)
             self._note_load(known)
 
     def training_at(self, tokens_s: float) -> None:
-        """Ignore the trainer's rate; see `DispatchPolicy.training_at`."""
+        """Record how many tokens, prompts included, the trainer processes per second.
+
+        Plans whose objective is the end of a streamed training use it from the next requests on; others ignore it.
+        """
 
     def finished(self, request_id: str, length: float | None = None) -> None:
-        """Free the slot of a request that has ended; an unknown one (its instance left) is ignored."""
+        """Free the slot of a request that has ended; an unknown one (its instance left) is ignored.
+
+        Args:
+            request_id: the request.
+            length: tokens that it has produced, if the caller knows; the forecasts of its siblings may learn from it.
+        """
         self._release(request_id)
 
     def withdraw(self, request_ids: Set[str]) -> None:
-        """Free the slots of those that run; each policy removes those that wait from its own queues."""
+        """Drop requests that are no longer wanted (deferred to a later round, or aborted), waiting or running.
+
+        Slots of those that run become free; each policy removes those that wait from its own queues. Unknown requests
+        are ignored.
+        """
         for request_id in request_ids:
             self._release(request_id)
 
@@ -315,3 +277,24 @@ class Fleet:
             heapq.heapify(self._by_load)
         else:
             heapq.heappush(self._by_load, (instance.load, instance.name))
+
+
+class DispatchPolicy(Fleet, ABC):
+    """A policy, as the service and the simulator use it."""
+
+    @abstractmethod
+    def submit(self, requests: Iterable[Request]) -> None:
+        """Add requests to be placed."""
+
+    @abstractmethod
+    def decide(self, produced: TokenProgress | None = None) -> list[Assignment]:
+        """Place as many waiting requests as there are slots; each is returned once and counts as running.
+
+        Args:
+            produced: returns the tokens that a running request has produced, if the caller knows; moves need it.
+        """
+
+    @property
+    @abstractmethod
+    def waiting(self) -> int:
+        """Number of requests without an instance."""

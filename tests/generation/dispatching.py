@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from scheduler.dispatch.policy import TAIL, Assignment, Fleet, Request, TokenProgress
+from scheduler.dispatch.policy import TAIL, Assignment, DispatchPolicy, Request, TokenProgress
 from streamrl.generation.site.dispatcher import Dispatcher
 from streamrl.rollouts.types import PartialSample, SampleRequest
 from streamrl.transport.wire import Arrays
@@ -15,7 +15,7 @@ from streamrl.transport.wire import Arrays
 Sent = list[tuple[str, str, dict[str, Any], Arrays]]
 
 
-class Scripted(Fleet):
+class Scripted(DispatchPolicy):
     """Places everything on 'a'; then moves what it is told to."""
 
     def __init__(self) -> None:
