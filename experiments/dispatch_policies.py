@@ -24,6 +24,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from best_partition import best_partition
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -33,7 +34,7 @@ from scheduler.cost.expected_time import Worker
 from scheduler.cost.hardware import device
 from scheduler.cost.length_forecast import NORMAL_SCORES, Forecast
 from scheduler.dispatch.baselines import LeastLoaded, LongestFirst, RoundRobin
-from scheduler.dispatch.partition import best_partition, plan
+from scheduler.dispatch.partition import plan
 from scheduler.dispatch.planned import Algorithm2, SkewAware
 from scheduler.dispatch.policy import DispatchPolicy
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, simulate

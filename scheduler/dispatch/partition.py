@@ -10,7 +10,6 @@ waits, in the plan's order; siblings on one instance have their prompt prefilled
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -21,7 +20,7 @@ from scheduler.cost.decode import Floats, StepCurve
 from scheduler.cost.expected_time import Worker, context_seconds, marginal_costs
 from scheduler.cost.length_forecast import scenarios
 from scheduler.dispatch.dispatch_objective import MAKESPAN, DispatchObjective
-from scheduler.dispatch.partition_candidates import blocks, even, greedy, packed, together, type_orders
+from scheduler.dispatch.partition_candidates import blocks, even, greedy, packed, together
 
 SCENARIOS = 16
 """Number of joint draws of all lengths on which plans are compared."""
@@ -289,16 +288,13 @@ class _Timed:
         pace = np.repeat(full, [len(taken) for taken in at_once])
         worker_of = np.repeat(np.arange(len(workers)), [len(taken) for taken in at_once])
         ends = np.ascontiguousarray(taken_for * pace)  # column indexing leaves another memory order
-        if len(ends) == 1 and self.objective is None:
-            _refill(taken_for[0], ends[0], pace, self.drawn[0, waiting])
-        else:
-            flat, rows = ends.reshape(-1), np.arange(len(ends)) * ends.shape[1]
-            for number, lengths in enumerate(np.ascontiguousarray(self.drawn[:, waiting].T)):
-                slots = ends.argmin(axis=1)
-                flat[rows + slots] += lengths * pace[slots]
-                if self.objective is not None:
-                    on[:, number], until[:, number] = worker_of[slots], flat[rows + slots] / pace[slots]
-            taken_for = ends / pace
+        flat, rows = ends.reshape(-1), np.arange(len(ends)) * ends.shape[1]
+        for number, lengths in enumerate(np.ascontiguousarray(self.drawn[:, waiting].T)):
+            slots = ends.argmin(axis=1)
+            flat[rows + slots] += lengths * pace[slots]
+            if self.objective is not None:
+                on[:, number], until[:, number] = worker_of[slots], flat[rows + slots] / pace[slots]
+        taken_for = ends / pace
         return np.split(taken_for, np.cumsum([len(taken) for taken in at_once])[:-1], axis=1), (on, until)
 
 
@@ -332,54 +328,3 @@ class _Clock:
         shift = np.arange(len(known))[:, None] * (known.max() + 1.0)
         within = np.minimum(steps, known[:, -1:])
         return np.interp((within + shift).ravel(), (known + shift).ravel(), at.ravel()).reshape(steps.shape)
-
-
-def _refill(taken_for: Floats, ends: Floats, pace: Floats, lengths: Floats) -> None:
-    """Compute one scenario of `_Timed._steps`, where a heap is faster than arrays; adds to `taken_for` in place.
-
-    Args:
-        taken_for: [slots] steps for which each is occupied.
-        ends: [slots] seconds until it is free.
-        pace: [slots] seconds per step.
-        lengths: [waiting] in the order in which they start.
-    """
-    heap = list(zip(ends.tolist(), range(len(ends)), strict=True))
-    paces, steps = pace.tolist(), taken_for.tolist()
-    heapq.heapify(heap)
-    for length in lengths.tolist():
-        end, slot = heap[0]
-        heapq.heapreplace(heap, (end + length * paces[slot], slot))
-        steps[slot] += length
-    taken_for[:] = steps
-
-
-def best_partition(lengths: npt.ArrayLike, workers: Sequence[Worker]) -> Plan:
-    """Return the best cut of known lengths into one stretch per instance, or even dealing; a slow reference.
-
-    Dynamic programming over every cut and all orders of instance types; all requests must fit into the slots' refills.
-    """
-    values = np.sort(np.asarray(lengths, dtype=np.float64))[::-1]
-    count = len(values)
-    timed = _Timed(values[None], workers, [range(0)] * len(workers))
-    each = [[seat] for seat in range(len(workers))]
-    plans = [timed("even", even(count, [worker.slots for worker in workers]), each)]
-    for order in type_orders(workers):
-        best, choices = np.where(np.arange(count + 1) == 0, 0.0, np.inf), []
-        for seat in order:
-            worker = workers[seat]
-            marginal = marginal_costs(worker, count)
-            matrix = np.full((count + 1, count + 1), np.inf)
-            for begin in range(count + 1):
-                matrix[begin, begin] = best[begin]
-                rest = values[begin:]
-                total = np.cumsum(marginal[: len(rest)] * rest + context_seconds(worker.curve, rest))
-                matrix[begin, begin + 1 :] = np.maximum(best[begin], total)
-            choices.append(matrix.argmin(axis=0))
-            best = matrix.min(axis=0)
-        queues: list[list[int]] = [[] for _ in workers]
-        end = count
-        for seat, choice in zip(reversed(order), reversed(choices), strict=True):
-            begin = int(choice[end])
-            queues[seat], end = list(range(begin, end)), begin
-        plans.append(timed("partition", queues, each))
-    return min(plans, key=lambda candidate: candidate.makespan)

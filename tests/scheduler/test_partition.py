@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,11 +13,14 @@ from scheduler.cost.decode import PAPER_7B_H800, StepCurve, replica_time
 from scheduler.cost.expected_time import Worker, expected_time
 from scheduler.cost.length_forecast import Forecast, scenarios
 from scheduler.dispatch.baselines import LeastLoaded
-from scheduler.dispatch.partition import SCENARIOS, PromptGroups, _Timed, best_partition, plan
+from scheduler.dispatch.partition import SCENARIOS, PromptGroups, _Timed, plan
 from scheduler.dispatch.partition_candidates import blocks, even, greedy, packed, together
 from scheduler.dispatch.planned import SkewAware
 from scheduler.dispatch.policy import Request
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, simulate
+
+sys.path.append(str(Path(__file__).parents[2] / "experiments"))
+from best_partition import best_partition
 
 STEEP = StepCurve((1, 8, 64), (10e-3, 20e-3, 90e-3))
 
