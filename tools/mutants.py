@@ -61,7 +61,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     "streamrl/training/truncation.py": ("tests/training/test_truncation.py",),
     "streamrl/training/packing.py": ("tests/training/test_packing_layout.py",),
     "streamrl/rollouts/advantage.py": ("tests/rollouts/test_advantage.py", "tests/rollouts/test_rollouts.py"),
-    "streamrl/rollouts/micro_batch.py": ("tests/rollouts/test_micro_batch.py", "tests/rollouts/test_advantage.py"),
+    "streamrl/rollouts/micro_batch.py": (
+        "tests/rollouts/test_micro_batch.py",
+        "tests/rollouts/test_advantage.py",
+        "tests/rollouts/test_row_parts.py",
+    ),
     "streamrl/rollouts/ledger.py": ("tests/rollouts/test_ledger.py", "tests/rollouts/test_ledger_machine.py"),
     "streamrl/transport/delivery.py": ("tests/transport/test_delivery.py", "tests/transport/test_delivery_machine.py"),
     "streamrl/weights/chain.py": ("tests/weights/test_chain.py", "tests/weights/test_chain_machine.py"),

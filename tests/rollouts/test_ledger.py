@@ -34,7 +34,9 @@ def test_an_acknowledged_sample_survives_a_power_cut(tmp_path: Path) -> None:
 def test_each_state_is_committed_with_what_belongs_to_it(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     ledger, group = Ledger(path), make_group("g", (0.5, None))
+    assert not ledger.has("g.0")
     ledger.issue([("g.0", "g"), ("g.1", "g")])
+    assert ledger.has("g.0") and not ledger.has("g.2")
     assert rows(path, SAMPLES) == [(f"g.{n}", "issued", None, None, None, None, None) for n in (0, 1)]
     assert rows(path, "SELECT DISTINCT group_id FROM samples") == [("g",)]
     ledger.score(group.members())  # not finished: nothing to score
@@ -55,6 +57,25 @@ def test_each_state_is_committed_with_what_belongs_to_it(tmp_path: Path) -> None
     ]
     assert rows(path, "SELECT * FROM steps") == [(7, 6, 1, 12.5)]
     assert ledger.counts_void() == {"timeout": 1} and ledger.trained_ids() == ["g.0"]
+
+
+def test_a_ledger_of_before_void_rewards_gets_their_column(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with contextlib.closing(sqlite3.connect(path)) as older:
+        older.execute("CREATE TABLE samples (sample_id, group_id, step, state, reward, error, content)")
+        older.execute("INSERT INTO samples VALUES ('g.0', 'g', 1, 'trained', 0.5, NULL, NULL)")
+        older.commit()
+    for _ in range(2):  # opened again, it has it
+        ledger = Ledger(path)
+        assert rows(path, SAMPLES) == [("g.0", "trained", 0.5, None, None, 1, None)]
+        ledger.close()
+
+
+def test_a_closed_ledger_is_one_file(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.issue([("g.0", "g")])
+    ledger.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["ledger.sqlite"]
 
 
 def test_only_new_samples_of_a_batch_are_finished(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,23 @@ def test_rows_of_their_own_are_padded_to_the_longest() -> None:
     # the padding of an earlier run is forgotten: 3 x 2 = 6
     assert lengths(split_into_rows([group("a", 1, 5, 1, 1, 1)], 6)) == [[("a", 1, [5])], [("a", 1, [1, 1, 1])]]
     assert split_into_rows([], 5) == []
+
+
+def test_groups_of_one_trajectory_are_never_cut_from_each_other_nor_dealt_to_two_ranks() -> None:
+    rows = [replace(group(name, 1, 2, 2), trajectory="x") for name in "abc"]
+    groups = [group("d", 1, 1), *rows, replace(group("e", 1, 1), trajectory="y"), group("f", 1, 1)]
+    names = [[one.group_id for one in part] for part in split_into_micro_batches(groups, 4)]
+    assert names == [["d"], ["a", "b", "c"], ["e", "f"]]
+    assert [[one.group_id for one in part] for part in split_into_rows(groups, 3)] == [
+        ["d"],
+        ["a", "b", "c"],
+        ["e"],
+        ["f"],
+    ]
+    assert [[one.group_id for one in part] for part in balance(groups, 2)] == [["a", "b", "c"], ["d", "e", "f"]]
+    same = rows[0].prompt_tokens  # groups of a trajectory are kept apart where they share a prompt
+    joined = split_into_rows([rows[0], replace(rows[1], prompt_tokens=same)], 9)
+    assert lengths(joined) == [[("a", 1, [2, 2]), ("b", 1, [2, 2])]]
 
 
 def test_the_longest_group_goes_first_and_each_to_the_emptiest_rank() -> None:

@@ -103,6 +103,23 @@ def test_rows_share_the_shortest_prompt_that_theirs_begins_with() -> None:
     assert [one.sample_id for one in second.sequences] == ["g.0#1"]
 
 
+def test_the_rows_of_an_episode_with_several_stay_together_where_a_loss_needs_them_all() -> None:
+    group = agent_group([TWO_TURNS, FORK], [OTHER], [FORK])
+    told = [
+        (one.trajectory, one.prompt_tokens.tolist(), [(s.sample_id, s.trajectory_tokens) for s in one.sequences])
+        for one in train_groups(group, trajectories=True)
+    ]
+    assert told == [
+        ("", [9, 2], [("g.1", None)]),
+        ("", [1, 2, 3, 7], [("g.2", None)]),
+        ("g.0", [1, 2, 3], [("g.0", 4), ("g.0#1", 4)]),
+    ]
+    both = [
+        (one.trajectory, [(s.sample_id, s.trajectory_tokens) for s in one.sequences]) for one in train_groups(group)
+    ]
+    assert both == [("", [("g.0", 4), ("g.0#1", 4), ("g.2", None)]), ("", [("g.1", None)])]
+
+
 def test_prompts_that_only_begin_alike_in_bytes_are_not_shared() -> None:
     # 258 is 02 01 in bytes: [1, 258] begins with the bytes of no shorter list of tokens
     long, short = train_groups(agent_group([([1, 258, 5], "..s")], [([1, 2, 5], "..s")]))

@@ -144,6 +144,14 @@ def test_equal_requests_share_all_instances() -> None:
     assert sorted(chain(*stretches)) == [0, 1, 2]
 
 
+def test_a_stretch_counts_the_reading_of_its_contexts() -> None:
+    kinds = [Worker("reads", times(1.0, per_context_token=0.2), 64), Worker("slow", times(1.5), 64)]
+    # the long one where reading costs: 10 + 0.1 * 100 = 20 and 1.5 * 8 = 12; all there 31.2, all on the other 27
+    # the long one where it does not: 15 and 8 + 0.1 * 32 = 11.2
+    found = [queues for queues, _ in blocks(of(10, 4, 4), kinds)]
+    assert found == [[[0], [1, 2]], [[1, 2], [0]]]
+
+
 def table(lengths: list[float], speeds: list[float]) -> dict[tuple[int, int], np.ndarray]:
     """Seconds of each stretch on 1 .. 3 instances of each kind: equal shares, but never less than its longest."""
     cuts = range(len(lengths) + 1)

@@ -41,18 +41,34 @@ def test_scores_are_read_off_the_forecast_and_go_on_beyond_it() -> None:
     )
     known = np.full((3, 21), 2.0)
     scores = _scores_at(known, np.asarray([2.0, 2.0 + LEAST_SPREAD, 2.0 - LEAST_SPREAD]))
-    assert scores[1] == pytest.approx(SCORES[-1] + 1) and scores[2] == pytest.approx(SCORES[0] - 1)
+    assert scores == pytest.approx([SCORES[0], SCORES[-1] + 1, SCORES[0] - 1])
+
+
+def test_each_end_of_a_forecast_goes_on_as_steeply_as_it_ended() -> None:
+    logs = 2.0 + 0.5 * SCORES
+    logs[0] -= SCORES[1] - SCORES[0]  # a slope of 1.5 at the lower end
+    logs[-1] += 2 * (SCORES[-1] - SCORES[-2])  # and of 2.5 at the upper one
+    scores = _scores_at(logs[None].repeat(2, axis=0), np.asarray([logs[0] - 1.5, logs[-1] + 2.5]))
+    assert scores == pytest.approx([SCORES[0] - 1, SCORES[-1] + 1])
+
+
+def test_a_length_at_the_limit_scores_where_its_forecast_reaches_the_limit() -> None:
+    """It was cut off, so its score is that or more."""
+    logs = np.minimum(2.0 + 0.5 * SCORES, 2.5)[None]
+    assert _scores_at(logs, np.asarray([2.5])) == SCORES[SCORES >= 1.0].min()
 
 
 def test_nothing_is_corrected_before_enough_was_seen_and_the_newest_steps_count() -> None:
     made, forecast = Recalibration(), Forecast.lognormal(6.0, 0.2)
     made.record([], [], [], [])
     made.record([forecast] * (FEWEST - 1), [900.0] * (FEWEST - 1), ["g"] * (FEWEST - 1), [True] * (FEWEST - 1))
-    assert made.corrected(forecast) is forecast
+    assert made.corrected(forecast) is forecast and (made.intercept, made.slope) == (0.0, 1.0)
     made.record([forecast], [900.0], ["g"], [True])
     assert made.corrected(forecast).mean == pytest.approx(900.0, rel=0.01)
-    for _ in range(8):
+    for _ in range(7):
         made.record([forecast] * 4, [100.0] * 4, ["g"] * 4, [True] * 4)
+    assert made.corrected(forecast).mean > 110.0  # of the eight newest steps the first had a 900
+    made.record([forecast] * 4, [100.0] * 4, ["g"] * 4, [True] * 4)
     assert made.corrected(forecast).mean == pytest.approx(100.0, rel=0.01)
 
 

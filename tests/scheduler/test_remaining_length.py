@@ -32,6 +32,15 @@ def test_known_lengths_stay_known_until_one_is_outrun() -> None:
     assert outrun[0].tolist() == [10.0] * 8 + [30.0] * 8 and outrun[1].tolist() == [26.0] * 16
 
 
+def test_a_length_that_was_just_reached_is_outrun() -> None:
+    assert beyond(np.asarray([[10.0]]), np.asarray([10.0])).tolist() == [[5.0] * 8 + [15.0] * 8]
+
+
+def test_the_limit_cuts_what_is_left_of_requests_that_have_begun() -> None:
+    values, produced = np.full((3, 1), 30.0), np.asarray([0.0, 1.0, 19.5])
+    assert beyond(values, produced, 20.0).tolist() == [[30.0], [19.0], [1.0]]
+
+
 def test_parts_are_timed_as_a_whole() -> None:
     curve = StepCurve((1, 8), (1.0, 4.0), per_context_token=1e-3)
     known = Remaining.of([Request(str(n), "g", Forecast.exactly(10.0 + n), 5) for n in range(4)], [0, 3, 3, 0], np.inf)

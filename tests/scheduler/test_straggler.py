@@ -70,6 +70,15 @@ def test_small_changes_of_a_stragglers_pace_are_not_reported_again() -> None:
     assert told(watch, {"a": 1.0, "b": 4.0}) != {}
 
 
+def test_an_instance_at_a_bound_is_judged_as_beyond_it() -> None:
+    watch = SlowWatch()
+    assert told(watch, {"a": 1.0, "b": 1.5}) == {"b": 1.5}
+    assert told(watch, {"a": 1.0, "b": 1.2}) == {"b": 1.0}
+    told(watch, {"a": 1.0, "b": 2.0})
+    assert told(watch, {"a": 1.0, "b": 2.5}) == {"b": 2.5}  # by a quarter
+    assert told(watch, {"a": 1.0, "b": 2.0}) == {"b": 2.0}
+
+
 def test_a_new_process_begins_anew() -> None:
     watch = SlowWatch()
     told(watch, {"a": 1.0, "b": 2.0})
@@ -78,9 +87,10 @@ def test_a_new_process_begins_anew() -> None:
     assert told(watch, {"a": 1.0, "b": 2.0}, STRETCHES - 1) == {}
 
 
-def test_an_impossible_pace_ratio_is_refused() -> None:
-    with pytest.raises(ValueError, match="-1"):
-        SlowWatch().heard("a", -1.0)
+@pytest.mark.parametrize("ratio", [-1.0, 0.0, float("inf"), float("nan")])
+def test_an_impossible_pace_ratio_is_refused(ratio: float) -> None:
+    with pytest.raises(ValueError, match=f"took {ratio} times"):
+        SlowWatch().heard("a", ratio)
 
 
 @pytest.mark.parametrize("name", ["least-loaded", "longest-first", "skew-aware"])

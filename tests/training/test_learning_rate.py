@@ -12,7 +12,7 @@ from transformers import optimization
 
 from streamrl.config.run import OptimizerConfig
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
-from streamrl.training.learning_rate import learning_rate
+from streamrl.training.learning_rate import learning_rate, warm_up
 from streamrl.training.trainer import Trainer
 from tests.training.conftest import random_groups, run_config
 
@@ -61,6 +61,11 @@ def test_several_updates_of_a_step_are_positions_of_their_own(decay: str) -> Non
     finer = options.model_copy(update={"warmup_steps": 6, "decay_steps": 12})
     rates = [learning_rate(step, 9, options, update, 3) for step in range(9) for update in range(3)]
     assert rates == [learning_rate(position, 27, finer) for position in range(27)]
+
+
+def test_a_warm_up_ends_at_the_whole_rate_and_none_begins_with_it() -> None:
+    assert [warm_up(step, 4) for step in (0, 2, 3, 4, 9)] == [0.25, 0.75, 1.0, 1.0, 1.0]
+    assert warm_up(0, 0) == 1.0
 
 
 def test_wsd_decays_over_the_last_tenth_unless_told_otherwise() -> None:
