@@ -79,14 +79,18 @@ def test_running_requests_leave_the_instance_that_ends_last() -> None:
 
 def test_waiting_requests_leave_the_longest_queue_the_shortest_first() -> None:
     policy = SkewAware()
-    curve = StepCurve(*STEEP)
+    curve = StepCurve(*STEEP, per_prefill_token=10.0)  # they pay for their prompts wherever they start
+
+    def waiting(name: str, length: float) -> tuple[Request, str]:
+        return Request(name, "g", Forecast.exactly(length), prompt_tokens=50), REGULAR
+
     for name in ("full", "fuller"):
         policy.join(name, 1, curve)
     policy.submit([request("r0", 100.0), request("r1", 100.0)])
     policy.decide(lambda _: 0.0)
     policy.queues = {
-        "full": deque([(request("w0", 90.0), REGULAR)]),
-        "fuller": deque((request(f"w{n}", 90.0 - n), REGULAR) for n in (1, 2, 3)),
+        "full": deque([waiting("w0", 90.0)]),
+        "fuller": deque(waiting(f"w{n}", 90.0 - n) for n in (1, 2, 3)),
     }
     policy.join("idle", 1, curve)
     (start,) = policy.decide(lambda _: 10.0)
@@ -172,6 +176,14 @@ def test_what_is_withdrawn_before_it_is_planned_or_while_it_waits_never_starts(p
     policy.withdraw({"1", "3"})
     assert policy.waiting == 2
     assert [one.request_id for one in policy.decide()] == ["4"] and policy.waiting == 1
+
+
+def test_requests_of_every_kind_wait_for_the_first_instance() -> None:
+    policy = SkewAware()
+    policy.submit([request("planned", 10.0), Request("unknown", "g"), Request("turn", "g", turn=True)])
+    assert policy.decide() == [] and policy.waiting == 3
+    policy.join("a", 2, SUMS)
+    assert policy.decide()[0].request_id == "turn" and policy.waiting == 1
 
 
 def test_what_waited_for_an_instance_that_leaves_is_planned_again() -> None:

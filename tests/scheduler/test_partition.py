@@ -236,7 +236,7 @@ def test_where_anyone_may_run_to_the_limit_the_longest_do_not_start_first() -> N
 
 
 def test_scenarios_of_waiting_requests_are_timed_as_each_of_them_alone() -> None:
-    drawn = np.stack([long_tailed(120, seed)[np.random.default_rng(seed).permutation(120)] for seed in range(5)])
+    drawn = np.stack([long_tailed(120, seed)[np.random.default_rng(seed).permutation(120)] for seed in range(2)])
     machines = [*workers(2, slots=16), *workers(1, slots=8, curve=STEEP)]
     at_once, waiting = [list(range(0, 16)), list(range(16, 32)), list(range(32, 40))], list(range(40, 120))
 
@@ -260,3 +260,40 @@ def test_a_plan_is_timed_with_the_context_that_requests_begin_with() -> None:
     running = [lengths[2:, None]]
     assert plan(lengths[:2, None], fleet, running=running, contexts=begun).makespan == pytest.approx(expected)
     assert replica_time(lengths, curve) < expected
+
+
+def flat(slots: int, **rates: float) -> Worker:
+    """Steps of a second, whatever the batch."""
+    return Worker("flat", StepCurve((1, 64), (1.0, 1.0), **rates), slots)
+
+
+def test_what_finds_no_free_slot_beside_running_requests_waits_for_one() -> None:
+    # two slots, one of them for 4 more steps; 3 and then 2 steps in the other
+    beside = plan(np.asarray([[3.0], [2.0]]), [flat(2)], running=[np.asarray([[4.0]])])
+    assert beside.makespan == 5.0
+    assert plan(np.asarray([[2.0]]), [flat(1)], running=[np.asarray([[3.0]])]).makespan == 5.0
+
+
+def test_contexts_of_waiting_requests_are_read_in_equal_parts_by_those_that_share_them() -> None:
+    reads = flat(1, per_context_token=0.5)
+    # 4 + 2 steps; half of 4^2 / 2 + 2^2 / 2
+    assert plan(np.asarray([[4.0], [2.0]]), [reads]).makespan == 11.0
+    # 4 steps each and 2 on one of them; half of 4^2 / 2 each, and a quarter of 2^2 / 2
+    timed = _Timed(np.asarray([[4.0, 4.0, 2.0]]), [reads, reads], [range(0)] * 2)
+    assert timed("even", [[0, 2], [1]], [[0, 1]]).makespan == 6.0 + 4.0 + 0.5
+
+
+def test_a_prompt_is_prefilled_once_for_the_siblings_on_an_instance() -> None:
+    prompts = PromptGroups(["a", "a", "b"], [10, 10, 4])
+    chosen = plan(np.full((3, 1), 3.0), [flat(4, per_prefill_token=0.5)], prompts=prompts)
+    assert chosen.makespan == 3.0 + 0.5 * 14
+
+
+def test_the_best_partition_by_hand() -> None:
+    linear = [Worker(str(n), StepCurve((1, 64), (factor, 64 * factor)), 64) for n, factor in enumerate((1.0, 1.0, 3.0))]
+    cut = best_partition([2.0, 6.0, 2.0, 2.0], linear[:2])
+    assert (cut.kind, cut.queues, cut.makespan) == ("partition", ((0,), (1, 2, 3)), 6.0)
+    dealt = best_partition([5.0, 4.0, 3.0, 3.0], linear[:2])  # there and back; stretches: 9 and 6
+    assert (dealt.kind, dealt.queues, dealt.makespan) == ("even", ((0, 3), (1, 2)), 8.0)
+    kinds = best_partition([9.0, 3.0, 3.0], linear[1:])
+    assert (kinds.kind, kinds.queues, kinds.makespan) == ("partition", ((0, 1), (2,)), 12.0)
