@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ SPEC = importlib.util.spec_from_file_location("mutants", ROOT / "tools" / "mutan
 assert SPEC is not None and SPEC.loader is not None
 mutants = sys.modules["mutants"] = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(mutants)
-mutant_summary = sys.modules["mutant_summary"]
+mutant_run, mutant_summary = sys.modules["mutant_run"], sys.modules["mutant_summary"]
 
 SOURCE = """
 import functools
@@ -97,6 +98,21 @@ def test_nothing_is_judged_by_tests_that_fail_anyway(project: Path) -> None:
     (project / "test_counter.py").write_text(TEST.replace("== 3", "== 4"))
     done = run(project, [SOURCE])
     assert done.returncode == 1 and "counter.py: its tests do not pass without any change" in done.stderr
+
+
+def test_only_a_process_that_uses_no_cpu_is_given_up() -> None:
+    patience = mutant_run.Patience(10.0)
+    assert not patience.is_over(0, 100.0) and not patience.is_over(0, 110.0)
+    assert not patience.is_over(1, 111.0)  # a busy machine let it work once
+    assert not patience.is_over(1, 121.0) and patience.is_over(1, 121.1)
+
+
+def test_a_process_that_waits_for_ever_is_ended() -> None:
+    pid = os.fork()
+    if pid == 0:
+        os.setpgid(0, 0)
+        signal.pause()
+    assert os.WTERMSIG(mutant_run._wait(pid, 0.1)) == signal.SIGKILL
 
 
 def test_annotations_docstrings_and_frozen_have_no_meaning_and_defaults_have() -> None:

@@ -35,8 +35,8 @@ PROJECT = ("streamrl", "scheduler", "ranker", "tests")
 """Packages that are imported anew where a source differs outside of functions."""
 CPU_FACTOR, CPU_LEAST_S = 5, 10
 """A child gets as many times the CPU seconds of the unchanged module's tests, and at least so many."""
-WALL_FACTOR = 20
-"""A child that waits is ended after as many times its CPU seconds."""
+IDLE_FACTOR = 20
+"""A child that uses no CPU for as many times its CPU seconds waits for ever and is ended."""
 MEMORY = 6 << 30
 """Address space, in bytes, that a child may take beyond its parent's; an endless loop that fills a list ends soon."""
 REMEMBERED = 20
@@ -236,7 +236,7 @@ class _Loop:
                 os._exit(0)
             finally:
                 os._exit(99)
-        status = _wait(pid, WALL_FACTOR * (self._limit_s or 60.0))
+        status = _wait(pid, IDLE_FACTOR * (self._limit_s or 60.0))
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu_s = round(ended.ru_utime + ended.ru_stime - began.ru_utime - began.ru_stime, 3)
         if not os.WIFEXITED(status):
@@ -346,17 +346,43 @@ def _limit(cpu_s: float) -> None:
         resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
+@dataclass
+class Patience:
+    """Tells a process that waits for ever from one that a busy machine keeps from working."""
+
+    seconds: float
+    used: int = -1
+    until: float = 0.0
+
+    def is_over(self, used: int, now: float) -> bool:
+        """Return whether a process has used no CPU for more than `seconds`.
+
+        Args:
+            used: what it has used so far, in any unit.
+            now: seconds of a clock that never goes back.
+        """
+        if used != self.used:
+            self.used, self.until = used, now + self.seconds
+        return now > self.until
+
+
 def _wait(pid: int, seconds: float) -> int:
-    """Return the status of a child; when the time is over it is killed."""
-    until, pause = time.monotonic() + seconds, 0.001
+    """Return the status of a child; one that uses no CPU for so many seconds is killed."""
+    patience, pause = Patience(seconds), 0.001
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended or time.monotonic() > until:
+        if ended or patience.is_over(_ticks(pid), time.monotonic()):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
             return status if ended else os.waitpid(pid, 0)[1]
         time.sleep(pause)
         pause = min(0.02, pause * 1.5)
+
+
+def _ticks(pid: int) -> int:
+    """Return the CPU time that a process has used, user's and system's, in clock ticks."""
+    behind_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(behind_name[11]) + int(behind_name[12])
 
 
 def _same_examples_every_time() -> None:
