@@ -38,7 +38,11 @@ LIBRARY = ROOT / "build" / "cosmic-ray"
 RESULTS = ROOT / "experiments" / "results"
 SHORT = 10
 """Characters of a line that says too little alone."""
-FLEET_TESTS = ("tests/scheduler/test_fleet.py", "tests/scheduler/test_least_loaded.py")
+FLEET_TESTS = (
+    "tests/scheduler/test_fleet.py",
+    "tests/scheduler/test_least_loaded.py",
+    "tests/scheduler/test_turn_placement.py",
+)
 PLAN_TESTS = (
     "tests/scheduler/test_partition_candidates.py",
     "tests/scheduler/test_partition.py",

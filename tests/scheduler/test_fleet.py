@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 
 import pytest
 
@@ -279,3 +280,25 @@ def test_schedules_that_wait_for_a_batch_plan_and_others_go_by_load() -> None:
     assert policy_for("sync", "random") == "random"
     assert objective_of("stream", 7.0) == Streamed(7.0) and objective_of("stream") == Streamed(math.inf)
     assert all(objective_of(name, 7.0) is MAKESPAN for name in ("colocated", "sync", "one_step_off", "async"))
+
+
+def test_a_trial_places_beside_the_same_work_and_starts_nothing() -> None:
+    policy = LeastLoaded(affinity=1)
+    for name in "ab":
+        policy.join(name, 3)
+    policy.submit([Request("first", "g")])
+    assert placed(policy.decide()) == [("first", "a")]
+    siblings = [Request("sibling", "g"), Request("other", "h")]
+    expected = [("sibling", "a"), ("other", "b")]  # one follows its group, one goes to the emptier instance
+    trial = policy.trial()
+    assert placed(trial.place_by_load(deque(siblings))) == expected
+    assert list(trial.instances["a"].running) == ["first", "sibling"]
+    assert list(policy.instances["a"].running) == ["first"] == list(policy.where)
+    policy.submit(siblings)
+    assert placed(policy.decide()) == expected
+
+
+def test_a_request_of_which_nothing_is_known_is_no_turn_and_has_no_length() -> None:
+    one = Request("r", "g")
+    assert (one.expected, one.prompt_tokens, one.turn, one.home, one.cached_tokens) == (0.0, 0, False, "", 0)
+    assert not Assignment("r", "a", REGULAR).moved

@@ -54,6 +54,8 @@ def test_what_saves_is_trusted_and_what_costs_is_not() -> None:
 def test_a_saving_on_average_is_not_trusted_if_one_step_in_twenty_costs_more_than_a_twentieth() -> None:
     wild = after(0.8, 1.15, 0.8, 1.15)
     assert wild.mean == pytest.approx(0.975) and not wild.trusted
+    # spread sqrt((4 x .0156 + .0027) / 7) = .096: one step in twenty is beyond .975 + 1.645 x .096 = 1.13
+    assert not after(0.85, 1.1, 0.85, 1.1).trusted
     assert after(0.96, 0.99, 0.96, 0.99).mean == pytest.approx(0.975) and after(0.96, 0.99, 0.96, 0.99).trusted
 
 
