@@ -9,7 +9,7 @@ import pytest
 
 from scheduler.cost.decode import UNKNOWN_CURVE, StepCurve
 from scheduler.cost.length_forecast import Forecast
-from scheduler.dispatch.baselines import LeastLoaded, LongestFirst, RoundRobin, TwoChoices
+from scheduler.dispatch.baselines import LeastLoaded, LongestFirst, Random, RoundRobin, TwoChoices
 from scheduler.dispatch.dispatch_objective import MAKESPAN, Streamed
 from scheduler.dispatch.group_probe import GroupProbe
 from scheduler.dispatch.planned import Algorithm2, SkewAware
@@ -195,6 +195,35 @@ def test_what_waits_for_an_instance_in_turn_can_be_withdrawn() -> None:
     assert policy.waiting == 2 and placed(policy.decide()) == [("2", "a")]
 
 
+def test_policies_of_a_turn_bind_when_a_request_is_submitted_and_not_later() -> None:
+    policy = RoundRobin()
+    policy.join("a", 1)
+    policy.submit(singles(*"12"))
+    policy.join("b", 1)
+    assert seats(policy) == "a" and policy.waiting == 1
+
+
+def test_what_is_withdrawn_before_it_is_bound_never_starts() -> None:
+    policy = RoundRobin()
+    policy.submit(singles(*"12"))
+    policy.withdraw({"1"})
+    policy.join("a", 2)
+    assert placed(policy.decide()) == [("2", "a")]
+
+
+def test_two_choices_draw_two_of_three_instances_and_a_random_choice_any() -> None:
+    def bound(policy: TwoChoices | Random) -> str:
+        for name in "abc":
+            policy.join(name, 30)
+        policy.submit(singles(*map(str, range(30))))
+        return "".join(one.instance for one in sorted(policy.decide(), key=lambda one: int(one.request_id)))
+
+    two, random = bound(TwoChoices(0)), bound(Random(0))
+    assert set(two) == set(random) == set("abc") and bound(Random(0)) == random != bound(Random(1))
+    turns = {frozenset(two[at : at + 3]) for at in range(0, 30, 3)}
+    assert turns != {frozenset("abc")}  # the least loaded of all three would go round
+
+
 def test_two_choices_count_what_waits_and_what_runs() -> None:
     policy = TwoChoices(seed=0)
     policy.join("a", 1)
@@ -223,6 +252,15 @@ def test_what_was_submitted_before_any_instance_starts_as_soon_as_one_has_joined
         assert policy.decide() == [] and policy.waiting == 1
         policy.join("a", 1)
         assert placed(policy.decide()) == [("1", "a")] and policy.waiting == 0
+
+
+def test_withdrawing_what_runs_makes_room_for_the_next_longest() -> None:
+    policy = LongestFirst()
+    policy.join("a", 1)
+    policy.submit(Request(str(length), "g", Forecast.exactly(length)) for length in (10, 90))
+    assert placed(policy.decide()) == [("90", "a")]
+    policy.withdraw({"90"})
+    assert placed(policy.decide()) == [("10", "a")]
 
 
 def test_the_longest_is_first_also_after_a_longer_one_was_withdrawn() -> None:

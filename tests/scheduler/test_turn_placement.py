@@ -94,6 +94,20 @@ def test_where_all_slots_are_taken_turns_wait_for_their_homes_and_never_behind_e
     assert [(one.request_id, one.instance) for one in policy.decide()] == [("new/0", "b")]
 
 
+def test_only_a_turn_whose_home_is_full_is_overtaken() -> None:
+    policy = LeastLoaded()
+    fleet(policy, "a", "b", slots=2)
+    policy.submit([turn("x/0"), turn("y/0"), turn("z/0")])
+    assert [one.instance for one in policy.decide()] == ["a", "b", "a"]
+    policy.finished("x/0")
+    policy.finished("z/0")
+    policy.submit([turn("e/1", "b", 1, 1000), turn("f/1", "a", 1, 1000)])
+    assert [(one.request_id, one.instance) for one in policy.decide()] == [("e/1", "b"), ("f/1", "a")]
+    # b is full, and the last one waits for it; the first one has no home
+    policy.submit([turn("new/0"), turn("g/1", "a", 1, 1000), turn("h/1", "b", 1, 1000)])
+    assert [(one.request_id, one.instance) for one in policy.decide()] == [("new/0", "a")]
+
+
 @pytest.mark.parametrize("make", [SkewAware, GroupProbe])
 def test_turns_are_placed_without_a_plan_and_before_what_waits_for_one(make: type[SkewAware]) -> None:
     policy = make()
