@@ -1,22 +1,25 @@
 """What a site's own keys cost: samples and weights through a hub over TCP, with and without them.
 
-    .venv/bin/python experiments/inside_keys.py                  # 1 minute of two cores
+    .venv/bin/python experiments/inside_keys.py                  # 3 minutes of two cores
     .venv/bin/python experiments/inside_keys.py --summary-only   # the tables from the JSON again
 
-One process binds two hubs on the loopback interface as the trainer's site does, one with the keys of a site over
-several nodes and one without; another process has a link to each. The two take turns, so that both meet the same other
-work.
+One process binds hubs on the loopback interface as the trainer's site does, with the keys of a site over several nodes
+and without; another process has a link to each. The two ways take turns, so that both meet the same other work.
 
 *Samples*: messages of finished samples of some 1,000 tokens, the second process to the first, each acknowledged;
 credits are the usual ones. *Weights*: one version in chunks of `weights.chunk_mb`, with the publisher's credits, from
-the first process to the second, through the site's relay into its store, with all its checks. *Bytes*: the same chunks,
-acknowledged and dropped: what the connection itself can carry.
+the first process to the second, through the site's relay into its store, with all its checks. *Deltas*: the same way
+with `weights.encoding: auto` to another node: each version has 1.5 % of its elements changed, as a step of the demo has
+(delta_codec.md), and the relay applies its delta to the stored version before. Coding, the same for both ways, is
+done before the clock runs; applying it is not. *Bytes*: chunks that are acknowledged and dropped: what the connection
+itself can carry.
 
 The loopback interface costs next to nothing, so that the ratios are the worst ones: a network of 10 Gbit/s carries
-1.25 GB/s at most. A step pays for each of its samples and once for the weights. Its share is the CPU time of the
-dearer end, as if nothing else were done meanwhile: both ends work at once, each in one thread of libzmq's. CPU time
-depends less on other work on the machine than rates do. What coding a delta costs is in delta_codec.md; on the
-trainer's own node the weights' file is copied, whatever the keys.
+1.25 GB/s at most. A step pays for each of its samples and once for the weights: CPU time with keys less that without,
+mean of neighbouring turns, a delta by the bytes of the model that it changes. Its share is the CPU time of the dearer
+end, as if nothing else were done meanwhile: both ends work at once, each in one thread of libzmq's. The limit is two
+standard errors above. Where other work shares the machine, a delta's 1 MB drowns, at the service's end, in the checks
+of the 128 MiB that it changes: a figure below zero there is such noise.
 
 Writes experiments/results/inside_keys.json and .md.
 """
@@ -48,7 +51,7 @@ from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Flow, Hub, Link
 from streamrl.weights.publisher import WeightPublisher
 from streamrl.weights.site_relay import WeightRelay
-from streamrl.weights.version import lay_out
+from streamrl.weights.version import Manifest, lay_out
 from streamrl.weights.version_store import WeightStore
 
 OUT = HERE / "results"
@@ -64,19 +67,27 @@ TRANSFER_BYTES = 128 * 2**20
 PUBLISHER_CREDITS = 16
 LIMIT_S = 300.0
 
-Addresses = dict[bool, tuple[str, str]]
-"""Addresses of the hub for samples and of the publisher, by whether they have keys."""
+Addresses = dict[bool, tuple[str, str, str]]
+"""Addresses of the hub for samples and of the publishers of whole versions and of deltas, by whether they have keys."""
 
-DELTA = 2.96 / 269
-"""Bytes of a delta, as a share of the weights: one version of SmolLM2-135M (experiments/results/two_sites.md)."""
+CHANGED = 0.015
+"""Share of the elements that change from one version to the next: that of the demo's run (delta_codec.md)."""
+DELTAS = 3
+"""Versions of one turn that are sent as deltas."""
+ALL_DELTAS = 10**6
+"""More versions than there are from one anchor to the next: packing one would cost time beside a measurement."""
 STEPS = {
-    "`make demo` on two cores (docs/results.md): 64 samples, fp32, sent whole": (64, 0.54e9, 38.8),
-    "7B in bf16, 1,024 samples, 120 s, a delta (`auto`)": (1024, 15.2e9 * DELTA, 120.0),
-    "7B in bf16, 1,024 samples, 120 s, sent whole (`raw`)": (1024, 15.2e9, 120.0),
-    "72B in bf16, 1,024 samples, 300 s, a delta (`auto`)": (1024, 145e9 * DELTA, 300.0),
-    "72B in bf16, 1,024 samples, 300 s, sent whole (`raw`)": (1024, 145e9, 300.0),
+    "`make demo` on two cores (docs/results.md): 64 samples, fp32, sent whole": (64, "weights", 0.54e9, 38.8),
+    "the same, a delta (`auto`)": (64, "deltas", 0.54e9, 38.8),
+    "7B in bf16, 1,024 samples, 120 s, a delta (`auto`)": (1024, "deltas", 15.2e9, 120.0),
+    "7B in bf16, 1,024 samples, 120 s, sent whole (`raw`)": (1024, "weights", 15.2e9, 120.0),
+    "72B in bf16, 1,024 samples, 300 s, a delta (`auto`)": (1024, "deltas", 145e9, 300.0),
+    "72B in bf16, 1,024 samples, 300 s, sent whole (`raw`)": (1024, "weights", 145e9, 300.0),
 }
-"""Samples, bytes of weights and seconds of a step between nodes; all but the demo's are assumed, not measured."""
+"""Samples, how weights are sent, their bytes, and seconds of a step between nodes; seconds other than the demo's are
+assumed."""
+LARGEST_SHARE = 0.05
+"""Target of the share of a step."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +99,7 @@ class Turn:
     per_s: float
     """Samples, or bytes, per second."""
     hub_s: float
-    """CPU seconds of the process with the hub, of a sample or a byte."""
+    """CPU seconds of the process with the hub, of a sample or a byte; a delta's are of a byte of the model."""
     link_s: float
     """The same of the process with the link."""
 
@@ -133,81 +144,135 @@ async def carry(hub: Hub) -> int:
 
 
 async def weights(_: Hub) -> int:
-    """Let the other process fetch a version, and return its bytes."""
+    """Let the other process fetch a version, and return the model's bytes."""
     return TRANSFER_BYTES
 
 
-def version() -> Any:
-    """Return a version of random weights."""
-    generator = torch.Generator().manual_seed(0)
-    rows = TRANSFER_BYTES // 2 // 16 // 1024
-    return lay_out(0, [(f"layer{n}", torch.randn(rows, 1024, generator=generator).bfloat16()) for n in range(16)])
+class Versions:
+    """Versions of one model, each with some elements changed by one step of their type, as updates of RL are."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        rows = TRANSFER_BYTES // 2 // 16 // 1024
+        self._tensors = {f"layer{n}": torch.randn(rows, 1024, generator=generator).bfloat16() for n in range(16)}
+        self._rng = np.random.default_rng(0)
+        self.number = 0
+        """Number of the newest version."""
+
+    def newest(self) -> tuple[Manifest, np.ndarray]:
+        """Return the newest version, laid out."""
+        return lay_out(self.number, self._tensors.items())
+
+    def step(self) -> tuple[Manifest, np.ndarray]:
+        """Make the next version."""
+        for tensor in self._tensors.values():
+            words = tensor.view(torch.int16).numpy().reshape(-1)
+            words[np.unique(self._rng.integers(0, words.size, int(CHANGED * words.size)))] += 1
+        self.number += 1
+        return self.newest()
 
 
-async def first(connection: Connection, keys: bytes, secret: bytes, addresses: Addresses, turns: int) -> list[Turn]:
-    """The process with the hubs."""
+async def first(connection: Connection, keys: bytes, secret: bytes, addresses: Addresses, turns: int) -> dict[str, Any]:
+    """The process with the hubs: return all turns, and the bytes of a delta."""
     pair = KeyPair(keys, secret)
     hubs: dict[bool, Hub] = {}
-    publishers: dict[bool, tuple[Hub, WeightPublisher]] = {}
-    for way, (address, publisher_at) in addresses.items():
+    open_hubs: list[Hub] = []
+    publishers: dict[bool, WeightPublisher] = {}
+    of_deltas: dict[bool, WeightPublisher] = {}
+
+    def listen(name: str, address: str, way: bool) -> Hub:
         security = ServerSecurity(pair, {pair.public: "other"}) if way else None
-        flow = Flow(credits=PUBLISHER_CREDITS)
-        hubs[way] = Hub("first", WaitRegistry("first"), flow=flow).bind(address, security)
-        hub = Hub("publisher", WaitRegistry("publisher"), flow=flow).bind(publisher_at, security)
-        publishers[way] = hub, WeightPublisher(hub, chunk_of=lambda peer: CHUNK_BYTES)
+        open_hubs.append(Hub(name, WaitRegistry(name), flow=Flow(credits=PUBLISHER_CREDITS)).bind(address, security))
+        return open_hubs[-1]
+
+    for way, (address, publisher_at, deltas_at) in addresses.items():
+        hubs[way] = listen("first", address, way)
+        publishers[way] = WeightPublisher(listen("publisher", publisher_at, way), lambda peer: CHUNK_BYTES)
+        of_deltas[way] = WeightPublisher(
+            listen("deltas", deltas_at, way), lambda peer: CHUNK_BYTES, anchor_every=ALL_DELTAS, eager=True
+        )
         await hubs[way].wait_for({"other"}, LIMIT_S)
-    made = version()
+    versions = Versions()
+    made = versions.newest()
+    for publisher in [*publishers.values(), *of_deltas.values()]:
+        await publisher.publish(*made)
+    tasks = [asyncio.create_task(one.serve()) for one in [*publishers.values(), *of_deltas.values()]]
+    measures: dict[str, Callable[[Hub], Awaitable[int]]] = {
+        "samples": samples,
+        "bytes": carry,
+        "weights": weights,
+        **dict.fromkeys((f"deltas {one}" for one in range(DELTAS)), weights),
+    }
     found: list[Turn] = []
-    for publisher in publishers.values():
-        await publisher[1].publish(*made)
-    tasks = [asyncio.create_task(one.serve()) for _, one in publishers.values()]
-    measures: dict[str, Callable[[Hub], Awaitable[int]]] = {"samples": samples, "bytes": carry, "weights": weights}
+    sent: list[int] = []
     for turn in range(turns + 1):
-        for way in (False, True) if turn % 2 else (True, False):
-            for what, measure in measures.items():
+        for what, measure in measures.items():
+            manifest = made[0]
+            if what.startswith("deltas"):
+                version = await asyncio.to_thread(versions.step)
+                manifest = version[0]
+                for publisher in of_deltas.values():
+                    await publisher.publish(*version)
+                    while publisher.chain.newest != versions.number:
+                        await asyncio.sleep(0.01)
+            for way in (False, True) if turn % 2 else (True, False):
                 cpu, started = time.process_time(), time.perf_counter()
-                connection.send((way, what))
+                connection.send((way, what, manifest.version.number, manifest.version.content_hash))
                 amount = await measure(hubs[way])
-                theirs = await asyncio.to_thread(connection.recv)
+                theirs, nbytes = await asyncio.to_thread(connection.recv)
                 seconds, own = time.perf_counter() - started, time.process_time() - cpu
-                one = Turn(way, what, amount / seconds, own / amount, theirs / amount)
-                found += [one] if turn else []  # the first turn warms up
-    connection.send((False, "end"))
+                if turn:  # the first turn warms up, and fetches what deltas begin with
+                    found.append(Turn(way, what.split()[0], amount / seconds, own / amount, theirs / amount))
+                    sent += [nbytes] if what.startswith("deltas") else []
+    connection.send((False, "end", 0, ""))
     for task in tasks:
         task.cancel()
-    for hub in [*hubs.values(), *(hub for hub, _ in publishers.values())]:
+    for hub in open_hubs:
         await hub.close()
-    return found
+    return {"turns": [asdict(one) for one in found], "delta_bytes": statistics.mean(sent)}
 
 
 async def other(connection: Connection, keys: bytes, secret: bytes, addresses: Addresses) -> None:
     """The process with the links."""
     links: dict[bool, Link] = {}
     fetching: dict[bool, Link] = {}
-    for way, (address, publisher_at) in addresses.items():
-        security = ClientSecurity(KeyPair(keys, secret), keys) if way else None
-        links[way] = await Link("other", "instance", WaitRegistry("other")).connect(address, LIMIT_S, security)
-        made = Link("relay", "relay", WaitRegistry("relay"))
-        fetching[way] = await made.connect(publisher_at, LIMIT_S, security)
-    manifest, _ = version()
+    deltas: dict[bool, WeightRelay] = {}
     ready = [make_sample(number) for number in range(SAMPLES)]
-    while (order := await asyncio.to_thread(connection.recv))[1] != "end":
-        way, what = order
-        cpu = time.process_time()
-        if what == "samples":
-            for body, arrays in ready:
-                await links[way].send("sample", body, arrays)
-            await links[way].flush(LIMIT_S)
-        elif what == "bytes":
-            for _ in range(TRANSFER_BYTES // CHUNK_BYTES):
-                (await links[way].receive()).ack()
-        else:
-            with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        for way, (address, publisher_at, deltas_at) in addresses.items():
+            security = ClientSecurity(KeyPair(keys, secret), keys) if way else None
+            links[way] = await Link("other", "instance", WaitRegistry("other")).connect(address, LIMIT_S, security)
+            made = [Link(name, "relay", WaitRegistry(name)) for name in ("relay", "deltas")]
+            fetching[way] = await made[0].connect(publisher_at, LIMIT_S, security)
+            store = WeightStore(Path(folder) / f"deltas-{way}")
+            await made[1].connect(deltas_at, LIMIT_S, security)
+            deltas[way] = WeightRelay(made[1], store, LIMIT_S, "delta")
+        while (order := await asyncio.to_thread(connection.recv))[1] != "end":
+            way, what, number, content_hash = order
+            received = 0
+            cpu = time.process_time()
+            if what == "samples":
+                for body, arrays in ready:
+                    await links[way].send("sample", body, arrays)
+                await links[way].flush(LIMIT_S)
+            elif what == "bytes":
+                for _ in range(TRANSFER_BYTES // CHUNK_BYTES):
+                    (await links[way].receive()).ack()
+            elif what == "weights":
                 relay = WeightRelay(fetching[way], WeightStore(Path(folder) / "store"), LIMIT_S)
-                await relay.fetch(0, manifest.version.content_hash)
-        connection.send(time.process_time() - cpu)
-    for link in [*links.values(), *fetching.values()]:
-        await link.close()
+                await relay.fetch(number, content_hash)
+            else:
+                await deltas[way].fetch(number, content_hash)
+                assert deltas[way].last is not None
+                received = deltas[way].last.nbytes
+            cpu = time.process_time() - cpu
+            if what == "weights":
+                relay.store.clear()
+            elif received:
+                deltas[way].store.keep_only({number})
+            connection.send((cpu, received))
+        for link in [*links.values(), *fetching.values(), *(one.link for one in deltas.values())]:
+            await link.close()
 
 
 def run_other(connection: Connection, *rest: Any) -> None:
@@ -215,18 +280,26 @@ def run_other(connection: Connection, *rest: Any) -> None:
     asyncio.run(other(connection, *rest))
 
 
+def more(turns: list[Turn], what: str, end: str) -> tuple[float, float]:
+    """Return the CPU seconds that keys cost one end, of a sample or a byte: mean of all turns, and its error."""
+    plain, keyed = ([getattr(one, end) for one in turns if one.what == what and one.keys == way] for way in WAYS)
+    differences = [b - a for a, b in zip(plain, keyed, strict=True)]
+    return statistics.mean(differences), statistics.stdev(differences) / len(differences) ** 0.5
+
+
 def sheets(values: dict[str, Any]) -> list[Sheet]:
     """Return the tables."""
     turns = [Turn(**one) for one in values["turns"]]
     rows = []
-    more = {}
-    for what, unit, scale in (("samples", "sample", 1.0), ("bytes", "GB", 1e9), ("weights", "GB", 1e9)):
+    for what, unit, scale in (
+        ("samples", "sample", 1.0),
+        ("bytes", "GB", 1e9),
+        ("weights", "GB", 1e9),
+        ("deltas", "GB of the model", 1e9),
+    ):
         ways = [[one for one in turns if one.what == what and one.keys == way] for way in WAYS]
         per_s = [statistics.median(one.per_s for one in way) / scale for way in ways]
         costs = [statistics.median(one.cpu_s for one in way) * scale for way in ways]
-        for end in ("hub_s", "link_s"):
-            plain, keyed = (statistics.median(getattr(one, end) for one in way) for way in ways)
-            more[what, end] = keyed - plain
         quicker = [b.per_s / a.per_s for a, b in zip(*ways, strict=True)]
         dearer = [b.cpu_s / a.cpu_s for a, b in zip(*ways, strict=True)]
         unit_s = "ms" if scale == 1.0 else "s"
@@ -241,14 +314,37 @@ def sheets(values: dict[str, Any]) -> list[Sheet]:
         "ratio",
     )
     further = []
-    for name, (count, nbytes, step_s) in STEPS.items():
-        ends = [count * more["samples", end] + nbytes * more["weights", end] for end in ("hub_s", "link_s")]
-        further.append((name, *(f"{one:.2f}" for one in ends), f"{max(ends) / step_s:.1%}"))
+    for name, (count, what, nbytes, step_s) in STEPS.items():
+        ends = []
+        for end in ("hub_s", "link_s"):
+            (sample_s, sample_error), (byte_s, byte_error) = (more(turns, one, end) for one in ("samples", what))
+            error = ((count * sample_error) ** 2 + (nbytes * byte_error) ** 2) ** 0.5
+            ends.append((count * sample_s + nbytes * byte_s, error))
+        share = max(seconds for seconds, _ in ends) / step_s
+        limit = max(seconds + 2 * error for seconds, error in ends) / step_s
+        shortest = max(seconds for seconds, _ in ends) / LARGEST_SHARE
+        cells = [f"{seconds:.2f} ± {2 * error:.2f}" for seconds, error in ends]
+        further.append((name, *cells, f"{share:.1%}", f"{limit:.1%}", f"{shortest:.0f}"))
+    model = (
+        f"a delta has {values['delta_bytes'] / 1e6:.2f} MB, {values['delta_bytes'] / TRANSFER_BYTES:.2%} of its model"
+    )
     return [
-        Sheet("Through one hub", columns, rows, ["ratio: with keys to without, median of neighbouring turns (range)"]),
+        Sheet(
+            "Through one hub",
+            columns,
+            rows,
+            ["ratio: with keys to without, median of neighbouring turns (range)", model],
+        ),
         Sheet(
             "Of a step",
-            ("step", "CPU s more, trainer's end", "CPU s more, service's end", "share of the step"),
+            (
+                "step",
+                "CPU s more, trainer's end",
+                "CPU s more, service's end",
+                "share of the step",
+                "limit",
+                f"{LARGEST_SHARE:.0%} of a step of so many s",
+            ),
             further,
         ),
     ]
@@ -260,16 +356,16 @@ def spread(ratios: list[float]) -> str:
 
 
 @click.command()
-@click.option("--turns", default=8, show_default=True, help="turns of each way")
+@click.option("--turns", default=8, show_default=True, type=click.IntRange(2), help="turns of each way")
 @click.option("--summary-only", is_flag=True, help="write the tables from the JSON again")
 def main(turns: int, summary_only: bool) -> None:
     """Measure, and write the tables."""
     path = OUT / "inside_keys.json"
     if not summary_only:
         public, secret = zmq.curve_keypair()
-        ports = free_ports(4, "127.0.0.1")
+        ports = free_ports(6, "127.0.0.1")
         places = [f"tcp://127.0.0.1:{port}" for port in ports]
-        addresses = {False: (places[0], places[1]), True: (places[2], places[3])}
+        addresses = {False: tuple(places[:3]), True: tuple(places[3:])}
         context = multiprocessing.get_context("spawn")
         near, far = context.Pipe()
         process = context.Process(target=run_other, args=(far, public, secret, addresses), daemon=True)
@@ -280,7 +376,7 @@ def main(turns: int, summary_only: bool) -> None:
             json.dumps(
                 {
                     "machine": f"{machine()}, load average {os.getloadavg()[1]:.0f}",
-                    "turns": [asdict(one) for one in found],
+                    **found,
                 },
                 indent=1,
             )
@@ -288,7 +384,7 @@ def main(turns: int, summary_only: bool) -> None:
         )
     values = json.loads(path.read_text())
     made = sheets(values)
-    about = (__doc__ or "").partition("One process")
+    about = (__doc__ or "").partition("One process binds")
     text = ["# Keys inside a site", f"Written by `experiments/inside_keys.py`. {values['machine']}."]
     text.append("".join(about[1:]).strip())
     (OUT / "inside_keys.md").write_text("\n\n".join([*text, *(sheet.markdown() for sheet in made)]) + "\n")

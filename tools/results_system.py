@@ -351,19 +351,21 @@ def _data_plane_ceiling() -> str:
 def _inside_keys() -> str:
     cost = {row[0].split(":")[0]: row[6].split()[0] for row in page_rows("inside_keys", "Through one hub")}
     shares = {row[0].split(" on ")[0]: row for row in page_rows("inside_keys", "Of a step")}
-    demo, delta, whole = (
+    demo, demo_delta, delta, whole = (
         next(row for name, row in shares.items() if name.startswith(begin))
         for begin in (
             "`make demo`",
+            "the same, a delta",
             "7B in bf16, 1,024 samples, 120 s, a delta",
             "7B in bf16, 1,024 samples, 120 s, sent",
         )
     )
     return (
-        f"CPU time of both ends: {cost['samples']} times as much a sample, {cost['weights']} times a GB of weights. "
-        f"{demo[3]} of a step of `make demo`. A step of 120 s with a 7B model: {delta[3]} with a delta, as "
-        f"`weights.encoding: auto` sends between nodes; {whole[3]} if sent whole (`raw`), if nothing else is done "
-        "meanwhile. The steps are assumed"
+        f"CPU time of both ends: {cost['samples']} times as much a sample, {cost['weights']} times a GB of weights sent "
+        f"whole; real deltas, as `weights.encoding: auto` sends between nodes, {cost['deltas']} times, checks included. "
+        f"Of a step of `make demo` {demo_delta[3]} with a delta, {demo[3]} with weights sent whole. Of a step of 120 s "
+        f"with a 7B model {delta[3]} with a delta (at most {delta[4]}), {whole[3]} if sent whole (`raw`) and nothing "
+        "else is done meanwhile. The 120 s are assumed"
     ).replace("%", " %")
 
 
