@@ -335,7 +335,7 @@ def _with_arguments(message: ChatMessage) -> ChatMessage:
     for call in message["tool_calls"]:
         function = dict(call["function"])
         if isinstance(function["arguments"], str):
-            with contextlib.suppress(ValueError):  # some templates render a text as well, and others object
+            with contextlib.suppress(ValueError, RecursionError):  # some templates take a text, and others object
                 function["arguments"] = json.loads(function["arguments"])
         calls.append({**call, "function": function})
     return {**message, "tool_calls": calls}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,11 @@ INSTRUCTIONS = f"""You can use the tools below. To call one, write its name and 
 {CALL_END}
 The result comes with the next message. The tools:
 """
+
+MOST_NESTING = 100
+"""Most levels of the arguments of a call; whoever reads them back may have less of a stack than is left here."""
+TOO_DEEP = "the call is nested too deeply"
+WRONG_FORM = "the call does not have the form that the model's template writes"
 
 Tools = Sequence[Mapping[str, Any]]
 """Tools as in the chat API."""
@@ -54,16 +59,30 @@ def _read_call(text: str, arguments_key: str) -> ToolCall:
     """
     try:
         value = json.loads(text)
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+            raise ValueError('a call is a JSON object with "name" and "arguments"')
+        arguments = value.get(arguments_key, {})
+        if isinstance(arguments, str):  # some models write the arguments as JSON in JSON, as the API of OpenAI has it
+            arguments = json.loads(arguments)
     except RecursionError:
-        raise ValueError("the call is nested too deeply") from None
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
-        raise ValueError('a call is a JSON object with "name" and "arguments"')
-    arguments = value.get(arguments_key, {})
-    if isinstance(arguments, str):  # some models write the arguments as JSON in JSON, as the API of OpenAI has it
-        arguments = json.loads(arguments)
+        raise ValueError(TOO_DEEP) from None
     if not isinstance(arguments, dict):
         raise ValueError(f'"{arguments_key}" of a call is a JSON object')
-    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+    return _call(value["name"], arguments)
+
+
+def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
+    """Return a call with its arguments as JSON.
+
+    Raises:
+        ValueError: they are nested too deeply.
+    """
+    level: list[Any] = [arguments]
+    for _ in range(MOST_NESTING):
+        inside = [one.values() if isinstance(one, dict) else one for one in level]
+        if not (level := [one for values in inside for one in values if isinstance(one, dict | list)]):
+            return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+    raise ValueError(TOO_DEEP)
 
 
 def parse_hermes(text: str) -> ParsedAnswer:
@@ -103,38 +122,53 @@ def parse_llama3(text: str) -> ParsedAnswer:
 def parse_qwen_xml(text: str, tools: Tools = ()) -> ParsedAnswer:
     """Find calls of the form `<tool_call><function=name><parameter=x>value</parameter></function></tool_call>`
     (Qwen 3 Coder, Qwen 3.5 and later, Nemotron 3)."""
-    return _parse_tagged(
-        text, r"<function=([^>\s]+)>(.*)</function>", r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", tools
-    )
+    form = r"<function=([^>\s]+)>(.*)</function>", r"\s*<parameter=([^>\s]+)>\n?", r"\n?</parameter>"
+    return _parse_tagged(text, *form, tools)
 
 
 def parse_glm(text: str, tools: Tools = ()) -> ParsedAnswer:
     """Find calls of the form `<tool_call>name<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>` (GLM 4.5)."""
-    return _parse_tagged(text, r"([^<\s]+)\s*(.*)", r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", tools)
+    form = r"([^<\s]+)\s*(.*)", r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>", r"</arg_value>"
+    return _parse_tagged(text, *form, tools)
 
 
-def _parse_tagged(text: str, call: str, argument: str, tools: Tools) -> ParsedAnswer:
+def _parse_tagged(text: str, call: str, begin: str, end: str, tools: Tools) -> ParsedAnswer:
     """Find calls whose arguments have tags. An argument that is JSON counts as its value, unless its tool takes a text.
 
     Args:
         text: the sampled answer.
         call: pattern of what is between the tags of a call: its name, and its arguments.
-        argument: pattern of one argument: name and value.
+        begin: pattern of what is before the value of an argument, with its name.
+        end: pattern of what is after it.
         tools: as in the chat API.
     """
 
     def read(body: str) -> ToolCall:
         found = re.fullmatch(call, body.strip(), re.DOTALL)
-        if found is None or re.sub(argument, "", found[2], flags=re.DOTALL).strip():
-            raise ValueError("the call does not have the form that the model's template writes")
+        if found is None:
+            raise ValueError(WRONG_FORM)
         texts = _texts(found[1], tools)
-        arguments = {
-            name: value if name in texts else _tagged_value(value)
-            for name, value in re.findall(argument, found[2], re.DOTALL)
-        }
-        return ToolCall(found[1], json.dumps(arguments, ensure_ascii=False))
+        written = _values_between(found[2].strip(), re.compile(begin, re.DOTALL), re.compile(end))
+        arguments = {name: value if name in texts else _tagged_value(value) for name, value in written}
+        return _call(found[1], arguments)
 
     return _parse_between_tags(text, read)
+
+
+def _values_between(text: str, begin: re.Pattern[str], end: re.Pattern[str]) -> Iterator[tuple[str, str]]:
+    """Yield names and values one after the other, each read once: a model may write thousands that never end.
+
+    Raises:
+        ValueError: there is something else between them.
+    """
+    at = 0
+    while at < len(text):
+        begun = begin.match(text, at)
+        ended = end.search(text, begun.end()) if begun else None
+        if begun is None or ended is None:
+            raise ValueError(WRONG_FORM)
+        yield begun[1], text[begun.end() : ended.start()]
+        at = ended.end()
 
 
 def _texts(name: str, tools: Tools) -> set[str]:
