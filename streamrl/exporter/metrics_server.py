@@ -26,7 +26,9 @@ from streamrl.exporter.run_collector import RunCollector
 from streamrl.machine.loopback import host_of, is_loopback
 
 REQUEST_S = 10.0
-"""Seconds that a client has to send its request and to take the answer."""
+"""Seconds that a client has to send its request and to take the answer, however slowly it does."""
+MOST_CONNECTIONS = 16
+"""Connections at once, each of which has a thread of the launcher: whoever reaches the port can open more."""
 LEAST_TOKEN = 16
 """Characters that a token has at least."""
 
@@ -91,10 +93,14 @@ def guarded(app: WSGIApplication, token: str | None) -> WSGIApplication:
     return answer
 
 
-class _Server(ThreadingMixIn, WSGIServer):
+class MetricsServer(ThreadingMixIn, WSGIServer):
+    """Answers each connection in a thread; further ones are closed unheard, and each has an end."""
+
     daemon_threads = True
 
     def __init__(self, listener: socket.socket, app: WSGIApplication) -> None:
+        """Take the socket that listens, and what answers."""
+        self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self.address_family = listener.family
         super().__init__(listener.getsockname()[:2], _Handler, bind_and_activate=False)
         self.socket.close()
@@ -103,8 +109,35 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.setup_environ()
         self.set_app(app)
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Begin with a connection if there is a place."""
+        if not self._places.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread can be started
+            self._places.release()
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, and end the connection after `REQUEST_S` whatever its client does."""
+        end = threading.Timer(REQUEST_S, _hang_up, [request])
+        end.daemon = True
+        end.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            end.cancel()
+            self._places.release()
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing: a client that went away is no news."""
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(WSGIRequestHandler):
@@ -134,7 +167,7 @@ def serving_metrics(endpoint: MetricsEndpoint, key: str, run_dir: Path, max_stal
     registry = CollectorRegistry()
     registry.register(RunCollector(run_dir, max_staleness))
     with _bound(endpoint, key) as listener:
-        server = _Server(listener, guarded(make_wsgi_app(registry, disable_compression=True), token))
+        server = MetricsServer(listener, guarded(make_wsgi_app(registry, disable_compression=True), token))
         loop: Callable[[], None] = server.serve_forever
         thread = threading.Thread(target=loop, name="metrics", daemon=True)
         thread.start()

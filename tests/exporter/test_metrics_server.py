@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from streamrl.config.cluster import MetricsEndpoint
+from streamrl.exporter import metrics_server
 from streamrl.exporter.metric_families import KINDS, full_name
 from streamrl.exporter.metrics_server import endpoint_problems, serving_metrics
 from streamrl.exporter.run_collector import RunCollector
@@ -25,6 +28,7 @@ from streamrl.run_dir.jsonl import RowWriter
 from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.status import write_status
 from tests.trackers.tracked_run import back_to, evaluate
+from tests.waiting import scaled, wait_for
 
 NOW = 2000.0
 
@@ -202,3 +206,27 @@ def test_names_are_valid_and_counters_end_in_total() -> None:
     assert len(names) == len(set(names))
     assert all(name.replace("_", "").isalnum() and name == name.lower() for name in names)
     assert full_name("usd") == "streamrl_usd_total" and full_name("train_usd") == "streamrl_train_usd"
+
+
+def test_whoever_reaches_the_port_can_neither_fill_the_launcher_with_threads_nor_keep_a_place(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[threading.Timer] = []
+    start = threading.Timer.start
+    monkeypatch.setattr(threading.Timer, "start", lambda timer: ends.append(timer) or start(timer))
+    monkeypatch.setattr(metrics_server, "MOST_CONNECTIONS", 3)
+    before = threading.active_count()
+    with serving_metrics(MetricsEndpoint(port=0), "metrics", folder, 0) as address, contextlib.ExitStack() as stack:
+        host, port = address.split("/")[2].split(":")
+        strangers = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(20)]
+        for one in strangers:
+            one.settimeout(scaled(30))
+        assert all(one.recv(1) == b"" for one in strangers[3:]), "those without a place are closed unheard"
+        assert threading.active_count() <= before + 1 + 2 * 3
+        assert len(ends) == 3 and all(timer.interval == metrics_server.REQUEST_S for timer in ends)
+        for number, one in enumerate(strangers[:3]):
+            one.sendall(b"GET /metrics HTTP/1.1\r\n")  # and never the rest
+            ends[number].function(*ends[number].args)  # its time is over
+            assert one.recv(1) == b""
+        wait_for(lambda: threading.active_count() == before + 1, 30)
+        assert get(address) == 200
