@@ -32,6 +32,8 @@ from tests.waiting import until
 from tests.weights.world import Policy, World, in_world
 
 FLOOD = 20_000
+MOST_INDEXES = 100_000
+"""Payloads that some requests name, of a version that has five."""
 MOST_MEMORY = 100 * 2**20
 """Bytes by which memory may grow meanwhile."""
 SITE = {"site": "far"}
@@ -48,6 +50,18 @@ async def from_site(world: World, address: str, site: str) -> Link:
     link = Link(f"service-{site}", "relay", WaitRegistry(site), {"site": site})
     world.links.append(link)
     return await link.connect(address, 30)
+
+
+def requests(number: int) -> list[Fetch | FetchAgain]:
+    """Requests of one number: for what is there, for what never was, and for far more than there is."""
+    everything = [(0, list(range(MOST_INDEXES if number % 2000 < 5 else 3))), (2**31, [-1])]
+    return [
+        Fetch(request=number, number=0, newest=True),
+        Fetch(request=number, number=10**9 + number),
+        Fetch(request=number, number=-1, encoding="delta", holds=2**40, holds_hash="0" * 64),
+        FetchAgain(request=number, of=0, tensors=[]),
+        FetchAgain(request=number, of=number - 1, tensors=everything),
+    ]
 
 
 def test_fetches_go_on_while_a_relay_floods_the_publisher_with_requests(
@@ -67,8 +81,8 @@ def test_fetches_go_on_while_a_relay_floods_the_publisher_with_requests(
         await world.publisher.publish(*policy.version())
         before = most = psutil.Process().memory_info().rss
         for number in range(1, FLOOD + 1):
-            orders = Fetch(request=number, number=0, newest=True), FetchAgain(request=number, of=0, tensors=[])
-            kind, fields = wire(orders[number % 2])
+            orders = requests(number)
+            kind, fields = wire(orders[number % len(orders)])
             hostile._put(encode(Message(kind, hostile.session, number, fields)))
         for turn in range(3):
             version = policy.version() if turn == 0 else policy.step()
