@@ -89,10 +89,10 @@ def show(directory: Path | None) -> None:
     Example:
       streamrl env list
     """
-    from rich.console import Console
     from rich.table import Table
 
     from streamrl.environments.installed import LOCK, environments_folder, list_environments
+    from streamrl.report.terminal import TextConsole
 
     folder = directory or environments_folder()
     if not (found := list_environments(folder)):
@@ -103,7 +103,7 @@ def show(directory: Path | None) -> None:
         count = len((one.folder / LOCK).read_text().splitlines()) if (one.folder / LOCK).exists() else 0
         state = "ok" if one.python.exists() else "its Python is gone"
         table.add_row(one.name, one.make or "programs", json.dumps(one.config), str(count), state)
-    Console(highlight=False).print(table)
+    TextConsole(highlight=False).print(table)
 
 
 @command.command()

@@ -39,11 +39,10 @@ def fetch_with_progress(name: str, out: Path | None) -> Path:
         UserError: the model is unknown, or cannot be fetched or written.
     """
     click.echo(f"{name}: looking for it on this machine")  # at once: the imports take seconds
-    from rich.console import Console
-
     from streamrl.machine.model_files import fetch
+    from streamrl.report.terminal import TextConsole
 
-    console = Console(highlight=False)
+    console = TextConsole(highlight=False)
     phases = Phases(name)
     over = threading.Event()
 

@@ -243,12 +243,12 @@ def _engines(cluster: ClusterConfig, run: RunConfig, site: str | None, types: Ty
 def _print_plan(
     cluster: ClusterConfig, run: RunConfig, run_dir: Path, site: str | None, emulate: bool, types: TypeChoice | None
 ) -> None:
-    from rich.console import Console
     from rich.table import Table
 
+    from streamrl.report.terminal import TextConsole
     from streamrl.runtime.process_plan import plan_processes, usd_per_hour
 
-    console = Console()
+    console = TextConsole()
     table = Table("process", "role", "site", "pool", "runs on", "USD/h", title=f"plan of {run_dir} (nothing started)")
     specs = plan_processes(cluster, run, run_dir, None if site is None else [site])
     for spec in specs:

@@ -89,7 +89,9 @@ def main() -> None:
         error.show()
         sys.exit(error.exit_code)
     except (UserError, RunFailed) as error:
-        lines = str(error).splitlines() or [type(error).__name__]
+        from streamrl.rollouts.plain_text import shown  # what an error quotes may be anybody's
+
+        lines = shown(error).splitlines() or [type(error).__name__]
         click.echo("error: " + "\n       ".join(lines), err=True)
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):

@@ -67,11 +67,10 @@ def command(
       streamrl plan --cluster cluster_configs/cross_datacenter.yaml --objective cost --budget 40
       streamrl plan --cluster my.yaml --run my_run.yaml --lengths runs/demo --hardware prices.yaml --json plan.json
     """
-    from rich.console import Console
-
     from scheduler.capacity.placement_plan import colocated, plans
     from streamrl.config.load import load_cluster, load_run
     from streamrl.planning.planning_inputs import gather
+    from streamrl.report.terminal import TextConsole
 
     cluster = load_cluster(cluster_file)
     run = None if run_file is None else load_run(run_file)
@@ -84,7 +83,7 @@ def command(
     except ValueError as error:
         raise UserError(str(error)) from error
     together = colocated(inputs.problem, aim)
-    _show(Console(), inputs, found, together, objective)
+    _show(TextConsole(), inputs, found, together, objective)
     if json_file is not None:
         try:
             json_file.write_text(json.dumps(_plain(inputs, found, together, objective), indent=1) + "\n")

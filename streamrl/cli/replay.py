@@ -34,10 +34,9 @@ def command(directory: Path, step: int) -> None:
     cluster, run = load_resolved(directory)
     kept = KeptMicroBatches(directory / layout.REFUSED).read(step)
     click.echo(f"step {step} was refused: {kept.cause}")
-    from rich.console import Console
-
     from streamrl.machine.compute_type import decided
     from streamrl.machine.model_files import resolve_model
+    from streamrl.report.terminal import TextConsole
     from streamrl.run_dir.checkpoints import CheckpointFolder
     from streamrl.training.step_replay import StepReplay
 
@@ -58,7 +57,7 @@ def command(directory: Path, step: int) -> None:
     if (bad := replay.bad_weight()) is not None:
         click.echo(f"{bad}, so that nothing else can be")
     groups = list(replay.groups(kept))
-    Console().print(_table(groups))
+    TextConsole().print(_table(groups))
     wrong = [one for one in groups if not one.finite]
     click.echo(f"{len(wrong)} of {len(groups)} groups are not finite" if wrong else "every group is finite now")
 

@@ -59,12 +59,11 @@ def command(
     """
     # Spinning threads slow LightGBM down many times on shared cores; the variable is read when it is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from rich.console import Console
-
     from ranker.data import read_rollouts
     from ranker.errors import RankerError
     from ranker.train import train_and_hold_out
     from streamrl.planning.ranker_saving import dispatch_saving
+    from streamrl.report.terminal import TextConsole
 
     paths = [*rollouts, *more]
     if not paths:
@@ -91,11 +90,11 @@ def command(
     if as_json:
         click.echo(text)
     else:
-        _show(report, Console())
+        _show(report, TextConsole())
         click.echo(f"ranker written to {out}")
     if report_path is not None:
         if report_path.suffix == ".html":
-            page = Console(record=True, file=io.StringIO(), width=110)
+            page = TextConsole(record=True, file=io.StringIO(), width=110)
             _show(report, page)
             text = page.export_html()
         try:

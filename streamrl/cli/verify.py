@@ -51,10 +51,10 @@ def command(model: str | None, full: bool, variables: str, hardware: bool, out: 
     missing = [name for name in ("torch", "transformers", "vllm") if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"not installed: {', '.join(missing)}; install with: pip install 'streamrl[cpu,tasks]'")
-    from rich.console import Console
+    from streamrl.report.terminal import TextConsole
 
     if hardware:
-        _hardware(Console(), out)
+        _hardware(TextConsole(), out)
         return
     assert model is not None
     from streamrl.config.load import load_run
@@ -67,7 +67,7 @@ def command(model: str | None, full: bool, variables: str, hardware: bool, out: 
     if full or not (folder / "config.json").is_file():
         folder = Path(resolve_model(model))
     findings = verify(folder, full, lambda text: click.echo(text, err=True), run.model.chat_template_kwargs)
-    Console().print(table_of(model, findings))
+    TextConsole().print(table_of(model, findings))
     if reasons := reasons_against(findings):
         raise RunFailed(f"{model} is refused: " + "; ".join(reasons))
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from streamrl.errors import ErrorCode, UserError
+from streamrl.rollouts.plain_text import shown
 
 if TYPE_CHECKING:
     from streamrl.diagnose.facts import Facts, ProcessFacts
@@ -65,7 +66,7 @@ def command(directory: Path, stacks: str | None) -> None:
         click.echo(f"stuck: {directory} cannot be read: its file system hangs, or this machine is overloaded")
         sys.exit(STUCK)
     verdict = judge(facts)
-    click.echo(ErrorCode.HANG.refer(verdict.sentence) if verdict.exit_code == STUCK else verdict.sentence)
+    click.echo(shown(ErrorCode.HANG.refer(verdict.sentence) if verdict.exit_code == STUCK else verdict.sentence))
     _show(facts, verdict)
     if stacks is not None:
         _show_stacks(facts, verdict, stacks == "all")
@@ -190,8 +191,8 @@ def _show_stacks(facts: Facts, verdict: Verdict, everything: bool) -> None:
         if not lines:
             continue
         click.echo(f"\n{one.name} (pid {one.pid})")
-        shown = lines if everything else lines[:STACK_LINES]
-        for line in shown:
-            click.echo(f"  {line}")
-        if len(lines) > len(shown):
-            click.echo(f"  ... {len(lines) - len(shown)} lines more: --stacks all")
+        printed = lines if everything else lines[:STACK_LINES]
+        for line in printed:
+            click.echo(f"  {shown(line)}")
+        if len(lines) > len(printed):
+            click.echo(f"  ... {len(lines) - len(printed)} lines more: --stacks all")

@@ -20,6 +20,7 @@ from typing import Any
 from streamrl.diagnose.stacks import answer_requests
 from streamrl.errors import RestartNeeded, RunFailed, UserError
 from streamrl.run_dir.start_stages import say
+from streamrl.runtime.log_lines import log_to_stderr
 from streamrl.runtime.process_plan import CORES, STARTER
 from streamrl.runtime.processes import end_with_parent, is_alive, start_warden
 
@@ -159,11 +160,7 @@ def main() -> int:
     _pin()
     _say(args, "importing torch" if args.role == "trainer" else "importing libraries")
     answer_requests(args.run_dir, _name(args))
-    logging.basicConfig(
-        level=os.environ.get("STREAMRL_LOG_LEVEL", "INFO"),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    log_to_stderr(os.environ.get("STREAMRL_LOG_LEVEL", "INFO"))
     try:
         asyncio.run(_until_told_to_stop(_role(args)))
     except BaseException as error:

@@ -15,6 +15,7 @@ from streamrl.errors import UserError
 from streamrl.report.panels import BAD_STATES, render, render_start, stale_message, step_line, time_left
 from streamrl.report.start_lines import StartLines, begun_at, present
 from streamrl.report.summary import duration, headline_figures
+from streamrl.report.terminal import TextConsole
 from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.run_dir.evaluations import EvaluationRow, best, evaluation_line
@@ -216,7 +217,7 @@ class LiveView:
             clock: returns unix seconds.
         """
         self.run_dir = run_dir
-        self._console = console or Console(highlight=False)
+        self._console = console or TextConsole(highlight=False)
         self._plain = not self._console.is_terminal if plain is None else plain
         self._clock = clock
         self._follower = Follower(run_dir / layout.METRICS, MetricsRow)

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from statistics import median_high
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -123,7 +122,7 @@ def roles_table(status: RunStatus, now: float) -> Table:
             NONE if role.tokens_per_s is None else f"{role.tokens_per_s:.0f}",
             NONE if role.weight_version is None else str(role.weight_version),
             fixed(role.memory_gb, 1),
-            escape(role.detail),
+            Text(role.detail),
         )
     return table
 

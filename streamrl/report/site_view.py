@@ -10,6 +10,7 @@ from typing import Self
 from rich.console import Console
 
 from streamrl.report.start_lines import StartLines
+from streamrl.report.terminal import TextConsole
 from streamrl.run_dir import layout
 from streamrl.run_dir.site_status import SiteStatus, read_site
 from streamrl.run_dir.start_stages import read_stages
@@ -25,7 +26,7 @@ class SiteView:
 
     def __init__(self, run_dir: Path, console: Console | None = None, clock: Callable[[], float] = time.time) -> None:
         self.run_dir = run_dir
-        self._console = console or Console(highlight=False)
+        self._console = console or TextConsole(highlight=False)
         self._clock = clock
         self._start: StartLines | None = StartLines(WAITS_S)
         """None once the site has sent its first sample."""

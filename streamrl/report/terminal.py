@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
 
-from rich.console import Console, JustifyMethod
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
+from rich.segment import Segment
 from rich.table import Table
+
+from streamrl.rollouts.plain_text import shown
 
 PIPED_WIDTH = 140
 """Columns assumed when the output is no terminal."""
 
 
+class TextConsole(Console):
+    """The console that commands print on: whatever a text has in it is shown, neither obeyed nor read as markup.
+
+    Names, reasons and notes come from other processes, from models and from run folders of others. Without this, a
+    terminal would obey the control characters in them, and rich would take brackets for styles, or fail on them.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Render into segments without control characters; a style's own are added behind this."""
+        for segment in super().render(renderable, options):
+            if segment.control or segment.text.isprintable():
+                yield segment
+            else:
+                yield segment._replace(text=shown(segment.text))
+
+
 def terminal(piped_width: int = PIPED_WIDTH) -> Console:
     """Return a console; if the output is no terminal, it has `piped_width` columns."""
-    console = Console(highlight=False)
+    console = TextConsole(highlight=False)
     if not console.is_terminal:
         console.width = piped_width
     return console

@@ -26,6 +26,7 @@ from streamrl.config.load import load_resolved
 from streamrl.config.run import RunConfig
 from streamrl.config.trackers import TrackerConfig
 from streamrl.errors import UserError
+from streamrl.runtime.log_lines import log_to_stderr
 from streamrl.trackers.backends.opener import open_tracker
 from streamrl.trackers.follower import Opener, RunFollower
 from streamrl.trackers.sent_rows import SentRows
@@ -141,7 +142,7 @@ def main() -> int:
     words: IO[str] = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # packages print as they like; it is all for the log
     os.nice(NICENESS)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    log_to_stderr()
     ended = threading.Event()
 
     def say(text: str) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 Support = Literal["works", "works slower", "refused", "not checked"]
 
@@ -28,9 +28,9 @@ class Finding:
 
 def table_of(model: str, findings: Sequence[Finding]) -> Table:
     """Return the findings as a table."""
-    table = Table("check", "verdict", "reason", title=escape(model))
+    table = Table("check", "verdict", "reason", title=Text(model))
     for one in findings:
-        table.add_row(one.check, f"[{STYLES[one.verdict]}]{one.verdict}[/]", escape(one.reason))
+        table.add_row(one.check, Text(one.verdict, STYLES[one.verdict]), Text(one.reason))
     return table
 
 

@@ -15,8 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from streamrl.generation.instance.settings_trial import error_of
 from streamrl.runtime.process_plan import PASSIVE_WAITING
@@ -67,12 +67,12 @@ def _stage(name: str) -> tuple[list[Measurement], str]:
 
 def table_of(results: Sequence[StageResult]) -> Table:
     """Return the results as a table."""
-    table = Table("stage", "measured", "value", "note", title=escape(f"hardware of {platform.node()}"))
+    table = Table("stage", "measured", "value", "note", title=Text(f"hardware of {platform.node()}"))
     for result in results:
         for number, one in enumerate(result.measurements):
-            table.add_row("" if number else result.stage, escape(one.what), str(one), escape(one.note))
+            table.add_row("" if number else result.stage, Text(one.what), str(one), Text(one.note))
         if result.error:
-            table.add_row("" if result.measurements else result.stage, "[red]failed[/]", "", escape(result.error))
+            table.add_row("" if result.measurements else result.stage, Text("failed", "red"), "", Text(result.error))
     return table
 
 
