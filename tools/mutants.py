@@ -87,7 +87,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "scheduler/dispatch/partition_candidates.py": PLAN_TESTS,
     "scheduler/dispatch/dispatch_objective.py": PLAN_TESTS,
     "scheduler/dispatch/remaining_length.py": ("tests/scheduler/test_remaining_length.py",),
-    "scheduler/dispatch/group_probe.py": ("tests/scheduler/test_group_probe.py",),
+    "scheduler/dispatch/group_probe.py": (
+        "tests/scheduler/test_group_probe.py",
+        "tests/scheduler/test_turn_placement.py",
+    ),
     "scheduler/dispatch/outcome_trust.py": ("tests/scheduler/test_outcome_trust.py",),
     "scheduler/dispatch/straggler.py": ("tests/scheduler/test_straggler.py",),
 }
