@@ -70,6 +70,8 @@ def test_a_group_whose_probe_was_lost_gets_another() -> None:
     probing.submit(some(2, 2))
     where = {d.instance: d.request_id for d in probing.decide()}
     assert probing.leave("a") == [where["a"]]
+    lost = probing._groups[where["a"].split(".")[0]]
+    assert lost.probe is None and where["a"] not in lost.open
     probing.finished(where["b"], 10.0)
     probing.submit(some(2, 2)[:1] if where["a"] == "g0.0" else some(2, 2)[2:3])
     assert [d.request_id for d in probing.decide()] == [where["a"]]

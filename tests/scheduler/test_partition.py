@@ -268,9 +268,9 @@ def flat(slots: int, **rates: float) -> Worker:
 
 
 def test_what_finds_no_free_slot_beside_running_requests_waits_for_one() -> None:
-    # two slots, one of them for 4 more steps; 3 and then 2 steps in the other
-    beside = plan(np.asarray([[3.0], [2.0]]), [flat(2)], running=[np.asarray([[4.0]])])
-    assert beside.makespan == 5.0
+    # two slots, one of them for 4 more steps; twice 3 steps in the other
+    beside = plan(np.asarray([[3.0], [3.0]]), [flat(2)], running=[np.asarray([[4.0]])])
+    assert beside.makespan == 6.0
     assert plan(np.asarray([[2.0]]), [flat(1)], running=[np.asarray([[3.0]])]).makespan == 5.0
 
 
