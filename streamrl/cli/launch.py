@@ -271,6 +271,11 @@ def _print_plan(
         "checkpoints": f"every {run.checkpoint.every} steps, {run.checkpoint.keep} kept",
         "price": f"{usd_per_hour(specs):.2f} USD/h",
     }
+    if cluster.hardware == "cuda" and types is not None:
+        from streamrl.launcher.gpu_checks import memory_plan
+
+        plan = memory_plan(cluster, run, site)
+        lines |= {f"{title}, {phase.name}": phase.words for title, phase in plan}
     for link in cluster.links:
         how: str = cluster.security.encryption
         if emulate:

@@ -8,18 +8,18 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import psutil
 
 from streamrl.config.algorithm import PPOConfig
-from streamrl.config.cluster import ClusterConfig, Site
+from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.config.tasks import AgentTask, FileTask
 from streamrl.errors import ErrorCode, UserError
+from streamrl.launcher.gpu_checks import check_this_machine, sites_here, warnings_here
 from streamrl.launcher.speculation_check import check_speculation
-from streamrl.machine.gpus import VISIBLE, gpu_names, usable_devices
 from streamrl.machine.installed_packages import package_problems
 from streamrl.machine.model_files import resolve_model, weight_bytes
 from streamrl.runtime.process_plan import plan_processes
@@ -61,7 +61,7 @@ def check(
         check_heads(cluster, run),
         check_speculation(cluster, run),
         check_sites(cluster, run),
-        check_gpus(cluster, run, gpu_names() if cluster.hardware == "cuda" else [], site, os.environ.get(VISIBLE)),
+        check_this_machine(cluster, run, site),
         check_disk(run, runs_root),
         check_ray(cluster, run, site),
     ]
@@ -80,6 +80,7 @@ def check(
         *ray_warnings(cluster, os.environ, site),
         *thread_warnings(cluster, run, usable_cores(), site),
         *memory_warnings(cluster, run, free_memory(), site),
+        *warnings_here(cluster, run, site),
     ]
 
 
@@ -113,12 +114,6 @@ def check_files(cluster: ClusterConfig, run: RunConfig) -> list[str]:
     skipped = "packages, model, GPUs, ports, keys, Ray's nodes, disk and memory"
     note = f"not checked: {skipped} of the sites; each checks its own with --site NAME --dry-run"
     return [note, *untried(cluster, run), *missing]
-
-
-def sites_here(cluster: ClusterConfig, site: str | None) -> list[Site]:
-    """List the sites whose processes all run on this machine."""
-    here = [cluster.sites[site]] if site is not None else list(cluster.sites.values())
-    return [one for one in here if not one.on_ray]
 
 
 def check_sites(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
@@ -277,36 +272,6 @@ def sandbox_warnings(run: RunConfig) -> Iterable[str]:
     for task in run.tasks:
         if isinstance(task, FileTask) and task.sandbox and (weaker := isolation_of(task.sandbox).weaker):
             yield f"task {task.key!r}: {weaker}"
-
-
-def check_gpus(
-    cluster: ClusterConfig, run: RunConfig, names: Sequence[str], site: str | None = None, visible: str | None = None
-) -> Iterable[str]:
-    """Check that this machine has enough GPUs; under `colocated` trainer and instances share them.
-
-    Args:
-        names: the machine's GPUs, as `gpu_names` lists them.
-        visible: this user's CUDA_VISIBLE_DEVICES; None: not set.
-    """
-    if cluster.hardware != "cuda":
-        return
-    try:
-        usable = len(usable_devices(visible, names))
-    except UserError as error:
-        yield str(error)
-        return
-    together = max if run.schedule.name == "colocated" else sum
-    wanted = 0
-    for one in sites_here(cluster, site):
-        generating = sum(pool.replicas * pool.gpus_per_replica for pool in one.generation)
-        wanted += together([one.trainer.ranks if one.trainer else 0, generating])
-    if wanted > usable:
-        who = f"site {site}" if site is not None else "the cluster"
-        way_out = "; --emulate runs all sites here on CPU" if cluster.remote_sites else ""
-        has = (
-            f"this machine has {usable}" if visible is None else f"{VISIBLE}={visible} leaves {usable} of this machine"
-        )
-        yield ErrorCode.INSTALLATION.refer(f"{who} asks for {wanted} GPUs, {has}{way_out}")
 
 
 def check_ports(cluster: ClusterConfig, name: str) -> Iterable[str]:

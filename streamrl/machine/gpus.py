@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from streamrl.errors import UserError
 
@@ -13,7 +15,85 @@ ANSWER_S = 30
 """Seconds within which nvidia-smi must answer; with eight idle GPUs it takes several."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """Environment variable with the devices that a process may use, in its own order."""
+CSV = "--format=csv,noheader,nounits"
 NAME = re.compile(r"UUID: ((?:GPU|MIG)-[^)\s]+)")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU, as nvidia-smi describes it."""
+
+    number: int
+    uuid: str
+    name: str
+    total_bytes: float
+    used_bytes: float
+    """Memory in use now, by anyone."""
+    driver: str
+    """Version of the driver, such as 570.124.06."""
+    users: tuple[str, ...] = ()
+    """Processes that compute on it, with their memory."""
+
+
+def gpus_here() -> list[Gpu]:
+    """List the GPUs by their numbers.
+
+    Raises:
+        UserError: nvidia-smi does not answer.
+    """
+    return parse_gpus(
+        _nvidia_smi("--query-gpu=uuid,name,memory.total,memory.used,driver_version", CSV),
+        _nvidia_smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory", CSV),
+    )
+
+
+def parse_gpus(lines: Iterable[str], processes: Iterable[str]) -> list[Gpu]:
+    """Read nvidia-smi's answers to the queries of `gpus_here`; lines that are no answers are passed over.
+
+    >>> parse_gpus(["GPU-a, NVIDIA H200, 143771, 4, 570.124.06"], ["GPU-a, 71, python, 4"])[0].users
+    ('python (71) 4 MiB',)
+    """
+    users: dict[str, list[str]] = {}
+    for line in processes:
+        parts = [part.strip() for part in line.split(",")]
+        if len(parts) >= 4 and parts[1].isdigit():
+            memory = f"{parts[-1]} MiB" if parts[-1].isdigit() else "of unknown size"  # containers hide it
+            users.setdefault(parts[0], []).append(f"{','.join(parts[2:-1])} ({parts[1]}) {memory}")
+    found: list[Gpu] = []
+    for line in lines:
+        parts = [part.strip() for part in line.split(",")]
+        if len(parts) == 5 and parts[2].isdigit():
+            total, used_bytes = (float(part) * 2**20 if part.isdigit() else 0.0 for part in parts[2:4])
+            own = tuple(users.get(parts[0], ()))
+            found.append(Gpu(len(found), parts[0], parts[1], total, used_bytes, parts[4], own))
+    return found
+
+
+def pairs_without_peer_access() -> set[tuple[int, int]]:
+    """Return the pairs of GPU numbers, the smaller first, that cannot read each other's memory.
+
+    Raises:
+        UserError: nvidia-smi does not answer.
+    """
+    return parse_peers(_nvidia_smi("topo", "-p2p", "r"))
+
+
+def parse_peers(lines: Iterable[str]) -> set[tuple[int, int]]:
+    """Read the matrix of `nvidia-smi topo -p2p r`: rows and columns GPU0, GPU1, ...; OK where a read is possible.
+
+    >>> parse_peers([" 	GPU0	GPU1", " GPU0	X	CNS", " GPU1	CNS	X"])
+    {(0, 1)}
+    """
+    missing = set()
+    for line in lines:
+        name, *states = re.sub(r"\x1b\[[0-9;]*m", "", line).split() or [""]  # it underlines the header
+        row = re.fullmatch(r"GPU(\d+)", name)
+        if row is None or (states and states[0].startswith("GPU")):
+            continue
+        for column, state in enumerate(states):
+            if state not in ("X", "OK"):
+                missing.add((min(int(row[1]), column), max(int(row[1]), column)))
+    return missing
 
 
 def gpu_names() -> list[str]:
@@ -84,6 +164,11 @@ def devices_of_user(positions: Iterable[int], setting: str | None) -> str:
     return ",".join(own[position] for position in wanted)
 
 
+def visible_devices() -> list[str]:
+    """List the devices of this process, as CUDA_VISIBLE_DEVICES names them; none if it is not set."""
+    return _entries(os.environ.get(VISIBLE, ""))
+
+
 def _entries(setting: str) -> list[str]:
     return [entry.strip() for entry in setting.split(",")] if setting.strip() else []
 
@@ -95,7 +180,7 @@ def oldest_compute_capability() -> tuple[int, int] | None:
         UserError: nvidia-smi does not answer.
     """
     found = []
-    for line in _nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader"):
+    for line in _nvidia_smi("--query-gpu=compute_cap", CSV):
         major, _, minor = line.strip().partition(".")
         if major.isdigit() and minor.isdigit():
             found.append((int(major), int(minor)))

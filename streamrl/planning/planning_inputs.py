@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from scheduler.capacity.allocation import Offer, Problem, Route
     from scheduler.cost.hardware import Device
     from scheduler.cost.model_shapes import Transformer
-    from scheduler.cost.training_cost import TrainingWork
     from streamrl.config.cluster import ClusterConfig, TrainerPool
     from streamrl.config.run import RunConfig
 
@@ -183,16 +182,6 @@ def find_lengths(text: str) -> tuple[np.ndarray, str]:
     return np.asarray(rollouts.output_length, dtype=np.float64), f"{len(rollouts)} past rollouts in {text}"
 
 
-def work_of(run: RunConfig) -> TrainingWork:
-    """Return the models that a run's algorithm trains and evaluates."""
-    from scheduler.cost.training_cost import TrainingWork
-
-    algorithm = run.algorithm
-    critic, reference = int(algorithm.name == "ppo"), int(algorithm.needs_reference)
-    checkpointing, epochs = run.optimizer.gradient_checkpointing, run.batch.epochs
-    return TrainingWork(1 + critic, critic + reference, reference, checkpointing, epochs)
-
-
 def gather(
     cluster: ClusterConfig,
     cluster_file: Path,
@@ -230,6 +219,8 @@ def gather(
     if algorithm is not None:
         work, name = {"ppo": (PPO, "ppo"), "grpo": (GRPO, "grpo")}[algorithm]
     elif run is not None:
+        from streamrl.runtime.training_work import work_of
+
         work, name = work_of(run), run.algorithm.name
     else:
         work, name = PPO, "ppo"

@@ -49,6 +49,8 @@ NETWORK = "network"
 
 # written by every process
 START_STAGES = "starting"
+DEVICES = "devices"
+"""Folder: a lock per GPU that trainer and instances use in turns."""
 STACKS = "stacks"
 
 # written by the process of each tracker

@@ -13,7 +13,7 @@ from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.config.speculation import SpeculationConfig
 from streamrl.errors import UserError
-from streamrl.launcher import preflight
+from streamrl.launcher import gpu_checks, preflight
 from streamrl.launcher.speculation_check import check_speculation
 from streamrl.machine import installed_packages
 
@@ -40,28 +40,28 @@ def gpus(count: int) -> list[str]:
 
 def test_more_gpus_than_there_are() -> None:
     asked = cluster("cuda", gpus_per_replica=4)
-    assert list(preflight.check_gpus(asked, RunConfig(), gpus(9))) == [
+    assert list(gpu_checks.check_gpus(asked, RunConfig(), gpus(9))) == [
         "the cluster asks for 10 GPUs, this machine has 9 (see docs: E1003)"
     ]
-    assert list(preflight.check_gpus(asked, RunConfig(), gpus(10))) == []
+    assert list(gpu_checks.check_gpus(asked, RunConfig(), gpus(10))) == []
     values = asked.model_dump()
     values["sites"]["here"]["generation"].append({"name": "tail", "replicas": 1})
-    (problem,) = preflight.check_gpus(ClusterConfig.model_validate(values), RunConfig(), gpus(10))
+    (problem,) = gpu_checks.check_gpus(ClusterConfig.model_validate(values), RunConfig(), gpus(10))
     assert "asks for 11 GPUs" in problem
     in_turns = RunConfig.model_validate({"schedule": {"name": "colocated"}})
-    assert list(preflight.check_gpus(asked, in_turns, gpus(8))) == []
-    (problem,) = preflight.check_gpus(asked, in_turns, gpus(7))
+    assert list(gpu_checks.check_gpus(asked, in_turns, gpus(8))) == []
+    (problem,) = gpu_checks.check_gpus(asked, in_turns, gpus(7))
     assert problem.startswith("the cluster asks for 8 GPUs, this machine has 7 (")
-    assert list(preflight.check_gpus(cluster("cpu"), RunConfig(), gpus(0))) == []
+    assert list(gpu_checks.check_gpus(cluster("cpu"), RunConfig(), gpus(0))) == []
 
 
 def test_gpus_that_this_user_may_not_use_do_not_count() -> None:
     asked = cluster("cuda", gpus_per_replica=4)
-    (problem,) = preflight.check_gpus(asked, RunConfig(), gpus(16), visible="4,5,6,7,8,9,10,11,12")
+    (problem,) = gpu_checks.check_gpus(asked, RunConfig(), gpus(16), visible="4,5,6,7,8,9,10,11,12")
     left = "CUDA_VISIBLE_DEVICES=4,5,6,7,8,9,10,11,12 leaves 9 of this machine"
     assert problem.startswith(f"the cluster asks for 10 GPUs, {left} (")
-    assert list(preflight.check_gpus(asked, RunConfig(), gpus(16), visible="4,5,6,7,8,9,10,11,12,15")) == []
-    (problem,) = preflight.check_gpus(asked, RunConfig(), gpus(2), visible="1,2")
+    assert list(gpu_checks.check_gpus(asked, RunConfig(), gpus(16), visible="4,5,6,7,8,9,10,11,12,15")) == []
+    (problem,) = gpu_checks.check_gpus(asked, RunConfig(), gpus(2), visible="1,2")
     assert "got '2'; it has GPUs 0 to 1 (GPU-0, GPU-1)" in problem
 
 

@@ -11,7 +11,7 @@ from streamrl.config.cluster import ClusterConfig
 from streamrl.config.load import load_cluster
 from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
-from streamrl.launcher import preflight
+from streamrl.launcher import gpu_checks, preflight
 from streamrl.launcher.emulated_cluster import emulated
 from streamrl.launcher.site_setup import choose_addresses
 from streamrl.runtime.handshake import agreement, disagreement
@@ -73,7 +73,7 @@ def test_the_shipped_files_are_valid_and_can_be_emulated(name: str) -> None:
     assert {spec.gpu for spec in specs} == {pool.gpu for site in read.sites.values() for pool in site.generation}
     assert all(spec.gpu_ids == () for spec in specs)
     assert emulated(small) == small
-    (problem,) = preflight.check_gpus(read, RunConfig(), [], "train" if "train" in read.sites else "frankfurt")
+    (problem,) = gpu_checks.check_gpus(read, RunConfig(), [], "train" if "train" in read.sites else "frankfurt")
     assert "this machine has 0; --emulate runs all sites here on CPU" in problem
 
 

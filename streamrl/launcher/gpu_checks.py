@@ -1,0 +1,261 @@
+"""Checks of this machine's GPUs against what a run asks of them, before anything starts.
+
+The checks are pure; `read_uses` asks nvidia-smi.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from scheduler.capacity.gpu_memory import GIB, MemoryPhase, MemoryShape, phases, smallest_change
+from scheduler.cost.model_shapes import Transformer
+from streamrl.config.cluster import ClusterConfig, GenerationPool, Site
+from streamrl.config.run import RunConfig
+from streamrl.errors import ErrorCode, UserError
+from streamrl.machine.gpus import VISIBLE, Gpu, gpu_names, gpus_here, pairs_without_peer_access, usable_devices
+from streamrl.machine.model_files import resolve_model
+from streamrl.runtime.device_turns import takes_turns
+from streamrl.runtime.process_plan import plan_processes
+from streamrl.runtime.training_work import work_of
+
+NEEDED_DRIVERS = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
+"""Oldest Linux driver by CUDA's major version, which runs all its minor ones (NVIDIA, CUDA Toolkit release notes,
+"CUDA Toolkit and Minimum Required Driver Version for CUDA Minor Version Compatibility")."""
+OTHERS_BYTES = 1.0 * GIB
+"""Memory in use that is worth a warning: an idle GPU shows less, for its driver or a display."""
+
+
+@dataclass(frozen=True)
+class GpuUse:
+    """GPUs that one process of a run computes on, all together."""
+
+    process: str
+    pool: str | None
+    """Name of the instance's pool; None: the trainer."""
+    gpus: tuple[Gpu, ...]
+
+
+def sites_here(cluster: ClusterConfig, site: str | None) -> list[Site]:
+    """List the sites whose processes all run on this machine."""
+    here = [cluster.sites[site]] if site is not None else list(cluster.sites.values())
+    return [one for one in here if not one.on_ray]
+
+
+def check_gpus(
+    cluster: ClusterConfig, run: RunConfig, names: Sequence[str], site: str | None = None, visible: str | None = None
+) -> Iterable[str]:
+    """Check that this machine has enough GPUs; under `colocated` trainer and instances share them.
+
+    Args:
+        names: the machine's GPUs, as `gpu_names` lists them.
+        visible: this user's CUDA_VISIBLE_DEVICES; None: not set.
+    """
+    if cluster.hardware != "cuda":
+        return
+    try:
+        usable = len(usable_devices(visible, names))
+    except UserError as error:
+        yield str(error)
+        return
+    together = max if run.schedule.name == "colocated" else sum
+    wanted = 0
+    for one in sites_here(cluster, site):
+        generating = sum(pool.replicas * pool.gpus_per_replica for pool in one.generation)
+        wanted += together([one.trainer.ranks if one.trainer else 0, generating])
+    if wanted > usable:
+        who = f"site {site}" if site is not None else "the cluster"
+        way_out = "; --emulate runs all sites here on CPU" if cluster.remote_sites else ""
+        has = (
+            f"this machine has {usable}" if visible is None else f"{VISIBLE}={visible} leaves {usable} of this machine"
+        )
+        yield ErrorCode.INSTALLATION.refer(f"{who} asks for {wanted} GPUs, {has}{way_out}")
+
+
+def check_driver(driver: str, cuda: str | None) -> Iterable[str]:
+    """Check that the driver can run the CUDA that torch was built with.
+
+    Args:
+        driver: its version; '': unknown.
+        cuda: `torch.version.cuda`; None: torch was built without CUDA.
+    """
+    if cuda is None:
+        text = (
+            "hardware: cuda, but the installed torch was built without CUDA; install with: pip install 'streamrl[gpu]'"
+        )
+        yield ErrorCode.INSTALLATION.refer(text)
+        return
+    needed = NEEDED_DRIVERS.get(int(cuda.partition(".")[0]))
+    if driver and needed and _numbers(driver) < _numbers(needed):
+        yield ErrorCode.INSTALLATION.refer(
+            f"the NVIDIA driver is {driver}, and the installed torch (CUDA {cuda}) needs {needed} or newer: update the "
+            f"driver, or install a torch that was built for an older CUDA"
+        )
+
+
+def check_kinds(uses: Iterable[GpuUse]) -> Iterable[str]:
+    """Check that GPUs that work in step are of one kind: the slowest makes all wait, and the smallest fills first."""
+    for use in uses:
+        kinds = {gpu.name: gpu.number for gpu in use.gpus}
+        if len(kinds) > 1:
+            found = ", ".join(f"GPU {gpu.number} is a {gpu.name}" for gpu in use.gpus)
+            yield (
+                f"{use.process} would compute on GPUs of several kinds ({found}); expected one kind: order them with "
+                f"{VISIBLE}, or give each kind a pool of its own"
+            )
+
+
+def check_free(cluster: ClusterConfig, uses: Iterable[GpuUse]) -> Iterable[str]:
+    """Check that nobody else holds memory that vLLM will ask for as it starts."""
+    for use in uses:
+        if use.pool is None:
+            continue
+        fraction = _pool(cluster, use.pool).gpu_memory_fraction
+        for gpu in use.gpus:
+            left = int(100 * (1 - gpu.used_bytes / gpu.total_bytes)) / 100
+            if (over := gpu.used_bytes + fraction * gpu.total_bytes - gpu.total_bytes) > 0:
+                yield ErrorCode.MEMORY.refer(
+                    f"{use.process} asks for {fraction:.0%} of GPU {gpu.number}'s {gpu.total_bytes / GIB:.1f} GiB, "
+                    f"and {_used(gpu)}: {over / GIB:.1f} GiB are missing; end what uses it, leave the GPU out of "
+                    f"{VISIBLE}, or set gpu_memory_fraction to {left:.2f}"
+                )
+
+
+def check_memory(cluster: ClusterConfig, run: RunConfig, uses: Sequence[GpuUse]) -> Iterable[str]:
+    """Check that every GPU holds what it trains and generates with, by the formulas of the cost model."""
+    for title, shape in memory_shapes(cluster, run, uses):
+        for phase in (one for one in phases(shape) if one.over > 0):
+            change = smallest_change(shape)
+            way_out = f"the smallest change that fits: {change}" if change else "no change of one or two keys fits"
+            yield ErrorCode.MEMORY.refer(f"{title}, {phase}; {way_out}")
+
+
+def gpu_warnings(uses: Sequence[GpuUse], missing_peers: set[tuple[int, int]]) -> Iterable[str]:
+    """Say which GPUs are used by others, and which cannot exchange data directly."""
+    for gpu in {gpu.number: gpu for use in uses for gpu in use.gpus}.values():
+        if gpu.used_bytes > OTHERS_BYTES:
+            yield f"GPU {gpu.number} is used by others: {_used(gpu)}; what they take later may end this run"
+    for use in uses:
+        own = {gpu.number for gpu in use.gpus}
+        if pairs := sorted(pair for pair in missing_peers if own.issuperset(pair)):
+            listed = ", ".join(f"{a} - {b}" for a, b in pairs[:8]) + (", ..." if len(pairs) > 8 else "")
+            yield (
+                f"{use.process}: no peer access between GPUs {listed}: they exchange data through host memory, which "
+                "is several times slower"
+            )
+
+
+def memory_shapes(cluster: ClusterConfig, run: RunConfig, uses: Sequence[GpuUse]) -> list[tuple[str, MemoryShape]]:
+    """Return (what, shape) of each kind of GPU use: one per generation pool, beside the trainer.
+
+    A model that the cost model does not know, or is not here, has none.
+    """
+    try:
+        values = json.loads((Path(resolve_model(run.model.path)) / "config.json").read_text())
+        model = Transformer.from_config(run.model.path, values)
+    except (UserError, ValueError):
+        return []
+    trainer = cluster.sites[cluster.trainer_site].trainer
+    own = next((use for use in uses if use.pool is None), None)
+    assert trainer is not None
+    found = []
+    for pool in dict.fromkeys(use.pool for use in uses if use.pool is not None):
+        entry, shared = _pool(cluster, pool), takes_turns(cluster.hardware == "cuda", run)
+        of_engine = min(gpu.total_bytes for use in uses if use.pool == pool for gpu in use.gpus)
+        of_trainer = min(gpu.total_bytes for gpu in own.gpus) if own else math.inf
+        shape = MemoryShape(
+            model=model,
+            work=work_of(run),
+            micro_tokens=run.batch.micro_batch_tokens,
+            longest=run.model.max_context,
+            ranks=trainer.ranks // (trainer.nodes if trainer.sharding == "hybrid" else 1),
+            tensor_parallel=trainer.tensor_parallel,
+            gpus_per_replica=entry.gpus_per_replica,
+            fraction=entry.gpu_memory_fraction,
+            shared=shared,
+            trainer_gpu_bytes=of_trainer,
+            engine_gpu_bytes=of_engine,
+        )
+        found.append((f"memory of a GPU ({pool})", shape))
+    return found
+
+
+def uses_here(cluster: ClusterConfig, run: RunConfig, gpus: Sequence[Gpu], site: str | None = None) -> list[GpuUse]:
+    """Return which of this machine's GPUs each process will use, as `process_plan` numbers them.
+
+    Args:
+        gpus: those that this user may use, in the order of CUDA_VISIBLE_DEVICES.
+    """
+    sites = [name for name in ([site] if site else cluster.sites) if not cluster.sites[name].on_ray]
+    return [
+        GpuUse(spec.name, spec.pool, tuple(gpus[position] for position in spec.gpu_ids))
+        for spec in plan_processes(cluster, run, Path(), sites)
+        if spec.gpu_ids and max(spec.gpu_ids) < len(gpus)
+    ]
+
+
+def read_uses(cluster: ClusterConfig, run: RunConfig, site: str | None = None) -> list[GpuUse]:
+    """Read this machine's GPUs and return their uses; [] where they are parts (MIG) or unknown.
+
+    Raises:
+        UserError: nvidia-smi does not answer, or CUDA_VISIBLE_DEVICES names what is not there.
+    """
+    if cluster.hardware != "cuda":
+        return []
+    here = gpus_here()
+    by_name = {str(gpu.number): gpu for gpu in here} | {gpu.uuid: gpu for gpu in here}
+    usable = usable_devices(os.environ.get(VISIBLE), gpu_names())
+    found = [
+        next((gpu for name, gpu in by_name.items() if name == one or _is_start(one, name)), None) for one in usable
+    ]
+    return uses_here(cluster, run, [gpu for gpu in found if gpu], site) if all(found) else []
+
+
+def check_this_machine(cluster: ClusterConfig, run: RunConfig, site: str | None = None) -> Iterable[str]:
+    """Check the GPUs of this machine: enough of them, driver, kinds, free memory, and memory for this run."""
+    if cluster.hardware != "cuda":
+        return
+    few = list(check_gpus(cluster, run, gpu_names(), site, os.environ.get(VISIBLE)))
+    yield from few
+    if few:
+        return
+    import torch
+
+    uses = read_uses(cluster, run, site)
+    yield from check_driver(next((gpu.driver for use in uses for gpu in use.gpus), ""), torch.version.cuda)
+    yield from check_kinds(uses)
+    yield from check_free(cluster, uses)
+    yield from check_memory(cluster, run, uses)
+
+
+def warnings_here(cluster: ClusterConfig, run: RunConfig, site: str | None = None) -> list[str]:
+    """Return the warnings about the GPUs of this machine."""
+    uses = read_uses(cluster, run, site)
+    return list(gpu_warnings(uses, pairs_without_peer_access())) if uses else []
+
+
+def memory_plan(cluster: ClusterConfig, run: RunConfig, site: str | None = None) -> list[tuple[str, MemoryPhase]]:
+    """Return (what, phase) for each phase of this machine's GPUs, as `launch --dry-run` prints them."""
+    shapes = memory_shapes(cluster, run, read_uses(cluster, run, site))
+    return [(title, phase) for title, shape in shapes for phase in phases(shape)]
+
+
+def _pool(cluster: ClusterConfig, name: str) -> GenerationPool:
+    return next(pool for site in cluster.sites.values() for pool in site.generation if pool.name == name)
+
+
+def _used(gpu: Gpu) -> str:
+    who = f" ({', '.join(gpu.users[:3])})" if gpu.users else ""
+    return f"{gpu.used_bytes / GIB:.1f} GiB of it are in use{who}"
+
+
+def _is_start(given: str, name: str) -> bool:
+    return not given.isdecimal() and name.startswith(given)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdigit())

@@ -1,0 +1,86 @@
+"""GPUs that trainer and instances use in turns (schedule `colocated`): who may allocate on them, and when.
+
+    trainer    holds its GPU while it loads, and from its first work of a step until its weights are published; then its
+               state is in host memory (`training/host_offload.py`)
+    instance   holds its GPUs while vLLM starts, then sleeps; holds them again from each new version until the service
+               has it sleep for training
+
+So an instance that starts, or starts again, waits until the trainer has left, and the trainer waits for one that starts
+or has not fallen asleep yet. Locks belong to open files: the system frees those of a process that dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from streamrl.config.run import RunConfig
+from streamrl.run_dir import layout
+from streamrl.transport.deadlines import WaitRegistry
+
+ASK_AGAIN_S = 0.1
+"""Seconds between two attempts to lock a GPU that another process holds; it is held for seconds to minutes."""
+
+
+def takes_turns(cuda: bool, run: RunConfig) -> bool:
+    """Return whether trainer and instances of a run use the same GPUs."""
+    return cuda and run.schedule.name == "colocated"
+
+
+class DeviceTurns:
+    """Locks on the GPUs of one process."""
+
+    def __init__(self, run_dir: Path, devices: Sequence[str], waits: WaitRegistry) -> None:
+        """
+        Args:
+            run_dir: folder of the site's run.
+            devices: the GPUs, as CUDA_VISIBLE_DEVICES names them.
+            waits: waits of this process.
+        """
+        folder, host = run_dir / layout.DEVICES, socket.gethostname()
+        self._paths = [folder / f"{host}-{device}.lock" for device in sorted(devices)]  # always in one order
+        self._waits = waits
+        self._open: list[int] = []
+
+    @property
+    def held(self) -> bool:
+        """Whether this process holds its GPUs."""
+        return bool(self._open)
+
+    async def take(self, limit_s: float) -> None:
+        """Wait until no other process holds the GPUs, and hold them; a no-op if they are held.
+
+        Raises:
+            DeadlineExpired: another process has not let go of one within `limit_s` seconds.
+        """
+        if self._open:
+            return
+        try:
+            for path in self._paths:
+                path.parent.mkdir(exist_ok=True)
+                self._open.append(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+                async with self._waits.deadline(f"its turn on GPU {path.stem}", limit_s):
+                    while not _locked(self._open[-1]):
+                        await asyncio.sleep(ASK_AGAIN_S)
+        except BaseException:
+            self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        """Let others use the GPUs."""
+        for file in self._open:
+            fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile has the file open, too
+            os.close(file)
+        self._open = []
+
+
+def _locked(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

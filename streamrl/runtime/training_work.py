@@ -1,0 +1,14 @@
+"""The models that a run trains and evaluates, as the cost model counts them."""
+
+from __future__ import annotations
+
+from scheduler.cost.training_cost import TrainingWork
+from streamrl.config.run import RunConfig
+
+
+def work_of(run: RunConfig) -> TrainingWork:
+    """Return the models that a run's algorithm trains and evaluates."""
+    algorithm = run.algorithm
+    critic, reference = int(algorithm.name == "ppo"), int(algorithm.needs_reference)
+    checkpointing, epochs = run.optimizer.gradient_checkpointing, run.batch.epochs
+    return TrainingWork(1 + critic, critic + reference, reference, checkpointing, epochs)

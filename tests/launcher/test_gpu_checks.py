@@ -1,0 +1,140 @@
+"""GPUs that cannot do what a run asks of them are named before anything starts, by what nvidia-smi says of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from streamrl.config.cluster import ClusterConfig
+from streamrl.config.run import RunConfig
+from streamrl.launcher import gpu_checks
+from streamrl.launcher.gpu_checks import GpuUse
+from streamrl.machine.gpus import Gpu, gpus_here, pairs_without_peer_access, parse_gpus
+
+GIB = 2**30
+H100 = Gpu(0, "GPU-a", "NVIDIA H100", 80 * GIB, 0.0, "570.124.06")
+L40S = Gpu(1, "GPU-b", "NVIDIA L40S", 45 * GIB, 0.0, "570.124.06")
+QWEN = {
+    "hidden_size": 1536,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "intermediate_size": 8960,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": True,
+    "model_type": "qwen2",
+}
+SMI = """#!/bin/sh
+case "$*" in
+  *query-gpu=uuid*) printf 'GPU-a, NVIDIA H100, 81920, 30720, 570.9\\nGPU-b, NVIDIA H100, 81920, 4, 570.9\\n';;
+  *query-compute-apps*) printf 'GPU-a, 71, /usr/bin/python, train.py, 30000\\nGPU-a, 72, other, [N/A]\\n';;
+  *--list-gpus*) printf 'GPU 0: NVIDIA H100 (UUID: GPU-a)\\nGPU 1: NVIDIA H100 (UUID: GPU-b)\\n';;
+  *topo*) printf ' \\t\\033[4mGPU0\\tGPU1\\033[0m\\n GPU0\\tX\\tCNS\\n GPU1\\tCNS\\tX\\n\\nLegend:\\n  X = Self\\n';;
+esac
+"""
+
+
+@pytest.fixture
+def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has an nvidia-smi that lists two GPUs, of which another user has the first."""
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(SMI)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def configuration(tmp_path: Path, schedule: str = "stream", **run: object) -> tuple[ClusterConfig, RunConfig]:
+    (tmp_path / "model").mkdir(exist_ok=True)
+    (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN))
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors").write_text("")
+    site = {"trainer": {"ranks": 1}, "generation": [{"replicas": 1}]}
+    cluster = ClusterConfig.model_validate({"hardware": "cuda", "sites": {"here": site}})
+    model = {"path": str(tmp_path / "model"), "max_context": 4096}
+    return cluster, RunConfig.model_validate({"model": model, "schedule": {"name": schedule}, **run})
+
+
+def test_nvidia_smi_names_who_uses_a_gpu_and_which_pairs_have_no_peer_access(two_gpus: None) -> None:
+    first, second = gpus_here()
+    assert first.users == ("/usr/bin/python,train.py (71) 30000 MiB", "other (72) of unknown size")
+    assert (second.number, second.total_bytes, second.users) == (1, 80 * GIB, ())
+    assert pairs_without_peer_access() == {(0, 1)}
+    assert parse_gpus(["No devices were found"], []) == []
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "problem"),
+    [
+        ("570.124.06", "13.0", "the NVIDIA driver is 570.124.06, and the installed torch (CUDA 13.0) needs 580.65.06"),
+        ("525.60.9", "12.8", "needs 525.60.13 or newer"),
+        ("525.60.13", "12.8", None),
+        ("1000.1", "13.0", None),
+        ("", "13.0", None),
+        ("570.1", None, "torch was built without CUDA"),
+    ],
+)
+def test_a_driver_too_old_for_the_wheel(driver: str, cuda: str | None, problem: str | None) -> None:
+    found = list(gpu_checks.check_driver(driver, cuda))
+    assert (problem is None and not found) or (problem is not None and problem in found[0])
+
+
+def test_mixed_kinds_in_one_trainer() -> None:
+    (problem,) = gpu_checks.check_kinds([GpuUse("trainer", None, (H100, L40S)), GpuUse("i-0", "regular", (L40S,))])
+    assert problem.startswith(
+        "trainer would compute on GPUs of several kinds (GPU 0 is a NVIDIA H100, GPU 1 is a NVIDIA L40S)"
+    )
+
+
+def test_memory_that_others_hold_and_vllm_would_ask_for(tmp_path: Path) -> None:
+    cluster, _ = configuration(tmp_path)
+    taken = replace(H100, used_bytes=20 * GIB, users=("python (7) 20480 MiB",))
+    (problem,) = gpu_checks.check_free(cluster, [GpuUse("i-0", "regular", (taken,)), GpuUse("trainer", None, (taken,))])
+    assert "8.0 GiB are missing" in problem and "python (7) 20480 MiB" in problem
+    assert "gpu_memory_fraction to 0.75" in problem
+    fits = replace(H100, used_bytes=12 * GIB)
+    assert list(gpu_checks.check_free(cluster, [GpuUse("i-0", "regular", (fits,))])) == []
+    (warning,) = gpu_checks.gpu_warnings([GpuUse("i-0", "regular", (fits, L40S))], {(0, 2)})
+    assert warning.startswith("GPU 0 is used by others: 12.0 GiB")
+
+
+def test_missing_peer_access_inside_a_process_is_a_warning() -> None:
+    uses = [GpuUse("trainer", None, (H100, L40S)), GpuUse("i-0", "regular", (replace(H100, number=2),))]
+    (warning,) = gpu_checks.gpu_warnings(uses, {(0, 1), (0, 2), (1, 2)})
+    assert warning.startswith("trainer: no peer access between GPUs 0 - 1: they")
+
+
+def test_a_model_that_is_too_large_says_by_how_much_and_what_would_fit(tmp_path: Path) -> None:
+    cluster, run = configuration(tmp_path, "colocated", optimizer={"gradient_checkpointing": False})
+    uses = gpu_checks.uses_here(cluster, run, [replace(H100, total_bytes=34 * GIB)])
+    assert [use.process for use in uses] == ["trainer", "here-regular-0"]  # both on the only GPU
+    (problem,) = gpu_checks.check_memory(cluster, run, uses)
+    assert problem.startswith("memory of a GPU (regular), while training: states and weights ")
+    assert "GiB too much; the smallest change that fits: optimizer.gradient_checkpointing: true" in problem
+    apart = run.model_copy(update={"schedule": configuration(tmp_path)[1].schedule})
+    assert gpu_checks.uses_here(cluster, apart, [H100]) == [GpuUse("trainer", None, (H100,))]
+    assert list(gpu_checks.check_memory(cluster, run, gpu_checks.uses_here(cluster, run, [H100]))) == []
+
+
+def test_a_smaller_gpu_of_the_instances_is_not_taken_for_the_trainers(tmp_path: Path) -> None:
+    cluster, run = configuration(tmp_path, optimizer={"gradient_checkpointing": False})
+    small = replace(L40S, total_bytes=12 * GIB)
+    assert list(gpu_checks.check_memory(cluster, run, gpu_checks.uses_here(cluster, run, [H100, small]))) == []
+    (problem,) = gpu_checks.check_memory(cluster, run, gpu_checks.uses_here(cluster, run, [small, H100]))
+    assert "while training" in problem
+
+
+def test_the_plan_of_this_machine_has_every_phase_of_a_shared_gpu(tmp_path: Path, two_gpus: None) -> None:
+    cluster, run = configuration(tmp_path, "colocated")
+    plan = gpu_checks.memory_plan(cluster, run)
+    assert [phase.name for _, phase in plan] == ["while training", "while generating", "as vLLM starts"]
+    found = list(gpu_checks.check_this_machine(cluster, run))
+    assert any("30.0 GiB of it are in use (/usr/bin/python,train.py (71)" in problem for problem in found)
+    assert (
+        list(gpu_checks.check_this_machine(configuration(tmp_path)[0].model_copy(update={"hardware": "cpu"}), run))
+        == []
+    )

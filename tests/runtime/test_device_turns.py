@@ -1,0 +1,57 @@
+"""A GPU is held by one process at a time; a process that dies frees it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from streamrl.runtime.device_turns import DeviceTurns
+from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
+from tests.waiting import holds
+
+
+def turns(folder: Path, owner: str, *devices: str) -> DeviceTurns:
+    return DeviceTurns(folder, devices, WaitRegistry(owner))
+
+
+def test_an_instance_on_two_gpus_waits_for_both_ranks(tmp_path: Path) -> None:
+    async def body() -> None:
+        ranks = [turns(tmp_path, f"trainer-{n}", str(n)) for n in range(2)]
+        for rank in ranks:
+            await rank.take(5)
+            await rank.take(5)  # a no-op
+        instance = turns(tmp_path, "instance", "1", "0")
+        waiting = asyncio.create_task(instance.take(60))
+        ranks[0].give_back()
+        await holds(lambda: not waiting.done(), 0.3)
+        ranks[1].give_back()
+        await waiting
+        assert instance.held and not ranks[0].held
+        with pytest.raises(DeadlineExpired, match=r"trainer-1 waited 0 s for its turn on GPU .*-1"):
+            await ranks[1].take(0.01)
+        assert not ranks[1].held
+
+    asyncio.run(body())
+
+
+def test_a_dead_process_holds_nothing_and_a_forked_one_does_not_keep_what_was_given_back(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        dead = turns(tmp_path, "dead", "0")
+        asyncio.run(dead.take(5))
+        os._exit(0)  # without giving it back
+    assert os.waitpid(child, 0)[1] == 0
+    mine = turns(tmp_path, "mine", "0")
+    asyncio.run(mine.take(5))
+    if (child := os.fork()) == 0:
+        os.close(writing)
+        os.read(reading, 1)  # has the lock's file open until the test ends
+        os._exit(0)
+    mine.give_back()
+    asyncio.run(turns(tmp_path, "next", "0").take(5))
+    os.close(writing)
+    os.close(reading)
+    os.waitpid(child, 0)

@@ -1,0 +1,71 @@
+"""What a GPU has to hold while it trains and generates, and the smallest change of a run that does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from scheduler.capacity.gpu_memory import (
+    ASLEEP_BYTES,
+    CONTEXT_BYTES,
+    GIB,
+    MemoryShape,
+    fits,
+    phases,
+    smallest_change,
+)
+from scheduler.cost.generation_cost import ENGINE_BYTES
+from scheduler.cost.model_shapes import Transformer
+from scheduler.cost.training_cost import TrainerLayout, TrainingWork, memory_per_gpu
+
+MODEL = Transformer("1.5B", 28, 1536, 12, 2, 128, 8960, 151_936, True, "test")
+SHAPE = MemoryShape(MODEL, TrainingWork(recompute=False), 2048, 2048, 1, 1, 1, 0.85, True, 80 * GIB, 80 * GIB)
+
+
+def test_the_phases_are_those_of_the_formulas() -> None:
+    trains, generates, together = phases(SHAPE)
+    needed = memory_per_gpu(MODEL, SHAPE.work, TrainerLayout(1), 2048) + ASLEEP_BYTES
+    assert trains.over == pytest.approx(needed - 0.9 * 80 * GIB)
+    cache = 2 * 2 * 28 * 2 * 128 * 2048  # keys and values, bf16, layers, KV heads, head size, tokens
+    engine = MODEL.weight_bytes + ENGINE_BYTES + cache
+    assert generates.over == pytest.approx(engine - 0.85 * 80 * GIB)
+    assert together.over == pytest.approx(CONTEXT_BYTES - 0.15 * 80 * GIB)
+    assert fits(SHAPE) and len(phases(replace(SHAPE, shared=False))) == 2
+    assert len(phases(replace(SHAPE, shared=False, trainer_gpu_bytes=float("inf")))) == 1
+    assert str(generates).endswith(f"more KV cache {-generates.over / GIB:.1f} of 68.0 GiB, fits")
+
+
+def test_tensor_parallel_engines_share_weights_but_hold_copies_of_kv_heads_beyond_their_number() -> None:
+    def parts(gpus: int) -> list[float]:
+        return [size for _, size in phases(replace(SHAPE, gpus_per_replica=gpus))[1].parts]
+
+    one, two, four = parts(1), parts(2), parts(4)
+    assert two[0] == one[0] / 2 and two[2] == one[2] / 2
+    assert four[0] == one[0] / 4 and four[2] == one[2] / 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "phase", "change"),
+    [
+        ({"micro_tokens": 49_152}, "while training", "batch.micro_batch_tokens: 30976"),
+        ({"longest": 49_152}, "while training", "optimizer.gradient_checkpointing: true"),
+        ({"fraction": 0.99}, "as vLLM starts", "gpu_memory_fraction: 0.95"),
+        ({"fraction": 0.05}, "while generating", "gpu_memory_fraction: 0.10"),
+        ({"trainer_gpu_bytes": 24 * GIB}, "while training", "trainer.ranks: 2"),
+        ({"engine_gpu_bytes": 2 * GIB}, "while generating", ""),
+    ],
+)
+def test_the_smallest_change_that_fits_is_named(changed: dict[str, float], phase: str, change: str) -> None:
+    shape = replace(SHAPE, **changed)  # type: ignore[arg-type]
+    assert phase in [one.name for one in phases(shape) if one.over > 0]
+    assert smallest_change(shape) == change
+
+
+def test_no_larger_micro_batch_would_fit() -> None:
+    assert [fits(replace(SHAPE, micro_tokens=tokens)) for tokens in (30_976, 31_232)] == [True, False]
+
+
+def test_two_changes_are_named_where_one_is_not_enough() -> None:
+    shape = replace(SHAPE, longest=65_536, fraction=0.99)
+    assert smallest_change(shape) == "gpu_memory_fraction: 0.95 and optimizer.gradient_checkpointing: true"
