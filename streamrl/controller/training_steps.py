@@ -82,6 +82,8 @@ class TrainingSteps:
     _publish_due: bool = True
     _checkpoint_due: bool = False
     _canary_due: bool = False
+    _canary_ahead: bool = False
+    """Whether the canary was measured with the weights that are published next."""
     _cores_due: tuple[int, ...] = ()
     """CPU cores that the trainer has yet to move to; (): none."""
     _preparation: Preparation = field(init=False, default_factory=Preparation)
@@ -127,12 +129,14 @@ class TrainingSteps:
         """Give the trainer its next command, if it is idle and there is one."""
         if self.trainers.busy:
             return
-        if self._canary_due:
+        # where instances take the trainer's devices over with new weights, all that needs those comes before
+        shared = self.issuer.schedule.exclusive and self._publish_due
+        if self._canary_due or (shared and not self._canary_ahead):
             await self.trainers.ask(MeasureCanary())
         elif self._cores_due:
             cores, self._cores_due = self._cores_due, ()
             await self.trainers.ask(MoveToCores(cores=list(cores)))
-        elif self._publish_due and self._may_publish():
+        elif self._publish_due and self._may_publish() and not (shared and self._checkpoint_due):
             await self.trainers.ask(Publish())
         elif self._checkpoint_due:
             taken = [*self.batch.groups.values(), *self.batch.dropped, *self.batch.not_finite]
@@ -207,11 +211,11 @@ class TrainingSteps:
                 self.batch = self.refusals.examined(self.batch, [answer.body.not_finite for answer in answers])
                 self.telemetry.watch(self.batch, self.pool)
             case PublishDone():
-                self._publish_due, self._canary_due = False, True
+                self._publish_due, self._canary_due, self._canary_ahead = False, not self._canary_ahead, False
                 if await self.services.spread(first):
                     self.times.weights_served(time.time())
             case CanaryDone():
-                self._canary_due = False
+                self._canary_due, self._canary_ahead = False, self._publish_due
                 measured = Measured(first.dtype, answers[0].arrays["logprobs"])
                 await self.guard.judge_canaries(self.canary.trainer_measured(first.number, measured))
             case CheckpointDone():

@@ -6,6 +6,7 @@ wrapped, because FSDP would hold every weight and gradient twice and copy both i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -250,6 +251,19 @@ class Learner(Generic[Model]):
         """Discard the gradient; weights and optimizer state stay as they are."""
         self._norm = None
         self.optimizer.zero_grad(set_to_none=True)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield all that this rank keeps on its device: AdamW's state, then weights and accumulated gradients.
+
+        Layers' compute copies are freed.
+        """
+        reshard(self.model)
+        for state in self.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        for parameter in self.model.parameters():
+            yield parameter
+            if parameter.grad is not None:
+                yield parameter.grad
 
     def state(self, prefix: str) -> dict[str, Any]:
         """Return sharded weights (`<prefix>model`) and AdamW's state (`<prefix>optimizer`) for torch's checkpoints."""

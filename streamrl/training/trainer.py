@@ -41,7 +41,8 @@ from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, split_into_
 from streamrl.rollouts.types import FloatArray
 from streamrl.training.advantages import gae, token_rewards
 from streamrl.training.critic import Critic, load_critic
-from streamrl.training.learner import AnyLearner, Division, Learner, compute_type, copy_weights, shard
+from streamrl.training.host_offload import HostOffload
+from streamrl.training.learner import AnyLearner, Division, Learner, compute_type, copy_weights, reshard, shard
 from streamrl.training.learning_rate import learning_rate, warm_up
 from streamrl.training.losses import kl_estimate
 from streamrl.training.objective import MicroStats, Objective, merged, policy_objective, value_objective
@@ -153,6 +154,7 @@ class Trainer:
             critic = load_critic(critic_path or model_path, checkpointing, own.attention)
             self.critic = Learner(critic, self.ppo.critic.lr, run, device, division)
         self._separate = self.policy.separate or (self.critic is not None and self.critic.model.separate)
+        self._offload = HostOffload()
         self._micro_batches = 0
         """Micro-batches accumulated for the next step."""
         self._bad_losses: list[str] = []
@@ -379,6 +381,22 @@ class Trainer:
             logprobs = self.policy(batch, 1.0)[0]
         values: FloatArray = logprobs.float().cpu().numpy()
         return values
+
+    def leave_device(self) -> int:
+        """Move optimizers, then models, to host memory; until `return_to_device` nothing else may be called.
+
+        Returns:
+            The bytes that this rank has freed on its device.
+        """
+        freed = sum(self._offload.hold(learner.tensors()) for learner in self.learners)
+        for model in filter(None, (self.reference, self.proximal)):
+            reshard(model)
+            freed += self._offload.hold(model.parameters())
+        return freed
+
+    def return_to_device(self) -> None:
+        """Bring back what `leave_device` has moved, bit for bit; a no-op if nothing was."""
+        self._offload.restore()
 
     def mark_published(self) -> None:
         """Make the current weights, which have been sent to the instances, the proximal policy."""

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from streamrl.config.algorithm import PPOConfig
 from streamrl.errors import RunFailed
 from streamrl.machine.compute_type import TypeChoice
+from streamrl.machine.gpus import visible_devices
 from streamrl.machine.model_files import resolve_model
 from streamrl.protocol.controller_trainer import (
     FROM_CONTROLLER,
@@ -55,6 +56,7 @@ from streamrl.rollouts.types import FloatArray
 from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.run_dir.start_stages import READY, waiting_for
+from streamrl.runtime.device_turns import DeviceTurns, takes_turns
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.site_connections import CONTROLLER, PUBLISHER, bind_home, connect_inside, home_hub
 from streamrl.training.learner import Division, agreed_type
@@ -99,6 +101,10 @@ class TrainerWorker:
         Each thread has its own current CUDA device and its own team of OpenMP threads, and several teams slow each
         other down."""
         self.checkpoints = CheckpointFolder(context.run_dir / layout.CHECKPOINTS)
+        visible = visible_devices()[int(os.environ["LOCAL_RANK"]) :][:1] if self.cuda else []
+        turns = DeviceTurns(context.run_dir, visible, self.waits)
+        self.turns = turns if takes_turns(self.cuda, context.run) else None
+        """Turns on the GPU that this rank shares with an instance; None: it has one to itself."""
         self.hub = home_hub(context, PUBLISHER, self.waits, replace(context.local_flow, credits=PUBLISHER_CREDITS))
         self.weights = make_backend(context, self.hub, self._compute)
 
@@ -109,7 +115,10 @@ class TrainerWorker:
                 addresses = self.context.addresses
                 bind_home(self.context, self.hub, addresses.publisher, addresses.publisher_outside)
                 tasks.create_task(self.weights.serve())
+            if self.turns:
+                await self.turns.take(self.limits.startup_s)
             await self._compute(self._load)
+            await self._leave_device()  # instances start
             link = Link(self.name, "trainer", self.waits, flow=self.context.local_flow)
             link.reads = MessageReader(FROM_CONTROLLER)
             link.reports.append(self.hub)
@@ -187,6 +196,8 @@ class TrainerWorker:
         started = now()
         arrays: Arrays = {}
         answer: Callable[..., Answer]
+        if self.turns and not self.turns.held:
+            await self._return_to_device(self.turns)
         match delivery.body:
             case Prepare() as order:
                 self.state = "preparing"
@@ -217,6 +228,7 @@ class TrainerWorker:
                 self.state = "publishing weights"
                 published = await self.weights.publish(self.trainer, self.version, link)
                 await self._compute(self.trainer.mark_published)
+                await self._leave_device()  # instances wake up
                 answer = functools.partial(PublishDone, **asdict(published))
             case MeasureCanary():
                 self.state = "measuring the canary"
@@ -241,6 +253,20 @@ class TrainerWorker:
             return work(*args, **kwargs)
 
         return await asyncio.get_running_loop().run_in_executor(self.computing, run)
+
+    async def _leave_device(self) -> None:
+        """Leave a shared GPU: the state goes to host memory."""
+        if self.turns:
+            self.state = "leaving the GPU"
+            freed = await self._compute(self.trainer.leave_device)
+            log.info("%.2f GiB went to host memory", freed / 2**30)
+            self.turns.give_back()
+
+    async def _return_to_device(self, turns: DeviceTurns) -> None:
+        """Bring the state back to a shared GPU, once no instance starts on it; those that run are asleep."""
+        self.state = "returning to the GPU"
+        await turns.take(self.limits.startup_s)
+        await self._compute(self.trainer.return_to_device)
 
     def _move_to(self, cores: set[int]) -> None:
         """Compute on these CPU cores from now on, with one thread for each."""

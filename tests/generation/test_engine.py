@@ -415,8 +415,12 @@ def test_a_sleeping_engine_wakes_up_with_new_weights(engines: Engines) -> None:
         await engine.sleep()
         waiting = asyncio.create_task(sample(engine, request(0)))
         await holds(lambda: not waiting.done(), 0.1)
+        await engine.wake_for_update()
+        await engine.start_weight_update()
+        await engine.update_weights({"number": number, "content_hash": content_hash})
+        await engine.finish_weight_update(number)
+        assert not waiting.done()
         await engine.wake_up()
-        await update(engine, "recompute_kv", number, content_hash)
         return await waiting
 
     assert engines.run(exact(config(model, max_tokens=10)), body).output_length == 10

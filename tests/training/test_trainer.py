@@ -620,3 +620,38 @@ def test_policy_reference_and_proximal_copy_have_the_distribution_that_is_sample
     assert stats.outside == int(drawn.outside.sum())
     assert stats.gap_sum / stats.tokens < 1e-5 and abs(stats.kl_sum) < 1e-5
     assert stats.ratio_sum == pytest.approx(stats.tokens, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"], ids=["plain", "FSDP2"])
+def test_a_trainer_that_left_its_device_between_steps_makes_the_same_bits(
+    tiny_model: Path, one_rank: None, dtype: str
+) -> None:
+    groups = random_groups(2)
+    found = []
+    for leaves in (False, True):
+        config = run_config(tiny_model, algorithm=PPO, model={"path": str(tiny_model), "dtype": dtype})
+        trainer = Trainer(config, str(tiny_model), CPU)
+        for step in range(2):
+            trainer.accumulate(groups, is_last=True)
+            trainer.step(step, 10.0)
+            if leaves:
+                freed = trainer.leave_device()
+                weights = sum(p.numel() for model in models_of(trainer) for p in model.parameters())
+                trained = sum(p.numel() for learner in trainer.learners for p in learner.model.parameters())
+                assert freed >= 4 * weights + 8 * trained  # fp32 weights, two moments
+                assert not any(memory_of(p) for model in models_of(trainer) for p in model.parameters())
+                assert not any(memory_of(t) for learner in trainer.learners for t in learner.tensors())
+                trainer.return_to_device()
+                trainer.return_to_device()  # a no-op
+        found.append([*weights_of(trainer.learner), *weights_of(trainer.critic)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def models_of(trainer: Trainer) -> list[torch.nn.Module]:
+    models = (trainer.policy, trainer.reference, *(learner.model for learner in trainer.learners[1:]))
+    return [model for model in models if model is not None]
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.untyped_storage().nbytes()

@@ -28,6 +28,7 @@ from streamrl.machine.model_files import resolve_model
 from streamrl.rollouts.canary import canary
 from streamrl.rollouts.seeds import derive_seed
 from streamrl.rollouts.types import FloatArray, PartialSample, Sample, SampleRequest
+from streamrl.runtime.device_turns import takes_turns
 
 UNNAMED_VERSION = -1
 """Number of the weights that were loaded at start; no sample of a run is drawn from them."""
@@ -80,6 +81,7 @@ class Engine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self.pool, self.run, self.instance, self.site, self.cuda = pool, run, instance, site, cuda
+        self._takes_turns = takes_turns(cuda, run)
         self._clock = clock
         self.running = 0
         self._ended_tokens = 0
@@ -401,19 +403,28 @@ class Engine:
         await self._llm.pause_generation(mode=mode, clear_cache=on_update != "keep_kv")
 
     async def sleep(self) -> None:
-        """Make room for training on the same devices: on CUDA weights go to host memory and the KV cache is dropped.
+        """Make room for training on the same devices. No request may be running.
 
-        No request may be running.
+        On GPUs weights and KV cache are dropped (vLLM's level 2): an engine is woken up only for other weights, so a
+        copy of these in host memory, as level 1 keeps it, would be in vain.
         """
-        if self.cuda:
-            await self._llm.sleep(level=1)
+        if self._takes_turns:
+            await self._llm.sleep(level=2)
         else:
             await self._llm.pause_generation(mode="wait", clear_cache=True)
 
+    async def wake_for_update(self) -> None:
+        """Take back what new weights need; on GPUs that is their memory, without contents.
+
+        The KV cache follows in `wake_up`, so that loading has the rest of the memory for itself.
+        """
+        if self._takes_turns:
+            await self._llm.wake_up(tags=["weights"])
+
     async def wake_up(self) -> None:
-        """Take the devices back."""
-        if self.cuda:
-            await self._llm.wake_up()
+        """Generate again, after an update to new weights: on GPUs the KV cache gets its memory back."""
+        if self._takes_turns:
+            await self._llm.wake_up(tags=["kv_cache"])
         else:
             await self._llm.resume_generation()
 

@@ -16,6 +16,7 @@ from streamrl.generation.instance.engine_variables import EAGER, FEW_ROWS, QUANT
 from streamrl.generation.instance.vllm_plugin import register
 from streamrl.machine.engine_settings import EngineSettings, chosen_settings
 from streamrl.machine.model_files import resolve_model
+from streamrl.runtime.device_turns import takes_turns
 from streamrl.weights.backends.base import weight_path
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def engine_config(
         max_num_seqs=pool.max_batch,
         tensor_parallel_size=pool.gpus_per_replica,
         enable_prefix_caching=cuda or not is_recurrent(Path(model)),
-        enable_sleep_mode=cuda and run.schedule.name == "colocated",
+        enable_sleep_mode=takes_turns(cuda, run),
         # log-probabilities of the distribution that is sampled from, after temperature, min-p, top-k and top-p; the
         # trainer's are of the same one (streamrl/training/truncation.py)
         logprobs_mode="processed_logprobs",

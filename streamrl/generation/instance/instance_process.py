@@ -14,6 +14,7 @@ from streamrl.generation.instance.calibration import batch_sizes, measure_quickl
 from streamrl.generation.instance.engine import UNNAMED_VERSION, Engine, Worked
 from streamrl.generation.instance.engine_config import Place
 from streamrl.generation.site.pace import WorkedCurve, pace
+from streamrl.machine.gpus import visible_devices
 from streamrl.protocol.controller_site import CanaryMeasured, WeightAnswer, WeightCall
 from streamrl.protocol.message import MessageReader, wire
 from streamrl.protocol.samples import progress_to_wire, request_from_wire, sample_to_wire
@@ -32,6 +33,7 @@ from streamrl.protocol.site_instance import (
 )
 from streamrl.rollouts.types import PartialSample
 from streamrl.run_dir.start_stages import READY, waiting_for
+from streamrl.runtime.device_turns import DeviceTurns, takes_turns
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.process_plan import PROCESS
 from streamrl.runtime.site_connections import connect_inside
@@ -65,6 +67,9 @@ class InstanceProcess:
         self._compute_type = dict(context.compute_type_status)
         self.version = UNNAMED_VERSION
         self.updating = self.asleep = False
+        shared = takes_turns(context.cluster.hardware == "cuda", context.run)
+        self.turns = DeviceTurns(context.run_dir, visible_devices(), self.waits) if shared else None
+        """Turns on the GPUs that are the trainer's, too; None: they belong to this instance."""
         self._updated = False
         """Whether weights were loaded since the last heartbeat, so that requests were paused."""
         self._loading = asyncio.Lock()
@@ -100,6 +105,10 @@ class InstanceProcess:
         if not cuda:
             self._compute_type["dtype_why"] += f"; {self.context.engine_choice(self.pool)}"
         about = self.context.name, self.site, self.place
+        if self.turns:
+            self.context.say(waiting_for(["the trainer to leave the GPU"]))
+            await self.turns.take(self.context.startup_s + self.context.run.deadlines.training_s)
+            self.context.say("loading the model into vLLM")
         self.engine = Engine(self.pool, self.context.run, cuda, *about, clock=lambda: self._clock())
         try:
             if weight_path(self.context.run).fetched:
@@ -116,6 +125,8 @@ class InstanceProcess:
                 log.info("while step times were measured, %s", load)
             self._drafts = await self.engine.teach_drafter(measured.curve) or {}
             self.worked = WorkedCurve(measured.curve, batch_sizes(largest), doubts)
+            if self.turns:
+                await self._sleep()  # the first weights wake it up
             note = f" ({measured.left_out})" if measured.left_out else ""
             self.context.say(waiting_for([f"service-{self.site}"]) + note)
             await self._serve()
@@ -174,8 +185,7 @@ class InstanceProcess:
                 await self.engine.release(order.sample_id)
             case SleepInstance():
                 async with self._measuring:  # no request may be running
-                    await self.engine.sleep()
-                    self.asleep = True
+                    await self._sleep()
                 await self.link.send(*wire(InstanceAsleep()))
             case ApplyWeights() as order:
                 await self._apply(order.number, order.content_hash)
@@ -208,14 +218,16 @@ class InstanceProcess:
     async def _apply(self, number: int, content_hash: str) -> None:
         """Load a version from the site's store; generation pauses for exactly this long."""
         async with self._loading:  # an earlier service may have ordered a version, too
-            if self.asleep:
-                await self.engine.wake_up()
-                self.asleep = False
             if not WeightStore(self.context.weights_folder).has(number):
                 # ordered while this process stood still: the site has a newer version by now
                 await self.link.send(*wire(WeightsMissed(number=number)))
                 return
-            await self._pause(number)
+            if self.asleep:
+                if self.turns:
+                    await self.turns.take(self.context.run.deadlines.weights_s)
+                await self.engine.wake_for_update()
+            else:
+                await self._pause(number)
             started = self._clock()
             await self.engine.start_weight_update()
             await self.engine.update_weights({"number": number, "content_hash": content_hash})
@@ -257,13 +269,24 @@ class InstanceProcess:
             measured = CanaryMeasured(number=number, instance=self.context.name, dtype=dtype)
             await self.link.send(*wire(measured), {"logprobs": logprobs})
 
+    async def _sleep(self) -> None:
+        """Free the devices until there are new weights."""
+        await self.engine.sleep()
+        self.asleep = True
+        if self.turns:
+            self.turns.give_back()
+
     async def _pause(self, number: int) -> None:
         self.updating = self._updated = True
         await self.engine.pause(self.context.run.schedule.on_update, number)
 
     async def _finish(self, number: int) -> None:
         await self.engine.finish_weight_update(number)
-        await self.engine.resume()
+        if self.asleep:
+            await self.engine.wake_up()
+            self.asleep = False
+        else:
+            await self.engine.resume()
         self.version, self.updating = number, False
 
     def _state(self) -> dict[str, Any]:

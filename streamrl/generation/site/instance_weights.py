@@ -57,11 +57,11 @@ class InstanceWeights:
                 return  # meanwhile it has died, was retired, or has loaded the weights together with the others
             if self.served is None:
                 return  # it joins with the first weights
+            if self._asleep:
+                return  # the trainer has the devices: it joins with the next weights
             await self._ensure(self.served)
             if await self._update(life.name, self.served) is None:
                 return  # handled where the loss was noticed
-            if self._asleep and not await self._put_to_sleep(life.name):
-                return
             if life.process == process and life.can("current"):
                 await self.fleet.admit(life.name)
         await self.fleet.changed()

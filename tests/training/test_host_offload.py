@@ -1,0 +1,40 @@
+"""Tensors wait in host memory without memory of their own, and come back with the same bits."""
+
+from __future__ import annotations
+
+import torch
+
+from streamrl.training.host_offload import HostOffload
+
+
+def test_all_views_of_a_block_leave_and_return_together() -> None:
+    block = torch.randn(10)
+    tied, part = block.view(2, 5), block[3:5]
+    before = block.clone()
+    offload = HostOffload()
+    assert offload.hold([part, block, tied, torch.empty(0)]) == 40 == offload.held_bytes
+    assert block.untyped_storage().nbytes() == tied.untyped_storage().nbytes() == 0
+    offload.restore()
+    assert torch.equal(block, before) and torch.equal(part, before[3:5]) and offload.held_bytes == 0
+
+
+def test_every_bit_pattern_and_type_returns() -> None:
+    odd = torch.tensor([0x7FC00001, -1, 0, -(2**31)], dtype=torch.int32)  # a NaN with a payload, -0.0
+    tensors = [odd.view(torch.float32), torch.tensor([1.5, -2.0]).bfloat16(), torch.tensor(7), torch.ones(3) > 0]
+    before = [tensor.clone().view(torch.uint8) if tensor.dim() else tensor.clone() for tensor in tensors]
+    offload = HostOffload()
+    for _ in range(2):  # the second time into the same host memory
+        offload.hold(tensors)
+        offload.restore()
+    after = [tensor.view(torch.uint8) if tensor.dim() else tensor for tensor in tensors]
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_contents_that_changed_in_between_are_the_ones_that_wait() -> None:
+    weight, offload = torch.zeros(4), HostOffload()
+    offload.hold([weight])
+    offload.restore()
+    weight += 1
+    offload.hold([weight])
+    offload.restore()
+    assert weight.tolist() == [1, 1, 1, 1]
