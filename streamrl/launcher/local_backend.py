@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -96,15 +95,6 @@ def spawn(
             preexec_fn=functools.partial(_in_child, namespace),
             cwd=cwd,
         )
-
-
-def free_ports(count: int, host: str) -> list[int]:
-    """Return distinct ports of this machine that are free now."""
-    with contextlib.ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind((host, 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def start(

@@ -11,7 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from streamrl.launcher.local_backend import free_ports, spawn
+from streamrl.launcher.local_backend import spawn
+from streamrl.runtime.interfaces import free_ports
 from streamrl.runtime.process_plan import MEETING, NODE
 from streamrl.runtime.processes import kill_all_with
 

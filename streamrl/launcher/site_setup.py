@@ -20,11 +20,11 @@ from streamrl.config.run import RunConfig
 from streamrl.emulation.network import EmulatedNetwork
 from streamrl.emulation.shaping import LinkShape
 from streamrl.errors import RunFailed
-from streamrl.launcher.local_backend import free_ports
 from streamrl.launcher.port_forward import Forwarder
 from streamrl.run_dir import layout, start_stages
 from streamrl.run_dir.instance_files import forget
 from streamrl.runtime.inside_keys import inside_roles, make_inside_keys, remove_inside_keys
+from streamrl.runtime.interfaces import free_ports
 from streamrl.runtime.process_context import Addresses
 from streamrl.runtime.process_plan import MEETING, ProcessSpec, plan_processes, possible_instances
 from streamrl.transport.curve import make_keys
@@ -192,7 +192,7 @@ def choose_addresses(
     """
     home = cluster.sites[cluster.trainer_site]
     several = bool(cluster.remote_sites)
-    controller, publisher, service, nccl = free_ports(4, node or LOOPBACK)
+    controller, publisher, service = free_ports(3, node or LOOPBACK)
 
     def inside(name: str, port: int) -> str:
         return f"tcp://{node}:{port}" if node else _unix_socket(sockets / name)
@@ -207,7 +207,6 @@ def choose_addresses(
         controller=inside("controller", controller if several else home.port or controller),
         publisher=inside("publisher", publisher),
         services=services,
-        nccl_port=nccl,
     )
     if not several:
         return addresses

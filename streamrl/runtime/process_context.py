@@ -34,8 +34,6 @@ class Addresses:
     publisher: str
     services: dict[str, str]
     """Address at which a site's instances reach its service, by site."""
-    nccl_port: int = 0
-    """Rendezvous port of the NCCL weight path."""
     controller_outside: str = ""
     """Address on which the controller listens for other sites (trainer's site only); '': there are none."""
     publisher_outside: str = ""

@@ -417,10 +417,6 @@ class Trainer:
         """
         return self.layout.lay_out(number)
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each tensor of `weights`, by name and in its order."""
-        return {name: tuple(parameter.shape) for name, parameter in self.policy.model.named_parameters()}
-
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, full tensor in the compute type) of each parameter, gathered from all ranks; tied ones once.
 

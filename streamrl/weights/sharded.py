@@ -24,7 +24,7 @@ from __future__ import annotations
 import os
 import socket
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -186,6 +186,35 @@ class ShardedLayout:
             raise RunFailed(f"version {number} is not published: weight {bad[0]!r} is not finite ({share})")
         entries = tuple(replace(slot, checksum=found[index] or "") for index, slot in enumerate(slots))
         return Manifest(WeightVersion(number, None, content_hash(entries)), self.nbytes, entries), buffer
+
+    def described(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """Return (name, type, shape) of what `tensors` yields, in its order; no collective."""
+        targets = [(name, shape) for part in self._parts for name, shape in part.targets.items()]
+        return [(name, getattr(torch, self.slots[name].dtype), shape) for name, shape in targets]
+
+    @torch.no_grad()
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, full tensor) of the current weights as the checkpoint has them, each gathered from all ranks.
+
+        For a path that sends tensors instead of a laid-out version; a collective at every tensor. Weights that are
+        converted together (the experts of a layer) are held at once.
+
+        Raises:
+            RunFailed: on every rank, at a weight that is not finite.
+            ValueError: the version would consist of codes.
+        """
+        if self.kind is not None:
+            raise ValueError(f"a version in {self.kind} has no plain tensors")
+        for part in self._parts:
+            if part.is_same:  # buffers of it may have a type of their own
+                (name,), (target,) = part.sources, part.targets
+                dtype = getattr(torch, self.slots[target].dtype)
+                found = {target: whole(self._parameters[name].detach().to(dtype))}
+            else:
+                found = self._revert({name: self._gather(self._parameters[name]) for name in part.sources})
+            if bad := first_not_finite(found):
+                raise RunFailed(f"weight {bad!r} is not finite: it is not published")
+            yield from ((target, found[target]) for target in part.targets)
 
     @torch.no_grad()
     def _write(self, buffer: np.ndarray, near: Sequence[int]) -> str | None:

@@ -21,13 +21,13 @@ from streamrl.config.load import save_resolved
 from streamrl.config.run import RunConfig, WeightSyncConfig
 from streamrl.errors import RunFailed, UserError
 from streamrl.launcher import ray_backend, supervisor
-from streamrl.launcher.local_backend import free_ports
 from streamrl.launcher.site_setup import choose_addresses, prepare
 from streamrl.protocol.message import MessageReader, wire
 from streamrl.protocol.operator import PoolScaled, ScalePool
 from streamrl.protocol.speakers import RIGHTS
 from streamrl.run_dir import layout
 from streamrl.runtime.inside_keys import inside_admission, inside_roles, load_inside_keys, make_inside_keys
+from streamrl.runtime.interfaces import free_ports
 from streamrl.runtime.operator_link import ask_controller
 from streamrl.runtime.process_context import Addresses, RoleContext
 from streamrl.runtime.processes import this_host

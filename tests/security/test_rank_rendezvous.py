@@ -17,10 +17,9 @@ from streamrl.config.cluster import ClusterConfig
 from streamrl.config.load import save_resolved
 from streamrl.config.run import RunConfig
 from streamrl.errors import RunFailed, UserError
-from streamrl.launcher.local_backend import free_ports
 from streamrl.launcher.site_setup import choose_addresses
 from streamrl.run_dir.start_stages import read_stages
-from streamrl.runtime.interfaces import interface_towards
+from streamrl.runtime.interfaces import free_ports, interface_towards
 from streamrl.runtime.process_plan import RANK_MEETING, plan_processes
 from streamrl.training.rank_store import rank_store
 from tests import warm

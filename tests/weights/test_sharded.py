@@ -148,6 +148,11 @@ def _check_mixture(rank: int, ranks: int, folder: Path) -> None:
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert manifest.version.content_hash == lay_out(1, expected.items())[0].version.content_hash
+    plain = ShardedLayout(model, torch.bfloat16)
+    sent = list(plain.tensors())  # as NCCL broadcasts them
+    assert [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in sent] == plain.described()
+    assert dict(sent).keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name].bfloat16()) for name, tensor in sent)
     manifest, buffer = ShardedLayout(model, torch.float32, "int8").lay_out(2)
     types = {t.name: t.dtype for t in manifest.tensors}
     assert types["model.layers.0.mlp.experts.0.up_proj.weight"] == "int8"

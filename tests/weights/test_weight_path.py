@@ -5,10 +5,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, get_args
 
+import psutil
 import pytest
 
 from streamrl.config.run import RunConfig, WeightSyncConfig
+from streamrl.errors import RunFailed
 from streamrl.weights.backends.base import PATHS, weight_path
+from streamrl.weights.backends.nccl import meeting_address
 
 
 @pytest.mark.parametrize(
@@ -31,6 +34,15 @@ def test_every_path_of_the_run_file_has_a_module_that_makes_its_backend() -> Non
         assert callable(import_module(path.module).make_backend)
         if path.engine_class is not None:
             assert hasattr(import_module(path.engine_class[0]), path.engine_class[1])
+
+
+def test_the_nccl_group_meets_where_other_nodes_reach_the_trainer() -> None:
+    own = {one.address for of_one in psutil.net_if_addrs().values() for one in of_one} - {"127.0.0.1"}
+    assert meeting_address("ipc:///tmp/controller", one_machine=True) == "127.0.0.1"
+    with pytest.raises(RunFailed, match=r"the controller is at tcp://127\.0\.0\.1:5600.*set weights.backend: stream"):
+        meeting_address("tcp://127.0.0.1:5600", one_machine=False)
+    for address in (one for one in own if "." in one):
+        assert meeting_address(f"tcp://{address}:5600", one_machine=False) == address
 
 
 def test_nccl_on_shared_gpus_is_refused_when_the_file_is_read() -> None:

@@ -7,7 +7,7 @@ nccl     the trainer broadcasts into a group of all ranks and all instances' wor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,9 +17,8 @@ from streamrl.config.run import RunConfig
 from streamrl.weights.version import Manifest
 
 if TYPE_CHECKING:
-    import torch
-
     from streamrl.transport.endpoint import Link
+    from streamrl.weights.sharded import ShardedLayout
 
 Compute = Callable[..., Awaitable[Any]]
 """Calls a function with its arguments in the computing thread."""
@@ -68,11 +67,9 @@ class PublishedModel(Protocol):
     def lay_out(self, number: int) -> tuple[Manifest, np.ndarray]:
         """Write the current weights into one buffer (uint8 [nbytes]) that all ranks share."""
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each tensor of `weights`, by name and in its order."""
-
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, full tensor in the compute type), gathered from all ranks."""
+    @property
+    def layout(self) -> ShardedLayout:
+        """The tensors of a version, as the checkpoint names them."""
 
 
 @dataclass(frozen=True)

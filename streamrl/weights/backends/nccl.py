@@ -18,11 +18,37 @@ from typing import Any
 import torch
 
 from streamrl.errors import RunFailed
+from streamrl.machine.loopback import is_loopback
 from streamrl.protocol.controller_site import WeightAnswer, WeightCall
 from streamrl.protocol.message import wire
+from streamrl.runtime.interfaces import address_towards, free_ports
 from streamrl.runtime.process_context import RoleContext
 from streamrl.transport.endpoint import Hub, Link
 from streamrl.weights.backends.base import Compute, Published, PublishedModel, WeightBackend
+
+
+def meeting_address(controller: str, one_machine: bool) -> str:
+    """Return the address of this node at which the site's other nodes reach it, for the group's rendezvous.
+
+    That is the one from which this node reaches the controller; nothing is sent to find it out.
+
+    Args:
+        controller: the controller's ZeroMQ address, `tcp://host:port` if there are several nodes.
+        one_machine: whether all processes of the site are on this machine.
+
+    Raises:
+        RunFailed: there are several nodes, and this one reaches the controller by its loopback alone.
+        UserError: it does not reach the controller at all.
+    """
+    if one_machine:
+        return "127.0.0.1"
+    host = controller.removeprefix("tcp://").rpartition(":")[0]
+    if is_loopback(own := address_towards(host)):
+        raise RunFailed(
+            f"weights.backend: nccl needs an address of the trainer's node that other nodes reach, and the controller "
+            f"is at {controller}; start Ray with --node-ip-address, or set weights.backend: stream"
+        )
+    return own
 
 
 class _Client:
@@ -82,13 +108,8 @@ class NcclBackend(WeightBackend):
             self._client = _Client(controller, asyncio.get_running_loop(), self.context.run.deadlines.weights_s)
         self._client.version = number
         await self._compute(self._send, model, self._client)
-        size = sum(math.prod(shape) for shape in model.shapes().values())
-        return Published(number, "", size * self._dtype.itemsize)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self.context.run.model.dtype)
-        return found
+        size = sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in model.layout.described())
+        return Published(number, "", size)
 
     def _send(self, model: PublishedModel, client: _Client) -> None:
         if self._engine is None:
@@ -102,22 +123,22 @@ class NcclBackend(WeightBackend):
             NCCLTrainerWeightTransferEngine,
         )
 
-        dtype = self._dtype
-
         class Source(WeightSource):
-            """The policy's parameters in the compute type."""
+            """The policy's tensors, named and shaped as the instances' loader expects them."""
 
             def metadata(self) -> list[ParamMeta]:
-                return [ParamMeta(name, dtype, shape) for name, shape in model.shapes().items()]
+                return [ParamMeta(*one) for one in model.layout.described()]
 
             def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-                return model.weights()
+                return model.layout.tensors()
 
         site = self.context.cluster.sites[self.context.cluster.trainer_site]
         workers = sum(pool.replicas * pool.gpus_per_replica for pool in site.generation)
+        host = meeting_address(self.context.addresses.controller, self.context.one_machine)
+        (port,) = free_ports(1, host)
         info = NCCLTrainerInitInfo(
-            master_address=site.address,
-            master_port=self.context.addresses.nccl_port,
+            master_address=host,
+            master_port=port,
             world_size=1 + workers,
             packed=True,
             rank=model.rank,
