@@ -123,6 +123,12 @@ class CriticConfig(StrictModel):
     lr: float = Field(1e-5, gt=0, description="learning rate after warm-up (constant)")
     path: str | None = Field(None, description="initial weights of the critic (default: model.path)")
     warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
+    value_clip: float | None = Field(
+        None,
+        gt=0,
+        description="clip a new value to within this distance of the one from before the step's first update, and take "
+        "the larger of the two squared errors; needs batch.epochs or mini_batches above 1; none: no clip",
+    )
 
 
 class Algorithm(StrictModel):
@@ -211,7 +217,8 @@ class Algorithm(StrictModel):
     @classmethod
     def _critic_is_for_ppo(cls, data: Any) -> Any:
         if isinstance(data, dict):
-            foreign = [key for key in ("critic", "gamma", "lam") if key in data and key not in cls.model_fields]
+            of_critic = ("critic", "gamma", "lam", "whiten_advantages")
+            foreign = [key for key in of_critic if key in data and key not in cls.model_fields]
             if foreign:
                 raise ValueError(
                     f"{data.get('name')} has no critic and no use for {', '.join(foreign)}: leave it out, or choose "
@@ -371,6 +378,11 @@ class PPOConfig(Algorithm):
     critic: CriticConfig = Field(description="value model; {} for its defaults")
     gamma: float = Field(1.0, gt=0, le=1, description="discount per token")
     lam: float = Field(0.95, ge=0, le=1, description="lambda of GAE: 0 trusts the critic, 1 the rewards")
+    whiten_advantages: bool = Field(
+        False,
+        description="shift and scale the advantages to mean 0 and variance 1 over the step's tokens with a loss; "
+        "training then begins once the batch is complete",
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from streamrl.config.algorithm import AlgorithmConfig, GRPOConfig
+from streamrl.config.algorithm import AlgorithmConfig, GRPOConfig, PPOConfig
 from streamrl.config.cluster import StrictModel
 from streamrl.config.evaluation import EvaluationConfig
 from streamrl.config.schedule import ScheduleConfig, StreamSchedule
@@ -392,6 +392,15 @@ class RunConfig(StrictModel):
         return self.schedule.sync_every * self.batch.updates
 
     @property
+    def needs_estimates(self) -> bool:
+        """Whether the critic's values and advantages are computed for a whole batch, before its first update.
+
+        With one update and no whitening they come from the pass that trains a group.
+        """
+        algorithm = self.algorithm
+        return isinstance(algorithm, PPOConfig) and (algorithm.whiten_advantages or self.batch.updates > 1)
+
+    @property
     def agent_tasks(self) -> list[AgentTask]:
         """Tasks whose samples are episodes of agents, those of evaluations too."""
         held_out = self.evaluation.held_out(self.tasks) if self.evaluation else []
@@ -404,12 +413,6 @@ class RunConfig(StrictModel):
 
     def _about_updates(self) -> str | None:
         parts, off_policy = self.batch.mini_batches, self.algorithm.off_policy
-        if self.algorithm.advantage == "gae":
-            return (
-                "batch.epochs and mini_batches above 1 do not go with advantage: gae, whose values would have to stay "
-                "those of before the first update: choose `name: grpo` or reinforce_pp, or schedule.sync_every for "
-                "mini-batches"
-            )
         if self.algorithm.surrogate == "reinforce" and off_policy.correction == "none":
             return (
                 "batch.epochs and mini_batches above 1 train on samples of older weights, which surrogate: reinforce "
@@ -471,6 +474,11 @@ class RunConfig(StrictModel):
             raise ValueError(
                 "algorithm.max_importance_ratio with ratio_to: proximal and schedule.sync_every: 1 is never reached, "
                 "because the proximal policy is the current one; ratio_to: generator, or sync_every: 2 or more"
+            )
+        if self.batch.updates == 1 and isinstance(self.algorithm, PPOConfig) and self.algorithm.critic.value_clip:
+            raise ValueError(
+                "algorithm.critic.value_clip never clips where a batch has one update, during which the old values are "
+                "the current ones: leave it out, or batch.epochs or mini_batches: 2 or more"
             )
         if self.batch.updates > 1 and (reason := self._about_updates()):
             raise ValueError(reason)

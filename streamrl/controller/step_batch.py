@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from streamrl.config.algorithm import PPOConfig
 from streamrl.config.run import RunConfig
+from streamrl.controller.value_estimation import ValueEstimation
 from streamrl.rollouts.advantage import batch_advantages, group_advantages, is_flat, shaped_reward
 from streamrl.rollouts.micro_batch import (
     TrainGroup,
@@ -17,7 +19,7 @@ from streamrl.rollouts.micro_batch import (
 )
 from streamrl.rollouts.row_parts import sample_of_row
 from streamrl.rollouts.seeds import derive_seed
-from streamrl.rollouts.types import Group, Scored
+from streamrl.rollouts.types import FloatArray, Group, Scored
 
 
 @dataclass
@@ -31,8 +33,9 @@ class StepBatch:
     had the sample never been drawn. A group with too few survivors is dropped, and another one takes its place.
 
     A step may have several optimizer updates: `batch.epochs` passes over its groups in `batch.mini_batches` parts. What
-    is sent is the same in every pass: tokens, the generator's log-probabilities and advantages. The order of the groups
-    depends on the run's seed, the step and the pass alone. An update that is skipped is the step's last one.
+    is sent is the same in every pass: tokens, the generator's log-probabilities and advantages, and with a critic its
+    values from before the first update. The order of the groups depends on the run's seed, the step and the pass alone.
+    An update that is skipped is the step's last one.
     """
 
     run: RunConfig
@@ -54,6 +57,8 @@ class StepBatch:
     """Number of taken groups whose rewards are all equal."""
     pieces: dict[str, list[TrainGroup]] = field(default_factory=dict)
     """What the trainer gets of each group whose advantages are known; groups without a gradient have none."""
+    estimation: ValueEstimation = field(default_factory=ValueEstimation)
+    """The critic's estimates from before the first update, if the run needs them (`RunConfig.needs_estimates`)."""
     queue: list[TrainGroup] = field(default_factory=list)
     """Taken groups (or parts of them) of this update that have not been sent to the trainer."""
     sent_last: bool = False
@@ -84,8 +89,13 @@ class StepBatch:
 
     @property
     def held_back(self) -> list[Group]:
-        """Taken groups whose advantages depend on rewards of groups still to come."""
-        return [group for group in self.groups.values() if not group.advantages]
+        """Taken groups whose advantages depend on groups still to come, or on estimates still to be made."""
+        return [group for group in self.groups.values() if not group.advantages or self.awaits_estimates]
+
+    @property
+    def awaits_estimates(self) -> bool:
+        """Whether nothing can be trained yet because the critic's estimates of the whole batch are not known."""
+        return self.run.needs_estimates and not (self.full and self.estimation.complete)
 
     @property
     def trained(self) -> bool:
@@ -97,7 +107,9 @@ class StepBatch:
         """Number of samples whose gradient is accumulated, or that have none."""
         ahead: Iterable[TrainGroup] = [*self.queue, *self.at_trainer]
         parts = self.run.batch.mini_batches
-        if self.update < parts and parts > 1:  # the first pass: its later parts have not been trained at all
+        if self.awaits_estimates:
+            ahead = [piece for pieces in self.pieces.values() for piece in pieces]
+        elif self.update < parts and parts > 1:  # the first pass: its later parts have not been trained at all
             later = set(self.groups).difference(*(self._part(number) for number in range(self.update + 1)))
             ahead = [*ahead, *(piece for key in later for piece in self.pieces.get(key, []))]
         elif self.update >= parts:
@@ -195,7 +207,9 @@ class StepBatch:
         self.groups[group.group_id] = group
         self.no_gradient += is_flat(self.rewards(group))
         kind = self.run.algorithm.advantage
-        if kind == "gae":  # the trainer computes the advantages, with its critic
+        if self.run.needs_estimates:
+            self._await_estimates(group)
+        elif kind == "gae":  # the trainer computes the advantages, with its critic
             self._enqueue(group, self.rewards(group))
         elif kind == "batch" or kind == "batch_group_baseline":
             groups = list(self.groups.values()) if self.full else []
@@ -204,8 +218,35 @@ class StepBatch:
                 self._enqueue(one, advantages)
         else:
             self._enqueue(group, group_advantages(self.rewards(group), kind))
-        if self.full and not self._streams:
+        if self.full and not self._streams and not self.run.needs_estimates:
             self._fill()
+
+    def _await_estimates(self, group: Group) -> None:
+        rewards = self.rewards(group)
+        group.advantages = {m.sample.sample_id: r for m, r in zip(group.survivors(), rewards, strict=True)}
+        self.pieces[group.group_id] = self._pieces(group)
+        self.estimation.add(self.pieces[group.group_id])
+        self._use_estimates()
+
+    def estimated(self, values: Sequence[FloatArray]) -> None:
+        """Record the estimates of all ranks' shares of the request in flight; with the last one, training may begin."""
+        self.estimation.done(values)
+        self._use_estimates()
+
+    def _use_estimates(self) -> None:
+        """Queue the first micro-batches once the batch is complete and estimated."""
+        if self.awaits_estimates:
+            return
+        algorithm = self.run.algorithm
+        assert isinstance(algorithm, PPOConfig)
+        rows = [row.sample_id for pieces in self.pieces.values() for one in pieces for row in one.sequences]
+        estimates = self.estimation.of_rows(rows, algorithm.whiten_advantages)
+        self.pieces = {key: self._pieces(group, estimates) for key, group in self.groups.items()}
+        self._fill()
+
+    def _pieces(self, group: Group, estimates: Mapping[str, FloatArray] | None = None) -> list[TrainGroup]:
+        counted = {m.sample.sample_id for m in self.counted(group)}
+        return train_groups(group, counted, self.run.algorithm.needs_trajectories, estimates) if counted else []
 
     @property
     def _streams(self) -> bool:
@@ -226,6 +267,7 @@ class StepBatch:
             update=self.update,
             earlier_stats=self.earlier_stats,
             earlier_normalizer=self.earlier_normalizer,
+            estimation=self.estimation,
         )
         for group in self.groups.values():
             if group.group_id not in group_ids:
@@ -235,10 +277,9 @@ class StepBatch:
 
     def _enqueue(self, group: Group, advantages: Sequence[float]) -> None:
         group.advantages = {m.sample.sample_id: a for m, a in zip(group.survivors(), advantages, strict=True)}
-        counted = {m.sample.sample_id for m in self.counted(group)}
         flat = self.run.algorithm.skips_flat_groups and not any(advantages)
-        if counted and not flat:
-            self.pieces[group.group_id] = train_groups(group, counted, self.run.algorithm.needs_trajectories)
+        if not flat and (pieces := self._pieces(group)):
+            self.pieces[group.group_id] = pieces
             if self._streams:
                 self.queue += self.pieces[group.group_id]
 
@@ -256,7 +297,7 @@ class StepBatch:
         Returns:
             (groups of each rank, whether it is the update's last micro-batch); None: nothing is ready.
         """
-        if self.sent_last:
+        if self.sent_last or self.awaits_estimates:
             return None
         if not self.queue and not self.full:
             return None

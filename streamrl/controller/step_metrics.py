@@ -142,6 +142,7 @@ def step_metrics(
         outside_truncation_fraction=per_token("outside", tokens) if batch.run.sampling.truncates else None,
         truncated_weight_fraction=per_token("truncated", tokens),
         value_loss=stats["value_loss_sum"] / normalizer if has_critic else None,
+        value_clip_fraction=per_token("value_clipped", tokens) if has_critic else None,
         explained_variance=_explained_variance(stats) if has_critic else None,
         step_skipped=result.skipped,
         optimizer_updates=batch.update + (not result.skipped),

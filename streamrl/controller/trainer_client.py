@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from streamrl.errors import RestartNeeded
-from streamrl.protocol.controller_trainer import Examine, MicroBatch, Prepare, Train
+from streamrl.protocol.controller_trainer import Estimate, Examine, MicroBatch, Prepare, Train
 from streamrl.protocol.message import TypedMessage, wire
 from streamrl.rollouts.micro_batch import TrainGroup, to_wire
 from streamrl.transport.deadlines import WaitRegistry
@@ -57,6 +57,10 @@ class Trainers:
         them is a collective, which all ranks enter or none.
         """
         await self._deal(functools.partial(Train, is_last=is_last, reference_given=_given(shares)), shares)
+
+    async def estimate(self, shares: Sequence[list[TrainGroup]]) -> None:
+        """Have every worker compute its share's advantages, returns and values, answered as `estimates`."""
+        await self._deal(functools.partial(Estimate, reference_given=_given(shares)), shares)
 
     async def examine(self, shares: Sequence[list[TrainGroup]]) -> None:
         """Have every worker examine its share of a micro-batch of a refused step."""

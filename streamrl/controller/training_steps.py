@@ -34,6 +34,7 @@ from streamrl.protocol.controller_trainer import (
     Answer,
     CanaryDone,
     CheckpointDone,
+    EstimateDone,
     ExamineDone,
     MeasureCanary,
     MoveToCores,
@@ -181,7 +182,9 @@ class TrainingSteps:
     async def _feed_trainer(self) -> None:
         """Send the trainer its next micro-batch, if one is ready; else let it work ahead for waiting groups."""
         limits = self.run.batch.micro_batch_tokens, len(self.trainers.workers)
-        if (micro := self.batch.next_micro_batch(*limits)) is not None:
+        if (unknown := self.batch.estimation.next(*limits)) is not None:
+            await self.trainers.estimate(unknown)
+        elif (micro := self.batch.next_micro_batch(*limits)) is not None:
             await self.trainers.train(*micro)
         elif not self.issuer.schedule.exclusive and (ahead := self._preparation.next(self.batch, self.pool, *limits)):
             await self.trainers.prepare(ahead)
@@ -199,6 +202,8 @@ class TrainingSteps:
         match first:
             case PrepareDone():
                 self._preparation.done([answer.arrays["reference_logprobs"] for answer in answers])
+            case EstimateDone():
+                self.batch.estimated([answer.arrays["estimates"] for answer in answers])
             case TrainDone():
                 self.batch.micro_batch_done([answer.body.stats for answer in answers])
             case StepDone(refused=None):

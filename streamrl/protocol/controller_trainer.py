@@ -1,7 +1,7 @@
 """Messages between the controller and each rank of the trainer.
 
-    controller -> rank   prepare, train, step, examine, publish, canary, checkpoint, resources, weight_answer
-    rank -> controller   prepare_done, train_done, step_done, examine_done, publish_done, canary_done,
+    controller -> rank   prepare, estimate, train, step, examine, publish, canary, checkpoint, resources, weight_answer
+    rank -> controller   prepare_done, estimate_done, train_done, step_done, examine_done, publish_done, canary_done,
                          checkpoint_done, resources_done, weight_call
 
 Every rank gets the same commands in the same order, one at a time. It acknowledges a command once it has carried it
@@ -21,10 +21,12 @@ from streamrl.protocol.message import TypedMessage
 
 
 class MicroBatch(TypedMessage, frozen=True, tag="micro_batch"):
-    """Groups as made by `rollouts.micro_batch.to_wire`; the base of `Prepare`, `Train` and `Examine`.
+    """Groups as made by `rollouts.micro_batch.to_wire`; the base of `Prepare`, `Estimate`, `Train` and
+    `Examine`.
 
     Arrays: prompts int32, completions int32, logprobs float32, reference_logprobs float32 (of tokens with a loss),
-    masks uint8 (1: the token has a loss), each concatenated.
+    estimates float32 [tokens with a loss, 3] (advantage, return, value), masks uint8 (1: the token has a loss), each
+    concatenated.
     """
 
     groups: list[tuple[str, int, list[int]]]
@@ -33,6 +35,8 @@ class MicroBatch(TypedMessage, frozen=True, tag="micro_batch"):
     """Advantage of each sequence."""
     has_reference: list[bool]
     """Whether `reference_logprobs` includes the sequence, for each sequence."""
+    has_estimates: list[bool]
+    """Whether `estimates` includes the sequence, for each sequence."""
     has_mask: list[bool]
     """Whether `masks` includes the sequence, for each sequence; if not, all of its tokens have a loss."""
     trajectories: list[str]
@@ -43,6 +47,16 @@ class MicroBatch(TypedMessage, frozen=True, tag="micro_batch"):
 
 class Prepare(MicroBatch, frozen=True, tag="prepare"):
     """Compute the frozen reference's log-probabilities of these groups. Answered by `prepare_done`."""
+
+
+class Estimate(MicroBatch, frozen=True, tag="estimate"):
+    """Compute the critic's values and GAE of these groups, before the step's first update.
+
+    Answered by `estimate_done`.
+    """
+
+    reference_given: bool
+    """Whether every sequence, on every rank, has its reference log-probabilities."""
 
 
 class Train(MicroBatch, frozen=True, tag="train"):
@@ -119,6 +133,13 @@ class PrepareDone(Answer, frozen=True, tag="prepare_done"):
     """
 
 
+class EstimateDone(Answer, frozen=True, tag="estimate_done"):
+    """Values and advantages are computed.
+
+    Arrays: estimates float32 [tokens with a loss of the rank's share, 3]: advantage, return, value.
+    """
+
+
 class TrainDone(Answer, frozen=True, tag="train_done"):
     """The gradient of a micro-batch is added."""
 
@@ -189,6 +210,7 @@ class ResourcesDone(Answer, frozen=True, tag="resources_done"):
 
 FROM_CONTROLLER = (
     Prepare,
+    Estimate,
     Train,
     Examine,
     OptimizerStep,
@@ -200,6 +222,7 @@ FROM_CONTROLLER = (
 )
 FROM_TRAINER = (
     PrepareDone,
+    EstimateDone,
     TrainDone,
     StepDone,
     ExamineDone,

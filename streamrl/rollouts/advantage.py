@@ -1,6 +1,7 @@
 """Compute advantages from rewards, before samples reach the trainer. Pure, float64; empty inputs give empty outputs.
 
-GAE needs a critic's values, so the trainer computes it (streamrl/training/advantages.py). All functions get the rewards
+GAE needs a critic's values, so the trainer computes it (streamrl/training/advantages.py); here it is only whitened. All
+other functions get the rewards
 of survivors only: a void sample is in no mean and no deviation, and G is the number of survivors.
 """
 
@@ -11,9 +12,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from streamrl.config.algorithm import GroupAdvantage, OverlongConfig
+from streamrl.rollouts.types import FloatArray
 
 EPSILON = 1e-6
 """Constant added to a standard deviation before dividing by it."""
+
+WHITENING_EPSILON = 1e-8
+"""Constant added to the variance of token advantages before taking its root."""
 
 
 def is_flat(rewards: Sequence[float]) -> bool:
@@ -105,3 +110,21 @@ def effective_sample_size(weight_sum: float, weight_sq_sum: float, n: int) -> fl
     if n <= 0 or weight_sq_sum <= 0.0:
         return 0.0
     return min(1.0, weight_sum / weight_sq_sum * (weight_sum / n))
+
+
+def whitened(advantages: Sequence[FloatArray]) -> list[FloatArray]:
+    """Return the token advantages of a batch with mean 0 and variance 1 over all tokens, float32, in the same shapes.
+
+        A = (a - mean) / sqrt(var + 1e-8)       var divides by n - 1
+
+    Source: `masked_whiten` of verl and TRL. Advantages that are not finite stay so and do not count, so that the
+    trainer can find the group that they belong to. A single token gets 0.
+
+    Args:
+        advantages: of each row of the batch, tokens with a loss only, each [N].
+    """
+    every = np.concatenate([np.zeros(0), *advantages]).astype(np.float64)
+    known = every[np.isfinite(every)]
+    mean = known.mean() if known.size else 0.0
+    variance = known.var(ddof=1) if known.size > 1 else 0.0
+    return [((one - mean) / np.sqrt(variance + WHITENING_EPSILON)).astype(np.float32) for one in advantages]

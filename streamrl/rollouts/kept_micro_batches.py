@@ -30,10 +30,11 @@ SCHEMA = pa.schema(
         ("mask", pa.list_(pa.bool_())),
         ("trajectory", pa.string()),
         ("trajectory_tokens", pa.int64()),
+        ("estimates", pa.list_(pa.list_(pa.float32()))),
     ]
 )
 """Columns of a file; `part` counts the groups (or parts of groups) of a worker's share. Files of earlier versions lack
-the last two."""
+the last three."""
 FACTS = b"streamrl"
 """Key of the file's metadata under which the facts of the step are kept, as JSON."""
 
@@ -90,6 +91,7 @@ class KeptMicroBatches:
                 "mask": sequence.mask,
                 "trajectory": group.trajectory,
                 "trajectory_tokens": sequence.trajectory_tokens,
+                "estimates": None if sequence.estimates is None else sequence.estimates.tolist(),
             }
             for number, shares in enumerate(kept.micro_batches)
             for worker, share in enumerate(shares)
@@ -128,13 +130,14 @@ class KeptMicroBatches:
             if place not in found:
                 prompt, trajectory = np.array(row["prompt_tokens"], np.int32), row.get("trajectory", "")
                 found[place] = TrainGroup(row["group_id"], prompt, [], trajectory)
-            reference, mask = row["reference_logprobs"], row["mask"]
+            reference, mask, estimates = row["reference_logprobs"], row["mask"], row.get("estimates")
             found[place].sequences.append(
                 TrainSequence(
                     np.array(row["completion_tokens"], np.int32),
                     np.array(row["logprobs"], np.float32),
                     row["advantage"],
                     None if reference is None else np.array(reference, np.float32),
+                    None if estimates is None else np.array(estimates, np.float32).reshape(-1, 3),
                     row["sample_id"],
                     None if mask is None else np.array(mask, np.bool_),
                     row.get("trajectory_tokens"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,9 @@ class TrainSequence:
     critic's values."""
     reference_logprobs: FloatArray | None = None
     """Log-probabilities of the tokens with a loss under the frozen reference; None: not computed yet."""
+    estimates: FloatArray | None = None
+    """Advantage, return and value of each token with a loss, from before the step's first update, shape [N, 3] (ppo);
+    None: the trainer computes them as it trains."""
     sample_id: str = ""
     """Id of the sample, or of one of its rows; it stays with the controller (a trainer's sequences have '')."""
     mask: BoolArray | None = None
@@ -69,8 +72,18 @@ class TrainGroup:
         """Whether every token with a loss has its reference log-probability."""
         return all(seq.reference_logprobs is not None for seq in self.sequences if seq.loss_tokens)
 
+    @property
+    def has_estimates(self) -> bool:
+        """Whether every token with a loss has its advantage, return and value."""
+        return all(seq.estimates is not None for seq in self.sequences if seq.loss_tokens)
 
-def train_groups(group: Group, kept: Set[str] | None = None, trajectories: bool = False) -> list[TrainGroup]:
+
+def train_groups(
+    group: Group,
+    kept: Set[str] | None = None,
+    trajectories: bool = False,
+    estimates: Mapping[str, FloatArray] | None = None,
+) -> list[TrainGroup]:
     """Convert a complete group to the trainer's form; samples are in the order of their ids.
 
     Args:
@@ -78,6 +91,7 @@ def train_groups(group: Group, kept: Set[str] | None = None, trajectories: bool 
         kept: ids of the samples that are trained on; None: all.
         trajectories: whether the rows of an episode must stay together (`Algorithm.needs_trajectories`); those of
             episodes with several then share prompts among each other only.
+        estimates: `TrainSequence.estimates` by row id; None: none are known.
 
     Returns:
         One group of single completions; of episodes, one for each prompt that some rows share.
@@ -93,6 +107,7 @@ def train_groups(group: Group, kept: Set[str] | None = None, trajectories: bool 
             part.logprobs,
             group.advantages[part.sample_id],
             group.reference_logprobs.get(part.row_id),
+            None if estimates is None else estimates.get(part.row_id),
             part.row_id,
             part.mask,
             several[part.sample_id].output_length if part.sample_id in several else None,
@@ -266,6 +281,7 @@ def to_wire(groups: list[TrainGroup]) -> tuple[dict[str, Any], Arrays]:
         "groups": [[g.group_id, len(g.prompt_tokens), [len(s.completion_tokens) for s in g.sequences]] for g in groups],
         "advantages": [seq.advantage for seq in sequences],
         "has_reference": [seq.reference_logprobs is not None for seq in sequences],
+        "has_estimates": [seq.estimates is not None for seq in sequences],
         "has_mask": [seq.mask is not None for seq in sequences],
         "trajectories": [group.trajectory for group in groups],
         "trajectory_tokens": [seq.trajectory_tokens for seq in sequences],
@@ -277,6 +293,9 @@ def to_wire(groups: list[TrainGroup]) -> tuple[dict[str, Any], Arrays]:
         "completions": _joined([s.completion_tokens for s in sequences], np.int32),
         "logprobs": _joined([s.logprobs for s in sequences], np.float32),
         "reference_logprobs": _joined(known, np.float32),
+        "estimates": _joined(
+            [np.zeros((0, 3)), *(s.estimates for s in sequences if s.estimates is not None)], np.float32
+        ),
         "masks": _joined(masks, np.uint8),
     }
     return body, arrays
@@ -290,15 +309,17 @@ def from_wire(body: dict[str, Any], arrays: Arrays) -> list[TrainGroup]:
     """
     _check(body, arrays)
     groups = []
-    advantages, has_reference, has_mask = (iter(body[key]) for key in ("advantages", "has_reference", "has_mask"))
+    advantages, has_reference, has_estimates, has_mask = (
+        iter(body[key]) for key in ("advantages", "has_reference", "has_estimates", "has_mask")
+    )
     trajectory_tokens = iter(body["trajectory_tokens"])
-    prompt_at = token_at = mask_at = reference_at = 0
+    prompt_at = token_at = mask_at = reference_at = estimates_at = 0
     for (group_id, prompt_length, lengths), trajectory in zip(body["groups"], body["trajectories"], strict=True):
         sequences = []
         for length in lengths:
             rows = slice(token_at, token_at + length)
             token_at += length
-            mask = reference = None
+            mask = reference = estimates = None
             loss_tokens = length
             if next(has_mask):
                 mask = arrays["masks"][mask_at : mask_at + length].astype(bool)
@@ -306,16 +327,23 @@ def from_wire(body: dict[str, Any], arrays: Arrays) -> list[TrainGroup]:
             if next(has_reference):
                 reference = arrays["reference_logprobs"][reference_at : reference_at + loss_tokens]
                 reference_at += loss_tokens
+            if next(has_estimates):
+                estimates = arrays["estimates"][estimates_at : estimates_at + loss_tokens]
+                estimates_at += loss_tokens
             tokens, logprobs = arrays["completions"][rows], arrays["logprobs"][rows]
             of_all = next(trajectory_tokens)
             sequences.append(
-                TrainSequence(tokens, logprobs, next(advantages), reference, mask=mask, trajectory_tokens=of_all)
+                TrainSequence(
+                    tokens, logprobs, next(advantages), reference, estimates, mask=mask, trajectory_tokens=of_all
+                )
             )
         prompt = arrays["prompts"][prompt_at : prompt_at + prompt_length]
         groups.append(TrainGroup(group_id, prompt, sequences, trajectory))
         prompt_at += prompt_length
     if arrays["reference_logprobs"].shape != (reference_at,):
         raise ValueError("reference log-probabilities in a micro-batch are not those of its tokens with a loss")
+    if arrays["estimates"].shape != (estimates_at, 3):
+        raise ValueError("estimates in a micro-batch are not those of its tokens with a loss")
     return groups
 
 
@@ -323,7 +351,8 @@ def _check(body: dict[str, Any], arrays: Arrays) -> None:
     prompts, lengths = [n for _, n, _ in body["groups"]], [n for _, _, lengths in body["groups"] for n in lengths]
     masked = [n for n, has_mask in zip(lengths, body["has_mask"], strict=True) if has_mask]
     totals = {"prompts": prompts, "completions": lengths, "logprobs": lengths, "masks": masked}
-    counts = {len(body["advantages"]), len(body["has_reference"]), len(body["trajectory_tokens"]), len(lengths)}
+    by_sequence = "advantages", "has_reference", "has_estimates", "trajectory_tokens"
+    counts = {len(lengths), *(len(body[key]) for key in by_sequence)}
     if len(counts) != 1 or any(n < 0 for n in (*prompts, *lengths)):
         raise ValueError("a micro-batch has one advantage for each of its sequences")
     if any(arrays[name].shape != (sum(parts),) for name, parts in totals.items()):

@@ -147,6 +147,9 @@ class MetricsRow(StepRow):
     )
     truncated_weight_fraction: float | None = Field(None, description="share of tokens whose weight was cut to its cap")
     value_loss: float | None = Field(None, description="loss of the critic; None without a critic")
+    value_clip_fraction: float | None = Field(
+        None, description="share of tokens whose new value algorithm.critic.value_clip has cut; None without a critic"
+    )
     explained_variance: float | None = Field(
         None, description="share of the returns' variance that the critic explains; None without a critic"
     )

@@ -33,8 +33,8 @@ def gae(
         R_t     = A_t + V_t
 
     Source: arXiv 1506.02438, eq. 16. A completion cut by the token limit ends like any other: its reward is its whole
-    worth, and nothing is expected beyond it. Advantages are not whitened over the batch, as that needs all of them
-    before the first gradient, while training starts with the first group.
+    worth, and nothing is expected beyond it. Whitening needs the advantages of the whole batch
+    (`streamrl.rollouts.advantage.whitened`).
 
     Args:
         rewards: [N].

@@ -156,17 +156,33 @@ def kl_estimate(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estima
             return torch.expm1(-difference) + difference
 
 
-def value_loss(values: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:
-    """Return (V - R)^2 / 2 of each token, [N] (PPO, arXiv 1707.06347, eq. 9).
-
-    PPO's clipping of V around its old value is left out: the critic takes one step per batch, during which the old
-    value is the current one, so it would never clip.
+def value_loss(values: torch.Tensor, returns: torch.Tensor) -> TokenLoss:
+    """Return (V - R)^2 / 2 of each token (PPO, arXiv 1707.06347, eq. 9).
 
     Args:
         values: [N], with gradient.
         returns: [N], constants.
     """
-    return 0.5 * (values - returns).square()
+    return TokenLoss(0.5 * (values - returns).square(), torch.zeros_like(values, dtype=torch.bool))
+
+
+def clipped_value_loss(
+    values: torch.Tensor, returns: torch.Tensor, old_values: torch.Tensor, distance: float
+) -> TokenLoss:
+    """Return max((V - R)^2, (V_clip - R)^2) / 2, with V_clip = clip(V, V_old - distance, V_old + distance).
+
+    Where the clipped value has the larger error, the token has no gradient: it has moved far enough towards its return.
+    Source: OpenAI's baselines, `ppo2`; arXiv 2005.12729, sec. 3; verl, TRL and OpenRLHF have the same.
+
+    Args:
+        values: [N], with gradient.
+        returns: [N], constants.
+        old_values: [N], values from before the step's first update, constants.
+        distance: clipping distance.
+    """
+    limited = torch.clamp(values, old_values - distance, old_values + distance)
+    error, limited_error = (values - returns).square(), (limited - returns).square()
+    return TokenLoss(0.5 * torch.maximum(error, limited_error), (limited_error > error).detach())
 
 
 def token_weights(sequence_tokens: torch.Tensor, aggregation: AggregationKind, dtype: torch.dtype) -> torch.Tensor:

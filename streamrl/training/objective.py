@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from streamrl.config.algorithm import Algorithm
+from streamrl.config.algorithm import Algorithm, PPOConfig
 from streamrl.training.corrections import correct, importance_weights
 from streamrl.training.losses import (
     TokenLoss,
     bounded,
     clip_loss,
+    clipped_value_loss,
     detached_clip_loss,
     kl_estimate,
     reinforce_loss,
@@ -70,6 +71,8 @@ class MicroStats:
     """The critic's loss as differentiated (this and the fields below: 0 without a critic)."""
     value_sq_error_sum: float = 0.0
     """Squared error (return - value)^2: explained variance = 1 - mean of this / variance of the returns."""
+    value_clipped: float = 0.0
+    """Tokens whose value the critic's clip has changed, so that they have no gradient."""
     return_sum: float = 0.0
     return_sq_sum: float = 0.0
 
@@ -185,7 +188,11 @@ def policy_objective(
 
 
 def value_objective(
-    algorithm: Algorithm, values: torch.Tensor, returns: torch.Tensor, sequence_tokens: torch.Tensor
+    algorithm: PPOConfig,
+    values: torch.Tensor,
+    returns: torch.Tensor,
+    sequence_tokens: torch.Tensor,
+    old_values: torch.Tensor | None = None,
 ) -> Objective:
     """Return the sum of the critic's token losses, weighted like the policy's.
 
@@ -194,12 +201,19 @@ def value_objective(
         values: [N], with gradient.
         returns: [N].
         sequence_tokens: [N], length of each token's sequence.
+        old_values: [N], values from before the step's first update; None: they are the current ones.
     """
     weights = token_weights(sequence_tokens, algorithm.aggregation, values.dtype)
-    loss_sum = (value_loss(values, returns) * weights).sum()
+    distance = algorithm.critic.value_clip
+    if distance is None or old_values is None:
+        token_loss = value_loss(values, returns)
+    else:
+        token_loss = clipped_value_loss(values, returns, old_values, distance)
+    loss_sum = (token_loss.loss * weights).sum()
     sums = {
         "value_loss_sum": loss_sum.detach(),
         "value_sq_error_sum": (returns - values.detach()).square().sum(),
+        "value_clipped": token_loss.clipped.sum(),
         "return_sum": returns.sum(),
         "return_sq_sum": returns.square().sum(),
     }

@@ -63,6 +63,8 @@ class PackedBatch:
     """Tokens with a loss of the whole sequence or episode that a token belongs to, here and elsewhere, [N] int64."""
     reference_logprobs: torch.Tensor | None
     """Reference log-probabilities that came with the groups, [N] float32; None: some sequence has none."""
+    estimates: torch.Tensor | None = None
+    """Advantages, returns and values that came with the groups, [N, 3] float32; None: some sequence has none."""
     with_loss: torch.Tensor | None = None
     """Number of each token with a loss among all completion tokens, [N] int64; None: all have one."""
 
@@ -125,6 +127,7 @@ def pack(groups: list[TrainGroup]) -> PackedBatch:
     sequence_tokens: list[np.ndarray] = []
     numbers: dict[str, int] = {}
     reference: list[FloatArray] = []
+    estimates: list[FloatArray] = []
     masks: list[np.ndarray] = []
     cursor = row = sequence = 0
     for group in groups:
@@ -157,6 +160,8 @@ def pack(groups: list[TrainGroup]) -> PackedBatch:
             row += 1
             if seq.reference_logprobs is not None:
                 reference.append(seq.reference_logprobs)
+            if seq.estimates is not None:
+                estimates.append(seq.estimates)
             lengths.append(length)
             cursor += length
         layout.append(GroupLayout(start, prompt_length, tuple(lengths)))
@@ -181,5 +186,6 @@ def pack(groups: list[TrainGroup]) -> PackedBatch:
         row_ids=joined(row_ids, np.int64),
         sequence_tokens=joined(sequence_tokens, np.int64),
         reference_logprobs=joined(reference, np.float32) if all(group.has_reference for group in groups) else None,
+        estimates=joined(estimates, np.float32) if all(group.has_estimates for group in groups) else None,
         with_loss=None if bool(chosen.all()) else joined([np.flatnonzero(chosen)], np.int64),
     )

@@ -105,6 +105,7 @@ def bad_inputs(group: TrainGroup) -> str:
         for what, values in (
             ("log-probability", one.logprobs),
             ("reference log-probability", one.reference_logprobs),
+            ("advantage, return or value", None if one.estimates is None else one.estimates.sum(axis=1)),
         ):
             if values is not None and not np.isfinite(values).all():
                 found.append(f"{what} of token {int(np.argmin(np.isfinite(values)))} of {name} is not finite")

@@ -8,12 +8,12 @@ Every method is a collective: all ranks must call the same ones in the same orde
 with `prepare(groups)` at any time in between. Losses are *sums* over tokens; `step` divides the accumulated gradient by
 the whole batch's normalizer. So the gradient does not depend on how the batch was split, on the order in which groups
 arrived, or on the number of ranks. The critic's values are computed in the same pass, as a group's advantages need only
-the group.
+the group; where they must be those from before the step's first update, or whitened over the batch, `estimate(groups)`
+has computed them before, and they come with the groups (`RunConfig.needs_estimates`).
 
 The reference's log-probabilities never change, so `prepare` may compute them before the groups are trained. They are
 returned to the caller and come back with the groups; nothing is kept here, so any rank may train what another has
-prepared. Nothing else is worth preparing: the critic's values need its forward pass with gradient anyway, and the
-proximal copy changes at every publication.
+prepared. The proximal copy changes at every publication.
 """
 
 from __future__ import annotations
@@ -181,6 +181,33 @@ class Trainer:
             found.append(logprobs.cpu().numpy()[: None if part else 0])
         return np.concatenate(found)
 
+    @torch.no_grad()
+    def estimate(self, groups: list[TrainGroup], reference_given: bool = False) -> FloatArray:
+        """Return (advantage, return, value) of each token with a loss by the current weights, [N, 3], in order.
+
+        Args:
+            groups: this rank's share; may be empty. Their advantages are their sequences' rewards.
+            reference_given: as for `accumulate`; it matters with `kl.placement: reward` only.
+
+        Raises:
+            ValueError: the algorithm has no critic.
+        """
+        if self.ppo is None or self.critic is None:
+            raise ValueError(f"algorithm {self.run.algorithm.name} has no critic to estimate with")
+        found: list[FloatArray] = []
+        for part in self._parts(groups):
+            batch = pack(part or [NOTHING]).to(self.device)
+            logprobs = reference = None
+            if self.ppo.kl.placement == "reward" and self.reference is not None:
+                logprobs = self._sampled_from(self.policy, batch).logprobs
+                reference = self._reference_logprobs(batch, reference_given)
+            values = self.critic.model(batch)
+            columns = torch.stack([*self._advantages(batch, values, logprobs, reference), values], dim=1)
+            found.append(columns.cpu().numpy()[: None if part else 0])
+        for learner in self.learners:
+            reshard(learner.model)
+        return np.concatenate(found)
+
     def accumulate(self, groups: list[TrainGroup], is_last: bool, reference_given: bool = False) -> MicroStats:
         """Run one micro-batch forward and backward; add the gradients of the *summed* losses of policy and critic.
 
@@ -224,7 +251,8 @@ class Trainer:
         advantages = batch.advantages
         sums: dict[str, torch.Tensor] = {}
         if self.critic:
-            advantages, value = self._value(batch, logprobs.detach(), reference)
+            given = bool(groups) and self.run.needs_estimates
+            advantages, value = self._value(batch, logprobs.detach(), reference, given)
             self.critic.backward(value.loss_sum if groups else value.loss_sum * 0.0, is_last)
             sums |= value.sums
         objective = policy_objective(
@@ -284,21 +312,38 @@ class Trainer:
         return batch.reference_logprobs
 
     def _value(
-        self, batch: PackedBatch, logprobs: torch.Tensor, reference: torch.Tensor | None
+        self, batch: PackedBatch, logprobs: torch.Tensor, reference: torch.Tensor | None, given: bool
     ) -> tuple[torch.Tensor, Objective]:
         """Return (GAE advantages [N], the critic's objective); the batch's `advantages` are its sequences' rewards.
 
         Each row of an episode ends with the episode's reward, as if it were a sequence of its own.
         """
         assert self.critic is not None and self.ppo is not None
+        values = self.critic.model(batch)
+        old_values = None
+        if given:
+            if batch.estimates is None:
+                raise ValueError("a micro-batch was to bring its advantages and values, but some sequence has none")
+            advantages, returns, old_values = batch.estimates.unbind(dim=1)
+        else:
+            advantages, returns = self._advantages(batch, values, logprobs, reference)
+        return advantages, value_objective(self.ppo, values, returns, batch.sequence_tokens, old_values)
+
+    def _advantages(
+        self,
+        batch: PackedBatch,
+        values: torch.Tensor,
+        logprobs: torch.Tensor | None,
+        reference: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (GAE advantages, returns), both [N]; with `kl.placement: reward` the KL is part of the rewards."""
+        assert self.ppo is not None
         kl = self.ppo.kl
         penalties = None
-        if reference is not None and kl.placement == "reward":
+        if logprobs is not None and reference is not None and kl.placement == "reward":
             penalties = kl.coef * kl_estimate(logprobs, reference, kl.estimator)
         rewards = token_rewards(batch.advantages, batch.row_ids, penalties)
-        values = self.critic.model(batch)
-        advantages, returns = gae(rewards, values, batch.row_ids, self.ppo.gamma, self.ppo.lam)
-        return advantages, value_objective(self.ppo, values, returns, batch.sequence_tokens)
+        return gae(rewards, values, batch.row_ids, self.ppo.gamma, self.ppo.lam)
 
     def step(self, step: int, normalizer: float, skip: bool = False, update: int = 0) -> StepResult:
         """Take one optimizer step of policy and critic with the accumulated gradients, and clear them.

@@ -34,6 +34,8 @@ from streamrl.protocol.controller_trainer import (
     Answer,
     CanaryDone,
     CheckpointDone,
+    Estimate,
+    EstimateDone,
     Examine,
     ExamineDone,
     MeasureCanary,
@@ -204,6 +206,11 @@ class TrainerWorker:
                 groups = from_wire(body_of(order), delivery.arrays)
                 arrays = {"reference_logprobs": await self._compute(self.trainer.prepare, groups)}
                 answer = PrepareDone
+            case Estimate() as order:
+                self.state = "estimating values"
+                groups = from_wire(body_of(order), delivery.arrays)
+                estimates = await self._compute(self.trainer.estimate, groups, order.reference_given)
+                arrays, answer = {"estimates": estimates}, EstimateDone
             case Train() as order:
                 self.state = "training"
                 groups = from_wire(body_of(order), delivery.arrays)

@@ -62,6 +62,7 @@ REFUSED = [
     ({"name": "ppo"}, "ppo needs a critic: add `critic: {}`, or choose rloo or grpo, which need none"),
     ({"name": "ppo", "critic": None}, "ppo needs a critic: add `critic: {}`, or choose rloo or grpo"),
     ({"name": "grpo", "critic": {}}, "grpo has no critic and no use for critic: leave it out, or choose `name: ppo`"),
+    ({"name": "grpo", "whiten_advantages": True}, "grpo has no critic and no use for whiten_advantages: leave it out"),
     ({"name": "rloo", "gamma": 1.0, "lam": 0.9}, "rloo has no critic and no use for gamma, lam: leave it out"),
     ({"name": "grpo", "advantage": "gae"}, "needs a critic, which grpo has not: choose group_std, or `name: ppo`"),
     ({"name": "ppo", "critic": {}, "advantage": "group_std"}, "leave advantage out (gae), or choose `name: grpo`"),

@@ -125,8 +125,8 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
             "F:2: batch.mini_batches (2) are drawn from the whole batch, but schedule stream trains on groups as",
         ),
         (
-            "batch:\n  epochs: 2\nalgorithm: {name: ppo, critic: {}}\n",
-            "F:2: batch.epochs and mini_batches above 1 do not go with advantage: gae",
+            "algorithm: {name: ppo, critic: {value_clip: 0.2}}\n",
+            "F:1: algorithm.critic.value_clip never clips where a batch has one update",
         ),
         (
             "batch:\n  epochs: 2\nalgorithm: {name: rloo}\n",

@@ -94,12 +94,19 @@ def test_ppo_on_devices_that_are_shared_in_turns_and_two_steps_per_publication(t
         tasks=EASY,
         steps=4,
         schedule={"name": "colocated", "sync_every": 2},
-        algorithm={"name": "ppo", "critic": {"lr": 1e-3}, "kl": {"coef": 0.01}},
+        algorithm={
+            "name": "ppo",
+            "critic": {"lr": 1e-3, "value_clip": 1e-4},
+            "whiten_advantages": True,
+            "kl": {"coef": 0.01},
+        },
+        batch={"prompts_per_step": 6, "samples_per_prompt": 3, "micro_batch_tokens": 128, "epochs": 2},
         checkpoint={"every": 2},
     )
     metrics = assert_whole_batches(project.run_dir(), 4, bound=1)
     assert [row.staleness_max for row in metrics] == [0, 1, 0, 1]  # the second step of each publication
     assert all(row.value_loss is not None and row.kl_mean is not None for row in metrics)
+    assert all(0 < (row.value_clip_fraction or 0) <= 0.5 for row in metrics)  # in the second of two passes only
     assert all(row.generate_time_s == pytest.approx(0, abs=0.5) for row in metrics[1::2])
 
 

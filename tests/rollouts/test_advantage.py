@@ -16,6 +16,7 @@ from streamrl.rollouts.advantage import (
     group_advantages,
     is_flat,
     shaped_reward,
+    whitened,
 )
 from streamrl.rollouts.micro_batch import loss_normalizer, train_groups
 from tests.rollouts.test_rollouts import make_group
@@ -111,6 +112,22 @@ def test_effective_sample_size_by_hand() -> None:
 def test_effective_sample_size_is_a_share(weights: list[float]) -> None:
     share = effective_sample_size(sum(weights), sum(w * w for w in weights), len(weights))
     assert 1 / len(weights) - 1e-9 <= share <= 1.0
+
+
+def test_whitening_by_hand() -> None:
+    parts = [np.array([1.0, 2.0], np.float32), np.zeros(0, np.float32), np.array([6.0], np.float32)]
+    found = whitened(parts)  # mean 3, variance (4 + 1 + 9) / 2
+    assert [part.dtype for part in found] == [np.float32] * 3
+    assert [part.tolist() for part in found] == [
+        pytest.approx([-2 / 7**0.5, -1 / 7**0.5]),
+        [],
+        pytest.approx([3 / 7**0.5]),
+    ]
+    broken = whitened([*parts, np.array([np.nan, np.inf], np.float32)])
+    assert [part.tolist() for part in broken[:3]] == [part.tolist() for part in found]
+    assert np.isnan(broken[3][0]) and broken[3][1] == np.inf
+    assert whitened([np.array([5.0])])[0].tolist() == whitened([np.full(2, 5.0)])[0].tolist()[:1] == [0.0]
+    assert whitened([]) == []
 
 
 def test_loss_normalizers() -> None:

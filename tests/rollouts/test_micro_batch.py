@@ -157,16 +157,17 @@ def test_the_normalizer_is_at_least_1() -> None:
 
 
 def referenced() -> list[TrainGroup]:
-    """Two groups; the second of three completions has reference log-probabilities, as has the third."""
+    """Two groups; the second of three completions has reference log-probabilities, as has the third, with estimates."""
     first, second = group("a", 2, 3, 2), group("b", 1, 1)
     known = [np.asarray([-3.0, -4.0], np.float32), np.asarray([-7.0], np.float32)]
     with_reference = [
         TrainSequence(seq.completion_tokens, seq.logprobs, seq.advantage, reference)
         for seq, reference in zip((first.sequences[1], second.sequences[0]), known, strict=True)
     ]
+    estimated = replace(with_reference[1], estimates=np.asarray([[1.0, 2.0, 3.0]], np.float32))
     return [
         TrainGroup("a", first.prompt_tokens, [first.sequences[0], with_reference[0]]),
-        TrainGroup("b", second.prompt_tokens, [with_reference[1]]),
+        TrainGroup("b", second.prompt_tokens, [estimated]),
     ]
 
 
@@ -176,6 +177,7 @@ def test_the_wire_form_written_out_and_back() -> None:
         "groups": [["a", 2, [3, 2]], ["b", 1, [1]]],
         "advantages": [0.0, 1.0, 0.0],
         "has_reference": [False, True, True],
+        "has_estimates": [False, False, True],
         "has_mask": [False, False, False],
         "trajectories": ["", ""],
         "trajectory_tokens": [None, None, None],
@@ -185,9 +187,10 @@ def test_the_wire_form_written_out_and_back() -> None:
         "completions": [0, 1, 2, 0, 1, 0],
         "logprobs": [-0.5] * 6,
         "reference_logprobs": [-3.0, -4.0, -7.0],
+        "estimates": [[1.0, 2.0, 3.0]],
         "masks": [],
     }
-    assert [str(array.dtype) for array in arrays.values()] == ["int32", "int32", "float32", "float32", "uint8"]
+    assert [str(array.dtype) for array in arrays.values()] == ["int32", "int32", *["float32"] * 3, "uint8"]
     back = from_wire(body, arrays)
     assert lengths([back]) == [[("a", 2, [3, 2]), ("b", 1, [1])]]
     again = to_wire(back)
@@ -210,7 +213,7 @@ def negative_completion(body: dict[str, Any], arrays: dict[str, Any]) -> None:
 
 def one_more(name: str) -> Any:
     def change(body: dict[str, Any], arrays: dict[str, Any]) -> None:
-        arrays[name] = np.append(arrays[name], arrays[name][:1])
+        arrays[name] = np.append(arrays[name], arrays[name][:1], axis=0)
 
     return change
 
@@ -237,7 +240,7 @@ def test_a_body_that_is_none_is_refused(change: Any) -> None:
         from_wire(body, arrays)
 
 
-@pytest.mark.parametrize("name", ["prompts", "completions", "logprobs", "reference_logprobs"])
+@pytest.mark.parametrize("name", ["prompts", "completions", "logprobs", "reference_logprobs", "estimates"])
 def test_arrays_that_do_not_add_up_are_refused(name: str) -> None:
     body, arrays = to_wire(referenced())
     one_more(name)(body, arrays)

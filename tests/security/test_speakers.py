@@ -21,7 +21,10 @@ from tests.training.conftest import free_port
 from tests.waiting import until
 
 ROLES = ("trainer", "service", "rewards", "operator", "relay", "instance", "controller", "hub", "stranger", "")
-ANSWERS = "prepare_done train_done step_done examine_done publish_done canary_done checkpoint_done resources_done"
+ANSWERS = (
+    "prepare_done estimate_done train_done step_done examine_done publish_done canary_done checkpoint_done "
+    "resources_done"
+)
 SERVICE = "samples parked weights_ready asleep fleet canary_measured"
 RELAY = "fetch again have"
 TABLE: dict[tuple[HubKind, str, bool], str] = {

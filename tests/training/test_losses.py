@@ -15,6 +15,7 @@ from streamrl.training.losses import (
     LOG_RATIO_LIMIT,
     bounded,
     clip_loss,
+    clipped_value_loss,
     detached_clip_loss,
     kl_estimate,
     reinforce_loss,
@@ -162,8 +163,19 @@ def test_the_estimators_expectations_are_the_kl_and_only_k2_has_its_gradient() -
 def test_value_loss() -> None:
     returns = vector([1.0, 0.0, -2.0])
     values = [0.5, 0.0, 1.0]
-    assert value_loss(vector(values), returns).tolist() == [0.125, 0.0, 4.5]
-    assert torch.autograd.gradcheck(lambda v: value_loss(v, returns), (vector(values, grad=True),))
+    assert value_loss(vector(values), returns).loss.tolist() == [0.125, 0.0, 4.5]
+    assert torch.autograd.gradcheck(lambda v: value_loss(v, returns).loss, (vector(values, grad=True),))
+
+
+def test_clipped_value_loss_by_hand() -> None:
+    returns, old = vector([1.0, 1.0, 1.0, 0.0, 3.0]), vector([0.0, 0.0, 0.0, 0.0, 4.0])
+    # within; beyond and nearer to the return: no gradient; beyond and away; past the return; beyond on the lower side
+    values = vector([0.25, 0.75, -1.0, 2.0, 3.25], grad=True)
+    loss, clipped = clipped_value_loss(values, returns, old, 0.5)
+    assert loss.tolist() == [0.28125, 0.125, 2.0, 2.0, 0.125]
+    assert clipped.tolist() == [False, True, False, False, True]
+    (gradient,) = torch.autograd.grad(loss.sum(), values)
+    assert gradient.tolist() == [-0.75, 0.0, -2.0, 2.0, 0.0]
 
 
 def test_token_weights() -> None:

@@ -173,6 +173,7 @@ def test_the_sums_by_hand() -> None:
     assert {name: float(x) for name, x in value.items()} == {
         "value_loss_sum": 0.5 * (0.25 + 1.0) / 2 + 0.5 * 4.0,
         "value_sq_error_sum": 0.25 + 1.0 + 4.0,
+        "value_clipped": 0.0,
         "return_sum": 1.0,
         "return_sq_sum": 3.0,
     }

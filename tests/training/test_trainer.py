@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.flop_counter import FlopCounterMode
 
+from streamrl.controller.value_estimation import ValueEstimation
 from streamrl.errors import RunFailed
 from streamrl.rollouts.micro_batch import (
     TrainGroup,
@@ -426,6 +427,25 @@ def _prepared_by_others(trainer: Trainer, worker: int, shares: Sequence[list[Tra
     return prepared(shares[worker], of_workers[worker - 1]) if shares[worker] else []
 
 
+def _estimated(trainer: Trainer, groups: list[TrainGroup], workers: int, worker: int) -> list[TrainGroup]:
+    """The groups with whitened advantages, as the controller has them computed: each worker estimates a share."""
+    named = [
+        replace(one, sequences=[replace(row, sample_id=f"{one.group_id}.{i}") for i, row in enumerate(one.sequences)])
+        for one in groups
+    ]
+    estimation = ValueEstimation()
+    estimation.add(named)
+    while (shares := estimation.next(60, workers)) is not None:
+        answers: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(answers, trainer.estimate(shares[worker]))
+        estimation.done(answers[:: len(answers) // workers])
+    known = estimation.of_rows([row.sample_id for one in named for row in one.sequences], whiten=True)
+    return [
+        replace(one, sequences=[replace(row, estimates=known[row.sample_id], sample_id="") for row in one.sequences])
+        for one in named
+    ]
+
+
 def _rank(
     rank: int,
     ranks: int,
@@ -446,6 +466,8 @@ def _rank(
         trainer.load(Path(resume))
     for step in range(2):
         groups = random_groups(5, seed=step)
+        if config.needs_estimates:
+            groups = _estimated(trainer, groups, ranks // division.layers, rank // division.layers)
         workers, worker = ranks // division.layers, rank // division.layers
         shares = balance(groups, workers)
         if workers == 2 and step == 1:
@@ -455,7 +477,10 @@ def _rank(
             trainer.accumulate(shares[worker], is_last=True)
         if step == 0:
             gradient = torch.cat([workers * _full(p.grad).flatten() for p in trainer.policy.parameters()])
-        trainer.step(step, float(sum(g.loss_tokens for g in groups)))
+        for update in range(config.batch.updates):
+            if update:
+                trainer.accumulate(shares[worker], is_last=True)
+            trainer.step(step, float(sum(g.loss_tokens for g in groups)), update=update)
     weights = {f"policy {i}": value for i, value in enumerate(weights_of(trainer.learner))}
     weights |= {f"critic {i}": value for i, value in enumerate(weights_of(trainer.critic))}
     directory = Path(out)
@@ -499,6 +524,9 @@ def _spawn(
 EVERYTHING = PPO | {"off_policy": {"ratio_to": "proximal"}, "entropy_coef": 0.5}
 """Every model there is: critic, reference, proximal copy; and an entropy bonus."""
 
+WHITENED = EVERYTHING | {"critic": {"lr": 1e-3, "value_clip": 0.01}, "whiten_advantages": True}
+TWO_UPDATES = {"epochs": 2}
+
 Weights = dict[str, torch.Tensor]
 
 
@@ -532,13 +560,16 @@ def test_two_ranks_equal_one_and_checkpoints_load_on_either(tiny_model: Path, tm
     assert relative_error(gradient_of(tmp_path / "separate"), gradient_of(tmp_path / "one")) < 1e-5
     same_updates(separate, one, start)
     # two more steps from the 2-rank checkpoint on one rank and on two: optimizer state has moved along
-    again_one = _spawn(1, tiny_model, tmp_path / "again-one", algorithm, tmp_path / "two")
-    again_two = _spawn(2, tiny_model, tmp_path / "again-two", algorithm, tmp_path / "two")
+    # (now two updates each, with clipped values, on advantages whitened over the ranks)
+    again_one = _spawn(1, tiny_model, tmp_path / "again-one", WHITENED, tmp_path / "two", batch=TWO_UPDATES)
+    again_two = _spawn(2, tiny_model, tmp_path / "again-two", WHITENED, tmp_path / "two", batch=TWO_UPDATES)
+    assert relative_error(gradient_of(tmp_path / "again-two"), gradient_of(tmp_path / "again-one")) < 1e-5
     same_updates(again_two, again_one, two)
     # two nodes of two ranks with a copy of the models each (HSDP), and from its checkpoint to two ranks
     hybrid = _spawn(4, tiny_model, tmp_path / "hybrid", algorithm, division=Division(copies=2))
     same_updates(hybrid, one, start)
-    same_updates(_spawn(2, tiny_model, tmp_path / "again", algorithm, tmp_path / "hybrid"), again_one, hybrid)
+    again = _spawn(2, tiny_model, tmp_path / "again", WHITENED, tmp_path / "hybrid", batch=TWO_UPDATES)
+    same_updates(again, again_one, hybrid)
 
 
 def test_ranks_that_share_layers_equal_one_and_checkpoints_load_on_either(tmp_path: Path) -> None:

@@ -162,14 +162,19 @@ def test_a_packed_row_numbers_trajectories_and_counts_their_tokens() -> None:
 
 
 def test_a_refused_step_keeps_what_belongs_together_and_older_files_have_no_such_rows(tmp_path: Path) -> None:
-    kept, groups = KeptMicroBatches(tmp_path), train_groups(agent_group(), None, trajectories=True)
+    group = agent_group()
+    rows = [row.sample_id for one in train_groups(group) for row in one.sequences]
+    estimates = {rows[0]: np.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], np.float32)}
+    kept, groups = KeptMicroBatches(tmp_path), train_groups(group, None, trajectories=True, estimates=estimates)
     path = kept.write(KeptStep(3, 1.0, "a loss", {}, [[groups]]))
     (back,) = kept.read(3).micro_batches[0]
     assert [one.trajectory for one in back] == [one.trajectory for one in groups]
     counted = [seq.trajectory_tokens for one in back for seq in one.sequences]
     assert counted == [seq.trajectory_tokens for one in groups for seq in one.sequences] and {None, 9} <= set(counted)
+    found = {row.sample_id: row.estimates for one in back for row in one.sequences if row.estimates is not None}
+    assert [(row, one.tolist()) for row, one in found.items()] == [(rows[0], estimates[rows[0]].tolist())]
     table = pq.read_table(path)
-    pq.write_table(table.drop_columns(["trajectory", "trajectory_tokens"]), path)
+    pq.write_table(table.drop_columns(["trajectory", "trajectory_tokens", "estimates"]), path)
     (older,) = kept.read(3).micro_batches[0]
     assert {one.trajectory for one in older} == {""}
     assert {seq.trajectory_tokens for one in older for seq in one.sequences} == {None}
