@@ -16,7 +16,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -35,6 +35,8 @@ class LedgerRow:
     sample_id: str
     group_id: str
     state: str
+    void_cause: str | None = None
+    """Why its reward is void; None: it is not."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ class Audit:
     """Samples that were trained more than once."""
     malformed: int
     """Samples that are wrong in another way."""
+    voids: Mapping[str, int] = field(default_factory=dict)
+    """Number of void samples by cause: they count as neither trained nor lost."""
     faults: tuple[str, ...] = ()
     """Everything found wrong, one sentence each."""
 
@@ -127,6 +131,7 @@ def audit(account: Account) -> Audit:
         lost=lost + len(gone),
         twice=len(twice),
         malformed=len(malformed),
+        voids=dict(sorted(Counter(row.void_cause for row in account.ledger if row.void_cause is not None).items())),
         faults=tuple(faults),
     )
 

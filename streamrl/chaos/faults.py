@@ -43,6 +43,7 @@ class FaultKind(StrEnum):
     )
     AGENT_WORKER_KILL = "agent-worker-kill", "SIGKILL of a worker process of agents"
     TOOL_HANG = "tool-hang", "SIGSTOP of a worker process of agents, as by a tool that blocks it, until it is replaced"
+    ENVIRONMENT_KILL = "environment-kill", "SIGKILL of a process of an environment, with the episodes that it plays"
     CONTROLLER_KILL = "controller-kill", "SIGKILL of the controller"
     TRAINER_KILL = "trainer-kill", "SIGKILL of a trainer rank"
     SITE_KILL = "site-kill", "SIGKILL of all processes of a site that does not train"
@@ -71,6 +72,7 @@ OF_INSTANCES = frozenset(
     }
 )
 OF_AGENT_WORKERS = frozenset({FaultKind.AGENT_WORKER_KILL, FaultKind.TOOL_HANG})
+REPLACED_BY_OWNER = OF_AGENT_WORKERS | {FaultKind.ENVIRONMENT_KILL}
 """Kinds whose target, an agents process, replaces what they hit."""
 OF_LINKS = frozenset({FaultKind.LINK_CUT, FaultKind.LINK_SLOW, FaultKind.LINK_LOSSY})
 ENDS_RUN = frozenset({FaultKind.DISK_FULL, FaultKind.LAUNCHER_KILL})
@@ -112,6 +114,8 @@ class Inventory:
     """Agents processes."""
     agent_workers: tuple[str, ...] = ()
     """Those among them that have worker processes: agents that are programs need none."""
+    environments: tuple[str, ...] = ()
+    """Those among them that have processes of environments."""
 
 
 def targets(found: Inventory) -> tuple[dict[FaultKind, tuple[str, ...]], dict[FaultKind, str]]:
@@ -127,6 +131,7 @@ def targets(found: Inventory) -> tuple[dict[FaultKind, tuple[str, ...]], dict[Fa
         FaultKind.REWARDS_KILL: (found.rewards, "there is no rewards process"),
         **dict.fromkeys((FaultKind.AGENTS_KILL, FaultKind.ENDPOINT_PAUSE), (found.agents, "the run has no agents")),
         **dict.fromkeys(OF_AGENT_WORKERS, (found.agent_workers, "the run has no worker process of agents")),
+        FaultKind.ENVIRONMENT_KILL: (found.environments, "the run has no environment"),
         FaultKind.CONTROLLER_KILL: (home, here),
         FaultKind.TRAINER_KILL: (("trainer",) if home else (), here),
         FaultKind.SITE_KILL: (found.remote_sites, "the run has one site on this machine"),

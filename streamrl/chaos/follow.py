@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from streamrl.chaos.faults import ENDS_RUN, OF_AGENT_WORKERS, OF_INSTANCES, OF_LINKS, Fault, FaultKind
+from streamrl.chaos.faults import ENDS_RUN, OF_INSTANCES, OF_LINKS, REPLACED_BY_OWNER, Fault, FaultKind
 from streamrl.run_dir.status import RemoteSite, RoleStatus
 
 NOT_SERVING = frozenset({"dead", "starting", "stale", "draining", "gone"})
@@ -159,8 +159,9 @@ class Following:
             return any("corrupt" in line.lower() or "complete weights" in line for line in seen.said)
         if kind is FaultKind.JOURNAL_CORRUPT:
             return any("token journal" in line for line in seen.said)
-        if kind in OF_AGENT_WORKERS:
-            return any("agent worker is replaced" in line for line in seen.said)
+        if kind in REPLACED_BY_OWNER:
+            what = "a process of environment" if kind is FaultKind.ENVIRONMENT_KILL else "agent worker is replaced"
+            return any(what in line for line in seen.said)
         if kind is FaultKind.ENDPOINT_PAUSE:
             paused = seen.roles.get(target)
             return paused is not None and (paused.silent_s or 0.0) > FRESH_S
@@ -189,7 +190,7 @@ class Following:
         kind, target = self.fault.kind, self.fault.target
         others = [one for name, one in seen.instances.items() if name != target]
         pauses = kind in (FaultKind.INSTANCE_PAUSE, FaultKind.ENDPOINT_PAUSE)
-        if pauses or kind in OF_LINKS or kind in OF_AGENT_WORKERS or seen.state != "running":
+        if pauses or kind in OF_LINKS or kind in REPLACED_BY_OWNER or seen.state != "running":
             return False
         if kind in OF_INSTANCES:
             gone = seen.roles.get(target)
@@ -206,6 +207,6 @@ class Following:
             return False
         if self.fault.kind in ENDS_RUN and not seen.launched:
             return False
-        if self.fault.kind in OF_AGENT_WORKERS and self.noticed is None:
+        if self.fault.kind in REPLACED_BY_OWNER and self.noticed is None:
             return False  # its owner has not replaced it yet
         return seen.heard_since(self._back) and seen.now - self._back > (TOLD_S if self.targets else 0.0)

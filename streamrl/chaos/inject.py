@@ -25,6 +25,7 @@ from streamrl.chaos.observation import processes_of
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.emulation.network import set_link_in
+from streamrl.environments.in_venv import environment_main
 from streamrl.errors import RunFailed
 from streamrl.run_dir import layout
 from streamrl.runtime.processes import is_alive
@@ -33,7 +34,8 @@ from streamrl.weights.backends.base import weight_path
 ROLE_MODULE = "streamrl.launcher.entry_point"
 ENGINE = "EngineCore"
 AGENT_WORKER = "streamrl.agents.worker "
-"""Part of the command line of a worker process of agents."""
+ENVIRONMENT = environment_main.__file__
+"""Parts of the command lines of a worker process of agents, and of a process of an environment."""
 LINK_S = 15.0
 """Seconds for which a link is cut, slow or lossy: more than `ABSENT_AFTER_S`, so that a cut is reported, and less than
 any sensible `absence_s`."""
@@ -101,6 +103,7 @@ class Injector:
             rewards=of["rewards"],
             agents=of["agents"],
             agent_workers=of["agents"] if any(task.run is not None for task in self.run.agent_tasks) else (),
+            environments=of["agents"] if any(task.environment is not None for task in self.run.agent_tasks) else (),
             remote_sites=remote,
             emulated_links=remote if (self.run_dir / layout.NETWORK).is_dir() else (),
             trains_here="controller" in of,
@@ -130,12 +133,14 @@ class Injector:
                 return self._pause(self._stop(target, seen))
             case FaultKind.ENDPOINT_PAUSE:
                 return self._pause(_stopped([self._process(target, seen)]))
-            case FaultKind.AGENT_WORKER_KILL:
-                worker = self._agent_worker(target, seen)
-                _kill([worker])
-                return Injected(frozenset(), note=f"worker with pid {worker.pid}")
+            case FaultKind.AGENT_WORKER_KILL | FaultKind.ENVIRONMENT_KILL:
+                kills_worker = fault.kind is FaultKind.AGENT_WORKER_KILL
+                what, part = ("worker", AGENT_WORKER) if kills_worker else ("environment", ENVIRONMENT)
+                child = self._child(target, seen, what, part)
+                _kill([child])
+                return Injected(frozenset(), note=f"{what} with pid {child.pid}")
             case FaultKind.TOOL_HANG:
-                worker = self._agent_worker(target, seen)
+                worker = self._child(target, seen, "worker", AGENT_WORKER)
                 return Injected(frozenset(), 0.0, _stopped([worker]), f"worker with pid {worker.pid}")
             case FaultKind.INSTANCE_HANG:
                 return Injected(frozenset({target}), 0.0, self._stop(target, seen))
@@ -196,11 +201,16 @@ class Injector:
         lasts_s = min(self.run.recovery.suspect_s + PAUSE_MORE_S, limits)
         return Injected(frozenset(), lasts_s, undo, f"for {lasts_s:.1f} s")
 
-    def _agent_worker(self, name: str, seen: Observation) -> psutil.Process:
-        """Return a worker process of an agents process, drawn by chance."""
+    def _child(self, name: str, seen: Observation, what: str, part: str) -> psutil.Process:
+        """Return a process that an agents process has started, drawn by chance.
+
+        Args:
+            what: kind of process, for the message if there is none.
+            part: part of its command line.
+        """
         children = self._process(name, seen).children(recursive=True)
-        workers = [one for one in children if AGENT_WORKER in _command(one)]
-        return self._draw.choice(workers or _nothing(f"{name} has no worker process"))
+        found = [one for one in children if part in _command(one)]
+        return self._draw.choice(found or _nothing(f"{name} has no {what} process"))
 
     def _engines(self, instance: str, seen: Observation) -> list[psutil.Process]:
         children = self._process(instance, seen).children(recursive=True)

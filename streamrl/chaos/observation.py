@@ -26,7 +26,7 @@ from streamrl.run_dir.status import read_status
 
 TELLING = re.compile(
     rb"corrupt|fetching complete weights|token journal|of which \d+ are in the journal| is silent$|"
-    rb"agent worker is replaced",
+    rb"agent worker is replaced|a process of environment .* is replaced",
     re.IGNORECASE,
 )
 """Log lines that report a fault."""
@@ -149,7 +149,7 @@ def _ledger(path: Path) -> tuple[list[LedgerRow], dict[int, int]]:
     """Return all rows, and the number of samples of each step, from one snapshot."""
     with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)) as db:
         db.execute("BEGIN")
-        rows = [LedgerRow(*row) for row in db.execute("SELECT sample_id, group_id, state FROM samples")]
+        rows = [LedgerRow(*row) for row in db.execute("SELECT sample_id, group_id, state, void_cause FROM samples")]
         sizes = {int(step): int(count) for step, count in db.execute("SELECT step, samples FROM steps")}
         db.execute("COMMIT")
     return rows, sizes

@@ -118,6 +118,9 @@ def summary(results: Sequence[Result], found: Audit | None, curve: Curve | None)
             f"{found.samples} samples trained in {found.steps} steps: {found.lost} lost, {found.twice} trained twice, "
             f"{found.malformed} malformed; {found.open} prompts open"
         )
+        if found.voids:
+            causes = ", ".join(f"{count} {cause}" for cause, count in found.voids.items())
+            sentences.append(f"{sum(found.voids.values())} samples void, which no step trains, by cause: {causes}")
     for what, kinds in AFTER.items():
         if serving := [one.serving_s for one in results if one.kind in kinds and one.serving_s is not None]:
             sentences.append(f"after {what} others served in at most {max(serving):.1f} s")

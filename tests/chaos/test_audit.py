@@ -34,6 +34,18 @@ def account() -> Account:
     return Account(rows, {1: 4, 2: 4}, made, [1, 2])
 
 
+def test_void_samples_are_counted_by_cause_and_are_not_lost() -> None:
+    given = account()
+    first, second, *others = given.ledger
+    voids = [replace(row, state="dropped", void_cause="environment") for row in (first, second)]
+    dropped = {first.sample_id, second.sample_id}
+    made = [replace(row, trained=row.sample_id not in dropped) for row in given.rollouts]
+    one = replace(given, ledger=[*voids, *others], rollouts=made, step_sizes={1: 2, 2: 4})
+    found = audit(one)
+    assert (found.faults, found.lost, found.twice, found.samples) == ((), 0, 0, 6)
+    assert found.voids == {"environment": 2}
+
+
 def test_a_whole_account_is_clean() -> None:
     found = audit(account())
     assert not found.faults

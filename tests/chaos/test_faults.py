@@ -20,7 +20,7 @@ from streamrl.chaos.faults import (
 )
 
 ONE_SITE = Inventory(instances=("here-regular-0", "here-tail-0"), services=("service-here",), rewards=("rewards-here",))
-OF_AGENTS = {FaultKind.AGENTS_KILL, FaultKind.ENDPOINT_PAUSE, *OF_AGENT_WORKERS}
+OF_AGENTS = {FaultKind.AGENTS_KILL, FaultKind.ENDPOINT_PAUSE, FaultKind.ENVIRONMENT_KILL, *OF_AGENT_WORKERS}
 
 
 def test_the_same_seed_gives_the_same_faults_and_another_one_does_not() -> None:
@@ -63,7 +63,9 @@ def test_a_run_of_agents_can_lose_their_process_and_those_that_are_no_programs_t
     possible, left_out = targets(replace(ONE_SITE, agents=("agents-here",)))
     assert possible[FaultKind.AGENTS_KILL] == possible[FaultKind.ENDPOINT_PAUSE] == ("agents-here",)
     assert left_out[FaultKind.TOOL_HANG] == "the run has no worker process of agents"
-    possible, _ = targets(replace(ONE_SITE, agents=("agents-here",), agent_workers=("agents-here",)))
+    assert left_out[FaultKind.ENVIRONMENT_KILL] == "the run has no environment"
+    here = ("agents-here",)
+    possible, _ = targets(replace(ONE_SITE, agents=here, agent_workers=here, environments=here))
     assert possible.keys() >= OF_AGENTS
 
 

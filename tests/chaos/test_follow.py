@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from streamrl.chaos.faults import OF_AGENT_WORKERS, Fault, FaultKind
+from streamrl.chaos.faults import OF_AGENT_WORKERS, REPLACED_BY_OWNER, Fault, FaultKind
 from streamrl.chaos.follow import Following, Observation, SeenProcess
+from streamrl.chaos.observation import TELLING
 from streamrl.run_dir.status import RemoteSite, RoleStatus
 
 PROCESSES = {
@@ -110,13 +111,17 @@ def test_a_silence_between_two_looks_is_noticed_by_what_the_service_has_logged()
     assert seen.noticed == 4.0
 
 
-def test_a_worker_of_agents_is_replaced_by_its_owner_which_says_so() -> None:
-    for kind in OF_AGENT_WORKERS:
+def test_workers_of_agents_and_environments_are_replaced_by_their_owner_which_says_so() -> None:
+    worker = "WARNING streamrl.agents.workers: an agent worker is replaced: SIGKILL"
+    environment = "WARNING streamrl.environments.environment_pool: a process of environment 'lake' is replaced: SIGKILL"
+    for kind in REPLACED_BY_OWNER:
+        lines = (worker, environment) if kind in OF_AGENT_WORKERS else (environment, worker)
+        assert all(TELLING.search(line.encode()) for line in lines)
         seen = following(kind, "agents-here", replaced=False)
         seen.see(at(101.0))
-        seen.see(at(103.0))
+        seen.see(at(103.0, said=lines[1:]))
         assert (seen.noticed, seen.recovered) == (None, None)  # all is well but for what nobody has noticed
-        seen.see(at(104.0, said=("WARNING streamrl.agents.workers: an agent worker is replaced: SIGKILL",)))
+        seen.see(at(104.0, said=lines[:1]))
         assert (seen.noticed, seen.serving, seen.recovered) == (4.0, None, 4.0)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from streamrl.chaos.faults import Fault, FaultKind
 from streamrl.chaos.follow import Observation, SeenProcess
-from streamrl.chaos.inject import DAMAGED_BYTES, Injector, NotPossible, _damage
+from streamrl.chaos.inject import DAMAGED_BYTES, ENVIRONMENT, Injector, NotPossible, _damage
 from streamrl.config.load import load_cluster, load_run
 from tests.waiting import scaled, wait_for
 
@@ -64,23 +64,27 @@ def test_a_pause_ends_with_its_undoing(tmp_path: Path, sleeper: subprocess.Popen
 
 
 @pytest.fixture
-def agents() -> Iterator[tuple[psutil.Process, psutil.Process]]:
-    """An agents process and its worker, by their command lines."""
-    worker = ["-c", "import time; time.sleep(60)", "streamrl.agents.worker", "1"]
-    starts = f"import subprocess, sys, time; subprocess.Popen([sys.executable, *{worker!r}]); time.sleep(60)"
+def agents() -> Iterator[tuple[psutil.Process, ...]]:
+    """An agents process, its worker and its environment, by their command lines."""
+    sleeps = ["-c", "import time; time.sleep(60)"]
+    worker, environment = [*sleeps, "streamrl.agents.worker", "1"], [*sleeps, ENVIRONMENT, "1"]
+    starts = "import subprocess, sys, time\n"
+    starts += f"for one in {[worker, environment]!r}: subprocess.Popen([sys.executable, *one])\n"
+    starts += "time.sleep(60)"
     command = [sys.executable, "-c", starts, "streamrl.launcher.entry_point", "agents"]
     with subprocess.Popen(command, start_new_session=True) as process:
         owner = psutil.Process(process.pid)
-        wait_for(lambda: any("streamrl.agents.worker" in one.cmdline() for one in owner.children()), 20)
-        yield owner, owner.children()[0]
+        wait_for(lambda: {one.cmdline()[-2] for one in owner.children()} == {worker[-2], environment[-2]}, 20)
+        named = {one.cmdline()[-2]: one for one in owner.children()}
+        yield owner, named[worker[-2]], named[environment[-2]]
         for one in (*owner.children(), owner):
             one.kill()
 
 
-def test_a_worker_of_agents_is_hit_and_not_its_owner(
-    tmp_path: Path, agents: tuple[psutil.Process, psutil.Process]
+def test_a_worker_or_an_environment_of_agents_is_hit_and_not_its_owner(
+    tmp_path: Path, agents: tuple[psutil.Process, ...]
 ) -> None:
-    owner, worker = agents
+    owner, worker, environment = agents
     faults, now = injector(tmp_path), seen(owner.pid)
     hang = faults.inject(fault(FaultKind.TOOL_HANG), now)
     wait_for_status(worker.pid, stopped=True)
@@ -95,6 +99,9 @@ def test_a_worker_of_agents_is_hit_and_not_its_owner(
     wait_for(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, 20)
     with pytest.raises(NotPossible, match="has no worker process"):
         faults.inject(fault(FaultKind.TOOL_HANG), now)
+    done = faults.inject(fault(FaultKind.ENVIRONMENT_KILL), now)
+    assert done.note == f"environment with pid {environment.pid}" and not done.replaced
+    wait_for(lambda: not environment.is_running() or environment.status() == psutil.STATUS_ZOMBIE, 20)
 
 
 def wait_for_status(pid: int, stopped: bool) -> None:

@@ -52,4 +52,6 @@ def test_the_markdown_has_the_table_the_verdict_and_what_was_left_out() -> None:
     assert "| instance-kill | 1 | 0.8 s | 1.0 s | 20.0 s | 95.7% | 40 | 0 | 0 | 0 |" in text
     assert "Passed." in text and "- link-cut: no link" in text
     assert "162 samples trained in 9 steps: 0 lost, 0 trained twice, 0 malformed; 6 prompts open" in text
+    voids = summary([KILL], replace(CLEAN, voids={"crash": 1, "environment": 4}), None)
+    assert "5 samples void, which no step trains, by cause: 1 crash, 4 environment" in voids
     assert "Not passed:\n- it hangs" in markdown([KILL], {}, sentences, ["it hangs"], "About.")
