@@ -2,7 +2,7 @@
 
 Every option (a schedule, the instances that generate under it, the trainer's rate) is simulated by `pipeline.py` on
 lengths like those observed. The fastest wins, with two reservations. Staleness has a price: an option with a
-larger bound must be faster than the best one with a smaller bound by `off_policy_gain`. Changing has one too: once an
+larger bound must be faster than the best one with a smaller bound by `OFF_POLICY_GAIN`. Changing has one too: once an
 option runs, another must be faster by `min_gain`, and changes are at least `min_steps` steps apart; only a return to
 less staleness merely needs not to be slower. So an option is entered at a gain and left at a loss, and noise does not
 make it flap.
@@ -36,6 +36,12 @@ MEASURED_STEPS = 6
 """Steady steps that a prediction averages over (more where weights are published rarely): enough that one group's
 runaway answer does not decide, few enough to take a fraction of a second.
 """
+OFF_POLICY_GAIN = 0.03
+"""Share of a step's time that a larger staleness bound must save."""
+DRIFT = 0.15
+"""Share by which the mean length or the trainer's rate must have changed for options to be predicted again."""
+DISTANCE = 0.25
+"""Kolmogorov-Smirnov distance of the lengths' distributions, 0 to 1, from which they differ."""
 
 
 @dataclass(frozen=True)
@@ -184,18 +190,14 @@ class AutoSchedule:
         self,
         options: Sequence[Option],
         min_gain: float = 0.05,
-        off_policy_gain: float = 0.03,
         min_steps: int = 20,
-        drift: float = 0.15,
     ) -> None:
         """Create a chooser that has not decided yet.
 
         Args:
             options: options to choose among; of equal ones the first wins.
             min_gain: share of a step's time that a change must save.
-            off_policy_gain: share of a step's time that a larger staleness bound must save.
             min_steps: smallest number of steps between two changes.
-            drift: see `drifted`.
 
         Raises:
             ValueError: there are no options, two have the same label, or a share is outside of [0, 1).
@@ -203,13 +205,10 @@ class AutoSchedule:
         labels = [option.label for option in options]
         if not options or len(set(labels)) < len(labels):
             raise ValueError(f"auto needs one or more options with different labels, got {labels}")
-        if not (0 <= min_gain < 1 and 0 <= off_policy_gain < 1 and min_steps >= 1 and drift > 0):
-            raise ValueError(
-                f"auto needs gains within [0, 1), min_steps of 1 or more and a drift above 0, got {min_gain}, "
-                f"{off_policy_gain}, {min_steps}, {drift}"
-            )
+        if not (0 <= min_gain < 1 and min_steps >= 1):
+            raise ValueError(f"auto needs gains within [0, 1) and min_steps of 1 or more: {min_gain}, {min_steps}")
         self.options = tuple(options)
-        self.min_gain, self.off_policy_gain, self.min_steps, self.drift = min_gain, off_policy_gain, min_steps, drift
+        self.min_gain, self.min_steps = min_gain, min_steps
         self.current: Option | None = None
         """Option of the last decision."""
         self._changed_at: int | None = None
@@ -242,14 +241,14 @@ class AutoSchedule:
     def drifted(self, profile: Profile) -> bool:
         """Return whether the run has changed since the last choice, so that options should be predicted again.
 
-        True if the mean length or the trainer's rate is off by more than `drift`, if the lengths' distribution is off
-        by a Kolmogorov-Smirnov distance above 0.25, or if there was no choice. A false alarm costs a prediction, not a
+        True if the lengths differ (`lengths_differ`), if the trainer's rate is off by more than `DRIFT`, or if there
+        was no choice. A false alarm costs a prediction, not a
         change.
         """
         if self._profile is None:
             return True
-        return lengths_differ(self._profile.lengths(), profile.lengths(), self.drift) or _off(
-            self._profile.train_tokens_s, profile.train_tokens_s, self.drift
+        return lengths_differ(self._profile.lengths(), profile.lengths(), DRIFT) or _off(
+            self._profile.train_tokens_s, profile.train_tokens_s, DRIFT
         )
 
     def decide(self, predictions: Sequence[SchedulePrediction], step: int = 0) -> Decision:
@@ -276,12 +275,12 @@ class AutoSchedule:
         return Decision(chosen.option, changed, self._why(chosen, best, predictions, reservation), tuple(predictions))
 
     def _best(self, predictions: Sequence[SchedulePrediction]) -> SchedulePrediction:
-        """Return the fastest prediction, where more staleness must gain `off_policy_gain`."""
+        """Return the fastest prediction, where more staleness must gain `OFF_POLICY_GAIN`."""
         best: SchedulePrediction | None = None
         for bound in sorted({p.option.schedule.max_staleness for p in predictions}):
             of_bound = [p for p in predictions if p.option.schedule.max_staleness == bound]
             fastest = min(of_bound, key=lambda p: p.step_s)
-            if best is None or fastest.step_s < best.step_s * (1 - self.off_policy_gain):
+            if best is None or fastest.step_s < best.step_s * (1 - OFF_POLICY_GAIN):
                 best = fastest
         assert best is not None
         return best
@@ -325,23 +324,22 @@ def during_change(before: Schedule, after: Schedule) -> Schedule:
     return replace(after, max_staleness=max(before.max_staleness, after.max_staleness))
 
 
-def lengths_differ(before: Floats, now: Floats, drift: float, distance: float = 0.25) -> bool:
+def lengths_differ(before: Floats, now: Floats, drift: float) -> bool:
     """Return whether lengths have changed, by their mean or by their distribution.
 
-    The mean may differ by a share `drift`, the distribution by `distance` (two-sample Kolmogorov-Smirnov: the largest
+    The mean may differ by a share `drift`, the distribution by `DISTANCE` (two-sample Kolmogorov-Smirnov: the largest
     difference between the shares of lengths up to some value).
 
     Args:
         before: [m] ascending.
         now: [n] ascending.
         drift: share of the mean.
-        distance: within 0 .. 1.
     """
     if _off(float(before.mean()), float(now.mean()), drift):
         return True
     every = np.concatenate([before, now])
     shares = [np.searchsorted(some, every, side="right") / len(some) for some in (before, now)]
-    return float(np.abs(shares[0] - shares[1]).max()) > distance
+    return float(np.abs(shares[0] - shares[1]).max()) > DISTANCE
 
 
 def _off(before: float, now: float, share: float) -> bool:

@@ -18,6 +18,8 @@ import numpy.typing as npt
 from scheduler.cost.decode import Floats
 
 Bools = npt.NDArray[np.bool_]
+PRIOR_ENDS = 5.0
+"""Number of ends that a prior rate stands for."""
 
 
 def kaplan_meier(values: Floats, ended: Bools) -> tuple[Floats, Floats, Floats]:
@@ -59,20 +61,17 @@ def survival_quantiles(values: Floats, ended: Bools, levels: Floats, rate: float
     return np.asarray(quantiles)
 
 
-def end_rate(
-    values: Floats, ended: Bools, start: Floats | float, prior: float | None = None, weight: float = 5.0
-) -> float:
+def end_rate(values: Floats, ended: Bools, start: Floats | float, prior: float | None = None) -> float:
     """Return the ends per sample and unit of the value after `start`: ends divided by exposure; greater than 0.
 
     Args:
         values: [N].
         ended: [N].
         start: value from which a sample counts [N], or one number.
-        prior: rate that counts as `weight` ends; None: half an end is added, so that the rate is not 0.
-        weight: see `prior`.
+        prior: rate that counts as `PRIOR_ENDS` ends; None: half an end is added, so that the rate is not 0.
     """
     exposure = float(np.maximum(values - start, 0.0).sum())
     ends = float((ended & (values > start)).sum())
     if prior is None:
         return (ends + 0.5) / max(exposure, 1e-9) if exposure > 1e-9 else 1.0
-    return (ends + weight) / (exposure + weight / prior)
+    return (ends + PRIOR_ENDS) / (exposure + PRIOR_ENDS / prior)

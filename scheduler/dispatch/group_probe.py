@@ -52,23 +52,19 @@ class GroupProbe(SkewAware):
 
     def __init__(
         self,
-        migrate: bool = True,
         longest: float = math.inf,
         affinity: int = 0,
-        likeness: float = LIKENESS,
         objective: DispatchObjective = MAKESPAN,
     ) -> None:
         """Create a policy without instances.
 
         Args:
-            migrate: whether running requests may move.
             longest: largest number of tokens that a request may produce (the run's limit).
             affinity: affinity of probes and of requests without a forecast, see `Fleet`.
-            likeness: likeness of siblings, see `Forecast.given_siblings`.
             objective: what plans make small.
         """
-        super().__init__(migrate, longest, affinity, objective)
-        self.likeness = likeness
+        super().__init__(True, longest, affinity, objective)
+        self.likeness = LIKENESS
         self._groups: dict[str, _Group] = {}
         self._probes: deque[Request] = deque()
         self._news: set[str] = set()

@@ -50,11 +50,6 @@ def even(count: int, slots: Sequence[int], running: Sequence[int] | None = None)
         slots: [workers] largest number of requests of each at once; for identical idle instances any number will do.
         running: [workers] slots that are taken already; None: none.
     """
-    if len(set(slots)) == 1 and not any(running or ()):  # vectorized form of what follows
-        there, back = np.arange(len(slots)), 2 * len(slots) - 1 - np.arange(len(slots))
-        rounds = np.arange(0, count, 2 * len(slots))[:, None]
-        dealt = np.stack([rounds + there, rounds + back], axis=1).reshape(-1, len(slots)).T
-        return [hand[hand < count].tolist() for hand in dealt]
     queues: list[list[int]] = [[] for _ in slots]
     request = 0
     for number, hand in enumerate(_hands(slots, running or [0] * len(slots))):

@@ -34,6 +34,8 @@ from scheduler.dispatch.partition import BY_LOAD, Plan, PromptGroups, plan
 from scheduler.dispatch.policy import REGULAR, TAIL, Assignment, DispatchPolicy, Instance, Request, TokenProgress
 from scheduler.dispatch.remaining_length import Remaining
 
+TAIL_SHARE = 0.2
+"""Share of the requests that Algorithm 2 takes for the tail."""
 MOVE_GAIN = 0.1
 """Share of the remaining time by which a move must bring the later of both ends forward: predictions are inexact, and
 each move costs a pause.
@@ -116,24 +118,24 @@ def longest_first(requests: Sequence[Request]) -> list[Request]:
 class Algorithm2(Planned):
     """StreamRL's skew-aware dispatch (arXiv 2504.15930, Algorithm 2).
 
-    The predicted longest 20 % are the tail, of length P90 of the predictions; the rest has P50. Over all
+    The predicted longest 20 % (`TAIL_SHARE`) are the tail, of length P90 of the predictions; the rest has P50. Over all
     N_tail + N_regular = N it minimises the latencies of the two pools, PTL(batch) x length x ceil(requests / batch)
     of an instance each: their sum as printed, or, with `combine="max"`, the later one. Requests are dealt out in turn
     inside a pool.
     """
 
-    def __init__(self, combine: str = "sum", tail_share: float = 0.2) -> None:
+    def __init__(self, combine: str = "sum") -> None:
         super().__init__()
         if combine not in ("sum", "max"):
             raise ValueError(f"combine must be 'sum' or 'max', got {combine!r}")
-        self.combine, self.tail_share = combine, tail_share
+        self.combine = combine
 
     def make_queues(self, requests: Sequence[Request], produced: TokenProgress | None) -> None:
         """Split instances and requests into the two pools and deal the requests out."""
         ordered = longest_first(requests)
         names = list(self.instances)
         lengths = np.asarray([request.expected for request in ordered])
-        tail_size = math.ceil(self.tail_share * len(ordered))
+        tail_size = math.ceil(TAIL_SHARE * len(ordered))
         tail_instances = 0
         if len(names) > 1:
             tail_length, regular_length = np.percentile(lengths, (90, 50))

@@ -26,7 +26,7 @@ POLICIES: dict[str, tuple[str, Make]] = {
     "algorithm2-max": ("Algorithm 2 with the later of both pools", lambda *_: Algorithm2("max")),
     "group-probe": (
         "skew-aware, one completion of each prompt first: its length informs the others' forecasts",
-        lambda longest, affinity, objective: GroupProbe(True, longest, affinity, objective=objective),
+        lambda longest, affinity, objective: GroupProbe(longest, affinity, objective),
     ),
     "skew-aware-static": (
         "skew-aware without moving running requests",

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from scheduler.cost.decode import Floats, StepCurve
 from scheduler.cost.expected_time import Worker, step_cost
-from scheduler.cost.length_forecast import MIDPOINTS, NORMAL_SCORES, TAIL_LEVELS, TAIL_SCORES
+from scheduler.cost.length_forecast import MIDPOINTS, TAIL_LEVELS, log_quantiles
 
 Seats = npt.NDArray[np.int64]
 """[groups] worker indices."""
@@ -99,11 +99,8 @@ def with_tails(values: Floats, tails: Floats) -> tuple[Floats, Floats]:
     """
     if values.shape[1] == 1:
         return values, np.ones(1)
-    logs = np.log(np.maximum(values[:, -2:], 1.0))
-    slope = (logs[:, 1] - logs[:, 0]) / (NORMAL_SCORES[-1] - NORMAL_SCORES[-2])
-    line = np.exp(logs[:, 1:] + slope[:, None] * (TAIL_SCORES - NORMAL_SCORES[-1]))
     weights = np.concatenate([np.full(len(MIDPOINTS) - 1, 1 / len(MIDPOINTS)), PARTS])
-    return np.concatenate([values, np.where(np.isnan(tails), line, tails)], axis=1), weights
+    return np.exp(log_quantiles(values, tails)), weights
 
 
 class SiteProblem:
