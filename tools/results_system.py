@@ -363,9 +363,9 @@ def _inside_keys() -> str:
     return (
         f"CPU time of both ends: {cost['samples']} times as much a sample, {cost['weights']} times a GB of weights "
         f"sent whole; real deltas, as `weights.encoding: auto` sends between nodes, {cost['deltas']} times, checks "
-        f"included. Of a step of `make demo` {demo_delta[3]} with a delta, {demo[3]} with weights sent whole. Of a step "
-        f"of 120 s with a 7B model {delta[3]} with a delta (at most {delta[4]}), {whole[3]} if sent whole (`raw`) and "
-        "nothing else is done meanwhile. The 120 s are assumed"
+        f"included. Of a step of `make demo` {demo_delta[3]} with a delta, {demo[3]} with weights sent whole. Of a "
+        f"step of 120 s with a 7B model {delta[3]} with a delta (at most {delta[4]}), {whole[3]} if sent whole "
+        "(`raw`) and nothing else is done meanwhile. The 120 s are assumed"
     ).replace("%", " %")
 
 
