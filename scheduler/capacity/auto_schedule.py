@@ -62,6 +62,10 @@ class Profile:
     """Seconds to publish, send and load a version."""
     switch_s: float = 0.0
     """Seconds to change from generation to training, or back, on shared devices."""
+    environment_s: float = 0.0
+    """Seconds for which environments step in one sample, mean over all samples."""
+    environment_processes: int = 1
+    """Processes of environments, each of which steps for one sample at a time."""
 
     def __post_init__(self) -> None:
         if not self.groups or not all(lengths for _, lengths in self.groups):
@@ -157,6 +161,8 @@ def predict(
         profile.reward_s,
         link=SimulatedLink(delay_s=profile.weights_s),
         switch_s=profile.switch_s,
+        environment_s=profile.environment_s,
+        environment_processes=profile.environment_processes,
     )
     outcome = Pipeline(make_policy(), option.instances, stages, schedule, batch).run(groups, iterations)
     seconds = outcome.stepped[last - 1] - outcome.stepped[first - 1]
@@ -241,14 +247,16 @@ class AutoSchedule:
     def drifted(self, profile: Profile) -> bool:
         """Return whether the run has changed since the last choice, so that options should be predicted again.
 
-        True if the lengths differ (`lengths_differ`), if the trainer's rate is off by more than `DRIFT`, or if there
-        was no choice. A false alarm costs a prediction, not a
-        change.
+            True if the lengths differ (`lengths_differ`), if the trainer's rate or the environments' seconds per sample are
+            off by more than `DRIFT`, or if there was no choice. A false alarm costs a prediction, not a change.
         """
-        if self._profile is None:
+        before = self._profile
+        if before is None:
             return True
-        return lengths_differ(self._profile.lengths(), profile.lengths(), DRIFT) or _off(
-            self._profile.train_tokens_s, profile.train_tokens_s, DRIFT
+        return (
+            lengths_differ(before.lengths(), profile.lengths(), DRIFT)
+            or _off(before.train_tokens_s, profile.train_tokens_s, DRIFT)
+            or _off(before.environment_s, profile.environment_s, DRIFT)
         )
 
     def decide(self, predictions: Sequence[SchedulePrediction], step: int = 0) -> Decision:

@@ -1,10 +1,12 @@
 """Discrete-event simulation of whole iterations: generate, reward, train, send the weights, for every schedule.
 
-Generation is simulated by `generation_simulator.py`, under any dispatch policy. A sample gets its reward `reward_s`
-after its end (rewards run in parallel). A group is complete when all its samples have their rewards. One trainer
-processes one group after the other, at a rate of tokens per second, and ends a step with `optimizer_s`. Its ranks share
-samples, not tokens: a sample takes one rank as long as its tokens take at a rank's share of the rate, and a step does
-not end before its last sample has. New weights take
+Generation is simulated by `generation_simulator.py`, under any dispatch policy. If samples are episodes in an
+environment, one of its processes then steps `environment_s`, one sample after the other: an episode's steps lie between
+its turns, but put together behind its last token they load the processes, and delay the sample, as much. Only then has
+the sample been generated. It gets its reward `reward_s` after its end (rewards run in parallel). A group is complete
+when all its samples have their rewards. One trainer processes one group after the other, at a rate of tokens per
+second, and ends a step with `optimizer_s`. Its ranks share samples, not tokens: a sample takes one rank as long as its
+tokens take at a rank's share of the rate, and a step does not end before its last sample has. New weights take
 
     delay + bytes / bandwidth
 
@@ -64,15 +66,22 @@ class Stages:
     """Seconds for which all instances pause when new weights have reached them."""
     train_ranks: float = 1.0
     """Data-parallel ranks of the trainer; each has an equal share of the rate."""
+    environment_s: float = 0.0
+    """Seconds for which an environment steps in one sample, all its resets and steps together."""
+    environment_processes: int = 1
+    """Processes that step, each for one sample at a time."""
 
     def __post_init__(self) -> None:
         if not self.train_tokens_s > 0:
             raise ValueError(f"the trainer needs a rate above 0 tokens/s, got {self.train_tokens_s}")
         if not self.train_ranks >= 1:
             raise ValueError(f"the trainer needs one rank or more, got {self.train_ranks}")
+        if not self.environment_processes >= 1:
+            raise ValueError(f"an environment needs one process or more, got {self.environment_processes}")
         if not self.link.gbit_s > 0:
             raise ValueError(f"a link needs a bandwidth above 0 Gbit/s, got {self.link.gbit_s}")
-        if min(self.optimizer_s, self.reward_s, self.weights_gb, self.link.delay_s, self.switch_s, self.load_s) < 0:
+        times = (self.optimizer_s, self.reward_s, self.environment_s, self.link.delay_s, self.switch_s, self.load_s)
+        if min(*times, self.weights_gb) < 0:
             raise ValueError("times and sizes of the stages must not be negative")
 
 
@@ -156,7 +165,8 @@ class _Group:
     """Unfinished samples that have used up their budget of the round."""
 
 
-_REWARDED, _TRAINED, _STEPPED, _PUBLISHED, _SWITCHED = "rewarded", "trained", "stepped", "published", "switched"
+_PLAYED, _REWARDED, _TRAINED, _STEPPED = "played", "rewarded", "trained", "stepped"
+_PUBLISHED, _SWITCHED = "published", "switched"
 
 
 class Pipeline:
@@ -183,7 +193,8 @@ class Pipeline:
             rounds: issues the groups; its age bound then replaces the schedule's staleness.
 
         Raises:
-            ValueError: no instances, an empty batch, or rounds with another batch or a schedule that overlaps them.
+            ValueError: no instances, an empty batch, or rounds with another batch, a schedule that overlaps them, or
+                environments.
         """
         if batch < 1:
             raise ValueError(f"a batch needs at least one group, got {batch}")
@@ -192,6 +203,8 @@ class Pipeline:
                 f"rounds go with colocated, sync or stream, sync_every 1 and the same batch; got "
                 f"{schedule.name}, every {schedule.sync_every}, {rounds.batch} and {batch} groups"
             )
+        if rounds is not None and stages.environment_s:
+            raise ValueError("rounds of episodes in environments are not simulated: a step cannot be withdrawn")
         self.simulation = Simulation(policy, instances)
         self.stages, self.schedule, self.batch, self.rounds = stages, schedule, batch, rounds
         self._taking = schedule if rounds is None else taking(schedule, rounds)
@@ -212,6 +225,8 @@ class Pipeline:
         self._refused: tuple[int, ...] = ()
         """State on which the schedule last refused a group."""
         self._trainers_turn = not schedule.exclusive
+        self._environments_free = [0.0] * stages.environment_processes
+        """Heap: when each process of the environment is free."""
         self._link_free = self._training_busy = self._transfers = 0.0
         self._ranks_done = 0.0
         """When the last rank ends the samples that were taken so far."""
@@ -282,7 +297,16 @@ class Pipeline:
         reached = self.simulation.requests[request_id].length
         if reached < group.requests[request_id].length:
             self._park(group, request_id, reached, now)
-            return
+        elif self.stages.environment_s:
+            begins = max(now, self._environments_free[0])
+            heapq.heapreplace(self._environments_free, begins + self.stages.environment_s)
+            self._after(begins, self.stages.environment_s, _PLAYED, request_id)
+        else:
+            self._sample_complete(request_id, now)
+
+    def _sample_complete(self, request_id: str, now: float) -> None:
+        """Have a sample rewarded that is generated and, if it is an episode, played."""
+        group = self._groups[self._of[request_id]]
         group.generating.discard(request_id)
         if not group.generating:
             self._generated += 1
@@ -303,7 +327,9 @@ class Pipeline:
             self._end_round_if_over(now)
 
     def _happened(self, kind: str, name: str, now: float) -> None:
-        if kind == _REWARDED:
+        if kind == _PLAYED:
+            self._sample_complete(name, now)
+        elif kind == _REWARDED:
             self._rewarded(name, now)
         elif kind == _SWITCHED:
             self._training, self._trainers_turn = False, True

@@ -27,6 +27,7 @@ from scheduler.schedule.schedules import KINDS, SEPARATE, Schedule, make_schedul
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, simulate
 from streamrl.config.run import RunConfig
 from streamrl.config.schedule import AutoScheduleConfig
+from streamrl.controller.environment_time import environment_time
 from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_times import Interval
 from streamrl.runtime.process_context import RoleContext
@@ -108,9 +109,22 @@ class Auto:
     """The profile and the decisions of `schedule: auto`. Pure: no I/O and no clock."""
 
     def __init__(
-        self, run: RunConfig, choices: Sequence[Setup], fleet: Sequence[SimulatedInstance], steps: int
+        self,
+        run: RunConfig,
+        choices: Sequence[Setup],
+        fleet: Sequence[SimulatedInstance],
+        steps: int,
+        environment_processes: int = 1,
     ) -> None:
-        """Begin to profile each division of the devices in `choices` for `steps` steps, after one warm-up step."""
+        """Begin to profile each division of the devices in `choices` for `steps` steps, after one warm-up step.
+
+        Args:
+            run: the run file.
+            choices: setups to choose among.
+            fleet: all instances with their step times.
+            steps: steps to profile under each division.
+            environment_processes: processes of environments, at all sites together.
+        """
         self.run, self.choices = run, list(choices)
         self.fleet = {instance.name: instance for instance in fleet}
         shared = [setup for setup in self.choices if setup.schedule.exclusive]
@@ -120,12 +134,15 @@ class Auto:
         """The setup that runs now."""
         self.note = f"profiling under {self.setup.label}"
         """Last decision, as shown to the operator."""
+        self._environment_processes = environment_processes
         self._each, self._left = steps, steps + 1
         self._measured: dict[tuple[int, ...], _Measured] = {}
         """Measurements by the trainer's cores; those of colocated steps are under (-1,)."""
         self._groups: deque[list[tuple[int, list[int]]]] = deque(maxlen=WINDOW_STEPS)
         self._optimizer: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._weights: deque[float] = deque(maxlen=WINDOW_STEPS)
+        self._environments: deque[float] = deque(maxlen=WINDOW_STEPS)
+        """Seconds that environments stepped per sample, by step."""
         self._choice: AutoSchedule | None = None
         self._review_in, self._patience = 0, FIRST_REVIEW
 
@@ -133,6 +150,7 @@ class Auto:
         """Record a finished step; `trainer`: (command, start, end) of the trainer's work in it, unix seconds."""
         groups = group_lengths(batch)
         self._groups.append(groups)
+        self._environments.append(environment_s_per_sample(batch))
         self._optimizer.append(sum(end - start for command, start, end in trainer if command == "step"))
         micro_batches_s = sum(end - start for command, start, end in trainer if command == "train")
         self._weights.extend(end - start for start, end in times.syncs)
@@ -194,6 +212,8 @@ class Auto:
             statistics.median(shared.rates) if shared and shared.rates else None,
             statistics.median(self._optimizer),
             weights_s=min(self._weights, default=0.0),
+            environment_s=statistics.median(self._environments),
+            environment_processes=self._environment_processes,
         )
 
     def _option(self, setup: Setup) -> Option:
@@ -236,6 +256,25 @@ def group_lengths(batch: StepBatch) -> list[tuple[int, list[int]]]:
     return [
         (len(group.prompt_tokens), [m.sample.output_length for m in group.members()]) for group in batch.groups.values()
     ]
+
+
+def environment_s_per_sample(batch: StepBatch) -> float:
+    """Return the seconds for which environments stepped, mean over a step's samples; 0: there is no environment."""
+    members = [member for group in batch.groups.values() for member in group.survivors()]
+    trajectories = (member.sample.trajectory for member in members)
+    time = environment_time(step for told in trajectories if told is not None for step in told.steps)
+    return time.stepped_s / len(members) if time is not None else 0.0
+
+
+def environment_processes(run: RunConfig, sites: int) -> int:
+    """Return the number of processes of environments, 1 or more; tasks with the same settings share theirs.
+
+    Args:
+        run: the run file.
+        sites: sites with agents, each of which has all environments.
+    """
+    uses = {task.environment.model_dump_json(): task.environment for task in run.agent_tasks if task.environment}
+    return max(1, sites * sum(use.processes for use in uses.values()))
 
 
 def policy_factory(run: RunConfig, train_tokens_s: float | None = None) -> Callable[[], DispatchPolicy]:
@@ -315,4 +354,5 @@ def make_choice(context: RoleContext, fleet: Sequence[SimulatedInstance]) -> Fix
     on_the_same = any(not some or not own or set(some) & set(own) for some in cores.values())
     shareable = context.cluster.hardware == "cpu" and on_the_same
     choices = setups(cores, own, shareable, config.max_staleness)
-    return TunedSchedule(Auto(context.run, choices, fleet, config.profile_steps))
+    stepping = environment_processes(context.run, sum(spec.role == "agents" for spec in specs.values()))
+    return TunedSchedule(Auto(context.run, choices, fleet, config.profile_steps, stepping))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -10,9 +12,17 @@ from scheduler.dispatch.dispatch_objective import MAKESPAN, Streamed
 from scheduler.dispatch.planned import SkewAware
 from scheduler.simulation.generation_simulator import SimulatedInstance
 from streamrl.config.run import RunConfig
-from streamrl.controller.schedule_tuner import Auto, Setup, policy_factory, setups
+from streamrl.controller.schedule_tuner import (
+    Auto,
+    Setup,
+    environment_processes,
+    environment_s_per_sample,
+    policy_factory,
+    setups,
+)
 from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_times import Interval
+from streamrl.rollouts.trajectory import EpisodeStep, RowExtent, Trajectory
 from streamrl.rollouts.types import Group, Scored
 from tests.rollouts.test_rollouts import make_sample
 
@@ -56,33 +66,40 @@ def test_only_some_of_many_splits_are_tried() -> None:
     assert all(s.schedule.max_staleness == 2 for s in found if s.schedule.name == "async")
 
 
-def step(length: int) -> StepBatch:
+def step(length: int, environment_s: float = 0.0) -> StepBatch:
     batch = StepBatch(RUN, 1)
+    stepped = [EpisodeStep("environment", "lake step", 0.0, environment_s)] * bool(environment_s)
+    played = Trajectory(rows=[RowExtent(tokens=length, prompt=1)], reward=0.0, messages=[], steps=stepped)
     for name in "wxyz":
         group = Group(name, 1, 0, "t/0", "t", 0, "p", np.arange(10, dtype=np.int32), 2)
         for number in range(2):
             sample = make_sample(f"{name}.{number}", length=length)
+            if environment_s and number:  # one of two
+                versions = np.array([-1] + [0] * (length - 1), dtype=np.int32)  # the prompt's token was not sampled
+                sample = replace(sample, trajectory=played, token_versions=versions)
             group.scored[sample.sample_id] = Scored(sample, float(number), None, 0.0)
         batch.take(group)
     return batch
 
 
-def play(auto: Auto, length: int, generate_s: float, train_s: float) -> None:
+def play(auto: Auto, length: int, generate_s: float, train_s: float, environment_s: float = 0.0) -> None:
     """A step in which generation and training took so long."""
     end = generate_s + train_s
     spans = {"a": ((0.0, generate_s),), "b": ((0.0, generate_s),)}
     training = (generate_s, end)
     times = Interval(0.0, end, (training,), (), spans, {"a": (), "b": ()}, (), {"a": (0.0, end), "b": (0.0, end)})
-    auto.step_done(step(length), times, [("train", *training), ("step", end, end)])
+    auto.step_done(step(length, environment_s), times, [("train", *training), ("step", end, end)])
 
 
-def profiled(auto: Auto, length: int, shared: tuple[float, float], split: tuple[float, float]) -> None:
+def profiled(
+    auto: Auto, length: int, shared: tuple[float, float], split: tuple[float, float], environment_s: float = 0.0
+) -> None:
     """Two steps and one for warming up under each division: (generating, training) seconds."""
     for number, times in enumerate((shared, split)):
         assert not auto.wants_choice()
         for _ in range(3):
             assert auto.next_setup() is None
-            play(auto, length, *times)
+            play(auto, length, *times, environment_s)
         setup = auto.next_setup()
         assert (setup is None) == (number == 1)
     assert auto.wants_choice()
@@ -101,6 +118,28 @@ def test_it_profiles_turns_then_a_split_and_overlaps_what_takes_equally_long() -
     assert setup is not None and setup.schedule.name == "async"
     assert auto.setup is setup and setup.label in auto.note and "overlap" in auto.note
     assert auto.decided(auto.choice_job(7)()) is None  # it runs already
+
+
+def test_what_environments_take_is_measured_and_hidden_where_that_saves_time() -> None:
+    assert environment_s_per_sample(step(50)) == 0.0
+    assert environment_s_per_sample(step(50, environment_s=3.0)) == 1.5  # half of the samples are such episodes
+    chosen = {}
+    for seconds in (0.0, 6.0):  # in all 24 s per step, by one process
+        auto = make_auto()
+        profiled(auto, 50, shared=(5.0, 1.0), split=(5.0, 2.0), environment_s=seconds)
+        decision = auto.choice_job(6)()
+        chosen[seconds] = {found.option.label: found.step_s for found in decision.predictions}
+    slower = {label: chosen[6.0][label] - chosen[0.0][label] for label in chosen[0.0]}
+    assert slower["colocated"] > 23.5, "nothing is hidden where all wait for the episodes' ends"
+    assert min(chosen[6.0], key=chosen[6.0].__getitem__).startswith(("async", "one_step_off"))
+
+
+def test_tasks_with_the_same_environment_share_its_processes_at_each_site() -> None:
+    assert environment_processes(RUN, 2) == 1
+    lake = {"kind": "agent", "name": "a", "environment": {"name": "lake", "processes": 3}}
+    other = lake | {"name": "c", "environment": {"name": "walker", "processes": 4}}
+    run = RunConfig.model_validate({"tasks": [lake, lake | {"name": "b"}, other]})
+    assert environment_processes(run, 2) == 2 * (3 + 4)
 
 
 def test_all_devices_in_turns_win_where_both_are_faster_with_all_of_them() -> None:

@@ -204,6 +204,18 @@ def test_lengths_that_drift_lead_to_one_change() -> None:
     assert chosen < 20, "chance makes it predict anew now and then, not always"
 
 
+def test_environments_take_their_time_and_are_a_reason_to_predict_again() -> None:
+    many = replace(CONSTANT, environment_s=4.0, environment_processes=8)
+    assert predict(many, option("sync"), LeastLoaded, 4).step_s == pytest.approx(28 + 4)
+    few = replace(many, environment_processes=1)  # one after the other for 8 samples
+    assert predict(few, option("sync"), LeastLoaded, 4).step_s == pytest.approx(28 + 8 * 4)
+    assert predict(few, option("async", 1), LeastLoaded, 4).step_s == pytest.approx(32)  # they hide all the rest
+    auto = AutoSchedule([option("sync")])
+    auto.choose(many, LeastLoaded, 4)
+    assert not auto.drifted(replace(many, environment_s=4.4))
+    assert auto.drifted(replace(many, environment_s=5.0)) and auto.drifted(CONSTANT)
+
+
 def test_drift_is_a_matter_of_the_mean_the_shape_or_the_trainer() -> None:
     auto = AutoSchedule(OPTIONS)
     before = Profile([(0, (100,))] * 50 + [(0, (200,))] * 50, 10.0)

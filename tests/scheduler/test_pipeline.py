@@ -6,6 +6,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -55,6 +56,25 @@ def test_sync_is_the_sum_of_its_stages() -> None:
     assert outcome.samples_per_second == pytest.approx(8 / 51)
     assert outcome.cost_per_1k(36.0) == pytest.approx(36 * 51 / 3600 / 8 * 1000)
     assert outcome.staleness == {0: 4} and outcome.left == 0
+
+
+def test_an_environment_steps_for_as_many_samples_at_once_as_it_has_processes() -> None:
+    def stepped(processes: int, schedule: str = "sync") -> PipelineOutcome:
+        stages = replace(STAGES, environment_s=4.0, environment_processes=processes)
+        fleet = [SimulatedInstance("a", UNIT, 64)]
+        return Pipeline(LeastLoaded(), fleet, stages, make_schedule(schedule), 2).run(groups([[2, 4], [6, 20]]), 1)
+
+    # one process: 2 to 6, 6 to 10, 10 to 14, and 20 to 24; reward 3, 32 tokens 16, optimizer 1
+    assert stepped(1).stepped == (44.0,)
+    crowded = replace(STAGES, environment_s=10.0)
+    fleet = [SimulatedInstance("a", UNIT, 64)]
+    one = Pipeline(LeastLoaded(), fleet, crowded, make_schedule("sync"), 2).run(groups([[2, 4], [6, 20]]), 1)
+    assert one.stepped == (42.0 + 3 + 16 + 1,)  # from 2 on it always steps
+    assert stepped(4, "colocated").stepped == (24.0 + 3 + 1.5 + 16 + 1,)
+    with pytest.raises(ValueError, match="one process or more"):
+        replace(STAGES, environment_processes=0)
+    with pytest.raises(ValueError, match="rounds of episodes in environments"):
+        Pipeline(LeastLoaded(), fleet, crowded, make_schedule("sync"), 2, TailBatching(2, 2))
 
 
 def test_stream_trains_while_the_rest_is_generated() -> None:
