@@ -77,6 +77,13 @@ def _agent_learning() -> str:
     return f"{reward[0]:.3f}, {reward[10]:.3f}, {reward[30]:.3f}; {seconds / 60:.0f} minutes"
 
 
+@named(FIGURES, "environment-learning")
+def _environment_learning() -> str:
+    runs = [[step["reward"] for step in run["steps"]] for run in read("environment_learning")["runs"]]
+    first, last = ", ".join(f"{one[0]:.2f}" for one in runs), ", ".join(f"{mean(one[-5:]):.3f}" for one in runs)
+    return f"first step {first}; last 5 steps {last}"
+
+
 @named(FIGURES, "gradient-error")
 def _gradient_error() -> str:
     rows = read("exact_logprobs")["gradients"]
