@@ -247,8 +247,9 @@ class AutoSchedule:
     def drifted(self, profile: Profile) -> bool:
         """Return whether the run has changed since the last choice, so that options should be predicted again.
 
-            True if the lengths differ (`lengths_differ`), if the trainer's rate or the environments' seconds per sample are
-            off by more than `DRIFT`, or if there was no choice. A false alarm costs a prediction, not a change.
+        Returns:
+            True if the lengths differ (`lengths_differ`), if the trainer's rate or the environments' seconds per sample
+            are off by more than `DRIFT`, or if there was no choice. A false alarm costs a prediction, not a change.
         """
         before = self._profile
         if before is None:
