@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -58,6 +60,13 @@ def test_reference_log_probabilities_are_there_if_every_sequence_with_tokens_has
     assert batch.reference_logprobs is not None
     assert batch.reference_logprobs.tolist() == [-2 / 8 - 1, -3 / 8 - 1]
     assert pack([full, group("b", [1], sequence([2], 1.0))]).reference_logprobs is None
+
+
+def test_tokens_without_a_loss_are_left_out_and_the_others_are_counted_among_all() -> None:
+    own = replace(sequence([5, 6, 7], 1.0), mask=np.asarray([True, False, True]), logprobs=np.zeros(3, np.float32))
+    batch = pack([group("a", [1, 2], sequence([3, 4], 1.0), own)])
+    assert batch.targets.tolist() == [3, 4, 5, 7] and batch.with_loss is not None
+    assert batch.with_loss.tolist() == [0, 1, 2, 4]
 
 
 def test_nothing_is_an_empty_row() -> None:
