@@ -65,6 +65,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "streamrl/training/truncation.py": ("tests/training/test_truncation.py",),
     "streamrl/training/packing.py": ("tests/training/test_packing_layout.py",),
     "streamrl/rollouts/advantage.py": ("tests/rollouts/test_advantage.py", "tests/rollouts/test_rollouts.py"),
+    "streamrl/rollouts/rank_shares.py": ("tests/rollouts/test_rank_shares.py",),
     "streamrl/rollouts/micro_batch.py": (
         "tests/rollouts/test_micro_batch.py",
         "tests/rollouts/test_advantage.py",

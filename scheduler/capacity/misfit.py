@@ -8,7 +8,7 @@ from dataclasses import replace
 from scheduler.capacity.allocation import Allocator, Problem
 from scheduler.cost.generation_cost import GPU_MEMORY_FRACTION, free_bytes, slots_of
 from scheduler.cost.hardware import tensor_parallel_degrees
-from scheduler.cost.training_cost import TrainerLayout, memory_per_gpu, smallest_trainer, usable
+from scheduler.cost.training_cost import layout_on, memory_per_gpu, smallest_trainer, usable
 
 
 def explain(problem: Problem, allocator: Allocator) -> str:
@@ -36,7 +36,7 @@ def _training(problem: Problem) -> str:
     for offer in problem.offers:
         if not offer.trains:
             continue
-        need = memory_per_gpu(problem.model, problem.work, TrainerLayout(offer.count), longest)
+        need = memory_per_gpu(problem.model, problem.work, layout_on(offer.device, problem.model, offer.count), longest)
         has = usable(offer.device)
         lines.append(
             f"{offer.name}: each GPU would need {need / 1e9:.1f} GB for training and has {has / 1e9:.1f} GB to use: "
@@ -63,7 +63,9 @@ def _longest_that_fits(problem: Problem, memory_gb: float) -> str:
     low, high = 0.0, problem.batch.most_tokens
     for _ in range(40):
         middle = (low + high) / 2
-        if memory_per_gpu(problem.model, problem.work, TrainerLayout(10**9), middle) < usable(device):
+        if memory_per_gpu(problem.model, problem.work, layout_on(device, problem.model, 10**9), middle) < usable(
+            device
+        ):
             low = middle
         else:
             high = middle

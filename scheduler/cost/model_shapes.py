@@ -9,6 +9,9 @@ from typing import Any
 
 from scheduler.cost.decode import ModelShape
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of a `config.json` that make a model a mixture of experts."""
+
 
 @dataclass(frozen=True)
 class Transformer:
@@ -67,6 +70,11 @@ class Transformer:
         attention = 2.0 * self.layers * self.heads * self.head_size * squares
         return 2.0 * (self.computed * tokens - spared) + attention
 
+    @property
+    def square_cost(self) -> float:
+        """Operations of a square of tokens in attention, over those of a token in all products."""
+        return self.forward_flops(0.0, 1.0) / self.forward_flops(1.0, 0.0)
+
     @classmethod
     def from_config(cls, name: str, values: Any) -> Transformer:
         """Read a `config.json` of the Hugging Face format.
@@ -77,7 +85,7 @@ class Transformer:
         if not isinstance(values, Mapping):
             raise ValueError("expected an object with the keys of a model's config.json")
         values = values.get("text_config") or values
-        if any(values.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
+        if any(values.get(key) for key in EXPERT_COUNTS):
             raise ValueError("this model is a mixture of experts; the cost model only supports dense decoders")
         wanted = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
         for key in wanted:
@@ -88,6 +96,23 @@ class Transformer:
         size = values.get("head_dim") or hidden // heads
         tied = bool(values.get("tie_word_embeddings", False))
         return cls(name, layers, hidden, heads, kv_heads, size, intermediate, vocabulary, tied, "its config.json")
+
+
+def square_cost(values: Mapping[str, Any]) -> float:
+    """Return `Transformer.square_cost` of a `config.json`; 0 if the model's kind is unknown.
+
+    Of a mixture of experts a token passes through some only, which count as one MLP of their widths together.
+    """
+    values = values.get("text_config") or values
+    active, width = values.get("num_experts_per_tok"), values.get("moe_intermediate_size")
+    if isinstance(active, int) and active:
+        one = width if isinstance(width, int) else values.get("intermediate_size")
+        dense = {key: 0 for key in EXPERT_COUNTS}
+        values = {**values, **dense, "intermediate_size": active * one if isinstance(one, int) else None}
+    try:
+        return Transformer.from_config("policy", values).square_cost
+    except ValueError:
+        return 0.0
 
 
 def _qwen(name: str, layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, tied: bool = False) -> Transformer:

@@ -9,8 +9,9 @@ with much bandwidth for its compute has a utilisation of its own: a roofline (Wi
 of work, one after the other.
 
 A rank holds 1/s of weights, gradients and optimizer; s GPUs are a shard group, and there may be several (hybrid
-sharding). Every micro-batch gathers the weights of all layers for the forward and again for the backward pass, and
-scatters the gradients; these overlap with compute (FSDP prefetches the next layer), so the slower of both counts.
+sharding). Every micro-batch gathers the weights of all layers for the forward and again for the backward pass;
+gradients are scattered once per step where the whole of them is small (`reduces_once`), else by every micro-batch.
+These overlap with compute (FSDP prefetches the next layer), so the slower of both counts.
 A trained model costs a forward pass and a backward pass of twice that, and with recomputed activations one more
 forward; a model that is only evaluated costs one forward. Samples are not split: no rank is done before the longest
 sample is.
@@ -47,6 +48,8 @@ FROZEN_BYTES = 2
 """Bytes per weight of a model without gradients: bf16."""
 GATHER_BYTES, REDUCE_BYTES = 2, 4
 """Bytes per weight: gathered in bf16, gradients reduced in fp32 (`training/learner.py`)."""
+WHOLE_GRADIENT_SHARE = 1 / 8
+"""Largest share of a device's memory that a whole fp32 gradient may take for it to be reduced once per step."""
 OPTIMIZER_BYTES = 28
 """Bytes per weight that AdamW moves, counted: reads gradient, master and both moments, writes the last three, 4
 each."""
@@ -151,6 +154,24 @@ class TrainerLayout:
     shard: int
     """Ranks that hold one copy of the weights together (FSDP), beside tensor parallelism."""
     tensor_parallel: int = 1
+    whole_gradients: bool = False
+    """Whether a rank keeps the gradients of all its layers until the step's end, to reduce them once."""
+
+
+def reduces_once(weights: float, memory_bytes: float) -> bool:
+    """Return whether ranks reduce their gradients once per step (`trainer.reduce_gradients: auto`).
+
+    Args:
+        weights: number of weights that a rank has gradients of, before sharding.
+        memory_bytes: memory of a rank's device.
+    """
+    return REDUCE_BYTES * weights <= WHOLE_GRADIENT_SHARE * memory_bytes
+
+
+def layout_on(device: Device, model: Transformer, shard: int, tensor_parallel: int = 1) -> TrainerLayout:
+    """Return the layout that a trainer takes on devices of a kind."""
+    once = shard > 1 and reduces_once(model.parameters / tensor_parallel, device.memory_gb * 1e9)
+    return TrainerLayout(shard, tensor_parallel, once)
 
 
 def memory_per_gpu(model: Transformer, work: TrainingWork, layout: TrainerLayout, micro_tokens: float) -> float:
@@ -166,6 +187,8 @@ def memory_per_gpu(model: Transformer, work: TrainingWork, layout: TrainerLayout
     states = (work.trained * TRAINED_BYTES + work.frozen * FROZEN_BYTES) * model.parameters / parts
     gathered = 2 * GATHER_BYTES * model.parameters / model.layers if layout.shard > 1 else 2.0 * model.parameters
     head = LOGIT_BYTES * model.vocabulary * min(micro_tokens, LOGIT_TOKENS)
+    if layout.whole_gradients:
+        states += work.trained * REDUCE_BYTES * model.parameters / tp * (1 - 1 / layout.shard)
     return states + (gathered + head) / tp + micro_tokens * _activation_bytes(model, work, tp)
 
 
@@ -196,7 +219,7 @@ def _smallest(model: Transformer, work: TrainingWork, device: Device, longest: f
     """Return the fewest GPUs, a multiple of the degree of tensor parallelism."""
 
     def fits(shard: int) -> bool:
-        return memory_per_gpu(model, work, TrainerLayout(shard, tp), longest) <= usable(device)
+        return memory_per_gpu(model, work, layout_on(device, model, shard, tp), longest) <= usable(device)
 
     if not fits(10**9):
         return None
@@ -253,7 +276,7 @@ def exactly(model: Transformer, work: TrainingWork, device: Device, gpus: int, s
     for tp in tensor_parallel_degrees(device, model.kv_heads):
         if gpus % tp == 0:
             for shard in _shards(gpus // tp, max(1, device.per_machine // tp)):
-                one = _spread_over(model, work, device, gpus, step, TrainerLayout(shard, tp))
+                one = _spread_over(model, work, device, gpus, step, layout_on(device, model, shard, tp))
                 if one is not None and (best is None or one.seconds < best.seconds):
                     best = one
     return best
@@ -278,8 +301,9 @@ def _spread_over(
     network, fast = device.network_gbit_s * 1e9 / 8, device.link_gb_s * 1e9 / 2
     weights = model.parameters / tp
     rounds = max(1, math.ceil(step.tokens / ranks / micro))
-    per_weight = work.trained * (2 * GATHER_BYTES + REDUCE_BYTES) + work.forward_only * GATHER_BYTES
-    moved = rounds * per_weight * weights * (shard - 1) / shard
+    gathered = rounds * (2 * work.trained + work.forward_only) * GATHER_BYTES
+    reduced = (1 if layout.whole_gradients else rounds) * work.trained * REDUCE_BYTES
+    moved = (gathered + reduced) * weights * (shard - 1) / shard
     optimizer = work.trained * OPTIMIZER_BYTES * weights / shard / (device.memory_bandwidth_gb_s * 1e9)
     replicas = ranks // shard
     if replicas > 1:

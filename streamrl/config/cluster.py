@@ -58,6 +58,18 @@ class TrainerPool(StrictModel):
     tensor_parallel: int = Field(
         1, ge=1, description="ranks that split each layer, by the model's own plan; FSDP shards over the others"
     )
+    reduce_gradients: Literal["auto", "step", "micro_batch"] = Field(
+        "auto",
+        description="step: gradients are summed over the ranks once per optimizer step, for which each rank keeps "
+        "those of the whole model in fp32; micro_batch: after every micro-batch, so that each keeps its shard alone "
+        "(copies of hybrid sharding still once per step); auto: step where the whole gradient takes at most an eighth "
+        "of a rank's memory",
+    )
+    compile: bool = Field(
+        False,
+        description="compile each layer by torch.compile, which fuses what lies between products and attention; the "
+        "first steps take minutes longer",
+    )
     gpu: str = Field("cpu", description="GPU type of every rank, or 'cpu'")
     threads: int = Field(2, ge=1, description="CPU threads per rank (torch intra-op)")
     cores: Cores = None

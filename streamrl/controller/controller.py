@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from scheduler.cost.hardware import peak_tflops
+from scheduler.cost.model_shapes import square_cost
 from streamrl.controller.evaluation_runner import Evaluator
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.group_source import GroupSource, group_of, samples_of
@@ -104,7 +105,8 @@ class Controller:
         services = {spec.name: spec.site for spec in plan if spec.role == "service"}
         self.services = Services(self.hub, self.waits, services, context.cluster, context.run)
         self.hub.can_lose = lambda speaker: speaker.name in {*self.services.excluded, *self.rewarders.excluded}
-        vocabulary = read_config(Path(resolve_model(context.run.model.path))).get("vocab_size")
+        self._model_config = read_config(Path(resolve_model(context.run.model.path)))
+        vocabulary = self._model_config.get("vocab_size")
         limits = SampleLimits(
             context.run.sampling.max_tokens,
             context.run.model.max_context,
@@ -226,6 +228,7 @@ class Controller:
             ),
             canary=self.canary,
             guard=self.guard,
+            square_cost=square_cost(self._model_config),
         )
         self.intake = SampleIntake(
             claims=self.claims,

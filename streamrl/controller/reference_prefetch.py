@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.step_batch import StepBatch
-from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, deal
+from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
+from streamrl.rollouts.rank_shares import deal
 from streamrl.rollouts.row_parts import group_rows
 from streamrl.rollouts.types import FloatArray, Group
 
@@ -53,7 +54,7 @@ class Preparation:
         waiting = [part for group in (*batch.held_back, *pool.waiting) for part in _missing(batch, group)]
         if not waiting:
             return None
-        self.running, _ = deal(waiting, max_tokens, ranks)
+        self.running, _ = deal(waiting, max_tokens, ranks, batch.square_cost)
         return self.running
 
     def done(self, values: Sequence[FloatArray]) -> None:

@@ -11,12 +11,8 @@ from streamrl.config.algorithm import PPOConfig
 from streamrl.config.run import RunConfig
 from streamrl.controller.value_estimation import ValueEstimation
 from streamrl.rollouts.advantage import batch_advantages, group_advantages, is_flat, shaped_reward
-from streamrl.rollouts.micro_batch import (
-    TrainGroup,
-    deal,
-    loss_normalizer,
-    train_groups,
-)
+from streamrl.rollouts.micro_batch import TrainGroup, loss_normalizer, train_groups
+from streamrl.rollouts.rank_shares import deal
 from streamrl.rollouts.row_parts import sample_of_row
 from streamrl.rollouts.seeds import derive_seed
 from streamrl.rollouts.types import FloatArray, Group, Scored
@@ -70,12 +66,17 @@ class StepBatch:
     """Those of the updates before it."""
     earlier_normalizer: float = 0.0
     """Sum of their normalizers."""
-    at_trainer: list[TrainGroup] = field(default_factory=list)
-    """Groups of the micro-batch that the trainer works on."""
+    at_trainer: list[list[TrainGroup]] = field(default_factory=list)
+    """Groups of each micro-batch that the trainer has, the oldest first; one may be empty."""
     sent: list[list[list[TrainGroup]]] = field(default_factory=list)
     """Shares of every micro-batch of this update, kept until it is done in case the trainer refuses it."""
-    in_flight: bool = False
-    """Whether the trainer works on a micro-batch; it may be an empty one."""
+    square_cost: float = 0.0
+    """Operations of a square of tokens over those of a token (`rank_shares.py`)."""
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether the trainer works on a micro-batch."""
+        return bool(self.at_trainer)
 
     @property
     def full(self) -> bool:
@@ -105,7 +106,7 @@ class StepBatch:
     @property
     def samples_trained(self) -> int:
         """Number of samples whose gradient is accumulated, or that have none."""
-        ahead: Iterable[TrainGroup] = [*self.queue, *self.at_trainer]
+        ahead: Iterable[TrainGroup] = [*self.queue, *(group for micro in self.at_trainer for group in micro)]
         parts = self.run.batch.mini_batches
         if self.awaits_estimates:
             ahead = [piece for pieces in self.pieces.values() for piece in pieces]
@@ -268,6 +269,7 @@ class StepBatch:
             earlier_stats=self.earlier_stats,
             earlier_normalizer=self.earlier_normalizer,
             estimation=self.estimation,
+            square_cost=self.square_cost,
         )
         for group in self.groups.values():
             if group.group_id not in group_ids:
@@ -284,15 +286,16 @@ class StepBatch:
                 self.queue += self.pieces[group.group_id]
 
     def micro_batch_done(self, stats: Sequence[dict[str, float]]) -> None:
-        """Record that all ranks have finished their shares of the micro-batch."""
-        self.at_trainer, self.in_flight = [], False
+        """Record that all ranks have finished their shares of the oldest micro-batch."""
+        del self.at_trainer[0]
         self.stats += stats
 
     def next_micro_batch(self, max_tokens: int, ranks: int) -> tuple[list[list[TrainGroup]], bool] | None:
         """Take the next micro-batch from the queue.
 
         No rank gets more than `max_tokens`; every rank takes part, if need be with an empty share. If the queue is
-        empty when the step has all its groups and no micro-batch has closed the batch, an empty one closes it.
+        empty when the step has all its groups and no micro-batch has closed the batch, an empty one closes it. While
+        the trainer works on another one, only a micro-batch that waiting would not make larger is taken.
 
         Returns:
             (groups of each rank, whether it is the update's last micro-batch); None: nothing is ready.
@@ -301,10 +304,11 @@ class StepBatch:
             return None
         if not self.queue and not self.full:
             return None
-        shares, self.queue = deal(self.queue, max_tokens, ranks)
-        self.at_trainer = [group for share in shares for group in share]
+        if self.in_flight and not self.full and sum(group.tokens for group in self.queue) < max_tokens * ranks:
+            return None
+        shares, self.queue = deal(self.queue, max_tokens, ranks, self.square_cost)
+        self.at_trainer.append([group for share in shares for group in share])
         self.sent.append(shares)
-        self.in_flight = True
         self.sent_last = self.full and not self.queue
         self.micro_batches += 1
         return shares, self.sent_last

@@ -1,9 +1,14 @@
-"""The trainer's ranks behind one interface: a command goes to all and is done when all have answered."""
+"""The trainer's ranks behind one interface: a command goes to all and is done when all have answered.
+
+A micro-batch may follow one that is not done, so that a rank prepares it while it computes; all else goes alone.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from streamrl.errors import RestartNeeded
@@ -14,12 +19,26 @@ from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Hub
 from streamrl.transport.wire import Arrays
 
+TRAIN = "train"
+"""Kind of the command with a micro-batch."""
 WAIT = "trainer"
 """Name of the wait for the answers to a command."""
 
 
+MOST_MICRO_BATCHES = 2
+"""Most micro-batches in flight: the one that is computed and the next."""
+
+
+@dataclass
+class _Command:
+    """A command that some rank has yet to answer."""
+
+    kind: str
+    answers: dict[str, Delivery] = field(default_factory=dict)
+
+
 class Trainers:
-    """The ranks of the trainer; they get one command at a time."""
+    """The ranks of the trainer; they get one command at a time, or two micro-batches."""
 
     def __init__(self, hub: Hub, waits: WaitRegistry, ranks: int, limit_s: float, sharing: int = 1) -> None:
         """
@@ -35,13 +54,18 @@ class Trainers:
         """First rank of each set of ranks that share layers; its answer stands for the whole set."""
         self._sharing = sharing
         self._hub, self._waits, self._limit_s = hub, waits, limit_s
-        self._answers: dict[str, Delivery] = {}
-        self._command: str | None = None
+        self._commands: deque[_Command] = deque()
+        """Commands in flight, in their order."""
 
     @property
     def busy(self) -> bool:
         """Whether a command is in flight."""
-        return self._command is not None
+        return bool(self._commands)
+
+    @property
+    def takes_micro_batch(self) -> bool:
+        """Whether a micro-batch may be sent: nothing but a smaller number of micro-batches is in flight."""
+        return len(self._commands) < MOST_MICRO_BATCHES and all(one.kind == TRAIN for one in self._commands)
 
     async def ask(self, command: TypedMessage) -> None:
         """Send every rank a command."""
@@ -90,20 +114,33 @@ class Trainers:
             raise RestartNeeded(f"{name} has disconnected") from None
 
     def awaits(self, delivery: Delivery) -> bool:
-        """Return whether this rank owes this answer to the command in flight."""
-        return delivery.peer in self.names and delivery.kind == f"{self._command}_done"
+        """Return whether this rank owes this answer to a command in flight; it answers them in their order."""
+        owed = self._owed(delivery.peer)
+        return owed is not None and delivery.kind == f"{owed.kind}_done"
+
+    def _owed(self, name: str) -> _Command | None:
+        """Return the oldest command that a rank has not answered; None: it has answered all."""
+        return next((one for one in self._commands if name in self.names and name not in one.answers), None)
 
     def answered(self, delivery: Delivery) -> list[Delivery] | None:
-        """Record a rank's answer; with the last one, return the workers' answers, rank 0's first."""
-        self._answers[delivery.peer] = delivery
-        if len(self._answers) < len(self.names):
+        """Record a rank's answer; with the last one to a command, return the workers' answers, rank 0's first."""
+        owed = self._owed(delivery.peer)
+        assert owed is not None
+        owed.answers[delivery.peer] = delivery
+        if len(owed.answers) < len(self.names):
             return None
-        self._command = None
+        self._commands.popleft()
         self._waits.end(WAIT)
-        return [self._answers[name] for name in self.workers]
+        if self._commands:
+            self._wait_for(self._commands[0].kind)
+        return [owed.answers[name] for name in self.workers]
 
     def _begin_wait(self, command: str) -> None:
-        self._answers, self._command = {}, command
+        self._commands.append(_Command(command))
+        if len(self._commands) == 1:
+            self._wait_for(command)
+
+    def _wait_for(self, command: str) -> None:
         self._waits.begin(WAIT, f"{', '.join(self.names)} to answer {command!r}", self._limit_s)
 
 

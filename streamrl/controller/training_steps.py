@@ -3,7 +3,7 @@
     complete groups -> batch -> micro-batches -> optimizer step -> metrics -> publish -> canary
                                                     \\-> refused: examined, tried again (`refused_steps.py`)
 
-The trainer gets one command at a time.
+The trainer gets one command at a time, but for a micro-batch that it prepares while it computes another.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ class TrainingSteps:
     canary: WeightCanary
     guard: MismatchGuard
 
+    square_cost: float = 0.0
+    """Operations of a square of tokens over those of a token, of the run's model (`rollouts/rank_shares.py`)."""
     step: int = 0
     """Number of optimizer steps done."""
     batch: StepBatch = field(init=False)
@@ -92,11 +94,15 @@ class TrainingSteps:
     """Task that learns from the output lengths of the current step; started once the step has all its groups."""
 
     def __post_init__(self) -> None:
-        self.batch = StepBatch(self.run, self.step + 1)
+        self.batch = self._new_batch()
 
     def resume_at(self, step: int) -> None:
         """Continue after `step` optimizer steps."""
-        self.step, self.batch = step, StepBatch(self.run, step + 1)
+        self.step = step
+        self.batch = self._new_batch()
+
+    def _new_batch(self) -> StepBatch:
+        return StepBatch(self.run, self.step + 1, square_cost=self.square_cost)
 
     async def begin(self, choice: FixedSchedule) -> None:
         """Begin the first step, with the choice of the schedule."""
@@ -129,6 +135,7 @@ class TrainingSteps:
     async def drive(self) -> None:
         """Give the trainer its next command, if it is idle and there is one."""
         if self.trainers.busy:
+            await self._send_ahead()
             return
         # where instances take the trainer's devices over with new weights, all that needs those comes before
         shared = self.issuer.schedule.exclusive and self._publish_due
@@ -178,6 +185,12 @@ class TrainingSteps:
         """Return whether generation has left the devices to the trainer (colocated); request it once nothing runs."""
         generating = self.pool.running + self.evaluator.unfinished
         return generating == 0 and not self.services.updating and await self.services.leave_devices()
+
+    async def _send_ahead(self) -> None:
+        """Send the micro-batch after the current one, if it is complete, so that ranks pack it meanwhile."""
+        limits = self.run.batch.micro_batch_tokens, len(self.trainers.workers)
+        if self.trainers.takes_micro_batch and (micro := self.batch.next_micro_batch(*limits)) is not None:
+            await self.trainers.train(*micro)
 
     async def _feed_trainer(self) -> None:
         """Send the trainer its next micro-batch, if one is ready; else let it work ahead for waiting groups."""
@@ -248,7 +261,7 @@ class TrainingSteps:
         )
         if self.telemetry.latest is not None and (warning := self.telemetry.latest.mismatch_warning):
             self.guard.judge(f"step {self.step}: {warning}")
-        self.batch = StepBatch(self.run, self.step + 1)
+        self.batch = self._new_batch()
         self.telemetry.watch(self.batch, self.pool)
         self._publish_due = self._publish_due or publishes
         last = self.step == self.run.steps

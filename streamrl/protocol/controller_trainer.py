@@ -4,7 +4,8 @@
     rank -> controller   prepare_done, estimate_done, train_done, step_done, examine_done, publish_done, canary_done,
                          checkpoint_done, resources_done, weight_call
 
-Every rank gets the same commands in the same order, one at a time. It acknowledges a command once it has carried it
+Every rank gets the same commands in the same order, one at a time, except that a `train` may follow a `train` that is
+not answered: the rank packs it meanwhile. It acknowledges a command once it has carried it
 out, then answers. A rank that dies leaves its command open, and the run continues from its newest checkpoint.
 """
 

@@ -68,6 +68,12 @@ class TrainGroup:
         return sum(seq.loss_tokens for seq in self.sequences)
 
     @property
+    def squares(self) -> int:
+        """Twice the token pairs that causal attention multiplies in a packed row: P^2, and C^2 + 2 P C for each C."""
+        prompt, answers = len(self.prompt_tokens), [len(one.completion_tokens) for one in self.sequences]
+        return prompt**2 + sum(length * (length + 2 * prompt) for length in answers)
+
+    @property
     def has_reference(self) -> bool:
         """Whether every token with a loss has its reference log-probability."""
         return all(seq.reference_logprobs is not None for seq in self.sequences if seq.loss_tokens)
@@ -151,7 +157,7 @@ def split_into_micro_batches(groups: list[TrainGroup], max_tokens: int) -> list[
     batches: list[list[TrainGroup]] = []
     current: list[TrainGroup] = []
     used = 0
-    for unit in (unit for one in _units(groups) for unit in _split_unit(one, max_tokens)):
+    for unit in (unit for one in units_of(groups) for unit in _split_unit(one, max_tokens)):
         tokens = _tokens(unit)
         if current and used + tokens > max_tokens:
             batches.append(current)
@@ -163,8 +169,8 @@ def split_into_micro_batches(groups: list[TrainGroup], max_tokens: int) -> list[
     return batches
 
 
-def _units(groups: list[TrainGroup]) -> list[list[TrainGroup]]:
-    """Return the groups in order, those of one trajectory as one."""
+def units_of(groups: list[TrainGroup]) -> list[list[TrainGroup]]:
+    """Return the groups in order, those of one trajectory as one: what stays together."""
     units: list[list[TrainGroup]] = []
     for group in groups:
         if units and group.trajectory and units[-1][-1].trajectory == group.trajectory:
@@ -208,7 +214,7 @@ def split_into_rows(groups: list[TrainGroup], max_tokens: int) -> list[list[Trai
     """
     batches: list[list[TrainGroup]] = []
     longest = rows = 0
-    for unit in (unit for one in _units(groups) for unit in _single_rows(one)):
+    for unit in (unit for one in units_of(groups) for unit in _single_rows(one)):
         lengths = [len(one.prompt_tokens) + len(seq.completion_tokens) for one in unit for seq in one.sequences]
         if not batches or (rows + len(lengths)) * max(longest, *lengths) > max_tokens:
             batches.append([])
@@ -235,43 +241,6 @@ def _joined_again(groups: list[TrainGroup]) -> list[TrainGroup]:
         else:
             found.append(group)
     return found
-
-
-def balance(groups: list[TrainGroup], ranks: int) -> list[list[TrainGroup]]:
-    """Deal groups to ranks so that their tokens are about equal: longest first, each to the emptiest rank.
-
-    Groups of one trajectory (`TrainGroup.trajectory`) go to the same rank.
-    """
-    shares: list[list[TrainGroup]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    for unit in sorted(_units(groups), key=lambda unit: -_tokens(unit)):
-        rank = loads.index(min(loads))
-        shares[rank] += unit
-        loads[rank] += _tokens(unit)
-    return shares
-
-
-def deal(groups: list[TrainGroup], max_tokens: int, ranks: int) -> tuple[list[list[TrainGroup]], list[TrainGroup]]:
-    """Return the next micro-batch, with a (possibly empty) share for every rank.
-
-    Shares are runs of the list; if there are fewer runs than ranks, groups are dealt into shares of about equal size.
-
-    Args:
-        groups: waiting groups, in order.
-        max_tokens: most packed tokens of a rank; only a single sequence that is longer may exceed it, or the rows of
-            an episode that must stay together.
-        ranks: number of the trainer's ranks.
-
-    Returns:
-        (shares, remaining groups in order).
-    """
-    pieces = split_into_micro_batches(groups, max_tokens)
-    if len(pieces) >= ranks:
-        return pieces[:ranks], [part for piece in pieces[ranks:] for part in piece]
-    shares = balance([part for piece in pieces for part in piece], ranks)
-    if max(sum(part.tokens for part in share) for share in shares) > max_tokens and pieces:
-        shares = pieces + [[] for _ in range(ranks - len(pieces))]
-    return shares, []
 
 
 def to_wire(groups: list[TrainGroup]) -> tuple[dict[str, Any], Arrays]:

@@ -6,19 +6,23 @@ wrapped, because FSDP would hold every weight and gradient twice and copy both i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import AttentionInterface
 
+from scheduler.cost.training_cost import reduces_once
 from streamrl.config.run import OptimizerConfig, RunConfig
 from streamrl.protocol.controller_trainer import Refusal
+from streamrl.training.attention import SHARED_PREFIX, shared_prefix_attention
 from streamrl.training.critic import Critic
 from streamrl.training.policy_model import Policy
 from streamrl.training.tensor_parallel import parallelize
@@ -61,11 +65,32 @@ class Division:
     copies."""
     layers: int = 1
     """Ranks that share each layer (tensor parallel) and work on the same micro-batches."""
+    reduction: Literal["auto", "step", "micro_batch"] = "auto"
+    """How often the ranks sum their gradients (`trainer.reduce_gradients`)."""
+    compiled: bool = False
+    """Whether layers are compiled (`trainer.compile`)."""
 
     @property
     def workers(self) -> int:
         """Number of ranks, or groups of ranks, with their own micro-batches."""
         return dist.get_world_size() // self.layers
+
+    def reduces_once(self, weights: int, device: torch.device) -> bool:
+        """Return whether gradients are reduced once per step; the same on every rank. A collective.
+
+        Args:
+            weights: number of a model's weights.
+            device: this rank's device.
+        """
+        if self.workers == 1 or self.reduction != "auto":
+            return self.workers == 1 or self.reduction == "step"
+        if device.type == "cuda":
+            memory = torch.cuda.get_device_properties(device).total_memory
+        else:
+            memory = psutil.virtual_memory().total // dist.get_world_size()
+        agreed = torch.tensor(float(reduces_once(weights / self.layers, memory)), device=device)
+        dist.all_reduce(agreed, dist.ReduceOp.MIN)
+        return bool(agreed)
 
     def mesh(self, device: torch.device) -> DeviceMesh:
         """Return the device mesh with the dimensions copies, shards, layers."""
@@ -94,11 +119,27 @@ def shard(
         RunFailed: the layers cannot be shared among ranks.
     """
     model.to(device)
+    if division is not None and division.compiled:
+        compile_layers(model.model.base_model)
     if dist.get_world_size() > 1 or compute_type(run) != torch.float32:
         _fully_shard(model, run, device, division or Division())
     if not trainable:
         model.requires_grad_(False).eval()
     return model
+
+
+def compile_layers(trunk: Any, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Compile every decoder layer of a trunk, in place: around its attention, whose kernels remain calls.
+
+    One graph of any number of tokens serves all layers, as in torchtitan; the layout of a row is no part of it.
+
+    Args:
+        trunk: model without its head.
+        backend: torch.compile's backend.
+    """
+    AttentionInterface.register(SHARED_PREFIX, torch.compiler.disable(shared_prefix_attention))
+    for layer in trunk.layers:
+        layer.compile(dynamic=True, backend=backend)
 
 
 def _fully_shard(model: Policy | Critic, run: RunConfig, device: torch.device, division: Division) -> None:
@@ -153,6 +194,8 @@ class Learner(Generic[Model]):
             division: see `shard`.
         """
         self.division = division or Division()
+        weights = sum(parameter.numel() for parameter in model.parameters())
+        self._reduces_once = self.division.reduces_once(weights, device)
         self.model: Model = shard(model, run, device, True, self.division)
         self.options: OptimizerConfig = run.optimizer
         self.optimizer = torch.optim.AdamW(
@@ -169,13 +212,33 @@ class Learner(Generic[Model]):
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
         """Add the gradient of a summed loss; `is_last` marks the last micro-batch of a batch.
 
-        With several ranks every micro-batch reduces its gradient, which keeps it sharded; with one, only the last does.
+        Only the last one reduces the gradients over the ranks, unless whole gradients are too large to be kept: then
+        each does inside a copy of the model, and the last one between copies.
         """
-        if self.division.workers == 1 and isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(is_last)
+        if isinstance(self.model, FSDPModule):
+            if self._reduces_once:
+                self.model.set_requires_gradient_sync(is_last)
+            else:
+                self.model.set_requires_all_reduce(is_last)
         loss.backward()
         if is_last:
             reshard(self.model)
+
+    def may_idle(self, is_last: bool) -> bool:
+        """Return whether a rank without work may leave out a pass, because no other rank waits for it.
+
+        A pass gathers the weights of every layer from the shards, so ranks with parts of them all take part; the last
+        pass reduces the gradients. An optimizer step needs some gradient, be it 0.
+
+        Args:
+            is_last: whether it is the last pass of a batch.
+        """
+        if self.division.workers > self.division.copies:
+            return False
+        if not is_last:
+            return True
+        has_gradient = any(parameter.grad is not None for parameter in self.model.parameters())
+        return has_gradient and not isinstance(self.model, FSDPModule)
 
     def divide(self, normalizer: float) -> float:
         """Divide the accumulated gradient by the normalizer.

@@ -99,11 +99,53 @@ class PackedBatch:
         return len(torch.unique(self.sequence_ids))
 
     def to(self, device: torch.device) -> PackedBatch:
-        """Return the batch on another device."""
+        """Return the batch on another device; copies to a GPU are only begun, from pinned memory."""
         if device.type == "cpu":
             return self
-        tensors: dict[str, Any] = {k: v for k, v in self.__dict__.items() if isinstance(v, torch.Tensor)}
-        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})
+        moved = {name: value.pin_memory().to(device, non_blocking=True) for name, value in self.tensors.items()}
+        changes: dict[str, Any] = dict(moved)
+        return replace(self, **changes)
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The batch's tensors, by field."""
+        return {name: value for name, value in self.__dict__.items() if isinstance(value, torch.Tensor)}
+
+
+@dataclass(frozen=True)
+class PackedShare:
+    """A rank's share of a micro-batch, on its way to the device."""
+
+    batches: tuple[PackedBatch, ...]
+    """What one pass takes, each; (): the rank has no work."""
+    copied: torch.cuda.Event | None = None
+    """Event of the copies' end; None: they need not be waited for."""
+
+    def arrived(self) -> tuple[PackedBatch, ...]:
+        """Return the batches; what the current stream does from now on finds them complete."""
+        if self.copied is not None:
+            stream = torch.cuda.current_stream()
+            stream.wait_event(self.copied)
+            for tensor in (tensor for batch in self.batches for tensor in batch.tensors.values()):
+                tensor.record_stream(stream)  # its memory is not given to others before this stream is done with it
+        return self.batches
+
+
+def pack_share(parts: list[list[TrainGroup]], device: torch.device, copies: torch.cuda.Stream | None) -> PackedShare:
+    """Pack the parts of a share and begin to move them; nothing waits, so another thread may compute meanwhile.
+
+    Args:
+        parts: what one pass takes, each.
+        device: where they go.
+        copies: the stream of the copies to a GPU; None: the device is the CPU.
+    """
+    if copies is None:
+        return PackedShare(tuple(pack(part).to(device) for part in parts))
+    with torch.cuda.stream(copies):
+        batches = tuple(pack(part).to(device) for part in parts)
+        copied = torch.cuda.Event()
+        copied.record(copies)
+    return PackedShare(batches, copied)
 
 
 def pack(groups: list[TrainGroup]) -> PackedBatch:

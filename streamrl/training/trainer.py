@@ -46,7 +46,7 @@ from streamrl.training.learner import AnyLearner, Division, Learner, compute_typ
 from streamrl.training.learning_rate import learning_rate, warm_up
 from streamrl.training.losses import kl_estimate
 from streamrl.training.objective import MicroStats, Objective, merged, policy_objective, value_objective
-from streamrl.training.packing import PackedBatch, pack
+from streamrl.training.packing import PackedBatch, PackedShare, pack, pack_share
 from streamrl.training.packing_choice import Packing, decide_packing
 from streamrl.training.policy_model import Policy, load_policy
 from streamrl.training.step_guard import refusal
@@ -61,7 +61,7 @@ NOTHING = TrainGroup(
     np.zeros(1, dtype=np.int32),
     [TrainSequence(np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.float32), 0.0, np.zeros(1, dtype=np.float32))],
 )
-"""Placeholder for a rank that has no groups but must join a collective; its loss is multiplied by 0."""
+"""Placeholder for a rank that has no groups but must join a collective: two tokens, whose loss is multiplied by 0."""
 
 LOSSES = ("loss_sum", "value_loss_sum")
 """Losses among the sums of a micro-batch."""
@@ -153,6 +153,9 @@ class Trainer:
             own = agreed_packing(run, critic_path) if critic_path else self.packing
             critic = load_critic(critic_path or model_path, checkpointing, own.attention)
             self.critic = Learner(critic, self.ppo.critic.lr, run, device, division)
+        self._nothing = pack([NOTHING]).to(device)
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        """Stream of the copies to a GPU."""
         self._separate = self.policy.separate or (self.critic is not None and self.critic.model.separate)
         self._offload = HostOffload()
         self._micro_batches = 0
@@ -174,11 +177,10 @@ class Trainer:
         if self.reference is None:
             raise ValueError(f"algorithm {self.run.algorithm.name} with kl.coef 0 has no reference to prepare with")
         found: list[FloatArray] = []
-        for part in self._parts(groups):
-            batch = pack(part or [NOTHING]).to(self.device)
+        for batch in self._passes(self.ready(groups)):
             with torch.no_grad():
-                logprobs = self._sampled_from(self.reference, batch).logprobs
-            found.append(logprobs.cpu().numpy()[: None if part else 0])
+                logprobs = self._sampled_from(self.reference, batch or self._nothing).logprobs
+            found.append(logprobs.cpu().numpy()[: None if batch else 0])
         return np.concatenate(found)
 
     @torch.no_grad()
@@ -195,24 +197,37 @@ class Trainer:
         if self.ppo is None or self.critic is None:
             raise ValueError(f"algorithm {self.run.algorithm.name} has no critic to estimate with")
         found: list[FloatArray] = []
-        for part in self._parts(groups):
-            batch = pack(part or [NOTHING]).to(self.device)
+        for work in self._passes(self.ready(groups)):
+            batch = work or self._nothing
             logprobs = reference = None
             if self.ppo.kl.placement == "reward" and self.reference is not None:
                 logprobs = self._sampled_from(self.policy, batch).logprobs
                 reference = self._reference_logprobs(batch, reference_given)
             values = self.critic.model(batch)
             columns = torch.stack([*self._advantages(batch, values, logprobs, reference), values], dim=1)
-            found.append(columns.cpu().numpy()[: None if part else 0])
+            found.append(columns.cpu().numpy()[: None if work else 0])
         for learner in self.learners:
             reshard(learner.model)
         return np.concatenate(found)
 
-    def accumulate(self, groups: list[TrainGroup], is_last: bool, reference_given: bool = False) -> MicroStats:
+    def ready(self, groups: list[TrainGroup]) -> PackedShare:
+        """Pack a share and begin to move it to the device. No collective: any thread may do it ahead of its turn.
+
+        Args:
+            groups: this rank's share; may be empty. It fits into one packed row; separate rows repeat their prompts, so
+                that more tokens and several passes may come of it.
+        """
+        rows = self.run.batch.micro_batch_tokens
+        parts = split_into_rows(groups, rows) if self._separate else [groups] if groups else []
+        return pack_share(parts, self.device, self._copies)
+
+    def accumulate(
+        self, share: list[TrainGroup] | PackedShare, is_last: bool, reference_given: bool = False
+    ) -> MicroStats:
         """Run one micro-batch forward and backward; add the gradients of the *summed* losses of policy and critic.
 
         Args:
-            groups: this rank's share; may be empty.
+            share: this rank's groups, or what `ready` made of them; may be empty.
             is_last: reduce gradients over ranks now; the step follows.
             reference_given: whether the groups bring the reference's log-probabilities (if one is needed); the same on
                 every rank. If False, they are computed for the whole share, whatever the groups bring.
@@ -221,27 +236,31 @@ class Trainer:
             ValueError: `reference_given` is True and a sequence lacks them.
         """
         self._micro_batches += 1
-        parts = self._parts(groups)
-        last = len(parts) - 1
+        passes = self._passes(share if isinstance(share, PackedShare) else self.ready(share))
+        last = len(passes) - 1
         return merged(
-            [self._accumulate(part, is_last and at == last, reference_given) for at, part in enumerate(parts)]
+            [self._accumulate(batch, is_last and at == last, reference_given) for at, batch in enumerate(passes)]
         )
 
-    def _parts(self, groups: list[TrainGroup]) -> list[list[TrainGroup]]:
-        """Cut a share, in its order, into what one pass takes; every rank has as many parts, some of them empty.
+    def _passes(self, share: PackedShare) -> list[PackedBatch | None]:
+        """Return the batches of a share; every rank has as many, some of them None: without work."""
+        batches = list(share.arrived())
+        count = 1
+        if self._separate:
+            most = torch.tensor(max(1, len(batches)), device=self.device)
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            count = int(most)
+        return batches + [None] * (count - len(batches))
 
-        A share fits into one packed row. Separate rows repeat their prompts, so that more tokens come of it.
+    def _accumulate(self, work: PackedBatch | None, is_last: bool, reference_given: bool) -> MicroStats:
+        """Run one pass; see `accumulate`.
+
+        Without work a rank does nothing, unless others wait for it: each layer's weights are gathered from all shards,
+        and the last pass sums the gradients over the ranks. It then runs two tokens.
         """
-        if not self._separate:
-            return [groups]
-        parts = split_into_rows(groups, self.run.batch.micro_batch_tokens)
-        count = torch.tensor(max(1, len(parts)), device=self.device)
-        dist.all_reduce(count, dist.ReduceOp.MAX)
-        return parts + [[]] * (int(count) - len(parts))
-
-    def _accumulate(self, groups: list[TrainGroup], is_last: bool, reference_given: bool) -> MicroStats:
-        """Run one pass; see `accumulate`."""
-        batch = pack(groups or [NOTHING]).to(self.device)
+        if work is None and self.learner.may_idle(is_last):
+            return MicroStats()
+        batch = work or self._nothing
         with torch.no_grad():
             reference = self._reference_logprobs(batch, reference_given)
             proximal = self._sampled_from(self.proximal, batch).logprobs if self.proximal else None
@@ -251,9 +270,9 @@ class Trainer:
         advantages = batch.advantages
         sums: dict[str, torch.Tensor] = {}
         if self.critic:
-            given = bool(groups) and self.run.needs_estimates
+            given = work is not None and self.run.needs_estimates
             advantages, value = self._value(batch, logprobs.detach(), reference, given)
-            self.critic.backward(value.loss_sum if groups else value.loss_sum * 0.0, is_last)
+            self.critic.backward(value.loss_sum if work else value.loss_sum * 0.0, is_last)
             sums |= value.sums
         objective = policy_objective(
             self.run.algorithm,
@@ -266,8 +285,8 @@ class Trainer:
             batch.sequence_tokens,
             entropy if bonus else None,
         )
-        self.learner.backward(objective.loss_sum if groups else objective.loss_sum * 0.0, is_last)
-        if not groups:
+        self.learner.backward(objective.loss_sum if work else objective.loss_sum * 0.0, is_last)
+        if work is None:
             return MicroStats()
         sums |= objective.sums | {"entropy_sum": entropy.detach().sum(), "outside": output.outside.sum()}
         values = torch.stack([value.double() for value in sums.values()]).tolist()  # one transfer for all

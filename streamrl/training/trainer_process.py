@@ -2,7 +2,7 @@
 
 The commands (`protocol/controller_trainer.py`) are answered when done. Every rank gets the same commands in the same
 order, so collectives always meet. A single thread does all computing, so the event loop stays free for heartbeats and
-for sending weights.
+for sending weights, and a second thread packs the next micro-batch.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ from streamrl.runtime.device_turns import DeviceTurns, takes_turns
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.site_connections import CONTROLLER, PUBLISHER, bind_home, connect_inside, home_hub
 from streamrl.training.learner import Division, agreed_type
+from streamrl.training.packing import PackedShare
 from streamrl.training.rank_store import join_ranks
+from streamrl.training.received_ahead import ReceivedAhead
 from streamrl.training.trainer import Trainer, agreed_packing
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Link
@@ -102,6 +104,8 @@ class TrainerWorker:
 
         Each thread has its own current CUDA device and its own team of OpenMP threads, and several teams slow each
         other down."""
+        self.packer = ThreadPoolExecutor(1, "pack")
+        """The thread that packs the next micro-batch meanwhile; it calls nothing that has OpenMP threads."""
         self.checkpoints = CheckpointFolder(context.run_dir / layout.CHECKPOINTS)
         visible = visible_devices()[int(os.environ["LOCAL_RANK"]) :][:1] if self.cuda else []
         turns = DeviceTurns(context.run_dir, visible, self.waits)
@@ -133,10 +137,12 @@ class TrainerWorker:
             self._say(waiting_for(["the controller"]))
             await connect_inside(self.context, link, CONTROLLER, self.context.addresses.controller)
             self._say(READY)
+            commands = ReceivedAhead(link.receive, self._pack_ahead)
             try:
                 while True:
-                    await self._handle(link, await link.receive())
+                    await self._handle(link, *await commands.next())
             finally:
+                commands.close()
                 await link.close()
                 await self.hub.close()
 
@@ -166,7 +172,8 @@ class TrainerWorker:
         critic_path = resolve_model(own_critic) if own_critic else None
         pool = self.context.cluster.sites[self.context.cluster.trainer_site].trainer
         assert pool is not None
-        division = Division(pool.nodes if pool.sharding == "hybrid" else 1, pool.tensor_parallel)
+        copies = pool.nodes if pool.sharding == "hybrid" else 1
+        division = Division(copies, pool.tensor_parallel, pool.reduce_gradients, pool.compile)
         model = resolve_model(self.run_config.model.path)
         published = getattr(torch, self.context.wire_type)
         self._say("deciding how to pack groups")
@@ -193,7 +200,14 @@ class TrainerWorker:
             self.run_config = self.context.run
             log.info("computing in %s, like the other ranks", agreed)
 
-    async def _handle(self, link: Link, delivery: Delivery) -> None:
+    async def _pack_ahead(self, delivery: Delivery) -> PackedShare | None:
+        """Pack a micro-batch, and begin to move it to the device, beside the computing thread; None: it is none."""
+        if not isinstance(order := delivery.body, Train):
+            return None
+        groups = from_wire(body_of(order), delivery.arrays)
+        return await asyncio.get_running_loop().run_in_executor(self.packer, self.trainer.ready, groups)
+
+    async def _handle(self, link: Link, delivery: Delivery, share: PackedShare | None) -> None:
         now = time.time if self.context.one_machine else link.hub_time  # this node's clock may be wrong
         started = now()
         arrays: Arrays = {}
@@ -213,8 +227,8 @@ class TrainerWorker:
                 arrays, answer = {"estimates": estimates}, EstimateDone
             case Train() as order:
                 self.state = "training"
-                groups = from_wire(body_of(order), delivery.arrays)
-                stats = await self._compute(self.trainer.accumulate, groups, order.is_last, order.reference_given)
+                assert share is not None
+                stats = await self._compute(self.trainer.accumulate, share, order.is_last, order.reference_given)
                 answer = functools.partial(TrainDone, stats=asdict(stats))
             case OptimizerStep() as order:
                 self.state = "optimizer step"

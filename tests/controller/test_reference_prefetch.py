@@ -13,7 +13,9 @@ from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.reference_prefetch import Preparation
 from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.trainer_client import Trainers
-from streamrl.rollouts.micro_batch import TrainGroup, deal, from_wire
+from streamrl.protocol.controller_trainer import Publish
+from streamrl.rollouts.micro_batch import TrainGroup, from_wire
+from streamrl.rollouts.rank_shares import deal
 from streamrl.rollouts.types import FloatArray, Group
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery
@@ -185,6 +187,57 @@ def test_ranks_that_share_layers_get_the_same_groups_and_answer_once() -> None:
         ("trainer-2", second.group_id),
         ("trainer-3", second.group_id),
     ]
+
+
+def test_a_micro_batch_may_follow_another_and_each_is_answered_in_its_turn() -> None:
+    hub = _Hub()
+    waits = WaitRegistry("test")
+    trainers = Trainers(hub, waits, ranks=2, limit_s=60.0)  # type: ignore[arg-type]
+
+    def answer(rank: int, kind: str, body: int) -> list[int] | None:
+        delivery = Delivery(f"trainer-{rank}", f"{kind}_done", body, {}, lambda: None)
+        assert trainers.awaits(delivery)
+        found = trainers.answered(delivery)
+        return None if found is None else [one.body for one in found]
+
+    async def play() -> None:
+        await trainers.train([[], []], is_last=False)
+        assert trainers.busy and trainers.takes_micro_batch
+        await trainers.train([[], []], is_last=True)
+        assert not trainers.takes_micro_batch
+        assert answer(0, "train", 1) is None and answer(0, "train", 2) is None  # rank 0 is ahead of rank 1
+        assert not trainers.awaits(Delivery("trainer-0", "train_done", 3, {}, lambda: None))
+        assert answer(1, "train", 1) == [1, 1]
+        assert waits.begun == {"trainer"} and trainers.takes_micro_batch
+        assert answer(1, "train", 2) == [2, 2]
+        assert not trainers.busy and not waits.begun
+        await trainers.ask(Publish())
+        assert not trainers.takes_micro_batch  # all else goes alone
+        assert not trainers.awaits(Delivery("trainer-0", "train_done", 3, {}, lambda: None))
+
+    asyncio.run(play())
+
+
+def test_only_a_micro_batch_that_waiting_would_not_make_larger_is_sent_ahead() -> None:
+    pool, batch = pool_of("abcd"), StepBatch(config(4), 1)
+    for name in "abc":
+        finish(pool, name, [0.0, 1.0])
+        batch.take(pool.take())
+    first, second, third = batch.queue
+    assert batch.next_micro_batch(first.tokens, 1) == ([[first]], False)
+    assert batch.next_micro_batch(second.tokens, 1) == ([[second]], False)  # full
+    assert batch.next_micro_batch(2 * third.tokens, 1) is None  # more may come
+    finish(pool, "d", [0.0, 1.0])
+    batch.take(pool.take())
+    assert batch.samples_trained == 0
+    batch.micro_batch_done([{}])
+    assert (batch.samples_trained, batch.in_flight) == (2, True)
+    shares, is_last = batch.next_micro_batch(1000, 1) or ([], False)  # the step has all its groups
+    assert is_last and [one.group_id for one in shares[0]] == [third.group_id, "d"]
+    batch.micro_batch_done([{}])
+    assert not batch.trained
+    batch.micro_batch_done([{}])
+    assert batch.trained
 
 
 def test_all_ranks_compute_the_reference_or_none_does() -> None:

@@ -11,14 +11,13 @@ import pytest
 from streamrl.rollouts.micro_batch import (
     TrainGroup,
     TrainSequence,
-    balance,
-    deal,
     from_wire,
     loss_normalizer,
     split_into_micro_batches,
     split_into_rows,
     to_wire,
 )
+from streamrl.rollouts.rank_shares import balance
 
 
 def group(name: str, prompt: int, *completions: int) -> TrainGroup:
@@ -111,43 +110,6 @@ def test_groups_of_one_trajectory_are_never_cut_from_each_other_nor_dealt_to_two
     same = rows[0].prompt_tokens  # groups of a trajectory are kept apart where they share a prompt
     joined = split_into_rows([rows[0], replace(rows[1], prompt_tokens=same)], 9)
     assert lengths(joined) == [[("a", 1, [2, 2]), ("b", 1, [2, 2])]]
-
-
-def test_the_longest_group_goes_first_and_each_to_the_emptiest_rank() -> None:
-    groups = [group("a", 1, 1), group("b", 1, 6), group("c", 1, 4), group("d", 1, 3), group("e", 1, 1)]
-    # 7 | 5; 4 to the second (9); 2 to the first (9); 2 to the first of two equal ranks
-    assert [[one.group_id for one in share] for share in balance(groups, 2)] == [["b", "a", "e"], ["c", "d"]]
-    assert balance([], 2) == [[], []]
-
-
-def test_ranks_get_runs_of_the_list_or_balanced_shares_of_what_is_left() -> None:
-    groups = [group("a", 1, 3), group("b", 1, 3), group("c", 1, 3)]
-    shares, rest = deal(groups, 4, 2)
-    assert (lengths(shares), lengths([rest])) == ([[("a", 1, [3])], [("b", 1, [3])]], [[("c", 1, [3])]])
-    shares, rest = deal(groups, 4, 3)
-    assert (lengths(shares), rest) == ([[("a", 1, [3])], [("b", 1, [3])], [("c", 1, [3])]], [])
-    shares, rest = deal(groups[:2], 8, 2)  # one run, two ranks
-    assert (lengths(shares), rest) == ([[("a", 1, [3])], [("b", 1, [3])]], [])
-    assert deal([], 4, 2) == ([[], []], [])
-
-
-def test_shares_of_fewer_runs_than_ranks_are_about_equal() -> None:
-    groups = [group(name, 1, size) for name, size in (("a", 4), ("b", 4), ("c", 2), ("d", 2), ("e", 2))]
-    # runs of at most 9 of 5, 5, 3, 3, 3: [a] [b c] [d e]
-    shares, rest = deal(groups, 9, 4)
-    assert ([[one.group_id for one in share] for share in shares], rest) == ([["a"], ["b"], ["c", "e"], ["d"]], [])
-    # a share may be full: runs of 5 + 3 and 5, shares of 5, 5 and 3
-    shares, rest = deal([group("a", 1, 4), group("b", 1, 2), group("c", 1, 4)], 8, 3)
-    assert ([[one.group_id for one in share] for share in shares], rest) == ([["a"], ["c"], ["b"]], [])
-    # exactly the limit is not too much
-    shares, rest = deal([group("a", 1, 2), group("b", 1, 4)], 5, 3)
-    assert ([[one.group_id for one in share] for share in shares], rest) == ([["b"], ["a"], []], [])
-
-
-def test_shares_are_runs_where_a_share_would_exceed_the_limit() -> None:
-    """A sequence of 13 tokens exceeds every limit; the runs are as good as equal shares, and are in order."""
-    shares, rest = deal([group("a", 1, 1), group("b", 1, 12)], 5, 4)
-    assert (lengths(shares), rest) == ([[("a", 1, [1])], [("b", 1, [12])], [], []], [])
 
 
 def test_the_normalizer_is_at_least_1() -> None:

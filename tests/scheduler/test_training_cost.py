@@ -17,6 +17,7 @@ from scheduler.cost.training_cost import (
     TrainerLayout,
     compute_seconds,
     exactly,
+    layout_on,
     memory_per_gpu,
     smallest_trainer,
     switch_seconds,
@@ -206,3 +207,19 @@ def test_a_slower_network_makes_sharding_across_machines_slower() -> None:
 def test_turns_cost_more_for_larger_states() -> None:
     gpu = device("H800")
     assert switch_seconds(MODELS["7b"], PPO, gpu, 32, 32) > switch_seconds(MODELS["7b"], GRPO, gpu, 32, 32) > 0
+
+
+def test_gradients_are_reduced_once_where_the_whole_of_them_is_small_and_are_counted_so() -> None:
+    gpu, step = device("H100"), StepTokens(4e6, 4e9, 8000, 1000)
+    small, large = MODELS["1.5b"], MODELS["7b"]  # 6 and 30 GB of gradients, of 80 GB
+    assert layout_on(gpu, small, 8).whole_gradients and not layout_on(gpu, large, 8).whole_gradients
+    assert not layout_on(gpu, small, 1).whole_gradients  # nothing is summed over ranks
+    kept, sharded = (memory_per_gpu(small, PPO, TrainerLayout(8, 1, whole), 8000) for whole in (True, False))
+    assert kept - sharded == pytest.approx(2 * 4 * small.parameters * 7 / 8)
+    once = exactly(small, GRPO, gpu, 8, step)
+    assert once is not None
+    rounds = math.ceil(step.tokens / 8 / 32_768)
+    weights = small.parameters * (once.shard - 1) / once.shard
+    link = gpu.link_gb_s * 1e9 / 2
+    if once.shard > 1:
+        assert once.communication_s == pytest.approx((rounds * 4 + 4) * weights / link)

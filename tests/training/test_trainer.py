@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -20,18 +23,19 @@ from streamrl.errors import RunFailed
 from streamrl.rollouts.micro_batch import (
     TrainGroup,
     TrainSequence,
-    balance,
     from_wire,
     split_into_micro_batches,
     to_wire,
 )
+from streamrl.rollouts.rank_shares import balance
 from streamrl.rollouts.types import FloatArray
 from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.training.critic import load_critic
-from streamrl.training.learner import Division, Learner
+from streamrl.training.learner import Division, Learner, compile_layers
 from streamrl.training.objective import policy_objective
-from streamrl.training.packing import pack
+from streamrl.training.packing import PackedShare, pack
 from streamrl.training.policy_model import load_policy
+from streamrl.training.received_ahead import ReceivedAhead
 from streamrl.training.tensor_parallel import plan_of
 from streamrl.training.trainer import Trainer
 from streamrl.training.truncation import Truncation
@@ -474,7 +478,10 @@ def _rank(
             shares = [groups, []]  # one rank may have nothing to do, the other nothing to prepare
             trainer.accumulate(_prepared_by_others(trainer, worker, shares), is_last=True, reference_given=True)
         else:
-            trainer.accumulate(shares[worker], is_last=True)
+            with patch.object(dist, "reduce_scatter_tensor", wraps=dist.reduce_scatter_tensor) as reduced:
+                trainer.accumulate(shares[worker][:1], is_last=False)
+                trainer.accumulate(shares[worker][1:], is_last=True)
+            reductions = reduced.call_count
         if step == 0:
             gradient = torch.cat([workers * _full(p.grad).flatten() for p in trainer.policy.parameters()])
         for update in range(config.batch.updates):
@@ -495,6 +502,7 @@ def _rank(
     if rank == 0:
         torch.save(weights, directory / "weights.pt")
         torch.save(gradient, directory / "gradient.pt")
+        (directory / "reductions").write_text(str(reductions))
     dist.destroy_process_group()
 
 
@@ -548,6 +556,11 @@ def gradient_of(run: Path) -> torch.Tensor:
     return torch.load(run / "gradient.pt")
 
 
+def reductions_of(run: Path) -> int:
+    """Sums of gradients over ranks in the first step's two micro-batches."""
+    return int((run / "reductions").read_text())
+
+
 def test_two_ranks_equal_one_and_checkpoints_load_on_either(tiny_model: Path, tmp_path: Path) -> None:
     algorithm, start = EVERYTHING, start_of(tiny_model)
     one = _spawn(1, tiny_model, tmp_path / "one", algorithm)
@@ -556,7 +569,7 @@ def test_two_ranks_equal_one_and_checkpoints_load_on_either(tiny_model: Path, tm
     same_updates(two, one, start)
     # every completion in a row of its own, in small parts, of which one rank has more than the other
     rows = {"packing": "separate", "micro_batch_tokens": 64}
-    separate = _spawn(2, tiny_model, tmp_path / "separate", algorithm, batch=rows)
+    separate = _spawn(2, tiny_model, tmp_path / "separate", algorithm, None, Division(reduction="micro_batch"), rows)
     assert relative_error(gradient_of(tmp_path / "separate"), gradient_of(tmp_path / "one")) < 1e-5
     same_updates(separate, one, start)
     # two more steps from the 2-rank checkpoint on one rank and on two: optimizer state has moved along
@@ -566,8 +579,11 @@ def test_two_ranks_equal_one_and_checkpoints_load_on_either(tiny_model: Path, tm
     assert relative_error(gradient_of(tmp_path / "again-two"), gradient_of(tmp_path / "again-one")) < 1e-5
     same_updates(again_two, again_one, two)
     # two nodes of two ranks with a copy of the models each (HSDP), and from its checkpoint to two ranks
-    hybrid = _spawn(4, tiny_model, tmp_path / "hybrid", algorithm, division=Division(copies=2))
+    hybrid = _spawn(4, tiny_model, tmp_path / "hybrid", algorithm, division=Division(copies=2, reduction="micro_batch"))
     same_updates(hybrid, one, start)
+    units = 2 * (2 + 1)  # policy and critic: two layers and the rest
+    assert [reductions_of(tmp_path / name) for name in ("two", "hybrid")] == [units, 2 * units]
+    assert reductions_of(tmp_path / "separate") > 2 * units  # micro-batches of several passes
     again = _spawn(2, tiny_model, tmp_path / "again", WHITENED, tmp_path / "hybrid", batch=TWO_UPDATES)
     same_updates(again, again_one, hybrid)
 
@@ -583,6 +599,65 @@ def test_ranks_that_share_layers_equal_one_and_checkpoints_load_on_either(tmp_pa
     both = _spawn(4, model, tmp_path / "both", EVERYTHING, tmp_path / "shared", Division(layers=2))
     assert relative_error(gradient_of(tmp_path / "both"), gradient_of(tmp_path / "again")) < 1e-5
     same_updates(both, again, shared, 1e-2)
+
+
+def test_a_rank_without_work_computes_only_where_a_gradient_is_needed(tiny_model: Path, one_rank: None) -> None:
+    trainer = Trainer(run_config(tiny_model), str(tiny_model), CPU)
+    with patch.object(trainer.policy, "forward", wraps=trainer.policy.forward) as passes:
+        trainer.accumulate([], is_last=False)
+        trainer.accumulate(random_groups(1), is_last=False)
+        trainer.accumulate([], is_last=True)
+        assert passes.call_count == 1
+        trainer.step(0, 1.0)
+        trainer.accumulate([], is_last=True)  # AdamW's moments move the weights in a step without samples, too
+        assert passes.call_count == 2
+    assert not any(p.grad.any() for p in trainer.policy.parameters())
+
+
+def test_compiled_layers_compute_the_same_in_one_graph_for_rows_of_any_length(tiny_model: Path) -> None:
+    plain, compiled = load_policy(str(tiny_model)), load_policy(str(tiny_model))
+    graphs = CompileCounter()
+    compile_layers(compiled.model.base_model, graphs)
+    for seed in range(2):
+        batch = pack(random_groups(2 + seed, seed))
+        for policy in (plain, compiled):
+            policy(batch, 1.0).logprobs.sum().backward()
+        assert graphs.frame_count == 2  # before and after the attention
+    for ours, theirs in zip(compiled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_a_micro_batch_is_received_and_packed_while_another_one_is_computed(tiny_model: Path, one_rank: None) -> None:
+    trainer, groups = Trainer(run_config(tiny_model), str(tiny_model), CPU), random_groups(4)
+    whole = accumulated_gradient(trainer, [groups])
+
+    async def play() -> list[str]:
+        order: list[str] = []
+        coming: asyncio.Queue[int] = asyncio.Queue()
+        packed = asyncio.Event()
+
+        async def pack_one(number: int) -> PackedShare:
+            order.append(f"packs {number}")
+            packed.set()
+            return trainer.ready([groups[number]])
+
+        commands = ReceivedAhead(coming.get, pack_one)
+        for number in range(4):
+            coming.put_nowait(number)
+        for number in range(4):
+            packed.clear()
+            _, share = await commands.next()
+            if number < 3:
+                await packed.wait()  # the next one, before this one is computed
+            order.append(f"computes {number}")
+            trainer.accumulate(share, is_last=number == 3)
+        commands.close()
+        return order
+
+    order = asyncio.run(play())
+    assert order.index("packs 2") < order.index("computes 1") < order.index("packs 3") < order.index("computes 2")
+    ours = torch.cat([p.grad.flatten() for p in trainer.policy.parameters()])
+    assert relative_error(ours, whole) < 1e-5
 
 
 def test_layers_that_cannot_be_shared_are_refused(tiny_model: Path) -> None:
