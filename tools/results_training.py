@@ -69,6 +69,48 @@ def _staleness_ess() -> str:
     return f"{read('staleness')['summary']['async-4']['ess_sequence']:.2f}"
 
 
+LAST = 5
+"""Last steps of the runs with killed rewards whose mean reward is told."""
+
+
+@named(FIGURES, "void-rewards")
+def _void_rewards() -> str:
+    runs = [run for run in read("void_rewards")["runs"] if not run["error"]]
+    killed = [run for run in runs if run["arm"] != "undisturbed"]
+    told = []
+    for run in sorted(killed, key=lambda run: sum(run["deaths"]["void"].values())):
+        found = run["deaths"]
+        void = sum(found["void"].values())
+        told.append(
+            f"{void} of {found['judged']} ({percent(void / found['judged'], 1)}, {len(found['void'])} causes): "
+            f"{found['wounded']} of {found['groups']} groups have dead"
+        )
+    deaths = [run["deaths"] for run in killed]
+    error, if_zero = (max(found[key] for found in deaths) for key in ("error", "error_if_zero"))
+    lost, replaced, trained = (sum(found[key] for found in deaths) for key in ("lost", "replaced", "dead_trained"))
+    return (
+        f"{'; '.join(told)}. {lost} groups with two survivors lost, {replaced} replaced, {trained} dead trained; "
+        f"advantages off by {error:.0e} at most (up to {if_zero:.2f} if the dead counted as 0)"
+    )
+
+
+@named(FIGURES, "void-rewards-curve")
+def _void_rewards_curve() -> str:
+    def figures(run: dict[str, Any]) -> tuple[float, float]:
+        rewards = [row["reward_mean"] or 0.0 for row in run["rows"]]
+        return mean(rewards[-LAST:]), mean(rewards)
+
+    runs = [run for run in read("void_rewards")["runs"] if not run["error"]]
+    undisturbed = [figures(run) for run in runs if run["arm"] == "undisturbed"]
+    bands = [f"{min(values):.3f} to {max(values):.3f}" for values in zip(*undisturbed, strict=True)]
+    told = [
+        f"{run['arm'].removeprefix('killed_')} % killed {figures(run)[0]:.3f} and {figures(run)[1]:.3f}"
+        for run in sorted(runs, key=lambda run: int(run["arm"].removeprefix("killed_").replace("undisturbed", "0")))
+        if run["arm"] != "undisturbed"
+    ]
+    return f"{'; '.join(told)}; {len(undisturbed)} undisturbed seeds {bands[0]} and {bands[1]}"
+
+
 @named(FIGURES, "agent-learning")
 def _agent_learning() -> str:
     found = read("agent_learning")
