@@ -478,7 +478,7 @@ def _rank(
             shares = [groups, []]  # one rank may have nothing to do, the other nothing to prepare
             trainer.accumulate(_prepared_by_others(trainer, worker, shares), is_last=True, reference_given=True)
         else:
-            with patch.object(dist, "reduce_scatter_tensor", wraps=dist.reduce_scatter_tensor) as reduced:
+            with patch.object(dist, "reduce_scatter_single", wraps=dist.reduce_scatter_single) as reduced:
                 trainer.accumulate(shares[worker][:1], is_last=False)
                 trainer.accumulate(shares[worker][1:], is_last=True)
             reductions = reduced.call_count
