@@ -30,7 +30,11 @@ def test_the_slope_is_shrunk_by_its_error_and_stays_between_0_and_1() -> None:
     values = np.asarray([-0.4, -0.6, 0.6, 0.4])
     assert _shrunk_slope(x, values, np.asarray([0, 1, 1, 0])) == pytest.approx(0.5 * (1 - 0.005 / 0.25))
     assert _shrunk_slope(x, 3 * x, apart) == 1.0 and _shrunk_slope(x, -x, apart) == 0.0
-    assert _shrunk_slope(x, np.asarray([-0.4, 0.6, -0.5, 0.6]), apart) == 0.0, "no clearer than its error"
+    assert _shrunk_slope(x, np.asarray([-0.4, 0.6, -0.5, 0.6]), apart) == 0.0, "downwards"
+    # slope .025, x rest .5, -.5, -.45 and .45: error .905 / 16
+    assert _shrunk_slope(x, np.asarray([-0.4, 0.6, -0.3, 0.6]), apart) == 0.0, "no clearer than its error"
+    # slope .5, rests +-.1, squares 1: error 4 x (.5 x .1)^2 = .01, so .5 x (1 - .01 / .25)
+    assert _shrunk_slope(x / 2, np.asarray([-0.15, -0.35, 0.35, 0.15]), apart) == pytest.approx(0.48)
     assert _shrunk_slope(np.ones(4), values, apart) == 0.0, "forecasts that are all the same"
 
 
@@ -81,6 +85,24 @@ def test_a_forecast_that_was_right_stays_as_it_is() -> None:
     assert (made.slope, made.intercept) == pytest.approx((1.0, 0.0))
     assert corrected.lengths == pytest.approx(forecast.lengths)
     assert np.log(corrected.tail) == pytest.approx(6.0 + 0.2 * TAIL_SCORES)
+
+
+def test_no_length_is_below_one_token() -> None:
+    made, forecast = Recalibration(), Forecast.lognormal(6.0, 0.2)
+    made.record([forecast] * FEWEST, [0.0] * FEWEST, ["g"] * FEWEST, [True] * FEWEST)
+    assert made.intercept == 0.0, "the log of 1"
+    made = learned(np.full(32, 6.0), np.tile([0.0, 0.4], 16))  # scores -1 and 1
+    assert made.intercept == pytest.approx(0.2)
+    assert min(made.corrected(Forecast.lognormal(6.0, 2.0)).lengths) == 1.0, "and not exp(0.2 - 2)"
+
+
+def test_a_tail_beyond_that_of_a_normal_deviate_is_kept_as_it_was_found() -> None:
+    """The largest 2.5 % all miss by the same; the last of the 16 levels, at 97 %, is not among them."""
+    scores = np.concatenate([np.repeat(NORMAL_SCORES[:-1], 65), np.full(25, 6.0)])
+    made = learned(np.full(1000, 6.0), 6.0 + 0.2 * scores)
+    largest = 6.0 - scores.mean()
+    assert made.scores[15] < 2.0
+    assert made.scores[16:] == pytest.approx([largest] * 5)
 
 
 def test_groups_of_different_steps_are_different_groups() -> None:

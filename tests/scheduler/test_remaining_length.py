@@ -36,6 +36,12 @@ def test_a_length_that_was_just_reached_is_outrun() -> None:
     assert beyond(np.asarray([[10.0]]), np.asarray([10.0])).tolist() == [[5.0] * 8 + [15.0] * 8]
 
 
+def test_a_request_without_a_forecast_is_one_that_outruns_it_with_its_first_token() -> None:
+    unknown = Request("a", "g", None, 5)
+    left = Remaining.of([unknown, unknown], [0, 8], np.inf)
+    assert left.values.tolist() == [[1.0] * 16, [4.0] * 8 + [12.0] * 8]
+
+
 def test_the_limit_cuts_what_is_left_of_requests_that_have_begun() -> None:
     values, produced = np.full((3, 1), 30.0), np.asarray([0.0, 1.0, 19.5])
     assert beyond(values, produced, 20.0).tolist() == [[30.0], [19.0], [1.0]]

@@ -80,6 +80,12 @@ def test_a_decay_ends_at_its_share_of_the_rate_and_stays_there() -> None:
     assert learning_rate(4, 5, options) == learning_rate(9, 5, options) == pytest.approx(0.2)
 
 
+def test_a_decay_over_one_step_or_none_divides_by_no_zero() -> None:
+    options = OptimizerConfig(lr=2.0, warmup_steps=0, decay="linear", min_lr_fraction=0.1)
+    assert learning_rate(0, 1, options) == 2.0
+    assert [learning_rate(step, 2, options) for step in range(2)] == pytest.approx([2.0, 0.2])
+
+
 def test_a_resumed_trainer_and_a_step_tried_again_have_the_rate_of_their_step(
     tiny_model: Path, one_rank: None, tmp_path: Path
 ) -> None:
