@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from streamrl.config.algorithm import Algorithm, PPOConfig
+from streamrl.training.advantages import gae, token_rewards
 from streamrl.training.corrections import correct, importance_weights
 from streamrl.training.losses import (
     TokenLoss,
@@ -24,6 +25,7 @@ from streamrl.training.losses import (
     token_weights,
     value_loss,
 )
+from streamrl.training.packing import PackedBatch
 
 
 @dataclass
@@ -218,6 +220,29 @@ def value_objective(
         "return_sq_sum": returns.square().sum(),
     }
     return Objective(loss_sum, sums)
+
+
+def value_advantages(
+    algorithm: PPOConfig,
+    batch: PackedBatch,
+    values: torch.Tensor,
+    logprobs: torch.Tensor | None,
+    reference: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (GAE advantages, returns), both [N]; with `kl.placement: reward` the KL is part of the rewards.
+
+    Args:
+        algorithm: the run file's `algorithm`.
+        batch: its `advantages` are its sequences' rewards.
+        values: [N], the critic's.
+        logprobs: [N], the policy's; None: not known.
+        reference: [N], the reference's; None: there is none.
+    """
+    kl, penalties = algorithm.kl, None
+    if logprobs is not None and reference is not None and kl.placement == "reward":
+        penalties = kl.coef * kl_estimate(logprobs, reference, kl.estimator)
+    rewards = token_rewards(batch.advantages, batch.row_ids, penalties)
+    return gae(rewards, values, batch.row_ids, algorithm.gamma, algorithm.lam)
 
 
 def _surrogate(

@@ -29,9 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from transformers import PretrainedConfig
 
-from scheduler.cost.model_shapes import Transformer
 from streamrl.config.algorithm import PPOConfig
 from streamrl.config.run import RunConfig
 from streamrl.errors import RunFailed, UserError
@@ -39,13 +37,19 @@ from streamrl.protocol.controller_trainer import Refusal
 from streamrl.rollouts.canary import Canary
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, split_into_rows
 from streamrl.rollouts.types import FloatArray
-from streamrl.training.advantages import gae, token_rewards
 from streamrl.training.critic import Critic, load_critic
 from streamrl.training.host_offload import HostOffload
 from streamrl.training.learner import AnyLearner, Division, Learner, compute_type, copy_weights, reshard, shard
 from streamrl.training.learning_rate import learning_rate, warm_up
-from streamrl.training.losses import kl_estimate
-from streamrl.training.objective import MicroStats, Objective, merged, policy_objective, value_objective
+from streamrl.training.objective import (
+    MicroStats,
+    Objective,
+    merged,
+    policy_objective,
+    value_advantages,
+    value_objective,
+)
+from streamrl.training.operations import TrainingOperations
 from streamrl.training.packing import PackedBatch, PackedShare, pack, pack_share
 from streamrl.training.packing_choice import Packing, decide_packing
 from streamrl.training.policy_model import Policy, load_policy
@@ -79,14 +83,6 @@ class StepResult:
     """Whether the gradient was discarded."""
     refused: Refusal | None = None
     """What was not finite, so that the gradient was discarded and nothing changed; None: everything was finite."""
-
-
-def _shape(config: PretrainedConfig) -> Transformer | None:
-    """Return the model's shape for counting operations; None: the cost model does not know its kind."""
-    try:
-        return Transformer.from_config("policy", config.to_dict())
-    except ValueError:
-        return None
 
 
 def agreed_packing(run: RunConfig, model_path: str) -> Packing:
@@ -140,7 +136,6 @@ class Trainer:
         self.learner: Learner[Policy] = Learner(policy, run.optimizer.lr, run, device, division)
         self.policy: Policy = self.learner.model
         self.layout = ShardedLayout(self.policy.model, published or compute_type(run), run.weights.generation_dtype)
-        self._shape = _shape(self.policy.model.config)
 
         def frozen() -> Policy:
             return shard(load_policy(model_path, attention=self.packing.attention), run, device, False, division)
@@ -153,6 +148,9 @@ class Trainer:
             own = agreed_packing(run, critic_path) if critic_path else self.packing
             critic = load_critic(critic_path or model_path, checkpointing, own.attention)
             self.critic = Learner(critic, self.ppo.critic.lr, run, device, division)
+        self.operations = TrainingOperations.of(
+            self.policy, self.reference is not None, self.proximal is not None, self.critic is not None
+        )
         self._nothing = pack([NOTHING]).to(device)
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         """Stream of the copies to a GPU."""
@@ -204,7 +202,7 @@ class Trainer:
                 logprobs = self._sampled_from(self.policy, batch).logprobs
                 reference = self._reference_logprobs(batch, reference_given)
             values = self.critic.model(batch)
-            columns = torch.stack([*self._advantages(batch, values, logprobs, reference), values], dim=1)
+            columns = torch.stack([*value_advantages(self.ppo, batch, values, logprobs, reference), values], dim=1)
             found.append(columns.cpu().numpy()[: None if work else 0])
         for learner in self.learners:
             reshard(learner.model)
@@ -295,7 +293,7 @@ class Trainer:
         return MicroStats(
             tokens=batch.loss_tokens,
             row_tokens=batch.row_tokens(self.policy.separate),
-            flops=self._flops(batch, reference_given),
+            flops=self.operations.count(batch, reference_given),
             sequences=batch.sequences,
             entropy_tokens=len(entropy),
             **dict(zip(sums, values, strict=True)),
@@ -305,20 +303,6 @@ class Trainer:
         """Run a model; all log-probabilities and entropies are of the distribution that it would sample from."""
         output: HeadOutput = model(batch, self.run.sampling.temperature, self.truncation, every_entropy)
         return output
-
-    def _flops(self, batch: PackedBatch, reference_given: bool) -> float:
-        """Return the operations that `accumulate` takes for a batch.
-
-        A backward pass counts as two forward passes (PaLM, arXiv 2204.02311, appendix B).
-        """
-        if self._shape is None:
-            return 0.0
-        separate = self.policy.separate
-        tokens, squares = batch.row_tokens(separate), batch.squares(separate)
-        extra = (self.reference is not None and not reference_given) + (self.proximal is not None)
-        policy = self._shape.forward_flops(tokens, squares, batch.loss_tokens)
-        critic = self._shape.forward_flops(tokens, squares, 0) if self.critic else 0.0
-        return (3 + extra) * policy + 3 * critic
 
     def _reference_logprobs(self, batch: PackedBatch, given: bool) -> torch.Tensor | None:
         """Return the reference's log-probabilities, [N]; None if the algorithm has no reference."""
@@ -345,24 +329,8 @@ class Trainer:
                 raise ValueError("a micro-batch was to bring its advantages and values, but some sequence has none")
             advantages, returns, old_values = batch.estimates.unbind(dim=1)
         else:
-            advantages, returns = self._advantages(batch, values, logprobs, reference)
+            advantages, returns = value_advantages(self.ppo, batch, values, logprobs, reference)
         return advantages, value_objective(self.ppo, values, returns, batch.sequence_tokens, old_values)
-
-    def _advantages(
-        self,
-        batch: PackedBatch,
-        values: torch.Tensor,
-        logprobs: torch.Tensor | None,
-        reference: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (GAE advantages, returns), both [N]; with `kl.placement: reward` the KL is part of the rewards."""
-        assert self.ppo is not None
-        kl = self.ppo.kl
-        penalties = None
-        if logprobs is not None and reference is not None and kl.placement == "reward":
-            penalties = kl.coef * kl_estimate(logprobs, reference, kl.estimator)
-        rewards = token_rewards(batch.advantages, batch.row_ids, penalties)
-        return gae(rewards, values, batch.row_ids, self.ppo.gamma, self.ppo.lam)
 
     def step(self, step: int, normalizer: float, skip: bool = False, update: int = 0) -> StepResult:
         """Take one optimizer step of policy and critic with the accumulated gradients, and clear them.

@@ -10,7 +10,7 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,15 +23,20 @@ from streamrl.config.run import RunConfig
 from streamrl.config.schedule import OnUpdate
 from streamrl.generation.drafts.lessons import DrafterLessons
 from streamrl.generation.instance.engine_config import Place, engine_config
+from streamrl.generation.instance.sample_parts import (
+    UNNAMED_VERSION,
+    first_token,
+    join,
+    seed_after,
+    token_versions,
+    versions_from,
+)
 from streamrl.machine.engine_settings import EngineSettings
 from streamrl.machine.model_files import resolve_model
 from streamrl.rollouts.canary import canary
-from streamrl.rollouts.seeds import derive_seed
 from streamrl.rollouts.types import FloatArray, PartialSample, Sample, SampleRequest
 from streamrl.runtime.device_turns import takes_turns
 
-UNNAMED_VERSION = -1
-"""Number of the weights that were loaded at start; no sample of a run is drawn from them."""
 WARM_BATCH = 4
 RELEASE_POLL_S = 0.01
 """Seconds between two checks whether vLLM knows a request that should be aborted."""
@@ -188,9 +193,9 @@ class Engine:
             sample_id=request.sample_id,
             completion_tokens=tokens,
             logprobs=np.asarray(logprobs, dtype=np.float32),
-            token_versions=_token_versions(completion.weight_versions, len(tokens)),
+            token_versions=token_versions(completion.weight_versions, len(tokens)),
             t_dispatched=t_dispatched,
-            t_first_token=_first_token(t_dispatched, started, first),
+            t_first_token=first_token(t_dispatched, started, first),
         )
         if request.kept is not None:
             partial = join(request.kept, partial)
@@ -281,9 +286,9 @@ class Engine:
                 sample_id,
                 np.asarray(tokens[first:], dtype=np.int32),
                 np.asarray([rows[n][tokens[n]].logprob for n in range(first, len(tokens))], dtype=np.float32),
-                _versions_from(state.weight_version_starts, len(tokens))[first:],
+                versions_from(state.weight_version_starts, len(tokens))[first:],
                 t_dispatched,
-                _first_token(t_dispatched, started, state.stats.first_token_ts if state.stats else 0.0),
+                first_token(t_dispatched, started, state.stats.first_token_ts if state.stats else 0.0),
             )
             found.append((kept + first, part))
         return found
@@ -335,7 +340,7 @@ class Engine:
             last = output
         if last is None or not last.finished or last.prompt_logprobs is None:
             raise RuntimeError("vLLM ended the canary without a result")
-        used = _token_versions(last.outputs[0].weight_versions, 1)
+        used = token_versions(last.outputs[0].weight_versions, 1)
         if self.version != version or int(used[0]) != version:
             return None
         rows = last.prompt_logprobs[len(one.prompt_tokens) :]
@@ -359,7 +364,7 @@ class Engine:
         if request.kept is not None:
             kept = len(request.kept.completion_tokens)
             prompt = np.concatenate([prompt, request.kept.completion_tokens])
-            seed = _seed_after(seed, kept)
+            seed = seed_after(seed, kept)
         greedy = request.temperature == 0
         params = SamplingParams(
             temperature=sampling.temperature if request.temperature is None else request.temperature,
@@ -475,41 +480,3 @@ def end_tokens(model: str, tokenizer: Any) -> list[int]:
         configured = GenerationConfig.from_pretrained(model).eos_token_id
         ids |= set(configured if isinstance(configured, list) else [configured])
     return sorted(i for i in ids if i is not None)
-
-
-def join(kept: PartialSample, more: PartialSample) -> PartialSample:
-    """Join one sample's tokens from two instances, in order; the times are those of the first."""
-
-    def both(name: str) -> np.ndarray:
-        return np.concatenate([getattr(kept, name), getattr(more, name)])
-
-    return replace(
-        kept,
-        completion_tokens=both("completion_tokens"),
-        logprobs=both("logprobs"),
-        token_versions=both("token_versions"),
-    )
-
-
-def _seed_after(seed: int, produced: int) -> int:
-    """Return the seed for the rest of a sample; with the original seed, the rest would repeat the same noise."""
-    return derive_seed(seed, str(produced))
-
-
-def _token_versions(spans: Any, length: int) -> np.ndarray:
-    """Convert vLLM's spans (version, start, end) to one version number per token, shape [length]."""
-    return _versions_from([(span.version, span.start) for span in spans or []], length)
-
-
-def _versions_from(starts: Sequence[tuple[str, int]], length: int) -> np.ndarray:
-    """Convert pairs (version, its first token) to one version number per token, shape [length]."""
-    versions = np.zeros(length, dtype=np.int32)
-    for version, start in starts:
-        # vLLM calls the weights "default" until they are numbered
-        versions[start:] = int(version) if version.isdecimal() else UNNAMED_VERSION
-    return versions
-
-
-def _first_token(t_dispatched: float, started: float, first: float) -> float:
-    """Return the unix seconds of a request's first token; `started` and `first` are monotonic (0: no token yet)."""
-    return t_dispatched + max(0.0, first - started) if first else t_dispatched

@@ -11,8 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from streamrl.generation.instance.calibration import batch_sizes, measure_quickly
-from streamrl.generation.instance.engine import UNNAMED_VERSION, Engine, Worked
+from streamrl.generation.instance.engine import Engine, Worked
 from streamrl.generation.instance.engine_config import Place
+from streamrl.generation.instance.sample_parts import UNNAMED_VERSION
 from streamrl.generation.site.pace import WorkedCurve, pace
 from streamrl.machine.gpus import visible_devices
 from streamrl.protocol.controller_site import CanaryMeasured, WeightAnswer, WeightCall
