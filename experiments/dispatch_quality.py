@@ -41,8 +41,9 @@ from scheduler.dispatch.outcome_trust import OutcomeTrust
 from scheduler.dispatch.registry import make_policy
 from scheduler.schedule.schedules import make_schedule
 from scheduler.simulation.generation_simulator import Outcome, SimulatedInstance, SimulatedRequest, simulate
-from scheduler.simulation.pipeline import Pipeline, Stages
+from scheduler.simulation.pipeline import Pipeline
 from scheduler.simulation.saving import RESAMPLES, resampled
+from scheduler.simulation.stages import Stages
 
 OUT = Path(__file__).parent / "results" / "dispatch_quality.json"
 LIMIT = 20_000

@@ -19,7 +19,8 @@ from scheduler.cost.decode import StepCurve
 from scheduler.dispatch.registry import make_policy
 from scheduler.schedule.schedules import make_schedule
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest
-from scheduler.simulation.pipeline import Pipeline, SimulatedLink, Stages
+from scheduler.simulation.pipeline import Pipeline
+from scheduler.simulation.stages import SimulatedLink, Stages
 from streamrl.config.cluster import SiteLink
 from streamrl.run_dir.layout import TRACE as TRACE_FILE
 from streamrl.run_dir.trace import read_trace, trace_origin

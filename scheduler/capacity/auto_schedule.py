@@ -30,7 +30,8 @@ from scheduler.cost.decode import Floats
 from scheduler.dispatch.policy import DispatchPolicy
 from scheduler.schedule.schedules import Schedule
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest
-from scheduler.simulation.pipeline import Pipeline, SimulatedLink, Stages
+from scheduler.simulation.pipeline import Pipeline
+from scheduler.simulation.stages import SimulatedLink, Stages
 
 MEASURED_STEPS = 6
 """Steady steps that a prediction averages over (more where weights are published rarely): enough that one group's

@@ -23,7 +23,8 @@ from scheduler.cost.training_cost import TrainerTime
 from scheduler.dispatch.registry import make_policy
 from scheduler.schedule.schedules import make_schedule
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest
-from scheduler.simulation.pipeline import Pipeline, SimulatedLink, Stages
+from scheduler.simulation.pipeline import Pipeline
+from scheduler.simulation.stages import SimulatedLink, Stages
 
 REQUESTS, GROUPS = 160, 32
 """Fewest simulated requests and groups of a batch. On the paper's 7B cluster, steps with 128 to 1,024 of them differ by

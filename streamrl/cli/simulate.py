@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from scheduler.schedule.rounds import Rounds
     from scheduler.schedule.schedules import Schedule
     from scheduler.simulation.generation_simulator import Outcome, SimulatedInstance
-    from scheduler.simulation.pipeline import PipelineOutcome, Stages
+    from scheduler.simulation.stages import PipelineOutcome, Stages
     from streamrl.planning.workload import Workload
 
 
@@ -146,7 +146,7 @@ def command(
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from scheduler.cost.speculative_decoding import Speculation
     from scheduler.dispatch.registry import POLICIES
-    from scheduler.simulation.pipeline import SimulatedLink, Stages
+    from scheduler.simulation.stages import SimulatedLink, Stages
     from streamrl.planning.simulated_fleet import simulated_fleet
     from streamrl.planning.workload import draw, replay
 

@@ -16,8 +16,9 @@ from scheduler.dispatch.policy import DispatchPolicy, Request
 from scheduler.dispatch.registry import make_policy, objective_of, policy_for
 from scheduler.schedule.schedules import make_schedule
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, simulate
-from scheduler.simulation.pipeline import Pipeline, Stages
+from scheduler.simulation.pipeline import Pipeline
 from scheduler.simulation.saving import resampled, resampled_ratios, saving, waited
+from scheduler.simulation.stages import Stages
 
 
 def test_a_group_is_trained_after_its_last_sample_and_after_the_groups_before_it() -> None:

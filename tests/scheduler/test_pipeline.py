@@ -16,7 +16,8 @@ from scheduler.dispatch.registry import make_policy
 from scheduler.schedule.rounds import PartialRollouts, Rounds, TailBatching
 from scheduler.schedule.schedules import make_schedule
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest
-from scheduler.simulation.pipeline import Pipeline, PipelineOutcome, SimulatedLink, Stages
+from scheduler.simulation.pipeline import Pipeline
+from scheduler.simulation.stages import PipelineOutcome, SimulatedLink, Stages
 
 UNIT = StepCurve((1, 64), (1.0, 1.0))
 """A second per token, whatever the batch."""
