@@ -55,6 +55,21 @@ def test_a_slow_instance_gets_less_until_its_factor_falls() -> None:
     assert "unknown" not in policy.instances
 
 
+def test_the_least_loaded_is_found_after_many_changes_of_load() -> None:
+    policy = LeastLoaded()
+    policy.join("a", 9)
+    policy.join("b", 9)
+    policy.submit(singles("1"))
+    assert seats(policy) == "a"
+    for _ in range(200):  # as notes of loads that are out of date are thrown away
+        policy.slow("b", 1.0)
+        policy._note_load(policy.instances["b"])
+        assert len(policy._by_load) <= 64 + 8 * 2 + 1
+        assert policy._by_load[0] <= min(policy._by_load)
+    policy.submit(singles("2"))
+    assert seats(policy) == "b"
+
+
 def test_slowness_scales_the_curve_once_and_a_measured_curve_as_well() -> None:
     policy = Fleet()
     policy.join("a", 2, CURVE)

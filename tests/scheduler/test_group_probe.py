@@ -137,6 +137,10 @@ def test_probes_that_wait_are_counted_and_can_be_withdrawn() -> None:
     assert [d.request_id for d in probing.decide()] == ["g2.0"]
 
 
+def test_running_requests_may_move_and_siblings_are_not_kept_together_unless_told_otherwise() -> None:
+    assert GroupProbe().migrate and GroupProbe().affinity == 0 and GroupProbe(affinity=2).affinity == 2
+
+
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("likeness", [0.0, 0.3, 0.8])
 def test_forecasts_given_siblings_are_those_of_the_random_effects_model(likeness: float, count: int) -> None:

@@ -13,7 +13,8 @@ from scheduler.cost.decode import PAPER_7B_H800, StepCurve, replica_time
 from scheduler.cost.expected_time import Worker, expected_time
 from scheduler.cost.length_forecast import Forecast, scenarios
 from scheduler.dispatch.baselines import LeastLoaded
-from scheduler.dispatch.partition import SCENARIOS, PromptGroups, _Timed, plan
+from scheduler.dispatch.dispatch_objective import Streamed
+from scheduler.dispatch.partition import SCENARIOS, Plan, PromptGroups, _Clock, _surely_cheaper, _Timed, plan
 from scheduler.dispatch.partition_candidates import blocks, even, greedy, packed, together
 from scheduler.dispatch.planned import SkewAware
 from scheduler.dispatch.policy import Request
@@ -287,6 +288,41 @@ def test_a_prompt_is_prefilled_once_for_the_siblings_on_an_instance() -> None:
     prompts = PromptGroups(["a", "a", "b"], [10, 10, 4])
     chosen = plan(np.full((3, 1), 3.0), [flat(4, per_prefill_token=0.5)], prompts=prompts)
     assert chosen.makespan == 3.0 + 0.5 * 14
+
+
+def test_what_a_streamed_plan_waits_for_is_slowed_by_the_prompts_that_are_read() -> None:
+    prompts = PromptGroups(["a", "b"], [10, 4])
+    lengths = np.asarray([[3.0], [1.0]])
+    # 3 steps and 7 s of prefill: 10 s; b ends after a third of them; then 13 tokens of a, or 18 of both, are trained
+    chosen = plan(lengths, [flat(4, per_prefill_token=0.5)], prompts=prompts, objective=Streamed(1.0))
+    assert (chosen.makespan, chosen.cost) == (10.0, pytest.approx(10 + 13))
+
+
+def test_the_clock_of_an_instance_by_hand() -> None:
+    curve = StepCurve((1, 2), (1.0, 2.0))
+    clock = _Clock.of(np.asarray([[4.0, 2.0], [1.0, 1.0]]), curve, np.asarray([1.5, 2.0]))
+    # two steps of both at 2 s and two of one at 1 s, all half as slow again; one step of both, twice as slow
+    assert clock.steps.tolist() == [[2.0, 4.0], [1.0, 1.0]] and clock.at.tolist() == [[6.0, 9.0], [4.0, 4.0]]
+    asked = np.asarray([[0.0, 1.0, 2.0, 3.0, 4.0, 9.0], [0.0, 0.5, 1.0, 1.0, 7.0, 0.25]])
+    assert clock.seconds(asked).tolist() == [[0.0, 3.0, 6.0, 7.5, 9.0, 9.0], [0.0, 2.0, 4.0, 4.0, 4.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("gains", "surely"),
+    [
+        ([1.0, 3.0], False),  # 2 is twice its standard error, and has to be more
+        ([1.0, 3.1], False),
+        ([1.0, 2.9], True),
+        ([0.4, 3.0, 0.4, 3.0], True),  # 1.7 against twice 1.50 / sqrt(4); without the n - 1: no other answer
+        ([1e-10], False),  # a rounding of the cost
+        ([1e-7], True),
+    ],
+)
+def test_a_plan_is_surely_cheaper_by_more_than_two_standard_errors(gains: list[float], surely: bool) -> None:
+    def costing(costs: np.ndarray) -> Plan:
+        return Plan("even", ((),), ((0,),), (), costs, costs)
+
+    assert _surely_cheaper(costing(5.0 - np.asarray(gains)), costing(np.full(len(gains), 5.0))) is surely
 
 
 def test_the_best_partition_by_hand() -> None:
