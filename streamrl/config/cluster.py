@@ -65,11 +65,6 @@ class TrainerPool(StrictModel):
         "(copies of hybrid sharding still once per step); auto: step where the whole gradient takes at most an eighth "
         "of a rank's memory",
     )
-    compile: bool = Field(
-        False,
-        description="compile each layer by torch.compile, which fuses what lies between products and attention; the "
-        "first steps take minutes longer",
-    )
     gpu: str = Field("cpu", description="GPU type of every rank, or 'cpu'")
     threads: int = Field(2, ge=1, description="CPU threads per rank (torch intra-op)")
     cores: Cores = None

@@ -6,7 +6,7 @@ wrapped, because FSDP would hold every weight and gradient twice and copy both i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
@@ -17,12 +17,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AttentionInterface
 
 from scheduler.cost.training_cost import reduces_once
 from streamrl.config.run import OptimizerConfig, RunConfig
 from streamrl.protocol.controller_trainer import Refusal
-from streamrl.training.attention import SHARED_PREFIX, shared_prefix_attention
 from streamrl.training.critic import Critic
 from streamrl.training.policy_model import Policy
 from streamrl.training.tensor_parallel import parallelize
@@ -67,8 +65,6 @@ class Division:
     """Ranks that share each layer (tensor parallel) and work on the same micro-batches."""
     reduction: Literal["auto", "step", "micro_batch"] = "auto"
     """How often the ranks sum their gradients (`trainer.reduce_gradients`)."""
-    compiled: bool = False
-    """Whether layers are compiled (`trainer.compile`)."""
 
     @property
     def workers(self) -> int:
@@ -119,27 +115,11 @@ def shard(
         RunFailed: the layers cannot be shared among ranks.
     """
     model.to(device)
-    if division is not None and division.compiled:
-        compile_layers(model.model.base_model)
     if dist.get_world_size() > 1 or compute_type(run) != torch.float32:
         _fully_shard(model, run, device, division or Division())
     if not trainable:
         model.requires_grad_(False).eval()
     return model
-
-
-def compile_layers(trunk: Any, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Compile every decoder layer of a trunk, in place: around its attention, whose kernels remain calls.
-
-    One graph of any number of tokens serves all layers, as in torchtitan; the layout of a row is no part of it.
-
-    Args:
-        trunk: model without its head.
-        backend: torch.compile's backend.
-    """
-    AttentionInterface.register(SHARED_PREFIX, torch.compiler.disable(shared_prefix_attention))
-    for layer in trunk.layers:
-        layer.compile(dynamic=True, backend=backend)
 
 
 def _fully_shard(model: Policy | Critic, run: RunConfig, device: torch.device, division: Division) -> None:

@@ -102,7 +102,10 @@ class PackedBatch:
         """Return the batch on another device; copies to a GPU are only begun, from pinned memory."""
         if device.type == "cpu":
             return self
-        moved = {name: value.pin_memory().to(device, non_blocking=True) for name, value in self.tensors.items()}
+        there = self.tensors
+        if device.type == "cuda":
+            there = {name: value.pin_memory() for name, value in there.items()}
+        moved = {name: value.to(device, non_blocking=True) for name, value in there.items()}
         changes: dict[str, Any] = dict(moved)
         return replace(self, **changes)
 

@@ -173,7 +173,7 @@ class TrainerWorker:
         pool = self.context.cluster.sites[self.context.cluster.trainer_site].trainer
         assert pool is not None
         copies = pool.nodes if pool.sharding == "hybrid" else 1
-        division = Division(copies, pool.tensor_parallel, pool.reduce_gradients, pool.compile)
+        division = Division(copies, pool.tensor_parallel, pool.reduce_gradients)
         model = resolve_model(self.run_config.model.path)
         published = getattr(torch, self.context.wire_type)
         self._say("deciding how to pack groups")

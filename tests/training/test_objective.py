@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from streamrl.config.algorithm import Algorithm, AlgorithmConfig
+from streamrl.config.algorithm import Algorithm, AlgorithmConfig, PPOConfig
 from streamrl.training.corrections import correct, importance_weights
 from streamrl.training.objective import MicroStats, policy_objective, value_objective
 from tests.training.test_losses import IDS, KL, clipped, spans, vector
@@ -169,7 +169,9 @@ def test_the_sums_by_hand() -> None:
             "truncated": 0.0,
         }
     )
-    value = value_objective(config, vector([0.5, 0.0, 1.0]), vector([1.0, 1.0, -1.0]), torch.tensor([2, 2, 1])).sums
+    ppo = algorithm("ppo", critic={}, aggregation=config.aggregation)
+    assert isinstance(ppo, PPOConfig)
+    value = value_objective(ppo, vector([0.5, 0.0, 1.0]), vector([1.0, 1.0, -1.0]), torch.tensor([2, 2, 1])).sums
     assert {name: float(x) for name, x in value.items()} == {
         "value_loss_sum": 0.5 * (0.25 + 1.0) / 2 + 0.5 * 4.0,
         "value_sq_error_sum": 0.25 + 1.0 + 4.0,
