@@ -189,6 +189,11 @@ def means_only(values: Any, count: int, seed: int, limit: float = np.inf, tails:
     return np.repeat(values.mean(axis=1)[None], count, axis=0)
 
 
+def certain_step_cost(every: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a cost of a step that takes every number of requests for certain."""
+    return lambda alive, curve, slots, uncertain=None: every(alive, curve, slots)
+
+
 UNCERTAIN = ("forecasts", "honest", "overconfident", "runaways")
 STREAM, PROMPTS = ("stream", "stream, fast", "stream, slow"), ("prompts", "true lengths", "forecasts")
 PARTS: dict[str, Part] = {
@@ -245,24 +250,12 @@ PARTS: dict[str, Part] = {
     ),
     "binomial step": Part(
         "expected step time of an uncertain number of requests",
-        lambda: [
-            (
-                expected_time,
-                "step_cost",
-                lambda alive, curve, slots, uncertain=None, every=expected_time.step_cost: every(alive, curve, slots),
-            )
-        ],
+        lambda: [(expected_time, "step_cost", certain_step_cost(expected_time.step_cost))],
         sets=UNCERTAIN,
     ),
     "binomial blocks": Part(
         "the same in the dynamic programming over stretches",
-        lambda: [
-            (
-                partition_candidates,
-                "step_cost",
-                lambda alive, curve, slots, uncertain=None, every=expected_time.step_cost: every(alive, curve, slots),
-            )
-        ],
+        lambda: [(partition_candidates, "step_cost", certain_step_cost(expected_time.step_cost))],
         sets=UNCERTAIN,
     ),
     **{

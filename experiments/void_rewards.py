@@ -43,7 +43,7 @@ ARMS = {UNDISTURBED: (0, 1, 2), "killed_15": (0,), "killed_5": (0,)}
 COLOURS = {UNDISTURBED: "#444444", "killed_5": "#2f7ed8", "killed_15": "#e0801f"}
 STEPS = 16
 STEP_S = 17.0
-"""Of a step, roughly."""
+"""Rough seconds of a step."""
 LAST = 5
 """Steps whose mean reward is compared."""
 SMOOTH = 3
@@ -55,9 +55,9 @@ COMMON = (
     "deadlines.reward_s=5",
     "checkpoint.every=1000",
 )
-"""Of all runs: a death is final, and one that hangs ends soon."""
+"""Settings of all runs: a death is final, and one that hangs ends soon."""
 COLUMNS = {"step", "time", "step_time_s", "reward_mean", "samples_trained", "samples_judged", "samples_void"}
-"""Of metrics.jsonl, that are kept."""
+"""Columns of metrics.jsonl that are kept."""
 
 
 def write_questions(path: Path) -> None:

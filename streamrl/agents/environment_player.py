@@ -46,7 +46,7 @@ class EnvironmentPlayer:
         self._tasks = {task.key: task for task in tasks}
         self._output = output
         self._pools: dict[str, EnvironmentPool] = {}
-        """By environment and its settings."""
+        """Processes, by `AgentTask.environment_key`."""
         self._connections: httpx2.AsyncHTTPTransport | None = None
 
     async def start(self, timeout_s: float) -> None:
@@ -58,7 +58,7 @@ class EnvironmentPlayer:
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
         self._connections = httpx2.AsyncHTTPTransport(verify=False, trust_env=False, limits=limits)
         for task in self._tasks.values():
-            if (key := _key(task)) not in self._pools:
+            if (key := task.environment_key) not in self._pools:
                 assert task.environment is not None
                 installed, use = find_environment(task.environment.name), task.environment
                 pool = EnvironmentPool(use, installed, self._output, task.deadlines.tool_s, timeout_s)
@@ -73,7 +73,7 @@ class EnvironmentPlayer:
         client = AgentClient(live, base_url, api_key, self._connections)
         game = _Game(task, live, client)
         try:
-            async with self._pools[_key(task)].place(api_key) as place:
+            async with self._pools[task.environment_key].place(api_key) as place:
                 live.begin()  # an episode that waits for room has not begun
                 playing = asyncio.ensure_future(game.play(place, order))
                 expiring = asyncio.ensure_future(live.over.wait())
@@ -152,8 +152,3 @@ class _Game:
         self._metrics["environment_wait_s"] += answer.waited_s
         self._metrics["environment_steps"] += what == "step"
         return answer.result
-
-
-def _key(task: AgentTask) -> str:
-    assert task.environment is not None
-    return f"{task.environment.model_dump_json()} {task.deadlines.tool_s}"

@@ -154,6 +154,13 @@ class AgentTask(StrictModel):
         """Unique name of the task in a run."""
         return self.name
 
+    @property
+    def environment_key(self) -> str:
+        """What names the processes of its environment, which tasks with the same key share; '': it has none."""
+        if self.environment is None:
+            return ""
+        return f"{self.environment.model_dump_json()} {self.deadlines.tool_s}"
+
     @model_validator(mode="after")
     def _one_agent_and_one_source(self) -> Self:
         agents = [name for name in ("run", "command", "environment") if getattr(self, name) is not None]

@@ -273,7 +273,7 @@ def environment_processes(run: RunConfig, sites: int) -> int:
         run: the run file.
         sites: sites with agents, each of which has all environments.
     """
-    uses = {task.environment.model_dump_json(): task.environment for task in run.agent_tasks if task.environment}
+    uses = {task.environment_key: task.environment for task in run.agent_tasks if task.environment}
     return max(1, sites * sum(use.processes for use in uses.values()))
 
 

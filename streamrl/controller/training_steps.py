@@ -195,7 +195,7 @@ class TrainingSteps:
     async def _feed_trainer(self) -> None:
         """Send the trainer its next micro-batch, if one is ready; else let it work ahead for waiting groups."""
         limits = self.run.batch.micro_batch_tokens, len(self.trainers.workers)
-        if (unknown := self.batch.estimation.next(*limits)) is not None:
+        if (unknown := self.batch.estimation.next(*limits, self.batch.square_cost)) is not None:
             await self.trainers.estimate(unknown)
         elif (micro := self.batch.next_micro_batch(*limits)) is not None:
             await self.trainers.train(*micro)

@@ -39,16 +39,17 @@ class ValueEstimation:
         """Let groups be estimated, unless they are already: an update that is tried again uses what is known."""
         self.waiting += [one for one in groups if any(row.sample_id not in self.known for row in one.sequences)]
 
-    def next(self, max_tokens: int, ranks: int) -> list[list[TrainGroup]] | None:
+    def next(self, max_tokens: int, ranks: int, square_cost: float = 0.0) -> list[list[TrainGroup]] | None:
         """Return each rank's share of the next request; None: nothing waits.
 
         Args:
             max_tokens: limit on the packed tokens of a rank.
             ranks: number of workers of the trainer.
+            square_cost: see `rank_shares.cost`.
         """
         if not self.waiting:
             return None
-        self.running, self.waiting = deal(self.waiting, max_tokens, ranks)
+        self.running, self.waiting = deal(self.waiting, max_tokens, ranks, square_cost)
         return self.running
 
     def done(self, values: Sequence[FloatArray]) -> None:

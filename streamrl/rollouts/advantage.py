@@ -1,8 +1,8 @@
 """Compute advantages from rewards, before samples reach the trainer. Pure, float64; empty inputs give empty outputs.
 
 GAE needs a critic's values, so the trainer computes it (streamrl/training/advantages.py); here it is only whitened. All
-other functions get the rewards
-of survivors only: a void sample is in no mean and no deviation, and G is the number of survivors.
+other functions get the rewards of survivors only: a void sample is in no mean and no deviation, and G is the number of
+survivors.
 """
 
 from __future__ import annotations

@@ -59,9 +59,8 @@ class HostOffload:
     @torch.no_grad()
     def restore(self) -> None:
         """Bring everything back to its device, what left last first; a no-op if nothing is held."""
-        self._host = {
-            storage._cdata: host for storage, host in self._held
-        } or self._host  # blocks that are gone are not
+        if self._held:
+            self._host = {storage._cdata: host for storage, host in self._held}  # forget blocks that are gone
         while self._held:
             storage, host = self._held.pop()
             storage.resize_(len(host))

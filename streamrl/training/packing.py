@@ -105,9 +105,8 @@ class PackedBatch:
         there = self.tensors
         if device.type == "cuda":
             there = {name: value.pin_memory() for name, value in there.items()}
-        moved = {name: value.to(device, non_blocking=True) for name, value in there.items()}
-        changes: dict[str, Any] = dict(moved)
-        return replace(self, **changes)
+        moved: dict[str, Any] = {name: value.to(device, non_blocking=True) for name, value in there.items()}
+        return replace(self, **moved)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
