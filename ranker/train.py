@@ -63,7 +63,9 @@ def train(rollouts: Rollouts, seed: int = 0, threads: int = 1) -> tuple[LengthMo
 def train_and_hold_out(
     rollouts: Rollouts, seed: int = 0, threads: int = 1, written_by: tuple[str, ...] = ()
 ) -> Trained:
-    """Train and measure; deterministic for a seed and a number of threads.
+    """Train and measure; deterministic for a seed and numbers of threads (LightGBM's and BLAS's) on one kind of CPU.
+
+    Elsewhere sums are rounded otherwise, and of two kinds of model that are as good another one may be kept.
 
     With fewer than `MIN_PROMPTS` distinct prompts no split by prompt is possible: the model then gives all requests
     the distribution of all lengths, and the report says so.
