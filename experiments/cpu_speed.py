@@ -7,7 +7,7 @@ threads. Training is one optimizer step of the demo's size (`examples/demo.yaml`
 tokens, SmolLM2-135M) in the trainer's own class and with the environment that `streamrl launch` gives it. Tokens are
 random, lengths are drawn to look like the demo's: neither content changes what is computed. Its operations are counted
 by `scheduler/cost/model_shapes.py`, and one micro-batch more runs under torch's profiler, which says by kind where the
-time goes. Writes experiments/results/cpu_speed.json and .md.
+time goes. Writes experiments/results/cpu_speed.json and .md, or cpu_speed_bfloat16 where a CPU computes in that type.
 """
 
 from __future__ import annotations
@@ -241,7 +241,8 @@ def main(steps: int, dtype: str, model: str) -> None:
         sheets += half.sheets
         for sheet in half.sheets:
             sheet.show(console)
-    target = HERE / "results" / "cpu_speed.json"
+    kind = "" if run.model.dtype == "float32" else f"_{run.model.dtype}"  # a CPU's own type is its kind
+    target = HERE / "results" / f"cpu_speed{kind}.json"
     write_results(target, record, "Speed of this CPU and what is made of it", sheets)
     console.print(f"written to {target} and .md")
 

@@ -210,6 +210,13 @@ def _training_share() -> str:
     return f"{' and '.join(f'{100 * share:.0f}' for share in shares)} %"
 
 
+@named(FIGURES, "training-share-bf16")
+def _training_share_bf16() -> str:
+    found = read("cpu_speed_bfloat16")
+    shares = " and ".join(f"{100 * share:.0f}" for share in found["training"]["share_of_peak"])
+    return f"{shares} % of {found['peaks']['gemm']['bfloat16']['2']:.0f} GFLOP/s"
+
+
 @named(FIGURES, "agent-rows")
 def _agent_rows() -> str:
     ways = list(read("agent_rows")["ways"].values())
