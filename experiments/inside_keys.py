@@ -45,7 +45,7 @@ import torch
 import zmq
 from running import HERE, Sheet, machine, terminal
 
-from streamrl.launcher.local_backend import free_ports
+from streamrl.runtime.interfaces import free_ports
 from streamrl.transport.curve import ClientSecurity, KeyPair, ServerSecurity
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Flow, Hub, Link
