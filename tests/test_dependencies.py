@@ -1,4 +1,4 @@
-"""The order of imports of docs/explanation/architecture.md, and what a light start must not load."""
+"""The order of imports of docs/explanation/architecture.md, what a light start must not load, studies' imports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -171,6 +171,60 @@ def test_the_import_scan_sees_relative_and_nested_imports(tmp_path: Path, monkey
         "streamrl.control",
         "streamrl.control.batch",
     }
+
+
+def defined(statements: Iterable[ast.stmt]) -> Iterator[str]:
+    """Names that statements of a module's top level bring, those under a condition too."""
+    for one in statements:
+        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield one.name
+        elif isinstance(one, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in one.names)
+        elif isinstance(one, ast.If | ast.Try):
+            yield from defined(child for child in ast.iter_child_nodes(one) if isinstance(child, ast.stmt))
+        else:
+            yield from (
+                node.id for node in ast.walk(one) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            )
+
+
+def is_there(name: str) -> bool:
+    """Whether a dotted name is a folder, a module, or what a module or a folder's `__init__.py` has."""
+    place, last = (ROOT / name.replace(".", "/")), name.rpartition(".")[2]
+    if place.is_dir() or place.with_suffix(".py").exists():
+        return True
+    module = place.parent / "__init__.py" if place.parent.is_dir() else place.parent.with_suffix(".py")
+    return module.exists() and last in defined(ast.parse(module.read_text(encoding="utf-8")).body)
+
+
+def lost(folder: str) -> list[str]:
+    ours = ("streamrl", "ranker", "scheduler")
+    return [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in files(folder)
+        for name in sorted(set(imports(path)))
+        if name.partition(".")[0] in ours and not is_there(name)
+    ]
+
+
+# Nothing else in the suite loads most of the studies.
+@pytest.mark.parametrize("folder", ["experiments", "tools"])
+def test_studies_and_tools_import_what_exists(folder: str) -> None:
+    assert lost(folder) == []
+
+
+def test_what_moved_or_went_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    for folder in ("streamrl/room", "experiments"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "streamrl" / "__init__.py").write_text("first = 1\n")
+    (tmp_path / "streamrl" / "room" / "a.py").write_text("if True:\n    x: int = 1\n\ndef f():\n    inside = 2\n")
+    (tmp_path / "experiments" / "study.py").write_text(
+        "import json, streamrl.room.gone\nfrom streamrl import first, room, second\n"
+        "from streamrl.room.a import f, inside, x\nfrom streamrl.moved import y\n"
+    )
+    names = ["streamrl.moved", "streamrl.moved.y", "streamrl.room.a.inside", "streamrl.room.gone", "streamrl.second"]
+    assert lost("experiments") == [f"experiments/study.py: {name}" for name in names]
 
 
 @pytest.mark.parametrize(

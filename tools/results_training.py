@@ -206,15 +206,17 @@ def _trl_bound() -> str:
 
 @named(FIGURES, "training-share")
 def _training_share() -> str:
-    shares = read("cpu_speed")["training"]["share_of_peak"]
-    return f"{' and '.join(f'{100 * share:.0f}' for share in shares)} %"
+    return _shares_of_peak(read("cpu_speed"))
 
 
 @named(FIGURES, "training-share-bf16")
 def _training_share_bf16() -> str:
     found = read("cpu_speed_bfloat16")
-    shares = " and ".join(f"{100 * share:.0f}" for share in found["training"]["share_of_peak"])
-    return f"{shares} % of {found['peaks']['gemm']['bfloat16']['2']:.0f} GFLOP/s"
+    return f"{_shares_of_peak(found)} of {found['peaks']['gemm']['bfloat16']['2']:.0f} GFLOP/s"
+
+
+def _shares_of_peak(found: dict[str, Any]) -> str:
+    return f"{' and '.join(f'{100 * share:.0f}' for share in found['training']['share_of_peak'])} %"
 
 
 @named(FIGURES, "agent-rows")
