@@ -22,15 +22,23 @@ def recall_at(score: Array, length: Array, fraction: float) -> float:
     Raises:
         ValueError: there are no samples.
     """
-    count = _count(length, fraction)
-    ranked = np.where(np.isnan(score), -np.inf, score)
-    return float(_chosen(ranked, count) @ _chosen(length, count)) / count
+    found, count = _found(score, length, fraction)
+    return float(found.sum()) / count
 
 
-def _count(length: Array, fraction: float) -> int:
+def recall_parts(score: Array, length: Array, fraction: float) -> Array:
+    """Return what each sample adds to `recall_at` [N]; arguments and errors as there."""
+    found, count = _found(score, length, fraction)
+    return found / count
+
+
+def _found(score: Array, length: Array, fraction: float) -> tuple[Array, int]:
+    """Return the probability [N] of being both long and ranked as long, and how many are the longest."""
     if not len(length):
         raise ValueError("recall is undefined: there are no samples")
-    return max(1, round(fraction * len(length)))
+    count = max(1, round(fraction * len(length)))
+    ranked = np.where(np.isnan(score), -np.inf, score)
+    return _chosen(ranked, count) * _chosen(length, count), count
 
 
 def _chosen(values: Array, count: int) -> Array:

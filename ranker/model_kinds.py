@@ -46,7 +46,7 @@ KINDS = (
     # A quantile below the limit is the same whatever happens beyond it (Powell 1986).
     ModelKind("quantile_60", "log", {"objective": "quantile", "alpha": 0.6}),
 )
-"""All kinds; of two that rank equally well on unseen prompts the first is kept, so tables before boosters."""
+"""All kinds, tables first: of two tables, or two boosters, that rank equally well the first is kept."""
 DEFAULT = "log_length"
 """Kind that a run begins with when it has no ranker file."""
 

@@ -5,29 +5,30 @@ So the choice for a fold f is made on the scores that samples outside f got from
 samples' own fold; f then measures what was chosen (nested cross-validation: Stone 1974; Varma and Simon 2006). The
 kind that is kept in the end is chosen by all these scores.
 
-Scores of two fits are never ranked together: a table that was fitted on other prompts has other values for the same
-task. So figures are those of one fit on one fold, and their means over folds.
+A booster and a table that are equally good differ by noise, and even by rounding. So the best table is kept unless the
+best booster is ahead of it by more than one standard error (after Breiman, Friedman, Olshen and Stone 1984, section
+3.4.3). The error is that of the difference between the two on the same prompts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 
 from ranker.evaluate import FRACTIONS, kendall_tau, recall_at
 from ranker.features import FeatureSchema
+from ranker.measures import recall_parts
 from ranker.model_kinds import KINDS, Columns, FitSamples, LengthScorer, ModelKind, fit
 from ranker.segments import Array
 from ranker.training_report import Figures
 
 FOLDS = 4
-MARGIN = 0.005
-"""Difference in mean recall by which a booster must be better than what stands before it in `KINDS`: less is noise."""
 CRITERION = (
-    "greatest mean recall of the longest 20, 10 and 5 % on held-out prompts, without history and, if any, with it"
+    "greatest mean recall of the longest 20, 10 and 5 % on held-out prompts, without history and, if any, with it; a "
+    "booster must be ahead of the best table by more than a standard error"
 )
 
 
@@ -130,13 +131,31 @@ class KindChoice:
 
     def best(self, without: int | None = None) -> ModelKind:
         """Return the kind to keep: by the samples outside a fold, or by all."""
-        kept, most = KINDS[0], -np.inf
-        for kind in KINDS:
-            parts = [self.figures(kind.name, without, warm) for warm in ((False, True) if self.history else (False,))]
-            value = float(np.mean([list(part.recall.values()) for part in parts]))
-            if value > most + (MARGIN if kind.parameters is not None else 0.0):
-                kept, most = kind, value
-        return kept
+        found = {kind.name: self._recall_by_prompt(kind.name, without) for kind in KINDS}
+        table, booster = (
+            max((kind for kind in KINDS if (kind.parameters is None) == tables), key=lambda k: found[k.name].sum())
+            for tables in (True, False)
+        )
+        return booster if _is_ahead(found[booster.name] - found[table.name]) else table
+
+    def _recall_by_prompt(self, name: str, without: int | None) -> Array:
+        """Return what each prompt [P] adds to a kind's mean recall."""
+        added = np.zeros(len(self.prompt))
+        outs = range(FOLDS) if without is None else (without,)
+        uses = [self.scores[name].cold, self.scores[name].warm][: 2 if self.history else 1]
+        for values, out, own, share in product(uses, outs, range(FOLDS), FRACTIONS):
+            rows = self.counted & (self.fold == own)
+            if own != out and rows.any():
+                added[rows] += recall_parts(values[out, rows], self.length[rows], share)
+        folds = len(np.unique(self.fold[self.counted]))
+        added /= len(uses) * len(outs) * (folds - 1) * len(FRACTIONS)
+        return np.bincount(self.prompt, added)[np.unique(self.prompt)]
+
+
+def _is_ahead(difference: Array) -> bool:
+    """Return whether a sum over prompts [P] is greater than its standard error."""
+    error = np.sqrt(len(difference)) * difference.std(ddof=1)
+    return bool(difference.sum() > error + 1e-9)
 
 
 @dataclass(frozen=True)

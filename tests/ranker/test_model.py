@@ -53,7 +53,7 @@ def test_prompts_of_another_day_are_ranked_as_the_report_says(small: LengthModel
 
 
 def test_noisy_lengths_at_a_cap_are_ranked_near_their_ceiling() -> None:
-    # Which kind is kept is a matter of rounding where kinds are equal, so of the CPU: a single set may lose .05 by it.
+    # Which of two equal boosters is kept is a matter of rounding, so of the CPU: a single set may lose some .01 by it.
     of_ceiling, above_table = [], []
     for seed in (2, 3, 4):
         made = noisy(1000, 4, seed)
@@ -70,7 +70,7 @@ def test_noisy_lengths_at_a_cap_are_ranked_near_their_ceiling() -> None:
         # Noise that no prompt tells is in the spread: e**(2 * 0.84 * 0.9) between the 0.2 and 0.8 quantiles.
         ratio = np.log(prediction.quantiles[:, 9] / prediction.quantiles[:, 3])
         assert 0.7 < np.median(ratio) < 1.8
-    assert np.mean(of_ceiling) >= 0.9 and np.mean(above_table) >= -0.01, (of_ceiling, above_table)
+    assert np.mean(of_ceiling) >= 0.92 and min(above_table) >= -0.012, (of_ceiling, above_table)
 
 
 def test_the_same_seed_gives_the_same_file(tmp_path: Path) -> None:

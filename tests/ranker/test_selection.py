@@ -49,6 +49,38 @@ def test_of_equal_kinds_the_table_is_kept() -> None:
     assert choice_of({"quantile_60": every}).best().name == "quantile_60"
 
 
+def missing(by_tables: list[int], by_boosters: list[int]) -> KindChoice:
+    """Tables do not find the longest sample in some folds, boosters not the second longest; all else is perfect."""
+    count = 400
+    fold, place = np.arange(count) % FOLDS, np.arange(count) // FOLDS
+    length = 1000.0 - place
+    scores = {}
+    for kind in KINDS:
+        lost, folds = (0, by_tables) if kind.parameters is None else (1, by_boosters)
+        values = np.tile(np.where((place == lost) & np.isin(fold, folds), 0.0, length), (FOLDS, 1))
+        values[fold, np.arange(count)] = np.nan
+        scores[kind.name] = CrossScores(values, values, values, 1)
+    return KindChoice(scores, fold, length, np.ones(count, dtype=bool), np.arange(count), False)
+
+
+def test_a_booster_is_kept_only_where_it_is_ahead_of_the_table_by_more_than_a_standard_error() -> None:
+    # sums of differences of one size on n of 400 prompts have a standard error of sqrt(n): 3 > sqrt(3), 1 < sqrt(5)
+    assert missing([0, 1, 2], []).best().name == "log_length"
+    assert missing([0, 1, 2], [0, 1]).best().name == "task_mean"
+    assert missing([], []).best().name == "task_mean"
+    # the folds left out: without fold 3, 3 > sqrt(3); without fold 0 and on the others 2 of 3, 2 - 2 = 0
+    assert missing([0, 1, 2], [3]).best(3).name == "log_length"
+    assert missing([0, 1, 2], [3, 0]).best(0).name == "task_mean"
+
+
+def test_what_prompts_add_to_recall_is_the_figure_that_is_told() -> None:
+    choice = missing([0, 1, 2], [3])
+    for without in (None, 1):
+        for name in ("task_mean", "log_length"):
+            told = np.mean(list(choice.figures(name, without).recall.values()))
+            assert choice._recall_by_prompt(name, without).sum() == pytest.approx(told, abs=1e-12)
+
+
 def samples(ended: np.ndarray, log: np.ndarray, task: np.ndarray) -> FitSamples:
     features = np.full((len(log), 14), np.nan, dtype=np.float32)
     features[:, 0] = task
