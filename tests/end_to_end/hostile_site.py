@@ -1,9 +1,9 @@
 """A site with a valid key that takes work, sends what cannot be read, and then floods the controller with nonsense.
 
-    python -m tests.end_to_end.hostile_site FOLDER SITE COUNT DONE
+    python -m tests.end_to_end.hostile_site FOLDER SITE COUNT BEGIN DONE
 
-FOLDER is the run folder of the trainer's site, whose controller it connects to as the service of SITE. The file DONE is
-made when the controller has read the COUNT messages.
+FOLDER is the run folder of the trainer's site, whose controller it connects to as the service of SITE. The flood begins
+when the file BEGIN is there; the file DONE is made when the controller has read the COUNT messages.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Link
 from streamrl.transport.wire import Message, encode
 from tests.security.hostile_world import fleet_of, nonsense
+from tests.waiting import until
 
 TURN = 100
 """Messages sent before anything is read again."""
@@ -35,7 +36,7 @@ class UnmovedLink(Link):
             super()._met(message)
 
 
-async def attack(folder: Path, site: str, count: int, done: Path) -> None:
+async def attack(folder: Path, site: str, count: int, begin: Path, done: Path) -> None:
     """Join the run, wait for work, and flood."""
     context = replace(RoleContext.load(f"service-{site}", site, folder, False), site=site)
     about = {"site": site, "agreement": context.agreement, "fleet": fleet_of(site)}
@@ -50,6 +51,7 @@ async def attack(folder: Path, site: str, count: int, done: Path) -> None:
     unreadable = SampleBatch(packing="zstd", samples=2, tokens=8, bodies=9)
     await link.send(*wire(unreadable), {"payload": np.frombuffer(b"no zstd", np.uint8)})
     await link.flush(300)
+    await until(begin.exists, 250)
     first = link._outbox.next_number
     for sent, message in enumerate(nonsense(link.session, first, count, site)):
         link._put(encode(message))  # its own credits are not asked
@@ -66,4 +68,4 @@ async def attack(folder: Path, site: str, count: int, done: Path) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(attack(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])))
+    asyncio.run(attack(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]), Path(sys.argv[5])))

@@ -135,9 +135,10 @@ def reward(completion, *, prompt, answer):
 
 
 @contextmanager
-def flooding(run_dir: Path, site: str, done: Path) -> Iterator[subprocess.Popen[str]]:
-    """A hostile site with a valid key, which makes a file when its flood has been read."""
-    command = [sys.executable, "-m", "tests.end_to_end.hostile_site", str(run_dir), site, str(FLOOD), str(done)]
+def flooding(run_dir: Path, site: str, begin: Path, done: Path) -> Iterator[subprocess.Popen[str]]:
+    """A hostile site with a valid key, which floods from when a file is there and makes one when all has been read."""
+    arguments = [str(run_dir), site, str(FLOOD), str(begin), str(done)]
+    command = [sys.executable, "-m", "tests.end_to_end.hostile_site", *arguments]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         yield process
@@ -192,13 +193,13 @@ def test_a_site_with_another_run_file_is_refused_and_one_with_the_same_does_its_
         assert "run sampling.max_tokens is 17 there and 16 here" in output
         assert train.poll() is None
         shutil.rmtree(generate_dir)
-        with (
-            started(project, "--site", "generate", **changes) as generate,
-            flooding(train_dir, "hostile", tmp_path / "flooded") as hostile,
-        ):
-            assert_a_flood_is_survived(train_dir, "hostile", hostile, tmp_path / "flooded")
-            ended(train, project)
-            output = ended(generate, project)
+        # the hostile site gets work because it is there first, and floods while the other one's samples come in
+        with flooding(train_dir, "hostile", tmp_path / "asked", tmp_path / "flooded") as hostile:
+            wait_for(lambda: "hostile" in read_status(train_dir).sites, 60, hostile)
+            with started(project, "--site", "generate", **changes) as generate:
+                assert_a_flood_is_survived(train_dir, "hostile", hostile, tmp_path / "flooded")
+                ended(train, project)
+                output = ended(generate, project)
     assert_all_trained(train_dir, 4)
     status = read_site(generate_dir)
     assert status is not None

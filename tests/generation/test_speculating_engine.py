@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from asyncio import Task
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -154,11 +155,10 @@ def test_greedy_tokens_are_those_without_drafts(world: Speculating) -> None:
 def test_a_moved_sample_goes_on_with_drafts_and_right_logprobs(world: Speculating) -> None:
     world.engine.run = world.config(temperature=0.6, max_tokens=90)
 
-    async def moved() -> list[Sample]:
-        await world.samples(8, "before")
-        requests = [SampleRequest(f"moved.{n}", "g", PROMPT, 123 + n, 0.0) for n in range(6)]
+    async def moved(first: int) -> list[Sample]:
+        requests = [SampleRequest(f"moved.{n}", "g", PROMPT, 123 + n, 0.0) for n in range(first, first + 6)]
         running = [asyncio.create_task(world.engine.generate(one, "regular")) for one in requests]
-        await until(lambda: min(world.engine.produced().values(), default=0) >= 15)
+        await until(lambda: min(world.engine.produced().values(), default=0) >= 15 or all(map(Task.done, running)))
         for one in requests:
             await world.engine.release(one.sample_id)
         found = []
@@ -171,8 +171,13 @@ def test_a_moved_sample_goes_on_with_drafts_and_right_logprobs(world: Speculatin
                 found.append(whole)
         return found
 
-    wholes = world.loop.run(moved())
-    assert sum(whole.drafted_tokens for whole in wholes) > 0
+    world.loop.run(world.samples(8, "before"))
+    for first in range(0, 180, 6):  # where the engine is quicker than this test, all may have ended before
+        wholes = world.loop.run(moved(first))
+        if sum(whole.drafted_tokens for whole in wholes) > 0:
+            break
+    else:
+        raise AssertionError("no moved sample got drafts")
     for whole in wholes:
         assert np.abs(logprobs_of(world.models[0], PROMPT, whole, 0.6) - whole.logprobs).max() < 1e-3
 
