@@ -26,6 +26,8 @@ from tests.waiting import until
 
 TURN = 100
 """Messages sent before anything is read again."""
+STEP_S = 1e-5
+"""Step time that the site claims: less than any other's, so that it is given work on every machine."""
 
 
 class UnmovedLink(Link):
@@ -39,7 +41,7 @@ class UnmovedLink(Link):
 async def attack(folder: Path, site: str, count: int, begin: Path, done: Path) -> None:
     """Join the run, wait for work, and flood."""
     context = replace(RoleContext.load(f"service-{site}", site, folder, False), site=site)
-    about = {"site": site, "agreement": context.agreement, "fleet": fleet_of(site)}
+    about = {"site": site, "agreement": context.agreement, "fleet": fleet_of(site, step_s=STEP_S)}
     link = UnmovedLink(context.name, "service", WaitRegistry(context.name), about)
     await link.connect(context.addresses.controller_outside, 300, context.client_security())
     while (delivery := await link.receive()).kind != "generate":

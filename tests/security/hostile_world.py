@@ -111,8 +111,9 @@ def _asked(controller: Controller) -> Callable[..., Awaitable[None]]:
     return ask
 
 
-def fleet_of(site: str, pool: str = "regular") -> list[dict[str, Any]]:
-    return fleet_to_wire([SimulatedInstance(f"{site}-{pool}-0", StepCurve((1, 8), (0.01, 0.02), 0.0, 0.0), 8, pool)])
+def fleet_of(site: str, pool: str = "regular", step_s: float = 0.01) -> list[dict[str, Any]]:
+    curve = StepCurve((1, 8), (step_s, 2 * step_s), 0.0, 0.0)
+    return fleet_to_wire([SimulatedInstance(f"{site}-{pool}-0", curve, 8, pool)])
 
 
 def sample(at: str, group: int, number: int = 0, **changes: Any) -> Sample:
