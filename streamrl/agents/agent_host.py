@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from streamrl.agents.chat_endpoint import ChatEndpoint, EpisodeWait, OpenSession
 from streamrl.agents.episode import Episode, EpisodeOrder, EpisodeOutcome, EpisodeRunner, GenerateTurn
@@ -17,15 +18,34 @@ from streamrl.agents.rendering import ChatRenderer, TemplateError
 from streamrl.agents.session import SessionLimits
 from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
+from streamrl.machine.peer_user import is_of_another_user
 from streamrl.rollouts.void import Void, VoidCause
 
 KEEP_ALIVE_S = 3600
 """Seconds that an idle connection stays open: one that the server closes while a tool runs fails the next call."""
+MOST_STRANGERS = 64
+"""Connections of the machine's other users at once: theirs are not to take the agents' places."""
 NO_CALLS = "the agent ended without a call of the model, so that there is nothing to train"
 
 
 ATTEMPTS = 3
 """Most times that an episode is run, if what it shared a worker with ends it."""
+
+
+class _Door(H11Protocol):
+    """A connection; h11 has an end for headers, which httptools collects without one.
+
+    Whoever has no key gets no answer but 401, and of another user's connections only a few are held. So it does not
+    matter how long they take.
+    """
+
+    stranger = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.stranger = is_of_another_user(transport)
+        super().connection_made(transport)
+        if self.stranger and sum(getattr(one, "stranger", False) for one in self.connections) > MOST_STRANGERS:
+            transport.abort()
 
 
 class _Server(uvicorn.Server):
@@ -71,6 +91,8 @@ class AgentHost:
             self._endpoint.app,
             log_config=None,
             access_log=False,
+            http=_Door,
+            log_level="error",  # whoever connects could fill the log with warnings
             ws="none",
             lifespan="off",
             timeout_keep_alive=KEEP_ALIVE_S,

@@ -112,6 +112,7 @@ def serve(folders: Sequence[Path], listener: socket.socket, token: str | None, c
         app,
         log_level="error",
         access_log=False,
+        http="h11",  # which has an end for headers
         ws="none",
         lifespan="off",
         server_header=False,

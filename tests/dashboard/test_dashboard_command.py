@@ -19,6 +19,7 @@ from streamrl.errors import UserError
 from streamrl.launcher import supervisor
 from tests.cli.calling import streamrl
 from tests.report.synthetic import write_run
+from tests.security.endless_requests import ENDLESS, ENOUGH, taken
 
 
 def runs_at(address: str) -> list[str]:
@@ -35,6 +36,8 @@ def test_the_command_says_where_it_is_serves_and_stops(tmp_path: Path) -> None:
             found = re.search(r"http://127\.0\.0\.1:(\d+)/", process.stdout.readline())
             assert found is not None
             assert runs_at(found.group()) == ["demo"]
+            for kind in ENDLESS:
+                assert taken("127.0.0.1", int(found.group(1)), kind) < ENOUGH, kind
             with pytest.raises(
                 UserError, match=rf"port {found.group(1)} .*in use, perhaps by another dashboard.*--port"
             ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import sys
@@ -19,7 +20,9 @@ from streamrl.run_dir.metrics import read_metrics
 from streamrl.run_dir.status import read_status
 from tests.end_to_end.project import Project, trained_rows, wait_for
 from tests.environments.own_environment import install
-from tests.waiting import finish
+from tests.security.endless_requests import ENDLESS, ENOUGH, taken
+from tests.security.sockets_of import family, listeners, open_to_others, reachable
+from tests.waiting import finish, scaled
 
 EXTENDS = re.compile(r"prompt of (?P<prompt>\d+) tokens, (?P<cached>\d+) of them cached; continues turn")
 ROLES = "streamrl.launcher.entry_point"
@@ -91,19 +94,34 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, str]:
     def done(state: str) -> int:
         return Ledger(run_dir / "ledger.sqlite").counts().get(state, 0)
 
-    def kill(role: str) -> None:
-        family = psutil.Process(process.pid).children(recursive=True)
-        next(one for one in family if ROLES in (line := one.cmdline()) and role in line).kill()
+    def kin(role: str) -> psutil.Process:
+        started = psutil.Process(process.pid).children(recursive=True)
+        return next(one for one in started if ROLES in (line := one.cmdline()) and role in line)
 
     wait_for(lambda: (run_dir / "ledger.sqlite").exists() and done("scored") > 2, 400, process)
-    kill("instance")
+    kin("instance").kill()
     wait_for(
         lambda: (run_dir / "metrics.jsonl").exists() and bool(read_metrics(run_dir / "metrics.jsonl")), 400, process
     )
-    kill("agents")
+    check_doors(process.pid, kin("agents").pid)
+    kin("agents").kill()
     output = finish(process, 400, project.logs)
     assert process.returncode == 0, output + project.logs()
     return project, output
+
+
+def check_doors(launcher: int, agents: int) -> None:
+    """Check that nobody else can knock but at the endpoint of agents, which lets in nobody without a key."""
+    run = family(launcher)
+    assert len(run) > 8 and open_to_others(run) == set()
+    (endpoint,) = listeners([agents])
+    assert reachable([endpoint.address]) == set()
+    for path in ("/v1/models", "/sessions/x/v1/models"):
+        connection = http.client.HTTPConnection(*endpoint, timeout=scaled(60))
+        connection.request("GET", path, headers={"Authorization": "Bearer x"})
+        assert connection.getresponse().status == 401
+        connection.close()
+    assert all(taken(*endpoint, kind) < ENOUGH for kind in ENDLESS)
 
 
 def rows_of(project: Project) -> dict[str, list[dict[str, Any]]]:

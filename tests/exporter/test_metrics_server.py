@@ -27,6 +27,7 @@ from streamrl.run_dir.instance_files import StartedProcess, write_started
 from streamrl.run_dir.jsonl import RowWriter
 from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.status import write_status
+from tests.security.endless_requests import ENDLESS, ENOUGH, taken
 from tests.trackers.tracked_run import back_to, evaluate
 from tests.waiting import scaled, wait_for
 
@@ -230,3 +231,10 @@ def test_whoever_reaches_the_port_can_neither_fill_the_launcher_with_threads_nor
             assert one.recv(1) == b""
         wait_for(lambda: threading.active_count() == before + 1, 30)
         assert get(address) == 200
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_a_request_that_never_ends_is_not_collected(folder: Path, kind: str) -> None:
+    with serving_metrics(MetricsEndpoint(port=0), "metrics", folder, 0) as address:
+        host, port = address.split("/")[2].split(":")
+        assert taken(host, int(port), kind) < ENOUGH

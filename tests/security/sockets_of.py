@@ -1,4 +1,4 @@
-"""The TCP sockets on which processes listen, from /proc."""
+"""The sockets on which processes listen, from /proc."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import psutil
 
-LISTENS = "0A"
+LISTENS, UNCONNECTED = "0A", "07"
+"""States of TCP and UDP sockets in /proc/net."""
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03"
 """A client's first words to a ZeroMQ socket (ZMTP 3): signature and version; the mechanism would be next."""
 
@@ -31,21 +32,60 @@ def family(pid: int) -> list[int]:
 
 
 def listeners(pids: Iterable[int]) -> set[Listener]:
-    """Sockets on which these processes listen, all in this network namespace."""
+    """TCP sockets on which these processes listen, all in this network namespace."""
+    held, found = _held(pids), set()
+    for table in ("tcp", "tcp6"):
+        for words in _rows(table):
+            if words[3] == LISTENS and words[9] in held:
+                found.add(_listener(words))
+    return found
+
+
+def open_to_others(pids: Iterable[int]) -> set[str]:
+    """Doors of these processes that another machine or another user of this one can knock at, loopback apart.
+
+    TCP sockets that listen and UDP sockets without a peer, at addresses other machines reach; Unix sockets without a
+    file, and those whose file others may write to.
+    """
+    held, found = _held(pids), set()
+    for table, state in (("tcp", LISTENS), ("tcp6", LISTENS), ("udp", UNCONNECTED), ("udp6", UNCONNECTED)):
+        for words in _rows(table):
+            if words[3] == state and words[9] in held and reachable([_listener(words).address]):
+                found.add(f"{table} {_listener(words)}")
+    for words in _rows("unix"):
+        if words[6] in held and len(words) > 7 and _others_reach(words[7]):
+            found.add(f"unix {words[7]}")
+    return found
+
+
+def _others_reach(name: str) -> bool:
+    """Whether another user can connect to a Unix socket of this name, as /proc/net/unix writes it."""
+    if not name.startswith("/"):
+        return True  # an abstract name, which has no owner
+    path = Path(name)
+    with contextlib.suppress(FileNotFoundError):
+        return bool(path.stat().st_mode & 0o002) and all(one.stat().st_mode & 0o001 for one in path.parents)
+    return False
+
+
+def _held(pids: Iterable[int]) -> set[str]:
+    """Numbers of the sockets that these processes have open."""
     held: set[str] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             for name in os.listdir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(OSError):
-                    held.add(os.readlink(f"/proc/{pid}/fd/{name}"))
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-            words = line.split()
-            if words[3] == LISTENS and f"socket:[{words[9]}]" in held:
-                place, _, port = words[1].partition(":")
-                found.add(Listener(address(place), int(port, 16)))
-    return found
+                    held.add(os.readlink(f"/proc/{pid}/fd/{name}").removeprefix("socket:[").removesuffix("]"))
+    return held
+
+
+def _rows(table: str) -> list[list[str]]:
+    return [line.split() for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]]
+
+
+def _listener(words: list[str]) -> Listener:
+    place, _, port = words[1].partition(":")
+    return Listener(address(place), int(port, 16))
 
 
 def listening(pids: Iterable[int]) -> set[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import socket
 import stat
@@ -19,6 +18,7 @@ from streamrl.launcher.site_setup import choose_addresses, prepare
 from streamrl.runtime.process_context import Addresses
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub, Link
+from tests.security.another_user import as_nobody
 from tests.security.sockets_of import listening
 
 SITE = {"trainer": {"ranks": 1}, "generation": [{"name": "regular"}], "rewards": {"workers": 1}}
@@ -50,25 +50,15 @@ def test_a_process_elsewhere_on_the_machine_reaches_no_port_of_a_hub(tmp_path: P
             assert listening([os.getpid()]) == before
             if os.getuid() == 0:
                 os.chmod(tmp_path, 0o700)
-                assert await asyncio.to_thread(refused_as_nobody, address), "another user cannot connect"
+                place = urlparse(address).path
+                assert await asyncio.to_thread(as_nobody, lambda: socket.socket(socket.AF_UNIX))
+                connects = await asyncio.to_thread(as_nobody, lambda: socket.socket(socket.AF_UNIX).connect(place))
+                assert not connects, "another user cannot connect"
         finally:
             await link.close()
             await hub.close()
 
     asyncio.run(speak())
-
-
-def refused_as_nobody(address: str) -> bool:
-    """Whether a process of another user cannot connect."""
-    if (child := os.fork()) == 0:
-        with contextlib.suppress(BaseException):
-            os.setgroups([])
-            os.setgid(65534)
-            os.setuid(65534)
-            socket.socket(socket.AF_UNIX).connect(urlparse(address).path)
-            os._exit(0)
-        os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
 def test_a_folder_whose_path_is_too_long_for_a_socket_is_an_error_before_anything_starts(tmp_path: Path) -> None:
