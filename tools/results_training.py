@@ -314,3 +314,12 @@ def _auto() -> str:
         best = _judged(name, r"best of .*: ([\w-]+), [\d.]+ s").split("-")[0]
         told.append(f"{ratio:.2f}" + (" (picked the best)" if took == best else f" (`{took}`; the best is `{best}`)"))
     return ", ".join(told)
+
+
+@named(FIGURES, "int8-products")
+def _int8_products() -> str:
+    found = read("int8_products")["products"]
+    few = [row["int8"] / row["bfloat16"] for row in found if row["rows"] <= 16]
+    many = [row["int8"] / row["bfloat16"] for row in found if row["rows"] > 16]
+    told = [f"{min(some):.2f} to {max(some):.2f}" for some in (few, many)]
+    return f"{told[0]} of bf16's time at 1 to 16 rows, {told[1]} at 64 and 256"
