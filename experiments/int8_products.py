@@ -1,6 +1,6 @@
 """Matrix products of vLLM's CPU back end in 8 bits beside bf16 and fp32, one thread, in turns.
 
-    .venv/bin/python experiments/int8_products.py     # half a minute; needs AVX-512 with VNNI, or AMX
+    .venv/bin/python experiments/int8_products.py     # half a minute; needs AVX-512 with VNNI
 
 Writes experiments/results/int8_products.{json,md}. What a linear layer of a W8A8 model computes: activations in bf16
 are quantised per token (symmetric, dynamic), weights are int8 with a scale per output. Shapes are those of SmolLM2-135M
@@ -73,8 +73,8 @@ def measure(inputs: int, outputs: int) -> list[dict[str, float]]:
 
 def main() -> None:
     """Measures all shapes and writes the table."""
-    if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
-        raise SystemExit("int8_products.py: this CPU has no AVX-512; vLLM has no 8-bit products for it")
+    if not (torch.backends.cpu.get_cpu_capability().startswith("AVX512") and torch.cpu._is_vnni_supported()):
+        raise SystemExit("int8_products.py: this CPU has no AVX-512 with VNNI, which 8-bit products need")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     found = [row for shape in SHAPES for row in measure(*shape)]

@@ -8,6 +8,9 @@ kind that is kept in the end is chosen by all these scores.
 A booster and a table that are equally good differ by noise, and even by rounding. So the best table is kept unless the
 best booster is ahead of it by more than one standard error (after Breiman, Friedman, Olshen and Stone 1984, section
 3.4.3). The error is that of the difference between the two on the same prompts.
+
+Scores of two fits are never ranked together: a table that was fitted on other prompts has other values for the same
+task. So figures are those of one fit on one fold, and their means over folds.
 """
 
 from __future__ import annotations
@@ -116,11 +119,10 @@ class KindChoice:
     history: bool
     """Whether there is any history."""
 
-    def figures(self, name: str, without: int | None = None, warm: bool = False) -> Figures:
-        """Return a kind's figures on the samples outside a fold; None: the mean over the folds left out."""
-        values = getattr(self.scores[name], "warm" if warm else "cold")
-        parts = []
-        for out in range(FOLDS) if without is None else (without,):
+    def figures(self, name: str) -> Figures:
+        """Return a kind's figures without history on the samples outside a fold, the mean over the folds."""
+        values, parts = self.scores[name].cold, []
+        for out in range(FOLDS):
             rows = self.counted & (self.fold != out)
             parts.append(by_fold(Ranking(values[out, rows], self.length[rows], self.fold[rows], self.prompt[rows])))
         return mean_figures(parts)

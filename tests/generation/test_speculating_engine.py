@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from asyncio import Task
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -158,7 +157,8 @@ def test_a_moved_sample_goes_on_with_drafts_and_right_logprobs(world: Speculatin
     async def moved(first: int) -> list[Sample]:
         requests = [SampleRequest(f"moved.{n}", "g", PROMPT, 123 + n, 0.0) for n in range(first, first + 6)]
         running = [asyncio.create_task(world.engine.generate(one, "regular")) for one in requests]
-        await until(lambda: min(world.engine.produced().values(), default=0) >= 15 or all(map(Task.done, running)))
+        produced = world.engine.produced
+        await until(lambda: min(produced().values(), default=0) >= 15 or all(one.done() for one in running))
         for one in requests:
             await world.engine.release(one.sample_id)
         found = []

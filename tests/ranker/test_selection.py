@@ -75,9 +75,11 @@ def test_a_booster_is_kept_only_where_it_is_ahead_of_the_table_by_more_than_a_st
 
 def test_what_prompts_add_to_recall_is_the_figure_that_is_told() -> None:
     choice = missing([0, 1, 2], [3])
-    for without in (None, 1):
-        for name in ("task_mean", "log_length"):
-            told = np.mean(list(choice.figures(name, without).recall.values()))
+    for name in ("task_mean", "log_length"):
+        rows = choice.fold != 1
+        part = (choice.scores[name].cold[1, rows], choice.length[rows], choice.fold[rows], choice.prompt[rows])
+        for without, figures in ((None, choice.figures(name)), (1, by_fold(Ranking(*part)))):
+            told = np.mean(list(figures.recall.values()))
             assert choice._recall_by_prompt(name, without).sum() == pytest.approx(told, abs=1e-12)
 
 
