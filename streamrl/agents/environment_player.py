@@ -118,12 +118,13 @@ class _Game:
         """Play until the environment is over, or turns or context are used up."""
         if place.plays:
             return await self._have_played(place, order)
-        messages: list[dict[str, Any]] = list(self._took("reset", await place.reset(order.item))["messages"])
+        began = self._took("reset", await place.reset(order.item))
+        messages: list[dict[str, Any]] = list(began["messages"])
         reward, cut = 0.0, 1.0
         for _ in range(self._turns):
             called = time.monotonic()
             try:
-                messages.append(await self._client.chat(messages))
+                messages.append(await self._client.chat(messages, began.get("tools")))
             except EpisodeOver:
                 break
             finally:

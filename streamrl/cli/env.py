@@ -37,7 +37,9 @@ def command() -> None:
 @command.command()
 @click.argument("name")
 @click.argument("packages", nargs=-1)
-@click.option("--make", default="", help="What it makes: gymnasium:ID, verifiers:ID, or module:function.")
+@click.option(
+    "--make", default="", help="What it makes: gymnasium:ID, verifiers:ID, mcp:PROGRAM, mcp:URL, or module:function."
+)
 @click.option("--config", default="{}", metavar="JSON", help="Given to what makes it; a run file can replace keys.")
 @click.option(
     "--path", "paths", multiple=True, type=click.Path(path_type=Path), help="Folder of modules that are no packages."
@@ -57,12 +59,13 @@ def add(
 ) -> None:
     """Install an environment into a virtual environment of its own, and record its packages in a lock.
 
-    If that fails, nothing of it is left. Without --make it holds programs only, such as servers of tools.
+    If that fails, nothing of it is left. Without --make it holds programs only.
 
     \b
     Examples:
       streamrl env add frozen_lake "gymnasium[toy-text]" --make gymnasium:FrozenLake-v1
       streamrl env add corridor --make corridor:make --path examples/environments
+      streamrl env add clock mcp-server-time --make mcp:mcp-server-time
     """
     from streamrl.environments.installed import LOCK, add_environment, folder_of
 
@@ -126,6 +129,9 @@ def remove(name: str, directory: Path | None) -> None:
 @click.argument("name")
 @click.option("--episodes", default=64, show_default=True, type=click.IntRange(1), help="Episodes to play.")
 @click.option("--steps", default=100, show_default=True, type=click.IntRange(1), help="Most steps of an episode.")
+@click.option(
+    "--seconds", default=60.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Time for all of them."
+)
 @click.option("--processes", default=2, show_default=True, type=click.IntRange(1, 64))
 @click.option("--memory-gb", default=2.0, show_default=True, help="GiB that a process may use.")
 @click.option("--step-s", default=30.0, show_default=True, help="Seconds that a reset or step may take.")
@@ -136,6 +142,7 @@ def test(
     name: str,
     episodes: int,
     steps: int,
+    seconds: float,
     processes: int,
     memory_gb: float,
     step_s: float,
@@ -159,7 +166,7 @@ def test(
         click.echo(f"{found.name} holds programs only: {programs}")
         return
     use = _use(found, config, processes, memory_gb)
-    trial = asyncio.run(_try(found, use, episodes, steps, step_s, answers))
+    trial = asyncio.run(_try(found, use, step_s, episodes=episodes, most_steps=steps, answers=answers, seconds=seconds))
     if trial is None:
         click.echo(f"{found.name} starts; it calls the model itself, so only a run can play it")
         return
@@ -181,9 +188,7 @@ def _use(found: InstalledEnvironment, config: str, processes: int, memory_gb: fl
         raise UserError(f"environment {found.name!r}: {error}") from error
 
 
-async def _try(
-    found: InstalledEnvironment, use: Any, episodes: int, steps: int, step_s: float, answers: tuple[str, ...]
-) -> EnvironmentTrial | None:
+async def _try(found: InstalledEnvironment, use: Any, step_s: float, **trial: Any) -> EnvironmentTrial | None:
     from streamrl.environments.environment_pool import EnvironmentPool
     from streamrl.environments.environment_trial import try_environment
     from streamrl.runtime.output_pipe import OutputLog
@@ -193,7 +198,7 @@ async def _try(
     try:
         if pool.plays:
             return None
-        return await try_environment(pool, episodes, steps, answers)
+        return await try_environment(pool, **trial)
     finally:
         await pool.close()
 

@@ -46,7 +46,7 @@ class EnvironmentPlace:
         self.plays = process.plays
 
     async def reset(self, item: dict[str, Any]) -> EnvironmentAnswer:
-        """Begin the episode; the result has `messages`. Raises as `EnvironmentProcess.ask`."""
+        """Begin the episode; the result has `messages`, perhaps `tools`. Raises as `EnvironmentProcess.ask`."""
         return await self._process.ask("reset", self._episode, self._step_s, item=item)
 
     async def step(self, message: dict[str, Any]) -> EnvironmentAnswer:

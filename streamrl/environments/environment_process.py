@@ -61,12 +61,14 @@ class EnvironmentAnswer:
 
 
 class EnvironmentProcess:
-    """One process. Requests to an environment that steps are sent one at a time, so that each is timed by itself."""
+    """One process. Requests are sent one at a time, so that each is timed by itself, or `at_once`."""
 
     def __init__(self, process: asyncio.subprocess.Process, output: OutputPipe, log: OutputLog, name: str) -> None:
         self.process, self.name = process, name
         self.plays = False
         """Whether its episodes call the model themselves."""
+        self.at_once = False
+        """Whether it takes a request while it answers others."""
         self.episodes: set[str] = set()
         """Open episodes."""
         self.played = 0
@@ -79,6 +81,8 @@ class EnvironmentProcess:
         """Set when it has ended; when it should be replaced."""
         self.idle = asyncio.Event()
         self._cause = VoidCause.ENVIRONMENT
+        self._late = 0
+        """Number of the request that took too long; 0: none did."""
         self._numbers = itertools.count(1)
         self._turn = asyncio.Lock()
         self._owed: dict[int, tuple[str, asyncio.Future[dict[str, Any]]]] = {}
@@ -115,7 +119,7 @@ class EnvironmentProcess:
                 told = await asyncio.shield(one._began)
             if problem := told.get("problem"):
                 raise UserError(f"environment {installed.name!r} does not start: {problem}")
-            one.plays = bool(told["ready"]["plays"])
+            one.plays, one.at_once = bool(told["ready"]["plays"]), bool(told["ready"]["at_once"])
             one.accepts = True
         except TimeoutError:
             raise UserError(f"environment {installed.name!r} does not start within {seconds:g} s {log.where}") from None
@@ -190,7 +194,7 @@ class EnvironmentProcess:
     async def _exchange(
         self, do: str, episode: str, seconds: float, asked: float, more: dict[str, Any]
     ) -> EnvironmentAnswer:
-        async with contextlib.nullcontext() if self.plays else self._turn:
+        async with contextlib.nullcontext() if self.at_once else self._turn:
             if self.ended.is_set():
                 raise EnvironmentEnded(self._ended_text(), self._cause, again=True)
             started, clock = time.time(), time.monotonic()
@@ -202,6 +206,7 @@ class EnvironmentProcess:
                 async with asyncio.timeout(seconds):
                     found = await asyncio.shield(future)
             except TimeoutError:
+                self._late = self._late or number
                 self.kill(f"{do} took more than {seconds:g} s", VoidCause.TIMEOUT)
                 found = await future
             finally:
@@ -235,12 +240,13 @@ class EnvironmentProcess:
         self._output.close()
         if self.process.stdin is not None:
             self.process.stdin.close()
-        again = len(self._owed) > 1  # several played: nobody knows whose fault it was
-        for _, future in list(self._owed.values()):
+        several = len(self._owed) > 1
+        for number, (_, future) in list(self._owed.items()):
+            again = several and number != self._late  # of several, nobody knows whose fault it was, but of the late one
             if not future.done():
                 future.set_exception(EnvironmentEnded(self._ended_text(), self._cause, again))
         if not self._began.done():
-            self._began.set_exception(EnvironmentEnded(self._ended_text(), self._cause, again))
+            self._began.set_exception(EnvironmentEnded(self._ended_text(), self._cause, again=False))
             self._began.exception()
 
     def _take(self, answer: dict[str, Any]) -> None:

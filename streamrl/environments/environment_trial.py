@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,8 @@ class EnvironmentTrial:
     same_seed_differs: bool = False
     """Whether two resets from one item gave different messages: a group would compare different problems."""
     restarts: int = 0
+    left_out: int = 0
+    """Episodes for which there was no time."""
 
     def problems(self) -> list[str]:
         """Return what is wrong with the environment, one sentence each."""
@@ -55,7 +58,12 @@ class EnvironmentTrial:
 
 
 async def try_environment(
-    pool: EnvironmentPool, episodes: int, most_steps: int, answers: Sequence[str] = (), at_once: int = 8
+    pool: EnvironmentPool,
+    episodes: int,
+    most_steps: int,
+    answers: Sequence[str] = (),
+    at_once: int = 8,
+    seconds: float = float("inf"),
 ) -> EnvironmentTrial:
     """Play episodes in a pool that has been started.
 
@@ -65,15 +73,19 @@ async def try_environment(
         most_steps: after which an episode is given up.
         answers: given in turn, as long as an episode goes on; empty: random ones that the environment proposes.
         at_once: episodes that go on at once.
+        seconds: after which no further episode begins, and those that go on are cut.
     """
-    trial = EnvironmentTrial()
+    trial, end = EnvironmentTrial(), time.monotonic() + seconds
     limit = asyncio.Semaphore(at_once)
 
     async def one(number: int) -> None:
         async with limit:
+            if time.monotonic() > end:
+                trial.left_out += 1
+                return
             try:
                 async with pool.place(f"trial-{number}") as place:
-                    await _play(trial, place, number, most_steps, answers)
+                    await _play(trial, place, number, most_steps, answers, end)
             except (EnvironmentFailed, EnvironmentEnded) as error:
                 trial.failures[str(error)] += 1
 
@@ -86,9 +98,9 @@ async def try_environment(
 
 
 async def _play(
-    trial: EnvironmentTrial, place: EnvironmentPlace, number: int, most_steps: int, answers: Sequence[str]
+    trial: EnvironmentTrial, place: EnvironmentPlace, number: int, most_steps: int, answers: Sequence[str], end: float
 ) -> None:
-    item = {"prompt": f"trial {number}", "index": number, "seed": number}
+    item = {"prompt": f"trial {number}", "index": number, "seed": number, "answer": ""}
     began = await place.reset(item)
     if number == 0:
         again = await place.reset(item)
@@ -100,7 +112,7 @@ async def _play(
         found = await place.step({"role": "assistant", "content": text})
         trial.steps.append(found.took_s)
         reward += found.result["reward"]
-        if done := found.result["done"]:
+        if (done := found.result["done"]) or time.monotonic() > end:
             break
     trial.rewards.append(reward)
     trial.ended += done
@@ -119,6 +131,8 @@ def summary(trial: EnvironmentTrial) -> list[tuple[str, str]]:
         rows.append(("reward", f"mean {statistics.mean(trial.rewards):.3f}, from {low:.3g} to {high:.3g}"))
     if trial.memory_gib:
         rows.append(("memory", f"{trial.memory_gib[-1]:.2f} GiB (after a quarter: {trial.memory_gib[0]:.2f})"))
+    if trial.left_out:
+        rows.append(("no time for", f"{trial.left_out} episodes"))
     if trial.restarts:
         rows.append(("processes replaced", str(trial.restarts)))
     return rows

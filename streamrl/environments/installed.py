@@ -25,7 +25,7 @@ from streamrl.errors import UserError
 
 MANIFEST, LOCK, VENV = "environment.json", "requirements.lock", "venv"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-MAKE = re.compile(r"(gymnasium|verifiers):\S+|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+MAKE = re.compile(r"(gymnasium|mcp|verifiers):\S+|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 LONGEST_OUTPUT = 3000
 """Most characters of pip's words in an error: their end."""
 PIP_S = 3600.0
@@ -37,7 +37,7 @@ class InstalledEnvironment:
 
     folder: Path
     make: str
-    """'gymnasium:ID', 'verifiers:ID', or 'module:function'; '': programs only, such as MCP servers."""
+    """'gymnasium:ID', 'verifiers:ID', 'mcp:PROGRAM', 'mcp:URL' or 'module:function'; '': programs only."""
     config: dict[str, Any] = field(default_factory=dict)
     paths: list[str] = field(default_factory=list)
     """Folders of modules that are no packages."""
@@ -212,7 +212,9 @@ def _install(
 
 def _check(folder: Path, make: str, requirements: Sequence[str], paths: Sequence[Path], lock: Path | None) -> None:
     if make and not MAKE.fullmatch(make):
-        raise UserError(f"--make {make!r}: expected gymnasium:ID, verifiers:ID, or module:function")
+        raise UserError(
+            f"--make {make!r}: expected gymnasium:ID, verifiers:ID, mcp:PROGRAM, mcp:URL, or module:function"
+        )
     if missing := next((path for path in paths if not path.is_dir()), None):
         raise UserError(f"--path {missing}: there is no such folder")
     if one := next((one for one in requirements if one.startswith("-")), ""):

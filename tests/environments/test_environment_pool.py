@@ -206,3 +206,13 @@ def test_a_trial_reports_times_failures_and_what_differs_between_equal_seeds(roo
             assert "begins differently each time" in (await try_environment(pool, 1, 1)).problems()[0]
 
     asyncio.run(scenario())
+
+
+def test_a_trial_ends_when_its_time_is_over(room: InstalledEnvironment) -> None:
+    async def scenario() -> None:
+        async with started(room) as pool:
+            trial = await try_environment(pool, 8, 9, at_once=1, seconds=0.0)
+            assert (trial.episodes, trial.left_out, trial.problems()) == (0, 8, [])
+            assert ("no time for", "8 episodes") in summary(trial)
+
+    asyncio.run(scenario())

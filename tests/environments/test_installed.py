@@ -73,7 +73,7 @@ def test_what_an_interrupted_installation_has_left_is_replaced_and_anything_else
     [
         (["../up", "--make", "a:b"], "'../up' is no name of an environment"),
         (["-x"], "No such option"),
-        (["room", "--make", "gymnasium"], "expected gymnasium:ID, verifiers:ID, or module:function"),
+        (["room", "--make", "gymnasium"], "expected gymnasium:ID, verifiers:ID, mcp:PROGRAM, mcp:URL"),
         (["room", "--make", "a:b", "--path", "nowhere"], "--path nowhere: there is no such folder"),
         (["room", "--make", "a:b", "--config", "[1]"], "--config must be a JSON object, got list"),
         (["room", "--make", "a:b", "--lock", "nowhere"], "--lock nowhere: there is no such file"),

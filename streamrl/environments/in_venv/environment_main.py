@@ -4,17 +4,17 @@
 
 Both ends speak JSON, one object a line, over standard input and output: there is no port that two environments could
 want. The first line has what is to be made: `{"make": ..., "paths": [...], "config": {...}}`. The answer is
-`{"ready": {"plays": ...}}`, or `{"problem": text}`, after which the process ends. Then come requests, and an answer to
-each with the same `id`: `{"id": 1, "result": {...}}` or `{"id": 1, "error": text, "traceback": text}`.
+`{"ready": {"plays": ..., "at_once": ...}}`, or `{"problem": text}`, after which the process ends. Then come requests,
+and an answer to each with the same `id`: `{"id": 1, "result": {...}}` or `{"id": 1, "error": text, "traceback": text}`.
 
-    {"do": "reset", "episode": e, "item": {...}}      -> {"messages": [...]}
+    {"do": "reset", "episode": e, "item": {...}}      -> {"messages": [...]}, perhaps with "tools": [...]
     {"do": "step", "episode": e, "message": {...}}    -> {"messages": [...], "reward": x, "done": b, "metrics": {...}}
     {"do": "sample", "episode": e, "seed": n}         -> {"text": ...}, an action at random, for tests
     {"do": "play", "episode": e, "item": ..., "base_url": ..., "api_key": ...} -> {"reward": x, "metrics": {...}}
     {"do": "close", "episode": e}                     -> {}
 
-An environment that `plays` calls the model itself; any number of its episodes go on at once. For all others there is
-one request at a time. The standard library is all that this file imports, and Python 3.9 is enough.
+An environment that `plays` calls the model itself. One that serves requests `at_once` gets one while it answers others;
+all others get one request at a time. The standard library is all that this file imports, and Python 3.9 is enough.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import threading
 import traceback
 from typing import Any
 
-ADAPTERS = {"gymnasium": "gymnasium_text", "verifiers": "verifiers_rollouts"}
+ADAPTERS = {"gymnasium": "gymnasium_text", "mcp": "mcp_tools_text", "verifiers": "verifiers_rollouts"}
 """Files beside this one, by what stands before the colon of `make`."""
 DISPLAY_WORDS = ("DISPLAY", "display", "X11", "GLX", "xcb")
 DISPLAY_HINT = (
@@ -147,6 +147,11 @@ def text_of(error: BaseException) -> str:
     return text[:LONGEST] + (DISPLAY_HINT if any(word in text for word in DISPLAY_WORDS) else "")
 
 
+def _answered_later(adapter: Any) -> frozenset[str]:
+    """Return the requests that an adapter settles whenever it likes; it may get others meanwhile."""
+    return getattr(adapter, "answers_later", frozenset())
+
+
 def load(begin: dict[str, Any]) -> Any:
     """Load what `make` names: an adapter beside this file, or the user's function."""
     for path in reversed(begin.get("paths") or []):
@@ -176,8 +181,8 @@ class Server:
 
     def answer(self, request: dict[str, Any]) -> None:
         """Do what is asked for, and write the answer."""
-        if self._adapter.plays and request["do"] in ("play", "close"):
-            settle = lambda result, error: self._settle(request["id"], result, error)  # noqa: E731
+        if request["do"] in _answered_later(self._adapter):
+            settle = lambda result, error: self._settle_later(request, result, error)  # noqa: E731
             getattr(self._adapter, request["do"])(request, settle)
             return
         try:
@@ -201,6 +206,14 @@ class Server:
         if request["do"] == "sample":
             return {"text": one.sample(random.Random(request["seed"]))}
         return checked_step(one.step(request["message"]))
+
+    def _settle_later(self, request: dict[str, Any], result: Any, error: BaseException | None) -> None:
+        if error is None and request["do"] == "step":
+            try:
+                result = checked_step(result)
+            except WrongType as wrong:
+                error = wrong
+        self._settle(request["id"], result, error)
 
     def _settle(self, number: int, result: Any, error: BaseException | None) -> None:
         if error is None:
@@ -241,14 +254,15 @@ def main() -> None:
 
     try:
         adapter = load(json.loads(requests.readline()))
-        if not adapter.plays:
+        at_once = bool(_answered_later(adapter))
+        if not at_once:
             adapter.new().close()
     except BaseException as error:
         traceback.print_exc()
         write({"problem": text_of(error)})
         os._exit(0)
     server = Server(adapter, write)
-    write({"ready": {"plays": adapter.plays}})
+    write({"ready": {"plays": adapter.plays, "at_once": at_once}})
     for line in requests:
         server.answer(json.loads(line))
     os._exit(0)

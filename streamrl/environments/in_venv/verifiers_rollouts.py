@@ -30,6 +30,7 @@ class VerifiersEnvironment:
     """Plays any number of episodes at once, in an event loop of its own."""
 
     plays = True
+    answers_later = frozenset({"play", "close"})
 
     def __init__(self, name: str, config: dict[str, Any]) -> None:
         _register_harness()

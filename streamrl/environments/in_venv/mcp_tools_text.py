@@ -1,0 +1,284 @@
+"""Environments with the tools of an MCP server: the model answers an item's prompt, and may call the tools before.
+
+`make` is 'mcp:PROGRAM', a program of the venv or of PATH that speaks MCP over standard input and output and is started
+for each episode, or 'mcp:http://...', a server that speaks MCP over streamable HTTP, where each episode has a session.
+The venv needs the package `mcp`, which servers written in Python bring along.
+
+    the model calls tools                  -> they are called, and their results are its next messages
+    it calls a tool wrongly, or the tool
+    reports an error                       -> an answer that says so: the model wrote the call
+    the server ends, or cannot be reached  -> the episode fails
+    it answers without a call              -> the episode is over, and scored
+
+Keys of the config:
+    arguments       arguments of the program
+    variables       environment variables of the program, beside the few that MCP's clients pass on (HOME, PATH, ...)
+    headers         headers of each request to a URL
+    tools           names of the tools that are offered; all by default
+    instructions    a system message
+    reward          'module:function', f(item, messages) -> a number, of a module on --path or in the venv; by default 1
+                    if the last answer has the item's `answer` as a word, else 0
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import json
+import os
+import re
+import shutil
+import sys
+import threading
+from typing import Any
+
+KEYS = {"arguments", "variables", "headers", "tools", "instructions", "reward"}
+MOST_PAGES = 100
+MOST_TEXT = 16_384
+"""Most characters of a tool's result; the rest is cut, and said to be."""
+
+
+def make(name: str, config: dict[str, Any]) -> McpEnvironment:
+    """Check the config, and look at the server once."""
+    if unknown := set(config) - KEYS:
+        raise ValueError(f"unknown keys {sorted(unknown)}; known are {', '.join(sorted(KEYS))}")
+    return McpEnvironment(name, config)
+
+
+class McpEnvironment:
+    """Plays any number of episodes at once, in an event loop of its own."""
+
+    plays = False
+    answers_later = frozenset({"reset", "step", "sample", "close"})
+
+    def __init__(self, name: str, config: dict[str, Any]) -> None:
+        try:
+            importlib.import_module("mcp")
+        except ImportError as error:
+            raise ImportError(f"{error}: add the package mcp to this environment") from None
+        self._connect = _over_http(name, config) if "://" in name else _over_pipes(name, config)
+        self._instructions = str(config.get("instructions") or "")
+        self._offered = config.get("tools")
+        self._reward = _reward_function(config.get("reward"))
+        self._open: dict[str, _Episode] = {}
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True).start()
+        asyncio.run_coroutine_threadsafe(self._try(), self._loop).result()
+
+    async def _try(self) -> None:
+        """Connect once: a server that does not start, or has no such tool, is told of before any episode."""
+        trial = _Episode(self._connect, self._offered)
+        try:
+            await trial.begin()
+        finally:
+            await trial.end()
+
+    def reset(self, request: dict[str, Any], settle: Any) -> None:
+        """Begin an episode with a server or a session of its own."""
+        self._later(self._reset(request["episode"], request["item"]), settle)
+
+    def step(self, request: dict[str, Any], settle: Any) -> None:
+        """Call the tools that a message asks for; without any, score it."""
+        self._later(self._step(request["episode"], request["message"]), settle)
+
+    def sample(self, request: dict[str, Any], settle: Any) -> None:
+        """Return an answer for a trial, which calls no tool."""
+        tools = self._open[request["episode"]].tools if request["episode"] in self._open else {}
+        settle({"text": f"{len(tools)} tools: {', '.join(tools)}"}, None)
+
+    def close(self, request: dict[str, Any], settle: Any) -> None:
+        """End an episode's server or session."""
+
+        async def closing() -> dict[str, Any]:
+            if (one := self._open.pop(request["episode"], None)) is not None:
+                await one.end()
+            return {}
+
+        self._later(closing(), settle)
+
+    def _later(self, work: Any, settle: Any) -> None:
+        def done(future: Any) -> None:
+            error = future.exception()
+            settle(None if error else future.result(), error)
+
+        asyncio.run_coroutine_threadsafe(work, self._loop).add_done_callback(done)
+
+    async def _reset(self, episode: str, item: dict[str, Any]) -> dict[str, Any]:
+        if self._reward is None and not isinstance(item.get("answer"), (str, int, float)):
+            raise ValueError("the item has no `answer`, and the config no `reward`: nothing could be scored")
+        if (before := self._open.pop(episode, None)) is not None:
+            await before.end()
+        one = self._open[episode] = _Episode(self._connect, self._offered)
+        await one.begin()
+        one.item = item
+        one.messages = [{"role": "system", "content": self._instructions}] if self._instructions else []
+        one.messages.append({"role": "user", "content": str(item["prompt"])})
+        return {"messages": list(one.messages), "tools": list(one.tools.values())}
+
+    async def _step(self, episode: str, message: dict[str, Any]) -> dict[str, Any]:
+        if (one := self._open.get(episode)) is None:
+            raise ValueError(f"episode {episode} has no server here: reset it first")
+        one.messages.append(message)
+        calls = message.get("tool_calls") or []
+        answers, wrong = [], 0
+        for call in calls:
+            text, failed = await one.call(call["function"]["name"], call["function"].get("arguments") or "{}")
+            wrong += failed
+            answers.append({"role": "tool", "tool_call_id": call.get("id", ""), "content": text})
+        one.messages += answers
+        reward = 0.0
+        if not calls:
+            reward = self._reward(one.item, one.messages) if self._reward else _has(one.item["answer"], message)
+        metrics = {"tool_calls": len(calls), "tool_errors": wrong}
+        return {"messages": answers, "reward": reward, "done": not calls, "metrics": metrics}
+
+
+class _Episode:
+    """A connection to a server; a task of its own holds it, as what opens a connection has to close it."""
+
+    def __init__(self, connect: Any, offered: Any) -> None:
+        self._connect, self._offered = connect, offered
+        self.tools: dict[str, dict[str, Any]] = {}
+        """Schemas of the tools, as a call of the model takes them, by name."""
+        self.item: dict[str, Any] = {}
+        self.messages: list[dict[str, Any]] = []
+        self._session: Any = None
+        self._begun = asyncio.get_running_loop().create_future()
+        self._over = asyncio.Event()
+        self._holding = asyncio.ensure_future(self._hold())
+
+    async def begin(self) -> None:
+        """Wait until the server has told its tools."""
+        await asyncio.shield(self._begun)
+
+    async def end(self) -> None:
+        """Close the connection; a program that was started for it ends."""
+        self._over.set()
+        await asyncio.wait([self._holding])
+        if self._begun.done() and not self._begun.cancelled():
+            self._begun.exception()  # somebody has been told, or nobody waits any more
+
+    async def call(self, name: str, arguments: str) -> tuple[str, bool]:
+        """Call a tool; return what the model is told, and whether that is an error."""
+        if name not in self.tools:
+            return f"error: there is no tool {name!r}, only {', '.join(sorted(self.tools)) or 'none'}", True
+        try:
+            given = json.loads(arguments) if isinstance(arguments, str) else arguments
+            if not isinstance(given, dict):
+                raise ValueError(f"expected an object, got {type(given).__name__}")
+        except (ValueError, RecursionError) as error:
+            return f"error: the arguments are no JSON object: {error}", True
+        calling = asyncio.ensure_future(self._session.call_tool(name, given))
+        await asyncio.wait([calling, self._holding], return_when=asyncio.FIRST_COMPLETED)
+        if not calling.done():
+            calling.cancel()
+            raise ConnectionError(f"the MCP server ended during a call of {name!r}")
+        found = calling.result()
+        text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in found.content)
+        if len(text) > MOST_TEXT:
+            text = f"{text[:MOST_TEXT]}\n[cut: the first {MOST_TEXT:,} of {len(text):,} characters]"
+        failed = bool(_either(found, "is_error", "isError"))
+        return (f"error: {text or 'the server reports an error'}" if failed else text), failed
+
+    async def _hold(self) -> None:
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                streams = await stack.enter_async_context(self._connect())
+                session = importlib.import_module("mcp").ClientSession(streams[0], streams[1])
+                self._session = await stack.enter_async_context(session)
+                await self._session.initialize()
+                self.tools = await self._list()
+                self._begun.set_result(None)
+                await self._over.wait()
+        except BaseException as error:
+            if not self._begun.done():
+                self._begun.set_exception(ConnectionError(f"the MCP server cannot be used: {_innermost(error)}"))
+
+    async def _list(self) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        types, params = importlib.import_module("mcp.types"), None
+        for _ in range(MOST_PAGES):
+            page = await (self._session.list_tools(params=params) if params else self._session.list_tools())
+            for one in page.tools:
+                schema = {"name": one.name, "description": one.description or ""}
+                schema["parameters"] = _either(one, "input_schema", "inputSchema")
+                found[one.name] = {"type": "function", "function": schema}
+            if not (cursor := _either(page, "next_cursor", "nextCursor")):
+                break
+            params = types.PaginatedRequestParams(cursor=cursor)
+        if self._offered is None:
+            return found
+        if missing := set(self._offered) - set(found):
+            raise ValueError(f"it has no tool {min(missing)!r}, only {', '.join(sorted(found)) or 'none'}")
+        return {name: found[name] for name in self._offered}
+
+
+def _over_pipes(name: str, config: dict[str, Any]) -> Any:
+    """Return what starts a program and connects to it.
+
+    Raises:
+        ValueError: there is no such program.
+    """
+    own = os.path.dirname(sys.executable)
+    if (program := shutil.which(name, path=own + os.pathsep + os.environ.get("PATH", ""))) is None:
+        raise ValueError(f"there is no program {name!r}, neither in {own} nor in PATH")
+    stdio = importlib.import_module("mcp.client.stdio")
+    arguments = [str(one) for one in config.get("arguments") or []]
+    variables = {str(key): str(value) for key, value in (config.get("variables") or {}).items()} or None
+    parameters = stdio.StdioServerParameters(command=program, args=arguments, env=variables)
+    return lambda: stdio.stdio_client(parameters)
+
+
+def _over_http(url: str, config: dict[str, Any]) -> Any:
+    """Return what connects to a URL."""
+    module, headers = importlib.import_module("mcp.client.streamable_http"), config.get("headers")
+    if not hasattr(module, "streamable_http_client"):  # mcp before 1.24
+        return lambda: module.streamablehttp_client(url, headers=headers)
+    if not headers:
+        return lambda: module.streamable_http_client(url)
+
+    @contextlib.asynccontextmanager
+    async def connected() -> Any:
+        name = "httpx2" if hasattr(module, "httpx2") else "httpx"
+        client = importlib.import_module(name).AsyncClient(headers=headers, timeout=None)
+        async with client, module.streamable_http_client(url, http_client=client) as streams:
+            yield streams
+
+    return connected
+
+
+def _reward_function(name: Any) -> Any:
+    """Return the function that a config names; None: it names none.
+
+    Raises:
+        ValueError: it cannot be one.
+    """
+    if name is None:
+        return None
+    module, colon, function = str(name).partition(":")
+    if not colon:
+        raise ValueError(f"reward {name!r}: expected 'module:function'")
+    found = getattr(importlib.import_module(module), function)
+    if not callable(found):
+        raise ValueError(f"reward {name!r} cannot be called")
+    return found
+
+
+def _has(answer: Any, message: dict[str, Any]) -> float:
+    """Return 1 if a message has the answer as a word of its own, whatever its case; else 0."""
+    wanted = re.escape(str(answer).strip())
+    said = str(message.get("content") or "")
+    return float(bool(wanted) and re.search(rf"(?<!\w){wanted}(?!\w)", said, re.IGNORECASE) is not None)
+
+
+def _either(found: Any, *names: str) -> Any:
+    """Return the first attribute that there is: mcp 2 names them otherwise than mcp 1."""
+    return next((getattr(found, name) for name in names if hasattr(found, name)), None)
+
+
+def _innermost(error: BaseException) -> str:
+    """Return what a group of exceptions is about."""
+    while getattr(error, "exceptions", None):
+        error = error.exceptions[0]  # type: ignore[attr-defined]
+    return f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -1,0 +1,259 @@
+"""Environments with the tools of an MCP server: real servers over pipes and over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import uvicorn
+
+from streamrl.agents.environment_player import EnvironmentPlayer
+from streamrl.agents.episode import EpisodeOrder
+from streamrl.config.tasks import AgentTask, EnvironmentUse
+from streamrl.environments.environment_pool import EnvironmentPool
+from streamrl.environments.environment_process import EnvironmentEnded, EnvironmentFailed
+from streamrl.environments.environment_trial import try_environment
+from streamrl.environments.installed import InstalledEnvironment, add_environment
+from streamrl.errors import UserError
+from streamrl.rollouts.void import VoidCause
+from streamrl.runtime.output_pipe import OutputLog
+from tests.agents.model_server import ModelServer
+from tests.waiting import scaled, until, wait_for
+
+SHOP = """
+import asyncio
+import os
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+
+server = MCPServer("shop")
+sold = []
+
+@server.tool()
+def price(item: str, count: int = 1) -> str:
+    "Return the price of an item."
+    if item == "poison":
+        raise ToolError("not for sale")
+    if item == "gun":
+        os._exit(1)
+    sold.append(item)
+    return f"{count} {item}: {3 * count} euros, {os.getpid()}, sold {len(sold)}"
+
+@server.tool()
+def greet() -> str:
+    "Greet."
+    return os.environ.get("GREETING", "none")
+
+@server.tool()
+async def nap(seconds: float) -> str:
+    "Sleep."
+    await asyncio.sleep(seconds)
+    return "slept"
+"""
+REWARD = """
+def calls(item, messages):
+    return sum(message["role"] == "tool" for message in messages) + item["more"]
+"""
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> InstalledEnvironment:
+    """An environment with a program; its package mcp is the one of these tests."""
+    folder = tmp_path_factory.mktemp("shops")
+    (folder / "shop_rewards.py").write_text(REWARD)
+    made = add_environment(folder / "shop", "mcp:shop", paths=[folder, Path(sysconfig.get_path("purelib"))])
+    program = made.python.parent / "shop"
+    program.write_text(f"#!{sys.executable}\n{SHOP}\nserver.run('stdio')\n")
+    program.chmod(0o755)
+    return made
+
+
+@pytest.fixture(scope="module")
+def shop_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    names: dict[str, Any] = {}
+    exec(SHOP, names)  # the same server, in this process
+    server = uvicorn.Server(uvicorn.Config(names["server"].streamable_http_app(), port=0, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    wait_for(lambda: server.started, 20)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/mcp"
+    server.should_exit = True
+    thread.join()
+
+
+@contextlib.asynccontextmanager
+async def started(
+    one: InstalledEnvironment, make: str = "", step_s: float | None = None, **config: Any
+) -> AsyncIterator[EnvironmentPool]:
+    use = EnvironmentUse(name=one.name, processes=1, config=config)
+    made = InstalledEnvironment(one.folder, make or one.make, {}, one.paths)
+    pool = EnvironmentPool(use, made, OutputLog(None), step_s or scaled(30), scaled(30))
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+def calls(*made: tuple[str, Any]) -> dict[str, Any]:
+    told = [
+        {"id": f"c{n}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for n, (name, arguments) in enumerate(made)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": told}
+
+
+def says(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+ITEM = {"prompt": "What do two teas cost?", "answer": 6}
+
+
+@pytest.mark.parametrize("over", ["pipes", "http"])
+def test_tools_are_offered_called_and_the_last_answer_is_scored(
+    shop: InstalledEnvironment, shop_url: str, over: str
+) -> None:
+    async def scenario() -> None:
+        make = "" if over == "pipes" else f"mcp:{shop_url}"
+        async with started(shop, make, instructions="Ask.") as pool, pool.place("a") as a, pool.place("b") as b:
+            began = (await a.reset(ITEM)).result
+            await b.reset(ITEM)
+            assert [one["role"] for one in began["messages"]] == ["system", "user"]
+            assert [one["function"]["name"] for one in began["tools"]] == ["price", "greet", "nap"]
+            schema = began["tools"][0]["function"]
+            assert schema["description"] == "Return the price of an item." and schema["parameters"]["required"] == [
+                "item"
+            ]
+            wanted = json.dumps({"item": "tea", "count": 2})
+            found = (await a.step(calls(("price", wanted), ("price", '{"item": "poison"}')))).result
+            bought, refused = found["messages"]
+            assert (bought["tool_call_id"], bought["role"]) == ("c0", "tool")
+            assert bought["content"].startswith("2 tea: 6 euros")
+            assert refused["content"].startswith("error: ") and "not for sale" in refused["content"]
+            assert (found["reward"], found["done"]) == (0.0, False)
+            assert found["metrics"] == {"tool_calls": 2, "tool_errors": 1}
+            wrong = (await a.step(calls(("price", "{"), ("price", "[]"), ("steal", "{}"), ("price", "{}")))).result
+            texts = [one["content"] for one in wrong["messages"]]
+            assert "no JSON object" in texts[0] and "got list" in texts[1] and "no tool 'steal'" in texts[2]
+            assert "item" in texts[3] and wrong["metrics"]["tool_errors"] == 4
+            for text, reward in (("It is 6 euros", 1.0), ("16 euros", 0.0), ("", 0.0)):
+                last = (await a.step(says(text))).result
+                assert (last["messages"], last["reward"], last["done"]) == ([], reward, True)
+            other = (await b.step(calls(("price", '{"item": "tea"}')))).result["messages"][0]["content"]
+            if over == "pipes":  # each episode has a server of its own
+                assert bought["content"].split(", ")[1] != other.split(", ")[1] and other.endswith("sold 1")
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_dies_fails_its_episode_alone_and_none_is_left(shop: InstalledEnvironment) -> None:
+    async def scenario() -> None:
+        async with started(shop, tools=["price"], reward="shop_rewards:calls") as pool:
+            (process,) = pool._processes
+            async with pool.place("good") as good, pool.place("bad") as bad:
+                item = {"prompt": "x", "more": 10}
+                assert len((await bad.reset(item)).result["tools"]) == 1
+                await good.reset(item)
+                with pytest.raises(EnvironmentFailed, match=r"server ended during a call of 'price'|[Cc]losed"):
+                    await bad.step(calls(("price", '{"item": "gun"}')))
+                await good.step(calls(("price", '{"item": "tea"}')))
+                assert (await good.step(says("done"))).result["reward"] == 11.0
+            children = psutil.Process(process.process.pid).children
+            await until(lambda: not children(), 60)
+            assert pool.restarts == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_call_that_takes_too_long_is_void_and_others_are_played_again(shop: InstalledEnvironment) -> None:
+    async def scenario() -> None:
+        async with started(shop, step_s=scaled(5)) as pool, pool.place("late") as late, pool.place("other") as other:
+            for place in (late, other):
+                await place.reset(ITEM)
+            naps = [asyncio.ensure_future(place.step(calls(("nap", '{"seconds": 3600}')))) for place in (late, other)]
+            found = await asyncio.gather(*naps, return_exceptions=True)
+            first, second = found
+            assert isinstance(first, EnvironmentEnded) and isinstance(second, EnvironmentEnded)
+            assert (first.cause, first.again, second.again) == (VoidCause.TIMEOUT, False, True)
+
+    asyncio.run(scenario())
+
+
+def test_variables_reach_the_program_and_a_trial_reports_no_problem(shop: InstalledEnvironment) -> None:
+    async def scenario() -> None:
+        async with started(shop, variables={"GREETING": "hello"}) as pool:
+            async with pool.place("a") as place:
+                await place.reset(ITEM)
+                assert (await place.step(calls(("greet", "")))).result["messages"][0]["content"] == "hello"
+            trial = await try_environment(pool, 4, 3)
+            assert trial.problems() == [] and trial.ended == 4
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "text"),
+    [
+        ("mcp:no-such-program", {}, "there is no program 'no-such-program'"),
+        ("mcp:true", {}, "the MCP server cannot be used"),
+        ("mcp:http://127.0.0.1:9/mcp", {}, "the MCP server cannot be used"),
+        ("mcp:shop", {"tools": ["fly"]}, "it has no tool 'fly', only greet, nap, price"),
+        ("mcp:shop", {"tool": ["price"]}, r"unknown keys \['tool'\]"),
+        ("mcp:shop", {"reward": "nothing"}, "expected 'module:function'"),
+        ("mcp:shop", {"reward": "shop_rewards:REWARDS"}, "no attribute 'REWARDS'"),
+    ],
+)
+def test_what_cannot_work_is_told_at_the_start(
+    shop: InstalledEnvironment, make: str, config: dict[str, Any], text: str
+) -> None:
+    async def scenario() -> None:
+        async with started(shop, make, **config):
+            pass
+
+    with pytest.raises(UserError, match=text):
+        asyncio.run(scenario())
+
+
+def test_an_item_that_nothing_could_score_fails(shop: InstalledEnvironment) -> None:
+    async def scenario() -> None:
+        async with started(shop) as pool, pool.place("a") as place:
+            with pytest.raises(EnvironmentFailed, match="no `answer`, and the config no `reward`"):
+                await place.reset({"prompt": "x"})
+
+    asyncio.run(scenario())
+
+
+def test_a_player_offers_the_tools_to_the_model(shop: InstalledEnvironment) -> None:
+    task = AgentTask(
+        kind="agent",
+        name="shop",
+        environment=EnvironmentUse(name=os.fspath(shop.folder), processes=1),
+        items="some:items",
+        max_turns=4,
+    )
+
+    async def scenario() -> None:
+        player = EnvironmentPlayer([task], OutputLog(None))
+        await player.start(scaled(30))
+        try:
+            async with ModelServer().running() as model:
+                order = EpisodeOrder("s", "g", "shop", {**ITEM, "prompt": "echo It costs 6."}, 1, 1.0)
+                outcome = await player.play(order, model.url, "key")
+        finally:
+            await player.close()
+        assert outcome.reward == 1.0 and outcome.void is None
+        (body,) = model.calls
+        assert [one["function"]["name"] for one in body["tools"]] == ["price", "greet", "nap"]
+
+    asyncio.run(scenario())
