@@ -75,7 +75,15 @@ def steady_step(
     # of `merged` samples that come together, each takes a rank of its own
     ranks = trainer.busy_ranks(tokens * merged, batch.lengths[0] + batch.prompt_tokens) / merged
     rate, delay = tokens / (trainer.seconds * share), SimulatedLink(delay_s=weights_s)
-    stages = Stages(rate, link=delay, load_s=load_s, train_ranks=max(1.0, ranks))
+    processes = max(1, batch.environment_processes // merged)
+    stages = Stages(
+        rate,
+        link=delay,
+        load_s=load_s,
+        train_ranks=max(1.0, ranks),
+        environment_s=batch.environment_s * merged * processes / batch.environment_processes,
+        environment_processes=processes,
+    )
     schedule = make_schedule("async", batch.staleness)
     policy = make_policy("least-loaded", batch.longest_answer, affinity=group)
     outcome = Pipeline(policy, fleet, stages, schedule, groups).run(_groups(batch, groups, group), STEPS)

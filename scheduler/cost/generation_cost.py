@@ -60,6 +60,10 @@ class Batch:
     """Steps that the samples of `async` may be old (1 in StreamRL's async, arXiv 2504.15930)."""
     speculation: Speculation | None = None
     """Speculative decoding of the replicas that generate it; None: they do not speculate."""
+    environment_s: float = 0.0
+    """Seconds for which an environment steps in one sample; 0: there is none."""
+    environment_processes: int = 1
+    """Processes of environments, each of which steps for one sample at a time."""
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) <= 0 or not np.isfinite(self.lengths).all():
@@ -72,6 +76,11 @@ class Batch:
             )
         if self.group < 1 or self.staleness < 1:
             raise ValueError(f"a batch needs group >= 1 and staleness >= 1, got {self.group}, {self.staleness}")
+        if self.environment_s < 0 or self.environment_processes < 1:
+            raise ValueError(
+                "a batch needs environment_s >= 0 and environment_processes >= 1, got "
+                f"{self.environment_s}, {self.environment_processes}"
+            )
 
     @classmethod
     def of(
@@ -89,6 +98,29 @@ class Batch:
             raise ValueError("a batch needs at least one length")
         values = spread_lengths(lengths, count)
         return cls(tuple(np.maximum(values, 1.0).tolist()), samples, prompt_tokens, longest, group, staleness)
+
+    @property
+    def stepping_s(self) -> float:
+        """Seconds for which the environments of all samples step, if no process ever waits."""
+        return self.samples * self.environment_s / self.environment_processes
+
+    def played_s(self, generation_s: float, across_steps: bool) -> float:
+        """Return the seconds until all samples are generated and played in their environments.
+
+        A sample's steps are put together behind its last token, as in the simulation of whole steps; a sample ends
+        when the share of the time has passed that its length is of the longest. From each end on, the processes have
+        at least the work of all samples that end then or later.
+
+        Args:
+            generation_s: seconds to generate them, without environments.
+            across_steps: whether other samples are generated before and after these.
+        """
+        if across_steps:
+            return max(generation_s, self.stepping_s)
+        lengths = np.sort(np.asarray(self.lengths))
+        left = self.stepping_s * (1.0 - np.arange(len(lengths)) / len(lengths))
+        busy = float((lengths / lengths[-1] * generation_s + left).max())
+        return max(generation_s + self.environment_s, busy)
 
     @property
     def longest_answer(self) -> float:

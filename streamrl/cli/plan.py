@@ -43,6 +43,17 @@ if TYPE_CHECKING:
     type=click.FloatRange(0, 1),
     help="probability that a drafted token is accepted: instances speculate  [default: they do not]",
 )
+@click.option(
+    "--environment-s",
+    type=click.FloatRange(0),
+    default=0.0,
+    help="seconds for which an environment steps in one sample (a run's environment_s / samples_total)  [default: 0]",
+)
+@click.option(
+    "--environment-processes",
+    type=click.IntRange(1),
+    help="processes of environments, of all sites  [default: the run file's, else 1]",
+)
 @click.option("--hardware", type=click.Path(path_type=Path), help="YAML that adds GPU types or changes their figures")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="also write the plans to this file")
 def command(
@@ -123,6 +134,7 @@ def _show(
         [
             ("generation, a batch by itself", f"{best.makespan_s:.1f}", "the longest answers included"),
             ("generation, across steps", f"{best.steady_s:.1f}", "async by rates alone: nobody waits"),
+            *_environment_rows(best),
             *_waiting_rows(best),
             (
                 "training",
@@ -166,6 +178,16 @@ def _show(
         columns = ("plan", "step (s)", "samples/s", "USD/h", "USD/1k samples")
         rows = [_step_row(one.chosen, one.text) for one in found[1:]]
         _table(console, "next-best plans", columns, [(*row[:2], *row[4:]) for row in rows])
+
+
+def _environment_rows(best: PlacementPlan) -> list[tuple[str, str, str]]:
+    """Return the row of the environments, if samples are played in some."""
+    batch = best.problem.batch
+    if not batch.environment_s:
+        return []
+    longer = best.played_s(best.schedule) - (best.steady_s if KINDS[best.schedule].continuous else best.makespan_s)
+    what = f"{batch.environment_s:g} s a sample on {batch.environment_processes} processes"
+    return [("environments", f"{batch.stepping_s:.1f}", f"{what}; not hidden behind generation: {longer:.1f}")]
 
 
 def _waiting_rows(best: PlacementPlan) -> list[tuple[str, str, str]]:
@@ -284,6 +306,7 @@ def _plain_plan(one: PlacementPlan) -> dict[str, Any]:
         ],
         "generation_s": one.makespan_s,
         "generation_across_steps_s": one.steady_s,
+        "environments_s": one.problem.batch.stepping_s,
         "training_s": one.training_s,
         "weights_s": one.transfer_s,
         "load_s": one.load_s,

@@ -87,6 +87,16 @@ if TYPE_CHECKING:
 )
 @click.option("--link-ms", default=0.0, show_default=True, type=click.FloatRange(0), help="Delay of the link.")
 @click.option("--reward-s", default=0.0, show_default=True, type=click.FloatRange(0), help="Seconds per reward.")
+@click.option(
+    "--environment-s",
+    default=0.0,
+    show_default=True,
+    type=click.FloatRange(0),
+    help="Seconds for which an environment steps in one sample: a run's environment_s / samples_total.",
+)
+@click.option(
+    "--environment-processes", default=1, show_default=True, type=click.IntRange(1), help="Processes that step."
+)
 @click.option("--trainer-price", default=0.0, type=click.FloatRange(0), help="USD per hour for the trainer.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
 @click.option("--out", type=click.Path(path_type=Path), default=Path("simulation.svg"), show_default=True, help="Plot.")
@@ -120,6 +130,8 @@ def command(
     link_gbit: float,
     link_ms: float,
     reward_s: float,
+    environment_s: float,
+    environment_processes: int,
     trainer_price: float,
     seed: int,
     out: Path,
@@ -129,10 +141,11 @@ def command(
     Policies see the true lengths, unless --noise or --ranker gives them forecasts. Makespans cover generation alone;
     "saved" is relative to least-loaded, "USD/1k" is per thousand samples.
 
-    With --iterations every step generates, rewards, trains (--train-rate, by one trainer) and sends its weights. Each
-    schedule runs under each policy (default: least-loaded and skew-aware). A bubble is the share of time in which the
-    instances, or the trainer, are idle; staleness counts groups by steps. Under colocated both take turns on all
-    devices (--colocated-train-rate), and weights cross no link. With --over-issue and --round-tokens the on-policy
+    With --iterations every step generates, rewards, trains (--train-rate, by one trainer) and sends its weights;
+    samples of environments have stepped before they are rewarded (--environment-s). Each schedule runs under each
+    policy (default: least-loaded and skew-aware). A bubble is the share of time in which the instances, or the trainer,
+    are idle; staleness counts groups by steps. Under colocated both take turns on all devices
+    (--colocated-train-rate), and weights cross no link. With --over-issue and --round-tokens the on-policy
     schedules also run in rounds that defer unfinished work: "+tail" issues more groups than it needs; "+partial" parks
     samples that have used up the round's tokens, and issues more only with --over-issue.
 
@@ -165,6 +178,7 @@ def command(
         "--train-rate": train_rate,
         "--colocated-train-rate": colocated_train_rate,
         "--colocated-instances": colocated_instances,
+        "--environment-s": environment_s,
     }
     if iterations is None and (given := [option for option, value in only_iterations.items() if value]):
         raise UserError(f"{given[0]} needs --iterations: without it only generation is simulated")
@@ -185,6 +199,8 @@ def command(
             raise UserError("--colocated-instances needs --colocated-train-rate")
         if max_age is not None and not any(in_rounds.values()):
             raise UserError("--max-age needs --over-issue or --round-tokens: it bounds how long rounds defer a group")
+        if environment_s and (option := next((name for name, value in in_rounds.items() if value), "")):
+            raise UserError(f"{option} does not go with --environment-s: a step of an environment cannot be withdrawn")
         if any(in_rounds.values()) and all(schedule.max_staleness for schedule in chosen):
             option = next(option for option, value in in_rounds.items() if value)
             raise UserError(
@@ -192,7 +208,15 @@ def command(
                 f"chosen: {', '.join(schedule.name for schedule in chosen)}, --sync-every {sync_every}"
             )
         workload = replay(trace, ranker, noise, seed) if trace else draw(lengths, requests, limit, noise, seed, batches)
-        stages = Stages(train_rate, 0.0, reward_s, weights_gb, SimulatedLink(link_gbit, link_ms / 1e3), switch_s)
+        stages = Stages(
+            train_rate,
+            reward_s=reward_s,
+            weights_gb=weights_gb,
+            link=SimulatedLink(link_gbit, link_ms / 1e3),
+            switch_s=switch_s,
+            environment_s=environment_s,
+            environment_processes=environment_processes,
+        )
         rows = _run_schedules(
             workload,
             (fleet_of(instances), stages),

@@ -11,7 +11,7 @@ from streamrl.config.cluster import StrictModel
 from streamrl.config.evaluation import EvaluationConfig
 from streamrl.config.schedule import ScheduleConfig, StreamSchedule
 from streamrl.config.speculation import SpeculationConfig
-from streamrl.config.tasks import AgentTask, FileTask, Task, default_tasks
+from streamrl.config.tasks import AgentTask, EnvironmentUse, FileTask, Task, default_tasks
 from streamrl.config.trackers import TrackerConfig
 from streamrl.errors import ErrorCode
 
@@ -405,6 +405,12 @@ class RunConfig(StrictModel):
         """Tasks whose samples are episodes of agents, those of evaluations too."""
         held_out = self.evaluation.held_out(self.tasks) if self.evaluation else []
         return [task for task in (*self.tasks, *held_out) if isinstance(task, AgentTask)]
+
+    @property
+    def environments(self) -> list[EnvironmentUse]:
+        """Environments whose processes each site with agents has; tasks with the same settings share theirs."""
+        uses = {task.environment_key: task.environment for task in self.agent_tasks}
+        return [use for use in uses.values() if use is not None]
 
     @property
     def longest_silence_s(self) -> float:

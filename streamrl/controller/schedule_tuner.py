@@ -267,14 +267,13 @@ def environment_s_per_sample(batch: StepBatch) -> float:
 
 
 def environment_processes(run: RunConfig, sites: int) -> int:
-    """Return the number of processes of environments, 1 or more; tasks with the same settings share theirs.
+    """Return the number of processes of environments, 1 or more.
 
     Args:
         run: the run file.
         sites: sites with agents, each of which has all environments.
     """
-    uses = {task.environment_key: task.environment for task in run.agent_tasks if task.environment}
-    return max(1, sites * sum(use.processes for use in uses.values()))
+    return max(1, sites * sum(use.processes for use in run.environments))
 
 
 def policy_factory(run: RunConfig, train_tokens_s: float | None = None) -> Callable[[], DispatchPolicy]:

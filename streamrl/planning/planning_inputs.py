@@ -195,6 +195,8 @@ def gather(
     budget: float | None,
     delta_ratio: float | None,
     acceptance: float | None,
+    environment_s: float,
+    environment_processes: int | None,
 ) -> Inputs:
     """Assemble the problem; options override the run file, and that overrides the paper's workload.
 
@@ -233,6 +235,10 @@ def gather(
         if acceptance is not None:
             most = run.speculation.most_tokens if run else SpeculationConfig().most_tokens
             batch = replace(batch, speculation=Speculation(acceptance, most))
+        if environment_processes is None:
+            sites = sum(bool(site.generation) for site in cluster.sites.values())
+            environment_processes = max(1, sites * sum(use.processes for use in run.environments) if run else 1)
+        batch = replace(batch, environment_s=environment_s, environment_processes=environment_processes)
         problem = Problem(
             *(shape, batch, work, offers, routes_of(cluster)),
             *(math.inf if budget is None else budget, delta_ratio, cluster.trainer_site),

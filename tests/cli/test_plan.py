@@ -81,6 +81,30 @@ def test_a_plan_counts_on_speculation_only_if_it_is_told_the_acceptance(
     assert makespans[2] < 0.9 * makespans[0]
 
 
+def test_environments_are_hidden_behind_generation_as_far_as_they_have_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = []
+    for more in ([], ["--environment-s", "1", "--environment-processes", "512"], ["--environment-s", "30"]):
+        options = ["--lengths", "5k", "--schedule", "sync", "--json", tmp_path / "plan.json", *more]
+        assert streamrl(monkeypatch, "plan", "--cluster", HETEROGENEOUS, *options) == 0
+        found.append(json.loads((tmp_path / "plan.json").read_text())["plans"][0])
+    none, many, one = (plan["schedules"]["sync"]["step_s"] for plan in found)
+    assert [plan["environments_s"] for plan in found] == [0.0, 2.0, 30 * 1024]
+    assert many - none == pytest.approx(1.0, abs=0.2)  # that of the last sample
+    assert one > 30 * 1024
+    assert "limit: environments limit it: 30720.0 s a step on 1 processes" in capsys.readouterr().out
+    run_file = tmp_path / "run.yaml"
+    lake = {"kind": "agent", "name": "a", "environment": {"name": "lake", "processes": 3}}
+    run_file.write_text(yaml.safe_dump({"tasks": [lake]}))
+    options = ["--run", run_file, "--model", "7b", "--environment-s", "3", "--json", tmp_path / "plan.json"]
+    assert streamrl(monkeypatch, "plan", "--cluster", HETEROGENEOUS, *options) == 0
+    samples = json.loads((tmp_path / "plan.json").read_text())["samples"]
+    plan = json.loads((tmp_path / "plan.json").read_text())["plans"][0]
+    sites = sum(bool(site.generation) for site in load_cluster(HETEROGENEOUS).sites.values())
+    assert plan["environments_s"] == pytest.approx(samples * 3 / (3 * sites))
+
+
 def test_a_budget_is_kept_and_cost_is_not_dearer_than_throughput(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,6 +91,11 @@ def test_whole_iterations_by_schedule(
     # generation 10, reward 1, training 10, transfer 1.5
     assert table["sync, least-loaded"][:3] == ["22.5 s", "55.6%", "55.6%"]
     assert table["sync, least-loaded"][3:] == [f"{16 / 22.5:.2f}", "0: 6", "1.4063"]
+    stepping = ["--environment-s", "1", "--environment-processes", "4", "--schedule", "sync", "--iterations", "3"]
+    more = ["--policy", "least-loaded", "--out", tmp_path / "p.svg"]
+    assert streamrl(monkeypatch, "simulate", *some, *stages, *stepping, *more) == 0
+    # all 16 samples end at once, and 4 processes then step for a second each
+    assert rows(capsys.readouterr().out)["sync, least-loaded"][0] == "26.5 s"
     # the first two batches are issued under the weights of the start
     assert table["async, least-loaded"][4] == "0: 2, 1: 4"
     assert set(table) == {
@@ -158,6 +163,8 @@ ITERATIONS = ["--iterations", "3", "--train-rate", "9"]
             "--round-tokens goes with colocated, sync or stream",
         ),
         ([*ITERATIONS, "--sync-every", "2", "--over-issue", "2"], "--over-issue goes with colocated, sync or stream"),
+        (["--environment-s", "2"], "--environment-s needs --iterations"),
+        ([*ITERATIONS, "--environment-s", "2", "--over-issue", "2"], "--over-issue does not go with --environment-s"),
         (["--lengths", "zipf:2"], "--lengths zipf:2: expected lognormal:MU,SIGMA"),
         (["--lengths", "lognormal:7"], "expected lognormal:MU,SIGMA"),
         (["--policy", "best"], "--policy best: there is no such policy; expected one of random"),

@@ -49,6 +49,36 @@ def test_equal_lengths_take_what_the_batch_takes() -> None:
     assert found.generation_bubble == pytest.approx(0.0, abs=0.02)
 
 
+@pytest.mark.parametrize(("processes", "wanted"), [(1, 64.0), (4, 16.0), (100, 500.0)])
+def test_environments_without_enough_processes_set_the_pace(processes: int, wanted: float) -> None:
+    batch = replace(EQUAL, environment_s=0.5, environment_processes=processes)
+    slow = 500.0 if processes == 100 else 1e-3
+    pool = Replicas(0, 8, kind(EQUAL))
+    found = steady_step([pool], batch, trainer(slow), weights_s=0.0)
+    alone = steady_step([pool], EQUAL, trainer(slow), weights_s=0.0)
+    assert found.seconds == pytest.approx(max(wanted, alone.seconds), rel=0.03)
+
+
+def test_the_end_of_a_batch_that_is_played_in_environments() -> None:
+    # ends at 2, 4, 6 and 8 s, from which on 4, 3, 2 and 1 samples are left
+    batch = Batch((4.0, 3.0, 2.0, 1.0), 4)
+    cases = [(1.0, 1, 9.0, 8.0), (3.0, 1, 14.0, 12.0), (3.0, 4, 11.0, 8.0), (0.0, 1, 8.0, 8.0)]
+    for seconds, processes, alone, across in cases:
+        played = replace(batch, environment_s=seconds, environment_processes=processes)
+        assert (played.played_s(8.0, False), played.played_s(8.0, True)) == (alone, across)
+    for wrong in ({"environment_s": -1.0}, {"environment_processes": 0}):
+        with pytest.raises(ValueError, match="environment_s >= 0 and environment_processes >= 1"):
+            replace(batch, **wrong)
+
+
+def test_thinned_environments_load_their_processes_as_much() -> None:
+    many = Batch.of(np.full(128, 100.0), 1024, 0)
+    for processes in (2, 24):
+        batch = replace(many, environment_s=0.5, environment_processes=processes)
+        found = steady_step([Replicas(0, 64, kind(many))], batch, FAST, weights_s=0.0)
+        assert found.seconds == pytest.approx(512 / processes, rel=0.05)
+
+
 def test_a_group_is_worth_its_last_sample() -> None:
     # nearly every group of 16 has a long answer, so each step waits for some
     pool = Replicas(0, 4, kind(TAILED))
