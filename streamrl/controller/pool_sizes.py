@@ -34,7 +34,7 @@ from streamrl.protocol.message import TypedMessage, wire
 from streamrl.protocol.operator import PoolScaled, ScalePool, ScalingRefused
 from streamrl.rollouts.types import Sample
 from streamrl.run_dir import layout
-from streamrl.runtime.process_plan import ProcessSpec, usd_per_hour
+from streamrl.runtime.process_plan import ProcessSpec
 from streamrl.transport.endpoint import Delivery, Hub
 from streamrl.weights.backends.base import weight_path
 
@@ -80,13 +80,13 @@ class Scaling:
         self.coming: deque[Coming] = deque(maxlen=MOST_COMING)
         """Instances that were added during the run, the newest last."""
         fixed = [spec for spec in plan if spec.role != "instance"]
-        self._fixed_usd_per_hour = usd_per_hour(fixed)
+        self._fixed_prices = {(spec.site, spec.name): spec.price_per_hour for spec in fixed if spec.price_per_hour}
         self._names: dict[str, str] = {spec.name: spec.role for spec in fixed}
         for spec in plan:
             if spec.role == "instance":
                 self._instances[f"{spec.site}/{spec.pool}"][spec.name] = "starting"
         times.set_instances(self._living(), time.time())
-        self.spending = Spending(self._usd_per_hour())
+        self.spending = Spending(self._prices())
         self.elasticity: Elasticity | None = None
         if (options := run.elasticity).enabled:
             limits = {
@@ -185,7 +185,7 @@ class Scaling:
         for key, pool in self._pools_of(service).items():
             self._instances[key] = {name: one.life for name, one in report.instances.items() if one.pool == pool}
         self.services.fleet_changed(service, report.fleet)
-        self.spending.change(now, self._usd_per_hour())
+        self.spending.change(now, self._prices())
         lives = {name: life for some in self._instances.values() for name, life in some.items()}
         self.coming += [Coming(name, now) for name in sorted(lives.keys() - before)]
         for one in self.coming:
@@ -206,10 +206,14 @@ class Scaling:
         """Return the number of instances of each pool that may get requests."""
         return {key: sum(life == "ready" for life in self._instances[key].values()) for key in self._pools}
 
-    def _usd_per_hour(self) -> float:
-        """Return the price per hour of all processes, including those that start or leave."""
-        prices = ((self._pools[key].price_per_hour, len(some)) for key, some in self._instances.items())
-        return self._fixed_usd_per_hour + sum(price * count for price, count in prices)
+    def _prices(self) -> dict[tuple[str, str], float]:
+        """Return the prices per hour of all processes that have one, including those that start or leave."""
+        return self._fixed_prices | {
+            (key.partition("/")[0], name): price
+            for key, some in self._instances.items()
+            if (price := self._pools[key].price_per_hour)
+            for name in some
+        }
 
     def roles(self) -> dict[str, str]:
         """Return the role of every process, by name."""

@@ -313,7 +313,7 @@ class Services:
             the controller heard of it.
         """
         if not made.content_hash:
-            self._count(made.bytes * len(self.used), None, 0.0)
+            self._count(made.bytes * len(self.used), None)
             self._versions.delivered(made.number)
             self._asleep.clear()
             return True
@@ -349,7 +349,7 @@ class Services:
         self._waits.end(f"{WEIGHTS} {name}")
         link = self._cluster.link_between(self._sites[name], report.source or self._cluster.trainer_site)
         usd = report.bytes * link.price_per_gb / 1e9 if link is not None else 0.0
-        self._count(report.bytes, report.fetched - report.started, usd)
+        self._count(report.bytes, report.fetched - report.started, {self._sites[name]: usd})
         self._asleep.discard(name)  # loading weights wakes instances up
         if self._versions.ready(name, report):
             await self._announce(name)
@@ -372,15 +372,17 @@ class Services:
             link, peer = self._cluster.link(site), self._hub.peers.get(name)
             if link is not None and peer is not None:
                 carried = peer.bytes_in + peer.bytes_out
-                self._count(0, None, (carried - self._carried.get(name, 0)) * link.price_per_gb / 1e9)
+                usd = (carried - self._carried.get(name, 0)) * link.price_per_gb / 1e9
+                self._count(0, None, {site: usd})
                 self._carried[name] = carried
         traffic, self._traffic = self._traffic, Traffic()
         return traffic
 
-    def _count(self, nbytes: int, seconds: float | None, usd: float) -> None:
+    def _count(self, nbytes: int, seconds: float | None, usd: Mapping[str, float] | None = None) -> None:
         before = self._traffic
+        costs = {**before.usd, **{site: before.usd.get(site, 0.0) + one for site, one in (usd or {}).items() if one}}
         longest = max((s for s in (seconds, before.seconds) if s is not None), default=None)
-        self._traffic = Traffic(before.nbytes + nbytes, longest, before.usd + usd)
+        self._traffic = Traffic(before.nbytes + nbytes, longest, costs)
 
     async def leave_devices(self) -> bool:
         """Return whether all instances have left their devices; if not, request it. Nothing may be generating."""

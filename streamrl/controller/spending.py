@@ -1,29 +1,42 @@
-"""The cost of a run's processes over time. Pure: no I/O and no clock."""
+"""The cost of a run's processes over time, by site and process. Pure: no I/O and no clock."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+Prices = Mapping[tuple[str, str], float]
+"""USD per hour of each process that has a price, by (site, process)."""
+Costs = dict[str, dict[str, float]]
+"""USD by site and process."""
+LINK = "link"
+"""Stands in `Costs` for what the link between the trainer's site and a site carried."""
+
 
 class Spending:
-    """A price per hour that changes as instances come and go."""
+    """Prices per hour that change as instances come and go."""
 
-    def __init__(self, usd_per_hour: float = 0.0) -> None:
-        """Begin with `usd_per_hour`, valid for all times up to the first change."""
-        self._changes = [(float("-inf"), usd_per_hour)]
+    def __init__(self, prices: Prices) -> None:
+        """Begin with `prices`, valid for all times up to the first change."""
+        self._changes = [(float("-inf"), dict(prices))]
 
     @property
     def usd_per_hour(self) -> float:
-        """The current price per hour."""
-        return self._changes[-1][1]
+        """The current price per hour of all processes together."""
+        return sum(self._changes[-1][1].values())
 
-    def change(self, now: float, usd_per_hour: float) -> None:
-        """Set the price per hour of all processes together from `now` on (unix seconds)."""
-        if usd_per_hour != self.usd_per_hour:
-            self._changes.append((now, usd_per_hour))
+    def change(self, now: float, prices: Prices) -> None:
+        """Set the prices from `now` on (unix seconds)."""
+        if prices != self._changes[-1][1]:
+            self._changes.append((now, dict(prices)))
 
-    def between(self, start: float, end: float) -> float:
-        """Return the USD spent between two times (unix seconds)."""
+    def between(self, start: float, end: float) -> Costs:
+        """Return the USD spent between two times (unix seconds); what cost nothing is left out."""
         ends = [then for then, _ in self._changes[1:]] + [float("inf")]
-        spent = 0.0
-        for (since, rate), until in zip(self._changes, ends, strict=True):
-            spent += rate * max(0.0, min(end, until) - max(start, since)) / 3600
-        return spent
+        costs: Costs = {}
+        for (since, prices), until in zip(self._changes, ends, strict=True):
+            hours = max(0.0, min(end, until) - max(start, since)) / 3600
+            for (site, process), price in prices.items() if hours else ():
+                if price:
+                    of_site = costs.setdefault(site, {})
+                    of_site[process] = of_site.get(process, 0.0) + price * hours
+        return costs

@@ -11,6 +11,7 @@ import numpy as np
 from streamrl.config.run import RunConfig
 from streamrl.controller.environment_time import environment_time
 from streamrl.controller.length_predictor import StepLengths
+from streamrl.controller.spending import Costs
 from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_times import Interval, Traffic
 from streamrl.protocol.controller_trainer import StepDone
@@ -32,7 +33,7 @@ def step_metrics(
     predictions: StepLengths,
     audit: StepAudit,
     deferred: int = 0,
-    usd: float | None = None,
+    costs: Costs | None = None,
     peak_tflops: float | None = None,
     gap_bound: float | None = None,
 ) -> MetricsRow:
@@ -48,10 +49,11 @@ def step_metrics(
         predictions: how the step's output lengths compare with what was predicted.
         audit: the length audit of the step.
         deferred: number of samples deferred to a later round.
-        usd: cost of the step; None: the cluster file has no prices.
+        costs: cost of the step; None: the cluster file has no prices.
         peak_tflops: dense bf16 peak of all ranks together, TFLOP/s; None: unknown.
         gap_bound: largest trainer-generator mismatch expected, nats; None: not known yet.
     """
+    usd = None if costs is None else sum(sum(of_site.values()) for of_site in costs.values())
     generated = [m.sample for g in batch.groups.values() for m in g.members()]
     samples = [m.sample for g in batch.groups.values() for m in g.survivors()]
     lengths = np.array([s.output_length for s in generated])
@@ -105,6 +107,7 @@ def step_metrics(
         weight_bytes_sent=traffic.nbytes,
         weight_transfer_s=traffic.seconds,
         usd=usd,
+        usd_by_process=costs or {},
         usd_per_1k_samples=None if usd is None else 1000 * usd / len(samples),
         weight_sync_exposed_s=times.exposed_sync_s,
         groups_total=len(batch.groups),

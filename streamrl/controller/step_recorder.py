@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 
 from streamrl.controller.length_predictor import StepLengths
-from streamrl.controller.spending import Spending
+from streamrl.controller.spending import LINK, Costs, Spending
 from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_metrics import step_metrics
 from streamrl.controller.step_times import Interval, StepTimes, Traffic
@@ -87,17 +87,19 @@ class Recorder:
             lengths,
             audit,
             deferred,
-            self._usd(times, traffic),
+            self._costs(times, traffic),
             self.peak_tflops,
             gap_bound,
         )
         self.telemetry.step_done(row, batch, self.times.ended_trainer)
         return times
 
-    def _usd(self, times: Interval, traffic: Traffic) -> float | None:
+    def _costs(self, times: Interval, traffic: Traffic) -> Costs | None:
         """Return the cost of the step; None: the cluster file has no prices, so the cost is unknown."""
-        spent = self.spending.between(times.started, times.ended)
-        return spent + traffic.usd if spent or traffic.usd or self.spending.usd_per_hour else None
+        costs = self.spending.between(times.started, times.ended)
+        for site, usd in traffic.usd.items():
+            costs.setdefault(site, {})[LINK] = usd
+        return costs if costs or self.spending.usd_per_hour else None
 
     def _audit_lengths(self, batch: StepBatch) -> StepAudit:
         """Report the step's lengths to the audit; return its result."""

@@ -6,7 +6,7 @@ of steps; each step counts the part that lies in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 Span = tuple[float, float]
@@ -31,8 +31,8 @@ class Traffic:
     """Bytes of weights that all sites together received."""
     seconds: float | None = None
     """Longest time from the announcement of a version until a site had verified all of it; None: no transfer."""
-    usd: float = 0.0
-    """Price of everything that links carried: weights, prompts and samples."""
+    usd: Mapping[str, float] = field(default_factory=dict)
+    """Price of everything that the link to each site carried: weights, prompts and samples."""
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,8 @@ def group_view(table: SampleTable, group_id: str, decode: Decoder | None) -> dic
         told, _ = _conversation(first.get("conversation"))
         text = _last_answer(told) if told else _text(first, "completion", decode)
         members.append(light | {"text": text, "why": why_not_trained(light, rewards)})
-    return {"group_id": group_id, "prompt": prompt, "members": members}
+    others = table.groups_beside(int(chosen[0]))
+    return {"group_id": group_id, "step": members[0]["step"], "prompt": prompt, "members": members, "others": others}
 
 
 def token_columns(record: dict[str, Any], decode: Decoder | None, most: int | None) -> dict[str, Any]:

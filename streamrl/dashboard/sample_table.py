@@ -18,10 +18,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ranker.data import first_rows
+from streamrl.dashboard.text_search import Mark, TextSearch
 from streamrl.errors import UserError
 from streamrl.rollouts.rollout_store import SCHEMA
 
-LIGHT: tuple[str, ...] = ("sample_id", "trajectory_id", "group_id", "task", "step", "output_length", "finish_reason")
+LIGHT: tuple[str, ...] = ("sample_id", "trajectory_id", "group_id", "prompt_id", "task", "step", "output_length")
+LIGHT += ("finish_reason",)
 LIGHT += ("reward", "void_cause", "advantage", "route", "predicted_length", "t_trained")
 """Columns that are held of all samples."""
 FILE, ROW = "_file", "_row"
@@ -45,6 +47,10 @@ MOST_PAGE = 500
 MOST_POINTS = 4_000
 """Most samples in the picture of predicted against actual lengths."""
 KEPT_SELECTIONS = 16
+MOST_OTHERS = 200
+"""Most groups that are offered to be compared with one."""
+LONGEST_TEXT = 1_000
+"""Characters of the longest text that is searched for."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,8 @@ class SampleFilter:
     outcome: str | None = None
     """'trained', 'void' (its reward is void) or 'dropped' (its whole group was never trained)."""
     group_id: str | None = None
+    text: str | None = None
+    """Part of a prompt, of an answer or of a conversation; upper and lower case are the same."""
     reward_min: float | None = None
     reward_max: float | None = None
     length_min: float | None = None
@@ -90,6 +98,8 @@ class SampleFilter:
         for name, known in (("sort", SORTS), ("outcome", OUTCOMES)):
             if name in values and values[name] not in known:
                 raise UserError(f"{name}: expected one of {', '.join(known)}, got {values[name]!r}")
+        if len(values.get("text", "")) > LONGEST_TEXT:
+            raise UserError(f"text: expected at most {LONGEST_TEXT} characters, got {len(values['text'])}")
         return cls(**values)
 
 
@@ -99,14 +109,15 @@ class SampleTable:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.notes: list[str] = []
-        self._files: dict[Path, tuple[tuple[int, int, int], pa.Table]] = {}
+        self._files: dict[Path, tuple[Mark, pa.Table]] = {}
         self._paths: list[Path] = []
         self._table = _empty()
         self._selections: OrderedDict[SampleFilter, npt.NDArray[np.int64]] = OrderedDict()
+        self._search = TextSearch()
 
     def look(self) -> pa.Table:
         """Read new and replaced files, forget deleted ones, and return the table."""
-        found: dict[Path, tuple[tuple[int, int, int], pa.Table]] = {}
+        found: dict[Path, tuple[Mark, pa.Table]] = {}
         notes = []
         changed = False
         for path in sorted(self.folder.glob("step_*.parquet")):
@@ -157,11 +168,33 @@ class SampleTable:
         )
         return rewards
 
+    def groups_beside(self, index: int) -> dict[str, list[dict[str, Any]]]:
+        """Return other groups with which a sample's group can be compared: of the same prompt, and of the same step."""
+        row = self._table.slice(index, 1).to_pylist()[0]
+        return {
+            name: self._other_groups(column, row[column], row["group_id"])
+            for name, column in (("prompt", "prompt_id"), ("step", "step"))
+        }
+
+    def _other_groups(self, column: str, value: Any, group_id: str) -> list[dict[str, Any]]:
+        """Return the groups with a value, but one, in the order of their steps, with the mean of their rewards."""
+        if value is None:
+            return []
+        table = self._table.select(["group_id", "step", "reward"])
+        table = table.filter(pc.and_(pc.equal(self._table[column], value), pc.not_equal(table["group_id"], group_id)))
+        groups = table.group_by(["group_id", "step"], use_threads=False).aggregate([("reward", "mean")])
+        groups = groups.rename_columns(["group_id", "step", "reward"]).sort_by([("step", "ascending")])
+        return groups.slice(0, MOST_OTHERS).to_pylist()
+
     def select(self, wanted: SampleFilter) -> npt.NDArray[np.int64]:
         """Return the indices of the samples that a filter keeps, sorted as it says; nulls come last."""
+        return self._selected(wanted)[0]
+
+    def _selected(self, wanted: SampleFilter) -> tuple[npt.NDArray[np.int64], int]:
+        """Return what `select` does, and how many files have been searched for the filter's text."""
         if (known := self._selections.get(wanted)) is not None:
             self._selections.move_to_end(wanted)
-            return known
+            return known, len(self._paths)
         table = self._table
         mask = np.ones(len(table), bool)
         for name in ("task", "finish_reason", "route", "group_id"):
@@ -174,24 +207,42 @@ class SampleTable:
                 mask &= _true(pc.less_equal(table[column].cast(pa.float64()), most))
         if wanted.outcome is not None:
             mask &= outcomes(table) == OUTCOMES.index(wanted.outcome)
+        searched = len(self._paths)
+        if wanted.text is not None:
+            has, searched = self._with_text(wanted.text)
+            mask &= has
         order = pc.sort_indices(
             table.select([wanted.sort]),
             sort_keys=[(wanted.sort, "descending" if wanted.descending else "ascending")],
         ).to_numpy()
         chosen = order[mask[order]].astype(np.int64)
-        self._selections[wanted] = chosen
+        if searched == len(self._paths):
+            self._selections[wanted] = chosen
         if len(self._selections) > KEPT_SELECTIONS:
             self._selections.popitem(last=False)
-        return chosen
+        return chosen, searched
+
+    def _with_text(self, text: str) -> tuple[npt.NDArray[np.bool_], int]:
+        """Return which samples have a text in any of their rows, as far as was searched, and how many files were."""
+        found = self._search.look(text, {path: mark for path, (mark, _) in self._files.items()})
+        has = np.zeros(len(self._table), bool)
+        begin = 0
+        for path, (_, table) in self._files.items():
+            if path in found and len(table):
+                # rows of an episode follow its first, which is the one in the table
+                has[begin + np.searchsorted(table[ROW].to_numpy(), found[path], side="right") - 1] = True
+            begin += len(table)
+        return has, len(found)
 
     def page(self, wanted: SampleFilter, offset: int, limit: int) -> dict[str, Any]:
         """Return some of the samples that a filter keeps, as columns, with their number."""
-        chosen = self.select(wanted)
+        chosen, searched = self._selected(wanted)
         some = chosen[max(0, offset) : max(0, offset) + min(limit, MOST_PAGE)]
         rows = self._table.take(pa.array(some))
         columns = {name: rows[name].to_pylist() for name in LISTED}
         columns["outcome"] = [OUTCOMES[one] for one in outcomes(rows)]
-        return {"total": len(chosen), "all": len(self._table), "offset": offset, "columns": columns}
+        counts = {"total": len(chosen), "all": len(self._table), "searched": searched, "files": len(self._paths)}
+        return counts | {"offset": offset, "columns": columns}
 
     def choices(self) -> dict[str, list[str]]:
         """Return the values that occur of each column that is filtered by name."""

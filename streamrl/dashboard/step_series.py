@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -71,6 +72,7 @@ class StepSeries:
                 if (text := getattr(row, name))
             ],
             "usd": sum(row.usd or 0.0 for row in rows) if any(row.usd is not None for row in rows) else None,
+            "costs": _costs(rows),
             "evaluations": [_evaluation(row) for row in self._evaluations.rows],
         }
 
@@ -79,6 +81,17 @@ def _columns(rows: Sequence[dict[str, float | None]]) -> dict[str, list[float | 
     """Return one column per name; None where a row lacks it."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     return {name: [row.get(name) for row in rows] for name in names}
+
+
+def _costs(rows: Sequence[MetricsRow]) -> list[dict[str, Any]]:
+    """Return what each process, and the link to each site, has cost so far, dearest first."""
+    found: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for row in rows:
+        for site, processes in row.usd_by_process.items():
+            for process, usd in processes.items():
+                found[site, process] += usd
+    dearest = sorted(found.items(), key=lambda item: -item[1])
+    return [{"site": site, "process": process, "usd": usd} for (site, process), usd in dearest]
 
 
 def _evaluation(row: EvaluationRow) -> dict[str, Any]:

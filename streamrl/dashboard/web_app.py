@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from streamrl.dashboard.sample_detail import group_view, sample_view
 from streamrl.dashboard.sample_table import OUTCOMES, SORTS, SampleFilter
 from streamrl.dashboard.state_view import state_view
 from streamrl.dashboard.step_series import describe_figures
+from streamrl.dashboard.stuck_view import stuck_view
 from streamrl.dashboard.watched_run import WatchedRun, WatchedRuns
 from streamrl.errors import UserError
 from streamrl.run_dir.jsonl import finite
@@ -59,7 +61,8 @@ def make_app(runs: WatchedRuns, charts: Path) -> Starlette:
         if run is None:
             return _problem(404, "there is no such run here (yet)")
         try:
-            with run.lock:
+            # some views read nothing but the folder, and one of them takes half a second
+            with nullcontext() if view in (_state, _why_stuck) else run.lock:
                 found = view(run, dict(request.query_params))
         except (UserError, ValueError) as error:
             return _problem(400, str(error))
@@ -73,6 +76,7 @@ def make_app(runs: WatchedRuns, charts: Path) -> Starlette:
 
     views = {
         "state": _state,
+        "why_stuck": _why_stuck,
         "steps": _steps,
         "timeline": _timeline,
         "samples": _samples,
@@ -106,6 +110,10 @@ def _problem(code: int, text: str) -> Response:
 
 def _state(run: WatchedRun, _query: Query) -> dict[str, Any]:
     return state_view(run.folder, time.time())
+
+
+def _why_stuck(run: WatchedRun, _query: Query) -> dict[str, Any]:
+    return stuck_view(run.folder)
 
 
 def _steps(run: WatchedRun, query: Query) -> dict[str, Any]:

@@ -37,12 +37,14 @@ TAIL_BYTES = 256 * 1024
 """Bytes read from the end of metrics.jsonl; a row takes a few kilobytes."""
 
 
-def collect(run_dir: Path, threads: bool = False) -> Facts:
+def collect(run_dir: Path, threads: bool = False, ask: bool = True) -> Facts:
     """Collect everything visible of a run in its folder and on this machine; takes a second at most.
 
     Args:
         run_dir: the run's folder, or that of a site with its own launcher.
         threads: ask every process for its threads' stacks, not only those whose event loop is blocked.
+        ask: ask the processes what they do, by signals; otherwise they are only looked at, and whether their event
+            loops run stays unknown.
 
     Raises:
         OSError: the folder cannot be read.
@@ -50,7 +52,7 @@ def collect(run_dir: Path, threads: bool = False) -> Facts:
     """
     status = _read_json(run_dir / layout.STATUS)
     seen = _find(run_dir, status or {})
-    for one in seen:
+    for one in seen if ask else ():
         if threads:
             one.ask_threads()  # first, so that the stacks do not show the answer to the other question
         one.ask_tasks()

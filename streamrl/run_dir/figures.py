@@ -23,6 +23,7 @@ LABELS: Mapping[str, tuple[str, ...]] = {
     "accepted_by_route": ("route",),
     "reward_by_task": ("task",),
     "output_length_by_task": ("task",),
+    "usd_by_process": ("site", "process"),
     "agent_metrics_by_task": ("task", "name"),
 }
 """What tells the numbers of a figure apart, of those that are more than one number."""

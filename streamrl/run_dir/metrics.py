@@ -55,6 +55,10 @@ class MetricsRow(StepRow):
         None, description="cost of processes and link traffic at the cluster file's prices; none: it has no prices"
     )
     usd_per_1k_samples: float | None = None
+    usd_by_process: dict[str, dict[str, float]] = Field(
+        default_factory=dict,
+        description="`usd` by site and process; 'link': what the link to the site carried; free ones are left out",
+    )
     weight_sync_exposed_s: float | None = Field(
         None, description="time lost to new weights: making, loading and waiting for them"
     )

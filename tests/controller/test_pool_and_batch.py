@@ -379,7 +379,8 @@ def test_step_metrics_are_what_they_say() -> None:
     result = StepDone(rank=0, started=0.0, finished=1.0, grad_norm=0.3, learning_rate=1e-3, skipped=False)
     predictions = StepLengths(Trust(0.6, 0.4, 4), Saving(10.0, 8.0, 7.5), True)
     audit = LengthAudit(128).end_step(1)
-    row = step_metrics(batch, times, result, Traffic(7, 2.5, 0.01), 2, 1.5, predictions, audit, 6, 0.11, 16.0)
+    costs = {"here": {"trainer": 0.06, "here-tail-0": 0.04}, "far": {"link": 0.01}}
+    row = step_metrics(batch, times, result, Traffic(7, 2.5), 2, 1.5, predictions, audit, 6, costs, 16.0)
     assert row.step_time_s == 10
     assert (row.train_tokens_per_s, row.train_tflops, row.mfu) == (4.5, 4.0, 0.25)
     assert row.generate_time_s == pytest.approx(2.0)
@@ -387,10 +388,10 @@ def test_step_metrics_are_what_they_say() -> None:
     assert (row.train_time_s, row.bubble_fraction_training) == (4.0, pytest.approx(0.6))
     assert row.weight_sync_exposed_s == 1.0
     assert row.reward_mean == 0.75
-    assert row.usd == pytest.approx(36.0 * 10 / 3600 + 0.01)  # 10 s of the processes, and the links' traffic
+    assert (row.usd, row.usd_by_process) == (pytest.approx(0.11), costs)  # the processes, and the links' traffic
     assert row.usd_per_1k_samples == pytest.approx(1000 * row.usd / 4)
     free = step_metrics(batch, times, result, Traffic(7, 2.5), 2, 1.5, predictions, audit, 6)
-    assert (free.usd, free.usd_per_1k_samples) == (None, None)  # a cluster file without prices
+    assert (free.usd, free.usd_per_1k_samples, free.usd_by_process) == (None, None, {})  # a cluster file without prices
     assert (free.train_tflops, free.mfu) == (4.0, None)  # a device whose peak is not known
     assert row.loss == pytest.approx(2.0 / 10)  # tokens of the whole batch
     assert (row.entropy, row.logprob_gap_mean, row.clip_fraction) == (1.5, 0.1, 0.2)

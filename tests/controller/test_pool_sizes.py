@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -128,6 +129,9 @@ def test_an_instance_costs_from_its_start_to_its_end_and_works_while_it_is_ready
     assert sites.asked == [("home", "regular", 3)]
     told(scaling, **START, home_regular_2="starting")
     assert scaling.spending.usd_per_hour == 10 + 3 * 3 + 1
+    (costs,) = scaling.spending.between(time.time() + 60, time.time() + 60 + 3600).values()
+    regular = {f"home-regular-{n}": pytest.approx(3.0, rel=1e-3) for n in range(3)}
+    assert costs == {"trainer": pytest.approx(10.0, rel=1e-3), **regular, "home-tail-0": pytest.approx(1.0, rel=1e-3)}
     assert "home-regular-2" not in times.instances and scaling.status()["ready"]["home/regular"] == 2
     [coming] = scaling.coming
     assert coming.ready_at is None
@@ -196,11 +200,14 @@ def test_the_rule_adds_an_instance_once_generation_takes_too_long(tmp_path: Path
 
 
 def test_what_is_spent_follows_the_price_over_time() -> None:
-    spending = Spending(36.0)
-    spending.change(100.0, 72.0)
-    spending.change(150.0, 72.0)
-    spending.change(200.0, 0.0)
-    assert spending.between(0.0, 100.0) == pytest.approx(1.0)
-    assert spending.between(90.0, 250.0) == pytest.approx(0.1 + 2.0)
-    assert spending.between(300.0, 400.0) == 0.0
+    one, two = {("home", "trainer"): 36.0}, {("home", "trainer"): 36.0, ("far", "far-tail-0"): 36.0}
+    spending = Spending(one)
+    spending.change(100.0, two)
+    spending.change(150.0, dict(two))
+    assert spending.usd_per_hour == 72.0
+    spending.change(200.0, {("home", "trainer"): 0.0})
+    assert spending.between(0.0, 100.0) == {"home": {"trainer": pytest.approx(1.0)}}
+    both = {"home": {"trainer": pytest.approx(1.1)}, "far": {"far-tail-0": pytest.approx(1.0)}}
+    assert spending.between(90.0, 250.0) == both
+    assert spending.between(300.0, 400.0) == {}
     assert spending.usd_per_hour == 0.0

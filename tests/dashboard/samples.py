@@ -17,6 +17,7 @@ def a_sample(sample_id: str, **changes: Any) -> dict[str, Any]:
         "sample_id": sample_id,
         "trajectory_id": sample_id.partition("#")[0],
         "group_id": sample_id.partition(".")[0],
+        "prompt_id": f"of {sample_id.partition('.')[0]}",
         "task": "sum",
         "step": 1,
         "prompt": "What is 1 + 1?",

@@ -44,6 +44,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     for name in ("demo", "other", "big"):
         write_run(folder / name, 3, rollouts=name == "other")
+    with RowWriter(folder / "other" / "metrics.jsonl", MetricsRow) as metrics:
+        metrics.append(make_row(4, usd=0.75, usd_by_process={"here": {"trainer": 0.5}, "far": {"link": 0.25}}))
     row = a_sample("a.0", task=MARKUP, completion=MARKUP, reward_error=MARKUP, finish_reason=MARKUP)
     told = {
         "messages": [{"role": "user", "content": MARKUP}, {"role": MARKUP, "content": "2"}],
@@ -54,6 +56,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_samples(folder / "demo" / "rollouts", 1, [row, void, episode])
     for step in range(1, SAMPLES // PER_STEP + 1):
         many = [a_sample(f"s{step}g{n // 8:05}.{n % 8}", step=step, output_length=n) for n in range(PER_STEP)]
+        if step % 2 == 0:
+            many[1000]["completion"] = "a Needle 7 in a haystack"
         write_samples(folder / "big" / "rollouts", step, many)
     return folder
 
@@ -98,12 +102,14 @@ def page(browser: Any) -> Iterator[Any]:
 PAGES = {
     "#/?compare=demo,other": ".js-plotly-plot .legend",
     "#/run/demo": "text=Who waits for whom",
+    "#/run/other": "text=Costs so far",
     "#/run/demo/curves": ".js-plotly-plot",
     "#/run/demo/timeline": ".js-plotly-plot .bars",
     "#/run/demo/samples": ".row >> text=a.0",
     "#/run/demo/sample?id=a.0": ".tokens span",
     "#/run/demo/sample?id=a.2": ".message",
     "#/run/demo/group?id=a": "article >> nth=1",
+    "#/run/other/group?id=s1-0&id=s2-0": "section >> nth=1",
 }
 
 
@@ -136,11 +142,11 @@ def test_a_page_follows_a_run_that_goes_on_and_says_when_it_is_gone(page: Any, a
     live = runs / "live"
     write_run(live, 1)
     page.goto(f"{address}#/run/live")
-    page.get_by_text("1 of 20").wait_for()
+    page.get_by_text("1 of 20", exact=True).wait_for()
     with RowWriter(live / "metrics.jsonl", MetricsRow) as metrics:
         metrics.append(make_row(2, reward_mean=0.8125))
     write_status(live, make_status(2, 20, time.time()))
-    page.get_by_text("2 of 20").wait_for()
+    page.get_by_text("2 of 20", exact=True).wait_for()
     page.get_by_text("0.813").wait_for()
     page.get_by_text("samples finished: 40 of 64").wait_for()
     shutil.rmtree(live)
@@ -184,6 +190,39 @@ def test_filters_are_in_the_address_and_keys_choose_pages(page: Any, address: st
         page.get_by_text(text).first.wait_for()
     page.keyboard.press("?")
     page.get_by_role("dialog").wait_for()
+
+
+def test_a_text_is_searched_in_all_samples(page: Any, address: str, runs: Path) -> None:
+    page.goto(f"{address}#/run/big/samples")
+    page.get_by_text("100,000 of 100,000 samples").wait_for()
+    page.keyboard.press("/")
+    page.keyboard.type("needle 7")
+    page.keyboard.press("Enter")
+    page.get_by_text("2 of 100,000 samples").wait_for()
+    assert page.locator(".row >> text=needle").count() == 0, "ids are listed, not texts"
+    assert sorted(page.locator(".row span:first-child").all_inner_texts()) == ["s2g00125.0", "s4g00125.0"]
+    page.get_by_role("button", name="all samples").click()
+    page.get_by_text("100,000 of 100,000 samples").wait_for()
+
+
+def test_groups_are_compared_and_the_chain_of_waits_is_live(page: Any, address: str, runs: Path) -> None:
+    page.goto(f"{address}#/run/other/group?id=s1-0")
+    page.get_by_label("compare with").select_option(index=2)
+    page.locator("section[aria-label^='group ']").nth(1).wait_for()
+    page.get_by_role("button", name="leave out group s1-0").click()
+    page.locator("h1", has_text="Group ").wait_for()
+    page.locator("article").nth(7).wait_for()
+    assert page.locator("article").count() == 8
+    stuck = runs / "stuck"
+    write_run(stuck, 1)
+    wait = {"owner": "controller", "waiting_for": "trainer: step 2", "limit_s": 120.0}
+    write_status(stuck, make_status(1, 20, time.time(), waits=[wait | {"since": time.time() - 3}]))
+    page.goto(f"{address}#/run/stuck")
+    page.locator(".notice.calm", has_text="healthy: ").wait_for()
+    write_status(stuck, make_status(1, 20, time.time(), waits=[wait | {"since": time.time() - 130}]))
+    page.locator(".notice.bad", has_text="stuck: controller has waited").wait_for()
+    page.locator(".chain", has_text="controller waits").wait_for()
+    shutil.rmtree(stuck)
 
 
 def test_the_timeline_is_zoomed_by_keys_and_asks_for_what_it_shows(page: Any, address: str) -> None:

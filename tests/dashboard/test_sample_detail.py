@@ -116,3 +116,18 @@ def test_it_is_said_why_a_sample_was_not_trained(outcome: str, rewards: list[flo
     sample = {"outcome": outcome, "void_cause": "timeout", "reward_error": "no answer"}
     why = why_not_trained(sample, rewards)
     assert (why == "") if not expected else (expected in why)
+
+
+def test_groups_of_the_same_prompt_and_of_the_same_step_are_offered_beside_a_group(tmp_path: Path) -> None:
+    write_samples(
+        tmp_path, 1, [a_sample("a.0", prompt_id="p"), a_sample("b.0", reward=0.0), a_sample("b.1", reward=None)]
+    )
+    write_samples(tmp_path, 2, [a_sample("c.0", step=2, prompt_id="p", reward=0.25), a_sample("d.0", step=2)])
+    table = SampleTable(tmp_path)
+    table.look()
+    view = group_view(table, "a", None)
+    assert view is not None and view["step"] == 1
+    assert view["others"] == {
+        "prompt": [{"group_id": "c", "step": 2, "reward": 0.25}],
+        "step": [{"group_id": "b", "step": 1, "reward": 0.0}],
+    }

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pytest import MonkeyPatch
 
 from streamrl.dashboard.sample_table import OUTCOMES, SampleFilter, SampleTable, outcomes
+from streamrl.dashboard.text_search import TextSearch
 from streamrl.errors import UserError
 from tests.dashboard.samples import a_sample, write_samples
 
@@ -145,3 +148,53 @@ def test_a_query_becomes_a_filter_and_bad_values_are_named() -> None:
     for key, value in {"reward_min": "much", "sort": "secret", "outcome": "lost"}.items():
         with pytest.raises(UserError, match=key):
             SampleFilter.parse({key: value})
+
+
+def test_a_text_is_found_in_prompts_answers_and_every_row_of_an_episode(tmp_path: Path) -> None:
+    said = {"messages": [{"role": "user", "content": 'a "Zebra"\nof Żory'}], "steps": []}
+    episode = a_sample("e.0", prompt="", completion="", conversation=json.dumps(said))
+    second = a_sample("e.0", prompt="", completion="later Wombat") | {"sample_id": "e.0#1"}
+    write_samples(tmp_path, 1, [a_sample("a.0"), episode, second, a_sample("b.0", prompt="A WOMBAT? 100 %")])
+    write_samples(tmp_path, 2, [a_sample("c.0", step=2, completion=None, prompt="a zebra_")])
+    found = SampleTable(tmp_path)
+    found.look()
+    for text, expected in {
+        "wombat": {"e.0", "b.0"},
+        "0 %": {"b.0"},
+        "zebra": {"e.0", "c.0"},
+        '"zebra"\nof': {"e.0"},
+        "Żory": {"e.0"},
+        "zebra_": {"c.0"},
+        "content": set(),
+        "user": set(),
+        ".": set(),
+    }.items():
+        assert set(ids(found, text=text)) == expected, text
+    assert set(ids(found, text="wombat", step_max=1, group_id="b")) == {"b.0"}
+
+
+def test_a_search_that_takes_long_is_continued_newest_files_first(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    for step in (1, 2, 3):
+        write_samples(tmp_path, step, [a_sample(f"g{step}.0", step=step)])
+    monkeypatch.setattr(TextSearch.look, "__defaults__", (-1.0,))
+    found = SampleTable(tmp_path)
+    found.look()
+    wanted = SampleFilter(text="it is")
+    pages = [found.page(wanted, 0, 10) for _ in range(4)]
+    assert [(page["searched"], page["files"]) for page in pages] == [(1, 3), (2, 3), (3, 3), (3, 3)]
+    assert [page["columns"]["sample_id"] for page in pages[:3]] == [
+        ["g3.0"],
+        ["g3.0", "g2.0"],
+        ["g3.0", "g2.0", "g1.0"],
+    ]
+    write_samples(tmp_path, 2, [a_sample("g2.0", step=2, completion="nothing")])
+    found.look()
+    assert [ids(found, text="it is") for _ in range(2)] == [["g3.0", "g1.0"]] * 2
+    (tmp_path / "step_000003.parquet").unlink()
+    assert found.look() is not None and ids(found, text="it is") == ["g1.0"]
+
+
+def test_a_text_of_any_length_is_not_taken(table: SampleTable) -> None:
+    with pytest.raises(UserError, match="text: expected at most 1000 characters, got 1001"):
+        SampleFilter.parse({"text": "x" * 1001})
+    assert ids(table, text="x" * 1000) == []

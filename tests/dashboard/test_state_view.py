@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 
 from streamrl.dashboard.state_view import state_view
+from streamrl.dashboard.stuck_view import stuck_view
 from streamrl.dashboard.watched_run import WatchedRuns
 from streamrl.errors import UserError
 from streamrl.run_dir.instance_files import StartedProcess, write_started
@@ -127,3 +129,29 @@ def test_a_folder_that_holds_no_run_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             WatchedRuns([tmp_path / name])
     assert WatchedRuns([tmp_path / "none"], coming=True).look() == []
+
+
+def test_the_chain_of_waits_is_that_of_why_stuck(tmp_path: Path) -> None:
+    now = time.time()
+    wait = {"owner": "controller", "waiting_for": "trainer: step 4", "since": now - 130, "limit_s": 120.0}
+    write_status(tmp_path, make_status(3, 20, now, waits=[wait]))
+    view = stuck_view(tmp_path)
+    (edge,) = view["chain"]
+    assert view["state"] == "stuck" and view["sentence"].startswith("stuck: controller has waited 13")
+    assert (edge["waiter"], edge["waits_for"], edge["target"]) == ("controller", "trainer: step 4", "trainer")
+    assert (edge["limit_s"], edge["cpu"]) == (120.0, None)
+    assert json.dumps(view, allow_nan=False)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"roles": 3}', '{"state": "running", "waits": [7]}'])
+def test_a_status_that_cannot_be_judged_is_said(tmp_path: Path, text: str) -> None:
+    (tmp_path / "status.json").write_text(text)
+    view = stuck_view(tmp_path)
+    assert (view["state"], view["chain"]) == ("unknown", []) and "cannot be judged: " in view["sentence"]
+
+
+def test_a_folder_without_a_status_has_no_verdict_and_a_deleted_one_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("")
+    assert stuck_view(tmp_path)["sentence"] == ""
+    with pytest.raises(FileNotFoundError):
+        stuck_view(tmp_path / "none")

@@ -12,11 +12,13 @@ from starlette.testclient import TestClient
 from streamrl.dashboard.access import AccessGuard, host_of, is_loopback
 from streamrl.dashboard.watched_run import WatchedRuns
 from streamrl.dashboard.web_app import STATIC, make_app
+from streamrl.run_dir.jsonl import RowWriter
+from streamrl.run_dir.metrics import MetricsRow
 from tests.dashboard.samples import a_sample, write_samples
-from tests.report.synthetic import write_run
+from tests.report.synthetic import make_row, write_run
 
 MARKUP = "<script>alert(1)</script><img src=x onerror=alert(2)>"
-VIEWS = ("state", "steps", "timeline", "samples", "lengths")
+VIEWS = ("state", "why_stuck", "steps", "timeline", "samples", "lengths")
 
 
 @pytest.fixture
@@ -174,3 +176,17 @@ def test_hosts_are_read_from_their_header() -> None:
     assert [host_of(text) for text in ("a:1", "a", "[::1]:2", "[::1]", "::1")] == ["a", "a", "::1", "::1", "::1"]
     assert [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost")] == [True] * 3
     assert [is_loopback(host) for host in ("0.0.0.0", "::", "10.1.1.1", "node7", "")] == [False] * 5
+
+
+def test_costs_are_summed_by_site_and_process_dearest_first(folder: Path) -> None:
+    with RowWriter(folder / "demo" / "metrics.jsonl", MetricsRow) as metrics:
+        for step in (3, 4):
+            costs = {"here": {"trainer": 0.25, "here-tail-0": 0.125}, "far": {"link": 0.5}}
+            metrics.append(make_row(step, usd=0.875, usd_by_process=costs))
+    told = client_of(folder).get("/api/runs/demo/steps").json()
+    assert told["usd"] == 1.75
+    assert told["costs"] == [
+        {"site": "far", "process": "link", "usd": 1.0},
+        {"site": "here", "process": "trainer", "usd": 0.5},
+        {"site": "here", "process": "here-tail-0", "usd": 0.25},
+    ]

@@ -173,6 +173,13 @@ def test_one_long_call_into_c_is_blocked_and_computes(tmp_path: Path, start: Sta
     assert "is busy in one call: its event loop is blocked" in judge(facts).sentence
 
 
+def test_who_only_looks_asks_no_process(tmp_path: Path, start: Start) -> None:
+    pid = start("here-tail-0")
+    (one,) = collect(tmp_path, ask=False).processes
+    assert (one.pid, one.loop, one.tasks, one.threads) == (pid, "unknown", (), ()) and one.cpu is not None
+    assert not (tmp_path / layout.STACKS / "here-tail-0.tasks.txt").exists()
+
+
 def test_a_process_that_still_loads_has_no_event_loop(tmp_path: Path, start: Start) -> None:
     start("here-tail-0", "loading")
     looked(tmp_path, lambda one: one.loop == "none")

@@ -104,19 +104,39 @@ function shade(logprob) {
   return SHADES.find(([most]) => chance < most)?.[1] ?? null;
 }
 
+/** Groups one above the other, the samples of each side by side; the address has their ids. */
 export function groupPage(main, run, query) {
-  const id = query.get("id") ?? "";
+  const ids = [...new Set(query.getAll("id"))];
   const body = element("div", {}, element("p", {}, "Reading the group …"));
-  main.replaceChildren(element("h1", {}, `Group ${id}`), body);
-  askRun(run, "group", { id }).then((group) => {
-    body.replaceChildren(element("h2", {}, "Prompt"), element("div", { class: "text", tabindex: "0" }, group.prompt ?? "(only tokens are known)"),
-      element("h2", {}, `${group.members.length} samples`), element("div", { class: "members", tabindex: "0", role: "region", "aria-label": "samples of the group" }, group.members.map((one) => member(run, one))));
-  }, (problem) => body.replaceChildren(element("p", { class: "notice bad" }, problem.message)));
+  main.replaceChildren(element("h1", {}, ids.length > 1 ? `${ids.length} groups` : `Group ${ids[0] ?? ""}`), body);
+  const shown = (some) => `#/run/${encodeURIComponent(run)}/group?${new URLSearchParams(some.map((id) => ["id", id]))}`;
+
+  function choice(group) {
+    const offer = (title, groups) => groups.length > 0 && element("optgroup", { label: title },
+      groups.map((one) => element("option", { value: one.group_id }, `step ${one.step}, reward ${number(one.reward)}: ${one.group_id}`)));
+    const open = (some) => [offer("same prompt", some.prompt), offer("same step", some.step)];
+    const free = (groups) => groups.filter((one) => !ids.includes(one.group_id));
+    const some = { prompt: free(group.others.prompt), step: free(group.others.step) };
+    if (!some.prompt.length && !some.step.length) return null;
+    return element("p", { class: "filters" }, element("label", {}, "compare with", element("select", { onchange: (event) => { if (event.target.value) location.hash = shown([...ids, event.target.value]); } },
+      element("option", { value: "" }, "choose a group"), open(some))));
+  }
+
+  function groupView(group) {
+    return element("section", { "aria-label": `group ${group.group_id}` },
+      element("h2", {}, `Group ${group.group_id}, step ${number(group.step)} `,
+        ids.length > 1 && element("button", { type: "button", "aria-label": `leave out group ${group.group_id}`, onclick: () => { location.hash = shown(ids.filter((id) => id !== group.group_id)); } }, "×")),
+      element("h3", {}, "Prompt"), element("div", { class: "text", tabindex: "0" }, group.prompt ?? "(only tokens are known)"),
+      element("h3", {}, `${group.members.length} samples`), element("div", { class: "members", tabindex: "0", role: "region", "aria-label": `samples of group ${group.group_id}` }, group.members.map((one) => member(run, one))));
+  }
+
+  Promise.all(ids.map((id) => askRun(run, "group", { id }))).then((groups) => body.replaceChildren(...[groups.length && choice(groups[0]), ...groups.map(groupView)].filter(Boolean)),
+    (problem) => body.replaceChildren(element("p", { class: "notice bad" }, problem.message)));
   return () => {};
 }
 
 function member(run, one) {
-  return element("article", {}, element("h3", {}, element("a", { href: link(run, "sample", one.sample_id) }, one.sample_id)),
+  return element("article", {}, element("h4", {}, element("a", { href: link(run, "sample", one.sample_id) }, one.sample_id)),
     element("p", {}, `reward ${number(one.reward)}, advantage ${number(one.advantage)}, ${number(one.output_length)} tokens, ${one.finish_reason ?? "no finish reason"}`),
     one.why && element("p", { class: "notice" }, one.why), element("div", { class: "text", tabindex: "0" }, one.text ?? "(only tokens are known)"));
 }

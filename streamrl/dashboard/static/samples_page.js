@@ -15,6 +15,7 @@ export function samplesPage(main, run, query) {
   const selects = element("span", { class: "filters" });
   let known = "";
   let all = null;
+  let more;
 
   const list = new VirtualList("samples", async (offset, limit) => {
     const told = await askRun(run, "samples", { ...filter, offset, limit });
@@ -24,8 +25,9 @@ export function samplesPage(main, run, query) {
   }, draw, (row) => { location.hash = `#/run/${encodeURIComponent(run)}/sample?id=${encodeURIComponent(row.sample_id)}`; });
   list.failed = (problem) => { count.textContent = problem.message; };
 
+  const text = field("text in the sample", element("input", { type: "search", name: "text", value: filter.text ?? "", maxlength: 1000, placeholder: "prompt or answer", onchange: change }));
   const inputs = NUMBERS.map(([title, name]) => field(title, element("input", { type: "number", step: "any", name, value: filter[name] ?? "", "aria-label": label(title, name), onchange: change })));
-  main.replaceChildren(element("h1", {}, run), element("form", { class: "filters", onsubmit: (event) => event.preventDefault() }, selects, inputs,
+  main.replaceChildren(element("h1", {}, run), element("form", { class: "filters", onsubmit: (event) => event.preventDefault() }, text, selects, inputs,
     element("button", { type: "button", onclick: clear }, "all samples")), notes, count,
   element("div", { class: "head" }, COLUMNS.map(([title, , isNumber]) => element("span", { class: isNumber && "number" }, title))), list.node);
 
@@ -68,8 +70,14 @@ export function samplesPage(main, run, query) {
     }
     notes.replaceChildren(...told.notes.map((text) => element("p", { class: "notice" }, text)));
     const group = filter.group_id ? ` of group ${filter.group_id}` : "";
-    count.textContent = told.all === 0 ? "No step has written its samples yet." : `${number(told.total)} of ${number(told.all)} samples${group}`;
+    count.textContent = told.all === 0 ? "No step has written its samples yet." : `${number(told.total)} of ${number(told.all)} samples${group}${searching(told)}`;
     all = told.all;
+    clearTimeout(more);
+    if (told.searched < told.files) more = setTimeout(() => list.reload(true), 100);
+  }
+
+  function searching(told) {
+    return told.searched < told.files ? `, searching: ${number(told.searched)} of ${number(told.files)} steps so far` : "";
   }
 
   function draw(row) {
@@ -83,7 +91,7 @@ export function samplesPage(main, run, query) {
   const slash = (event) => {
     if (event.key !== "/" || event.target.closest("input, select, dialog")) return;
     event.preventDefault();
-    main.querySelector("form select, form input")?.focus();
+    main.querySelector("form input")?.focus();
   };
   document.addEventListener("keydown", slash);
   list.reload().then(() => list.node.focus({ preventScroll: true }));
@@ -96,6 +104,7 @@ export function samplesPage(main, run, query) {
   }, 5);
   return () => {
     stop();
+    clearTimeout(more);
     list.remove();
     document.removeEventListener("keydown", slash);
   };

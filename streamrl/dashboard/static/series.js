@@ -14,6 +14,7 @@ export class Series {
     this.warnings = [];
     this.evaluations = [];
     this.usd = null;
+    this.costs = [];
   }
 
   /** Take an answer of `steps`; `reset` says that the run has begun again at an older step. */
@@ -33,6 +34,7 @@ export class Series {
     this.warnings = this.warnings.concat(told.warnings);
     this.evaluations = told.evaluations;
     this.usd = told.usd;
+    this.costs = told.costs;
   }
 
   figure(name) {

@@ -6,7 +6,8 @@ import { Series } from "./series.js";
 
 export function statePage(main, run) {
   const body = element("div");
-  main.replaceChildren(element("h1", {}, run), body);
+  const verdict = element("section", { "aria-label": "does the run make progress?" });
+  main.replaceChildren(element("h1", {}, run), verdict, body);
   const series = new Series();
 
   async function refresh() {
@@ -19,7 +20,27 @@ export function statePage(main, run) {
       else if (problem.status === 410) body.querySelector("#gone") ?? body.prepend(element("p", { id: "gone", class: "notice bad" }, problem.message));
     }
   }
-  return repeat(refresh, 2);
+  async function judge() {
+    try {
+      fill(verdict, ...chain(await askRun(run, "why_stuck")));
+    } catch (problem) {
+      if (problem.status === 410) fill(verdict);
+    }
+  }
+  const stops = [repeat(refresh, 2), repeat(judge, 4)];
+  return () => stops.forEach((stop) => stop());
+}
+
+/** What `streamrl why-stuck` says: a sentence, and the chain of waits from the controller to the process at its end. */
+function chain(told) {
+  if (!told.sentence) return [];
+  const bad = told.state === "stuck";
+  const steps = told.chain.map((one) => element("li", {},
+    element("strong", {}, one.waiter), ` waits ${duration(one.since_s)} of ${duration(one.limit_s)} for ${one.waits_for}`,
+    one.target && [" → ", element("strong", {}, one.target), one.cpu === null || one.cpu === undefined ? "" : ` (${percent(one.cpu)} CPU)`]));
+  return [element("p", { class: `notice ${bad ? "bad" : { slow: "", unknown: "" }[told.state] ?? "calm"}`, role: bad ? "alert" : null }, told.sentence),
+    steps.length && element("ol", { class: "chain", "aria-label": "chain of waits" }, steps),
+    told.details.length && element("ul", { "aria-label": "what else was found" }, told.details.map((text) => element("li", {}, text)))].filter(Boolean);
 }
 
 function view(state, series) {
@@ -70,6 +91,7 @@ function view(state, series) {
         ["share of the limit", (one) => (one.share === null ? "–" : element("meter", { min: 0, max: 1, value: one.share.toFixed(2), high: 0.8, "aria-label": "share of the limit" }))],
       ], state.waits, "waits")
       : element("p", { class: "faint" }, "No process waits.")),
+    ...costs(series),
     ...refusals(state, series),
     ...scaling(state),
   ].flat().filter(Boolean);
@@ -92,6 +114,18 @@ function refusals(state, series) {
     rows.length && [element("h2", {}, "Refused messages"), table([["cause", "cause"], ["from", "peer"], ["count", (one) => number(one.count), true]], rows, "refused messages")],
     voids.length && [element("h2", {}, "Void rewards by cause"), table([["cause", "cause"], ["last step", (one) => percent(one.last ?? 0), true], ["worst step", (one) => percent(one.most), true]], voids, "void rewards")],
   ].flat().filter(Boolean);
+}
+
+/** What was spent so far, by site and by process. */
+function costs(series) {
+  if (!series.costs.length) return [];
+  const total = series.costs.reduce((sum, one) => sum + one.usd, 0);
+  const sites = [...new Set(series.costs.map((one) => one.site))].map((site) => ({ site, usd: series.costs.filter((one) => one.site === site).reduce((sum, one) => sum + one.usd, 0) }));
+  const columns = (name, key) => [[name, key], ["USD", (one) => number(one.usd), true], ["share", (one) => percent(one.usd / total), true]];
+  const named = series.costs.map((one) => ({ ...one, process: one.process === "link" ? `link to ${one.site}` : one.process }));
+  return [element("h2", {}, "Costs so far, by the cluster file's prices"),
+    element("div", { class: "beside" }, table(columns("site", "site"), sites.sort((a, b) => b.usd - a.usd), "costs by site"),
+      table([["process", "process"], ["site", "site"], ...columns("", "").slice(1)], named, "costs by process"))];
 }
 
 function scaling(state) {

@@ -1,0 +1,124 @@
+"""Finds a text in the prompts, answers and conversations of a run's samples, without holding these texts.
+
+A file is searched once for each text. Runs may have gigabytes of texts, so a search takes a limited time, newest files
+first, and goes on where it was when it is asked again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+PLAIN, CONVERSATION = ("prompt", "completion"), "conversation"
+"""Columns that are searched: texts, and JSON, in which some characters are written otherwise."""
+NOT_TEXTS = frozenset({"role", "kind", "type", "id", "tool_call_id"})
+"""Keys of a conversation whose values are no texts."""
+SEARCH_S = 1.5
+"""Seconds after which a search stops until it is asked again; the file that it is at is finished first."""
+BATCH = 512
+"""Rows that are read at once."""
+KEPT_TEXTS = 8
+"""Texts whose results are kept."""
+
+Mark = tuple[int, int, int]
+"""What tells two contents of a file apart: inode, size, time of the last change."""
+
+
+class TextSearch:
+    """The rows of Parquet files in which texts were found."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[str, dict[Path, tuple[Mark, npt.NDArray[np.int64]]]] = OrderedDict()
+
+    def look(
+        self, text: str, files: Mapping[Path, Mark], limit_s: float = SEARCH_S
+    ) -> dict[Path, npt.NDArray[np.int64]]:
+        """Return the numbers of the rows that have a text, by file; files that were not searched yet are missing.
+
+        A file that cannot be read, or is gone, counts as one without the text.
+
+        Args:
+            text: what is looked for; upper and lower case are the same.
+            files: the files, in the order of their steps, with their marks.
+            limit_s: seconds after which no further file is begun; one is searched in any case.
+        """
+        known = self._found.setdefault(text, {})
+        self._found.move_to_end(text)
+        while len(self._found) > KEPT_TEXTS:
+            self._found.popitem(last=False)
+        for gone in known.keys() - files.keys():
+            del known[gone]
+        until = time.monotonic() + limit_s
+        for path in reversed(list(files)):
+            if path not in known or known[path][0] != files[path]:
+                try:
+                    rows = rows_with(path, text)
+                except (OSError, pa.ArrowException):
+                    rows = np.zeros(0, np.int64)
+                known[path] = files[path], rows
+                if time.monotonic() > until:
+                    break
+        return {path: rows for path, (mark, rows) in known.items() if files[path] == mark}
+
+
+def rows_with(path: Path, text: str) -> npt.NDArray[np.int64]:
+    """Return the numbers of a file's rows whose prompt, completion or conversation has a text.
+
+    Raises:
+        OSError, pa.ArrowException: the file cannot be read.
+    """
+    forms = list(dict.fromkeys(json.dumps(text, ensure_ascii=ascii)[1:-1] for ascii in (False, True)))
+    found = []
+    begin = 0
+    with pq.ParquetFile(path) as file:
+        names = [name for name in (*PLAIN, CONVERSATION) if name in file.schema_arrow.names]
+        if not names:
+            return np.zeros(0, np.int64)
+        for batch in file.iter_batches(BATCH, columns=names, use_threads=False):
+            has = np.zeros(len(batch), bool)
+            for name in names:
+                column = batch.column(name)
+                if name == CONVERSATION:
+                    for row in np.flatnonzero(_matching(column, forms) & ~has):
+                        has[row] = _is_said(column[int(row)].as_py(), text.casefold())
+                else:
+                    has |= _matching(column, [text])
+            found.append(begin + np.flatnonzero(has))
+            begin += len(batch)
+    return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+
+def _matching(column: pa.Array, forms: Sequence[str]) -> npt.NDArray[np.bool_]:
+    """Return which values have one of some texts in them."""
+    has = np.zeros(len(column), bool)
+    for one in forms:
+        match = pc.fill_null(pc.match_substring(column, one, ignore_case=True), False)
+        has |= match.to_numpy(zero_copy_only=False)
+    return has
+
+
+def _is_said(conversation: str, text: str) -> bool:
+    """Whether a text is in what is said in a conversation, not only in the JSON around it."""
+    try:
+        told = json.loads(conversation)
+    except (ValueError, RecursionError):
+        return False
+    left = [told]
+    while left:
+        one = left.pop()
+        if isinstance(one, str) and text in one.casefold():
+            return True
+        if isinstance(one, dict):
+            left += [value for key, value in one.items() if key not in NOT_TEXTS]
+        elif isinstance(one, list):
+            left += one
+    return False
