@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +26,9 @@ COLUMNS = (*TEXT, *NUMBERS)
 """Columns to read; all but `REQUIRED` may be missing. The rollout format's `prompt_id` is not needed: the same text is
 the same prompt, also across runs.
 """
+
+FileOpener = Callable[[Path, Path], BinaryIO]
+"""Opens a file for reading, given also the folder that it was found in or below, or itself."""
 
 MOST = 1e9
 """Greatest plausible length, tokens."""
@@ -88,26 +93,34 @@ class Rollouts:
         return replace(self, texts=texts, prompt=prompt, notes=[*self.notes, *notes], **columns)
 
 
-def read_rollouts(paths: Iterable[str | Path]) -> Rollouts:
+def _open(file: Path, given: Path) -> BinaryIO:
+    return file.open("rb")
+
+
+def read_rollouts(paths: Iterable[str | Path], open_file: FileOpener = _open) -> Rollouts:
     """Read files, and all .parquet and .jsonl files in and below folders.
 
     Rows without a prompt or without a length in 0..`MOST` are left out, and counted in `notes`.
+
+    Args:
+        paths: files and folders.
+        open_file: opens a file, given the path of `paths` that it is or that it was found below.
 
     Raises:
         RankerError: a path does not exist or holds no such file, a file cannot be read or lacks a column, or nothing
             usable is left.
     """
-    files = [file for path in paths for file in _files(Path(path))]
+    files = {file: Path(path) for path in paths for file in _files(Path(path))}
     if not files:
         raise RankerError("no rollouts given: expected files or folders of .parquet or .jsonl")
-    files = list(dict.fromkeys(files))
     builder = Builder()
-    for file in files:
-        for columns in _read_parquet(file) if file.suffix == ".parquet" else _read_jsonl(file):
+    for file, given in files.items():
+        read = _read_parquet if file.suffix == ".parquet" else _read_jsonl
+        for columns in read(file, partial(open_file, file, given)):
             builder.add(columns, str(file.parent) if file.name.startswith("step_") else str(file))
     rollouts = builder.build()
     if not len(rollouts):
-        some = f"{files[0]}{f' and {len(files) - 1} more' if len(files) > 1 else ''}"
+        some = f"{next(iter(files))}{f' and {len(files) - 1} more' if len(files) > 1 else ''}"
         notes = f" ({'; '.join(rollouts.notes)})" if rollouts.notes else ""
         raise RankerError(f"{some}: no usable rows; expected rows with 'prompt' and 'output_length'{notes}")
     return rollouts
@@ -197,7 +210,7 @@ def _codes(values: Sequence[Any] | None, count: int, known: dict[str, int]) -> A
 def _files(path: Path) -> Iterator[Path]:
     """Yield the rollout files at a path, in a stable order."""
     if path.is_dir():
-        found = sorted(p for p in path.rglob("*") if p.suffix in (".parquet", ".jsonl") and p.is_file())
+        found = sorted(p for p in path.rglob("*") if p.suffix in (".parquet", ".jsonl") and not p.is_dir())
         if not found:
             raise RankerError(f"{path}: no .parquet or .jsonl file in this folder or below it")
         yield from found
@@ -229,10 +242,10 @@ def first_rows(rows: Rows) -> Rows:
     return rows.filter(pc.fill_null(pc.equal(*(rows.column(name) for name in ROW_IDS)), True))
 
 
-def _read_parquet(file: Path) -> Iterator[dict[str, list[Any] | None]]:
+def _read_parquet(file: Path, opened: Callable[[], BinaryIO]) -> Iterator[dict[str, list[Any] | None]]:
     """Yield a file's columns, a batch of rows at a time."""
     try:
-        with pq.ParquetFile(file) as parquet:
+        with opened() as content, pq.ParquetFile(content) as parquet:
             schema = parquet.schema_arrow
             _missing(file, schema.names)
             names = [name for name in COLUMNS if name in schema.names]
@@ -257,12 +270,12 @@ def _cast(file: Path, name: str, column: Any) -> Any:
     return column.cast(wanted, safe=False)
 
 
-def _read_jsonl(file: Path) -> Iterator[dict[str, list[Any] | None]]:
+def _read_jsonl(file: Path, opened: Callable[[], BinaryIO]) -> Iterator[dict[str, list[Any] | None]]:
     """Yield a file's columns, some thousand lines at a time."""
     rows: list[tuple[Any, ...]] = []
     seen = False
     try:
-        with file.open(encoding="utf-8") as lines:
+        with opened() as content, io.TextIOWrapper(content, encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue
@@ -283,7 +296,7 @@ def _read_jsonl(file: Path) -> Iterator[dict[str, list[Any] | None]]:
 def _parse(file: Path, number: int, line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RankerError(f"{file}, line {number}: not JSON: {error}") from error
     if not isinstance(row, dict):
         raise RankerError(f"{file}, line {number}: expected an object with 'prompt' and 'output_length'")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,15 @@ from typing import Any
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a path to write to, which replaces a file atomically if the block ends well, and is deleted if not.
+    """Give an empty file to write to, which replaces another one atomically if the block ends well, else is deleted.
+
+    Nobody knows its name before, so that no link can be in its place.
 
     Raises:
         OSError: the file cannot be replaced.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
     try:
         yield temporary
         os.replace(temporary, path)

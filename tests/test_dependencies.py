@@ -77,6 +77,7 @@ def test_nothing_imports_the_command_line() -> None:
 ORDERS = {
     "streamrl": [
         {"errors", "atomic_files"},
+        {"plain_files"},
         {"config", "transport", "emulation"},
         {"machine", "rollouts"},
         {"run_dir", "protocol"},

@@ -158,12 +158,15 @@ def _study(
     from streamrl.chaos.inject import Injector
     from streamrl.chaos.study import Study, wait_for_first_step
     from streamrl.config.load import load_resolved
+    from streamrl.plain_files import check_plain
+    from streamrl.run_dir.layout import FOREIGN
 
     ended_well = True
     try:
         if launcher is not None:
             launcher.start()
         cluster, run = load_resolved(run_dir)
+        check_plain(run_dir, apart=FOREIGN)
         wait_for_first_step(run_dir, launcher, run.deadlines.startup_s + run.deadlines.generation_s)
         injector = Injector(run_dir, cluster, run, seed, launcher.kill if launcher is not None else None)
         possible, left_out = targets(injector.inventory())

@@ -59,12 +59,13 @@ def command(
     if Path(model).is_dir():
         model = _seen_from(folder, Path(model))
     texts = project_files(ProjectChoices(model, chosen, gpus))
-    if there := [name for name in texts if (folder / name).exists()]:
+    if there := [name for name in texts if os.path.lexists(folder / name)]:
         raise UserError(f"{folder} has {', '.join(there)} already, and nothing is overwritten; name another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
+            with (folder / name).open("x", encoding="utf-8") as file:  # never through a link
+                file.write(text)
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
     click.echo(f"wrote {', '.join(str(folder / name) for name in texts)}")

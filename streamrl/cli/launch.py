@@ -63,7 +63,8 @@ def command(
     from streamrl.config.load import load_cluster, load_resolved, load_run
     from streamrl.dashboard.web_server import beside_run, check_installed
     from streamrl.launcher.emulated_cluster import emulated
-    from streamrl.run_dir.layout import new_folder
+    from streamrl.plain_files import check_plain
+    from streamrl.run_dir.layout import FOREIGN, new_folder
 
     if dashboard:
         check_installed()
@@ -71,6 +72,7 @@ def command(
         overrides = (*overrides, f"steps={steps}")
     if resume_dir is not None:
         cluster, run = load_resolved(resume_dir)
+        check_plain(resume_dir, apart=FOREIGN)
         if run_file is not None or any(not o.startswith("steps=") for o in overrides):
             kept = "--resume continues a run as it was; only --cluster and --steps may be given with it"
             raise UserError(ErrorCode.RESUME.refer(kept))

@@ -28,9 +28,11 @@ def command(directory: Path, step: int) -> None:
       streamrl replay runs/demo 12
     """
     from streamrl.config.load import load_resolved
+    from streamrl.plain_files import check_plain
     from streamrl.rollouts.kept_micro_batches import KeptMicroBatches
     from streamrl.run_dir import layout
 
+    check_plain(directory, apart=layout.FOREIGN)  # the model's library opens files by itself
     cluster, run = load_resolved(directory)
     kept = KeptMicroBatches(directory / layout.REFUSED).read(step)
     click.echo(f"step {step} was refused: {kept.cause}")

@@ -28,10 +28,13 @@ def command(run: Path, names: tuple[str, ...]) -> None:
     """
     from streamrl.config.load import load_resolved
     from streamrl.config.trackers import TRACKER_PACKAGES
+    from streamrl.plain_files import check_plain
+    from streamrl.run_dir.layout import FOREIGN
     from streamrl.trackers.backends.opener import missing_packages
     from streamrl.trackers.tracker_process import follow, tracker_keys
 
     _, config = load_resolved(run)
+    check_plain(run, apart=FOREIGN)  # packages write there by themselves
     known = ", ".join(TRACKER_PACKAGES)
     if unknown := [name for name in names if name not in TRACKER_PACKAGES]:
         raise UserError(f"there is no tracker {unknown[0]!r}; expected {known}")

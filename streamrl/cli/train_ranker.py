@@ -63,6 +63,7 @@ def command(
     from ranker.errors import RankerError
     from ranker.train import train_and_hold_out
     from streamrl.planning.ranker_saving import dispatch_saving
+    from streamrl.planning.workload import open_found
     from streamrl.report.terminal import TextConsole
 
     paths = [*rollouts, *more]
@@ -77,7 +78,7 @@ def command(
         raise UserError(f"--out {out}: is a folder; expected a file's name")
     try:
         written_by = models or writers(paths)
-        trained = train_and_hold_out(read_rollouts(paths), seed, threads, written_by)
+        trained = train_and_hold_out(read_rollouts(paths, open_found), seed, threads, written_by)
         report = trained.report
         if note := _on_writers(written_by):
             report.messages.append(note)
@@ -107,17 +108,16 @@ def writers(paths: Sequence[str | Path]) -> tuple[str, ...]:
     """Return the models of the runs whose rollouts are at or below these paths; empty if some rollouts name none."""
     import yaml
 
-    from streamrl.config.load import RESOLVED_NAME
+    from streamrl.config.load import ConfigError, read_resolved
 
     found: set[str] = set()
     for path in map(Path, paths):
         files = [path] if path.is_file() else [f for f in path.rglob("*") if f.suffix in (".parquet", ".jsonl")]
         for folder in {file.parent for file in files}:
-            config = folder.parent / RESOLVED_NAME
             try:
-                values = yaml.safe_load(config.read_text(encoding="utf-8"))
+                values = yaml.safe_load(read_resolved(folder.parent))
                 found.add(str(values["run"]["model"]["path"]))
-            except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+            except (ConfigError, ValueError, KeyError, TypeError, yaml.YAMLError, RecursionError):
                 return ()
     return tuple(sorted(found))
 

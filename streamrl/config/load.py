@@ -20,9 +20,12 @@ from streamrl.config.cluster import ClusterConfig
 from streamrl.config.mistakes import ConfigProblem, explain
 from streamrl.config.run import RunConfig
 from streamrl.errors import ErrorCode, UserError
+from streamrl.plain_files import read_plain
 
 RESOLVED_NAME = "config.yaml"
 """File name of the resolved configuration in a run's folder."""
+LARGEST_RESOLVED, MOST_BRACKETS = 1 << 20, 10_000
+"""Most bytes that are read of it, and opening brackets in it: a hundred thousand keep YAML busy for seconds."""
 
 ModelType = TypeVar("ModelType", bound=BaseModel)
 
@@ -94,9 +97,7 @@ def load_resolved(run_dir: Path) -> tuple[ClusterConfig, RunConfig]:
         ConfigError: there is no such file, or it was edited and contains mistakes.
     """
     path = Path(run_dir) / RESOLVED_NAME
-    if not path.is_file():
-        raise ConfigError(ErrorCode.RESUME.refer(f"{run_dir} is not a run's folder: it holds no {RESOLVED_NAME}"))
-    document = _read(path)
+    document = _parse(path, read_resolved(run_dir))
     data = document.data
     if not isinstance(data, dict) or set(data) != {"cluster", "run"}:
         raise ConfigError(f"{path}: expected exactly the top-level keys 'cluster' and 'run'")
@@ -105,6 +106,25 @@ def load_resolved(run_dir: Path) -> tuple[ClusterConfig, RunConfig]:
         return Document(document.name, data[key], _child(document.node, key))
 
     return _validate(ClusterConfig, part("cluster")), _validate(RunConfig, part("run"))
+
+
+def read_resolved(run_dir: Path) -> str:
+    """Return the text that `save_resolved` wrote, of a run that may be somebody else's.
+
+    Raises:
+        ConfigError: there is no such file, or it is no plain file with text.
+    """
+    path = Path(run_dir) / RESOLVED_NAME
+    try:
+        text = read_plain(path, largest=LARGEST_RESOLVED).decode()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        missing = f"{run_dir} is not a run's folder: it holds no {RESOLVED_NAME}"
+        raise ConfigError(ErrorCode.RESUME.refer(missing)) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    if text.count("[") + text.count("{") > MOST_BRACKETS:
+        raise ConfigError(f"{path}: more than {MOST_BRACKETS:,} brackets, which no resolved configuration has")
+    return text
 
 
 def _plain(model: BaseModel) -> dict[str, Any]:
@@ -122,6 +142,10 @@ def _read(path: Path) -> Document:
         raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    return _parse(path, text)
+
+
+def _parse(path: Path, text: str) -> Document:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         _refuse_duplicates(str(path), node)

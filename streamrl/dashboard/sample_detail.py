@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from streamrl.dashboard.sample_table import SampleFilter, SampleTable
 from streamrl.report.run_decoder import Decoder
+from streamrl.rollouts.parquet_files import open_parquet
 from streamrl.rollouts.rollout_store import SCHEMA
 from streamrl.rollouts.trajectory import NOT_SAMPLED
 
@@ -37,7 +37,7 @@ def read_rows_at(path: Path, first: int, sample_id: str) -> list[dict[str, Any]]
         OSError, pa.ArrowException: the file cannot be read, or is gone.
     """
     found: list[dict[str, Any]] = []
-    with pq.ParquetFile(path) as file:
+    with open_parquet(path, path.parents[1]) as file:
         begin, groups = 0, list[int]()
         for number in range(file.num_row_groups):
             rows = file.metadata.row_group(number).num_rows

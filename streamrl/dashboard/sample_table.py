@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, fields
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from ranker.data import first_rows
 from streamrl.dashboard.text_search import Mark, TextSearch
 from streamrl.errors import UserError
+from streamrl.plain_files import plain_names
+from streamrl.rollouts.parquet_files import read_columns
 from streamrl.rollouts.rollout_store import SCHEMA
 
 LIGHT: tuple[str, ...] = ("sample_id", "trajectory_id", "group_id", "prompt_id", "task", "step", "output_length")
@@ -120,9 +122,10 @@ class SampleTable:
         found: dict[Path, tuple[Mark, pa.Table]] = {}
         notes = []
         changed = False
-        for path in sorted(self.folder.glob("step_*.parquet")):
+        names = plain_names(self.folder, below=self.folder.parent)
+        for path in (self.folder / name for name in names if fnmatch(name, "step_*.parquet")):
             try:
-                stat = path.stat()
+                stat = path.lstat()
                 mark = stat.st_ino, stat.st_size, stat.st_mtime_ns
                 if (known := self._files.get(path)) is None or known[0] != mark:
                     changed = True
@@ -289,10 +292,8 @@ def _light(path: Path) -> pa.Table:
     Raises:
         pa.ArrowException, OSError: it cannot be read.
     """
-    with pq.ParquetFile(path) as file:
-        there = set(file.schema_arrow.names)
-        names = [name for name in LIGHT if name in there]
-        table = file.read(columns=names, use_threads=False)  # a step's file is small: threads cost more
+    table = read_columns(path, path.parents[1], LIGHT)
+    names = table.schema.names
     table = table.append_column(PLACE[1], pa.array(np.arange(len(table), dtype=np.int32)))
     count = len(table)
     if "sample_id" not in names:

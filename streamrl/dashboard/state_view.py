@@ -11,6 +11,7 @@ from typing import Any
 
 from streamrl.config.load import RESOLVED_NAME
 from streamrl.errors import UserError
+from streamrl.plain_files import strange_entries
 from streamrl.report.panels import BAD_STATES, stale_message
 from streamrl.run_dir import layout
 from streamrl.run_dir.instance_files import StartedProcess, read_started
@@ -42,11 +43,12 @@ def state_view(folder: Path, now: float) -> dict[str, Any]:
     """
     if not folder.is_dir():
         raise FileNotFoundError(folder)
-    notes: list[str] = []
+    notes = [f"{phrase}, and is not read." for phrase in strange_entries(folder, deep=False)]
     status = _status(folder, notes)
     stages = _stages(folder)
-    started = _started(folder, notes)
-    sites = {site: told for site, path in layout.site_folders(folder).items() if (told := _site(path))}
+    folders = _site_folders(folder)
+    started = _started(folders, notes)
+    sites = {site: told for site, path in folders.items() if (told := _site(path))}
     live = status is not None and not status.final and status.stale_for(now) is None
     seen = now if status is None or live else status.updated_at  # times of a run that has ended stand still
     view: dict[str, Any] = {
@@ -95,9 +97,16 @@ def _stages(folder: Path) -> dict[str, Stage]:
         return {}
 
 
-def _started(folder: Path, notes: list[str]) -> dict[str, StartedProcess]:
+def _site_folders(folder: Path) -> dict[str, Path]:
+    try:
+        return layout.site_folders(folder)
+    except OSError:
+        return {"": folder}
+
+
+def _started(folders: dict[str, Path], notes: list[str]) -> dict[str, StartedProcess]:
     found: dict[str, StartedProcess] = {}
-    for path in layout.site_folders(folder).values():
+    for path in folders.values():
         try:
             found |= {one.name: one for one in read_started(path)}
         except (OSError, ValueError, TypeError) as error:

@@ -7,6 +7,7 @@ sample is a bar of its own, in the lowest lane in which it overlaps no other.
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -77,16 +78,13 @@ class TraceSpans:
 
     def look(self) -> None:
         """Read what is new."""
-        anew, lines = self._lines.read_all()
-        if anew:
-            self._clear()
-        for line in lines:
-            event = parse_event(line)
-            if event is not None:
-                try:
-                    self._take(event)
-                except (KeyError, TypeError, ValueError, AttributeError):
-                    continue  # an event of another version: it is not shown
+        for anew, lines in self._lines.read_all():
+            if anew:
+                self._clear()
+            for event in map(parse_event, lines):
+                if event is not None:
+                    with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):
+                        self._take(event)  # one of another version is not shown
 
     def _take(self, event: dict[str, Any]) -> None:
         phase, tid = event.get("ph"), event.get("tid")

@@ -5,17 +5,19 @@ A page names a run by an id that was made here, never by a path. So nothing outs
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from streamrl.config.load import RESOLVED_NAME
+from streamrl.config.load import ConfigError, read_resolved
 from streamrl.dashboard.sample_table import SampleTable
 from streamrl.dashboard.state_view import is_run, state_view
 from streamrl.dashboard.step_series import StepSeries
 from streamrl.dashboard.timeline_window import TraceSpans
 from streamrl.errors import UserError
+from streamrl.report.live_view import latest_checkpoint
 from streamrl.report.run_decoder import Decoder, find_decoder
 from streamrl.run_dir import layout
 
@@ -30,12 +32,17 @@ class WatchedRun:
         self.samples = SampleTable(folder / layout.ROLLOUTS)
         self.spans = TraceSpans(folder / layout.TRACE)
         self._decoder: tuple[Decoder | None, str] | None = None
+        self._places: tuple[str | None, Path | None] = None, None
+        """Where the decoder was looked for: the configuration, and the newest checkpoint."""
 
     def summary(self, now: float) -> dict[str, Any]:
         """Return one line of the list of runs."""
         state = state_view(self.folder, now)
         with self.lock:
-            rows = self.steps.look()
+            try:
+                rows = self.steps.look()
+            except OSError:  # the run's own page says why; other runs are listed all the same
+                rows = []
         last = rows[-1] if rows else None
         return {
             "id": self.id,
@@ -54,11 +61,14 @@ class WatchedRun:
         }
 
     def decoder(self) -> tuple[Decoder | None, str]:
-        """Return the tokenizer's decoder, or why there is none; it is looked for again until it is found."""
+        """Return the tokenizer's decoder, or why there is none; until it is found, each new checkpoint may bring it."""
         if self._decoder is None or self._decoder[0] is None:
-            config = self.folder / RESOLVED_NAME
-            text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else None
-            self._decoder = find_decoder(self.folder, text)
+            text = None
+            with contextlib.suppress(ConfigError):  # the state's notes say what is no plain file
+                text = read_resolved(self.folder)
+            places = text, latest_checkpoint(self.folder)
+            if self._decoder is None or places != self._places:
+                self._decoder, self._places = find_decoder(self.folder, text), places
         return self._decoder
 
 
@@ -116,10 +126,10 @@ class WatchedRuns:
 
 
 def _runs_in(folder: Path) -> list[Path]:
-    """Return the folder itself if it is a run's, else its subfolders that are."""
+    """Return the folder itself if it is a run's, else its subfolders that are; a link in it is not followed."""
     if is_run(folder):
         return [folder]
     try:
-        return [path for path in sorted(folder.iterdir()) if path.is_dir() and is_run(path)]
+        return [path for path in sorted(folder.iterdir()) if path.is_dir() and not path.is_symlink() and is_run(path)]
     except OSError:
         return []

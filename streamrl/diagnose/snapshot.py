@@ -19,6 +19,7 @@ import psutil
 
 from streamrl.diagnose.facts import Alive, ChildFacts, Facts, ProcessFacts, RunFacts, SiteFacts
 from streamrl.diagnose.stacks import CLOCK_S, ObservedProcesses
+from streamrl.plain_files import open_plain, read_plain
 from streamrl.run_dir import layout
 from streamrl.run_dir.instance_files import StartedProcess, read_started
 from streamrl.run_dir.start_stages import read_stages
@@ -240,9 +241,11 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         ValueError: the file holds something else.
     """
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_plain(path, below=layout.whole_folder(path.parent)))
     except FileNotFoundError:
         return None
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} does not hold a JSON object")
     return found
@@ -256,7 +259,7 @@ def _started(folder: Path) -> list[StartedProcess]:
 
 def _written_at(folder: Path) -> float:
     try:
-        return (folder / layout.PROCESSES).stat().st_mtime
+        return (folder / layout.PROCESSES).lstat().st_mtime
     except OSError:
         return 0.0
 
@@ -285,10 +288,11 @@ def _checked(file: str, values: Mapping[str, Any], kind: type[Of]) -> Of:
 def _steps(run_dir: Path) -> tuple[tuple[float, ...], float | None]:
     """Return the durations of the newest steps, in seconds, and when the last one ended."""
     times, ended = [], None
-    with contextlib.suppress(FileNotFoundError), (run_dir / layout.METRICS).open("rb") as file:
+    path = run_dir / layout.METRICS
+    with contextlib.suppress(FileNotFoundError), open_plain(path, largest=layout.LARGEST_ROWS) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
         for line in file.read().splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # the first line may be cut off
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # the first line may be cut off
                 row = json.loads(line)
                 ended = float(row["time"])
                 if row.get("step_time_s") is not None:

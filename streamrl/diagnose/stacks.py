@@ -6,8 +6,8 @@ A role's process answers two signals, in `stacks/` of its site's folder:
     SIGUSR1   the Python stacks of all its threads, appended to <name>.txt; always
 
 Either signal would kill a process without a handler. So a process is asked only if it has written its pid to its file,
-is not younger than that file, and catches the signal. Writing the stacks halts all of a process's threads for a
-moment, so by default only processes that do not answer SIGUSR2 are asked for them.
+has it open, is not younger than that file, and catches the signal. Writing the stacks halts all of a process's threads
+for a moment, so by default only processes that do not answer SIGUSR2 are asked for them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import psutil
 
 from streamrl.atomic_files import replace_text
 from streamrl.diagnose.facts import Loop, ProcessFacts
+from streamrl.plain_files import open_plain, read_plain
 from streamrl.run_dir import layout
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class ObservedProcesses:
     def ask_threads(self) -> None:
         """Ask the process for the stacks of its threads, at most once."""
         if self.threads_from is None and self.threads_file.exists():
-            size = self.threads_file.stat().st_size
+            size = self.threads_file.lstat().st_size
             self.threads_from = size if self._signal(THREADS) else None
 
     def _signal(self, number: signal.Signals) -> bool:
@@ -136,7 +137,7 @@ class ObservedProcesses:
         pid = self.facts.pid
         if pid is None or self.facts.alive in ("gone", "zombie", "stopped", "traced"):
             return False
-        if not _prepared(pid, self.threads_file, number):
+        if not _prepared(pid, self.threads_file, self._below, number):
             return False
         with contextlib.suppress(OSError):
             os.kill(pid, number)
@@ -150,19 +151,27 @@ class ObservedProcesses:
             return "unknown"
         if _mark(self.tasks_file) == self.tasks_before:
             return "blocked"
-        return "none" if self.tasks_file.read_text().startswith("no event loop") else "answers"
+        return "none" if self._answer().startswith("no event loop") else "answers"
 
     @property
     def tasks(self) -> tuple[str, ...]:
         """Await chains of its asyncio tasks, one line each; empty unless it has answered."""
-        return tuple(self.tasks_file.read_text().splitlines()[1:]) if self.loop == "answers" else ()
+        return tuple(self._answer().splitlines()[1:]) if self.loop == "answers" else ()
+
+    def _answer(self) -> str:
+        return read_plain(self.tasks_file, below=self._below).decode(errors="replace")
+
+    @property
+    def _below(self) -> Path:
+        """The run's folder: names of processes come from there, and lead nowhere else."""
+        return layout.whole_folder(self.folder.parent)
 
     @property
     def threads(self) -> tuple[str, ...]:
         """Lines of the answer received so far."""
         if self.threads_from is None:
             return ()
-        with self.threads_file.open("rb") as file:
+        with open_plain(self.threads_file, below=self._below) as file:
             file.seek(self.threads_from)
             return tuple(file.read().decode(errors="replace").splitlines())
 
@@ -175,17 +184,32 @@ class ObservedProcesses:
 def _mark(path: Path) -> tuple[int, int] | None:
     """Return a value that changes when the file is replaced; None if there is no file."""
     try:
-        status = path.stat()
+        status = path.lstat()
     except OSError:
         return None
     return status.st_ino, status.st_mtime_ns
 
 
-def _prepared(pid: int, file: Path, number: int) -> bool:
-    """Return whether `pid` is the process that opened the file and catches the signal (Linux only)."""
+def _has_open(pid: int, file: os.stat_result) -> bool:
+    """Return whether a process has a file open; raise OSError if that may not be seen."""
+    for descriptor in os.scandir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(file, descriptor.stat()):
+                return True
+    return False
+
+
+def _prepared(pid: int, path: Path, below: Path, number: int) -> bool:
+    """Return whether `pid` is the process that opened the file and catches the signal (Linux only).
+
+    It keeps the file open. So whoever writes to the run's folder cannot have a process signalled that is no part of it.
+    """
     try:
-        with file.open() as opened:
-            word, written, _, at = opened.readline().split()
+        with open_plain(path, below=below) as opened:
+            own = os.fstat(opened.fileno())
+            word, written, _, at = opened.readline(200).decode().split()
+        if not _has_open(pid, own):
+            return False
         if word != "pid" or int(written) != pid or psutil.Process(pid).create_time() > float(at) + CLOCK_S:
             return False
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()

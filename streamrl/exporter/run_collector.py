@@ -46,37 +46,39 @@ class StepTotals:
 
     def look(self) -> None:
         """Read what is new."""
-        anew, lines = self._lines.read_all()
-        if anew:
-            self._clear()
-        for line in lines:
-            if (row := parse_row(MetricsRow, line)) is None:
-                continue
-            self.newest = row
-            self.priced |= row.usd is not None
-            self.sums["samples_trained"] += row.samples_total or 0
-            self.sums["samples_judged"] += row.samples_judged or 0
-            self.sums["samples_void"] += row.samples_void or 0
-            self.sums["tokens_trained"] += row.tokens_trained or 0
-            self.sums["steps_refused"] += row.step_refused is not None
-            self.sums["usd"] += row.usd or 0
-            if row.step_time_s is not None:
-                self.times.append(row.step_time_s)
+        for anew, lines in self._lines.read_all():
+            if anew:
+                self._clear()
+            for line in lines:
+                if (row := parse_row(MetricsRow, line)) is not None:
+                    self._add(row)
+
+    def _add(self, row: MetricsRow) -> None:
+        self.newest = row
+        self.priced |= row.usd is not None
+        self.sums["samples_trained"] += row.samples_total or 0
+        self.sums["samples_judged"] += row.samples_judged or 0
+        self.sums["samples_void"] += row.samples_void or 0
+        self.sums["tokens_trained"] += row.tokens_trained or 0
+        self.sums["steps_refused"] += row.step_refused is not None
+        self.sums["usd"] += row.usd or 0
+        if row.step_time_s is not None:
+            self.times.append(row.step_time_s)
 
 
 class TrackerSteps:
     """The newest step that a tracker was sent."""
 
     def __init__(self, path: Path) -> None:
-        self._lines, self._sent = AppendedLines(path), SentRecord()
+        self._lines, self._sent = AppendedLines(path, below=path.parents[1]), SentRecord()
 
     def look(self) -> int:
         """Read what is new and return the step."""
-        anew, lines = self._lines.read_all()
-        if anew:
-            self._sent = SentRecord()
-        for line in lines:
-            self._sent.take(line)
+        for anew, lines in self._lines.read_all():
+            if anew:
+                self._sent = SentRecord()
+            for line in lines:
+                self._sent.take(line)
         return self._sent.last_step
 
 
@@ -171,11 +173,12 @@ class RunCollector(Collector):
                     found.add(f"{STEP_PREFIX}_{key}", number, *names)
 
     def _add_started(self, found: Families) -> None:
-        for site, folder in layout.site_folders(self._folder).items():
-            with contextlib.suppress(OSError, ValueError, TypeError):
-                for one in read_started(folder):
-                    if one.role != "instance" or one.exit_code != 0:  # one that was asked to leave is no failure
-                        found.add("process_up", one.exit_code is None, one.name, one.role, site)
+        with contextlib.suppress(OSError):
+            for site, folder in layout.site_folders(self._folder).items():
+                with contextlib.suppress(OSError, ValueError, TypeError):
+                    for one in read_started(folder):
+                        if one.role != "instance" or one.exit_code != 0:  # one that was asked to leave is no failure
+                            found.add("process_up", one.exit_code is None, one.name, one.role, site)
 
     def _add_sites(self, found: Families) -> None:
         """Add what a site that only generates says of itself; the trainer's launcher has it from the controller."""

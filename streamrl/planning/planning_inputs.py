@@ -174,9 +174,10 @@ def find_lengths(text: str) -> tuple[np.ndarray, str]:
         return np.maximum(values, 1.0), f"the paper's shape, scaled to {limit:.0f} tokens"
     from ranker.data import read_rollouts
     from ranker.errors import RankerError
+    from streamrl.planning.workload import open_found
 
     try:
-        rollouts = read_rollouts([text])
+        rollouts = read_rollouts([text], open_found)
     except RankerError as error:
         raise UserError(f"--lengths {text}: expected the longest answer, like 20k, or rollouts: {error}") from error
     return np.asarray(rollouts.output_length, dtype=np.float64), f"{len(rollouts)} past rollouts in {text}"

@@ -5,16 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from ranker.data import first_rows
 from streamrl.errors import UserError
+from streamrl.plain_files import open_plain
 from streamrl.run_dir import layout
 
 if TYPE_CHECKING:
     import numpy as np
 
     from scheduler.simulation.generation_simulator import SimulatedRequest
+
+
+LARGEST_ROLLOUTS = 64 << 30
+"""Most bytes of a file of rollouts; they are read some thousand rows at a time."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,17 @@ def draw(lengths: str, count: int, limit: int, noise: float, seed: int, batches:
     return Workload(f"{lengths}, at most {limit}", made, limit)
 
 
+def open_found(file: Path, given: Path) -> BinaryIO:
+    """Open a file of rollouts for the ranker: one that the user named, or a plain file of a folder that was named.
+
+    Raises:
+        NotPlainFile: it is a link in that folder, no regular file, or too large.
+    """
+    if file == given:
+        return open_plain(file.resolve(), largest=LARGEST_ROLLOUTS)
+    return open_plain(file, below=given, largest=LARGEST_ROLLOUTS)
+
+
 def replay(trace: Path, ranker: Path | None, noise: float, seed: int) -> Workload:
     """Read a run's steps: true lengths, groups and prompt lengths from its rollouts.
 
@@ -90,11 +106,11 @@ def replay(trace: Path, ranker: Path | None, noise: float, seed: int) -> Workloa
     """
     import numpy as np
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     from ranker.errors import RankerError
     from ranker.model import LengthModel
     from scheduler.cost.length_forecast import Forecast
+    from streamrl.rollouts.parquet_files import read_columns
 
     folder = trace / layout.ROLLOUTS if (trace / layout.ROLLOUTS).is_dir() else trace
     files = [folder] if folder.is_file() else sorted(folder.glob("*.parquet"))
@@ -102,7 +118,7 @@ def replay(trace: Path, ranker: Path | None, noise: float, seed: int) -> Workloa
         raise UserError(f"--trace {trace}: no rollouts (*.parquet) there; expected a run's folder")
     try:
         model = LengthModel.load(ranker) if ranker else None
-        tables = [first_rows(pq.read_table(file)) for file in files]
+        tables = [first_rows(read_columns(file, trace if trace.is_dir() else file.parent)) for file in files]
     except (RankerError, OSError, pa.ArrowInvalid) as error:
         raise UserError(f"--trace {trace}: {error}") from error
     batches = []

@@ -6,16 +6,18 @@ Every part may be missing; `RunData.notes` collects what could not be read, for 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.config.load import RESOLVED_NAME
+from streamrl.config.load import RESOLVED_NAME, read_resolved
 from streamrl.errors import UserError
+from streamrl.plain_files import plain_names
 from streamrl.report.conversation import conversation_text
 from streamrl.report.run_decoder import Decoder, find_decoder
 from streamrl.run_dir import layout
@@ -23,6 +25,8 @@ from streamrl.run_dir.evaluations import EvaluationRow, read_evaluations
 from streamrl.run_dir.metrics import MetricsRow, read_metrics
 from streamrl.run_dir.status import RunStatus, read_status
 from streamrl.run_dir.trace import Event, read_trace, trace_origin
+
+Loaded = TypeVar("Loaded")
 
 SAMPLES_OF_EACH_KIND = 3
 """Samples that the report shows under each title."""
@@ -87,21 +91,30 @@ def load_run(run_dir: Path) -> RunData:
     try:
         status = read_status(run_dir)
     except UserError as error:
-        if not config.is_file() and not metrics.is_file():
+        if not config.exists() and not metrics.exists():
             raise
         notes.append(f"The run's state is unknown: {error}.")
-    events = read_trace(run_dir / layout.TRACE)
+    events = _left_out_if_not_plain(lambda: read_trace(run_dir / layout.TRACE), notes) or []
     return RunData(
         run_dir=run_dir,
         status=status,
-        rows=read_metrics(metrics),
-        evaluations=read_evaluations(run_dir / layout.EVALUATIONS),
+        rows=_left_out_if_not_plain(lambda: read_metrics(metrics), notes) or [],
+        evaluations=_left_out_if_not_plain(lambda: read_evaluations(run_dir / layout.EVALUATIONS), notes) or [],
         events=events,
         origin=trace_origin(events),
-        rollouts=_read_rollouts(run_dir / layout.ROLLOUTS, notes),
-        config_text=config.read_text() if config.is_file() else None,
+        rollouts=_left_out_if_not_plain(lambda: _read_rollouts(run_dir / layout.ROLLOUTS, notes), notes),
+        config_text=_left_out_if_not_plain(lambda: read_resolved(run_dir), notes) if config.exists() else None,
         notes=notes,
     )
+
+
+def _left_out_if_not_plain(read: Callable[[], Loaded], notes: list[str]) -> Loaded | None:
+    """Return what is read; None and a note if the file is refused."""
+    try:
+        return read()
+    except UserError as error:
+        notes.append(f"Left out: {error}.")
+        return None
 
 
 _DEFAULTS: dict[str, tuple[Any, Any]] = {
@@ -117,14 +130,14 @@ _DEFAULTS: dict[str, tuple[Any, Any]] = {
 
 def _read_rollouts(folder: Path, notes: list[str]) -> RunRollouts | None:
     import pyarrow as pa
-    import pyarrow.parquet as pq
+
+    from streamrl.rollouts.parquet_files import read_columns
 
     latest: dict[str, tuple[dict[str, Any], Path, int]] = {}
-    for path in sorted(folder.glob("*.parquet")):
+    columns = [one.name for one in fields(RunRollouts)]
+    for path in (folder / name for name in plain_names(folder, below=folder.parent) if name.endswith(".parquet")):
         try:
-            table = pq.ParquetFile(path)
-            columns = {one.name for one in fields(RunRollouts)}.intersection(table.schema_arrow.names)
-            records = table.read(columns=list(columns)).to_pylist()
+            records = read_columns(path, folder.parent, columns).to_pylist()
         except (pa.ArrowException, OSError) as error:
             # A killed run leaves the file that it was writing without a footer.
             notes.append(f"{path.name} could not be read and is left out: {error}.")
@@ -182,7 +195,7 @@ def pick_samples(rollouts: RunRollouts) -> dict[str, list[int]]:
 
 def read_texts(data: RunData, indices: list[int]) -> dict[int, tuple[str | None, str | None]]:
     """Return (prompt, completion) of some samples; None where only token ids exist and there is no tokenizer."""
-    import pyarrow.parquet as pq
+    from streamrl.rollouts.parquet_files import read_columns
 
     rollouts = data.rollouts
     if rollouts is None or not indices:
@@ -202,9 +215,8 @@ def read_texts(data: RunData, indices: list[int]) -> dict[int, tuple[str | None,
         by_file.setdefault(rollouts.place[index][0], []).append(index)
     texts: dict[int, tuple[str | None, str | None]] = {}
     for path, wanted in by_file.items():
-        file = pq.ParquetFile(path)
-        columns = {"prompt", "prompt_tokens", "completion", "completion_tokens", "conversation", "metrics"}
-        table = file.read(columns=list(columns.intersection(file.schema_arrow.names)))
+        columns = ("prompt", "prompt_tokens", "completion", "completion_tokens", "conversation", "metrics")
+        table = read_columns(path, data.run_dir, columns)
         for index in wanted:
             record = table.slice(rollouts.place[index][1], 1).to_pylist()[0]
             told = record.get("conversation")

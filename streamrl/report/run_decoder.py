@@ -7,9 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from streamrl.plain_files import read_plain
 from streamrl.report.live_view import latest_checkpoint
 
 Decoder = Callable[[list[int]], str]
+
+LARGEST_TOKENIZER = 256 << 20
+"""Most bytes that are read of a tokenizer."""
 
 
 def find_decoder(run_dir: Path, config_text: str | None) -> tuple[Decoder | None, str]:
@@ -25,10 +29,19 @@ def find_decoder(run_dir: Path, config_text: str | None) -> tuple[Decoder | None
         from tokenizers import Tokenizer
     except ImportError:
         return None, "Completions are shown as token counts only: the tokenizers package is not installed."
-    for folder in (latest_checkpoint(run_dir), _model_folder(config_text)):
-        if folder is not None and (path := folder / "tokenizer.json").is_file():
-            return partial(_decode, Tokenizer.from_file(str(path))), ""
-    return None, "Completions are not decoded: no tokenizer.json in a checkpoint or in the model's folder."
+    why_not = "no tokenizer.json in a checkpoint or in the model's folder"
+    for folder, below in ((latest_checkpoint(run_dir), run_dir), (_model_folder(config_text), None)):
+        if folder is None:
+            continue
+        path = folder / "tokenizer.json"
+        path = path if below is not None else path.resolve()  # Hugging Face's cache is made of links
+        try:
+            return partial(_decode, Tokenizer.from_buffer(read_plain(path, below=below, largest=LARGEST_TOKENIZER))), ""
+        except FileNotFoundError:
+            continue
+        except Exception as error:  # of a file that is no tokenizer the package raises plain exceptions
+            why_not = str(error)
+    return None, f"Completions are not decoded: {why_not}."
 
 
 def _decode(tokenizer: Any, tokens: list[int]) -> str:
@@ -42,10 +55,10 @@ def _model_folder(config_text: str | None) -> Path | None:
     try:
         config = yaml.safe_load(config_text or "")
         model = config.get("run", config)["model"]["path"]
-    except (yaml.YAMLError, AttributeError, KeyError, TypeError):
+        if Path(model).is_dir():
+            return Path(model)
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError, OSError, RecursionError):
         return None
-    if Path(model).is_dir():
-        return Path(model)
     try:
         from huggingface_hub import try_to_load_from_cache
 

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from streamrl.atomic_files import replacing
 from streamrl.errors import UserError
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
+from streamrl.rollouts.parquet_files import read_columns
 
 SCHEMA = pa.schema(
     [
@@ -120,7 +121,7 @@ class KeptMicroBatches:
                 + (f"refuses a step; kept are those of step {known}" if known else "refuses a step, which it has not")
             )
         try:
-            table = pq.read_table(path)
+            table = read_columns(path, self.directory.parent)
             facts = json.loads(table.schema.metadata[FACTS])
         except (pa.ArrowException, KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path} is not a file of micro-batches that streamrl has kept: {error}") from error

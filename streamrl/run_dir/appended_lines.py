@@ -8,21 +8,31 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Generic
 
+from streamrl.plain_files import open_plain
 from streamrl.run_dir.jsonl import AnyRow, parse_row
 
-READ_AT_ONCE = 64 << 20
+READ_AT_ONCE = 16 << 20
 """Most bytes that are read at one look, so that a huge file does not fill the memory."""
+LARGEST_FOLLOWED = 1 << 30
+"""Most bytes of a file that is followed: a trace of some million samples."""
 
 
 class AppendedLines:
     """The complete lines of a file, each returned once; a last line without its end waits until it has one."""
 
-    def __init__(self, path: Path, last_line: bytes = b"") -> None:
-        """Take the file, and the line that closes it, if it has one: a writer that goes on removes it."""
-        self.path = path
+    def __init__(self, path: Path, last_line: bytes = b"", below: Path | None = None) -> None:
+        """Take the file.
+
+        Args:
+            path: the file.
+            last_line: the line that closes it, if it has one: a writer that goes on removes it.
+            below: the run's folder; default: the one that holds the file.
+        """
+        self.path, self._below = path, below
         self._last_line = last_line
         self._offset = 0
         self._inode: int | None = None
@@ -31,10 +41,11 @@ class AppendedLines:
         """Return whether the file began anew (or is gone), and the lines since the last look.
 
         Raises:
+            NotPlainFile: the file is a link, no regular file, or has more than `LARGEST_FOLLOWED` bytes.
             OSError: the file exists and cannot be read.
         """
         try:
-            with self.path.open("rb") as file:
+            with open_plain(self.path, below=self._below, largest=LARGEST_FOLLOWED) as file:
                 stat = os.fstat(file.fileno())
                 size, inode = stat.st_size, stat.st_ino
                 anew = self._inode is not None and (inode != self._inode or size < self._offset)
@@ -54,12 +65,12 @@ class AppendedLines:
         self._offset += end
         return anew, content[:end].splitlines()
 
-    def read_all(self) -> tuple[bool, list[bytes]]:
-        """Return the same up to the end of the file, however much it is."""
+    def read_all(self) -> Iterator[tuple[bool, list[bytes]]]:
+        """Yield the same, one look after the other, up to the end of the file."""
         anew, lines = self.read()
-        while (more := self.read())[1]:
-            anew, lines = (True, more[1]) if more[0] else (anew, lines + more[1])
-        return anew, lines
+        while anew or lines:
+            yield anew, lines
+            anew, lines = self.read()
 
 
 class AppendedRows(Generic[AnyRow]):
@@ -76,11 +87,11 @@ class AppendedRows(Generic[AnyRow]):
 
     def look(self) -> list[AnyRow]:
         """Read what is new and return all rows; unreadable lines are skipped."""
-        anew, lines = self._lines.read_all()
-        if anew:
-            self.generation += 1
-            self.rows = []
-        self.rows += [row for line in lines if (row := parse_row(self._model, line)) is not None]
+        for anew, lines in self._lines.read_all():
+            if anew:
+                self.generation += 1
+                self.rows = []
+            self.rows += [row for line in lines if (row := parse_row(self._model, line)) is not None]
         return self.rows
 
     def since(self, cursor: str) -> tuple[list[AnyRow], bool]:
@@ -100,6 +111,6 @@ def parse_event(line: bytes) -> dict[str, Any] | None:
     """Return the event of one line of `trace.json`; None for its brackets, and for a line that is no event."""
     try:
         value = json.loads(line.strip().rstrip(b","))
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

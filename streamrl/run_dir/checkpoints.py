@@ -8,6 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from streamrl.atomic_files import replace_json, sync_files, sync_folder
+from streamrl.plain_files import read_plain
 
 BEST_FILE = "best.json"
 
@@ -73,9 +74,9 @@ class CheckpointFolder:
     def best(self) -> tuple[int, float] | None:
         """Return (step, score) of the recorded best checkpoint; None if there is no record or no such checkpoint."""
         try:
-            found = json.loads((self.directory / BEST_FILE).read_text())
+            found = json.loads(read_plain(self.directory / BEST_FILE, below=self.directory.parent))
             step, score = int(found["step"]), float(found["score"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
         return (step, score) if self.path(step).is_dir() else None
 

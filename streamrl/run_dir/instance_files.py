@@ -15,7 +15,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgspec
+
 from streamrl.atomic_files import replace_json
+from streamrl.plain_files import read_plain
 from streamrl.run_dir import layout
 
 
@@ -74,11 +77,19 @@ def write_started(folder: Path, processes: Iterable[StartedProcess]) -> None:
 
 
 def read_started(folder: Path) -> list[StartedProcess]:
-    """Read the processes that the launcher has started; empty before it has written them."""
+    """Read the processes that the launcher has started; empty before it has written them.
+
+    Raises:
+        NotPlainFile: the file is a link or no regular file.
+        ValueError: it does not hold such processes.
+    """
     try:
-        return [StartedProcess(**one) for one in json.loads((folder / layout.PROCESSES).read_text())]
+        content = read_plain(folder / layout.PROCESSES, below=layout.whole_folder(folder))
+        return msgspec.json.decode(content, type=list[StartedProcess])
     except FileNotFoundError:
         return []
+    except RecursionError as error:
+        raise ValueError(f"{folder / layout.PROCESSES} is nested too deeply") from error
 
 
 def forget(folder: Path) -> None:

@@ -14,6 +14,8 @@ from typing import Any, Generic, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from streamrl.atomic_files import replacing
+from streamrl.plain_files import open_plain
+from streamrl.run_dir.layout import LARGEST_ROWS
 
 
 def finite(value: Any) -> Any:
@@ -52,17 +54,21 @@ def parse_row(model: type[AnyRow], line: bytes) -> AnyRow | None:
     try:
         values = json.loads(line)
         return model(**{key: item for key, item in values.items() if key in model.model_fields})
-    except (ValueError, AttributeError, ValidationError):
+    except (ValueError, AttributeError, ValidationError, RecursionError):
         return None
 
 
 def read_rows(path: Path, model: type[AnyRow]) -> list[AnyRow]:
-    """Read all complete rows in order; a missing file has none, unreadable lines are skipped."""
+    """Read all complete rows in order; a missing file has none, unreadable lines are skipped.
+
+    Raises:
+        NotPlainFile: it is a link, no regular file, or has more than `LARGEST_ROWS` bytes.
+    """
     try:
-        lines = path.read_bytes().splitlines()
+        with open_plain(path, largest=LARGEST_ROWS) as lines:
+            return [row for line in lines if (row := parse_row(model, line)) is not None]
     except FileNotFoundError:
         return []
-    return [row for line in lines if (row := parse_row(model, line)) is not None]
 
 
 def _encode(row: StepRow) -> bytes:

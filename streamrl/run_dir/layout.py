@@ -11,6 +11,8 @@ import itertools
 import os
 from pathlib import Path
 
+from streamrl.plain_files import plain_names
+
 # written by the controller
 STATUS = "status.json"
 METRICS = "metrics.jsonl"
@@ -60,6 +62,11 @@ TRACKERS = "trackers"
 # written by `streamrl chaos`
 LAUNCHER_LOG = "launcher.log"
 
+LARGEST_ROWS = 512 << 20
+"""Most bytes that are read of a file with a row per step at once: some 200,000 steps."""
+FOREIGN = (f"{TRACKERS}/wandb",)
+"""What packages of others write, with links of their own; nothing here reads it."""
+
 SHARED_MEMORY = Path("/dev/shm")
 WEIGHTS = "weights"
 
@@ -77,8 +84,20 @@ def weights_folder(run_dir: Path, one_machine: bool = True) -> Path:
 
 
 def site_folders(run_dir: Path) -> dict[str, Path]:
-    """Return the folders of a run's sites on this machine, by name; the run's own is called ''."""
-    return {"": run_dir} | {path.name: path for path in sorted(run_dir.glob(f"{SITES}/*/"))}
+    """Return the folders of a run's sites on this machine, by name; the run's own is called ''.
+
+    Raises:
+        NotPlainFile: the folder of sites is a link.
+        OSError: it cannot be read.
+    """
+    sites = run_dir / SITES
+    paths = [sites / name for name in plain_names(sites, below=run_dir)]
+    return {"": run_dir} | {path.name: path for path in paths if path.is_dir() and not path.is_symlink()}
+
+
+def whole_folder(folder: Path) -> Path:
+    """Return the run's folder that a site's folder is a part of under `--emulate`, else the folder itself."""
+    return folder.parents[1] if folder.parent.name == SITES else folder
 
 
 def new_folder(runs_dir: Path, name: str) -> Path:

@@ -24,7 +24,7 @@ class SentRecord:
         """Take a line; one that cannot be read changes nothing."""
         try:
             self.apply(json.loads(line))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return
 
     def apply(self, entry: dict[str, Any]) -> None:
@@ -34,7 +34,7 @@ class SentRecord:
             ValueError, KeyError, TypeError: it is none of them.
         """
         if "id" in entry:
-            self.id = entry["id"]
+            self.id = str(entry["id"])
         elif "rewound" in entry:
             self._sent = {key: time for key, time in self._sent.items() if key[1] <= entry["rewound"]}
         else:

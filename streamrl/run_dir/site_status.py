@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from streamrl.atomic_files import replace_json
+from streamrl.plain_files import read_plain
 from streamrl.run_dir import layout
 from streamrl.run_dir.jsonl import finite
 from streamrl.run_dir.status import ABSENT_AFTER_S, StatusModel
@@ -58,8 +59,13 @@ def write_site(run_dir: Path, values: dict[str, Any]) -> None:
 
 
 def read_site(run_dir: Path) -> SiteStatus | None:
-    """Read the newest state; None before the first."""
+    """Read the newest state; None before the first.
+
+    Raises:
+        NotPlainFile: the file is a link or no regular file.
+    """
     try:
-        return SiteStatus.model_validate_json((run_dir / layout.SITE_STATUS).read_bytes())
+        content = read_plain(run_dir / layout.SITE_STATUS, below=layout.whole_folder(run_dir))
+        return SiteStatus.model_validate_json(content)
     except (FileNotFoundError, ValidationError):
         return None

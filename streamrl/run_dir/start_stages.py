@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from streamrl.plain_files import plain_names, read_plain
 from streamrl.run_dir import layout
 
 READY = "ready"
@@ -59,11 +60,12 @@ def forget(run_dir: Path) -> None:
 
 
 def history(run_dir: Path, process: str) -> list[Stage]:
-    """Read all stages of a process since its launch, in order; incomplete lines are skipped."""
+    """Read all stages of a process since its launch, in order; incomplete lines are skipped; none of no plain file."""
     found: list[Stage] = []
+    path = run_dir / layout.START_STAGES / f"{process}.jsonl"
     with contextlib.suppress(OSError):
-        for line in (run_dir / layout.START_STAGES / f"{process}.jsonl").read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):
+        for line in read_plain(path, below=layout.whole_folder(run_dir)).splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
                 row = json.loads(line)
                 at, text = float(row["at"]), str(row["stage"])
                 again = not found or found[-1].ready  # a restarted process begins again
@@ -72,10 +74,18 @@ def history(run_dir: Path, process: str) -> list[Stage]:
 
 
 def read_stages(run_dir: Path) -> dict[str, Stage]:
-    """Read the current stage of every process that has recorded one, by name, including emulated sites."""
-    folders = layout.site_folders(run_dir).values()
-    paths = sorted(path for folder in folders for path in folder.glob(f"{layout.START_STAGES}/*.jsonl"))
-    return {path.stem: stages[-1] for path in paths if (stages := history(path.parents[1], path.stem))}
+    """Read the current stage of every process that has recorded one, by name, including emulated sites.
+
+    Raises:
+        NotPlainFile: a folder of stages is a link.
+    """
+    found: dict[str, Stage] = {}
+    for folder in layout.site_folders(run_dir).values():
+        for name in plain_names(folder / layout.START_STAGES, below=layout.whole_folder(folder)):
+            process = name.removesuffix(".jsonl")
+            if process != name and (stages := history(folder, process)):
+                found[process] = stages[-1]
+    return found
 
 
 def waiting_for(names: Iterable[str]) -> str:

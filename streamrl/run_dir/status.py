@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from streamrl.atomic_files import replace_json
 from streamrl.errors import UserError
+from streamrl.plain_files import read_plain
 from streamrl.run_dir import layout
 from streamrl.run_dir.jsonl import finite
 from streamrl.run_dir.metrics import MetricsRow
@@ -249,11 +250,11 @@ def read_status(run_dir: Path) -> RunStatus:
     """Read the run's state as last written.
 
     Raises:
-        UserError: the folder does not exist or holds no run, or its status file is invalid.
+        UserError: the folder does not exist or holds no run, or its status file is invalid or no plain file.
     """
     path = run_dir / layout.STATUS
     try:
-        return _parse_status(path.read_bytes())
+        return _parse_status(read_plain(path, below=layout.whole_folder(run_dir)))
     except FileNotFoundError:
         pass
     except NotADirectoryError as error:
@@ -285,5 +286,5 @@ def _parse_status(content: bytes) -> RunStatus:
 
 def _known_runs(parent: Path) -> str:
     """Return '; there are: ...' with the run folders in `parent`, newest first, or ''."""
-    found = sorted(parent.glob(f"*/{layout.STATUS}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    found = sorted(parent.glob(f"*/{layout.STATUS}"), key=lambda path: path.lstat().st_mtime, reverse=True)
     return "; there are: " + ", ".join(str(path.parent) for path in found[:5]) if found else ""

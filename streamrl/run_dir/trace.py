@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
+from streamrl.plain_files import read_plain
+from streamrl.run_dir.appended_lines import LARGEST_FOLLOWED
 from streamrl.run_dir.jsonl import finite
 
 PID = 1
@@ -37,7 +39,7 @@ def _scan(content: str) -> tuple[list[Event], int]:
     while found := re.compile(r"[^,\s]").search(content, end):
         try:
             event, end = json.JSONDecoder().raw_decode(content, found.start())
-        except json.JSONDecodeError:
+        except (json.JSONDecodeError, RecursionError):
             break
         if isinstance(event, dict):
             events.append(event)
@@ -45,9 +47,13 @@ def _scan(content: str) -> tuple[list[Event], int]:
 
 
 def read_trace(path: Path) -> list[Event]:
-    """Read the events of a trace file, even without the closing bracket or with a cut last event; none if missing."""
+    """Read the events of a trace file, even without the closing bracket or with a cut last event; none if missing.
+
+    Raises:
+        NotPlainFile: it is a link, no regular file, or has more than `LARGEST_FOLLOWED` bytes.
+    """
     try:
-        return _scan(path.read_text())[0]
+        return _scan(read_plain(path, largest=LARGEST_FOLLOWED).decode(errors="replace"))[0]
     except FileNotFoundError:
         return []
 

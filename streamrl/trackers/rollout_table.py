@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
 from ranker.data import ROW_IDS, first_rows
+from streamrl.rollouts.parquet_files import read_columns
 from streamrl.trackers.tracker import RolloutTable
 
 LIGHT = ("sample_id", "group_id", "task", "reward", "void_cause", "advantage", "output_length", "finish_reason")
@@ -39,11 +38,7 @@ def rollout_table(path: Path, step: int, count: int) -> RolloutTable:
     Raises:
         OSError, pa.ArrowException: the file cannot be read.
     """
-    with pq.ParquetFile(path) as file:
-        wanted = (*LIGHT, *ROW_IDS, *TEXTS, "conversation")
-        table = first_rows(
-            file.read(columns=[name for name in dict.fromkeys(wanted) if name in file.schema_arrow.names])
-        )
+    table = first_rows(read_columns(path, path.parents[1], (*LIGHT, *ROW_IDS, *TEXTS, "conversation")))
     chosen = spread(table.column("reward").to_pylist(), count)
     return RolloutTable(COLUMNS, tuple(_cells(row, step) for row in table.take(chosen).to_pylist()))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from streamrl.errors import UserError
+from streamrl.plain_files import append_plain
 from streamrl.run_dir import layout
 from streamrl.run_dir.sent_record import Kind, SentRecord
 
@@ -28,8 +29,7 @@ class SentRows(SentRecord):
         super().__init__()
         self.path = folder / layout.TRACKERS / f"{tracker}.jsonl"
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("ab+", buffering=0)
+            self._file = append_plain(self.path, below=folder)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.close()
@@ -45,7 +45,7 @@ class SentRows(SentRecord):
         self._file.seek(0)
         content = self._file.read()
         whole = content.rfind(b"\n") + 1  # a killed process may have left a cut last line
-        os.truncate(self.path, whole)
+        os.ftruncate(self._file.fileno(), whole)
         for line in content[:whole].splitlines():
             self.take(line)
 

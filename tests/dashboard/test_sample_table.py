@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from pytest import MonkeyPatch
 
+from streamrl.dashboard import sample_table
 from streamrl.dashboard.sample_table import OUTCOMES, SampleFilter, SampleTable, outcomes
 from streamrl.dashboard.text_search import TextSearch
 from streamrl.errors import UserError
@@ -93,8 +94,8 @@ def test_new_replaced_and_deleted_files_are_seen(table: SampleTable, tmp_path: P
 
 def test_a_file_is_read_once(table: SampleTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Path] = []
-    kept = pq.ParquetFile
-    monkeypatch.setattr(pq, "ParquetFile", lambda path, *rest: read.append(path) or kept(path, *rest))
+    kept = sample_table.read_columns
+    monkeypatch.setattr(sample_table, "read_columns", lambda path, *rest: read.append(path) or kept(path, *rest))
     table.look()
     assert read == []
     path = write_samples(tmp_path, 3, [a_sample("d.0", step=3)])

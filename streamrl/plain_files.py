@@ -1,0 +1,201 @@
+"""Files of a folder that somebody else may have made or may write to: opened without following links out of it.
+
+A run's folder may be a copy from elsewhere, or another user's. Whoever wrote it could put a link to a file of the
+reader in the place of `status.json`, a named pipe at which a reader waits for ever, or a file of a terabyte. So
+whatever reads such a folder opens its files here:
+
+    the folder itself   is what the user named; links in its own name are followed
+    below it            no link is followed, neither to a file nor to a folder, and no '..'
+    what is opened      regular files only, without waiting, up to a size; no file of somebody else under a further name
+
+Libraries that open paths by themselves get an open file instead, or a folder that `check_plain` has looked through.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Collection, Iterator
+from io import FileIO
+from pathlib import Path
+from typing import BinaryIO
+
+from streamrl.errors import UserError
+
+LARGEST = 64 << 20
+"""Most bytes of a file, unless its reader says otherwise."""
+SEARCH = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+"""Flags with which a folder is opened only to open what is in it."""
+KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+}
+
+
+class NotPlainFile(UserError, OSError):
+    """An entry of a folder that is not opened: a link, no regular file, or larger than what is read of such a file."""
+
+
+def open_plain(path: Path, *, below: Path | None = None, largest: int = LARGEST) -> BinaryIO:
+    """Open a file for reading.
+
+    Args:
+        path: the file.
+        below: the folder that the user named, of which the file is a part; default: the one that holds it.
+        largest: most bytes that the file may have.
+
+    Raises:
+        NotPlainFile: it is not opened, see above.
+        OSError: it is missing or cannot be read.
+    """
+    descriptor = _open(path, below or path.parent, os.O_RDONLY)
+    try:
+        if (size := os.fstat(descriptor).st_size) > largest:
+            raise NotPlainFile(f"{path} has {size:,} bytes: of such a file at most {largest:,} are read")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_plain(path: Path, *, below: Path | None = None, largest: int = LARGEST) -> bytes:
+    """Return what a file holds; see `open_plain`."""
+    with open_plain(path, below=below, largest=largest) as file:
+        content = file.read(largest + 1)
+    if len(content) > largest:  # it has grown meanwhile
+        raise NotPlainFile(f"{path} has more than {largest:,} bytes, which is all that is read of such a file")
+    return content
+
+
+def append_plain(path: Path, *, below: Path) -> FileIO:
+    """Open a file for reading and appending; it is made if it is missing, as are its folders below `below`.
+
+    Raises:
+        NotPlainFile: it is a link or no regular file, or a folder on the way is a link.
+        OSError: it cannot be written.
+    """
+    for folder in reversed(path.relative_to(below).parents[:-1]):
+        (below / folder).mkdir(exist_ok=True)
+    return FileIO(_open(path, below, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+")
+
+
+def plain_names(folder: Path, *, below: Path | None = None) -> list[str]:
+    """Return the names in a folder in alphabetical order; none if it is missing.
+
+    Args:
+        folder: the folder.
+        below: the folder that the user named, of which it is a part; default: itself.
+
+    Raises:
+        NotPlainFile: it is a link, or no folder.
+        OSError: it cannot be read.
+    """
+    try:
+        descriptor = _open_folder(folder, below or folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return []
+    try:
+        return sorted(os.listdir(descriptor))
+    finally:
+        os.close(descriptor)
+
+
+def strange_entries(folder: Path, *, deep: bool = True, apart: Collection[str] = ()) -> Iterator[str]:
+    """Yield a phrase ('PATH is a symbolic link') for whatever in a folder is neither a plain file nor a folder.
+
+    Args:
+        folder: the folder; links in its own name are followed.
+        deep: whether the folders in it are looked into.
+        apart: folders in it that are not looked into, such as 'trackers/wandb'.
+    """
+    pending = [folder]
+    while pending:
+        current = pending.pop()
+        owner = current.stat().st_uid
+        for path in sorted(current.iterdir()):
+            try:
+                found = path.lstat()
+            except FileNotFoundError:
+                continue  # a run that goes on replaces files
+            if stat.S_ISDIR(found.st_mode):
+                if deep and path.relative_to(folder).as_posix() not in apart:
+                    pending.append(path)
+            elif why := _why_not(found, owner):
+                yield f"{path} is {why}"
+
+
+def check_plain(folder: Path, *, apart: Collection[str] = ()) -> None:
+    """Look through a folder of which libraries will open files by themselves, or to which will be written.
+
+    What changes after that is not noticed: nobody who is not trusted may be able to write to such a folder.
+
+    Raises:
+        NotPlainFile: something in it is neither a plain file nor a folder; the message names it.
+        OSError: it cannot be read.
+    """
+    for phrase in strange_entries(folder, apart=apart):
+        raise NotPlainFile(f"{phrase}: nothing in {folder} may lead elsewhere; put the file itself there, or delete it")
+
+
+def _open(path: Path, below: Path, flags: int) -> int:
+    """Return a descriptor of a regular file, opened with some flags."""
+    folder = _open_folder(path.parent, below, SEARCH)
+    try:
+        flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+        try:
+            descriptor = os.open(path.name, flags, 0o666, dir_fd=folder)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+                there = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
+                if why := _why_not(there, there.st_uid):
+                    raise NotPlainFile(_refusal(path, why)) from None
+            error.filename = str(path)
+            raise
+        opened = os.fstat(descriptor)
+        if why := _why_not(opened, os.fstat(folder).st_uid):
+            os.close(descriptor)
+            raise NotPlainFile(_refusal(path, why))
+        return descriptor
+    finally:
+        os.close(folder)
+
+
+def _open_folder(folder: Path, below: Path, flags: int) -> int:
+    """Return a descriptor of a folder, reached from another one without following a link."""
+    parts = folder.relative_to(below).parts
+    if os.pardir in parts:
+        raise NotPlainFile(f"{folder} leads out of {below}: nothing outside of it is read")
+    current = os.open(below, SEARCH if parts else flags)
+    for number, part in enumerate(parts, 1):
+        try:
+            inner = os.open(part, (flags if number == len(parts) else SEARCH) | os.O_NOFOLLOW, dir_fd=current)
+        except OSError as error:
+            place = below.joinpath(*parts[:number])
+            if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                there = os.stat(part, dir_fd=current, follow_symlinks=False)
+                why = KINDS.get(stat.S_IFMT(there.st_mode), "no folder")
+                raise NotPlainFile(_refusal(place, why)) from None
+            error.filename = str(place)
+            raise
+        finally:
+            os.close(current)
+        current = inner
+    return current
+
+
+def _why_not(found: os.stat_result, owner: int) -> str:
+    """Return what an entry is if it is no plain file, else ''; `owner` is that of its folder."""
+    if not stat.S_ISREG(found.st_mode):
+        return KINDS.get(stat.S_IFMT(found.st_mode), "no regular file")
+    if found.st_nlink > 1 and found.st_uid != owner:
+        return "a file of another user under a further name (a hard link)"
+    return ""
+
+
+def _refusal(path: Path, why: str) -> str:
+    return f"{path} is {why}: only plain files of the folder itself are read, and no link in it is followed"

@@ -1,0 +1,61 @@
+"""Parquet files of a run's folder, which may be somebody else's: plain files, and no more than fits into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from streamrl.plain_files import NotPlainFile, open_plain
+
+LARGEST_PARQUET = 16 << 30
+"""Most bytes of a file; few of them are read at a time."""
+MOST_ROWS = 2_000_000
+"""Most rows of a file: one optimizer step's."""
+MOST_DECODED = 4 << 30
+"""Most bytes that some columns of a file may take in memory: a few kilobytes can unpack to any number of rows."""
+BATCH = 1_024
+"""Rows that are unpacked at a time."""
+
+
+@contextmanager
+def open_parquet(path: Path, below: Path) -> Iterator[pq.ParquetFile]:
+    """Open a file for reading.
+
+    Args:
+        path: the file.
+        below: the folder that the user named, of which the file is a part.
+
+    Raises:
+        NotPlainFile: it is a link, no regular file, or has too many rows.
+        OSError, pa.ArrowException: it cannot be read.
+    """
+    with open_plain(path, below=below, largest=LARGEST_PARQUET) as opened, pq.ParquetFile(opened) as file:
+        if file.metadata.num_rows > MOST_ROWS:
+            rows = f"{path} has {file.metadata.num_rows:,} rows"
+            raise NotPlainFile(f"{rows}: of such a file at most {MOST_ROWS:,} are read")
+        yield file
+
+
+def read_columns(path: Path, below: Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """Return those of some columns that a file has; None: all.
+
+    Raises:
+        NotPlainFile: it is a link, no regular file, or unpacks to more than `MOST_DECODED` bytes.
+        OSError, pa.ArrowException: it cannot be read.
+    """
+    with open_parquet(path, below) as file:
+        there = file.schema_arrow
+        names = there.names if columns is None else [name for name in dict.fromkeys(columns) if name in there.names]
+        batches: list[pa.RecordBatch] = []
+        size = 0
+        for batch in file.iter_batches(batch_size=BATCH, columns=names, use_threads=False):
+            batches.append(batch)
+            size += batch.nbytes
+            if size > MOST_DECODED:
+                raise NotPlainFile(f"{path} unpacks to more than {MOST_DECODED:,} bytes, and is not read")
+        schema = pa.schema([there.field(name) for name in names], there.metadata)
+        return pa.Table.from_batches(batches, schema)

@@ -1,0 +1,249 @@
+"""Attacks by whoever made the folder of a run that is only looked at: links, pipes, huge and odd files in it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ranker.data import read_rollouts
+from ranker.errors import RankerError
+from streamrl.errors import UserError
+from streamrl.exporter.run_collector import RunCollector
+from streamrl.plain_files import NotPlainFile, open_plain, read_plain
+from streamrl.planning.workload import open_found, replay
+from streamrl.report.run_data import load_run
+from streamrl.report.run_decoder import find_decoder
+from streamrl.report.run_report import write_report
+from streamrl.rollouts import parquet_files
+from streamrl.rollouts.kept_micro_batches import KeptMicroBatches
+from streamrl.run_dir import layout
+from streamrl.run_dir.instance_files import StartedProcess, write_started
+from streamrl.trackers.rollout_table import rollout_table
+from streamrl.trackers.sent_rows import SentRows
+from tests.cli.calling import streamrl
+from tests.security.another_user import NOBODY
+from tests.security.foreign_folder import (
+    ATTACKS,
+    REFUSED,
+    SECRET,
+    asked_of_dashboard,
+    in_time,
+    make_folder,
+    make_secrets,
+    printed,
+)
+from tests.trackers.tracked_run import make_run
+
+STEP = f"{layout.ROLLOUTS}/step_000001.parquet"
+READ = (
+    layout.STATUS,
+    layout.METRICS,
+    layout.EVALUATIONS,
+    layout.TRACE,
+    "config.yaml",
+    layout.PROCESSES,
+    layout.ADDRESSES,
+    layout.ROLLOUTS,
+    STEP,
+    layout.START_STAGES,
+    f"{layout.START_STAGES}/trainer.jsonl",
+    layout.SITES,
+    f"{layout.SITES}/west",
+    f"{layout.SITES}/west/{layout.SITE_STATUS}",
+    f"{layout.SITES}/west/{layout.PROCESSES}",
+    f"{layout.CHECKPOINTS}/best.json",
+    f"{layout.CHECKPOINTS}/step_1/tokenizer.json",
+    f"{layout.TRACKERS}/mlflow.jsonl",
+)
+"""Every file and folder that is read of somebody else's run."""
+
+
+SHOWN = (layout.STATUS, layout.METRICS, layout.TRACE, "config.yaml", STEP, layout.ROLLOUTS, READ[-2])
+"""Those that a report is made from."""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run's folder, and one of the reader's with secrets."""
+    base = tmp_path_factory.mktemp("foreign")
+    make_folder(base / "run")
+    return base / "run", make_secrets(base / "secrets", base / "run")
+
+
+@pytest.fixture
+def run(made: tuple[Path, Path], tmp_path: Path) -> Path:
+    shutil.copytree(made[0], tmp_path / "run")
+    return tmp_path / "run"
+
+
+def attacked(run: Path, secrets: Path, attack: str) -> Iterator[str]:
+    """Put something else in the place of each file and folder, one after the other, and its own back afterwards."""
+    for name in READ:
+        path, aside = run / name, run.parent / "aside"
+        path.rename(aside)
+        ATTACKS[attack](path, secrets / name)
+        yield name
+        path.unlink()
+        aside.rename(path)
+
+
+def test_the_secrets_would_be_seen(made: tuple[Path, Path]) -> None:
+    assert SECRET in asked_of_dashboard(made[1])
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_nothing_in_a_foreign_folder_leads_elsewhere_or_holds_a_reader_up(
+    attack: str,
+    made: tuple[Path, Path],
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in attacked(run, made[1], attack):
+        seen = in_time(lambda: asked_of_dashboard(run)) + in_time(lambda: asked_of_dashboard(run, parent=True))
+        seen += printed(capsys, monkeypatch, "status", run) + printed(capsys, monkeypatch, "why-stuck", run)
+        seen += repr(in_time(lambda: list(RunCollector(run, 1).collect())))
+        assert SECRET not in seen, name
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_report_of_a_foreign_folder_has_what_is_plain_and_says_what_is_not(
+    attack: str, made: tuple[Path, Path], run: Path
+) -> None:
+    for name in attacked(run, made[1], attack):
+        data = in_time(partial(load_run, run))
+        decoder, why_not = in_time(partial(find_decoder, run, data.config_text))
+        assert SECRET not in repr(data) and decoder is None, name
+        if attack in REFUSED and name in SHOWN:
+            assert Path(name).name in " ".join([*data.notes, why_not]), name
+
+
+@pytest.mark.parametrize("attack", REFUSED)
+def test_rollouts_that_are_no_plain_files_are_refused_by_name(
+    attack: str, made: tuple[Path, Path], run: Path, tmp_path: Path
+) -> None:
+    path, kept = run / STEP, run / layout.REFUSED / "step_000001.parquet"
+    kept.parent.mkdir()
+    path.unlink()
+    for place in (path, kept):
+        ATTACKS[attack](place, made[1] / STEP)
+    for read in (
+        lambda: read_rollouts([path.parent], open_found),
+        lambda: replay(run, None, 0.0, 0),
+        lambda: rollout_table(path, 1, 3),
+        lambda: KeptMicroBatches(kept.parent).read(1),
+    ):
+        with pytest.raises((UserError, RankerError), match=r"step_000001\.parquet"):
+            in_time(read)
+
+
+def test_a_small_file_that_unpacks_to_any_amount_is_refused(
+    run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rows = parquet_files.BATCH * 40
+    table = pa.table({"sample_id": [f"s{n}" for n in range(rows)], "completion": pa.array(["x" * 10_000] * rows)})
+    pq.write_table(table, run / STEP, compression="zstd")
+    assert (run / STEP).stat().st_size < 1 << 20
+    monkeypatch.setattr(parquet_files, "MOST_DECODED", 100 << 20)  # of 400 MB
+    with pytest.raises(NotPlainFile, match="unpacks to more than"):
+        parquet_files.read_columns(run / STEP, run)
+    assert len(parquet_files.read_columns(run / STEP, run, ["sample_id"])) == rows
+    monkeypatch.setattr(parquet_files, "MOST_ROWS", rows - 1)
+    with pytest.raises(NotPlainFile, match="rows"):
+        parquet_files.read_columns(run / STEP, run, ["sample_id"])
+    assert "rows: of such a file" in " ".join(load_run(run).notes)
+
+
+def test_a_file_of_another_user_under_a_further_name_is_not_read(tmp_path: Path) -> None:
+    """A hard link to a file of the reader, in a folder of somebody else; needs root, who may give files away."""
+    theirs, mine = tmp_path / "theirs", tmp_path / "mine"
+    theirs.mkdir()
+    mine.write_text(SECRET)
+    os.link(mine, theirs / layout.STATUS)
+    assert read_plain(theirs / layout.STATUS) == SECRET.encode()  # of one user: a copy made of hard links
+    os.chown(theirs, NOBODY, NOBODY)
+    with pytest.raises(NotPlainFile, match="another user"):
+        open_plain(theirs / layout.STATUS)
+
+
+def test_names_in_a_foreign_file_lead_nowhere_else(made: tuple[Path, Path], run: Path, tmp_path: Path) -> None:
+    (tmp_path / "private.txt").write_text(SECRET)
+    with pytest.raises(NotPlainFile, match="leads out"):
+        open_plain(run / layout.STACKS / "../../private.txt", below=run)
+
+
+CATCHES = """
+import signal, time
+for number in (signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, lambda number, frame: print(number, flush=True))
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_why_stuck_signals_no_process_that_only_a_file_names(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with subprocess.Popen([sys.executable, "-S", "-c", CATCHES], stdout=subprocess.PIPE, text=True) as mine:
+        try:
+            assert mine.stdout is not None and mine.stdout.readline() == "ready\n"
+            write_started(run, [StartedProcess("trainer", "service", mine.pid)])
+            (run / layout.STACKS).mkdir()
+            (run / layout.STACKS / "trainer.txt").write_text(f"pid {mine.pid} at {time.time() + 60:.3f}\n")
+            assert str(mine.pid) in printed(capsys, monkeypatch, "why-stuck", run, "--stacks", "all")
+        finally:
+            mine.kill()
+        assert mine.stdout.read() == ""
+
+
+def test_init_writes_through_no_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "run.yaml").symlink_to(tmp_path / "elsewhere")
+    asked = ("--model", "smollm2-135m", "--prompts", "example", "--gpus", "0")
+    assert "run.yaml already" in printed(capsys, monkeypatch, "init", project, *asked)
+    assert not (tmp_path / "elsewhere").exists() and [one.name for one in project.iterdir()] == ["run.yaml"]
+
+
+def test_what_is_written_to_a_foreign_folder_goes_through_no_link(run: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("mine\n")
+    for name in (layout.REPORT, f"{layout.TRACKERS}/tensorboard.jsonl"):
+        (run / name).symlink_to(mine)
+    with pytest.raises(UserError, match="symbolic link"):
+        SentRows(run, "tensorboard")
+    write_report(run)
+    assert mine.read_text() == "mine\n" and not (run / layout.REPORT).is_symlink()
+    shutil.rmtree(run / layout.TRACKERS)
+    (run / layout.TRACKERS).symlink_to(tmp_path)
+    with pytest.raises(UserError, match="symbolic link"):
+        SentRows(run, "tensorboard")
+    assert not (tmp_path / "tensorboard.jsonl").exists()
+
+
+GIVEN_ON = (("launch", "--resume"), ("replay",), ("track",), ("chaos", "--minutes", "1", "--attach"))
+
+
+@pytest.mark.parametrize("command", GIVEN_ON)
+def test_commands_that_write_or_hand_a_folder_on_look_through_it_first(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run")
+    (run / layout.LOGS).mkdir()
+    (run / layout.LOGS / "controller.log").symlink_to(tmp_path / "mine")
+    code = streamrl(monkeypatch, *command, run, *(("1",) if command == ("replay",) else ()))
+    said = capsys.readouterr().err
+    assert code == 2
+    assert "controller.log is a symbolic link" in said and not (tmp_path / "mine").exists()
