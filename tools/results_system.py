@@ -284,6 +284,19 @@ def _mutants() -> str:
     )
 
 
+@named(FIGURES, "environment-kills")
+def _environment_kills() -> str:
+    found = read("environment_kills")
+    killed = " and ".join(str(one["killed"]) for one in found["phases"])
+    minutes = " and ".join(f"{one['seconds'] / 60:.0f}" for one in found["phases"])
+    audit = found["audit"]
+    void = ", ".join(f"{count} void ({cause})" for cause, count in sorted(audit["voids"].items())) or "none void"
+    return (
+        f"{killed} killed in {minutes} minutes, {found['replaced']} replaced: {audit['samples']} episodes trained, "
+        f"{audit['lost']} lost, {audit['twice']} trained twice, {void}; on a machine busy with other work"
+    )
+
+
 @named(FIGURES, "kill-everywhere")
 def _kill_everywhere() -> str:
     found = read("kill_everywhere")
