@@ -7,7 +7,7 @@ from pathlib import Path
 from streamrl.environments.installed import InstalledEnvironment, add_environment
 
 CODE = """
-import os, sys, time
+import os, socket, sys, time
 
 KEPT = []
 
@@ -15,6 +15,11 @@ class Room:
     def __init__(self, config):
         if config.get("wants") == "a display":
             raise RuntimeError("X11: The DISPLAY environment variable is missing")
+        if config.get("port"):
+            listening = socket.socket()
+            KEPT.append(listening)
+            listening.bind(("127.0.0.1", config["port"]))
+            listening.listen()
         if config.get("wants") == "a silence":
             time.sleep(3600)
         if config.get("wants") == "an end":

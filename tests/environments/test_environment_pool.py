@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,20 @@ def test_a_leak_costs_no_episode_until_the_limit_ends_the_process(
                     await place.step(says("leak" if pool.memory() < 2**28 else "x"))
 
     asyncio.run(scenario())
+
+
+def test_two_processes_that_want_one_port_end_the_start_with_what_to_do(room: InstalledEnvironment) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+
+    async def scenario() -> None:
+        async with started(room, config={"port": port}, processes=2):
+            pass
+
+    with pytest.raises(
+        UserError, match=r"Address already in use \(another process has that port.* or set `processes: 1`"
+    ):
+        asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(

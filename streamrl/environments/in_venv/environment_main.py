@@ -20,6 +20,7 @@ all others get one request at a time. The standard library is all that this file
 from __future__ import annotations
 
 import ctypes
+import errno
 import importlib
 import importlib.util
 import json
@@ -38,6 +39,9 @@ DISPLAY_WORDS = ("DISPLAY", "display", "X11", "GLX", "xcb")
 DISPLAY_HINT = (
     " (environments run without a display: choose a render mode that needs none, such as 'ansi' or 'rgb_array', or set "
     "MUJOCO_GL=osmesa)"
+)
+PORT_HINT = (
+    " (another process has that port, perhaps another one of this environment: take port 0, or set `processes: 1`)"
 )
 LONGEST = 2000
 
@@ -141,10 +145,13 @@ def _type(value: Any) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return an exception in one line, with a hint if a display is missing."""
+    """Return an exception in one line, with a hint if a display is missing or a port is taken."""
     text = " ".join(str(error).split())
     text = text if isinstance(error, WrongType) else f"{type(error).__name__}: {text}".removesuffix(": ")
-    return text[:LONGEST] + (DISPLAY_HINT if any(word in text for word in DISPLAY_WORDS) else "")
+    hint = DISPLAY_HINT if any(word in text for word in DISPLAY_WORDS) else ""
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        hint = PORT_HINT
+    return text[:LONGEST] + hint
 
 
 def _answered_later(adapter: Any) -> frozenset[str]:
