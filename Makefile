@@ -2,7 +2,7 @@
 # make test    style, types and tests (about a quarter of an hour)
 # make test-quick   the tests without vLLM and without whole runs (about three minutes)
 # make test-stress  whatever starts processes 10 times beside two busy processes (hours; FILES=... for some of it)
-# make test-browser  the dashboard in a real headless browser, with its accessibility (needs Chromium; half a minute)
+# make test-browser  the dashboard in a headless browser (needs Chromium; PICTURES_OF=runs/demo renews docs/pictures/)
 # make test-trackers  TensorBoard, W&B, MLflow and Trackio with their real packages; dashboards and alerts (two minutes)
 # make test-environments  environments of gymnasium and verifiers, each in a venv (needs PyPI or an index; minutes)
 # make test-mutants  whether the tests notice changes of the code (an hour; MODULES=... for some of it)
@@ -111,7 +111,7 @@ test-browser: $(STAMP) build/browser
 	@$(BIN)/python -c "import shutil, sys; sys.exit(not any(map(shutil.which, ('chromium', 'chromium-browser', \
 		'google-chrome'))))" || { echo "error: no chromium, chromium-browser or google-chrome in PATH;" \
 		"on Debian: apt-get install chromium" >&2; exit 1; }
-	PYTHONPATH=build/browser $(BIN)/python -m pytest tests/dashboard/test_in_browser.py
+	PICTURES_OF="$(PICTURES_OF)" PYTHONPATH=build/browser $(BIN)/python -m pytest tests/dashboard/test_in_browser.py
 
 build/browser:
 	$(BIN)/python -m pip install --quiet --no-warn-conflicts --target $@.part playwright==1.65.2 axe-playwright-python==0.1.8

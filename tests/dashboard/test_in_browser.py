@@ -1,5 +1,6 @@
 """The dashboard in a real headless browser: `make test-browser`, which says what it needs.
 
+`make test-browser PICTURES_OF=runs/demo` also renews the pictures in docs/pictures/, from a run that has ended.
 Skipped where there is no Chromium or no Playwright: neither is a requirement of the project.
 """
 
@@ -11,6 +12,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,10 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 if CHROMIUM is None:
     pytest.skip("needs Chromium: apt-get install chromium", allow_module_level=True)
 
+PICTURES_OF = os.environ.get("PICTURES_OF", "")
+"""Folder of the run of which the documentation's pictures are taken; '': of a synthetic one, and they are not kept."""
 MARKUP = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=1'><b>bold</b>"
+ROOT = Path(__file__).parents[2]
 SAMPLES = 100_000
 PER_STEP = 20_000
 
@@ -62,17 +67,32 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def address(runs: Path) -> Iterator[str]:
+@contextmanager
+def serving(folder: Path) -> Iterator[str]:
+    """Serves a dashboard of a folder; gives its address."""
     with web_server.bind("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
-        app = AccessGuard(make_app(WatchedRuns([runs]), web_server.chart_library()), None, port)
+        app = AccessGuard(make_app(WatchedRuns([folder]), web_server.chart_library()), None, port)
         server = uvicorn.Server(uvicorn.Config(app, log_level="error", ws="none", lifespan="off"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         yield f"http://127.0.0.1:{port}/"
         server.should_exit = True
         thread.join()
+
+
+@pytest.fixture(scope="module")
+def address(runs: Path) -> Iterator[str]:
+    with serving(runs) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def pictured(runs: Path) -> Iterator[str]:
+    """Address of the state page of the run of which pictures are taken."""
+    folder = Path(PICTURES_OF or runs / "other").resolve()
+    with serving(folder) as found:
+        yield f"{found}#/run/{folder.name}"
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +234,7 @@ def test_groups_are_compared_and_the_chain_of_waits_is_live(page: Any, address: 
     page.locator("article").nth(7).wait_for()
     assert page.locator("article").count() == 8
     stuck = runs / "stuck"
-    write_run(stuck, 1)
+    stuck.mkdir()
     wait = {"owner": "controller", "waiting_for": "trainer: step 2", "limit_s": 120.0}
     write_status(stuck, make_status(1, 20, time.time(), waits=[wait | {"since": time.time() - 3}]))
     page.goto(f"{address}#/run/stuck")
@@ -233,3 +253,29 @@ def test_the_timeline_is_zoomed_by_keys_and_asks_for_what_it_shows(page: Any, ad
     page.get_by_text("27 s of 54 s").wait_for()
     page.keyboard.press("0")
     page.get_by_text("54 s of 54 s").wait_for()
+
+
+@pytest.mark.parametrize("name", ["state", "curves", "timeline", "sample", "group"])
+def test_pictures_for_the_documentation_are_taken(page: Any, pictured: str, tmp_path: Path, name: str) -> None:
+    page.set_viewport_size({"width": 1180, "height": 640})
+    page.goto(f"{pictured}/{'samples' if name in ('sample', 'group') else name}")
+    match name:
+        case "state":
+            page.locator(".notice", has_text=": ").first.wait_for()
+            page.get_by_text("Processes").first.wait_for()
+        case "curves":
+            page.locator("figure", has_text="predicted against actual").locator(".main-svg").first.wait_for()
+        case "timeline":
+            page.locator(".js-plotly-plot .bars").first.wait_for()
+        case _:
+            page.locator(".row .number").first.wait_for()
+    if name in ("sample", "group"):
+        page.locator(".list").focus()
+        page.keyboard.press("Enter")  # the first of the list
+        page.locator(".tokens span").first.wait_for()
+    if name == "group":
+        page.locator(".tiles a").click()
+        page.locator("article").nth(1).wait_for()
+    path = (ROOT / "docs" / "pictures" if PICTURES_OF else tmp_path) / f"dashboard_{name}.png"
+    page.screenshot(path=path, animations="disabled")
+    assert path.stat().st_size > 20_000, "a page with nothing on it takes less"

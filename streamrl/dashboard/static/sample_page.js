@@ -124,10 +124,10 @@ export function groupPage(main, run, query) {
 
   function groupView(group) {
     return element("section", { "aria-label": `group ${group.group_id}` },
-      element("h2", {}, `Group ${group.group_id}, step ${number(group.step)} `,
-        ids.length > 1 && element("button", { type: "button", "aria-label": `leave out group ${group.group_id}`, onclick: () => { location.hash = shown(ids.filter((id) => id !== group.group_id)); } }, "×")),
-      element("h3", {}, "Prompt"), element("div", { class: "text", tabindex: "0" }, group.prompt ?? "(only tokens are known)"),
-      element("h3", {}, `${group.members.length} samples`), element("div", { class: "members", tabindex: "0", role: "region", "aria-label": `samples of group ${group.group_id}` }, group.members.map((one) => member(run, one))));
+      ids.length > 1 && element("h2", {}, `Group ${group.group_id}, step ${number(group.step)} `,
+        element("button", { type: "button", "aria-label": `leave out group ${group.group_id}`, onclick: () => { location.hash = shown(ids.filter((id) => id !== group.group_id)); } }, "×")),
+      element(ids.length > 1 ? "h3" : "h2", {}, "Prompt"), element("div", { class: "text", tabindex: "0" }, group.prompt ?? "(only tokens are known)"),
+      element(ids.length > 1 ? "h3" : "h2", {}, `${group.members.length} samples`), element("div", { class: "members", tabindex: "0", role: "region", "aria-label": `samples of group ${group.group_id}` }, group.members.map((one) => member(run, one))));
   }
 
   Promise.all(ids.map((id) => askRun(run, "group", { id }))).then((groups) => body.replaceChildren(...[groups.length && choice(groups[0]), ...groups.map(groupView)].filter(Boolean)),
@@ -136,7 +136,7 @@ export function groupPage(main, run, query) {
 }
 
 function member(run, one) {
-  return element("article", {}, element("h4", {}, element("a", { href: link(run, "sample", one.sample_id) }, one.sample_id)),
+  return element("article", {}, element("h3", {}, element("a", { href: link(run, "sample", one.sample_id) }, one.sample_id)),
     element("p", {}, `reward ${number(one.reward)}, advantage ${number(one.advantage)}, ${number(one.output_length)} tokens, ${one.finish_reason ?? "no finish reason"}`),
     one.why && element("p", { class: "notice" }, one.why), element("div", { class: "text", tabindex: "0" }, one.text ?? "(only tokens are known)"));
 }
