@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
+
+from streamrl.rollouts.parquet_files import open_parquet
 
 PLAIN, CONVERSATION = ("prompt", "completion"), "conversation"
 """Columns that are searched: texts, and JSON, in which some characters are written otherwise."""
@@ -79,7 +80,7 @@ def rows_with(path: Path, text: str) -> npt.NDArray[np.int64]:
     forms = list(dict.fromkeys(json.dumps(text, ensure_ascii=ascii)[1:-1] for ascii in (False, True)))
     found = []
     begin = 0
-    with pq.ParquetFile(path) as file:
+    with open_parquet(path, path.parents[1]) as file:
         names = [name for name in (*PLAIN, CONVERSATION) if name in file.schema_arrow.names]
         if not names:
             return np.zeros(0, np.int64)

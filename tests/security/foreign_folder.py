@@ -138,8 +138,8 @@ def asked_of_dashboard(folder: Path, parent: bool = False) -> str:
     listing = client.get("/api/runs")
     texts = [listing.text]
     for run in listing.json()["runs"]:
-        views = ("state", "steps", "timeline", "samples", "lengths", "sample?id=s1-0-0", "group?id=s1-0")
-        for view in (*views, f"group?id={SECRET}"):
+        views = ("state", "why_stuck", "steps", "timeline", "samples", "lengths", "sample?id=s1-0-0", "group?id=s1-0")
+        for view in (*views, f"group?id={SECRET}", f"samples?text={SECRET}", "samples?text=e"):
             answer = client.get(f"/api/runs/{run['id']}/{view}")
             assert answer.status_code in (200, 400, 404, 410, 500)
             texts.append(answer.text)
