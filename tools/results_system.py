@@ -284,6 +284,20 @@ def _mutants() -> str:
     )
 
 
+@named(FIGURES, "simulator-overlap")
+def _simulator_overlap() -> str:
+    found: dict[str, dict[str, float]] = {}
+    for run in read("simulator_overlap")["runs"]:
+        total = found.setdefault(run["way"], {"busy_s": 0.0, "hidden_s": 0.0})
+        for name in total:
+            total[name] += sum(step[name] for step in run["steps"])
+    own, inside, lockstep = (percent(total["hidden_s"] / total["busy_s"]) for total in found.values())
+    return (
+        f"{own}; stepped inside the agent's process {inside}, there in lockstep {lockstep}; on a machine busy with "
+        "other work"
+    )
+
+
 @named(FIGURES, "environment-kills")
 def _environment_kills() -> str:
     found = read("environment_kills")
