@@ -13,12 +13,13 @@ from streamrl.protocol import (
     controller_site,
     controller_trainer,
     operator,
+    site_agents,
     site_instance,
     weights,
 )
 from streamrl.protocol.message import TypedMessage, kind_of
 
-EDGES = (controller_site, site_instance, controller_trainer, controller_rewards, operator, weights)
+EDGES = (controller_site, site_instance, site_agents, controller_trainer, controller_rewards, operator, weights)
 """Modules with the messages between two kinds of processes."""
 
 

@@ -7,7 +7,7 @@
                  operator   scale, checkpoint            nothing
     publisher    relay      fetch, again, have           fetch, again, have
     service      instance   everything an instance says  nothing
-                 agents     order_turn, episode_done  nothing
+                 agents     order_turn, episode_done         nothing
 
 `RIGHTS` is that table; a hub asks it for every message (`MessageReader`), before its owner sees the message. A process
 of another site has a role only if the run's plan gives it to a process of that name there (`role_at`). What a message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import streamrl
 from ranker.data import read_rollouts
 from ranker.errors import RankerError
 from streamrl.errors import UserError
@@ -30,7 +32,7 @@ from streamrl.run_dir import layout
 from streamrl.run_dir.instance_files import StartedProcess, write_started
 from streamrl.trackers.rollout_table import rollout_table
 from streamrl.trackers.sent_rows import SentRows
-from tests.cli.calling import streamrl
+from tests.cli import calling
 from tests.security.another_user import NOBODY
 from tests.security.foreign_folder import (
     ATTACKS,
@@ -44,6 +46,7 @@ from tests.security.foreign_folder import (
 )
 from tests.trackers.tracked_run import make_run
 
+PACKAGE = Path(streamrl.__file__).parent
 STEP = f"{layout.ROLLOUTS}/step_000001.parquet"
 READ = (
     layout.STATUS,
@@ -95,6 +98,24 @@ def attacked(run: Path, secrets: Path, attack: str) -> Iterator[str]:
         yield name
         path.unlink()
         aside.rename(path)
+
+
+OPENED_OTHERWISE = re.compile(r"(?<![\w.])open\(|\.(read_text|read_bytes|open|ParquetFile|read_table|from_file)\(")
+"""What opens a file by its path."""
+
+
+def test_all_that_shows_runs_opens_their_files_through_one_module() -> None:
+    own = {
+        "diagnose/stacks.py": 2,  # the file that a process makes for itself, and /proc
+        "exporter/metrics_server.py": 1,  # the token's
+        "trackers/tracker_group.py": 1,  # a log, by the launcher
+    }
+    found: dict[str, int] = {}
+    for room in ("dashboard", "report", "diagnose", "exporter", "trackers"):
+        for path in (PACKAGE / room).rglob("*.py"):
+            if count := len(OPENED_OTHERWISE.findall(path.read_text())):
+                found[path.relative_to(PACKAGE).as_posix()] = count
+    assert found == own
 
 
 def test_the_secrets_would_be_seen(made: tuple[Path, Path]) -> None:
@@ -243,7 +264,7 @@ def test_commands_that_write_or_hand_a_folder_on_look_through_it_first(
     run = make_run(tmp_path / "run")
     (run / layout.LOGS).mkdir()
     (run / layout.LOGS / "controller.log").symlink_to(tmp_path / "mine")
-    code = streamrl(monkeypatch, *command, run, *(("1",) if command == ("replay",) else ()))
+    code = calling.streamrl(monkeypatch, *command, run, *(("1",) if command == ("replay",) else ()))
     said = capsys.readouterr().err
     assert code == 2
     assert "controller.log is a symbolic link" in said and not (tmp_path / "mine").exists()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from msgspec import inspect
@@ -13,6 +13,7 @@ from streamrl.protocol.heartbeats import check_state
 from streamrl.protocol.message import MessageReader, kind_of, wire
 from streamrl.protocol.operator import ScalePool
 from streamrl.protocol.speakers import RIGHTS, HubKind, role_at
+from streamrl.runtime.process_plan import Role
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub, Link, Speaker
 from streamrl.transport.wire import MalformedMessage, NotAllowed
@@ -20,7 +21,8 @@ from tests.messages import every_message, generated
 from tests.training.conftest import free_port
 from tests.waiting import until
 
-ROLES = ("trainer", "service", "rewards", "operator", "relay", "instance", "controller", "hub", "stranger", "")
+ROLES = ("trainer", "service", "rewards", "operator", "relay", "instance", "agents", "controller", "hub")
+ROLES += ("stranger", "")
 ANSWERS = (
     "prepare_done estimate_done train_done step_done examine_done publish_done canary_done checkpoint_done "
     "resources_done"
@@ -38,6 +40,7 @@ TABLE: dict[tuple[HubKind, str, bool], str] = {
     ("publisher", "relay", False): RELAY,
     ("publisher", "relay", True): RELAY,
     ("service", "instance", False): "sample released progress applied missed asleep weight_answer canary_measured",
+    ("service", "agents", False): "order_turn episode_done",
 }
 """Cells that are not here allow nothing."""
 
@@ -64,6 +67,13 @@ def test_a_role_may_say_what_the_table_says_and_nothing_else(hub: HubKind, role:
         with pytest.raises(NotAllowed) as refusal:
             reads(speaker, kind, {})
         assert len(str(refusal.value)) < 500
+
+
+def test_every_role_of_a_plan_and_of_the_rights_is_in_the_table() -> None:
+    assert {*get_args(Role), *(role for roles in RIGHTS.values() for role in roles)} <= set(ROLES)
+    known = {kind_of(message) for message in every_message()}
+    said = {kind_of(one) for roles in RIGHTS.values() for right in roles.values() for one in right.inside}
+    assert said <= known and len(known - said) > 10  # the others are a hub's to say
 
 
 def test_a_process_has_the_role_that_the_plan_gives_it() -> None:
