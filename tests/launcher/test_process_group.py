@@ -18,8 +18,10 @@ from typing import Any
 import pytest
 
 from streamrl.config.run import RunConfig
+from streamrl.launcher import process_group
 from streamrl.launcher.local_backend import LocalProcess
 from streamrl.launcher.process_group import ProcessGroup
+from streamrl.launcher.started_process import RunProcess
 from streamrl.launcher.watchdog import Watchdog
 from streamrl.run_dir.instance_files import (
     StartedProcess,
@@ -288,3 +290,49 @@ def test_all_are_asked_to_end_before_one_is_waited_for_and_share_one_deadline(
     monkeypatch.setattr(LocalProcess, "finish_kill", slow)
     family.stop()
     assert len(limits) == 3 and limits[0] > limits[1] > limits[2]
+
+
+class HangingProcess(RunProcess):
+    """A process that answers nothing: neither a signal nor a kill; it counts what it is asked."""
+
+    clock: SteppedClock
+    asked: list[str]
+    exit_code = None
+    pid = 1
+
+    def signal(self, number: int) -> None:
+        self.asked.append(signal.Signals(number).name)
+
+    def request_kill(self) -> None:
+        self.asked.append("kill")
+
+    def finish_kill(self, limit_s: float) -> None:
+        self.clock.sleep(limit_s)
+
+
+class SteppedClock:
+    """A clock that only sleep moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize("count", [1, 2, 1000])
+def test_a_stop_takes_one_grace_period_however_many_processes_hang(
+    count: int, tmp_path: Path, families: Callable[..., ProcessGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, clock = families(tmp_path), SteppedClock()
+    hanging = [HangingProcess(spec(f"i-{n}", "instance"), tmp_path / "log") for n in range(count)]
+    for one in hanging:
+        one.clock, one.asked = clock, []
+    monkeypatch.setattr(process_group, "time", clock)
+    monkeypatch.setattr(family, "_processes", hanging)
+    family.stop()
+    assert clock.now == pytest.approx(process_group.STOP_S + process_group.KILL_S, abs=0.2)
+    assert all(one.asked == ["SIGTERM", "kill"] for one in hanging)
