@@ -12,6 +12,8 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 PoolName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,30}$")]
+GpuType = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._:+-]{0,63}$")]
+"""A name that is written into job scripts, so that it must not be able to be anything else there."""
 
 
 class StrictModel(BaseModel):
@@ -65,7 +67,7 @@ class TrainerPool(StrictModel):
         "(copies of hybrid sharding still once per step); auto: step where the whole gradient takes at most an eighth "
         "of a rank's memory",
     )
-    gpu: str = Field("cpu", description="GPU type of every rank, or 'cpu'")
+    gpu: GpuType = Field("cpu", description="GPU type of every rank, or 'cpu'")
     threads: int = Field(2, ge=1, description="CPU threads per rank (torch intra-op)")
     cores: Cores = None
     price_per_hour: float = Field(0.0, ge=0.0, description="USD per rank and hour")
@@ -90,7 +92,7 @@ class GenerationPool(StrictModel):
     nodes: int = Field(
         1, ge=1, description="machines over which an instance's GPUs are spread evenly (needs launch.backend: ray)"
     )
-    gpu: str = Field("cpu", description="GPU type of every instance, or 'cpu'")
+    gpu: GpuType = Field("cpu", description="GPU type of every instance, or 'cpu'")
     threads: int = Field(1, ge=1, description="CPU threads per instance (hardware: cpu)")
     cores: Cores = None
     max_batch: int = Field(64, ge=1, description="most sequences that an instance decodes at once")

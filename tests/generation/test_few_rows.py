@@ -34,6 +34,24 @@ def test_without_a_compiler_there_is_no_product(tmp_path: Path, monkeypatch: pyt
     assert product.__wrapped__() is None
 
 
+@pytest.mark.parametrize(("folder_mode", "file_mode"), [(0o777, 0o700), (0o700, 0o766)])
+def test_a_library_that_others_could_have_put_into_a_shared_cache_is_not_loaded(
+    folder_mode: int, file_mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(few_rows, "cache_directory", lambda: tmp_path)
+    assert product.__wrapped__() is not None
+    (library,) = (tmp_path / "compiled").iterdir()
+    library.unlink()  # what is loaded stays as it is
+    library.write_bytes(b"of somebody else")
+    library.chmod(file_mode)
+    library.parent.chmod(folder_mode)
+    function = product.__wrapped__()
+    assert function is not None
+    x, weight = torch.ones(1, 4), torch.ones(2, 4)
+    assert multiply(function, x, weight).tolist() == [[4.0, 4.0]]
+    assert (library.read_bytes() == b"of somebody else") == (folder_mode == 0o777)
+
+
 def test_a_compiler_that_fails_is_told_and_leaves_no_product(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -481,6 +481,12 @@ def changed(values: dict[str, Any], site: str, **to: Any) -> dict[str, Any]:
             (),
             r"sites\.here\.trainer\.gpu is 'cpu' with hardware: cuda",
         ),
+        (
+            "slurm",
+            changed(one_type(), "here", trainer={"ranks": 1, "gpu": "H100\ncurl somewhere | sh #"}),
+            (),
+            r"sites\.here\.trainer\.gpu' is .*curl.*expected text that matches",
+        ),
         ("slurm", one_type(), ("--cpus-per-node", "1"), r"--cpus-per-node 1: a node with 2 H100 needs 4"),
         ("slurm", one_type(), ("--time", "soon"), r"--time soon: expected"),
         ("slurm", one_type(), ("--name", "two words"), r"--name 'two words': expected letters"),

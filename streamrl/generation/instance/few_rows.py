@@ -14,9 +14,13 @@ import logging
 import mmap
 import os
 import platform
+import secrets
 import shutil
+import stat
 import subprocess
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -50,21 +54,42 @@ def product() -> Product | None:
     cpu = this_cpu()
     facts = [SOURCE.read_text(), *FLAGS, compiler, platform.machine(), cpu.name, *sorted(cpu.flags)]
     name = hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
-    library = cache_directory() / "machine" / f"few-rows-{name}.so"
     try:
-        if not library.exists():
-            library.parent.mkdir(parents=True, exist_ok=True)
-            part = library.with_suffix(f".{os.getpid()}")
-            command = [compiler, *FLAGS, str(SOURCE), "-o", str(part)]
-            subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
-            part.replace(library)
-        function = ctypes.CDLL(str(library)).few_rows
+        with _own_folder(cache_directory() / "compiled") as folder:
+            library = folder / f"few-rows-{name}.so"
+            if not _is_own(library):
+                part = library.with_suffix(f".{secrets.token_hex(8)}")
+                command = [compiler, *FLAGS, str(SOURCE), "-o", str(part)]
+                subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
+                part.chmod(0o700)
+                part.replace(library)
+            function = ctypes.CDLL(str(library)).few_rows
     except (OSError, subprocess.SubprocessError, AttributeError) as error:
         log.warning("small batches use vLLM's matrix products, because few_rows.c could not be compiled: %s", error)
         return None
     function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_long] * 3
     function.restype = None
     return function
+
+
+@contextmanager
+def _own_folder(folder: Path) -> Iterator[Path]:
+    """Give a folder to which nobody else can write: this one, or a temporary one if others can (a shared cache)."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if _is_own(folder):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+def _is_own(path: Path) -> bool:
+    """Whether it is there, is this user's, and no link, and nobody else may write to it: it will be run."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    return found.st_uid == os.geteuid() and not stat.S_ISLNK(found.st_mode) and not found.st_mode & 0o022
 
 
 def multiply(function: Product, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
