@@ -126,9 +126,10 @@ class RewardPoolConfig(StrictModel):
 
 
 class AgentPoolConfig(StrictModel):
-    """Worker processes that lead the episodes of agents."""
+    """Processes that lead the episodes of agents: one with their endpoint, its workers, and those of environments."""
 
     workers: int = Field(1, ge=1, description="agent worker processes; each leads many episodes at once")
+    cores: Cores = Field(None, description="CPU cores that all of them, environments included, are pinned to")
 
 
 class MetricsEndpoint(StrictModel):

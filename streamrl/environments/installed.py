@@ -24,6 +24,8 @@ from streamrl.atomic_files import replace_text
 from streamrl.errors import UserError
 
 MANIFEST, LOCK, VENV = "environment.json", "requirements.lock", "venv"
+FOLDER = "STREAMRL_ENVIRONMENTS"
+"""Environment variable: the folder of environments."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MAKE = re.compile(r"(gymnasium|mcp|verifiers):\S+|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 LONGEST_OUTPUT = 3000
@@ -67,7 +69,7 @@ class InstalledEnvironment:
 
 def environments_folder() -> Path:
     """Return where environments are: $STREAMRL_ENVIRONMENTS, or streamrl/environments in the user's data folder."""
-    if own := os.environ.get("STREAMRL_ENVIRONMENTS"):
+    if own := os.environ.get(FOLDER):
         return Path(own)
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "streamrl" / "environments"
 

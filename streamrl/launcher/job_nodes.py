@@ -93,14 +93,14 @@ def node_groups(
             "cluster of its own, which has to place the site's processes; write launch: {backend: ray, address: auto}"
         )
     specs = plan_processes(cluster, run, Path(), [site])
-    rewards = sum(spec.threads for spec in specs if spec.role == "rewards")
+    beside = sum(spec.threads for spec in specs if spec.role in ("rewards", "agents"))
     placed = [spec for spec in specs if spec.role == "trainer"] + possible_instances(cluster, run, site, Path())
     room = gpus_per_node if cuda else cpus_per_node or CPUS_OF_A_NODE
     for spec in placed:
         _check_size(spec, room, cuda)
     pools = cluster.sites[site].generation
     counts = {pool.name: (pool.replicas, pool.min_replicas, pool.most_replicas) for pool in pools}
-    groups = [NodeGroup(HEAD, "cpu", 0, rewards + CONTROL_CPUS, rewards, 1, 1, 1)]
+    groups = [NodeGroup(HEAD, "cpu", 0, beside + CONTROL_CPUS, beside, 1, 1, 1)]
     for gpu in dict.fromkeys(spec.gpu for spec in placed):
         here = [spec for spec in placed if spec.gpu == gpu]
         nodes, least, most = (

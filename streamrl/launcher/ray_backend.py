@@ -7,7 +7,8 @@ does not know which backend started it. Controller and service stay beside the l
     trainer     one placement group, PACK: a bundle for each node that it spans (`trainer.nodes`)
     instances   SPREAD, each with its GPUs, or as many of the resource that is named like its GPU type; one that spans
                 nodes has a placement group, STRICT_SPREAD: a bundle and a process for each node, one life for all
-    rewards     on a node without GPUs, if there is one
+    rewards     on a node without GPUs, if there is one; so is the agents process with the processes of its
+                environments, which asks for a core for each of them and for the memory that they may use
 
 The run's folder must be on a file system that all nodes mount at the same path: it holds the logs, the checkpoints and
 the weights that instances load. Nodes that do not see it, or have other versions of streamrl, vLLM or torch, are
@@ -30,6 +31,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from streamrl.config.cluster import ClusterConfig
+from streamrl.environments.installed import FOLDER, environments_folder
 from streamrl.errors import RunFailed, UserError
 from streamrl.launcher.local_backend import begin_log, environment
 from streamrl.launcher.ray_node import TOKEN, NodeProcess, versions
@@ -39,6 +41,8 @@ from streamrl.runtime.process_plan import ON_RAY, ProcessSpec
 CONNECT_S = 5.0
 """Seconds within which Ray's address must accept a connection."""
 OF_TYPE = "accelerator_type:"
+MEMORY = "memory"
+"""Ray's resource, in bytes; what asks for none of it is not counted."""
 
 
 def demand(spec: ProcessSpec, known: Mapping[str, float]) -> dict[str, float]:
@@ -49,6 +53,8 @@ def demand(spec: ProcessSpec, known: Mapping[str, float]) -> dict[str, float]:
     """
     count = float(max(spec.ranks, len(spec.gpu_ids)))
     wanted = {"CPU": float(spec.threads * spec.ranks)}
+    if spec.memory_gb:
+        wanted[MEMORY] = float(round(spec.memory_gb * 2**30))
     if spec.gpu == "cpu" or spec.role == "rewards":
         return wanted
     if spec.gpu in known or not spec.gpu_ids:
@@ -75,6 +81,9 @@ def missing(specs: Iterable[ProcessSpec], nodes: Iterable[Mapping[str, float]]) 
     lines = []
     for name, amount in sorted(total.items()):
         if amount > there[name]:
+            if name == MEMORY:
+                lines.append(f"{amount / 2**30:.1f} GiB of memory asked for, {there[name] / 2**30:.1f} in Ray")
+                continue
             has = f"; its GPUs: {kinds}" if name.startswith(OF_TYPE) and kinds else ""
             lines.append(f"{amount:g} {name.removeprefix(OF_TYPE)} asked for, {there[name]:g} in Ray{has}")
     return lines
@@ -158,7 +167,7 @@ class RayProcess(RunProcess):
 
 
 class RaySite:
-    """A site whose trainer, instances and reward workers Ray places."""
+    """A site whose trainer, instances, agents and reward workers Ray places."""
 
     def __init__(self, cluster: ClusterConfig, site: str, run_dir: Path) -> None:
         """Connect to Ray.
@@ -228,9 +237,11 @@ class RaySite:
             group = placement_group([wanted] * spec.nodes, strategy="STRICT_SPREAD")
             actors = [_actor(wanted, _in_group(group, node)) for node in range(spec.nodes)]
         else:
-            actors = [_actor(wanted, _without_gpus() if spec.role == "rewards" else "SPREAD")]
+            actors = [_actor(wanted, _without_gpus() if spec.role in ("rewards", "agents") else "SPREAD")]
         meeting = actors[0].meeting.remote() if spec.nodes > 1 else ""  # resolves once the first actor has its node
         env = environment(spec, resume, further_env, number)
+        if spec.role == "agents":
+            env[FOLDER] = str(environments_folder().absolute())
         about = str(self.run_dir), self.token, versions(), str(Path.cwd())
         begun = []
         for node, actor in enumerate(actors):
@@ -259,7 +270,8 @@ def _actor(wanted: Mapping[str, float], where: Any) -> Any:
     made = ray.remote(NodeProcess).options(
         num_cpus=wanted.get("CPU", 0),
         num_gpus=wanted.get("GPU", 0),
-        resources={name: n for name, n in wanted.items() if name not in ("CPU", "GPU")},
+        memory=wanted.get(MEMORY),
+        resources={name: n for name, n in wanted.items() if name not in ("CPU", "GPU", MEMORY)},
         scheduling_strategy=where,
         max_concurrency=8,
     )
@@ -312,7 +324,10 @@ def _in_group(group: Any, bundle: int) -> PlacementGroupSchedulingStrategy:
 
 def _words(resources: Mapping[str, float]) -> str:
     shown = {name: n for name, n in resources.items() if "memory" not in name and not name.startswith("node:")}
-    return " + ".join(f"{n:g} {name}" for name, n in sorted(shown.items())) or "nothing"
+    words = [f"{n:g} {name}" for name, n in sorted(shown.items())]
+    if asked := resources.get(MEMORY):
+        words.append(f"{asked / 2**30:.1f} GiB of memory")
+    return " + ".join(words) or "nothing"
 
 
 def _short(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from streamrl.config.cluster import ClusterConfig, GenerationPool, TrainerPool
+from streamrl.config.cluster import AgentPoolConfig, ClusterConfig, GenerationPool, TrainerPool
 from streamrl.config.run import RunConfig
 from streamrl.runtime.interfaces import LOOPBACK_INTERFACE
 
@@ -48,7 +48,7 @@ instance's nodes, and the number of the node."""
 RANK_MEETING = "STREAMRL_RANK_MEETING"
 """Environment variable of a trainer's rank: path of the file, or host:port, at which the ranks meet."""
 
-ON_RAY: frozenset[Role] = frozenset({"trainer", "instance", "rewards"})
+ON_RAY: frozenset[Role] = frozenset({"trainer", "instance", "rewards", "agents"})
 """Roles that Ray places, at a site with `launch: {backend: ray}`."""
 
 STARTER = "STREAMRL_PARENT"
@@ -86,6 +86,8 @@ class ProcessSpec:
     """CUDA devices that the process sees, by their positions among those that the launcher may use (hardware: cuda)."""
     price_per_hour: float = 0.0
     """USD per hour for the whole process."""
+    memory_gb: float = 0.0
+    """GiB that the processes of its environments may use together; 0: it has none."""
     index: int = 0
     """Number of an instance within its pool, or of a trainer's node."""
 
@@ -192,18 +194,29 @@ def _site_processes(cluster: ClusterConfig, run: RunConfig, site_name: str, run_
         possible = possible_instances(cluster, run, site_name, run_dir)
         specs += [spec for spec in possible if spec.index < replicas[str(spec.pool)]]
         if run.agent_tasks:
-            command = _role_command(run_dir, "agents", "--site", site_name)
-            specs.append(
-                ProcessSpec(
-                    f"agents-{site_name}", "agents", site_name, None, command, SAME_HASHES, threads=site.agents.workers
-                )
-            )
+            specs.append(_agents(site.agents, run, site_name, run_dir))
     if site.rewards or site.trainer:
         workers = site.rewards.workers if site.rewards else 1
         command = _role_command(run_dir, "rewards", "--site", site_name)
         env = SAME_HASHES | ONE_BLAS_THREAD | {"OMP_NUM_THREADS": "1"}  # one core per worker
         specs.append(ProcessSpec(f"rewards-{site_name}", "rewards", site_name, None, command, env, threads=workers))
     return specs
+
+
+def _agents(pool: AgentPoolConfig, run: RunConfig, site: str, run_dir: Path) -> ProcessSpec:
+    """Return the agents process of a site, with room for its workers and the processes of its environments."""
+    cores = tuple(pool.cores or ())
+    return ProcessSpec(
+        name=f"agents-{site}",
+        role="agents",
+        site=site,
+        pool=None,
+        command=_role_command(run_dir, "agents", "--site", site),
+        env=SAME_HASHES | ({CORES: ",".join(map(str, cores))} if cores else {}),
+        threads=pool.workers + sum(use.processes for use in run.environments),
+        cores=cores,
+        memory_gb=sum(use.processes * use.memory_gb for use in run.environments),
+    )
 
 
 def _instance(pool: GenerationPool, index: int, site: str, gpus: tuple[int, ...], run_dir: Path) -> ProcessSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -38,6 +39,7 @@ def spec(role: str, gpu: str = "cpu", gpus: int = 0, threads: int = 1, ranks: in
         (spec("instance", "fast"), {}, {"CPU": 1, "fast": 1}),  # CPUs that somebody has given a name
         (spec("trainer", "large", threads=3, ranks=2), {}, {"CPU": 6, "large": 2}),
         (spec("rewards", threads=4), {"H20": 8.0}, {"CPU": 4}),
+        (replace(spec("agents", threads=3), memory_gb=2.5), {"H20": 8.0}, {"CPU": 3, "memory": 2.5 * 2**30}),
     ],
 )
 def test_a_process_asks_ray_for_its_resources(
@@ -56,6 +58,9 @@ def test_missing_resources_are_reported_with_both_counts() -> None:
     ]
     assert "1 H800 asked for, 0 in Ray; its GPUs: H20" in missing([spec("trainer", "H800", gpus=1)], nodes)
     assert missing([spec("rewards", threads=20)], nodes) == ["20 CPU asked for, 12 in Ray"]
+    stepping = [replace(spec("agents"), memory_gb=3.0)]
+    assert missing(stepping, [{"CPU": 2.0, "memory": 4.0 * 2**30}]) == []
+    assert missing(stepping, [{"CPU": 2.0, "memory": 2.0 * 2**30}]) == ["3.0 GiB of memory asked for, 2.0 in Ray"]
 
 
 def test_versions_are_those_of_what_nodes_must_share() -> None:

@@ -13,7 +13,7 @@ from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
 from streamrl.launcher.local_backend import LocalProcess, start
 from streamrl.launcher.supervisor import run
-from streamrl.runtime.process_plan import ProcessSpec, plan_processes, possible_instances
+from streamrl.runtime.process_plan import CORES, ProcessSpec, plan_processes, possible_instances
 from tests.waiting import scaled
 
 
@@ -50,6 +50,20 @@ def test_every_process_is_planned_once_and_gpus_do_not_overlap() -> None:
     trainer = specs[1]
     assert "--ranks=2" in trainer.command
     assert sum(spec.price_per_hour for spec in specs) == 2 * 3.0 + 2 * 6.0
+
+
+def test_the_agents_of_a_site_have_room_for_the_processes_of_their_environments() -> None:
+    lake = {"kind": "agent", "name": "a", "environment": {"name": "lake", "processes": 3, "memory_gb": 0.5}}
+    walker = {"kind": "agent", "name": "b", "environment": {"name": "walker", "processes": 4}}
+    run_file = RunConfig.model_validate({"tasks": [lake, lake | {"name": "c"}, walker]})
+    values = cluster().model_dump()
+    values["sites"]["here"]["agents"] = {"workers": 2, "cores": [4, 5]}
+    for place, env in ((values, "4,5"), (cluster().model_dump(), None)):
+        specs = plan_processes(ClusterConfig.model_validate(place), run_file, Path("runs/x"))
+        agents = next(spec for spec in specs if spec.role == "agents")
+        workers = 2 if env else 1
+        assert (agents.threads, agents.memory_gb) == (workers + 3 + 4, 3 * 0.5 + 4 * 2.0)
+        assert agents.env.get(CORES) == env
 
 
 def test_every_instance_that_may_come_has_its_gpus_from_the_start() -> None:
