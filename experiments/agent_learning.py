@@ -32,13 +32,13 @@ RUN_FILE = ROOT / "examples" / "agents" / "try_again.yaml"
 CLUSTER = ROOT / "cluster_configs" / "local.yaml"
 
 
-def launch(run_dir: Path, steps: int) -> None:
-    """Launch the run, or resume it where it was cut short."""
+def launch(run_dir: Path, steps: int, run_file: Path = RUN_FILE) -> None:
+    """Launch a run, or resume it where it was cut short."""
     command = [sys.executable, "-m", "streamrl.cli.main", "launch", "--plain", "--cluster", str(CLUSTER)]
     if (run_dir / RESOLVED_NAME).is_file():
         command += ["--resume", str(run_dir)]
     else:
-        command += ["--run", str(RUN_FILE), "--runs-dir", str(run_dir.parent), "--set", f"name={run_dir.name}"]
+        command += ["--run", str(run_file), "--runs-dir", str(run_dir.parent), "--set", f"name={run_dir.name}"]
     subprocess.run([*command, "--steps", str(steps)], cwd=ROOT, check=True)
 
 

@@ -122,14 +122,9 @@ def needed(model: str, groups: Sequence[Group]) -> Step:
 class Peer:
     """TRL in a process of its own, which makes a step when it is told to."""
 
-    def __init__(self, weights: str, dtype: str, model: str, blocks: int, steps: int) -> None:
-        command = [sys.executable, __file__, "--only-trl", weights, "--dtype", dtype, "--model", model]
-        self._process = subprocess.Popen(
-            [*command, "--blocks", str(blocks), "--steps", str(steps)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(self, arguments: Sequence[str]) -> None:
+        command = [sys.executable, *arguments]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def step(self) -> Step:
         """Makes one."""
@@ -326,11 +321,12 @@ def main(blocks: int, steps: int, model: str, dtype: str, bf16: bool, only_trl: 
     dtype = decided(run_config(1, model, dtype), cuda=False).model.dtype
     peak = gemm_peak(dtype, os.cpu_count() or 1)
     console.print(f"{dtype}, products of large matrices at {peak:.0f} GFLOP/s", highlight=False)
+    arguments = [__file__, "--dtype", dtype, "--model", model, "--blocks", str(blocks), "--steps", str(steps)]
     peers: dict[str, Peer] = {}
     measured: list[dict[str, list[Step]]] = []
     try:
         for name, weights in list(TRL_VARIANTS[dtype].items())[: 1 + bf16]:
-            peers[name] = Peer(weights, dtype, model, blocks, steps)
+            peers[name] = Peer([*arguments, "--only-trl", weights])
             said(console, name, [peers[name].step()], "not counted")
         with tempfile.TemporaryDirectory() as folder:
             for number in range(blocks):

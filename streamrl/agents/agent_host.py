@@ -7,6 +7,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import uvicorn
@@ -86,6 +87,7 @@ class AgentHost:
         """What a user should know about the model's chat template, one sentence each."""
         self._workers, self._max_context = workers, run.model.max_context
         self._max_turns = {task.key: task.max_turns for task in run.agent_tasks}
+        self._programs = {task.key for task in run.agent_tasks if task.command is not None}
         self._endpoint = ChatEndpoint(generate, renderer, len(tokenizer), run.model.path)
         config = uvicorn.Config(
             self._endpoint.app,
@@ -137,6 +139,8 @@ class AgentHost:
             outcome = EpisodeOutcome(None, Void(VoidCause.CRASH, f"{type(error).__name__}: {error}"))
         finally:
             await self._endpoint.close(session)
+        if session.over and order.task in self._programs and outcome.void and outcome.void.cause is VoidCause.CRASH:
+            outcome = replace(outcome, reward=0.0, void=None)  # what the policy did used up context or turns
         return _episode(session, outcome, time.time()), outcome.again
 
     def waiting(self) -> list[EpisodeWait]:

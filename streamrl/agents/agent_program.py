@@ -50,8 +50,8 @@ async def play_program(
     Args:
         command: program and arguments.
         order: the episode.
-        base_url: value of OPENAI_BASE_URL.
-        api_key: value of OPENAI_API_KEY.
+        base_url: value of OPENAI_BASE_URL; without `/v1`, of ANTHROPIC_BASE_URL.
+        api_key: value of OPENAI_API_KEY and ANTHROPIC_API_KEY.
         limits: deadlines, of which `episode_s` counts here; the endpoint sees calls and turns.
         log: takes what the program prints.
     """
@@ -59,6 +59,7 @@ async def play_program(
     if (size := len(task.encode())) > MOST_TASK_BYTES:
         return _void(VoidCause.ENVIRONMENT, f"the item has {size:,} bytes; the variable TASK takes {MOST_TASK_BYTES:,}")
     own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "TASK": task}
+    own |= {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": api_key}
     printed = _Printed(log)
     output, errors = await OutputPipe.open(), await OutputPipe.open()
     try:

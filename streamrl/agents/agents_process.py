@@ -4,7 +4,8 @@
     agents -> service   order_turn, episode_done
 
 The sessions, with all tokens of finished turns, are here: an instance that dies loses none of them. If this process
-dies, the service gives the next one its open episodes again, from their start.
+dies, the service gives the next one its open episodes again. Their agents are run from the start, and get the turns
+that they had before from the service's journal.
 """
 
 from __future__ import annotations
@@ -178,7 +179,8 @@ def _turn(message: TurnDone, arrays: Arrays) -> GeneratedTurn:
         np.asarray(arrays[name]) for name in ("completion_tokens", "logprobs", "token_versions")
     )
     reason = "length" if message.finish_reason == "length" else "stop"
-    return GeneratedTurn(tokens, logprobs, versions, reason, message.text, message.cached_tokens)  # type: ignore[arg-type]
+    fields = message.text, message.cached_tokens, message.from_before
+    return GeneratedTurn(tokens, logprobs, versions, reason, *fields)  # type: ignore[arg-type]
 
 
 def episode_to_wire(episode: Episode) -> tuple[EpisodeDone, Arrays]:

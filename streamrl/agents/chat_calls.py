@@ -1,4 +1,4 @@
-"""Bodies of the endpoint's calls and answers: checked when they come in, and shaped as OpenAI and vLLM shape them.
+"""Bodies of chat completions and of vLLM's generate: checked when they come in, and shaped as OpenAI and vLLM do.
 
 The run decides how tokens are sampled, since the trainer has to know the distribution. What a client says about that
 is ignored, and it is told so (`Call.ignored`). What would change the meaning of an answer, and cannot be given, is
@@ -50,14 +50,32 @@ def read_chat(body: bytes, headers: dict[str, str], models: set[str]) -> tuple[C
     Raises:
         CallError: the body is not what it must be, or asks for something that is not there.
     """
-    values = _object(body)
+    values = object_of(body)
+    return call_of(values, values, headers, models), values
+
+
+def call_of(
+    values: dict[str, Any], given: dict[str, Any], headers: dict[str, str], models: set[str], instructions: int = 0
+) -> Call:
+    """Check a call that has the form of a chat completion.
+
+    Args:
+        values: the call in this form.
+        given: the body that it was made of.
+        headers: its headers, their names in lower case.
+        models: names that the policy goes by.
+        instructions: messages at its beginning that belong to this call alone.
+
+    Raises:
+        CallError: it is not what it must be, or asks for something that is not there.
+    """
     _check_common(values, models)
     if values.get("response_format", {"type": "text"}) not in (None, {"type": "text"}):
-        raise _bad("response_format: only text is generated; ask for JSON in the prompt, or describe a tool")
+        raise bad("response_format: only text is generated; ask for JSON in the prompt, or describe a tool")
     if not values.get("messages") or not isinstance(values["messages"], list):
-        raise _bad("messages: expected a list with at least one message")
+        raise bad("messages: expected a list with at least one message")
     messages = [_message(message, f"messages[{n}]") for n, message in enumerate(values["messages"])]
-    tools = [_tool(tool, f"tools[{n}]") for n, tool in enumerate(_list(values, "tools"))]
+    tools = [_tool(tool, f"tools[{n}]") for n, tool in enumerate(list_of(values, "tools"))]
     choice = values.get("tool_choice")
     ignored = [name for name in values if name not in USED | SAYS_NOTHING and values[name] is not None]
     harmless = [
@@ -66,16 +84,16 @@ def read_chat(body: bytes, headers: dict[str, str], models: set[str]) -> tuple[C
         if values.get(name) in plain
     ]
     drop = {*harmless, "top_logprobs", "response_format", "modalities"}
-    call = Call(
+    return Call(
         messages,
         tools,
-        _digest(values),
+        _digest(given),
         idempotency_key=headers.get("idempotency-key"),
         is_retry=_is_retry(headers),
         ignored=tuple(sorted(set(ignored) - drop)),
         reads_calls=choice != "none",
+        instructions=instructions,
     )
-    return call, values
 
 
 def read_generate(
@@ -95,16 +113,16 @@ def read_generate(
     Raises:
         CallError: the body is not what it must be, or asks for something that is not there.
     """
-    values = _object(body)
+    values = object_of(body)
     _check_common({"model": POLICY, **{k: v for k, v in values.items() if v is not None}}, models)
     if values.get("stream"):
-        raise _bad("stream: /inference/v1/generate does not stream here")
+        raise bad("stream: /inference/v1/generate does not stream here")
     ids = values.get("token_ids")
     if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < vocabulary for i in ids):
-        raise _bad(f"token_ids: expected a list of token ids from 0 to {vocabulary - 1}, with at least one")
+        raise bad(f"token_ids: expected a list of token ids from 0 to {vocabulary - 1}, with at least one")
     sampling = values.get("sampling_params") or {}
     if not isinstance(sampling, dict) or (sampling.get("n") or 1) != 1:
-        raise _bad("sampling_params: expected an object, without n or with n = 1")
+        raise bad("sampling_params: expected an object, without n or with n = 1")
     ignored = sorted({*sampling, *values} - USED - SAYS_NOTHING - {"sampling_params"})
     tokens = np.asarray(ids, dtype=np.int32)
     key, retry = headers.get("idempotency-key"), _is_retry(headers)
@@ -153,28 +171,43 @@ def generate_answer(turn: Turn, renderer: ChatRenderer) -> dict[str, Any]:
 
 def error_answer(error: CallError) -> dict[str, Any]:
     """Shape an error as OpenAI does."""
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
+    return {"error": {"message": str(error), "type": error_type(error), "param": None, "code": error.code}}
 
 
-def _bad(text: str) -> CallError:
+def error_type(error: CallError) -> str:
+    """Return what OpenAI calls the kind of an error."""
+    return "invalid_request_error" if error.status < 500 else "server_error"
+
+
+def bad(text: str) -> CallError:
+    """Return the error of a body that is wrong."""
     return CallError(400, "invalid_request", text)
 
 
-def _object(body: bytes) -> dict[str, Any]:
+def object_of(body: bytes) -> dict[str, Any]:
+    """Return a body that is a JSON object.
+
+    Raises:
+        CallError: it is something else.
+    """
     try:
         values = json.loads(body)
     except (ValueError, RecursionError):
-        raise _bad("the body is not JSON") from None
+        raise bad("the body is not JSON") from None
     if not isinstance(values, dict):
-        raise _bad("the body is not a JSON object")
+        raise bad("the body is not a JSON object")
     return values
 
 
-def _list(values: dict[str, Any], name: str) -> list[Any]:
+def list_of(values: dict[str, Any], name: str) -> list[Any]:
+    """Return a list of a body; one that is missing is empty.
+
+    Raises:
+        CallError: it is something else.
+    """
     found = values.get(name)
     if found is not None and not isinstance(found, list):
-        raise _bad(f"{name}: expected a list")
+        raise bad(f"{name}: expected a list")
     return found or []
 
 
@@ -184,41 +217,46 @@ def _check_common(values: dict[str, Any], models: set[str]) -> None:
         text = f"there is no model {values.get('model')!r:.99} here; the model that is trained is called {names}"
         raise CallError(404, "model_not_found", text)
     if (values.get("n") or 1) != 1:
-        raise _bad("n: one answer per call; call again for another one")
+        raise bad("n: one answer per call; call again for another one")
     for name, instead in REFUSED.items():
         if values.get(name) is not None:
-            raise _bad(f"{name}: {instead}")
+            raise bad(f"{name}: {instead}")
     if values.get("modalities") not in (None, ["text"]):
-        raise _bad("modalities: answers are text")
+        raise bad("modalities: answers are text")
     if values.get("top_logprobs"):
-        raise _bad("top_logprobs: only the log-probabilities of the sampled tokens are known")
+        raise bad("top_logprobs: only the log-probabilities of the sampled tokens are known")
 
 
 def _message(message: Any, where: str) -> ChatMessage:
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str) or role not in ROLES:
-        raise _bad(f"{where}.role: expected one of {', '.join(ROLES)}, got {role!r:.99}")
-    found: ChatMessage = {"role": ROLES[role], "content": _content(message.get("content"), f"{where}.content")}
+        raise bad(f"{where}.role: expected one of {', '.join(ROLES)}, got {role!r:.99}")
+    found: ChatMessage = {"role": ROLES[role], "content": text_of_parts(message.get("content"), f"{where}.content")}
     for name in ("name", "tool_call_id"):
         if isinstance(message.get(name), str):
             found[name] = plain_text(message[name])
     if role == "assistant" and message.get("tool_calls"):
-        calls = _list(message, "tool_calls")
+        calls = list_of(message, "tool_calls")
         found["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(calls)]
     return found
 
 
-def _content(content: Any, where: str) -> str:
+def text_of_parts(content: Any, where: str) -> str:
+    """Return the text of a message.
+
+    Raises:
+        CallError: a part of it is no text.
+    """
     if content is None:
         return ""
     if isinstance(content, str):
         return plain_text(content)
     if not isinstance(content, list):
-        raise _bad(f"{where}: expected a text or a list of parts")
+        raise bad(f"{where}: expected a text or a list of parts")
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise _bad(f"{where}: the model reads text only, not {kind!r:.99}")
+            raise bad(f"{where}: the model reads text only, not {kind!r:.99}")
     return "".join(plain_text(part["text"]) for part in content)
 
 
@@ -226,7 +264,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, dict) else (None, None)
     if not isinstance(name, str) or not isinstance(arguments, str):
-        raise _bad(f"{where}: expected a function with a name and arguments, both texts")
+        raise bad(f"{where}: expected a function with a name and arguments, both texts")
     names = {"name": plain_text(name), "arguments": plain_text(arguments)}
     return {"id": plain_text(str(call.get("id", ""))), "type": "function", "function": names}
 
@@ -234,7 +272,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 def _tool(tool: Any, where: str) -> dict[str, Any]:
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise _bad(f'{where}: expected {{"type": "function", "function": {{"name": ...}}}}')
+        raise bad(f'{where}: expected {{"type": "function", "function": {{"name": ...}}}}')
     cleaned: dict[str, Any] = json.loads(plain_text(json.dumps(tool, ensure_ascii=False)))
     return cleaned
 
@@ -249,8 +287,13 @@ def _is_retry(headers: dict[str, str]) -> bool:
     return count.isdecimal() and int(count) > 0
 
 
+def head_id(turn: Turn) -> str:
+    """Return the turn's id in answers; clients write some ids into paths, so it has no slash."""
+    return turn.order.turn_id.replace("/", "-")
+
+
 def _head(turn: Turn, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{turn.order.turn_id}", "object": kind, "created": int(turn.started), "model": POLICY}
+    return {"id": f"chatcmpl-{head_id(turn)}", "object": kind, "created": int(turn.started), "model": POLICY}
 
 
 def _message_of(turn: Turn) -> ChatMessage:

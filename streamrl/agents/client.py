@@ -204,10 +204,16 @@ def is_over(error: BaseException) -> bool:
     for _ in range(8):
         if seen is None:
             break
-        if isinstance(seen, EpisodeOver) or getattr(seen, "code", None) in OVER:
+        if isinstance(seen, EpisodeOver) or {getattr(seen, "code", None), _code_in(getattr(seen, "body", None))} & OVER:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+def _code_in(body: Any) -> str:
+    """Return the code of an error's body as Anthropic's package keeps it."""
+    error = body.get("error") if isinstance(body, dict) else None
+    return str(error.get("code")) if isinstance(error, dict) else ""
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

@@ -71,6 +71,8 @@ class GeneratedTurn:
     """Decoded tokens, without special tokens."""
     cached_tokens: int = 0
     """Prompt tokens that the instance had in its prefix cache."""
+    from_before: bool = False
+    """Whether it was ordered before the episode was run again."""
 
     def __post_init__(self) -> None:
         _check_shapes("a turn", self.tokens, self.logprobs, self.versions)

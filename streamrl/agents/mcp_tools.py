@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from streamrl.agents.client import BadToolInput
+from streamrl.agents.client import BadToolInput, ToolFailed
 from streamrl.agents.tools import Tool
 from streamrl.tasks.extras import import_extra
 
@@ -25,20 +26,45 @@ async def mcp_tools(server: Sequence[str] | str) -> AsyncIterator[list[Tool]]:
 
     Raises:
         UserError: the package mcp is not installed.
+        ToolFailed: the server cannot be reached, or does not say which tools it has.
     """
     mcp = import_extra("mcp", "an MCP server")
     where: Any = server
     if not isinstance(server, str):
         command, *arguments = server
         where = mcp.StdioServerParameters(command=command, args=arguments)
-    async with mcp.Client(where) as client:
-        tools, cursor = [], None
-        for _ in range(MOST_PAGES):
-            page = await client.list_tools(cursor=cursor)
-            tools += [_tool(client, one) for one in page.tools]
-            if not (cursor := page.next_cursor):
-                break
-        yield tools
+    raised: BaseException | None = None
+    tools: list[Tool] | None = None
+    try:
+        async with mcp.Client(where) as client:
+            tools = await _tools(client)
+            try:
+                yield tools
+            except BaseException as error:
+                raised = error
+                raise
+    except Exception as error:  # a connection over HTTP that ends cancels the block, and says here why
+        if raised is not None and not isinstance(raised, asyncio.CancelledError):
+            raise raised from None
+        if raised is not None or tools is None:
+            name = where if isinstance(server, str) else " ".join(server)
+            raise ToolFailed(f"MCP server {name}", _innermost(error)) from error
+
+
+def _innermost(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+async def _tools(client: Any) -> list[Tool]:
+    tools, cursor = [], None
+    for _ in range(MOST_PAGES):
+        page = await client.list_tools(cursor=cursor)
+        tools += [_tool(client, one) for one in page.tools]
+        if not (cursor := page.next_cursor):
+            break
+    return tools
 
 
 def _tool(client: Any, one: Any) -> Tool:

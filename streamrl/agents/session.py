@@ -73,6 +73,8 @@ class Call:
     """Parameters of the client that the run decides."""
     reads_calls: bool = True
     """Whether calls of tools are looked for in the answer."""
+    instructions: int = 0
+    """Messages at its beginning that later calls do not go on from."""
 
 
 @dataclass(eq=False)
@@ -175,7 +177,7 @@ class Session:
         if turn.parsed.calls:
             turn.answer["tool_calls"] = [
                 {
-                    "id": f"call_{self._attempt}_{turn.number}_{place}",
+                    "id": f"call_{turn.order.seed:08x}_{place}",
                     "type": "function",
                     "function": {"name": call.name, "arguments": call.arguments},
                 }

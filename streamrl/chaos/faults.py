@@ -56,7 +56,7 @@ class FaultKind(StrEnum):
     )
     JOURNAL_CORRUPT = (
         "journal-corrupt",
-        "bytes of a token journal overwritten, and its service killed, which must read it",
+        "bytes of a service's journals overwritten, and the service killed, which must read them",
     )
     DISK_FULL = "disk-full", "no file of the controller may grow (RLIMIT_FSIZE), until the run has ended and is resumed"
     LAUNCHER_KILL = "launcher-kill", "SIGKILL of the launcher; the run is resumed once its processes have ended"

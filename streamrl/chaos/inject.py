@@ -263,10 +263,11 @@ class Injector:
         return done
 
     def _damage_journal(self, service: str, seen: Observation) -> Injected:
-        """Kill a service, and damage its journal before its successor reads it."""
+        """Kill a service, and damage its journals before its successor reads them."""
         process, folder = self._process(service, seen), self._site_folder(service, seen)
         _kill([process])
-        files = [path for path in sorted(folder.glob(f"{layout.TOKEN_JOURNAL}*")) if not path.name.endswith("-shm")]
+        journals = [path for name in (layout.TOKEN_JOURNAL, layout.TURN_JOURNAL) for path in folder.glob(f"{name}*")]
+        files = [path for path in sorted(journals) if not path.name.endswith("-shm")]
         damaged = [path.name for path in files if path.stat().st_size]
         for path in files:
             _damage(path, self._draw)

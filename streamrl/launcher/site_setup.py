@@ -145,8 +145,9 @@ def prepare(
                 stack.callback(hosts[name].close)
             forget(folder)
             start_stages.forget(folder)
-            for left in folder.glob(f"{layout.TOKEN_JOURNAL}*"):  # this launch may resume from any step
-                left.unlink()
+            for journal in (layout.TOKEN_JOURNAL, layout.TURN_JOURNAL):  # this launch may resume from any step
+                for left in folder.glob(f"{journal}*"):
+                    left.unlink()
             node = hosts[name].host if name in hosts else ""
             addresses = choose_addresses(cluster, name, scratch, network, node)
             if node:

@@ -4,7 +4,8 @@
     agents -> service   order_turn, episode_done
 
 The agents process acknowledges a command at once. The service acknowledges an episode only when the controller has
-committed it, and the agents process keeps it until then. A new agents process is given all open episodes again.
+committed it, and the agents process keeps it until then. A new agents process is given all open episodes again, and
+their turns as they were: `TurnDone.from_before`.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class TurnDone(TypedMessage, frozen=True, tag="turn_done"):
     text: str
     cached_tokens: int = 0
     """Prompt tokens that the instance had in its prefix cache."""
+    from_before: bool = False
+    """Whether it was ordered before the episode was run again, by an agents process or a service that has died."""
 
 
 # agents -> service

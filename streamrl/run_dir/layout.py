@@ -31,7 +31,7 @@ CHECKPOINTS = "checkpoints"
 
 # written by a site's service
 SITE_STATUS = "site.json"
-TOKEN_JOURNAL = "journal.sqlite"
+TOKEN_JOURNAL, TURN_JOURNAL = "journal.sqlite", "turns.sqlite"
 WANTED_INSTANCES = "instances.json"
 
 # written by a launcher

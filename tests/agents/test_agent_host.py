@@ -194,7 +194,8 @@ def test_bad_calls_get_errors_that_an_openai_client_understands_and_cost_no_turn
             assert (answer.status_code, text in error["message"]) == (status, True), (change, error)
         for body, status in ((b"{", 400), (b"[" * 100_000, 400), (b"[]", 400), (b" " * (2 << 20), 413)):
             assert (await client.post("chat/completions", content=body)).status_code == status
-        assert (await client.post("responses", json={})).json()["error"]["message"].count("/v1/chat/completions") == 1
+        unknown = (await client.post("embeddings", json={})).json()["error"]["message"]
+        assert "embeddings: Not Found; there are /v1/chat/completions" in unknown
         stranger = await client.post(
             client.base_url.join("/v1/chat/completions"), json={}, headers={"Authorization": "Bearer no"}
         )
@@ -206,29 +207,6 @@ def test_bad_calls_get_errors_that_an_openai_client_understands_and_cost_no_turn
         "nothing to train")  # fmt: skip
     assert episode.finish_reason == "length" and episode.rows == []
     assert sum(step.name == "call refused" for step in episode.steps) > 9
-
-
-def test_clients_of_other_apis_are_told_what_to_call_instead() -> None:
-    said = []
-
-    async def agent(base_url: str, api_key: str) -> float:
-        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
-        try:
-            await client.responses.create(model="policy", input="hello")
-        except openai.NotFoundError as error:
-            said.append(str(error))
-        async with httpx2.AsyncClient(base_url=base_url, trust_env=False) as plain:
-            for path in ("messages", "messages/count_tokens", "embeddings"):
-                response = await plain.post(path, json={"model": "policy", "max_tokens": 9, "messages": [USER]})
-                assert response.status_code == 404
-                said.append(response.json()["error"]["message"])
-        await client.chat.completions.create(model="policy", messages=[USER])  # type: ignore[list-item]
-        return 1.0
-
-    assert play(Model(), agent).reward == 1.0
-    assert "Responses API is not spoken here: call chat completions" in said[0]
-    assert all("Messages API is not spoken here" in one for one in said[1:3])
-    assert "Not Found; there are /v1/chat/completions" in said[3] and "not spoken" not in said[3]
 
 
 def test_a_client_that_goes_away_loses_nothing_and_gets_its_turn_when_it_calls_again() -> None:

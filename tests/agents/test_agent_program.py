@@ -11,12 +11,15 @@ import psutil
 import pytest
 
 from streamrl.agents import agent_program
+from streamrl.agents.agent_host import AgentHost
 from streamrl.agents.agent_program import play_program
 from streamrl.agents.episode import EpisodeOrder, EpisodeOutcome
 from streamrl.agents.workers import EpisodeWorkers
+from streamrl.config.run import RunConfig
 from streamrl.config.tasks import AgentTask, EpisodeDeadlines
 from streamrl.rollouts.void import VoidCause
 from tests.agents.model_server import ModelServer
+from tests.agents.test_agent_host import TOKENIZER, Model
 from tests.waiting import scaled, until
 
 UNMODIFIED = """
@@ -149,5 +152,38 @@ def test_a_program_ends_with_all_that_it_has_started_when_its_time_is_over_or_no
         await asyncio.wait({playing})
         more = [int(pid) for pid in Path("all pids").read_text().split()]
         await until(lambda: all(ended(pid) for pid in more), 10)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("more", "reward", "cause"),
+    [
+        ("[ask() for _ in range(9)]", 0.0, None),  # the endpoint takes two calls, and the package raises at the third
+        ("ask(); raise SystemExit(3)", None, VoidCause.CRASH),
+        ("[ask() for _ in range(2)]\ntry: ask()\nexcept Exception: pass\nprint('{\"reward\": 0.5}')", 0.5, None),
+    ],
+)
+def test_a_program_that_ends_because_its_turns_are_used_up_has_no_reward_and_is_not_void(
+    more: str, reward: float | None, cause: VoidCause | None
+) -> None:
+    ask = 'client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])'
+    code = f"from openai import OpenAI\nclient = OpenAI()\ndef ask(): {ask}\n{more}"
+    task = {"kind": "agent", "name": "mine", "items": "unused:items", "max_turns": 2}
+    run = RunConfig.model_validate(
+        {"model": {"path": "some/model"}, "tasks": [{**task, "command": [sys.executable, "-c", code]}]}
+    )
+
+    async def scenario() -> None:
+        workers = EpisodeWorkers(run.agent_tasks, 1)
+        host = AgentHost(run, TOKENIZER, Model().generate, workers)
+        try:
+            await workers.start()
+            await host.start()
+            episode = await host.run(order())
+            assert (episode.reward, episode.void and episode.void.cause) == (reward, cause), episode
+        finally:
+            await workers.close()
+            await host.close()
 
     asyncio.run(scenario())

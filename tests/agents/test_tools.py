@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -172,15 +173,47 @@ def price(item: str, count: int = 1) -> str:
     if item == "gun": import os; os._exit(1)
     return f"{count} {item}: {3 * count} euros"
 
-server.run("stdio")
+"""
+OVER_HTTP = """
+import uvicorn
+web = uvicorn.Server(uvicorn.Config(server.streamable_http_app(), port=0, log_level="error"))
+started = web.startup
+async def startup(sockets=None):
+    await started(sockets)
+    print(web.servers[0].sockets[0].getsockname()[1], flush=True)
+web.startup = startup
+web.run()
 """
 
 
-def test_the_tools_of_an_mcp_server_are_offered_and_its_errors_are_told_to_the_model(tmp_path: Path) -> None:
-    (tmp_path / "server.py").write_text(SERVER)
+@asynccontextmanager
+async def shop(folder: Path, over_http: bool) -> AsyncIterator[list[Tool]]:
+    """Run the server, and yield its tools."""
+    file = folder / "server.py"
+    file.write_text(SERVER + (OVER_HTTP if over_http else 'server.run("stdio")'))
+    command = [sys.executable, str(file)]
+    if not over_http:
+        async with mcp_tools(command) as tools:
+            yield tools
+        return
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        port = int(await asyncio.wait_for(process.stdout.readline(), scaled(60)))
+        async with mcp_tools(f"http://127.0.0.1:{port}/mcp") as tools:
+            yield tools
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
 
+
+@pytest.mark.parametrize("over_http", [False, True])
+def test_the_tools_of_an_mcp_server_are_offered_and_its_errors_are_told_to_the_model(
+    over_http: bool, tmp_path: Path
+) -> None:
     async def scenario() -> None:
-        async with mcp_tools([sys.executable, str(tmp_path / "server.py")]) as tools:
+        async with shop(tmp_path, over_http) as tools:
             assert [(tool.name, tool.description) for tool in tools] == [("price", "Return the price of an item.")]
             assert set(tools[0].parameters["properties"]) == {"item", "count"}
             calls = message(("price", '{"item": "tea", "count": 2}'), ("price", '{"item": "poison"}'), ("price", "{}"))
@@ -188,10 +221,26 @@ def test_the_tools_of_an_mcp_server_are_offered_and_its_errors_are_told_to_the_m
             assert bought == "2 tea: 6 euros"
             assert refused.startswith("error: ") and "not for sale" in refused
             assert wrong.startswith("error: ") and "item" in wrong
-            with pytest.raises(ToolFailed, match="tool 'price'"):
-                await answer_calls(client(), tools, message(("price", '{"item": "gun"}')))
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("over_http", [False, True])
+def test_an_agent_whose_mcp_server_dies_or_is_not_there_ends_with_its_tools_failure(
+    over_http: bool, tmp_path: Path
+) -> None:
+    async def dies() -> None:
+        async with shop(tmp_path, over_http) as tools:
+            await answer_calls(client(), tools, message(("price", '{"item": "gun"}')))
+
+    async def absent() -> None:
+        async with mcp_tools("http://127.0.0.1:1/mcp" if over_http else [sys.executable, "-c", "pass"]):
+            raise AssertionError
+
+    with pytest.raises(ToolFailed, match=r"tool '(price|MCP server .*/mcp)'"):
+        asyncio.run(dies())
+    with pytest.raises(ToolFailed, match="tool 'MCP server .*1/mcp'" if over_http else "tool 'MCP server .* -c pass'"):
+        asyncio.run(absent())
 
 
 def test_without_the_package_an_mcp_server_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

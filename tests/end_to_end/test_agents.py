@@ -5,17 +5,21 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import sqlite3
 import sys
 from collections import Counter, defaultdict
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 
-from streamrl.agents.chat_endpoint import CUT
+from streamrl.agents.chat_endpoint import CUT, FROM_BEFORE
 from streamrl.generation.instance.engine_config import CPU_BLOCK_SIZE
 from streamrl.rollouts.ledger import Ledger
+from streamrl.run_dir import layout
 from streamrl.run_dir.metrics import read_metrics
 from streamrl.run_dir.status import read_status
 from tests.end_to_end.project import Project, trained_rows, wait_for
@@ -28,7 +32,8 @@ EXTENDS = re.compile(r"prompt of (?P<prompt>\d+) tokens, (?P<cached>\d+) of them
 ROLES = "streamrl.launcher.entry_point"
 
 AGENTS = '''
-import os
+import asyncio, os
+from pathlib import Path
 
 TEXTS = ["", "7", "<|end|><|user|>", "\\u00e9\\u4e16\\U0001f600 \\n\\t", "<|assistant|>"]
 
@@ -45,6 +50,8 @@ async def run(task, client):
         messages.append(answer)
         result = await client.tool("text", lambda: TEXTS[(task["number"] + turn) % len(TEXTS)])
         messages.append({"role": "user", "content": result})
+        while turn < 2 and Path("hold").exists():
+            await asyncio.sleep(0.05)
         if turn == 1 and task["kind"] == "edits":
             messages = messages[:1] + [{"role": "user", "content": "briefly"}]
         if turn == 1 and task["kind"] == "raises":
@@ -104,10 +111,20 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, str]:
         lambda: (run_dir / "metrics.jsonl").exists() and bool(read_metrics(run_dir / "metrics.jsonl")), 400, process
     )
     check_doors(process.pid, kin("agents").pid)
+    hold = project.folder / "hold"
+    hold.touch()  # no episode of `rooms` ends now
+    wait_for(lambda: turns_kept(run_dir) > 3, 400, process)
     kin("agents").kill()
+    hold.unlink()
     output = finish(process, 400, project.logs)
     assert process.returncode == 0, output + project.logs()
     return project, output
+
+
+def turns_kept(run_dir: Path) -> int:
+    """Return the finished turns of open episodes that are on disk."""
+    with closing(sqlite3.connect(f"file:{run_dir / layout.TURN_JOURNAL}?mode=ro", uri=True)) as db:
+        return int(db.execute("SELECT count(*) FROM turns").fetchone()[0])
 
 
 def check_doors(launcher: int, agents: int) -> None:
@@ -180,6 +197,16 @@ def test_rows_are_what_was_sampled_and_what_was_rendered(finished: tuple[Project
         sampled = sum(sum(row["mask"]) for row in rows)
         assert sampled == rows[0]["output_length"] == sum(step["tokens"] for step in generated)
     assert several > 0
+
+
+def test_episodes_are_resumed_by_the_successor_of_an_agents_process(finished: tuple[Project, str]) -> None:
+    resumed = 0
+    for rows in rows_of(finished[0]).values():
+        steps = [one for one in json.loads(rows[0]["conversation"])["steps"] if one["kind"] == "generate"]
+        before = [FROM_BEFORE in one["detail"] for one in steps]
+        assert before == sorted(before, reverse=True)  # once an agent's call is a new one, so are those after it
+        resumed += any(before) and rows[0]["t_trained"] is not None
+    assert resumed > 1
 
 
 def test_turns_find_what_they_extend_in_the_prefix_cache(finished: tuple[Project, str]) -> None:

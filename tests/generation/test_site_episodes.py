@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from streamrl.generation.site.site_episodes import PrefixCache, RequestedTurn, SiteEpisodes, is_turn
+from streamrl.generation.site.site_episodes import AnsweredTurn, PrefixCache, RequestedTurn, SiteEpisodes, is_turn
+from streamrl.generation.site.turn_journal import turn_key
 from streamrl.generation.site.turn_lengths import FEWEST
 from streamrl.protocol.controller_site import IssuedEpisode
 from streamrl.protocol.message import wire
@@ -37,9 +38,12 @@ def site_with(*sample_ids: str, keeps_kv: bool = False) -> SiteEpisodes:
     return site
 
 
-def turn(number: int, sample_id: str = "g.000", attempt: str = "aa", extends: int | None = None) -> OrderTurn:
+def turn(
+    number: int, sample_id: str = "g.000", attempt: str = "aa", extends: int | None = None, seed: int | None = None
+) -> OrderTurn:
+    seed = number if seed is None else seed
     before = None if extends is None else f"{sample_id}/{attempt}.{extends}"
-    return OrderTurn(turn_id=f"{sample_id}/{attempt}.{number}", sample_id=sample_id, seed=number, extends=before)
+    return OrderTurn(turn_id=f"{sample_id}/{attempt}.{number}", sample_id=sample_id, seed=seed, extends=before)
 
 
 def prompt(length: int) -> Arrays:
@@ -134,15 +138,56 @@ def test_an_episode_ends_once_and_only_if_it_is_open() -> None:
     assert site.restart() == []
 
 
-def test_a_new_agents_process_begins_what_is_open_and_gets_no_turn_of_the_old_one() -> None:
+def test_a_new_agents_process_begins_what_is_open() -> None:
     site = site_with("g.000", "g.001", "g.002")
     site.turn(turn(0), PROMPT)
     site.end(end("g.001"))  # on its way to the controller
-    assert site.abandon() == ["g.000/aa.0"] and site.abandon() == []
     assert [order.sample_id for order in site.restart()] == ["g.000", "g.002"]
-    assert site.turn_done(finished("g.000/aa.0"), output(2)) is None
-    again = site.turn(turn(0, attempt="bb"), PROMPT)
-    assert isinstance(again, RequestedTurn)
+
+
+def test_an_episode_that_is_run_again_gets_its_finished_turns_and_what_differs_is_generated() -> None:
+    site = site_with("g.000", "g.001")
+    site.turn(turn(0), PROMPT)
+    before = output(2, 3)
+    site.turn_done(finished("g.000/aa.0"), before)
+    site.restart()
+    again = site.turn(turn(0, attempt="bb"), PROMPT, 3)
+    assert isinstance(again, AnsweredTurn) and again.arrays is before
+    assert (again.answer.turn_id, again.answer.text, again.answer.from_before) == ("g.000/bb.0", "four", True)
+    assert not site.turns and list(site.journal.find("g.000", turn_key(0, PROMPT["prompt_tokens"]), 3).arrays)  # type: ignore[union-attr]
+    for other, arrays in (
+        (turn(0, attempt="cc"), prompt(6)),  # another prompt
+        (turn(1, attempt="cc"), PROMPT),  # another call, with a seed of its own
+        (turn(0, "g.001", "cc"), PROMPT),  # of another episode
+    ):
+        assert isinstance(site.turn(other, arrays, 3), RequestedTurn)
+    assert isinstance(site.turn(turn(0, attempt="dd"), PROMPT, 2), RequestedTurn)  # the run has gone back to version 2
+
+
+def test_an_ended_episode_names_the_instance_of_turns_from_before() -> None:
+    site = site_with("g.000")
+    site.turn(turn(0), PROMPT)
+    site.turn_done(finished("g.000/aa.0", "here-regular-1"), output(2))
+    later = SiteEpisodes("here", 100, 50, CACHES.get, journal=site.journal)  # of another service
+    later.begin([IncomingGroup([site.episodes["g.000"].request], None, IssuedEpisode("task", {}))])
+    assert isinstance(later.turn(turn(0, attempt="bb"), PROMPT), AnsweredTurn)
+    sample = later.end(end())
+    assert isinstance(sample, FinishedSample) and sample.instance == "here-regular-1"
+    assert later.journal.turns == 1
+    later.committed("g.000")
+    assert later.journal.turns == 0
+
+
+def test_a_turn_that_still_runs_answers_the_call_that_asks_for_it_now() -> None:
+    site = site_with("g.000")
+    site.turn(turn(0), PROMPT)
+    site.restart()
+    assert site.turn(turn(0, attempt="bb"), PROMPT) is None  # it is not ordered twice
+    assert isinstance(site.turn(turn(1, attempt="bb"), PROMPT), RequestedTurn)
+    answer = site.turn_done(finished("g.000/aa.0"), output(2))
+    assert answer is not None and (answer.turn_id, answer.from_before) == ("g.000/bb.0", True)
+    other = site.turn_done(finished("g.000/bb.1"), output(2))
+    assert other is not None and (other.turn_id, other.from_before) == ("g.000/bb.1", False)
 
 
 def test_turns_that_run_as_their_episode_ends_are_abandoned_and_no_others() -> None:
@@ -220,12 +265,12 @@ def test_a_turn_that_is_in_no_usable_cache_sends_nobody_to_its_instance(
 def test_a_turn_is_forecast_from_ended_turns_at_its_place_and_has_room_for_it() -> None:
     site = site_with("g.000")
     for number in range(2 * FEWEST):  # half of them begin an episode
-        one = turn(number % 2, attempt=f"a{number}")
+        one = turn(number % 2, attempt=f"a{number}", seed=100 + number)
         site.turn(one, PROMPT)
         site.turn_done(finished(one.turn_id), output(40 if number % 2 else 10))
 
     def expected(number: int, length: int) -> float:
-        found = site.turn(turn(number, attempt=f"b{length}"), prompt(length))
+        found = site.turn(turn(number, attempt=f"b{length}", seed=200 + number), prompt(length))
         assert isinstance(found, RequestedTurn) and found.forecast is not None
         return found.forecast.mean
 
@@ -234,11 +279,16 @@ def test_a_turn_is_forecast_from_ended_turns_at_its_place_and_has_room_for_it() 
     assert expected(2, 5) == pytest.approx(25, abs=2)  # no such turn has ended: as any of its task
 
 
-def test_a_new_agents_process_extends_no_turn_of_the_old_one() -> None:
+def test_an_episode_that_is_run_again_returns_to_the_cache_of_its_turns() -> None:
     CACHES["here-regular-0"] = (1, 0)
     site = site_with("g.000")
     site.turn(turn(0), PROMPT)
+    site.turn(turn(1), prompt(6))
     site.turn_done(finished("g.000/aa.0"), output(2))
     site.restart()
-    found = site.turn(turn(1, extends=0), prompt(20))
-    assert isinstance(found, RequestedTurn) and found.home == ""
+    site.turn(turn(0, attempt="bb"), PROMPT)  # finished before
+    site.turn(turn(1, attempt="bb"), prompt(6))  # still running
+    site.turn_done(finished("g.000/aa.1"), output(3))
+    for number, cached in ((0, 7), (1, 9)):
+        found = site.turn(turn(number + 2, attempt="bb", extends=number), prompt(20))
+        assert isinstance(found, RequestedTurn) and (found.home, found.cached) == ("here-regular-0", cached)

@@ -32,9 +32,10 @@ from streamrl.errors import RestartNeeded, RunFailed
 from streamrl.generation.site.dispatcher import Dispatcher
 from streamrl.generation.site.fleet import SiteFleet
 from streamrl.generation.site.instance_life import Life
-from streamrl.generation.site.site_episodes import PrefixCache, SiteEpisodes, is_turn
+from streamrl.generation.site.site_episodes import AnsweredTurn, PrefixCache, RequestedTurn, SiteEpisodes, is_turn
 from streamrl.generation.site.site_weights import SiteWeights
 from streamrl.generation.site.token_journal import TokenJournal
+from streamrl.generation.site.turn_journal import TurnJournal
 from streamrl.generation.site.uplink import make_uplink
 from streamrl.protocol import controller_site, site_agents, site_instance
 from streamrl.protocol.message import MessageReader, TypedMessage, body_of, wire
@@ -66,7 +67,7 @@ TO_AN_INSTANCE = 100_000
 
 Its slots are the actual limit: a send that waited for credits of a silent instance would hold up all others."""
 JOURNAL_S = 0.5
-"""Seconds between two writes of the token journal."""
+"""Seconds between two writes of the journals."""
 OWN_TIMES = ("t_dispatched", "t_first_token", "t_finished")
 """Times of a sample that the instance takes from this site's clock."""
 SHOWN_OF_INSTANCES = ("state", "running", "tokens_per_s", "weight_version")
@@ -109,8 +110,9 @@ class GenerationService:
         self.controller.reports += [self.hub, *self.weights.endpoints]
         self._calls: dict[tuple[str, str], asyncio.Future[None]] = {}
         keeps_kv = run.schedule.on_update == "keep_kv"
+        turns = TurnJournal(context.run_dir / layout.TURN_JOURNAL) if run.agent_tasks else TurnJournal()
         self.episodes = SiteEpisodes(
-            self.site, run.model.max_context, run.sampling.max_tokens, self._prefix_cache, keeps_kv
+            *(self.site, run.model.max_context, run.sampling.max_tokens, self._prefix_cache, keeps_kv), journal=turns
         )
         self.agents = f"agents-{self.site}"
         """Name of the process that leads the site's episodes, in runs that have some."""
@@ -154,6 +156,7 @@ class GenerationService:
             await self.weights.close()
             await self.hub.close()
             self.journal.close()
+            self.episodes.journal.close()
 
     async def _throttle(self) -> None:
         """Throttle dispatch while finished samples do not leave fast enough."""
@@ -240,10 +243,11 @@ class GenerationService:
         raise RestartNeeded("the controller was restarted")
 
     async def _keep_journal(self) -> None:
-        """Write the token journal to its file every `JOURNAL_S` seconds."""
+        """Write the journals to their files every `JOURNAL_S` seconds."""
         while True:
             await asyncio.sleep(JOURNAL_S)
             self.journal.flush()
+            self.episodes.journal.flush()
 
     async def _fleet_changed(self) -> None:
         """Report the instances to the controller, now and in the hello of every later connection."""
@@ -317,8 +321,7 @@ class GenerationService:
                 await self.hub.send(self.agents, *wire(order), arrays)
 
     async def _new_agents(self) -> None:
-        """Give a new agents process all open episodes; stop the turns that the old one has ordered."""
-        await self._abandon(self.episodes.abandon())
+        """Give a new agents process all open episodes."""
         await self._tell_agents(self.episodes.restart())
 
     async def _abandon(self, turns: list[str]) -> None:
@@ -326,11 +329,15 @@ class GenerationService:
         self.journal.forget(turns)
 
     async def _order_turn(self, turn: site_agents.OrderTurn, delivery: Delivery) -> None:
-        """Give a turn to the dispatcher."""
-        found = self.episodes.turn(turn, delivery.arrays)
+        """Give a turn to the dispatcher, unless its episode has it from before."""
+        found = self.episodes.turn(turn, delivery.arrays, self.weights.version)
         delivery.ack()
         if isinstance(found, str):
             self.hub.refusals.count("not its own", delivery.peer, found)
+            return
+        if isinstance(found, AnsweredTurn):
+            await self._tell_agents([found.answer], found.arrays)
+        if not isinstance(found, RequestedTurn):
             return
         (request,) = self._with_kept([found.request])
         await self.dispatcher.submit_turn(request, found.forecast, found.home, found.cached)

@@ -2,8 +2,10 @@
 
     run_episode -> agents;  order_turn -> dispatcher, instance;  turn_done -> agents;  episode_done -> controller
 
-An episode stays open until the controller has committed it. A new agents process is given all open ones again, from
-their start; turns that nobody waits for any more, because their episode has ended or is begun again, are abandoned.
+An episode stays open until the controller has committed it. A new agents process is given all open ones again. It runs
+their agents from the start, and each call gets the turn that it got before: one that has finished is in the turn
+journal, and one that still runs answers the call that asks for it now. So no token is lost or sampled twice, as long as
+the agent does what it did before. Turns that nobody waits for any more, because their episode has ended, are abandoned.
 
 A turn goes where the KV cache of the turn that it extends is, if it is anywhere: the instance that generated that turn,
 while it is the same process with the same weights, since prefix caches are salted with the version. Where requests keep
@@ -15,9 +17,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from scheduler.cost.length_forecast import Forecast
+from streamrl.generation.site.turn_journal import KeptTurn, TurnJournal, TurnKey, turn_key
 from streamrl.generation.site.turn_lengths import TurnLengths
 from streamrl.protocol.controller_site import IssuedEpisode
 from streamrl.protocol.message import body_of
@@ -42,6 +45,9 @@ class _Ordered:
     """A turn that is being generated."""
 
     sample_id: str
+    answers: str
+    """Id of the order that it answers: another one than its own if its episode is run again meanwhile."""
+    key: TurnKey
     place: int
     """Its place in its episode, from 0."""
     prompt: int
@@ -68,6 +74,14 @@ class RequestedTurn:
     forecast: Forecast | None
     home: str
     cached: int
+
+
+@dataclass(frozen=True)
+class AnsweredTurn:
+    """A turn that is not generated, because its episode has it from before."""
+
+    answer: TurnDone
+    arrays: Arrays
 
 
 @dataclass
@@ -103,7 +117,9 @@ class SiteEpisodes:
     turns: dict[str, _Ordered] = field(default_factory=dict)
     """Turns that are being generated, by id."""
     lengths: TurnLengths = field(default_factory=TurnLengths)
-    """Lengths of the turns that have ended, those of episodes that were begun again included."""
+    """Lengths of the turns that have ended."""
+    journal: TurnJournal = field(default_factory=TurnJournal)
+    """Finished turns of the open episodes."""
 
     def begin(self, groups: Iterable[IncomingGroup]) -> list[RunEpisode]:
         """Enter the episodes of groups; return the orders for the agents process."""
@@ -117,21 +133,30 @@ class SiteEpisodes:
                 orders.append(order)
         return orders
 
-    def abandon(self, sample_id: str | None = None) -> list[str]:
-        """Forget the turns that are being generated, of one episode or (None) of all; return their ids."""
-        left = [turn_id for turn_id, turn in self.turns.items() if sample_id in (None, turn.sample_id)]
+    def abandon(self, sample_id: str) -> list[str]:
+        """Forget the turns of an episode that are being generated; return their ids."""
+        left = [turn_id for turn_id, turn in self.turns.items() if sample_id == turn.sample_id]
         for turn_id in left:
             del self.turns[turn_id]
         return left
 
     def restart(self) -> list[RunEpisode]:
-        """Return the orders of what a new agents process has to lead, from the start."""
-        for one in self.episodes.values():
-            one.cached = {}
+        """Return the orders of what a new agents process has to lead."""
         return [one.order for one in self.episodes.values() if not one.done]
 
-    def turn(self, message: OrderTurn, arrays: Arrays) -> RequestedTurn | str:
-        """Return the request of a turn; or, as text, what is wrong with it."""
+    def turn(
+        self, message: OrderTurn, arrays: Arrays, version: int | None = None
+    ) -> RequestedTurn | AnsweredTurn | str | None:
+        """Return the request of a turn, or the answer that the episode has from before; or what is wrong, as text.
+
+        Args:
+            message: the order.
+            arrays: its arrays.
+            version: weight version of the run now, if it has one.
+
+        Returns:
+            None: it is being generated already.
+        """
         one = self.episodes.get(message.sample_id)
         prompt = arrays.get("prompt_tokens")
         if one is None or one.done:
@@ -143,11 +168,18 @@ class SiteEpisodes:
             return f"the turn {message.turn_id!r:.99} without its prompt, int32 [P]"
         if len(prompt) >= self.most_context:
             return f"the turn {message.turn_id!r:.99}, whose {len(prompt)} tokens leave no room for an answer"
+        key = turn_key(message.seed, prompt)
+        if (kept := self.journal.find(message.sample_id, key, version)) is not None:
+            return self._again(message.turn_id, one, kept)
+        for turn_id, running in self.turns.items():
+            if running.sample_id == message.sample_id and running.key == key:
+                self.turns[turn_id] = replace(running, answers=message.turn_id)
+                return None
         before = one.cached.get(message.extends or "")
         if before is not None and not (before.tokens <= len(prompt) and self._is_cached(before)):
             before = None
         salt = before.cache[1] if before is not None and self.keeps_kv else None
-        ordered = _Ordered(message.sample_id, int(named["place"]), len(prompt), salt)
+        ordered = _Ordered(message.sample_id, message.turn_id, key, int(named["place"]), len(prompt), salt)
         self.turns[message.turn_id] = ordered
         request = SampleRequest(
             sample_id=message.turn_id,
@@ -165,7 +197,7 @@ class SiteEpisodes:
         return RequestedTurn(request, forecast, before.instance, before.tokens)
 
     def turn_done(self, sample: FinishedSample, arrays: Arrays) -> TurnDone | None:
-        """Return the answer to a turn's order; None: the agents process that ordered it is gone."""
+        """Keep a finished turn, and return the answer to its order; None: its episode has ended."""
         turn = self.turns.pop(sample.sample_id, None)
         if turn is None or (one := self.episodes.get(turn.sample_id)) is None:
             return None
@@ -176,13 +208,16 @@ class SiteEpisodes:
             salt = int(versions[0]) if turn.cache_version is None else turn.cache_version
             found = _Cached(sample.instance, (cache[0], salt), turn.prompt + len(versions))
             if self._is_cached(found):
-                one.cached[sample.sample_id] = found
-        return TurnDone(
-            turn_id=sample.sample_id,
-            finish_reason=sample.finish_reason,
-            text=sample.text,
-            cached_tokens=sample.cached_tokens,
-        )
+                one.cached[sample.sample_id] = one.cached[turn.answers] = found
+        self.journal.add(turn.sample_id, turn.key, KeptTurn(sample, arrays))
+        return _answer(turn.answers, sample, from_before=turn.answers != sample.sample_id)
+
+    def _again(self, turn_id: str, one: _Open, kept: KeptTurn) -> AnsweredTurn:
+        """Answer an order with a finished turn."""
+        one.last = kept.sample
+        if (cached := one.cached.get(kept.sample.sample_id)) is not None:
+            one.cached[turn_id] = cached
+        return AnsweredTurn(_answer(turn_id, kept.sample, from_before=True), kept.arrays)
 
     def _is_cached(self, turn: _Cached) -> bool:
         """Return whether a finished turn is still in a cache that the next one may use."""
@@ -216,6 +251,17 @@ class SiteEpisodes:
     def committed(self, sample_id: str) -> None:
         """Forget an episode that the controller has committed."""
         self.episodes.pop(sample_id, None)
+        self.journal.forget(sample_id)
+
+
+def _answer(turn_id: str, sample: FinishedSample, *, from_before: bool) -> TurnDone:
+    return TurnDone(
+        turn_id=turn_id,
+        finish_reason=sample.finish_reason,
+        text=sample.text,
+        cached_tokens=sample.cached_tokens,
+        from_before=from_before,
+    )
 
 
 def _order(request: SampleRequest, episode: IssuedEpisode) -> RunEpisode:

@@ -1,0 +1,207 @@
+"""Agents that speak OpenAI's Responses or Anthropic's Messages, with the unmodified packages, over real HTTP."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anthropic
+import httpx2
+import numpy as np
+import openai
+import pytest
+
+from streamrl.agents.client import is_over
+from streamrl.agents.episode import Episode
+from tests.agents.test_agent_host import CALL_TEXT, TOKENIZER, USER, Model, over_http, play
+
+PARAMETERS = {"type": "object", "properties": {}}
+FUNCTION: Any = {"type": "function", "name": "calculate", "parameters": PARAMETERS, "description": "Compute."}
+CUSTOM: Any = {"name": "calculate", "input_schema": PARAMETERS, "description": "Compute."}
+
+
+def one_row(episode: Episode, model: Model, *texts: str) -> str:
+    """Check that an episode of several turns is one row, exact to the token; return what it was shown beside them."""
+    assert episode.reward == 1.0, episode.void
+    (row,) = episode.rows
+    assert TOKENIZER.decode(row.tokens[row.sampled]) == "".join(f"{text}<|im_end|>" for text in texts)
+    last = model.orders[-1].prompt_tokens
+    assert np.array_equal(row.tokens[: len(last)], last)
+    return str(TOKENIZER.decode(row.tokens[~row.sampled]))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stored", [False, True])
+def test_an_agent_that_speaks_responses_calls_tools_in_one_row(stream: bool, stored: bool) -> None:
+    model = Model(f"Let me see.\n{CALL_TEXT}", "It is 12.", "Yes.")
+
+    async def agent(base_url: str, api_key: str) -> float:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            items: list[Any] = [USER]
+            before, kinds = None, []
+            for number in range(3):
+                asked: Any = {"model": "policy", "input": items, "instructions": "Be brief.", "tools": [FUNCTION]}
+                asked |= {"previous_response_id": before, "temperature": 0.1, "max_output_tokens": 3}
+                if stream:
+                    events = [event async for event in await client.responses.create(**asked, stream=True)]
+                    assert [event.sequence_number for event in events] == list(range(len(events)))
+                    response = events[-1].response
+                    told = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+                    assert told == response.output_text
+                else:
+                    response = await client.responses.create(**asked)
+                assert response.status == "completed" and response.usage is not None
+                assert response.usage.input_tokens == len(model.orders[-1].prompt_tokens)
+                kinds.append([item.type for item in response.output])
+                new: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "Sure?"}]}]
+                if number == 0:
+                    call = response.output[1]
+                    assert (call.name, json.loads(call.arguments)) == ("calculate", {"x": 1})
+                    new = [{"type": "function_call_output", "call_id": call.call_id, "output": "twelve"}]
+                before = response.id if stored else None
+                items = new if stored else [*items, *(item.to_dict() for item in response.output), *new]
+            assert kinds == [["message", "function_call"], ["message"], ["message"]]
+        return 1.0
+
+    episode = play(model, agent, max_context=2000)
+    shown = one_row(episode, model, f"Let me see.\n{CALL_TEXT}", "It is 12.", "Yes.")
+    assert all(text in shown for text in ("Be brief.", "What is 7 + 5?", "twelve", "Sure?"))
+    assert "ignored, because the run decides: max_output_tokens, temperature" in episode.steps[0].detail
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_agent_that_speaks_messages_calls_tools_in_one_row(stream: bool) -> None:
+    model = Model(CALL_TEXT, "It is 12.", "Yes.")
+
+    async def agent(base_url: str, api_key: str) -> float:
+        # as a program would that knows ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY; or the key alone
+        base_url = base_url.removesuffix("/v1") if stream else base_url.split("/sessions/")[0]
+        async with anthropic.AsyncAnthropic(base_url=base_url, api_key=api_key) as client:
+            messages: list[Any] = [USER]
+            reasons = []
+            for number in range(3):
+                asked: Any = {"model": "policy", "messages": messages, "max_tokens": 3, "tools": [CUSTOM]}
+                asked |= {"system": [{"type": "text", "text": "Be brief."}], "extra_body": {"temperature": 0.1}}
+                if stream:
+                    async with client.messages.stream(**asked) as events:
+                        answer = await events.get_final_message()
+                else:
+                    answer = await client.messages.create(**asked)
+                reasons.append(answer.stop_reason)
+                assert answer.usage.input_tokens == len(model.orders[-1].prompt_tokens)
+                new: Any = "Sure?"
+                if number == 0:
+                    (call,) = answer.content
+                    assert (call.name, call.input) == ("calculate", {"x": 1})
+                    new = [{"type": "tool_result", "tool_use_id": call.id, "content": "twelve"}]
+                messages += [
+                    {"role": "assistant", "content": [block.to_dict() for block in answer.content]},
+                    {"role": "user", "content": new},
+                ]
+            assert reasons == ["tool_use", "end_turn", "end_turn"]
+        return 1.0
+
+    episode = play(model, agent, max_context=2000)
+    shown = one_row(episode, model, CALL_TEXT, "It is 12.", "Yes.")
+    assert all(text in shown for text in ("Be brief.", "What is 7 + 5?", "twelve", "Sure?"))
+    assert episode.steps[0].detail.endswith("ignored, because the run decides: temperature")
+
+
+def test_a_conversation_is_the_same_one_in_every_api() -> None:
+    model = Model("first", "second", "third")
+
+    async def agent(client: httpx2.AsyncClient) -> None:
+        first = {"role": "assistant", "content": "first"}
+        told = [USER, first, USER, {"role": "assistant", "content": "second"}, USER]
+        for path, body in (
+            ("messages", {"messages": told[:1], "max_tokens": 1}),
+            ("responses", {"input": told[:3]}),
+            ("chat/completions", {"messages": told}),
+        ):
+            assert (await client.post(path, json={"model": "policy", **body})).is_success
+
+    one_row(play(model, over_http(agent), max_context=2000), model, "first", "second", "third")
+
+
+IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
+REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
+    ("responses", {"input": [{"type": "reasoning", "summary": []}]}, 400, "input[0]: the model reads messages"),
+    ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400, "not 'input_image'"),
+    ("responses", {"input": []}, 400, "input: expected"),
+    ("responses", {"input": [{"role": "robot", "content": "x"}]}, 400, "role: expected one of"),
+    ("responses", {"input": [{"type": "function_call", "name": 3}]}, 400, "a function with a name and arguments"),
+    ("responses", {"input": "x", "tools": [{"type": "web_search"}]}, 400, "the agent has to call its tools itself"),
+    ("responses", {"input": "x", "text": {"format": {"type": "json_object"}}}, 400, "text.format"),
+    ("responses", {"input": "x", "text": 3}, 400, "text.format"),
+    ("responses", {"input": "x", "previous_response_id": "resp_1"}, 400, "has no response 'resp_1'"),
+    ("responses", {"input": "x", "previous_response_id": [1]}, 400, "has no response [1]"),
+    ("responses", {"input": "x", "background": True}, 400, "background"),
+    ("responses", {"input": "x", "model": "gpt"}, 404, "there is no model 'gpt'"),
+    ("messages", {}, 400, "messages: expected"),
+    ("messages", {"messages": [USER], "model": "claude"}, 404, "there is no model 'claude'"),
+    ("messages", {"messages": [{"role": "user", "content": [IMAGE]}]}, 400, "results of tools only, not 'image'"),
+    ("messages", {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].role"),
+    ("messages", {"messages": [{"role": "user", "content": 3}]}, 400, "a text or a list of blocks"),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, 400, "not 'tool_use'"),
+    ("messages", {"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, 400, "with a name"),
+    ("messages", {"messages": [USER], "tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "itself"),
+    ("messages", {"messages": [USER], "tools": [{"name": "x"}]}, 400, "input_schema"),
+    ("messages", {"messages": [USER], "tool_choice": "auto"}, 400, "tool_choice.type"),
+    ("messages", {"messages": [USER], "output_config": {"format": {}}}, 400, "output_config"),
+    ("messages", {"messages": [{"role": "user", "content": "x " * 500}]}, 400, "leaves no room"),
+    ("messages/count_tokens", {"messages": [USER]}, 404, "there are /v1/chat/completions, /v1/responses, /v1/messages"),
+]
+
+
+def test_what_cannot_be_given_is_refused_in_the_form_of_its_api_and_costs_no_turn() -> None:
+    model = Model()
+
+    async def agent(client: httpx2.AsyncClient) -> None:
+        for path, body, status, text in REFUSED:
+            answer = await client.post(path, json={"model": "policy", **body})
+            told = answer.json()
+            assert (answer.status_code, text in told["error"]["message"]) == (status, True), (path, body, told)
+            assert (told.get("type") == "error") == (path == "messages")
+
+    assert play(model, over_http(agent), max_context=400).rows == [] and model.orders == []
+
+
+def test_the_end_by_rule_is_told_to_every_package() -> None:
+    over = []
+
+    async def agent(base_url: str, api_key: str) -> float:
+        asked: Any = {"model": "policy", "messages": [USER], "max_tokens": 1}
+        async with anthropic.AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key) as client:
+            await client.messages.create(**asked)
+            for given in (asked, {**asked, "model": "other"}):
+                with pytest.raises(anthropic.APIStatusError) as refused:
+                    await client.messages.create(**given)
+                over.append(is_over(refused.value))
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as other:
+            with pytest.raises(openai.BadRequestError) as ended:
+                await other.responses.create(model="policy", input="hello")
+            over.append(is_over(ended.value))
+        return 1.0
+
+    assert play(Model(), agent, max_turns=1).reward == 1.0
+    assert over == [True, False, True]
+
+
+@pytest.mark.parametrize("path", ["responses", "messages"])
+def test_a_cut_answer_is_said_to_be_cut_and_a_failed_turn_ends_its_stream_with_an_error(path: str) -> None:
+    model = Model("a b")
+    model.finish = "length"
+
+    async def agent(client: httpx2.AsyncClient) -> None:
+        body = {"model": "policy", "input": "x"} if path == "responses" else {"model": "policy", "messages": [USER]}
+        answer = (await client.post(path, json=body)).json()
+        if path == "responses":
+            assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+        else:
+            assert answer["stop_reason"] == "max_tokens"
+        model.error = RuntimeError("no instance is left")
+        failed = (await client.post(path, json={**body, "stream": True})).text
+        (last,) = [line for line in failed.splitlines() if line.startswith("data: ")][-1:]
+        assert json.loads(last.removeprefix("data: "))["type"] == "error" and "no instance is left" in last
+
+    assert len(play(model, over_http(agent)).rows) == 1
