@@ -316,6 +316,23 @@ def _auto() -> str:
     return ", ".join(told)
 
 
+@named(FIGURES, "training-graph")
+def _training_graph() -> str:
+    counts = read("training_graph")["counts"]
+    worst = max((one["off"] for one in counts), key=abs)
+    scores = sum(len(one["score_matrices"]) for one in counts)
+    padded = sum(one["attention_rows"] != one["tokens"] for one in counts)
+    told = [
+        f"{context // 1024}k: "
+        + " / ".join(f"{one['memory_bytes'] / 2**30:.1f}" for one in counts if one["context"] == context)
+        for context in dict.fromkeys(one["context"] for one in counts)
+    ]
+    return (
+        f"{scores} score matrices, {padded} padded rows; GiB by `gradient_checkpointing` false / selective / true at "
+        f"{', '.join(told)} tokens; the formula is off by {100 * worst:+.1f} % at most"
+    )
+
+
 @named(FIGURES, "int8-products")
 def _int8_products() -> str:
     found = read("int8_products")["products"]

@@ -149,6 +149,8 @@ def _changes(shape: MemoryShape) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"batch.micro_batch_tokens: {micro}", {"micro_tokens": micro}
         yield f"batch.micro_batch_tokens: {micro}", {"micro_tokens": micro}
     if not shape.work.recompute:
+        yield "optimizer.gradient_checkpointing: selective", {"work": replace(shape.work, recompute="selective")}
+    if shape.work.recompute is not True:
         yield "optimizer.gradient_checkpointing: true", {"work": replace(shape.work, recompute=True)}
     each = shape.gpus_per_replica
     while (each := 2 * each) <= 8 and shape.model.heads % each == 0:

@@ -52,7 +52,7 @@ def _training(problem: Problem) -> str:
     if changes:
         more, _, what = min(changes)
         text += f"\nthe smallest change that fits: {what} ({more} more)"
-    if not problem.work.recompute:
+    if problem.work.recompute is not True:
         text += "\nor recompute activations (optimizer.gradient_checkpointing: true)"
     return text
 

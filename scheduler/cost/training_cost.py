@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 from scheduler.cost.hardware import Device, tensor_parallel_degrees
 from scheduler.cost.model_shapes import Transformer
@@ -34,8 +35,9 @@ Median over ten published FSDP steps (MosaicML's llm-foundry, scripts/train/benc
 (docs/explanation/cost_model.md has the rows).
 """
 ELEMENTWISE_BYTES = 68
-"""Bytes per token and hidden unit that a layer's forward pass moves apart from its products, counted: each of the
-`LAYER_ACTIVATION_BYTES` is written once and read once. A backward pass moves twice that.
+"""Bytes per token and hidden unit that a layer's forward pass moves apart from its products, counted: each of the 34
+that a layer of a GPT keeps (Korthikanti et al., arXiv 2205.05198) is written once and read once. A backward pass moves
+twice that.
 """
 BANDWIDTH_SHARE = 0.90
 """Share of the peak bandwidth that element-wise kernels reach: what FlashMLA's memory-bound kernel does on an H800,
@@ -53,16 +55,22 @@ WHOLE_GRADIENT_SHARE = 1 / 8
 OPTIMIZER_BYTES = 28
 """Bytes per weight that AdamW moves, counted: reads gradient, master and both moments, writes the last three, 4
 each."""
-LAYER_ACTIVATION_BYTES = 34
-"""Bytes per token and hidden unit of one layer without its attention matrix (Korthikanti et al., arXiv 2205.05198)."""
-UNSPLIT_ACTIVATION_BYTES = 10
-"""Bytes of these that tensor parallelism does not split: norms, dropouts and inputs (the same, table 2)."""
-CHECKPOINT_BYTES = 2
-"""Bytes per token and hidden unit of one layer whose activations are recomputed: its input in bf16."""
-LOGIT_BYTES, LOGIT_TOKENS = 12, 1024
-"""Bytes per logit: bf16 (2), its fp32 copy (4), its gradient (4) and the bf16 one (2), counted; and the number of
-tokens whose logits exist at once (assumption: the loss is computed in chunks).
+NORM_BYTES, QUERY_BYTES, KEY_BYTES, MLP_BYTES = 16, 4, 4, 8
+"""Bytes per token that a layer of this trainer keeps for its backward pass, counted in its graph: per hidden unit, of
+two norms each the fp32 copy of the input (4), the normalised (2) and the weighted one (2); per unit of the queries, the
+rotated ones and the output of attention; per unit of keys or values, both; per unit of the MLP, gate and up
+projection, the activation and the product, all in bf16.
 """
+KEPT_NORM_BYTES, KEPT_QUERY_BYTES, KEPT_KEY_BYTES, KEPT_MLP_BYTES = 6, 6, 4, 4
+"""The same where norms and activations are computed again (`selective`): per hidden unit, the input and the outputs of
+attention's and of the MLP's last product; of queries, the projection and two outputs of the kernel."""
+CHECKPOINT_BYTES = 2
+"""Bytes per token and hidden unit of one layer that is computed again as a whole: its input in bf16."""
+LOGIT_BYTES, LOGITS_AT_ONCE = 6, 2**26
+"""Bytes per logit: bf16 (2) and its fp32 copy (4); and the logits that exist at once (`SLAB_BYTES` of
+`training/token_logprobs.py`)."""
+HEAD_GRADIENT_BYTES = 4
+"""Bytes per weight of the output head of its gradient, which sums up over parts of the logits in fp32."""
 MICRO_BATCH_TOKENS = 32_768
 """Largest number of tokens of a rank's micro-batch (assumption), unless the longest sample has more: beyond some 10^4,
 larger ones do not fill the device better.
@@ -85,15 +93,16 @@ class TrainingWork:
     """Additional forward passes: log-probabilities of the reference, values of the critic."""
     frozen: int = 0
     """Models held without gradients: the reference."""
-    recompute: bool = True
-    """Activation checkpointing: one more forward pass of a trained model, much less memory."""
+    recompute: bool | Literal["selective"] = True
+    """Activation checkpointing. True: one more forward pass of a trained model, much less memory; selective: without
+    the products and attention, less memory (`optimizer.gradient_checkpointing`)."""
     epochs: int = 1
     """Passes over each batch."""
 
     @property
     def forwards(self) -> float:
         """Operations of a step, in forward passes."""
-        return self.epochs * (self.trained * (4 if self.recompute else 3) + self.forward_only)
+        return self.epochs * (self.trained * (4 if self.recompute is True else 3) + self.forward_only)
 
 
 PPO = TrainingWork(trained=2, forward_only=2, frozen=1)
@@ -186,22 +195,35 @@ def memory_per_gpu(model: Transformer, work: TrainingWork, layout: TrainerLayout
     tp, parts = layout.tensor_parallel, layout.tensor_parallel * layout.shard
     states = (work.trained * TRAINED_BYTES + work.frozen * FROZEN_BYTES) * model.parameters / parts
     gathered = 2 * GATHER_BYTES * model.parameters / model.layers if layout.shard > 1 else 2.0 * model.parameters
-    head = LOGIT_BYTES * model.vocabulary * min(micro_tokens, LOGIT_TOKENS)
     if layout.whole_gradients:
         states += work.trained * REDUCE_BYTES * model.parameters / tp * (1 - 1 / layout.shard)
-    return states + (gathered + head) / tp + micro_tokens * _activation_bytes(model, work, tp)
+    kept, again = _activation_bytes(model, work, tp)
+    return (
+        states + gathered / tp + micro_tokens * kept + max(_head_bytes(model, micro_tokens) / tp, micro_tokens * again)
+    )
 
 
-def _activation_bytes(model: Transformer, work: TrainingWork, tp: int) -> float:
-    """Return the bytes of activations per token of a micro-batch.
+def _head_bytes(model: Transformer, tokens: float) -> float:
+    """Return the bytes that the output head takes for a moment, when the layers' results all exist."""
+    if model.vocabulary * tokens <= LOGITS_AT_ONCE:  # the logits are gone before the gradient of the weight exists
+        return LOGIT_BYTES * model.vocabulary * tokens
+    return HEAD_GRADIENT_BYTES * model.vocabulary * model.hidden + LOGIT_BYTES * LOGITS_AT_ONCE
 
-    With tensor parallelism of t a layer keeps 10 + 24 / t per hidden unit (Korthikanti et al., arXiv 2205.05198,
-    table 2, without the attention matrix and without sequence parallelism).
+
+def _activation_bytes(model: Transformer, work: TrainingWork, tp: int) -> tuple[float, float]:
+    """Return the bytes of activations per token of a micro-batch: kept for the backward pass, and computed again.
+
+    Tensor parallelism splits what is between the projections, not the norms (Korthikanti et al., arXiv 2205.05198,
+    table 2, without the attention matrix and without sequence parallelism). A layer that is computed again exists as a
+    whole while its backward pass runs, when the head is done.
     """
-    kept = UNSPLIT_ACTIVATION_BYTES + (LAYER_ACTIVATION_BYTES - UNSPLIT_ACTIVATION_BYTES) / tp
-    if work.recompute:
-        return model.hidden * (model.layers * CHECKPOINT_BYTES + kept)
-    return model.hidden * model.layers * kept
+    queries, keys = model.heads * model.head_size, model.kv_heads * model.head_size
+    every = QUERY_BYTES * queries + KEY_BYTES * keys + MLP_BYTES * model.intermediate
+    whole = NORM_BYTES * model.hidden + every / tp
+    if work.recompute == "selective":
+        kept = KEPT_QUERY_BYTES * queries + KEPT_KEY_BYTES * keys + KEPT_MLP_BYTES * model.intermediate
+        return model.layers * (KEPT_NORM_BYTES * model.hidden + kept / tp), whole
+    return (model.layers * CHECKPOINT_BYTES * model.hidden, whole) if work.recompute else (model.layers * whole, 0.0)
 
 
 def usable(device: Device) -> float:
@@ -288,8 +310,9 @@ def _spread_over(
     """Return the time of a step in one layout; None: it does not fit into memory."""
     tp, shard = layout.tensor_parallel, layout.shard
     free = usable(device) - memory_per_gpu(model, work, layout, 0.0)
-    head = LOGIT_BYTES * model.vocabulary * LOGIT_TOKENS / tp
-    micro = min((free - head) / _activation_bytes(model, work, tp), max(MICRO_BATCH_TOKENS, step.longest))
+    kept, again = _activation_bytes(model, work, tp)
+    head = _head_bytes(model, math.inf) / tp
+    micro = min((free - head) / kept, free / (kept + again), max(MICRO_BATCH_TOKENS, step.longest))
     if micro < step.longest:
         return None
     ranks = gpus // tp

@@ -15,6 +15,9 @@ from streamrl.config.tasks import AgentTask, EnvironmentUse, FileTask, Task, def
 from streamrl.config.trackers import TrackerConfig
 from streamrl.errors import ErrorCode
 
+Recomputation = bool | Literal["selective"]
+"""What layers compute again in the backward pass: all (True), all but products and attention, nothing (False)."""
+
 OF_THE_CALL = frozenset(
     [
         "conversation",
@@ -173,8 +176,11 @@ class OptimizerConfig(StrictModel):
         description="refused optimizer steps that end the run; a step is refused where a loss, a gradient, a weight or "
         "the update is not finite, and is then tried again without the groups that caused it",
     )
-    gradient_checkpointing: bool = Field(
-        False, description="recompute activations in the backward pass: slower, but less memory"
+    gradient_checkpointing: Recomputation = Field(
+        False,
+        description="what the backward pass computes again, to save memory; true: each layer from its input, which "
+        "costs a third more operations; selective: norms and activation functions, from the kept results of products "
+        "and attention; false: nothing",
     )
 
     def decay_length(self, total_steps: int) -> int:

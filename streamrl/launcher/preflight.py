@@ -20,6 +20,7 @@ from streamrl.config.tasks import AgentTask, FileTask
 from streamrl.errors import ErrorCode, UserError
 from streamrl.launcher.gpu_checks import check_this_machine, sites_here, warnings_here
 from streamrl.launcher.speculation_check import check_speculation
+from streamrl.launcher.untried_paths import untried_warning
 from streamrl.machine.installed_packages import package_problems
 from streamrl.machine.model_files import resolve_model, weight_bytes
 from streamrl.runtime.process_plan import plan_processes
@@ -75,7 +76,7 @@ def check(
         checks.append(check_keys(cluster, site))
     _refuse(checks)
     return [
-        *untried(cluster, run),
+        *untried_warning(cluster, run),
         *sandbox_warnings(run),
         *ray_warnings(cluster, os.environ, site),
         *thread_warnings(cluster, run, usable_cores(), site),
@@ -113,7 +114,7 @@ def check_files(cluster: ClusterConfig, run: RunConfig) -> list[str]:
     _refuse(checks)
     skipped = "packages, model, GPUs, ports, keys, Ray's nodes, disk and memory"
     note = f"not checked: {skipped} of the sites; each checks its own with --site NAME --dry-run"
-    return [note, *untried(cluster, run), *missing]
+    return [note, *untried_warning(cluster, run), *missing]
 
 
 def check_sites(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
@@ -319,16 +320,6 @@ def check_disk(run: RunConfig, runs_root: Path) -> Iterable[str]:
             f"--runs-dir {runs_root}: {needed / 2**30:.1f} GiB needed for {run.checkpoint.keep} checkpoints and "
             f"one more, {free / 2**30:.1f} GiB free"
         )
-
-
-def untried(cluster: ClusterConfig, run: RunConfig) -> list[str]:
-    """Name the parts of a run that have not been exercised so far."""
-    found = []
-    if cluster.hardware == "cuda":
-        found.append("hardware: cuda has not been run so far: training and generation on GPUs are untested")
-    if run.weights.backend == "nccl":
-        found.append("weights.backend: nccl has not been run so far; stream has")
-    return found
 
 
 def thread_warnings(cluster: ClusterConfig, run: RunConfig, cores: int, site: str | None = None) -> list[str]:

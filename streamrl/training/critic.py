@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import AutoModel, PreTrainedModel
 
+from streamrl.config.run import Recomputation
 from streamrl.training.attention import SHARED_PREFIX
 from streamrl.training.hidden_states import predicting_states
 from streamrl.training.packing import PackedBatch
@@ -36,13 +37,13 @@ class Critic(nn.Module):
         return values
 
 
-def load_critic(path: str, gradient_checkpointing: bool = False, attention: str = SHARED_PREFIX) -> Critic:
+def load_critic(path: str, recomputation: Recomputation = False, attention: str = SHARED_PREFIX) -> Critic:
     """Load a Hugging Face model's trunk in fp32, with a value head of zeros.
 
     Args:
         path: folder or hub id.
-        gradient_checkpointing: recompute activations in the backward pass.
+        recomputation: what the backward pass computes again.
         attention: see `load_model`.
     """
-    model = load_model(AutoModel, path, gradient_checkpointing, attention)
+    model = load_model(AutoModel, path, recomputation, attention)
     return Critic(model, attention != SHARED_PREFIX)

@@ -108,15 +108,20 @@ def _rows(ranges: Sequence[range], device: torch.device) -> torch.Tensor:
     return torch.cat([torch.arange(one.start, one.stop, device=device) for one in ranges])
 
 
+def on_gpu(x: torch.Tensor) -> bool:
+    """Return whether a tensor goes to the kernels of GPUs."""
+    return x.device.type != "cpu"
+
+
 def has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
     """Return whether a flash kernel takes these tensors, [..., D] and [..., D_v]."""
     width = query.shape[-1]
     if width != value.shape[-1]:
         return False
-    if query.device.type == "cpu":
+    if not on_gpu(query):
         return True
     half = query.dtype in (torch.float16, torch.bfloat16)
-    return query.device.type == "cuda" and half and width <= MOST_HEAD_WIDTH and width % HEAD_WIDTH_STEP == 0
+    return half and width <= MOST_HEAD_WIDTH and width % HEAD_WIDTH_STEP == 0
 
 
 class MergedAttention(torch.autograd.Function):
@@ -144,7 +149,7 @@ class MergedAttention(torch.autograd.Function):
             total = torch.logaddexp(before, part_lse)
             merged = out[rows] * _share(before, total) + part * _share(part_lse, total)
             out.index_copy_(0, rows, merged)
-            lse.index_copy_(1, rows, total)
+            lse = lse.index_copy(1, rows, total)  # `selective` checkpoints keep the kernel's own results
         if sinks is not None:
             total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
             out, lse = out * _share(lse, total), total
@@ -188,7 +193,7 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute a piece's output, [n, H, D], and log-sum-exps, [H, n] (fp32, or fp64 as the inputs)."""
     q, k, v = _taken(query, piece.query_rows), _taken(key, piece.key_rows), _taken(value, piece.key_rows)
-    if query.device.type == "cpu":
+    if not on_gpu(query):
         return _cpu_forward(q, k, v, piece, scale)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         *(q, k, v, *piece.bounds),
@@ -213,7 +218,7 @@ def _backward(
     """Compute the gradients of a piece's queries, keys and values from the merged `out` and `lse`."""
     q, k, v = _taken(query, piece.query_rows), _taken(key, piece.key_rows), _taken(value, piece.key_rows)
     g, o, total = _taken(grad, piece.query_rows), _taken(out, piece.query_rows), _taken(lse, piece.query_rows, 1)
-    if query.device.type == "cpu":
+    if not on_gpu(query):
         return _cpu_backward(g, q, k, v, o, total, piece, scale)
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is 0
     found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten._flash_attention_backward(

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
+from streamrl.config.run import Recomputation
 from streamrl.training.attention import SHARED_PREFIX
 from streamrl.training.hidden_states import predicting_states
 from streamrl.training.output_head import logit_transform, prove_head
 from streamrl.training.packing import PackedBatch
+from streamrl.training.recomputation import set_recomputation
 from streamrl.training.tensor_parallel import whole
 from streamrl.training.token_logprobs import HeadOutput, TokenDistribution, token_logprobs
 from streamrl.training.truncation import ALL_TOKENS, Truncation
@@ -52,47 +53,42 @@ class Policy(nn.Module):
         )
 
 
-def load_policy(path: str, gradient_checkpointing: bool = False, attention: str = SHARED_PREFIX) -> Policy:
+def load_policy(path: str, recomputation: Recomputation = False, attention: str = SHARED_PREFIX) -> Policy:
     """Load a Hugging Face model in fp32 (the master weights).
 
     Args:
         path: folder or hub id.
-        gradient_checkpointing: recompute activations in the backward pass.
+        recomputation: what the backward pass computes again.
         attention: see `load_model`.
 
     Raises:
         RunFailed: the model does something unknown with its logits, see `output_head.prove_head`.
     """
-    model = load_model(AutoModelForCausalLM, path, gradient_checkpointing, attention)
+    model = load_model(AutoModelForCausalLM, path, recomputation, attention)
     policy = Policy(model, attention != SHARED_PREFIX)
     prove_head(policy.model, policy.transform)
     return policy
 
 
-def load_model(kind: type[Any], path: str, gradient_checkpointing: bool, attention: str) -> PreTrainedModel:
+def load_model(kind: type[Any], path: str, recomputation: Recomputation, attention: str) -> PreTrainedModel:
     """Load a Hugging Face model in fp32, prepared for training (`in_training`).
 
     Args:
         kind: AutoModelForCausalLM, or AutoModel for the trunk alone.
         path: folder or hub id.
-        gradient_checkpointing: recompute activations in the backward pass.
+        recomputation: what the backward pass computes again.
         attention: transformers' name of the attention: `SHARED_PREFIX` for packed rows, else one of the model's own,
             for separate ones (`packing_choice.Packing.attention`).
     """
     model: PreTrainedModel = kind.from_pretrained(path, dtype=torch.float32, attn_implementation=attention)
-    return in_training(model, gradient_checkpointing)
+    return in_training(model, recomputation)
 
 
-def in_training(model: PreTrainedModel, gradient_checkpointing: bool = False) -> PreTrainedModel:
+def in_training(model: PreTrainedModel, recomputation: Recomputation = False) -> PreTrainedModel:
     """Prepare a model for training: it computes as in evaluation, because the policy must be the one that generated.
 
-    So there is neither dropout nor a router's noise, whatever the family names them. Layers that checkpoint are in
-    training mode themselves, not the modules inside, as they ask for it.
+    So there is neither dropout nor a router's noise, whatever the family names them.
     """
     model.eval()
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        for module in model.modules():
-            if isinstance(module, GradientCheckpointingLayer):
-                module.training = True
+    set_recomputation(model, recomputation)
     return model

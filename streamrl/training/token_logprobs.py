@@ -136,6 +136,9 @@ class TokenLogprobs(torch.autograd.Function):
                     outside[part] = truncate_(here, targets[part], distribution.truncation)
                 logprobs[part], totals[part], entropy = _exponentials_(here, targets[part], stride)
                 entropies.append(entropy)
+                del here
+            if not keeps:
+                logits = None  # before the next slab's exist
         entropy = torch.cat(entropies) if entropies else logprobs.new_zeros(0)
         of_all = entropy if every_entropy else None
         ctx.save_for_backward(hidden, weight, bias, targets, logprobs, totals, of_all, logits if keeps else None)
@@ -170,6 +173,7 @@ class TokenLogprobs(torch.autograd.Function):
                     slopes.apply_(here, part)
                     if slope is not None:
                         here.mul_(slope)
+                    del here, slope
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
             grad_logits = grad_logits.to(weight.dtype)
@@ -181,6 +185,7 @@ class TokenLogprobs(torch.autograd.Function):
                 grad_weight.addmm_(grad_logits.t(), hidden[slab])
             elif grad_weight is not None:
                 grad_weight += grad_logits.t() @ hidden[slab]
+            del grad_logits  # before the next slab's exist
         if needs_weight and grad_weight is None:
             grad_weight = torch.zeros_like(weight)
         return (

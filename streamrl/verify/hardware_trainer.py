@@ -49,7 +49,7 @@ def train(size: Size, device: torch.device) -> Iterator[Measurement]:
         )
         one = Trainer(run, str(model), device, packing=Packing("shared", SHARED_PREFIX, "for its speed"))
         for number, context in enumerate(size.contexts):
-            yield from _steps(one, _group(context, size.vocabulary), context, device, number * (STEPS + 1))
+            yield from _steps(one, random_group(context, size.vocabulary), context, device, number * (STEPS + 1))
         dist.destroy_process_group()
 
 
@@ -87,7 +87,13 @@ def _resident() -> float:
 
 def _save(size: Size, folder: Path, context: int) -> Path:
     torch.manual_seed(0)
-    config = Qwen2Config(
+    Qwen2ForCausalLM(shape_config(size, context)).bfloat16().save_pretrained(folder)
+    return folder
+
+
+def shape_config(size: Size, context: int) -> Qwen2Config:
+    """Return the configuration of a model of this shape for sequences of so many tokens."""
+    return Qwen2Config(
         vocab_size=size.vocabulary,
         hidden_size=size.hidden,
         intermediate_size=size.inner,
@@ -97,11 +103,10 @@ def _save(size: Size, folder: Path, context: int) -> Path:
         max_position_embeddings=context,
         tie_word_embeddings=True,
     )
-    Qwen2ForCausalLM(config).bfloat16().save_pretrained(folder)
-    return folder
 
 
-def _group(context: int, vocabulary: int) -> TrainGroup:
+def random_group(context: int, vocabulary: int) -> TrainGroup:
+    """Return a prompt with completions of different lengths, the longest of which fills the context."""
     rng = np.random.default_rng(0)
     prompt = int(context * PROMPT_SHARE)
     lengths = [context - prompt, *[(context - prompt) // 4] * (SAMPLES - 1)]

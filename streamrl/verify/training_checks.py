@@ -71,7 +71,7 @@ def _passed(policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
 def _checkpointing(model: PreTrainedModel, policy: Policy, gradient: torch.Tensor) -> Finding:
     name = "gradient checkpointing"
     try:
-        in_training(model, gradient_checkpointing=True)
+        in_training(model, recomputation=True)
         again = _passed(policy)[1]
     except (ValueError, RuntimeError) as error:
         return Finding(name, "refused", str(error).splitlines()[0], optional=True)

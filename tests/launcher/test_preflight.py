@@ -15,6 +15,7 @@ from streamrl.config.speculation import SpeculationConfig
 from streamrl.errors import UserError
 from streamrl.launcher import gpu_checks, preflight
 from streamrl.launcher.speculation_check import check_speculation
+from streamrl.launcher.untried_paths import untried, untried_warning
 from streamrl.machine import installed_packages
 
 GIB = 2**30
@@ -151,9 +152,22 @@ def test_a_tracker_whose_package_is_missing_is_refused_with_the_command_that_ins
 
 
 def test_what_has_never_been_run_is_named_in_the_plan() -> None:
-    assert preflight.untried(cluster(), RunConfig()) == []
-    on_gpus = preflight.untried(cluster("cuda"), RunConfig.model_validate({"weights": {"backend": "nccl"}}))
-    assert [line.partition(" has not been run")[0] for line in on_gpus] == ["hardware: cuda", "weights.backend: nccl"]
+    assert untried(cluster(), RunConfig()) == [] == untried_warning(cluster(), RunConfig())
+    plain = untried(cluster("cuda"), RunConfig())
+    assert [path.split()[0] for path in plain] == ["training", "attention", "generation", "weights", "2"]
+    values = {
+        "weights": {"backend": "nccl"},
+        "speculation": {"method": "ngram"},
+    }
+    more = untried(cluster("cuda", gpus_per_replica=2), RunConfig.model_validate(values))
+    assert [path.split(" (")[0] for path in more if path not in plain] == [
+        "weights.backend: nccl",
+        "instances of several GPUs",
+        "speculative decoding on CUDA",
+    ]
+    assert "weights from" not in "".join(more)
+    (turns,) = untried_warning(cluster("cuda"), RunConfig.model_validate({"schedule": {"name": "colocated"}}))
+    assert turns.startswith("never run so far: training on CUDA") and "vLLM's sleep and wake" in turns
 
 
 def test_a_packing_that_is_proven_wrong_is_refused_before_anything_starts(tmp_path: Path) -> None:

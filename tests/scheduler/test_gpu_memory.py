@@ -48,7 +48,8 @@ def test_tensor_parallel_engines_share_weights_but_hold_copies_of_kv_heads_beyon
 @pytest.mark.parametrize(
     ("changed", "phase", "change"),
     [
-        ({"micro_tokens": 49_152}, "while training", "batch.micro_batch_tokens: 30976"),
+        ({"micro_tokens": 49_152}, "while training", "batch.micro_batch_tokens: 15872"),
+        ({"longest": 24_576}, "while training", "optimizer.gradient_checkpointing: selective"),
         ({"longest": 49_152}, "while training", "optimizer.gradient_checkpointing: true"),
         ({"fraction": 0.99}, "as vLLM starts", "gpu_memory_fraction: 0.95"),
         ({"fraction": 0.05}, "while generating", "gpu_memory_fraction: 0.10"),
@@ -63,7 +64,7 @@ def test_the_smallest_change_that_fits_is_named(changed: dict[str, float], phase
 
 
 def test_no_larger_micro_batch_would_fit() -> None:
-    assert [fits(replace(SHAPE, micro_tokens=tokens)) for tokens in (30_976, 31_232)] == [True, False]
+    assert [fits(replace(SHAPE, micro_tokens=tokens)) for tokens in (15_872, 16_128)] == [True, False]
 
 
 def test_two_changes_are_named_where_one_is_not_enough() -> None:

@@ -152,7 +152,7 @@ def test_recomputing_activations_takes_time_and_saves_memory() -> None:
     kept, again = replace(GRPO, recompute=False), GRPO
     model, gpu = MODELS["7b"], device("H100")
     assert memory_per_gpu(model, kept, TrainerLayout(8), 8000) > memory_per_gpu(model, again, TrainerLayout(8), 8000)
-    times = [exactly(model, work, gpu, 64, STEP) for work in (kept, again)]
+    times = [exactly(model, work, gpu, 64, replace(STEP, longest=2000.0)) for work in (kept, again)]
     assert times[0] is not None and times[1] is not None
     assert times[1].compute_s == pytest.approx(times[0].compute_s * 4 / 3)
 
@@ -175,12 +175,30 @@ def test_memory_by_layout() -> None:
     assert fixed == pytest.approx(states + layer / 2)
 
     def per_token(layout: TrainerLayout) -> float:
-        some, more = (memory_per_gpu(model, GRPO, layout, tokens) for tokens in (10_000, 20_000))
-        return (more - some) / 10_000 / model.hidden
+        some, more = (memory_per_gpu(model, GRPO, layout, tokens) for tokens in (30_000, 40_000))
+        return (more - some) / 10_000
 
-    kept = 2 * model.layers
-    assert per_token(TrainerLayout(4)) == pytest.approx(kept + 34)
-    assert per_token(TrainerLayout(4, 2)) == pytest.approx(kept + 10 + 12), "checkpoints are not split"
+    kept, norms, others = 2 * model.layers * model.hidden, 16 * 3584, 4 * 3584 + 4 * 512 + 8 * 18944
+    assert per_token(TrainerLayout(4)) == pytest.approx(kept + norms + others)
+    assert per_token(TrainerLayout(4, 2)) == pytest.approx(kept + norms + others / 2), "checkpoints are not split"
+
+
+def test_the_head_is_counted_where_it_needs_more_than_a_layer_that_is_computed_again() -> None:
+    model = MODELS["1.5b"]
+    none, few, some = (memory_per_gpu(model, GRPO, TrainerLayout(1), tokens) for tokens in (0, 100, 2000))
+    checkpoints = 2 * model.layers * model.hidden
+    assert few - none == pytest.approx(100 * (checkpoints + 6 * model.vocabulary)), "one slab of logits"
+    weight = model.vocabulary * model.hidden
+    assert some - none == pytest.approx(2000 * checkpoints + 4 * weight + 6 * 2**26)
+    keeps = replace(GRPO, recompute=False)
+    every = memory_per_gpu(model, keeps, TrainerLayout(1), 2000) - some
+    layer = 16 * 1536 + 4 * 1536 + 4 * 256 + 8 * 8960
+    assert every == pytest.approx(2000 * (28 * layer - checkpoints))
+    part = replace(GRPO, recompute="selective")
+    assert memory_per_gpu(model, part, TrainerLayout(1), 2000) - some == pytest.approx(
+        2000 * (28 * (6 * 1536 + 6 * 1536 + 4 * 256 + 4 * 8960) - checkpoints)
+    )
+    assert (keeps.forwards, part.forwards, GRPO.forwards) == (3, 3, 4)
 
 
 def test_tensor_parallelism_costs_two_all_reduces_a_layer_and_pass() -> None:

@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
+from streamrl.config.run import Recomputation
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, split_into_micro_batches, split_into_rows
 from streamrl.training import attention
-from streamrl.training.attention import PLAIN_SCORES
+from streamrl.training.attention import PLAIN_SCORES, SHARED_PREFIX
 from streamrl.training.packing import pack
 from streamrl.training.policy_model import load_policy
 from tests.training.conftest import random_groups, relative_error, with_masks
@@ -76,15 +78,26 @@ def test_entropy_is_that_of_the_full_distribution(tiny_model: Path) -> None:
     assert len(entropy) == -(-batch.loss_tokens // 8)
 
 
-def test_gradient_checkpointing_changes_nothing(tiny_model: Path) -> None:
+@pytest.mark.parametrize("way", ["products", "kernels", "sdpa", "eager"])
+def test_recomputation_changes_no_gradient_and_selective_repeats_no_product(
+    tiny_model: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "kernels":
+        monkeypatch.setattr(attention, "PLAIN_SCORES", 0)
+    name = way if way in ("sdpa", "eager") else SHARED_PREFIX
     batch = pack(random_groups(2))
-    grads = []
-    for checkpointing in (False, True):
-        policy = load_policy(str(tiny_model), gradient_checkpointing=checkpointing)
-        policy(batch, 1.0)[0].sum().backward()
-        grads.append([p.grad.clone() for p in policy.parameters()])
-    for plain, checkpointed in zip(*grads, strict=True):
-        torch.testing.assert_close(plain, checkpointed)
+    every: list[Recomputation] = [False, "selective", True]
+    grads, flops = [], []
+    for recomputation in every:
+        policy = load_policy(str(tiny_model), recomputation, name)
+        logprobs = policy(batch, 1.0).logprobs
+        with FlopCounterMode(display=False) as counter:
+            logprobs.sum().backward()
+        flops.append(counter.get_total_flops())
+        grads.append(torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]))
+    assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
+    if way == "kernels":  # no product and no attention is computed a second time
+        assert flops[1] == flops[0] < flops[2]
 
 
 def test_every_sequence_is_in_exactly_one_micro_batch() -> None:

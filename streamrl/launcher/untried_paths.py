@@ -1,0 +1,48 @@
+"""The paths that a run would take and that nobody has run so far, as its plan and its warnings name them.
+
+A path leaves this list when it has run on the hardware that it is for, with a result kept in docs/results.md. Until
+then it is written and tested as far as a CPU goes: by fake tensors, over gloo, or as a state machine.
+"""
+
+from __future__ import annotations
+
+from streamrl.config.cluster import ClusterConfig
+from streamrl.config.run import RunConfig
+
+
+def untried(cluster: ClusterConfig, run: RunConfig) -> list[str]:
+    """Name the untried paths of a run, each with what has been shown in its place; []: all of it has run."""
+    found = []
+    if run.weights.backend == "nccl":
+        found.append("weights.backend: nccl (vLLM's broadcast; stream has run on CPUs)")
+    if cluster.hardware != "cuda":
+        return found
+    trainer = cluster.sites[cluster.trainer_site].trainer
+    pools = [pool for site in cluster.sites.values() for pool in site.generation]
+    assert trainer is not None
+    found += [
+        "training on CUDA: forward, backward, AdamW (on CPUs: bf16 and fp32; the graph for a GPU by fake tensors)",
+        "attention by the kernels for CUDA (the same formulas by the CPU's kernel)",
+        "generation by vLLM on CUDA (vLLM on CPUs)",
+    ]
+    if run.weights.backend != "nccl":
+        found.append("weights from a GPU through host memory to a GPU (stream between CPUs)")
+    if trainer.ranks > 1:
+        found.append(f"{trainer.ranks} trainer ranks over NCCL (over gloo)")
+    if trainer.tensor_parallel > 1:
+        found.append("trainer.tensor_parallel over NCCL (over gloo)")
+    if run.schedule.name == "colocated":
+        found.append("trainer and instance in turns on a GPU: offload, vLLM's sleep and wake (offload between tensors)")
+    if any(pool.gpus_per_replica > 1 for pool in pools):
+        found.append("instances of several GPUs (of several CPU processes)")
+    if run.weights.generation_dtype != "same":
+        found.append(f"generation in {run.weights.generation_dtype} on CUDA (on CPUs)")
+    if run.speculation.method != "none":
+        found.append("speculative decoding on CUDA (on CPUs)")
+    return found
+
+
+def untried_warning(cluster: ClusterConfig, run: RunConfig) -> list[str]:
+    """Return the untried paths as one warning; []: all of the run has run."""
+    found = untried(cluster, run)
+    return [f"never run so far: {'; '.join(found)}"] if found else []

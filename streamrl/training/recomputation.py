@@ -1,0 +1,61 @@
+"""What the layers of a trained model keep for the backward pass, and what they compute again.
+
+    false       keep every result
+    selective   keep the results of matrix products and of attention; compute norms, rotations and activations again,
+                which costs memory traffic and hardly any operations
+    true        keep each layer's input; compute the layer again, one more forward pass
+
+All give the same gradients (`optimizer.gradient_checkpointing`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from streamrl.config.run import Recomputation
+
+aten = torch.ops.aten
+
+KEPT = frozenset(
+    [
+        aten.mm.default,
+        aten.addmm.default,
+        aten._grouped_mm.default,
+        aten._flash_attention_forward.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+    ]
+)
+"""Operations whose results `selective` keeps; not batched products, by which short rows compute their scores."""
+
+
+def set_recomputation(model: PreTrainedModel, recomputation: Recomputation) -> None:
+    """Let the layers of a model compute parts of themselves again in the backward pass.
+
+    Layers that do are in training mode themselves, not the modules inside, as transformers asks for it.
+
+    Args:
+        model: a model in evaluation mode.
+        recomputation: what is computed again.
+    """
+    if recomputation is False:
+        return
+    options: dict[str, Any] = {"use_reentrant": False}
+    if recomputation == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
