@@ -149,6 +149,7 @@ SOURCES: dict[ModuleType, dict[str, str]] = {
         "QUERY_BYTES": "the same",
         "KEY_BYTES": "the same",
         "MLP_BYTES": "the same",
+        "GRADIENT_BYTES": "the same",
         "CHECKPOINT_BYTES": "a layer's bf16 input",
         "LOGIT_BYTES": "counted: bf16 and fp32",
         "LOGITS_AT_ONCE": "training/token_logprobs.py",

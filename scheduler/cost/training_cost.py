@@ -64,6 +64,9 @@ projection, the activation and the product, all in bf16.
 KEPT_NORM_BYTES, KEPT_QUERY_BYTES, KEPT_KEY_BYTES, KEPT_MLP_BYTES = 6, 6, 4, 4
 """The same where norms and activations are computed again (`selective`): per hidden unit, the input and the outputs of
 attention's and of the MLP's last product; of queries, the projection and two outputs of the kernel."""
+GRADIENT_BYTES = 4
+"""Bytes per token and unit, of the hidden states and of the MLP, of the gradients that a layer's backward pass has at a
+time: two in bf16, counted."""
 CHECKPOINT_BYTES = 2
 """Bytes per token and hidden unit of one layer that is computed again as a whole: its input in bf16."""
 LOGIT_BYTES, LOGITS_AT_ONCE = 6, 2**26
@@ -198,9 +201,8 @@ def memory_per_gpu(model: Transformer, work: TrainingWork, layout: TrainerLayout
     if layout.whole_gradients:
         states += work.trained * REDUCE_BYTES * model.parameters / tp * (1 - 1 / layout.shard)
     kept, again = _activation_bytes(model, work, tp)
-    return (
-        states + gathered / tp + micro_tokens * kept + max(_head_bytes(model, micro_tokens) / tp, micro_tokens * again)
-    )
+    head, held = _head_bytes(model, micro_tokens) / tp, _held_gradient(model, micro_tokens) / tp
+    return states + gathered / tp + micro_tokens * kept + max(head, held + micro_tokens * again)
 
 
 def _head_bytes(model: Transformer, tokens: float) -> float:
@@ -210,20 +212,28 @@ def _head_bytes(model: Transformer, tokens: float) -> float:
     return HEAD_GRADIENT_BYTES * model.vocabulary * model.hidden + LOGIT_BYTES * LOGITS_AT_ONCE
 
 
+def _held_gradient(model: Transformer, tokens: float) -> float:
+    """Return the bytes of the head's gradient, which waits in bf16 until all layers are done."""
+    return min(1.0, tokens) * GATHER_BYTES * model.vocabulary * model.hidden
+
+
 def _activation_bytes(model: Transformer, work: TrainingWork, tp: int) -> tuple[float, float]:
-    """Return the bytes of activations per token of a micro-batch: kept for the backward pass, and computed again.
+    """Return the bytes of activations per token: kept for the backward pass, and of one layer's backward pass.
 
     Tensor parallelism splits what is between the projections, not the norms (Korthikanti et al., arXiv 2205.05198,
-    table 2, without the attention matrix and without sequence parallelism). A layer that is computed again exists as a
-    whole while its backward pass runs, when the head is done.
+    table 2, without the attention matrix and without sequence parallelism). A layer's backward pass comes when the head
+    is done; it has some gradients at a time, and the whole layer, if that is computed again.
     """
     queries, keys = model.heads * model.head_size, model.kv_heads * model.head_size
     every = QUERY_BYTES * queries + KEY_BYTES * keys + MLP_BYTES * model.intermediate
     whole = NORM_BYTES * model.hidden + every / tp
+    gradients = GRADIENT_BYTES * (model.hidden + model.intermediate / tp)
     if work.recompute == "selective":
         kept = KEPT_QUERY_BYTES * queries + KEPT_KEY_BYTES * keys + KEPT_MLP_BYTES * model.intermediate
-        return model.layers * (KEPT_NORM_BYTES * model.hidden + kept / tp), whole
-    return (model.layers * CHECKPOINT_BYTES * model.hidden, whole) if work.recompute else (model.layers * whole, 0.0)
+        return model.layers * (KEPT_NORM_BYTES * model.hidden + kept / tp), whole + gradients
+    if work.recompute:
+        return model.layers * CHECKPOINT_BYTES * model.hidden, whole + gradients
+    return model.layers * whole, gradients
 
 
 def usable(device: Device) -> float:
@@ -312,7 +322,8 @@ def _spread_over(
     free = usable(device) - memory_per_gpu(model, work, layout, 0.0)
     kept, again = _activation_bytes(model, work, tp)
     head = _head_bytes(model, math.inf) / tp
-    micro = min((free - head) / kept, free / (kept + again), max(MICRO_BATCH_TOKENS, step.longest))
+    held = _held_gradient(model, step.longest) / tp
+    micro = min((free - head) / kept, (free - held) / (kept + again), max(MICRO_BATCH_TOKENS, step.longest))
     if micro < step.longest:
         return None
     ranks = gpus // tp

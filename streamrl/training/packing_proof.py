@@ -41,12 +41,17 @@ WAYS: tuple[tuple[PackingKind, str], ...] = (
     ("separate", "eager"),
 )
 """Packings and transformers' names of their attention, the fastest first."""
+SENSES = ("vision_config", "audio_config")
+"""Parts of a configuration that say that a model reads images, video or sound."""
 LARGEST_MODEL = 50_000_000
 """Parameters of a small model above which it is not small: its configuration has keys that are not known here."""
 
 
 def prove(config: PretrainedConfig) -> PackingProof:
     """Build the architecture small and random, and compare all ways to compute it; takes one or two seconds."""
+    if senses := [name for name in config.sub_configs if name in SENSES and getattr(config, name, None) is not None]:
+        refused = f"it reads more than text ({', '.join(senses)}): expected a text model, such as its family's"
+        return PackingProof(config.model_type, (), refuted=refused)
     kind = config.get_text_config().model_type
     try:
         model = small_model(config)

@@ -22,18 +22,17 @@ from streamrl.config.run import Recomputation
 
 aten = torch.ops.aten
 
-KEPT = frozenset(
-    [
-        aten.mm.default,
-        aten.addmm.default,
-        aten._grouped_mm.default,
-        aten._flash_attention_forward.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-    ]
+KEPT_NAMES = (
+    "mm",
+    "addmm",
+    "_grouped_mm",
+    "_flash_attention_forward",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
 )
+KEPT = frozenset(getattr(aten, name).default for name in KEPT_NAMES if hasattr(aten, name))
 """Operations whose results `selective` keeps; not batched products, by which short rows compute their scores."""
 
 

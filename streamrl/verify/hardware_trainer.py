@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from streamrl.config.run import RunConfig
+from scheduler.cost.model_shapes import Transformer
+from scheduler.cost.training_cost import USABLE_MEMORY, TrainerLayout, TrainingWork, memory_per_gpu
+from streamrl.config.run import Recomputation, RunConfig
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
 from streamrl.training.attention import SHARED_PREFIX
 from streamrl.training.packing_choice import Packing
@@ -38,33 +40,65 @@ def train(size: Size, device: torch.device) -> Iterator[Measurement]:
     """
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
-        model = _save(size, Path(folder, "model"), max(size.contexts))
-        dtype = "bfloat16" if device.type == "cuda" else "float32"
-        run = RunConfig.model_validate(
-            {
-                "model": {"path": str(model), "dtype": dtype, "max_context": max(size.contexts)},
-                "sampling": {"max_tokens": max(size.contexts) // 2},
-                "optimizer": {"gradient_checkpointing": device.type == "cuda"},
-            }
-        )
-        one = Trainer(run, str(model), device, packing=Packing("shared", SHARED_PREFIX, "for its speed"))
-        for number, context in enumerate(size.contexts):
-            yield from _steps(one, random_group(context, size.vocabulary), context, device, number * (STEPS + 1))
+        model = save_model(size, Path(folder, "model"), max(size.contexts))
+        one: Trainer | None = None
+        for context in size.contexts:
+            group = random_group(context, size.vocabulary)
+            recomputation = least_recomputation(size, group.tokens, device)
+            if one is None or one.run.optimizer.gradient_checkpointing != recomputation:
+                one = None  # its memory is free before another one is made
+                gc.collect()
+                one = trainer_of(model, max(size.contexts), recomputation, device)
+            yield from _steps(one, group, context, device)
+            if device.type == "cuda":
+                needed = memory_of(size, group.tokens, recomputation) / 2**30
+                yield Measurement(f"trainer, {context} tokens, memory by the formula", needed, "GiB")
         dist.destroy_process_group()
 
 
-def _steps(one: Trainer, group: TrainGroup, context: int, device: torch.device, first: int) -> Iterator[Measurement]:
+def trainer_of(model: Path, context: int, recomputation: Recomputation, device: torch.device) -> Trainer:
+    """Return a trainer of a model, in the type that the device computes fast."""
+    run = RunConfig.model_validate(
+        {
+            "model": {
+                "path": str(model),
+                "dtype": "bfloat16" if device.type == "cuda" else "float32",
+                "max_context": context,
+            },
+            "sampling": {"max_tokens": context // 2},
+            "optimizer": {"gradient_checkpointing": recomputation},
+        }
+    )
+    return Trainer(run, str(model), device, packing=Packing("shared", SHARED_PREFIX, "for its speed"))
+
+
+def memory_of(size: Size, tokens: int, recomputation: Recomputation) -> float:
+    """Return the bytes that a trainer of one GPU needs for a row of so many tokens, by the formula of the plan."""
+    shape = Transformer.from_config("measured", shape_config(size, tokens).to_dict())
+    return memory_per_gpu(shape, TrainingWork(recompute=recomputation), TrainerLayout(1), tokens)
+
+
+def least_recomputation(size: Size, tokens: int, device: torch.device) -> Recomputation:
+    """Return the least recomputation with which a row of so many tokens fits, by the formula of the plan."""
+    if device.type != "cuda":
+        return False
+    has = USABLE_MEMORY * torch.cuda.get_device_properties(device).total_memory
+    ways: tuple[Recomputation, ...] = (False, "selective", True)
+    return next((way for way in ways if memory_of(size, tokens, way) <= has), True)
+
+
+def _steps(one: Trainer, group: TrainGroup, context: int, device: torch.device) -> Iterator[Measurement]:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     gc.collect()
     best, stats = float("inf"), None
-    for step in range(first, first + STEPS + 1):
+    for step in range(STEPS + 1):
         began = time.perf_counter()
         stats = one.accumulate([group], is_last=True)
         one.step(step, float(group.loss_tokens))
         if device.type == "cuda":
             torch.cuda.synchronize()
-        if step > first:
+        if step:
             best = min(best, time.perf_counter() - began)
     assert stats is not None
     peak = sheet_peak(device)
@@ -74,7 +108,8 @@ def _steps(one: Trainer, group: TrainGroup, context: int, device: torch.device, 
         f"trainer, {context} tokens",
         stats.row_tokens / best,
         "tokens/s",
-        f"{rate:.3g} TFLOP/s{share}; {stats.row_tokens} tokens of a prompt with {SAMPLES} completions",
+        f"{rate:.3g} TFLOP/s{share}; {stats.row_tokens} tokens of a prompt with {SAMPLES} completions; "
+        f"gradient_checkpointing: {str(one.run.optimizer.gradient_checkpointing).lower()}",
     )
     used = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else _resident()
     yield Measurement(f"trainer, {context} tokens, memory", used, "GiB", "peak")
@@ -85,7 +120,7 @@ def _resident() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def _save(size: Size, folder: Path, context: int) -> Path:
+def save_model(size: Size, folder: Path, context: int) -> Path:
     torch.manual_seed(0)
     Qwen2ForCausalLM(shape_config(size, context)).bfloat16().save_pretrained(folder)
     return folder

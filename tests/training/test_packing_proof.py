@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig, LlamaConfig, Phi3Config, Qwen2Config
+from transformers import (
+    Gemma3TextConfig,
+    LlamaConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2AudioConfig,
+    Qwen2Config,
+    Qwen2VLConfig,
+)
 
 from streamrl.errors import UserError
 from streamrl.training import merged_attention, packing_choice, packing_proof
@@ -52,6 +60,12 @@ def test_a_model_that_sees_later_tokens_is_refused() -> None:
     assert "no causal language model: later tokens change a log-probability by" in proof.refuted
     with pytest.raises(UserError, match="gemma3_text cannot be trained"):
         choose_packing("separate", proof, 512)
+
+
+@pytest.mark.parametrize("config", [Qwen2VLConfig, Qwen2AudioConfig])
+def test_a_model_that_reads_more_than_text_is_refused(config: type[PretrainedConfig]) -> None:
+    with pytest.raises(UserError, match=r"cannot be trained: it reads more than text \((vision|audio)_config\)"):
+        choose_packing("auto", prove(config()), 512)
 
 
 def test_what_nothing_proves_is_refused_with_what_differs() -> None:

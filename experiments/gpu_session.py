@@ -1,0 +1,374 @@
+"""Measure on a GPU, in one command, what only a GPU can show; nothing is downloaded and vLLM is not needed.
+
+    python experiments/gpu_session.py --out gpu_session.json     # on a machine with a GPU: some 20 minutes
+    python experiments/gpu_session.py --tiny --out /tmp/x.json   # the same code on a CPU, with tiny shapes
+
+The stages, each a process with a time limit whose results are written at once, so that what fails or hangs costs itself
+alone:
+
+    kit        devices, products, memory, peers, collectives, attention against fp64, the trainer's tokens/s, share of
+               the data sheet's peak (MFU) and memory at 2k, 8k and 32k tokens (`streamrl verify --hardware`)
+    versus-*   the same batch by this trainer and by TRL's GRPOTrainer (with Liger's loss where it is installed), in
+               turns in one process, at each length: tokens/s of both, and their ratio
+    grpo       steps of GRPO on a random model of that shape with generation by transformers: seconds of each part, and
+               the difference between the generator's log-probabilities and the trainer's
+    tiny run   a whole run with vLLM, where it is installed
+
+Needs torch, transformers, numpy, pydantic, pyyaml, msgspec, pyzmq, blake3, psutil, rich, click; trl, datasets,
+accelerate and liger-kernel for the comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+NEEDED = ("torch", "transformers", "numpy", "pydantic", "yaml", "msgspec", "zmq", "blake3", "psutil", "rich", "click")
+FOR_TRL = ("trl", "datasets", "accelerate")
+LIMIT_S = {"kit": 900, "versus": 420, "grpo": 420, "tiny run": 600}
+"""Seconds of each stage; of the kit's, all of its stages together."""
+SAMPLES, NEW_TOKENS, STEPS = 8, 128, 3
+"""Of the GRPO steps: completions of a prompt, tokens of a completion, steps."""
+PROMPTS = 4
+REPETITIONS = 3
+"""Steps of each side that are timed in a comparison, after one that is not."""
+
+
+def missing(names: Sequence[str]) -> list[str]:
+    """Return the packages that are not installed."""
+    return [name for name in names if importlib.util.find_spec(name) is None]
+
+
+def main() -> None:
+    """Run one stage, or all of them as processes."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("gpu_session.json"), help="JSON file with the results")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the code on a CPU")
+    parser.add_argument("--stage", help="run this stage alone, in this process")
+    parser.add_argument("--only", nargs="+", help="stages to run (default: all)")
+    given = parser.parse_args()
+    if absent := missing(NEEDED):
+        sys.exit(f"error: not installed: {', '.join(absent)}")
+    if given.stage:
+        for found in stages(given.tiny)[given.stage]():
+            print(json.dumps(found), flush=True)
+        return
+    results: dict[str, Any] = {}
+    for name in given.only or [*stages(given.tiny), "tiny run"]:
+        began = time.monotonic()
+        results[name] = tiny_run_found() if name == "tiny run" else in_process(name, given.tiny)
+        results[name]["seconds"] = round(time.monotonic() - began, 1)
+        given.out.write_text(json.dumps(results, indent=1) + "\n")
+        print(f"{name}: {results[name]['seconds']} s {results[name]['error']}".rstrip(), flush=True)
+        for found in results[name]["found"]:
+            print(f"  {json.dumps(found)}", flush=True)
+
+
+def in_process(name: str, tiny: bool) -> dict[str, Any]:
+    """Run a stage in a process of its own; return what it found until it ended or its time was over."""
+    command = [sys.executable, __file__, "--stage", name, *(["--tiny"] if tiny else [])]
+    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as errors:
+        error = ""
+        try:
+            done = subprocess.run(
+                command, stdout=said, stderr=errors, timeout=LIMIT_S[name.partition(" ")[0]], env=os.environ
+            )
+        except subprocess.TimeoutExpired:
+            error = "no end in time"
+        else:
+            if done.returncode:
+                errors.seek(0)
+                error = errors.read().strip()[-2000:] or f"exit code {done.returncode}"
+        said.seek(0)
+        found = [json.loads(line) for line in said if line.startswith("{")]
+    return {"found": found, "error": error}
+
+
+def stages(tiny: bool) -> dict[str, Callable[[], Iterator[dict[str, Any]]]]:
+    """Return the stages, in their order."""
+    contexts = (40, 80) if tiny else (2048, 8192, 32_768)
+    return {
+        "kit": lambda: kit(tiny),
+        **{f"versus {context}": lambda context=context: versus(context, tiny) for context in contexts},
+        "grpo": lambda: grpo(tiny),
+    }
+
+
+def shape(tiny: bool) -> Any:
+    """Return the shape that is trained."""
+    from streamrl.verify.hardware_stages import CPU, GPU
+
+    small = {
+        "layers": 2,
+        "hidden": 64,
+        "heads": 4,
+        "kv_heads": 2,
+        "inner": 128,
+        "vocabulary": 512,
+        "contexts": (40, 80),
+    }
+    return replace(CPU, side=64, megabytes=1, attention=(16, (20, 10)), **small) if tiny else GPU
+
+
+def kit(tiny: bool) -> Iterator[dict[str, Any]]:
+    """Run the kit's stages, but for weights, which use no GPU."""
+    from streamrl.verify import hardware_stages
+
+    if tiny:
+        hardware_stages.CPU = shape(tiny)
+    for name in ("devices", "products", "memory", "peers", "collectives", "attention", "trainer"):
+        for found in hardware_stages.STAGES[name]():
+            yield {"stage": name} | asdict(found)
+
+
+def versus(context: int, tiny: bool) -> Iterator[dict[str, Any]]:
+    """Time the same batch by this trainer and by TRL's, in turns."""
+    import torch
+    import torch.distributed as dist
+
+    from streamrl.verify.hardware_stages import device_here
+    from streamrl.verify.hardware_trainer import least_recomputation, random_group, save_model, trainer_of
+
+    if absent := missing(FOR_TRL):
+        raise SystemExit(f"not installed: {', '.join(absent)}")
+    size, device = shape(tiny), device_here()
+    group = random_group(context, size.vocabulary)
+    tokens = sum(len(group.prompt_tokens) + len(one.completion_tokens) for one in group.sequences)
+    with tempfile.TemporaryDirectory() as folder:
+        model = save_model(size, Path(folder, "model"), context)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
+        recomputation = least_recomputation(size, group.tokens, device)
+        seconds = timed(our_step(trainer_of(model, context, recomputation, device), group))
+        yield {"side": "this trainer", "recomputation": str(recomputation).lower(), **told(seconds, tokens)}
+        gc.collect()  # its memory is free before TRL's trainer is made
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        for recompute in (False, True):  # the fastest way in which TRL's fits
+            try:
+                other = timed(trl_step(model, Path(folder, "trl"), group, device, recompute))
+            except torch.OutOfMemoryError:
+                yield {"side": "TRL", "gradient_checkpointing": recompute, "out_of_memory": True}
+                gc.collect()
+                torch.cuda.empty_cache()
+                continue
+            yield {
+                "side": "TRL",
+                "gradient_checkpointing": recompute,
+                "liger": liger(device),
+                **told(other, tokens),
+                "ours_over_theirs": round(other / seconds, 3),
+            }
+            break
+        dist.destroy_process_group()
+
+
+def our_step(trainer: Any, group: Any) -> Callable[[], None]:
+    """Return a function that makes this trainer's step on a group."""
+
+    def step() -> None:
+        trainer.accumulate([group], is_last=True)
+        trainer.step(0, float(group.loss_tokens))
+
+    return step
+
+
+def timed(work: Callable[[], None]) -> float:
+    """Return the seconds of the quickest of some calls, after one that is not timed."""
+    import torch
+
+    best = float("inf")
+    for number in range(REPETITIONS + 1):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        if number:
+            best = min(best, time.perf_counter() - began)
+    return best
+
+
+def told(seconds: float, tokens: int) -> dict[str, Any]:
+    """Return figures of a step over sequences of so many tokens, each with its prompt."""
+    import torch
+
+    memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
+    return {"seconds": seconds, "tokens_per_s": tokens / seconds, "peak_gib": memory}
+
+
+def liger(device: Any) -> bool:
+    """Return whether TRL can use Liger's kernels here."""
+    return device.type == "cuda" and not missing(["liger_kernel"])
+
+
+def trl_step(model: Path, folder: Path, group: Any, device: Any, recompute: bool) -> Callable[[], None]:
+    """Return a function that makes TRL's GRPO step on a group: its loss, backward, clipping, AdamW."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+    from trl import GRPOConfig, GRPOTrainer
+
+    from streamrl.verify.small_folder import save_byte_tokenizer
+
+    save_byte_tokenizer(folder)
+    from transformers import AutoTokenizer
+
+    samples = len(group.sequences)
+    cuda = device.type == "cuda"
+    args = GRPOConfig(
+        output_dir=str(folder),
+        per_device_train_batch_size=samples,
+        num_generations=samples,
+        max_completion_length=max(len(one.completion_tokens) for one in group.sequences),
+        beta=0.0,
+        bf16=cuda,
+        use_cpu=not cuda,
+        use_liger_kernel=liger(device),
+        gradient_checkpointing=recompute,
+        report_to="none",
+        save_strategy="no",
+    )
+    attention = "flash_attention_2" if cuda and not missing(["flash_attn"]) else "sdpa"
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation=attention)
+    trainer = GRPOTrainer(
+        model=policy,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=args,
+        train_dataset=Dataset.from_list([{"prompt": "a"}] * samples),
+        processing_class=AutoTokenizer.from_pretrained(folder, pad_token="<|end|>"),
+    )
+    trainer.create_optimizer()
+    longest = max(len(one.completion_tokens) for one in group.sequences)
+    prompt = torch.tensor(group.prompt_tokens).long().expand(samples, -1).to(device)
+    completions = torch.zeros(samples, longest, dtype=torch.int64)
+    mask = torch.zeros(samples, longest, dtype=torch.int64)
+    old = torch.zeros(samples, longest)
+    for row, one in enumerate(group.sequences):
+        length = len(one.completion_tokens)
+        completions[row, :length] = torch.tensor(one.completion_tokens).long()
+        mask[row, :length] = 1
+        old[row, :length] = torch.tensor(one.logprobs)
+    batch = {
+        "prompt_ids": prompt,
+        "prompt_mask": torch.ones_like(prompt),
+        "completion_ids": completions.to(device),
+        "completion_mask": mask.to(device),
+        "old_per_token_logps": old.to(device),
+        "advantages": torch.tensor([one.advantage for one in group.sequences]).to(device),
+        "num_items_in_batch": mask.sum().to(device),
+    }
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+
+    def step() -> None:
+        with trainer.compute_loss_context_manager():
+            loss = trainer.compute_loss(trainer.model, batch)
+        trainer.accelerator.backward(loss)
+        torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def grpo(tiny: bool) -> Iterator[dict[str, Any]]:
+    """Make steps of GRPO: generation by transformers, a reward of the text, this trainer, the new weights back."""
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    from transformers import AutoModelForCausalLM
+
+    from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
+    from streamrl.verify.hardware_stages import device_here
+    from streamrl.verify.hardware_trainer import save_model, trainer_of
+
+    size, device = shape(tiny), device_here()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    new_tokens = 12 if tiny else NEW_TOKENS
+    rng = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as folder:
+        model = save_model(size, Path(folder, "model"), 2048)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
+        trainer = trainer_of(model, 2048, False, device)
+        generator = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
+        prompts = [rng.integers(0, size.vocabulary, 32) for _ in range(PROMPTS)]
+        for step in range(STEPS):
+            began = time.perf_counter()
+            groups, rewards = [], []
+            for number, prompt in enumerate(prompts):
+                ids = torch.tensor(prompt)[None].expand(SAMPLES, -1).to(device)
+                with torch.no_grad():
+                    out = generator.generate(
+                        ids,
+                        attention_mask=torch.ones_like(ids),
+                        do_sample=True,
+                        temperature=1.0,
+                        top_k=0,
+                        top_p=1.0,
+                        max_new_tokens=new_tokens,
+                        min_new_tokens=new_tokens,
+                        return_dict_in_generate=True,
+                        output_logits=True,
+                        pad_token_id=0,
+                    )
+                logits = torch.stack(out.logits, 1).float()
+                new = out.sequences[:, ids.shape[1] :]
+                logprobs = torch.log_softmax(logits, -1).gather(-1, new[..., None])[..., 0].cpu().numpy()
+                reward = (new % 2 == 0).float().mean(1).cpu().numpy()  # the share of even tokens
+                rewards.append(reward)
+                advantage = (reward - reward.mean()) / (reward.std() + 1e-4)
+                rows = [
+                    TrainSequence(row.astype(np.int32), own.astype(np.float32), float(one))
+                    for row, own, one in zip(new.cpu().numpy(), logprobs, advantage, strict=True)
+                ]
+                groups.append(TrainGroup(f"{step}-{number}", prompt.astype(np.int32), rows))
+            generated = time.perf_counter()
+            stats = trainer.accumulate(groups, is_last=True)
+            result = trainer.step(step, float(sum(group.loss_tokens for group in groups)))
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            trained = time.perf_counter()
+            generator.load_state_dict({name: weight.to(device) for name, weight in trainer.weights()}, strict=False)
+            tied = generator.get_output_embeddings().weight
+            assert tied is generator.get_input_embeddings().weight
+            yield {
+                "step": step,
+                "reward": float(np.mean(rewards)),
+                "generate_s": generated - began,
+                "train_s": trained - generated,
+                "publish_s": time.perf_counter() - trained,
+                "tokens": stats.tokens,
+                "mean_abs_logprob_gap": stats.gap_sum / stats.tokens,
+                "grad_norm": result.grad_norm,
+            }
+        dist.destroy_process_group()
+
+
+def tiny_run_found() -> dict[str, Any]:
+    """Launch the kit's whole tiny run, if vLLM is installed."""
+    if missing(["vllm"]):
+        return {"found": [], "error": "vLLM is not installed"}
+    from streamrl.verify.tiny_run import tiny_run
+
+    found, error = tiny_run()
+    return {"found": [asdict(one) for one in found], "error": error}
+
+
+if __name__ == "__main__":
+    main()

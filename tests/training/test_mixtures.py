@@ -1,0 +1,56 @@
+"""Mixtures of experts train by transformers' own layers, with the experts' weights in shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from streamrl.rollouts.rank_shares import balance
+from streamrl.training.packing_proof import small_model
+from streamrl.training.trainer import Trainer
+from streamrl.verify.families import FAMILIES
+from tests.training.conftest import free_port, random_groups, relative_error, run_config, run_ranks
+
+
+def _rank(rank: int, ranks: int, port: int, models: list[str], out: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    for number, model in enumerate(models):
+        trainer = Trainer(run_config(Path(model)), model, torch.device("cpu"))
+        experts = [p for name, p in trainer.policy.named_parameters() if ".experts." in name]
+        assert experts
+        groups = random_groups(4)
+        share = balance(groups, ranks)[rank]
+        trainer.accumulate(share[:1], is_last=False)
+        trainer.accumulate(share[1:], is_last=True)
+        found = {}
+        for name, p in trainer.policy.named_parameters():
+            assert p.grad is not None
+            whole = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            found[name] = ranks * whole.clone()
+        if ranks > 1:
+            for p in experts:
+                assert isinstance(p, DTensor) and p.to_local().numel() * ranks == p.numel()
+        if rank == 0:
+            torch.save(found, Path(out, f"{number}-{ranks}.pt"))
+        trainer.step(0, float(sum(group.loss_tokens for group in groups)))
+    dist.destroy_process_group()
+
+
+def test_experts_in_two_shards_have_the_gradient_of_whole_ones(tmp_path: Path) -> None:
+    families = ["Qwen3-MoE", "gpt-oss"]
+    for family in families:
+        small_model(FAMILIES[family](), seed=0).save_pretrained(tmp_path / family)
+    models = [str(tmp_path / family) for family in families]
+    for ranks in (1, 2):
+        run_ranks(ranks, _rank, ranks, free_port(), models, str(tmp_path))
+    for number, family in enumerate(families):
+        one, two = (torch.load(tmp_path / f"{number}-{ranks}.pt") for ranks in (1, 2))
+        assert set(one) == set(two)
+        for name, gradient in one.items():
+            assert relative_error(two[name], gradient) < 1e-4, f"{family}: {name}"
+        routers = [name for name in one if "gate.weight" in name or "router.weight" in name]
+        assert routers and all(float(one[name].norm()) > 0 for name in routers), "routers learn as well"
