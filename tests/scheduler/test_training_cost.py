@@ -187,12 +187,14 @@ def test_the_head_is_counted_where_it_needs_more_than_a_layer_that_is_computed_a
     model = MODELS["1.5b"]
     none, few, some = (memory_per_gpu(model, GRPO, TrainerLayout(1), tokens) for tokens in (0, 100, 2000))
     checkpoints = 2 * model.layers * model.hidden
-    assert few - none == pytest.approx(100 * (checkpoints + 6 * model.vocabulary)), "one slab of logits"
-    weight = model.vocabulary * model.hidden
+    weight, layer = model.vocabulary * model.hidden, 16 * 1536 + 4 * 1536 + 4 * 256 + 8 * 8960
+    backward = layer + 4 * (1536 + 8960)
+    assert few - none == pytest.approx(100 * (checkpoints + backward) + 2 * weight), "the head has little to compute"
+    many = memory_per_gpu(model, GRPO, TrainerLayout(1), 20_000) - none
+    assert many == pytest.approx(20_000 * (checkpoints + backward) + 2 * weight)
     assert some - none == pytest.approx(2000 * checkpoints + 4 * weight + 6 * 2**26)
     keeps = replace(GRPO, recompute=False)
     every = memory_per_gpu(model, keeps, TrainerLayout(1), 2000) - some
-    layer = 16 * 1536 + 4 * 1536 + 4 * 256 + 8 * 8960
     assert every == pytest.approx(2000 * (28 * layer - checkpoints))
     part = replace(GRPO, recompute="selective")
     assert memory_per_gpu(model, part, TrainerLayout(1), 2000) - some == pytest.approx(
