@@ -130,7 +130,7 @@ def kit(tiny: bool) -> Iterator[dict[str, Any]]:
 
     if tiny:
         hardware_stages.CPU = shape(tiny)
-    for name in ("devices", "products", "memory", "peers", "collectives", "attention", "trainer"):
+    for name in ("devices", "products", "memory", "peers", "collectives", "attention", "trainer", "turns"):
         for found in hardware_stages.STAGES[name]():
             yield {"stage": name} | asdict(found)
 

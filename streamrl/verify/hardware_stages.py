@@ -182,6 +182,26 @@ def trainer() -> Iterator[Measurement]:
     yield from train(size_here(), device_here())
 
 
+def turns() -> Iterator[Measurement]:
+    """Move a trainer's state to host memory and back, as it does where it shares a GPU with an instance."""
+    from streamrl.training.host_offload import HostOffload
+
+    device, count = device_here(), size_here().megabytes * 2**18
+    state, offload = torch.arange(count, device=device, dtype=torch.float32), HostOffload()
+    before, best = state.clone(), [float("inf"), float("inf")]
+    for _ in range(3):  # the first time host memory is allocated
+        for way, move in enumerate((partial(offload.hold, [state]), offload.restore)):
+            _wait()
+            began = time.perf_counter()
+            move()
+            _wait()
+            best[way] = min(best[way], time.perf_counter() - began)
+    if not torch.equal(state, before):
+        raise ValueError("the state that came back from host memory has other bits")
+    for name, seconds in zip(("to host memory", "back"), best, strict=True):
+        yield Measurement(f"trainer's state, {name}", 4 * count / seconds / 1e9, "GB/s", "the same bits came back")
+
+
 def weights() -> Iterator[Measurement]:
     """Encode and decode a version of which some elements changed, as a site gets it."""
     from streamrl.weights.codec.delta import decode_tensor, encode_tensor
@@ -207,7 +227,8 @@ def weights() -> Iterator[Measurement]:
 
 
 STAGES: dict[str, Callable[[], Iterator[Measurement]]] = {
-    stage.__name__: stage for stage in (devices, products, memory, peers, collectives, attention, trainer, weights)
+    stage.__name__: stage
+    for stage in (devices, products, memory, peers, collectives, attention, trainer, turns, weights)
 }
 """All stages, in their order."""
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from streamrl.cli.verify import command
 from streamrl.config.load import load_cluster, load_run
 from streamrl.training import merged_attention
+from streamrl.training.host_offload import HostOffload
 from streamrl.verify import hardware_attention, hardware_kit, hardware_stages, tiny_run
 from streamrl.verify.hardware_kit import StageResult, as_json, check_hardware, table_of
 from streamrl.verify.hardware_measurement import Measurement
@@ -51,6 +52,24 @@ def test_figures_of_a_machine_are_positive(stage: str) -> None:
 def test_what_a_machine_without_gpus_cannot_measure_is_said() -> None:
     assert "without CUDA" in measured("devices")["GPUs"].note or "no GPU" in measured("devices")["GPUs"].note
     assert measured("peers")["peers"].value is None and str(measured("peers")["peers"]) == "--"
+
+
+def test_a_trainers_state_goes_to_the_host_and_back_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = measured("turns")
+    assert list(found) == ["trainer's state, to host memory", "trainer's state, back"]
+    assert all(one.value is not None and one.value > 0 for one in found.values())
+    restore = HostOffload.restore
+
+    def wrong(offload: HostOffload) -> None:
+        restore(offload)
+        states[0].add_(1)
+
+    states: list[torch.Tensor] = []
+    hold = HostOffload.hold
+    monkeypatch.setattr(HostOffload, "hold", lambda self, state: (states.extend(state), hold(self, state))[1])
+    monkeypatch.setattr(HostOffload, "restore", wrong)
+    with pytest.raises(ValueError, match="other bits"):
+        measured("turns")
 
 
 def test_ranks_that_sum_a_tensor_are_timed(tmp_path: Path) -> None:
