@@ -189,8 +189,9 @@ def turns() -> Iterator[Measurement]:
     device, count = device_here(), size_here().megabytes * 2**18
     state, offload = torch.arange(count, device=device, dtype=torch.float32), HostOffload()
     before, best = state.clone(), [float("inf"), float("inf")]
+    moves: tuple[Callable[[], object], ...] = (partial(offload.hold, [state]), offload.restore)
     for _ in range(3):  # the first time host memory is allocated
-        for way, move in enumerate((partial(offload.hold, [state]), offload.restore)):
+        for way, move in enumerate(moves):
             _wait()
             began = time.perf_counter()
             move()
