@@ -37,9 +37,9 @@ def command(model: str | None, full: bool, variables: str, hardware: bool, out: 
     small and random. Shared prompts are compared with lone sequences, the trainer with vLLM, and new weights with a
     fresh engine. Exit code 1: it is refused.
 
-    --hardware measures devices, matrix products, memory, links between GPUs, attention (its error and its speed), the
-    trainer and the coding of weights by the code that a run uses, and ends with a whole run of a tiny model. It takes
-    two to ten minutes. Exit code 1: a stage failed.
+    --hardware measures devices, matrix products, memory, links between GPUs, attention and output head (error and
+    speed), the trainer and the coding of weights by the code that a run uses, and ends with a whole run of a tiny
+    model. It takes two to ten minutes. Exit code 1: a stage failed.
 
     \b
     Examples:

@@ -69,12 +69,15 @@ def shared_prefix_attention(
         ([1, T, H, D_v], None).
 
     Raises:
-        ValueError: the layer asks for a mask of its own, or for attention that is not causal.
+        ValueError: the layer asks for a mask of its own, or for attention that is not causal, or is not told of the
+            layout.
     """
     if attention_mask is not None or kwargs.get("position_bias") is not None:
         raise ValueError(f"{type(module).__name__} brings a mask or a bias of its own, which a packed row cannot use")
     if not (getattr(module, "is_causal", True) and kwargs.get("is_causal") in (None, True)):
         raise ValueError(f"{type(module).__name__} is not causal: its queries see later tokens")
+    if "layout" not in kwargs:
+        raise ValueError(f"{type(module).__name__} is not told of the packed row's layout by its model")
     layout: tuple[GroupLayout, ...] = kwargs["layout"]
     longest = max(group.prompt_length + max(group.completion_lengths, default=0) for group in layout)
     rule = ScoreRule(
@@ -87,11 +90,11 @@ def shared_prefix_attention(
         PLAIN_SCORES if plain_scores is None else plain_scores
     ):
         plain: torch.Tensor = PlainAttention.apply(q, k, v, s_aux, layout, rule)
-        return plain.transpose(0, 1)[None], None
+        return plain.transpose(0, 1)[None].contiguous(), None  # some families take a view of it
     if softcap is None and has_kernel(q, v):
         pieces = pieces_of(layout, rule.window, query.device)
         merged: torch.Tensor = MergedAttention.apply(*(x.transpose(0, 1) for x in (q, k, v)), s_aux, pieces, rule.scale)
-        return merged[None], None
+        return merged[None].contiguous(), None
     outputs: list[torch.Tensor] = []
     for group in layout:
         prompt = slice(group.start, group.start + group.prompt_length)

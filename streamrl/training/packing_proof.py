@@ -155,7 +155,7 @@ def _compare(model: PreTrainedModel, kind: PackingKind, attention: str, referenc
             logprobs = policy(reference.batch, TEMPERATURE)[0]
         gradients = _gradients(model, logprobs, reference.weights)
     except Exception as error:
-        return PackingWay(kind, attention, differs=_first_line(error))
+        return PackingWay(kind, attention, differs=f"it cannot run ({type(error).__name__}: {_first_line(error)})")
     finally:
         model.set_attn_implementation("eager")
     largest = float((logprobs.detach() - reference.logprobs).abs().max())

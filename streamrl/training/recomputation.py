@@ -14,11 +14,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from streamrl.config.run import Recomputation
+from streamrl.errors import RunFailed
 
 aten = torch.ops.aten
 
@@ -39,21 +41,40 @@ KEPT = frozenset(getattr(aten, name).default for name in KEPT_NAMES if hasattr(a
 def set_recomputation(model: PreTrainedModel, recomputation: Recomputation) -> None:
     """Let the layers of a model compute parts of themselves again in the backward pass.
 
-    Layers that do are in training mode themselves, not the modules inside, as transformers asks for it.
+    Layers that do ask for training mode before they compute, and only then are they in it: some (OPT, XGLM) drop out
+    in their own `forward`.
 
     Args:
         model: a model in evaluation mode.
         recomputation: what is computed again.
+
+    Raises:
+        RunFailed: no layer of the model can compute anything again.
     """
     if recomputation is False:
         return
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers or not model.supports_gradient_checkpointing:
+        raise RunFailed(
+            f"optimizer.gradient_checkpointing: no layer of {type(model).__name__} can recompute its activations; "
+            "expected false for this model"
+        )
     options: dict[str, Any] = {"use_reentrant": False}
     if recomputation == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = True
+    for layer in layers:
+        layer.training = True
+        layer.register_forward_pre_hook(_compute_as_in_evaluation)
+        layer.register_forward_hook(_checkpoint_again, always_call=True)
+
+
+def _compute_as_in_evaluation(layer: nn.Module, _inputs: Any) -> None:
+    layer.training = False
+
+
+def _checkpoint_again(layer: nn.Module, _inputs: Any, _output: Any) -> None:
+    layer.training = True
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

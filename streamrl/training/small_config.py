@@ -39,12 +39,40 @@ LARGEST: Mapping[str, float] = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
+    "linear_num_heads": 4,
+    "linear_head_dim": 32,
+    "mamba_d_ssm": 128,
+    "mamba_d_state": 16,
+    "ssm_state_size": 16,
+    "state_size": 16,
+    "n_groups": 2,
+    "mamba_n_groups": 2,
+    "chunk_size": WINDOW + 1,
+    "mamba_chunk_size": WINDOW + 1,
+    "shared_intermediate_size": 96,
+    "moe_shared_expert_intermediate_size": 32,
+    "ffn_dim": 96,
+    "n_inner": 96,
+    "rotary_dim": 16,
+    "vocab_size_per_layer_input": 320,
+    "hidden_size_per_layer_input": 32,
     "sliding_window": WINDOW,
     "attention_chunk_size": WINDOW + 1,
     "attn_logit_softcapping": 0.5,
     "final_logit_softcapping": 2.0,
 }
 """Largest value of each size; smaller ones stay, and so do those that are switched off."""
+
+RECURRENT_HEADS = (
+    ("mamba_n_heads", "mamba_d_head", "mamba_expand"),  # Bamba, Granite 4, Falcon-H1
+    ("mamba_num_heads", "mamba_head_dim", "expand"),  # Nemotron-H
+    ("num_heads", "head_dim", "expand"),  # Mamba 2
+    ("n_mamba_heads", "mamba_headdim", "mamba_expand"),  # Zamba 2
+)
+"""Names of a recurrent layer's heads, of their size, and of the ratio of all of them to the hidden size."""
+
+DERIVED = ("attention_hidden_size", "attention_head_dim", "kv_channels", "num_query_groups", "hybrid_layer_ids")
+"""Sizes that a family computes from others (Zamba)."""
 
 PERIODS = ("_period", "_interval", "_pattern", "sparse_step")
 """Ends of the names of keys that say after how many layers a kind comes again."""
@@ -56,7 +84,7 @@ def kept_layers(values: Mapping[str, Any]) -> int:
     Args:
         values: a model's configuration.
     """
-    count = int(values.get("num_hidden_layers") or 0)
+    count = _layers(values)
     lists = [value for value in values.values() if isinstance(value, (list, tuple)) and len(value) == count]
     dense = values.get("first_k_dense_replace") or 0
     only = values.get("mlp_only_layers") or ()
@@ -69,26 +97,32 @@ def kept_layers(values: Mapping[str, Any]) -> int:
 
 
 def small_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration's values, and those of its parts (`text_config`), made small."""
-    small = dict(values)
+    """Return a configuration's values, and those of its parts (`text_config`), made small.
+
+    Args:
+        values: a configuration, with the usual names of its sizes.
+    """
+    small = {key: value for key, value in values.items() if key not in DERIVED}
     small.pop("quantization_config", None)  # the trainer's weights are never quantized
-    layers, count = kept_layers(values), values.get("num_hidden_layers")
-    for key, value in values.items():
+    layers, count = kept_layers(values), _layers(values)
+    for key, value in small.items():
         if isinstance(value, (list, tuple)) and len(value) == count:
             small[key] = list(value[:layers])
         elif key == "mlp_only_layers" and value:
             small[key] = [layer for layer in value if layer < layers]
+        elif key == "per_layer_config" and isinstance(value, dict):  # exceptions by layer, such as larger heads
+            small[key] = {layer: _cut(own, 2) for layer, own in value.items() if int(layer) < layers}
         elif isinstance(value, dict) and key.endswith("_config"):
             small[key] = small_values(value)
-        elif key in LARGEST and isinstance(value, (int, float)) and not isinstance(value, bool):
-            small[key] = min(value, type(value)(LARGEST[key]))
-    if count:
+    small = _cut(small)
+    if values.get("num_hidden_layers"):
         small["num_hidden_layers"] = layers
     if values.get("qk_rope_head_dim") is not None and values.get("head_dim") == values["qk_rope_head_dim"]:
         small["head_dim"] = small["qk_rope_head_dim"]  # of the rotated part alone (DeepSeek)
     if values.get("qk_head_dim") is not None:
         small["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
     _shrink_heads(small)
+    _shrink_recurrent_heads(small)
     size = _rotated_size(small)
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(values.get(key), dict):
@@ -102,9 +136,11 @@ def small_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def small_config(config: PretrainedConfig) -> PretrainedConfig:
     """Return the configuration of the same architecture made small; the model is built from it at random."""
-    values = small_values(config.to_dict())
+    names: dict[str, str] = getattr(config, "attribute_map", {})  # from the usual name to the family's own
+    usual = {own: name for name, own in names.items()}
+    values = small_values({usual.get(key, key): value for key, value in config.to_dict().items()})
     values |= {"dtype": "float32", "use_cache": False}
-    return type(config).from_dict(values)
+    return type(config).from_dict({names.get(key, key): value for key, value in values.items()})
 
 
 def longest_exact(config: PretrainedConfig) -> int | None:
@@ -121,6 +157,29 @@ def longest_exact(config: PretrainedConfig) -> int | None:
             original = one.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
             found.append(int(original or text.get("max_position_embeddings") or 0))
     return min(found, default=None)
+
+
+def _layers(values: Mapping[str, Any]) -> int:
+    """Return the number of layers; some families have only the list of their kinds (Nemotron-H)."""
+    return int(values.get("num_hidden_layers") or len(values.get("layer_types") or ()))
+
+
+def _cut(values: Mapping[str, Any], times: int = 1) -> dict[str, Any]:
+    """Return the values with each size at most `times` that of `LARGEST`."""
+
+    def size(key: str, value: Any) -> Any:
+        known = key in LARGEST and isinstance(value, (int, float)) and not isinstance(value, bool)
+        return min(value, type(value)(times * LARGEST[key])) if known else value
+
+    return {key: size(key, value) for key, value in values.items()}
+
+
+def _shrink_recurrent_heads(small: dict[str, Any]) -> None:
+    for heads, size, ratio in RECURRENT_HEADS:
+        if isinstance(small.get(heads), int) and isinstance(small.get(size), int):
+            inner = small.get("mamba_d_ssm") or small["hidden_size"] * small[ratio]
+            small[heads] = min(small[heads], 4)
+            small[size] = inner // small[heads]
 
 
 def _shrink_heads(small: dict[str, Any]) -> None:

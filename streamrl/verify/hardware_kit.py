@@ -26,7 +26,7 @@ from streamrl.verify.tiny_run import TINY_RUN, tiny_run
 
 STAGE_S = 300.0
 """Seconds that a stage may take."""
-STAGES = ("devices", "products", "memory", "peers", "collectives", "attention", "trainer", "turns", "weights")
+STAGES = ("devices", "products", "memory", "peers", "collectives", "attention", "head", "trainer", "turns", "weights")
 """Stages that `hardware_stages.py` runs."""
 PACKAGES = ("torch", "vllm", "transformers", "numpy", "pyzmq")
 

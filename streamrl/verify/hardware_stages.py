@@ -175,6 +175,13 @@ def attention() -> Iterator[Measurement]:
     yield from measure(size_here(), device_here(), quickest)
 
 
+def head() -> Iterator[Measurement]:
+    """Compare the output head with fp64, and time it."""
+    from streamrl.verify.hardware_head import measure
+
+    yield from measure(size_here(), device_here(), quickest)
+
+
 def trainer() -> Iterator[Measurement]:
     """Train a random model with the run's own trainer: tokens/s and the share of the products' rate."""
     from streamrl.verify.hardware_trainer import train
@@ -229,7 +236,7 @@ def weights() -> Iterator[Measurement]:
 
 STAGES: dict[str, Callable[[], Iterator[Measurement]]] = {
     stage.__name__: stage
-    for stage in (devices, products, memory, peers, collectives, attention, trainer, turns, weights)
+    for stage in (devices, products, memory, peers, collectives, attention, head, trainer, turns, weights)
 }
 """All stages, in their order."""
 

@@ -73,7 +73,7 @@ def _checkpointing(model: PreTrainedModel, policy: Policy, gradient: torch.Tenso
     try:
         in_training(model, recomputation=True)
         again = _passed(policy)[1]
-    except (ValueError, RuntimeError) as error:
+    except (RunFailed, ValueError, RuntimeError) as error:
         return Finding(name, "refused", str(error).splitlines()[0], optional=True)
     largest = float((again - gradient).norm() / gradient.norm())
     works = largest < 1e-4

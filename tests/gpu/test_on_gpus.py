@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
+from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
 from streamrl.training.merged_attention import MergedAttention, has_kernel, pieces_of
-from streamrl.training.packing import GroupLayout
+from streamrl.training.packing import GroupLayout, pack, pack_share
 from streamrl.verify import hardware_stages
 from streamrl.verify.tiny_run import tiny_run
 
@@ -36,6 +38,20 @@ def test_the_kernels_of_gpu_and_cpu_agree(window: int | None, sinks: bool) -> No
     ours = outputs(torch.device("cuda"), torch.bfloat16)
     for one, other in zip(ours, outputs(torch.device("cpu"), torch.float64), strict=True):
         assert (one - other).norm() / other.norm() < 0.02
+
+
+def test_a_share_that_was_copied_beside_other_work_is_complete() -> None:
+    prompt, answer = np.arange(1, 400, dtype=np.int32), np.arange(5, 905, dtype=np.int32)
+    group = TrainGroup("a", prompt, [TrainSequence(answer, -answer.astype(np.float32), 0.5)] * 3)
+    expected = pack([group]).tensors
+    device = torch.device("cuda")
+    busy = torch.randn(4096, 4096, device=device)
+    for _ in range(20):
+        share = pack_share([[group]], device, torch.cuda.Stream())
+        busy = (busy @ busy).tanh()
+        (batch,) = share.arrived()
+        for name, value in batch.tensors.items():
+            assert torch.equal(value.cpu(), expected[name]), name
 
 
 @pytest.mark.parametrize("stage", [*hardware_stages.STAGES])

@@ -128,6 +128,7 @@ def test_whitening_by_hand() -> None:
     assert np.isnan(broken[3][0]) and broken[3][1] == np.inf
     assert whitened([np.array([5.0])])[0].tolist() == whitened([np.full(2, 5.0)])[0].tolist()[:1] == [0.0]
     assert whitened([]) == []
+    assert whitened([np.array([1.0, 3.0])])[0].tolist() == pytest.approx([-(2**-0.5), 2**-0.5])  # mean 2, variance 2
 
 
 def test_loss_normalizers() -> None:

@@ -42,12 +42,25 @@ def test_a_group_counts_its_prompt_once() -> None:
     assert one.tokens == 12 and one.loss_tokens == 9
 
 
+def test_the_squares_of_attention_by_hand() -> None:
+    # 3^2 of the prompt; 4^2 + 2 x 3 x 4 and 5^2 + 2 x 3 x 5 of the completions
+    assert group("a", 3, 4, 5, 0).squares == 9 + 40 + 55
+
+
 def test_a_group_has_its_reference_if_every_completion_with_tokens_has() -> None:
     known = np.zeros(2, np.float32)
     pair, empty = np.zeros(2, np.int32), np.zeros(0, np.int32)
     has = [TrainSequence(pair, known, 0.0, known), TrainSequence(empty, known[:0], 0.0)]
     assert TrainGroup("a", pair, has).has_reference
     assert not TrainGroup("a", pair, [*has, TrainSequence(pair, known, 0.0)]).has_reference
+
+
+def test_a_group_has_its_estimates_if_every_completion_with_tokens_has() -> None:
+    pair, empty = np.zeros(2, np.int32), np.zeros(0, np.int32)
+    logprobs, estimates = np.zeros(2, np.float32), np.zeros((2, 3), np.float32)
+    has = [TrainSequence(pair, logprobs, 0.0, estimates=estimates), TrainSequence(empty, logprobs[:0], 0.0)]
+    assert TrainGroup("a", pair, has).has_estimates is True
+    assert TrainGroup("a", pair, [*has, TrainSequence(pair, logprobs, 0.0)]).has_estimates is False
 
 
 def test_groups_fill_a_micro_batch_to_its_last_token() -> None:
@@ -62,6 +75,9 @@ def test_groups_fill_a_micro_batch_to_its_last_token() -> None:
         [("d", 2, [6])],
     ]
     assert split_into_micro_batches([], 9) == []
+    # each run begins empty: two of 5 tokens exceed 9 wherever they are
+    fives = [group(name, 1, 4) for name in "abc"]
+    assert split_into_micro_batches(fives, 9) == [[one] for one in fives]
 
 
 def test_only_a_group_that_is_too_large_is_split_and_its_parts_repeat_the_prompt() -> None:
@@ -93,6 +109,8 @@ def test_rows_of_their_own_are_padded_to_the_longest() -> None:
     # the padding of an earlier run is forgotten: 3 x 2 = 6
     assert lengths(split_into_rows([group("a", 1, 5, 1, 1, 1)], 6)) == [[("a", 1, [5])], [("a", 1, [1, 1, 1])]]
     assert split_into_rows([], 5) == []
+    # what was one group is one again, wherever in the run it is
+    assert lengths(split_into_rows([group("a", 2, 4), group("b", 1, 1, 1)], 18)) == [[("a", 2, [4]), ("b", 1, [1, 1])]]
 
 
 def test_groups_of_one_trajectory_are_never_cut_from_each_other_nor_dealt_to_two_ranks() -> None:
@@ -158,6 +176,7 @@ def test_the_wire_form_written_out_and_back() -> None:
     again = to_wire(back)
     assert again[0] == body and all(np.array_equal(array, again[1][name]) for name, array in arrays.items())
     assert from_wire(*to_wire([])) == []
+    assert lengths([from_wire(*to_wire([group("a", 1, 0, 2)]))]) == [[("a", 1, [0, 2])]]
 
 
 def empty_twice(body: dict[str, Any], arrays: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from pathlib import Path
 
@@ -9,14 +10,16 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CTRLConfig, OPTConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from streamrl.config.run import Recomputation
+from streamrl.errors import RunFailed
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, split_into_micro_batches, split_into_rows
 from streamrl.training import attention
 from streamrl.training.attention import PLAIN_SCORES, SHARED_PREFIX
 from streamrl.training.packing import pack
-from streamrl.training.policy_model import load_policy
+from streamrl.training.policy_model import in_training, load_policy
 from tests.training.conftest import random_groups, relative_error, with_masks
 
 
@@ -98,6 +101,51 @@ def test_recomputation_changes_no_gradient_and_selective_repeats_no_product(
     assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
     if way == "kernels":  # no product and no attention is computed a second time
         assert flops[1] == flops[0] < flops[2]
+
+
+def test_gradient_checkpointing_adds_no_dropout_that_a_layer_computes_itself() -> None:
+    """OPT drops activations out in its layers' own `forward`, by their training mode."""
+    config = OPTConfig(
+        vocab_size=64, hidden_size=32, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2, dropout=0.5
+    )
+    model = in_training(AutoModelForCausalLM.from_config(config))
+    checkpointed = in_training(copy.deepcopy(model), True)
+    ids = torch.arange(3, 23)[None]
+    grads = []
+    for one in (model, checkpointed, checkpointed):  # its layers checkpoint again after a pass
+        one.zero_grad()
+        with LayerCalls(one) as calls:
+            one(input_ids=ids, use_cache=False).logits.log_softmax(-1)[0, :, 5].sum().backward()
+        assert calls.number == (2 if one is model else 4)  # the backward pass computes them again
+        grads.append([p.grad.clone() for p in one.parameters()])
+    for plain, first, second in zip(*grads, strict=True):
+        torch.testing.assert_close(plain, first)
+        torch.testing.assert_close(first, second)
+
+
+def test_checkpointing_is_refused_where_no_layer_can_recompute() -> None:
+    config = CTRLConfig(vocab_size=64, n_embd=32, dff=32, n_layer=1, n_head=2)
+    with pytest.raises(RunFailed, match=r"optimizer.gradient_checkpointing: no layer of CTRLLMHeadModel can recompute"):
+        in_training(AutoModelForCausalLM.from_config(config), True)
+
+
+class LayerCalls:
+    """Counts how often decoder layers compute."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.number = 0
+        self._layers = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
+
+    def __enter__(self) -> LayerCalls:
+        def count(*_: object) -> None:
+            self.number += 1
+
+        self._hooks = [layer.register_forward_pre_hook(count) for layer in self._layers]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
 
 def test_every_sequence_is_in_exactly_one_micro_batch() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
-from streamrl.training.packing import GroupLayout, pack
+from streamrl.training.packing import GroupLayout, pack, pack_share
 
 
 def sequence(tokens: list[int], advantage: float, reference: bool = False) -> TrainSequence:
@@ -60,6 +60,24 @@ def test_reference_log_probabilities_are_there_if_every_sequence_with_tokens_has
     assert batch.reference_logprobs is not None
     assert batch.reference_logprobs.tolist() == [-2 / 8 - 1, -3 / 8 - 1]
     assert pack([full, group("b", [1], sequence([2], 1.0))]).reference_logprobs is None
+
+
+def test_estimates_are_there_if_every_sequence_with_tokens_has_them() -> None:
+    def estimated(tokens: list[int], first: float) -> TrainSequence:
+        values = first + np.arange(3 * len(tokens), dtype=np.float32).reshape(-1, 3)
+        return replace(sequence(tokens, 1.0), estimates=values)
+
+    full = group("a", [1], estimated([2, 3], 0.0), sequence([], 1.0), estimated([4], 10.0))
+    batch = pack([full])
+    assert batch.estimates is not None
+    assert batch.estimates.tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0], [10.0, 11.0, 12.0]]
+    assert pack([full, group("b", [1], sequence([2], 1.0))]).estimates is None
+
+
+def test_a_share_for_a_cpu_is_there_at_once() -> None:
+    share = pack_share([TWO[:1], TWO[1:]], torch.device("cpu"), None)
+    assert share.copied is None and share.arrived() == share.batches
+    assert [batch.targets.tolist() for batch in share.batches] == [[4, 5, 6, 7, 8], [11]]
 
 
 def test_tokens_without_a_loss_are_left_out_and_the_others_are_counted_among_all() -> None:

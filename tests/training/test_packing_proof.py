@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     Gemma3TextConfig,
     LlamaConfig,
     Phi3Config,
@@ -98,6 +99,31 @@ def test_a_small_model_has_every_kind_of_layer_and_windows_that_bite() -> None:
     assert kept_layers({"num_hidden_layers": 32, "attn_layer_period": 8}) == 8
     assert kept_layers({"num_hidden_layers": 1}) == 1
     assert small_config(LlamaConfig(num_attention_heads=32, num_key_value_heads=32)).num_key_value_heads == 4
+
+
+@pytest.mark.parametrize(("kind", "values"), [("bamba", {}), ("zamba2", {}), ("lfm2", {"full_attn_idxs": [2, 5, 8]})])
+def test_recurrent_layers_and_convolutions_get_rows_of_their_own(kind: str, values: dict[str, object]) -> None:
+    config = AutoConfig.for_model(kind, **values)
+    proof = prove(config)
+    choice = choose_packing("auto", proof, 512)
+    assert choice.kind == "separate" and f"shared is wrong for {kind}: layer 0 (" in choice.why
+
+
+@pytest.mark.parametrize(
+    ("kind", "packing"),
+    [
+        ("gpt2", "shared"),
+        ("gpt_neox", "shared"),
+        ("gemma4_text", "shared"),
+        ("gptj", "separate"),
+        ("stablelm", "separate"),
+    ],
+)
+def test_sizes_under_names_of_the_family_are_found(kind: str, packing: str) -> None:
+    choice = choose_packing("auto", prove(AutoConfig.for_model(kind)), 512)
+    assert choice.kind == packing, choice
+    if kind == "stablelm":
+        assert "StableLmAttention is not told of the packed row's layout" in choice.why
 
 
 def test_a_proof_is_made_once_for_an_architecture_and_this_code(

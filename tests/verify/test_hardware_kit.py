@@ -84,6 +84,19 @@ def test_attention_is_compared_with_lone_sequences() -> None:
     assert found["attention, lone sequences"].value
 
 
+def test_the_head_is_compared_with_exact_arithmetic() -> None:
+    found = measured("head")
+    assert found["head, error of log-probabilities"].value == pytest.approx(0, abs=1e-5)
+    assert found["head, error of gradients"].value == pytest.approx(0, abs=1e-5)
+    assert found["head, a call"].value and len(found) == 3
+
+
+def test_a_head_that_is_wrong_fails_its_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "expm1", lambda x: 1.01 * x.exp() - 1.0)
+    with pytest.raises(ValueError, match="the output head on cpu is wrong: a log-probability differs by"):
+        measured("head")
+
+
 def test_an_attention_that_is_wrong_fails_its_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merged_attention, "_share", lambda lse, total: torch.ones_like(lse).T[..., None])
     with pytest.raises(ValueError, match="attention on cpu is wrong: relative error"):
