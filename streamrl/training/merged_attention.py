@@ -109,8 +109,8 @@ def _rows(ranges: Sequence[range], device: torch.device) -> torch.Tensor:
 
 
 def on_gpu(x: torch.Tensor) -> bool:
-    """Return whether a tensor goes to the kernels of GPUs."""
-    return x.device.type == "cuda"
+    """Return whether a tensor goes to the kernels of GPUs; one without data (`meta`) is taken for one of a GPU."""
+    return x.device.type != "cpu"
 
 
 def has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
@@ -118,9 +118,9 @@ def has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
     width = query.shape[-1]
     if width != value.shape[-1]:
         return False
-    half = query.dtype in (torch.float16, torch.bfloat16)
     if not on_gpu(query):
-        return query.device.type == "cpu"
+        return True
+    half = query.dtype in (torch.float16, torch.bfloat16)
     return half and width <= MOST_HEAD_WIDTH and width % HEAD_WIDTH_STEP == 0
 
 

@@ -15,28 +15,33 @@ from typing import Any
 
 import torch
 
-from streamrl.training.packing import GroupLayout
+from streamrl.training.packing import ROW_MULTIPLE, GroupLayout
 
 
 @dataclass(frozen=True)
 class Block:
     """G consecutive sequences of at most C tokens, n in total, which share a prefix of P tokens (or none).
 
+    C and P are multiples of `ROW_MULTIPLE`, so that products come in few shapes: shorter sequences are padded at their
+    ends, and a shorter prefix at its beginning, where no query sees it.
+
     g query heads share one key-value head; they become rows of one product, so keys and values are not repeated.
     """
 
     prefix: slice
     """The prefix's positions in the row."""
+    padding: int
+    """Keys in front of the prefix that only pad it."""
     rows: slice
     """The sequences' positions in the row."""
     count: int
     """Number of sequences, G."""
     queries: torch.Tensor
-    """Row of each query in [g T, D], [G g C]; a shorter sequence repeats its last token."""
+    """Row of each query in [g T, D], [G g C]; padding repeats a sequence's last token."""
     valid: torch.Tensor
     """Queries that are no such repetition, [G g C, 1] bool."""
     keys: torch.Tensor
-    """Row of each key in [T, D], [G (P + C)]."""
+    """Row of each key in [T, D], [G (P + C)]; a prefix's padding repeats its first token."""
     bias: torch.Tensor
     """Bias of the scores, [g C, P + C]: -inf where a query must not see a key (`visible`), else 0."""
     from_queries: torch.Tensor
@@ -93,7 +98,9 @@ def visible(prefix: int, longest: int, device: torch.device, window: int | None 
 
 
 def _block(prefix: slice, start: int, lengths: Sequence[int], per_key: int, total: int, window: int | None) -> Block:
-    count, longest, shared = len(lengths), max(lengths), prefix.stop - prefix.start
+    count, longest = len(lengths), max(lengths) + -max(lengths) % ROW_MULTIPLE
+    padding = (prefix.start - prefix.stop) % ROW_MULTIPLE
+    shared = prefix.stop - prefix.start + padding
     place = torch.arange(longest)
     each = torch.tensor(lengths)[:, None]
     begin = start + each.cumsum(0) - each
@@ -102,10 +109,12 @@ def _block(prefix: slice, start: int, lengths: Sequence[int], per_key: int, tota
     heads = torch.arange(per_key)[None, :, None]
     in_queries = (torch.arange(count)[:, None, None] * per_key + heads) * longest + place  # [G, g, C]
     in_keys = torch.arange(count)[:, None] * (shared + longest) + shared + place
-    of_prefix = torch.arange(prefix.start, prefix.stop).expand(count, -1)
+    of_prefix = torch.arange(prefix.start - padding, prefix.stop).clamp(min=prefix.start).expand(count, -1)
     hidden = ~visible(shared, longest, place.device, window)
+    hidden[:, :padding] = True
     return Block(
         prefix,
+        padding,
         slice(start, start + sum(lengths)),
         count,
         queries=(heads * total + row[:, None]).flatten(),
@@ -189,7 +198,8 @@ class PlainAttention(torch.autograd.Function):
             for target, grad in ((grad_key, grad_k), (grad_value, grad_v)):
                 target[:, block.rows] = grad.view(kv_heads, -1, grad.shape[-1]).index_select(1, block.from_keys)
                 if shared := block.prefix.stop - block.prefix.start:  # the prompt's own block came before
-                    of_prefix = grad.view(kv_heads, block.count, -1, grad.shape[-1])[:, :, :shared]
+                    of_prefix = grad.view(kv_heads, block.count, -1, grad.shape[-1])
+                    of_prefix = of_prefix[:, :, block.padding : block.padding + shared]
                     target[:, block.prefix] += of_prefix.sum(1)
         return grad_query, grad_key, grad_value, grad_sinks, None, None
 

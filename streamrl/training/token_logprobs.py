@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from streamrl.training.packing import ROW_MULTIPLE
 from streamrl.training.truncation import ALL_TOKENS, Truncation, truncate_
 
 SLAB_BYTES = {"cpu": 2**27, "cuda": 2**28}
@@ -176,16 +177,16 @@ class TokenLogprobs(torch.autograd.Function):
                     del here, slope
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
-            grad_logits = grad_logits.to(weight.dtype)
+            grad_logits, inputs = _filled(grad_logits.to(weight.dtype)), _filled(hidden[slab])
             if grad_hidden is not None:
-                torch.mm(grad_logits, weight, out=grad_hidden[slab])
+                grad_hidden[slab] = (grad_logits @ weight)[: slab.stop - slab.start]
             if needs_weight and grad_weight is None:
-                grad_weight = (grad_logits.t() @ hidden[slab]).float()
+                grad_weight = (grad_logits.t() @ inputs).float()
             elif grad_weight is not None and weight.dtype == torch.float32:
-                grad_weight.addmm_(grad_logits.t(), hidden[slab])
+                grad_weight.addmm_(grad_logits.t(), inputs)
             elif grad_weight is not None:
-                grad_weight += grad_logits.t() @ hidden[slab]
-            del grad_logits  # before the next slab's exist
+                grad_weight += grad_logits.t() @ inputs
+            del grad_logits, inputs  # before the next slab's exist
         if needs_weight and grad_weight is None:
             grad_weight = torch.zeros_like(weight)
         return (
@@ -254,7 +255,14 @@ def _cached(slab: slice, device: torch.device) -> Iterator[slice]:
 
 def _product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Return the output projection of hidden [n, d] in the weight's type, as fp32 [n, V]."""
-    return torch.nn.functional.linear(hidden, weight, bias).float()
+    return torch.nn.functional.linear(_filled(hidden), weight, bias)[: len(hidden)].float()
+
+
+def _filled(rows: torch.Tensor) -> torch.Tensor:
+    """Fill rows [n, k] up to a multiple of `ROW_MULTIPLE` with zeros, where a kernel is made for every shape."""
+    if rows.device.type != "cpu" or rows.dtype == torch.float32:
+        return rows
+    return torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % ROW_MULTIPLE))
 
 
 def _transform_(logits: torch.Tensor, distribution: TokenDistribution) -> torch.Tensor | None:

@@ -61,11 +61,12 @@ def test_more_time_never_makes_it_smaller() -> None:
 
 
 def test_micro_batches_shrink_until_the_run_fits_into_memory() -> None:
-    assert choose_micro_batch(MODEL, 100e9) == MICRO_BATCHES[0]
-    tight = peak_bytes(MODEL, 512)
-    assert choose_micro_batch(MODEL, tight) == 512
-    assert choose_micro_batch(MODEL, tight - 1) == 256
-    assert choose_micro_batch(MODEL, 1e9) is None
+    assert choose_micro_batch(MODEL, "float32", 100e9) == MICRO_BATCHES[0]
+    tight = peak_bytes(MODEL, "float32", 512)
+    assert choose_micro_batch(MODEL, "float32", tight) == 512
+    assert choose_micro_batch(MODEL, "float32", tight - 1) == 256
+    assert choose_micro_batch(MODEL, "float32", 1e9) is None
+    assert choose_micro_batch(MODEL, "bfloat16", 12e9) == 1024 and choose_micro_batch(MODEL, "float32", 12e9) == 256
 
 
 def test_what_is_chosen_is_a_valid_run_file() -> None:

@@ -196,3 +196,10 @@ def test_a_process_that_looked_for_pip_can_import_setuptools(tmp_path: Path) -> 
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=scaled(60), check=False
     )
     assert "pip could not download" in done.stdout and done.returncode == 0, done.stderr
+
+
+def test_a_conversion_that_fails_is_reported_with_its_last_words(tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(b"GGUF of nothing")
+    with pytest.raises(UserError, match=r"the conversion of damaged.gguf failed: \w+"):
+        model_files._convert(damaged, tmp_path / "model", lambda doing: None)

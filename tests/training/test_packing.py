@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, CTRLConfig, OPTConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -18,7 +20,7 @@ from streamrl.errors import RunFailed
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, split_into_micro_batches, split_into_rows
 from streamrl.training import attention
 from streamrl.training.attention import PLAIN_SCORES, SHARED_PREFIX
-from streamrl.training.packing import pack
+from streamrl.training.packing import ROW_MULTIPLE, pack
 from streamrl.training.policy_model import in_training, load_policy
 from tests.training.conftest import random_groups, relative_error, with_masks
 
@@ -165,7 +167,7 @@ def test_empty_completion_takes_no_room_and_an_empty_prompt_is_refused() -> None
     assert batch.loss_tokens == 3
     assert batch.layout[0].completion_lengths == (3,)
     assert batch.source_index.tolist() == [2, 3, 4]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5]]
+    assert batch.position_ids[0, :6].tolist() == [0, 1, 2, 3, 4, 5]
     with pytest.raises(ValueError, match="empty prompt"):
         pack([TrainGroup("g", none, [full])])
 
@@ -179,18 +181,21 @@ def test_squares_count_the_pairs_that_attention_multiplies() -> None:
         pairs += sum(place + 0.5 for place in range(len(group.prompt_tokens)))
     batch = pack(groups)
     filler = batch.input_ids.numel() - sum(group.tokens for group in groups)  # sees itself only
-    assert batch.squares(separate=False) == 2 * pairs + filler
+    assert batch.squares(separate=False) == 2 * pairs + filler**2
 
 
-def test_a_row_is_even_and_what_fills_it_up_changes_nothing(tiny_model: Path) -> None:
+def test_a_row_is_filled_up_to_a_multiple_and_what_fills_it_up_changes_nothing(tiny_model: Path) -> None:
     group = random_groups(1, samples=2)[0]
-    one = TrainSequence(group.prompt_tokens[:1], np.zeros(1, np.float32), 1.0)
-    sequences = [*group.sequences, one]  # of the other parity
+    missing = -group.tokens % ROW_MULTIPLE
+    last = TrainSequence(np.resize(group.prompt_tokens, missing), np.zeros(missing, np.float32), 1.0)
+    assert missing
+    sequences = [*group.sequences, last]
     policy = load_policy(str(tiny_model))
     plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="eager")
     for groups in ([group], [TrainGroup("g", group.prompt_tokens, sequences)]):
         batch = pack(groups)
-        assert batch.input_ids.numel() % 2 == 0 and len(batch.layout) - 1 == sum(g.tokens for g in groups) % 2
+        assert batch.input_ids.numel() % ROW_MULTIPLE == 0
+        assert len(batch.layout) - 1 == bool(sum(g.tokens for g in groups) % ROW_MULTIPLE)
         expected = separate_logprobs(plain, groups, 1.0)
         torch.testing.assert_close(policy(batch, 1.0)[0], expected, rtol=1e-5, atol=1e-5)
 
@@ -210,3 +215,30 @@ def test_dropout_and_noise_of_training_are_off(tiny_model: Path) -> None:
         modules = list(load_policy(str(tiny_model), checkpointing).model.modules())
         training = [type(module).__name__ for module in modules if module.training]
         assert training == (["LlamaDecoderLayer"] * 2 if checkpointing else [])
+
+
+class Products(TorchDispatchMode):
+    """Notes the shapes of the matrix products that a pass computes in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("mm", "addmm", "bmm", "baddbmm", "linear"):
+            left, right = [one for one in args if isinstance(one, torch.Tensor)][-2:]
+            if left.dtype == torch.bfloat16:
+                self.shapes.add((*left.shape[-2:], right.shape[-1]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_products_in_bf16_have_few_shapes_whatever_the_lengths(tiny_model: Path) -> None:
+    # oneDNN makes and keeps a kernel for every shape: a trainer's memory grew by half a gigabyte with every step
+    policy = load_policy(str(tiny_model)).to(torch.bfloat16)
+    products = Products()
+    for number in range(6):
+        batch = pack(random_groups(2, samples=3, seed=number))
+        with products:
+            policy(batch, 1.0)[0].sum().backward()
+    assert len(products.shapes) > 10  # head, layers and attention, forward and backward
+    assert {side % ROW_MULTIPLE for shape in products.shapes for side in shape} == {0}

@@ -31,11 +31,11 @@ TWO = [
 
 def test_two_groups_written_out() -> None:
     batch = pack(TWO)
-    # place:                       0  1  2  3  4  5  6  7  8  9  10  11
-    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 0]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 4, 5, 0, 1, 2, 0]]
-    assert batch.layout == (GroupLayout(0, 3, (2, 3)), GroupLayout(8, 2, (1,)), GroupLayout(11, 1, ()))
-    assert [one.stop for one in batch.layout] == [8, 11, 12]
+    # place:                       0  1  2  3  4  5  6  7  8  9  10  11 to 15
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 0, 0, 0, 0, 0]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 4, 5, 0, 1, 2, 0, 1, 2, 3, 4]]
+    assert batch.layout == (GroupLayout(0, 3, (2, 3)), GroupLayout(8, 2, (1,)), GroupLayout(11, 5, ()))
+    assert [one.stop for one in batch.layout] == [8, 11, 16]
     assert batch.source_index.tolist() == [2, 3, 2, 5, 6, 9]
     assert batch.targets.tolist() == [4, 5, 6, 7, 8, 11]
     assert batch.behaviour_logprobs.tolist() == [-token / 8 for token in (4, 5, 6, 7, 8, 11)]
@@ -49,9 +49,9 @@ def test_two_groups_written_out() -> None:
     assert {batch.behaviour_logprobs.dtype, batch.advantages.dtype} == {torch.float32}
 
 
-def test_an_even_row_gets_no_filler() -> None:
-    batch = pack([group("a", [1, 2, 3], sequence([4], 1.0))])
-    assert batch.input_ids.tolist() == [[1, 2, 3, 4]] and batch.layout == (GroupLayout(0, 3, (1,)),)
+def test_a_row_of_sixteen_tokens_gets_no_filler() -> None:
+    batch = pack([group("a", list(range(15)), sequence([4], 1.0))])
+    assert batch.input_ids.tolist() == [[*range(15), 4]] and batch.layout == (GroupLayout(0, 15, (1,)),)
 
 
 def test_reference_log_probabilities_are_there_if_every_sequence_with_tokens_has_them() -> None:
@@ -95,14 +95,14 @@ def test_nothing_is_an_empty_row() -> None:
 
 def test_a_row_costs_its_tokens_packed_and_prompt_and_completion_without_the_last_token_separate() -> None:
     batch = pack(TWO)
-    assert batch.row_tokens(separate=False) == 12
+    assert batch.row_tokens(separate=False) == 16
     assert batch.row_tokens(separate=True) == (3 + 1) + (3 + 2) + (2 + 0)
 
 
 def test_the_pairs_of_attention_packed_and_separate() -> None:
     batch = pack(TWO)
-    first, second, filler = 3**2 + 2 * (2 + 6) + 3 * (3 + 6), 2**2 + 1 * (1 + 4), 1
-    assert batch.squares(separate=False) == first + second + filler == 62
+    first, second, filler = 3**2 + 2 * (2 + 6) + 3 * (3 + 6), 2**2 + 1 * (1 + 4), 5**2
+    assert batch.squares(separate=False) == first + second + filler == 86
     assert batch.squares(separate=True) == 4**2 + 5**2 + 2**2
 
 
