@@ -156,7 +156,8 @@ def gpu_ways() -> Iterator[None]:
     slabs = patch.dict(token_logprobs.SLAB_BYTES, cpu=token_logprobs.SLAB_BYTES["cuda"])
     whole = patch.object(token_logprobs, "_cached", lambda slab, device: iter([slab]))
     kernels = patch.object(merged_attention, "on_gpu", lambda x: True)
-    with slabs, whole, kernels, patch.object(attention, "PLAIN_SCORES", -1):
+    filled = patch.object(token_logprobs, "_filled", lambda rows: rows)
+    with slabs, whole, filled, kernels, patch.object(attention, "PLAIN_SCORES", -1):
         yield
 
 
