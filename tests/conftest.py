@@ -30,6 +30,7 @@ SLOW = (
     "end_to_end/test_sites.py",
     "test_orphans.py",
     "chaos/test_chaos_live.py",
+    "generation/test_eight_bit_engine.py",
     "generation/test_engine.py",
     "generation/test_speculating_engine.py",
     "training/test_losses_against_trl.py",

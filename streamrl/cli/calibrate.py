@@ -70,7 +70,13 @@ def command(
 
     types = choose(run.model, cluster.hardware == "cuda")
     click.echo(f"computes in {types}")
+    from streamrl.generation.instance.eight_bits import choose_here, with_computation
+
     run = with_type(run, types)
+    computation = choose_here(run, cluster.hardware == "cuda", chosen.gpus_per_replica)
+    if computation.why:
+        click.echo(str(computation))
+    run = with_computation(run, computation)
     if engine:
         if cluster.hardware == "cuda":
             raise UserError("--engine: these are vLLM's settings on CPUs; this cluster has hardware: cuda")
@@ -107,8 +113,8 @@ def command(
             "doubts": trials.doubts,
             "load": str(load),
             "model": run.model.path,
-            "dtype": types.dtype,
-            "dtype_why": types.why,
+            "dtype": types.dtype if computation.kind == "same" else computation.kind,
+            "dtype_why": f"{types.why}; {computation}" if computation.why else types.why,
             "gpu": chosen.gpu,
             "gpus_per_replica": chosen.gpus_per_replica,
             "threads": chosen.threads,

@@ -229,17 +229,22 @@ def _packing(run: RunConfig) -> str:
 
 
 def _engines(cluster: ClusterConfig, run: RunConfig, site: str | None, types: TypeChoice | None) -> dict[str, str]:
-    """Describe vLLM's settings on this machine's CPU; empty if no instance is started here."""
+    """Describe how instances compute on this machine; empty if none is started here."""
+    from streamrl.generation.instance.eight_bits import choose_here
+    from streamrl.machine.compute_type import with_type
     from streamrl.machine.engine_settings import chosen_settings
     from streamrl.machine.model_files import resolve_model
 
-    if types is None or cluster.hardware != "cpu":
+    if types is None:
         return {}
+    cuda = cluster.hardware == "cuda"
     sites = [cluster.sites[site]] if site is not None else list(cluster.sites.values())
-    threads = sorted({pool.threads for one in sites for pool in one.generation})
+    pools = [pool for one in sites for pool in one.generation]
     folder = Path(resolve_model(run.model.path))
-    choices = {str(chosen_settings(folder, types.dtype, count)) for count in threads}
-    return {"instances": "; ".join(sorted(choices))} if choices else {}
+    choices = set() if cuda else {str(chosen_settings(folder, types.dtype, pool.threads)) for pool in pools}
+    computed = {choose_here(with_type(run, types), cuda, pool.gpus_per_replica) for pool in pools}
+    said = [*sorted(choices), *sorted(str(one) for one in computed if one.why)]
+    return {"instances": "; ".join(said)} if said else {}
 
 
 def _print_plan(

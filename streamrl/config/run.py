@@ -9,6 +9,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 from streamrl.config.algorithm import AlgorithmConfig, GRPOConfig, PPOConfig
 from streamrl.config.cluster import StrictModel
 from streamrl.config.evaluation import EvaluationConfig
+from streamrl.config.generation import GenerationConfig, conflict
 from streamrl.config.schedule import ScheduleConfig, StreamSchedule
 from streamrl.config.speculation import SpeculationConfig
 from streamrl.config.tasks import AgentTask, EnvironmentUse, FileTask, Task, default_tasks
@@ -369,6 +370,7 @@ class RunConfig(StrictModel):
     )
     batch: BatchConfig = Field(default_factory=BatchConfig)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    generation: GenerationConfig = Field(default_factory=GenerationConfig)
     speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
     ranker: RankerConfig = Field(default_factory=RankerConfig)
     dispatch: DispatchConfig = Field(default_factory=DispatchConfig)
@@ -453,6 +455,9 @@ class RunConfig(StrictModel):
                 f"{self.speculation.method}: vLLM would leave min_p out, and sample from another distribution than the "
                 "trainer assumes; leave out one of the two, or cut by top_p or top_k, which are exact"
             )
+        sent = self.weights.generation_dtype
+        if reason := conflict(self.generation.compute, self.algorithm, self.weights.backend, sent):
+            raise ValueError(reason)
         if self.schedule.name == "colocated" and self.weights.backend == "nccl":
             raise ValueError(
                 "weights.backend nccl needs a GPU of its own for each member, and schedule colocated shares the "

@@ -44,6 +44,7 @@ class WeightCanary:
 
     def __init__(self, run: RunConfig) -> None:
         self._bound, self._generation_dtype = run.mismatch.bound, run.weights.generation_dtype
+        self._may_multiply_in_8_bits = run.generation.compute != "same"  # an instance's word alone widens no bound
         self._of_trainer: dict[int, Measured] = {}
         self._uncompared: dict[int, dict[str, Measured]] = {}
         """Measurements of instances, by version and instance, that wait for the trainer's."""
@@ -95,7 +96,8 @@ class WeightCanary:
 
     def _compare(self, number: int, instance: str, measured: Measured) -> Mismatch | None:
         trainer = self._of_trainer[number]
-        bound = self._bound or mismatch_bound(trainer.dtype, measured.dtype, self._generation_dtype)
+        eight_bits = measured.dtype if self._may_multiply_in_8_bits and measured.dtype in ("int8", "fp8") else None
+        bound = self._bound or mismatch_bound(trainer.dtype, measured.dtype, eight_bits or self._generation_dtype)
         gap = difference(trainer.logprobs, measured.logprobs)
         self.comparisons += 1
         self.bound = max(bound, self.bound or 0.0)

@@ -18,6 +18,7 @@ from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.config.tasks import AgentTask, FileTask
 from streamrl.errors import ErrorCode, UserError
+from streamrl.launcher.generation_check import check_generation
 from streamrl.launcher.gpu_checks import check_this_machine, sites_here, warnings_here
 from streamrl.launcher.speculation_check import check_speculation
 from streamrl.launcher.untried_paths import untried_warning
@@ -61,6 +62,7 @@ def check(
         check_model(run),
         check_heads(cluster, run),
         check_speculation(cluster, run),
+        check_generation(cluster, run, site),
         check_sites(cluster, run),
         check_this_machine(cluster, run, site),
         check_disk(run, runs_root),

@@ -37,6 +37,8 @@ def untried(cluster: ClusterConfig, run: RunConfig) -> list[str]:
         found.append("instances of several GPUs (of several CPU processes)")
     if run.weights.generation_dtype != "same":
         found.append(f"generation in {run.weights.generation_dtype} on CUDA (on CPUs)")
+    if run.generation.compute == "fp8":
+        found.append("matrix products in fp8 (its description of layers and its codes on CPUs, int8 as a whole)")
     if run.speculation.method != "none":
         found.append("speculative decoding on CUDA (on CPUs)")
     return found

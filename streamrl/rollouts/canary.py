@@ -68,7 +68,8 @@ def mismatch_bound(trainer: str, generator: str, generation_dtype: str = "same")
     Args:
         trainer: compute type of the trainer.
         generator: compute type of the instance.
-        generation_dtype: `weights.generation_dtype`.
+        generation_dtype: type of 8 bits that linear weights are sent in, or that the instance multiplies in; same:
+            neither.
     """
     if generation_dtype != "same":
         return EIGHT_BITS

@@ -23,6 +23,8 @@ from streamrl.verify.generator_order import (
     BETWEEN_TOKENS,
     DELIVERED,
     FRESH,
+    FRESH_IN_INT8,
+    IN_INT8,
     LIMIT_S,
     VERSION,
     Order,
@@ -55,7 +57,7 @@ def check_generators(orders: Sequence[Order]) -> list[list[Finding]]:
 
 
 def _unanswered(order: Order, reason: str) -> list[Finding]:
-    skipped = [VERSION, BETWEEN_TOKENS, *map(in_codes, order.codes)]
+    skipped = [VERSION, BETWEEN_TOKENS, *map(in_codes, order.codes), *([IN_INT8] if order.in_int8 else [])]
     return [
         Finding(AGAINST, "refused", reason),
         *(Finding(name, "not checked", reason, optional=name != VERSION) for name in skipped),
@@ -74,6 +76,7 @@ def findings_of(order: Order, answer: dict[str, Any]) -> list[Finding]:
         _version(order, stages, failed),
         _between_tokens(stages, failed),
         *(_codes(kind, stages, failed) for kind in order.codes),
+        *([_in_int8(stages, failed)] if order.in_int8 else []),
     ]
 
 
@@ -117,6 +120,23 @@ def _codes(kind: CodeKind, stages: StageValues, failed: str) -> Finding:
         return Finding(name, "not checked", "no weight of the small model is sent in 8 bits", optional=True)
     says = f"loads bit for bit as the weights that the codes stand for, {found['mb']:.2f} MB"
     return Finding(name, "works", says, optional=True)
+
+
+def _in_int8(stages: StageValues, failed: str) -> Finding:
+    found = stages.get(IN_INT8, {})
+    if lacks := found.get("lacks"):
+        return Finding(IN_INT8, "not checked", lacks, optional=True)
+    if "samples" not in found or FRESH_IN_INT8 not in stages:
+        return Finding(IN_INT8, "refused", failed, optional=True)
+    theirs = stages[FRESH_IN_INT8]["samples"]
+    differs = difference(found["samples"], theirs, "a fresh engine's in int8")
+    if not differs and not difference(found["before"], theirs, ""):
+        differs = "the engine kept its old weights"
+    if differs:
+        return Finding(IN_INT8, "refused", differs, optional=True)
+    tokens = sum(len(one["tokens"]) for one in theirs)
+    says = f"{tokens} tokens equal a fresh engine's bit for bit; {found['gap']:.2g} nats from the trainer in the mean"
+    return Finding(IN_INT8, "works", says, optional=True)
 
 
 def difference(ours: Samples, theirs: Samples, whose: str) -> str:

@@ -9,6 +9,8 @@ from streamrl.weights.quantize import CodeKind
 AGAINST = "trainer against vLLM"
 VERSION = "a weight version against a fresh engine"
 BETWEEN_TOKENS = "new weights between tokens"
+IN_INT8 = "layers in int8"
+FRESH_IN_INT8 = "a fresh engine in int8"
 BEFORE, DELIVERED, FRESH = "before", "delivered", "fresh"
 """Samples of both versions: of the running engine, and of a fresh one."""
 LIMIT_S = 400.0
@@ -29,6 +31,8 @@ class Order:
     """Empty folder for versions and logs."""
     codes: tuple[CodeKind, ...] = ALL_CODES
     """Kinds of 8-bit weights that are sent as well."""
+    in_int8: bool = True
+    """Whether engines that multiply in int8 are checked as well, where the CPU can do it."""
 
 
 def in_codes(kind: CodeKind) -> str:

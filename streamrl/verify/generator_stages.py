@@ -27,7 +27,9 @@ from transformers import AutoModelForCausalLM
 
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
+from streamrl.generation.instance.eight_bits import device_lacks
 from streamrl.generation.instance.engine import Engine
+from streamrl.machine.cpu import this_cpu
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
 from streamrl.rollouts.types import SampleRequest
 from streamrl.training.packing import pack
@@ -40,6 +42,8 @@ from streamrl.verify.generator_order import (
     BETWEEN_TOKENS,
     DELIVERED,
     FRESH,
+    FRESH_IN_INT8,
+    IN_INT8,
     LIMIT_S,
     Order,
     in_codes,
@@ -69,9 +73,18 @@ ReportStage = Callable[..., None]
 Body = Callable[[Order, ReportStage], Awaitable[None]]
 
 
-def _run_file(model: str) -> RunConfig:
-    folder = {"path": model, "max_context": 64, "dtype": "float32"}
-    return RunConfig.model_validate({"model": folder, "sampling": {"max_tokens": LONG_TOKENS}})
+def _run_file(model: str, in_int8: bool = False) -> RunConfig:
+    folder = {"path": model, "max_context": 64, "dtype": _type_with_int8() if in_int8 else "float32"}
+    values = {"model": folder, "sampling": {"max_tokens": LONG_TOKENS}}
+    if in_int8:
+        corrected = {"name": "grpo", "off_policy": {"ratio_to": "proximal", "correction": "truncate"}}
+        values |= {"generation": {"compute": "int8"}, "algorithm": corrected}
+    return RunConfig.model_validate(values)
+
+
+def _type_with_int8() -> str:
+    """Return the type of all but the linear layers in engines that multiply in int8."""
+    return "bfloat16" if this_cpu().has_bf16 else "float32"
 
 
 def _requests(tokens: int) -> list[SampleRequest]:
@@ -144,8 +157,9 @@ async def _delivery(folder: str, engine: Engine) -> Any:
 
 
 @asynccontextmanager
-async def _engine(model: str, folder: str, number: int) -> Any:
-    engine = Engine(GenerationPool(max_batch=len(LENGTHS), kv_cache_gb=0.05), _run_file(model), False, "verify", "here")
+async def _engine(model: str, folder: str, number: int, in_int8: bool = False) -> Any:
+    pool, run = GenerationPool(max_batch=len(LENGTHS), kv_cache_gb=0.05), _run_file(model, in_int8)
+    engine = Engine(pool, run, False, "verify", "here")
     try:
         await engine.set_up_weights({"directory": folder}, number)
         yield engine
@@ -221,6 +235,33 @@ async def _fresh(order: Order, say: ReportStage) -> None:
         say(FRESH, samples=_plain(await _drawn(engine)))
 
 
+async def _updated_in_int8(order: Order, say: ReportStage) -> None:
+    """Give an engine that multiplies in int8 the second model's weights."""
+    first, second = order.models
+    if lacks := device_lacks("int8", _type_with_int8(), this_cpu()):
+        say(IN_INT8, lacks=lacks)
+        return
+    folder = Path(order.folder) / "int8"
+    folder.mkdir()
+    kind = getattr(torch, _type_with_int8())
+    async with _engine(first, str(folder), FIRST, in_int8=True) as engine:
+        before = _plain(await _drawn(engine))
+        with _one_rank():
+            new = AutoModelForCausalLM.from_pretrained(second, dtype=kind)
+            async with _delivery(str(folder), engine) as path:
+                await path.deliver(*ShardedLayout(new, kind).lay_out(SECOND))
+                drawn = await _drawn(engine)
+                theirs = _trainer_logprobs(second, drawn, order.attention)
+                gaps = [np.abs(ours.logprobs - one).mean() for ours, one in zip(drawn, theirs, strict=True)]
+    say(IN_INT8, before=before, samples=_plain(drawn), gap=float(np.mean(gaps)))
+
+
+async def _fresh_in_int8(order: Order, say: ReportStage) -> None:
+    """Draw from an engine that has started in int8 with the second model's weights."""
+    async with _engine(order.models[1], order.folder, SECOND, in_int8=True) as engine:
+        say(FRESH_IN_INT8, samples=_plain(await _drawn(engine)))
+
+
 def _in_child(body: Body, order: Order, log: Path, deadline: float) -> tuple[str, bool]:
     """Run a body in a fork of this process; return its lines of JSON, and whether it ended in time."""
     read, write = os.pipe()
@@ -266,12 +307,19 @@ def answer(order: Order) -> dict[str, Any]:
     """Return what became of an order: {stages by name, errors: the end of what was written, in_time}."""
     log, deadline = Path(order.folder) / "engines.log", time.monotonic() + LIMIT_S
     stages: dict[str, Any] = {}
-    for body in (_updated, _fresh):
+    bodies: list[Body] = [_updated, _fresh]
+    if order.in_int8:
+        bodies += [_updated_in_int8, _fresh_in_int8]
+    for body in bodies:
         said, in_time = _in_child(body, order, log, deadline)
         for line in said.splitlines():
             values = json.loads(line)
             stages[values.pop("stage")] = values
-        if not in_time or AGAINST not in stages:
+        if (
+            not in_time
+            or AGAINST not in stages
+            or (body is _updated_in_int8 and "samples" not in stages.get(IN_INT8, {}))
+        ):
             break
     return {"stages": stages, "errors": log.read_text()[-END_OF_LOG:], "in_time": in_time}
 

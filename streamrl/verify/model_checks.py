@@ -57,5 +57,5 @@ def _in_vllm(config: PretrainedConfig, weights: Path | None, packing: Packing) -
         if weights is None:
             order = small_order(config, packing, Path(name))
         else:  # the second version is the first: a reload that changes nothing must change nothing
-            order = Order((str(weights), str(weights)), packing.attention, name, codes=())
+            order = Order((str(weights), str(weights)), packing.attention, name, codes=(), in_int8=False)
         return check_generators([order])[0]

@@ -125,6 +125,16 @@ def full_precision(manifest: Manifest, buffer: np.ndarray, dtype: torch.dtype) -
         CorruptTensors: a tensor does not match its checksum; those before it have been yielded.
         CorruptWeights: codes have no scales that fit them, or the buffer has another size.
     """
+    for name, tensor, scales in checked(manifest, buffer):
+        yield name, tensor if scales is None else dequantize(tensor, scales, dtype)
+
+
+def checked(manifest: Manifest, buffer: np.ndarray) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
+    """Yield (checkpoint name, tensor, scales if it is codes) of a version; views, checked as in `full_precision`.
+
+    Raises:
+        CorruptTensors, CorruptWeights: as `full_precision`.
+    """
     pairs = scales_of(manifest)
     scales = set(pairs.values())
     tensors = dict(manifest.tensors_of(buffer))
@@ -133,7 +143,7 @@ def full_precision(manifest: Manifest, buffer: np.ndarray, dtype: torch.dtype) -
             if name in pairs:
                 check(name)
                 check(pairs[name])
-                yield name, dequantize(tensor, tensors[pairs[name]], dtype)
+                yield name, tensor, tensors[pairs[name]]
             elif name not in scales:
                 check(name)
-                yield name, tensor
+                yield name, tensor, None

@@ -50,6 +50,10 @@ def test_the_bound_follows_the_compute_types_of_both_sides_unless_the_run_file_h
         one = watching()
         one.trainer_measured(0, measured())
         assert bool(one.instance_measured(0, "a", measured(shift, dtype))) == wrong
+    run = {"generation": {"compute": "auto"}, "algorithm": {"name": "grpo", "off_policy": {"correction": "mask"}}}
+    for one, wrong in ((watching(), True), (WeightCanary(RunConfig.model_validate(run)), False)):
+        one.trainer_measured(0, measured())
+        assert bool(one.instance_measured(0, "a", measured(0.3, "int8"))) == wrong  # its word alone widens no bound
     one = watching(bound=0.005)
     one.trainer_measured(0, measured())
     assert one.instance_measured(0, "a", measured(0.01, "bfloat16")) and one.bound == 0.005

@@ -13,10 +13,13 @@ from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.config.speculation import SpeculationConfig
 from streamrl.errors import UserError
+from streamrl.generation.instance import eight_bits
 from streamrl.launcher import gpu_checks, preflight
+from streamrl.launcher.generation_check import check_generation
 from streamrl.launcher.speculation_check import check_speculation
 from streamrl.launcher.untried_paths import untried, untried_warning
 from streamrl.machine import installed_packages
+from streamrl.machine.cpu import Cpu
 
 GIB = 2**30
 
@@ -100,6 +103,28 @@ def test_speculation_is_refused_where_nothing_says_that_it_is_exact(tmp_path: Pa
     speculating = hybrid.model_copy(update={"speculation": SpeculationConfig(method="ngram")})
     (recurrent,) = check_speculation(cluster(), speculating)
     assert "cannot go back to before a rejected token" in recurrent
+
+
+def test_8_bits_asked_for_by_name_are_refused_where_they_cannot_be_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corrected = {"name": "grpo", "off_policy": {"ratio_to": "proximal", "correction": "truncate"}}
+    model = make_model(tmp_path / "m", architectures=["LlamaForCausalLM"]).model
+    values = {"model": model.model_dump() | {"dtype": "float32"}, "algorithm": corrected}
+
+    def asking(compute: str) -> RunConfig:
+        return RunConfig.model_validate(values | {"generation": {"compute": compute}})
+
+    old, able = (Cpu("a CPU", frozenset({"avx2", "avx512f"} | more)) for more in (set(), {"avx512_vnni"}))
+    for cpu, reasons in ((old, ["int8 products need AVX-512 VNNI"]), (able, [])):
+        monkeypatch.setattr(eight_bits, "this_cpu", lambda cpu=cpu: cpu)
+        found = list(check_generation(cluster(), asking("int8"), None))
+        assert len(found) == len(reasons) and all(why in one for why, one in zip(reasons, found, strict=True))
+        assert list(check_generation(cluster(), asking("auto"), None)) == []
+    (several,) = check_generation(cluster(gpus_per_replica=2), asking("int8"), None)
+    assert "gpus_per_replica: 2" in several
+    said = [any("products in fp8" in one for one in untried(cluster("cuda"), asking(kind))) for kind in ("same", "fp8")]
+    assert said == [False, True]
 
 
 def test_computing_threads_far_above_the_cores_are_warned_of() -> None:

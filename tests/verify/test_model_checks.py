@@ -139,6 +139,8 @@ RIGHT: dict[str, dict[str, object]] = {
     "weights in fp8": {"codes": ROUNDED, "plain": ROUNDED, "mb": 0.4},
     "weights in int8": {"codes": ROUNDED, "plain": ROUNDED, "mb": 0.4},
     BETWEEN_TOKENS: {"error": 1e-5, "tokens": 30, "crossed": 4},
+    "layers in int8": {"before": OLD, "samples": NEW, "gap": 0.02},
+    "a fresh engine in int8": {"samples": NEW},
 }
 FAILED = "(EngineCore pid=1) ERROR [x.py:1] ValueError: no CPU kernel\n"
 
@@ -150,7 +152,7 @@ def verdicts(stages: dict[str, dict[str, object]]) -> dict[str, tuple[str, str]]
 
 def test_all_that_vllm_has_shown_works() -> None:
     found = verdicts(RIGHT)
-    assert len(found) == 5 and {verdict for verdict, _ in found.values()} == {"works"}
+    assert len(found) == 6 and {verdict for verdict, _ in found.values()} == {"works"}
     assert "within 1e-05 nats" in found[AGAINST][1]
 
 
@@ -175,6 +177,14 @@ def test_all_that_vllm_has_shown_works() -> None:
             "not checked",
             "no weight of the small model is sent in 8 bits",
         ),
+        ("layers in int8", {"a fresh engine in int8": {"samples": OLD}}, "refused", "a fresh engine's in int8"),
+        (
+            "layers in int8",
+            {"layers in int8": {"before": NEW, "samples": NEW, "gap": 0.0}},
+            "refused",
+            "the engine kept its old weights",
+        ),
+        ("layers in int8", {"layers in int8": {"lacks": "no VNNI"}}, "not checked", "no VNNI"),
     ],
 )
 def test_what_differs_in_vllm_is_refused(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import GptOssConfig, MistralConfig, PretrainedConfig, Qwen3MoeConfig
 
+from streamrl.machine.cpu import this_cpu
 from tests.cli.calling import streamrl
 
 
@@ -32,4 +33,9 @@ def test_the_table_of_a_model(
     assert "bit for bit" in rows["a weight version against a fresh engine"]
     assert "works" in rows["new weights between tokens"]
     assert "bit for bit" in rows["weights in fp8"] and "bit for bit" in rows["weights in int8"]
+    int8 = rows["layers in int8"]
+    if this_cpu().has_int8 and config.model_type == "mistral":
+        assert "works" in int8 and "equal a fresh engine's bit for bit" in int8
+    else:
+        assert "not checked" in int8 or "refused" in int8
     assert "not checked" in rows["stop tokens"]

@@ -12,12 +12,13 @@ from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.config.speculation import SpeculationConfig
 from streamrl.generation.drafts.drafter import DrafterWorker, RolloutDrafter
+from streamrl.generation.instance.eight_bits import quantization_config
 from streamrl.generation.instance.engine_variables import EAGER, FEW_ROWS, QUANTIZATION
 from streamrl.generation.instance.vllm_plugin import register
 from streamrl.machine.engine_settings import EngineSettings, chosen_settings
 from streamrl.machine.model_files import resolve_model
 from streamrl.runtime.device_turns import takes_turns
-from streamrl.weights.backends.base import weight_path
+from streamrl.weights.backends.base import LOAD_FORMATS, weight_path
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -63,16 +64,20 @@ def engine_config(
         settings: settings of a CPU engine; None: those chosen for this machine.
 
     Raises:
-        ValueError: `model.dtype: auto` has not been resolved for this process; vLLM would use the files' type.
+        ValueError: `model.dtype: auto` or `generation.compute: auto` has not been resolved for this process, or an
+            instance of several workers is to compute in 8 bits.
     """
-    if run.model.dtype == "auto":
-        raise ValueError("model.dtype: auto must be resolved to a type before an engine starts")
+    if run.model.dtype == "auto" or run.generation.compute == "auto":
+        raise ValueError("auto (model.dtype, generation.compute) must be resolved before an engine starts")
     model = resolve_model(run.model.path)
+    eight_bits = eight_bit_arguments(run, pool)
+    os.environ[QUANTIZATION] = eight_bits.get("load_format", "")  # of the engine before, in this process
     if not cuda:
         settings = settings or chosen_settings(Path(model), run.model.dtype, pool.threads).settings
         # read by the plugin, here and in vLLM's other processes
         os.environ[EAGER] = "0" if settings.compiled else "1"
-        os.environ[QUANTIZATION] = FEW_ROWS if _has_few_rows(Path(model), run.model.dtype, settings) else ""
+        if not eight_bits and _has_few_rows(Path(model), run.model.dtype, settings):
+            os.environ[QUANTIZATION] = FEW_ROWS
     from vllm import AsyncEngineArgs
     from vllm.config.weight_transfer import WeightTransferConfig
 
@@ -89,7 +94,6 @@ def engine_config(
         else {
             "enforce_eager": not settings.compiled,
             "kv_cache_dtype": settings.kv_cache,
-            "quantization": os.environ[QUANTIZATION] or None,
             # a single worker inside the engine process: between two processes vLLM waits by spinning, which costs a
             # core that the worker, other instances and the trainer need
             "distributed_executor_backend": "uni",
@@ -101,7 +105,8 @@ def engine_config(
             "compilation_config": {"custom_ops": wrong_kernels(Path(model))},
         }
     )
-    if hardware.get("quantization"):
+    if os.environ[QUANTIZATION] == FEW_ROWS:
+        hardware["quantization"] = FEW_ROWS
         hardware["ir_op_priority"] = {"rms_norm": [FEW_ROWS], "fused_add_rms_norm": [FEW_ROWS]}
     if (drafts := speculative_config(run.speculation)) is not None:
         hardware |= {"speculative_config": drafts, "per_request_spec_decode_metrics": "summary"}
@@ -119,10 +124,25 @@ def engine_config(
         logprobs_mode="processed_logprobs",
         weight_transfer_config=WeightTransferConfig(backend=weight_path(run).engine),
         generation_config="vllm",
-        hf_overrides=overrides(Path(model)),
+        hf_overrides=overrides(Path(model)) | eight_bits.pop("hf_overrides", {}),
         seed=run.seed,
-        **(hardware | several),
+        **(hardware | several | eight_bits),
     ).create_engine_config(headless=place.node > 0)
+
+
+def eight_bit_arguments(run: RunConfig, pool: GenerationPool) -> dict[str, Any]:
+    """Return vLLM's arguments for layers that multiply in 8 bits; {}: the model's own.
+
+    Raises:
+        ValueError: an instance has several workers, of which each would have to know its part of the codes.
+    """
+    kind = run.generation.compute
+    if kind == "same" or kind == "auto":
+        return {}
+    if pool.gpus_per_replica > 1:
+        raise ValueError(f"generation.compute: {kind} needs instances of one worker")
+    name = next(name for name, one in LOAD_FORMATS.items() if one == kind)
+    return {"load_format": name, "hf_overrides": {"quantization_config": quantization_config(kind)}}
 
 
 def speculative_config(speculation: SpeculationConfig) -> dict[str, Any] | None:

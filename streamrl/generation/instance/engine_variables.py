@@ -3,6 +3,7 @@
 EAGER = "STREAMRL_EAGER"
 """Environment variable that is 1 in an engine that compiles nothing."""
 QUANTIZATION = "STREAMRL_QUANTIZATION"
-"""Environment variable that is `FEW_ROWS` in an engine that uses this method."""
+"""Environment variable that is `FEW_ROWS` in an engine that uses this method, and the name of the loader (a key of
+`weights/engine_codes.py` `LOAD_FORMATS`) in one that multiplies in 8 bits."""
 FEW_ROWS = "streamrl_few_rows"
 """Name under which vLLM knows the method and the norms for small batches (`few_rows_vllm.py`)."""

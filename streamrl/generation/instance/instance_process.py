@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from streamrl.generation.instance.calibration import batch_sizes, measure_quickly
+from streamrl.generation.instance.eight_bits import choose_here, with_computation
 from streamrl.generation.instance.engine import Engine, Worked
 from streamrl.generation.instance.engine_config import Place
 from streamrl.generation.instance.sample_parts import UNNAMED_VERSION
@@ -105,12 +106,19 @@ class InstanceProcess:
         self.context.say("loading the model into vLLM")
         if not cuda:
             self._compute_type["dtype_why"] += f"; {self.context.engine_choice(self.pool)}"
+        computation = choose_here(self.context.run, cuda, self.pool.gpus_per_replica)
+        if computation.kind != "same":
+            self._compute_type["dtype"] = computation.kind
+        if computation.why:
+            self._compute_type["dtype_why"] += f"; {computation}"
+            log.info("computes %s", computation)
+        run = with_computation(self.context.run, computation)
         about = self.context.name, self.site, self.place
         if self.turns:
             self.context.say(waiting_for(["the trainer to leave the GPU"]))
             await self.turns.take(self.context.startup_s + self.context.run.deadlines.training_s)
             self.context.say("loading the model into vLLM")
-        self.engine = Engine(self.pool, self.context.run, cuda, *about, clock=lambda: self._clock())
+        self.engine = Engine(self.pool, run, cuda, *about, clock=lambda: self._clock())
         try:
             if weight_path(self.context.run).fetched:
                 await self.engine.set_up_weights({"directory": str(self.context.weights_folder)}, UNNAMED_VERSION)

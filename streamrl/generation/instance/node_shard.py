@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
+from streamrl.generation.instance.eight_bits import choose_here, with_computation
 from streamrl.generation.instance.engine_config import Place, engine_config
 from streamrl.runtime.process_context import RoleContext
 
@@ -36,8 +37,9 @@ class Shard:
     def _work(self) -> None:
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-        run, cluster = self.context.run, self.context.cluster
-        config = engine_config(self.pool, run, cluster.hardware == "cuda", self.place)
+        cuda = self.context.cluster.hardware == "cuda"
+        computation = choose_here(self.context.run, cuda, self.pool.gpus_per_replica)
+        config = engine_config(self.pool, with_computation(self.context.run, computation), cuda, self.place)
         executor = MultiprocExecutor(config, monitor_workers=False)
         try:
             executor.start_worker_monitor(inline=True)

@@ -25,20 +25,25 @@ def register() -> None:
     _end_with_instance()
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-    from streamrl.weights.backends.base import PATHS
+    from streamrl.weights.backends.base import LOAD_FORMATS, PATHS
 
     for path in PATHS.values():
         if path.engine_class is not None and path.engine not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(path.engine, *path.engine_class)
-    if EAGER in os.environ:
+    if EAGER in os.environ:  # an engine of a CPU
+        import torch
+
+        # vLLM's attention uses AMX without asking the kernel for it, which ends a forked engine unless a matrix product
+        # has asked before
+        torch.cpu._init_amx()
         # vLLM's sampler compiles a function that computes the rank of each sampled token, which nothing here reads: 7 s
         # of an instance's start with an empty cache, 1.5 s with a full one. Uncompiled, it takes 0.04 ms of a step for
         # one request, and 3 ms for 64 requests with a vocabulary of 49,152
-        import torch
-
         torch.compiler.set_stance("force_eager" if os.environ[EAGER] == "1" else "default")
     if os.environ.get(QUANTIZATION) == FEW_ROWS:
-        import streamrl.generation.instance.few_rows_vllm  # noqa: F401
+        import streamrl.generation.instance.few_rows_vllm
+    if os.environ.get(QUANTIZATION) in LOAD_FORMATS:
+        import streamrl.generation.instance.eight_bit_vllm  # noqa: F401
 
 
 def _end_with_instance() -> None:

