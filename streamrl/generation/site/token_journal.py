@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from streamrl.generation.site.journal_file import open_journal
 from streamrl.rollouts.types import PartialSample
 
 log = logging.getLogger(__name__)
@@ -63,19 +64,9 @@ class TokenJournal:
         """Requests that were forgotten but are still in the file."""
         self._new: defaultdict[str, list[tuple[int, PartialSample]]] = defaultdict(list)
         """Parts that are not yet in the file, and where they start, by request."""
-        try:
-            self._db = self._open(path)
-        except (sqlite3.DatabaseError, TypeError, ValueError) as error:
-            log.warning("replacing the unreadable token journal %s with an empty one: %s", path, error)
-            for suffix in ("", "-wal", "-shm"):
-                path.with_name(path.name + suffix).unlink(missing_ok=True)
-            self._db = self._open(path)
+        self._db = open_journal(path, _SCHEMA, self._load)
 
-    def _open(self, path: Path) -> sqlite3.Connection:
-        db = sqlite3.connect(path)
-        db.execute("PRAGMA journal_mode=WAL")
-        db.execute("PRAGMA synchronous=OFF")
-        db.executescript(_SCHEMA)
+    def _load(self, db: sqlite3.Connection) -> None:
         for *row, checksum in db.execute("SELECT * FROM parts ORDER BY sample_id, start"):
             sample_id, start, tokens, logprobs, versions, dispatched, first = row
             if checksum != _checksum(*row):
@@ -85,7 +76,6 @@ class TokenJournal:
             if self._lengths[sample_id] == start:
                 arrays = np.frombuffer(tokens, np.int32), np.frombuffer(logprobs, np.float32)
                 self._append(PartialSample(sample_id, *arrays, np.frombuffer(versions, np.int32), dispatched, first))
-        return db
 
     @property
     def tokens(self) -> int:

@@ -23,6 +23,7 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 
+from streamrl.generation.site.journal_file import open_journal
 from streamrl.protocol.message import body_of
 from streamrl.protocol.site_instance import FinishedSample
 from streamrl.rollouts.types import IntArray
@@ -88,29 +89,15 @@ class TurnJournal:
         """Those that are not yet in the file, by episode and turn."""
         self._forgotten: set[str] = set()
         """Episodes that were forgotten, but may still be in the file."""
-        self._db: sqlite3.Connection | None = None
-        if path is None:
-            return
-        try:
-            self._db = self._open(path)
-        except (sqlite3.DatabaseError, TypeError, ValueError) as error:
-            log.warning("replacing the unreadable turn journal %s with an empty one: %s", path, error)
-            self._turns.clear()
-            for suffix in ("", "-wal", "-shm"):
-                path.with_name(path.name + suffix).unlink(missing_ok=True)
-            self._db = self._open(path)
+        self._db = None if path is None else open_journal(path, _SCHEMA, self._load)
 
-    def _open(self, path: Path) -> sqlite3.Connection:
-        db = sqlite3.connect(path)
-        db.execute("PRAGMA journal_mode=WAL")
-        db.execute("PRAGMA synchronous=OFF")
-        db.executescript(_SCHEMA)
+    def _load(self, db: sqlite3.Connection) -> None:
+        self._turns.clear()
         for episode, turn, key, kept, checksum in db.execute("SELECT * FROM turns"):
             if checksum != _checksum(episode, turn, key, kept):
                 log.warning("dropping turn %s, which is damaged in the turn journal", turn)
                 continue
             self._turns[episode][tuple(msgspec.msgpack.decode(key))] = KeptTurn.from_bytes(kept)
-        return db
 
     @property
     def turns(self) -> int:
