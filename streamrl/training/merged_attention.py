@@ -116,7 +116,7 @@ def on_gpu(x: torch.Tensor) -> bool:
 def has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
     """Return whether a flash kernel takes these tensors, [..., D] and [..., D_v]."""
     width = query.shape[-1]
-    if width != value.shape[-1]:
+    if width != value.shape[-1] or query.device.type not in ("cpu", "cuda"):
         return False
     if not on_gpu(query):
         return True

@@ -106,7 +106,7 @@ def test_an_attention_that_is_wrong_fails_its_stage(monkeypatch: pytest.MonkeyPa
 def test_the_trainer_is_timed_at_each_context() -> None:
     found = measured("trainer")
     assert list(found) == [f"trainer, {n} tokens{what}" for n in (20, 40) for what in ("", ", memory")]
-    assert "68 tokens of a prompt with 4 completions" in found["trainer, 40 tokens"].note  # 4 + 36 + 3 x 9, made even
+    assert "80 tokens of a prompt with 4 completions" in found["trainer, 40 tokens"].note  # 4 + 36 + 3 x 9, filled up
 
 
 def test_weights_are_coded_and_must_come_back_bit_for_bit() -> None:
