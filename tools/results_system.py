@@ -344,6 +344,16 @@ def _elastic_hand() -> str:
     )
 
 
+@named(FIGURES, "ray-stop")
+def _ray_stop() -> str:
+    few, *_, many = page_rows("ray_stop", "Seconds to stop")
+    return (
+        f"{few[0]} and {many[0]} processes: {few[1]} and {many[1]} s if they end at SIGTERM, {few[2]} and {many[2]} s "
+        f"if they ignore it, {few[3]} and {many[3]} s if their actors are frozen ({few[4]} s for {few[0]} one after "
+        "the other)"
+    )
+
+
 @named(FIGURES, "data-plane")
 def _data_plane() -> str:
     near = read("data_plane")["steady"]["near"]
