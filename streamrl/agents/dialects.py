@@ -28,7 +28,7 @@ class Dialect:
     """One form of calls and answers."""
 
     path: str
-    """Of its calls, behind the session."""
+    """Path of its calls, behind the session."""
     read: Callable[[bytes, dict[str, str], set[str], Sequence[Turn]], tuple[Call, CallBody]]
     """Checks a body, given its headers, the model's names and the turns of the episode."""
     answer: Callable[[Turn, ChatRenderer, CallBody], CallBody]

@@ -1,4 +1,4 @@
-"""Converts a 4-bit GGUF file to a plain bf16 Llama with its tokenizer: `python -m ... FILE TARGET`."""
+"""Converts a 4-bit GGUF file to a bf16 Llama: `python -m streamrl.machine.gguf_conversion FILE TARGET`."""
 
 from __future__ import annotations
 

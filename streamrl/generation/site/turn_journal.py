@@ -56,9 +56,9 @@ class KeptTurn:
     """A finished turn."""
 
     sample: FinishedSample
-    """As its instance reported it; its `sample_id` is the turn's id."""
+    """The sample as its instance reported it; its `sample_id` is the turn's id."""
     arrays: Arrays
-    """As `FinishedSample` has them."""
+    """The arrays of a `FinishedSample`."""
 
     @property
     def newest(self) -> int:
@@ -84,7 +84,7 @@ class TurnJournal:
     def __init__(self, path: Path | None = None) -> None:
         """Open the file and load what an earlier service left in it. An unreadable file is replaced by an empty one."""
         self._turns: defaultdict[str, dict[TurnKey, KeptTurn]] = defaultdict(dict)
-        """By episode."""
+        """Finished turns, by episode."""
         self._new: dict[tuple[str, str], tuple[TurnKey, KeptTurn]] = {}
         """Those that are not yet in the file, by episode and turn."""
         self._forgotten: set[str] = set()
