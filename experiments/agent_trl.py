@@ -20,9 +20,7 @@ import json
 import os
 import shutil
 import statistics
-import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +28,8 @@ import click
 import pyarrow.parquet as pq
 from agent_learning import launch, turns_by_step
 from agent_trl_task import SCHEMA, TURNS, Calculator, conversation, reward
+from beside_trl import OURS, Step, TrlProcess, grpo_settings, show_times, step_gate
 from matplotlib.figure import Figure
-from peer_trl import MEASURED, OURS, Peer, Step
 from running import HERE, Sheet, machine, terminal, write_results
 
 from streamrl.config.run import RunConfig
@@ -105,7 +103,7 @@ def trl(model: str, dtype: str, steps: int) -> None:
     """Run TRL in this process: wait for a line before each step, and print what was measured after it."""
     import torch
     from datasets import Dataset
-    from transformers import AutoTokenizer, TrainerCallback
+    from transformers import AutoTokenizer
     from transformers.utils import get_json_schema
     from trl import GRPOConfig, GRPOTrainer
 
@@ -122,22 +120,10 @@ def trl(model: str, dtype: str, steps: int) -> None:
         each = zip(completions, environments, a, b, strict=True)
         return [reward(one.computed, told[-1], first + second) for told, one, first, second in each]
 
-    class Gate(TrainerCallback):
-        """Waits before each optimizer step, and tells its seconds."""
-
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            sys.stdin.readline()
-            self.started = time.monotonic()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.seconds = time.monotonic() - self.started
-
-        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-            if "reward" in logs:
-                turns = statistics.mean(made)
-                made.clear()
-                found = {"reward": logs["reward"], "sampled": logs["completions/mean_length"], "turns": turns}
-                print(MEASURED + json.dumps(found | {"seconds": self.seconds}), flush=True)
+    def measure(logs: dict[str, float]) -> Step:
+        turns = statistics.mean(made)
+        made.clear()
+        return {"reward": logs["reward"], "sampled": logs["completions/mean_length"], "turns": turns}
 
     rows = [{"prompt": plain(conversation(one["a"], one["b"])), "a": one["a"], "b": one["b"]} for one in items]
     with tempfile.TemporaryDirectory() as folder:
@@ -148,29 +134,16 @@ def trl(model: str, dtype: str, steps: int) -> None:
             args=GRPOConfig(
                 output_dir=folder,
                 max_steps=steps,
-                per_device_train_batch_size=SIZE,
-                gradient_accumulation_steps=PROMPTS,
-                num_generations=SIZE,
                 max_completion_length=2 * config.sampling.max_tokens,
                 max_tool_calling_iterations=TURNS - 1,
                 temperature=TEMPERATURE,
                 learning_rate=LR,
-                lr_scheduler_type="constant",
-                beta=0.0,
                 loss_type="dapo",  # every trained token of the step counts alike, as `aggregation: token` does
-                bf16=dtype == "bfloat16",
-                use_cpu=True,
-                shuffle_dataset=False,
-                logging_steps=1,
-                save_strategy="no",
-                report_to="none",
-                disable_tqdm=True,
-                gradient_checkpointing=False,
-                model_init_kwargs={"dtype": "float32"},
+                **grpo_settings(PROMPTS, SIZE, dtype, weights="float32"),
             ),
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
-            callbacks=[Gate()],
+            callbacks=[step_gate(measure)],
         )
         trainer.train()
 
@@ -256,13 +229,12 @@ def main(blocks: int, steps: int, beside: str, only_trl: tuple[str, str] | None)
             for number in range(blocks):
                 block = {OURS: ours(folder / config.name, (number + 1) * steps)}
                 numbers = ["--blocks", str(blocks), "--steps", str(steps)]
-                peer = peer or Peer([__file__, *numbers, "--only-trl", str(model), dtype])
+                peer = peer or TrlProcess([__file__, *numbers, "--only-trl", str(model), dtype])
                 block[TRL] = [peer.step() for _ in range(steps)]
                 for system, made in block.items():
                     for place, step in enumerate(made):
                         step["timed"] = float(place > 0 or (system == TRL and number > 0))
-                    times = ", ".join(f"{step['seconds']:.1f}" for step in made)
-                    console.print(f"  block {number + 1} of {blocks}: {system}: {times} s", highlight=False)
+                    show_times(console, f"block {number + 1} of {blocks}", system, made)
                 measured.append(block)
         finally:
             if peer is not None:

@@ -22,18 +22,15 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 import pyarrow.parquet as pq
+from beside_trl import OURS, Step, TrlProcess, grpo_settings, show_times, step_gate
 from bounds import GFLOP, Group, gemm_peak, generating, learning, shape_of
-from rich.console import Console
 from running import HERE, ROOT, Job, Sheet, machine, run_job, terminal, write_results
 
 from streamrl.config.run import RunConfig
@@ -47,16 +44,10 @@ TRL_VARIANTS = {
     "bfloat16": {"TRL": "float32", "TRL, bf16 weights": "bfloat16"},
 }
 """By the compute type: what is shown -> type of the weights."""
-OURS = "StreamRL"
 LIMIT_S = 1800
 """For one run of this system."""
-MEASURED = "MEASURED "
-"""Before a line of TRL's process."""
 PROMPTS, SIZE = 8, 8
 """Of a step, and completions of each."""
-
-Step = dict[str, float]
-"""`seconds`, `mean_length`, `reward`, and 10^9 operations that the step's samples need: `generating`, `learning`."""
 
 
 def run_config(steps: int, model: str, dtype: str, seed: int = 0) -> RunConfig:
@@ -114,33 +105,9 @@ def group(prompt: int, samples: Sequence[tuple[int, float]]) -> Group:
 
 
 def needed(model: str, groups: Sequence[Group]) -> Step:
-    """10^9 operations."""
+    """Return the 10^9 operations that these groups need: `generating` and `learning`."""
     shape = shape_of(Path(resolve_model(model)))
     return {"generating": generating(shape, groups) / GFLOP, "learning": learning(shape, groups) / GFLOP}
-
-
-class Peer:
-    """TRL in a process of its own, which makes a step when it is told to."""
-
-    def __init__(self, arguments: Sequence[str]) -> None:
-        command = [sys.executable, *arguments]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def step(self) -> Step:
-        """Makes one."""
-        assert self._process.stdin and self._process.stdout
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        for line in self._process.stdout:
-            if line.startswith(MEASURED):  # beside what TRL prints
-                step: Step = json.loads(line.removeprefix(MEASURED))
-                return step
-        raise click.ClickException("TRL has ended; its last words are above")
-
-    def end(self) -> None:
-        """Ends it."""
-        self._process.kill()
-        self._process.wait()
 
 
 def trl(model: str, weights: str, dtype: str, blocks: int, steps: int) -> None:
@@ -148,7 +115,7 @@ def trl(model: str, weights: str, dtype: str, blocks: int, steps: int) -> None:
     a line before each step, and prints what it measured after it."""
     import torch
     from datasets import Dataset
-    from transformers import AutoTokenizer, TrainerCallback
+    from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(os.cpu_count() or 1)
@@ -190,20 +157,8 @@ def trl(model: str, weights: str, dtype: str, blocks: int, steps: int) -> None:
         made.clear()
         return needed(model, groups)
 
-    class Gate(TrainerCallback):
-        """Waits before each optimizer step, and tells its seconds."""
-
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            sys.stdin.readline()
-            self.started = time.monotonic()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.seconds = time.monotonic() - self.started
-
-        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-            if "reward" in logs:
-                found = {"mean_length": logs["completions/mean_length"], "reward": logs["reward"]}
-                print(MEASURED + json.dumps(found | {"seconds": self.seconds} | operations()), flush=True)
+    def measure(logs: dict[str, float]) -> Step:
+        return {"mean_length": logs["completions/mean_length"], "reward": logs["reward"]} | operations()
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
@@ -212,28 +167,14 @@ def trl(model: str, weights: str, dtype: str, blocks: int, steps: int) -> None:
             args=GRPOConfig(
                 output_dir=folder,
                 max_steps=blocks * steps + 1,
-                # one group per forward and backward, as many as there are prompts accumulated
-                per_device_train_batch_size=SIZE,
-                gradient_accumulation_steps=PROMPTS,
-                num_generations=SIZE,
                 max_completion_length=config.sampling.max_tokens,
                 temperature=config.sampling.temperature,
                 learning_rate=config.optimizer.lr,
-                lr_scheduler_type="constant",
-                beta=0.0,
-                bf16=dtype == "bfloat16",
-                use_cpu=True,
-                shuffle_dataset=False,
-                logging_steps=1,
-                save_strategy="no",
-                report_to="none",
-                disable_tqdm=True,
-                gradient_checkpointing=False,
-                model_init_kwargs={"dtype": weights},
+                **grpo_settings(PROMPTS, SIZE, dtype, weights),
             ),
             train_dataset=rows,
             processing_class=tokenizer,
-            callbacks=[Gate()],
+            callbacks=[step_gate(measure)],
         )
         trainer.train()
 
@@ -322,19 +263,20 @@ def main(blocks: int, steps: int, model: str, dtype: str, bf16: bool, only_trl: 
     peak = gemm_peak(dtype, os.cpu_count() or 1)
     console.print(f"{dtype}, products of large matrices at {peak:.0f} GFLOP/s", highlight=False)
     arguments = [__file__, "--dtype", dtype, "--model", model, "--blocks", str(blocks), "--steps", str(steps)]
-    peers: dict[str, Peer] = {}
+    peers: dict[str, TrlProcess] = {}
     measured: list[dict[str, list[Step]]] = []
     try:
         for name, weights in list(TRL_VARIANTS[dtype].items())[: 1 + bf16]:
-            peers[name] = Peer([*arguments, "--only-trl", weights])
-            said(console, name, [peers[name].step()], "not counted")
+            peers[name] = TrlProcess([*arguments, "--only-trl", weights])
+            show_times(console, "not counted", name, [peers[name].step()])
         with tempfile.TemporaryDirectory() as folder:
             for number in range(blocks):
+                where = f"block {number + 1} of {blocks}"
                 block = {OURS: ours(run_config(steps + 1, model, dtype, number), Path(folder), f"block-{number}")}
-                said(console, OURS, block[OURS], f"block {number + 1} of {blocks}")
+                show_times(console, where, OURS, block[OURS])
                 for name, peer in peers.items():
                     block[name] = [peer.step() for _ in range(steps)]
-                    said(console, name, block[name], f"block {number + 1} of {blocks}")
+                    show_times(console, where, name, block[name])
                 measured.append(block)
     finally:
         for peer in peers.values():
@@ -346,12 +288,6 @@ def main(blocks: int, steps: int, model: str, dtype: str, bf16: bool, only_trl: 
     record = {"machine": machine(), "dtype": dtype, "peak_gflops": peak, "blocks": measured}
     write_results(target, record, "Beside TRL 1.16", sheets)
     console.print(f"written to {target} and .md")
-
-
-def said(console: Console, name: str, steps: Sequence[Step], where: str) -> None:
-    """Prints what was just measured."""
-    times = ", ".join(f"{step['seconds']:.1f}" for step in steps)
-    console.print(f"  {where}: {name}: {times} s", highlight=False)
 
 
 if __name__ == "__main__":
