@@ -4,7 +4,7 @@
     .venv/bin/python experiments/agent_trl.py       # a quarter of an hour, on a machine that does nothing else
 
 The task is agent_trl_task.py: a sum, two solved ones before it, and a calculator as a tool; at most 3 answers of the
-model in an episode. Both make optimizer steps of 4 prompts x 8 episodes with SmolLM2-135M-Instruct under the chat
+model in an episode. Both make optimizer steps of `--prompts` x 8 episodes with SmolLM2-135M-Instruct under the chat
 template of Qwen3-2507 (its own knows no tools), with the same prompts, description of the tool, reward, AdamW learning
 rate, temperature and compute type; no KL term, on-policy. TRL keeps fp32 weights, as this system does, and generates
 with transformers. An answer has at most 64 tokens here; TRL limits the episode instead, to 128 without its question.
@@ -41,8 +41,8 @@ from streamrl.tasks.source import PromptSource
 
 OUT = HERE / "results" / "agent_trl.json"
 TRL = "TRL"
-PROMPTS, SIZE = 4, 8
-"""Prompts of a step, and episodes of each."""
+SIZE = 8
+"""Episodes of a prompt."""
 LR, TEMPERATURE = 2e-5, 1.0
 
 
@@ -58,7 +58,7 @@ def model_folder(folder: Path) -> Path:
     return model
 
 
-def run_config(model: Path, steps: int) -> RunConfig:
+def run_config(model: Path, steps: int, prompts: int) -> RunConfig:
     """Return the work of this system."""
     task = {"kind": "agent", "name": "sums", "max_turns": TURNS, "deadlines": {"episode_s": 600}}
     functions = {"run": "experiments.agent_trl_task:run", "items": "experiments.agent_trl_task:item"}
@@ -69,7 +69,7 @@ def run_config(model: Path, steps: int) -> RunConfig:
             "seed": 0,
             "model": {"path": str(model), "max_context": 1024},
             "tasks": [task | functions],
-            "batch": {"prompts_per_step": PROMPTS, "samples_per_prompt": SIZE, "micro_batch_tokens": 4096},
+            "batch": {"prompts_per_step": prompts, "samples_per_prompt": SIZE, "micro_batch_tokens": 4096},
             "sampling": {"max_tokens": 64, "temperature": TEMPERATURE},
             "schedule": {"name": "stream"},
             "optimizer": {"lr": LR},
@@ -79,11 +79,12 @@ def run_config(model: Path, steps: int) -> RunConfig:
     )
 
 
-def ours(run_dir: Path, steps: int) -> list[Step]:
+def ours(run_dir: Path, steps: int, prompts: int) -> list[Step]:
     """Run this system until it has made so many steps in all; return those of this start."""
     before = len(read_metrics(run_dir / layout.METRICS)) if run_dir.exists() else 0
     launch(run_dir, steps, run_dir.parent / "run.yaml")
     turns = turns_by_step(run_dir)
+    shown = sum(message["role"] == "assistant" for message in conversation(0, 0))
     found: list[Step] = []
     for row in read_metrics(run_dir / layout.METRICS)[before:]:
         rows = pq.read_table(run_dir / layout.ROLLOUTS / f"step_{row.step:06d}.parquet", columns=["mask", "reward"])
@@ -92,14 +93,14 @@ def ours(run_dir: Path, steps: int) -> list[Step]:
             {
                 "seconds": row.step_time_s,
                 "reward": row.reward_mean,
-                "sampled": sampled / (PROMPTS * SIZE),
-                "turns": turns[row.step]["turns"],
+                "sampled": sampled / (prompts * SIZE),
+                "turns": turns[row.step]["turns"] - shown,
             }
         )
     return found
 
 
-def trl(model: str, dtype: str, steps: int) -> None:
+def trl(model: str, dtype: str, steps: int, prompts: int) -> None:
     """Run TRL in this process: wait for a line before each step, and print what was measured after it."""
     import torch
     from datasets import Dataset
@@ -109,9 +110,9 @@ def trl(model: str, dtype: str, steps: int) -> None:
 
     torch.set_num_threads(os.cpu_count() or 1)
     assert get_json_schema(Calculator().calculate) == SCHEMA  # both describe the tool alike
-    config = run_config(Path(model), steps)
+    config = run_config(Path(model), steps, prompts)
     source = PromptSource(config.tasks, config.seed)
-    items = [source.prompt(number).reward_input for number in range(PROMPTS * steps)]
+    items = [source.prompt(number).reward_input for number in range(prompts * steps)]
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
     made: list[int] = []
 
@@ -139,7 +140,7 @@ def trl(model: str, dtype: str, steps: int) -> None:
                 temperature=TEMPERATURE,
                 learning_rate=LR,
                 loss_type="dapo",  # every trained token of the step counts alike, as `aggregation: token` does
-                **grpo_settings(PROMPTS, SIZE, dtype, weights="float32"),
+                **grpo_settings(prompts, SIZE, dtype, weights="float32"),
             ),
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
@@ -163,7 +164,7 @@ def plain(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def tables(blocks: list[dict[str, list[Step]]], dtype: str) -> list[Sheet]:
+def tables(blocks: list[dict[str, list[Step]]], dtype: str, prompts: int) -> list[Sheet]:
     """Make the tables."""
     steps = {name: [step for block in blocks for step in block[name]] for name in (OURS, TRL)}
     medians = {name: statistics.median(step["seconds"] for step in steps[name] if step["timed"]) for name in steps}
@@ -178,7 +179,7 @@ def tables(blocks: list[dict[str, list[Step]]], dtype: str) -> list[Sheet]:
             f"{medians[name]:.1f}",
             f"{min(step['seconds'] for step in steps[name] if step['timed']):.1f}",
             f"{max(step['seconds'] for step in steps[name] if step['timed']):.1f}",
-            f"{PROMPTS * SIZE / medians[name]:.2f}",
+            f"{prompts * SIZE / medians[name]:.2f}",
             f"{mean(name, 'sampled'):.0f}",
             f"{mean(name, 'turns'):.2f}",
             f"{mean(name, 'reward', slice(4)):.2f}",
@@ -192,7 +193,7 @@ def tables(blocks: list[dict[str, list[Step]]], dtype: str) -> list[Sheet]:
         "tokens: what was sampled of an episode (TRL counts results of tools in); rewards: of the first and the "
         "last 4 of all steps",
     ]
-    return [Sheet("Steps of 4 prompts x 8 episodes", (*heads, "reward at first", "at last"), rows, notes)]
+    return [Sheet(f"Steps of {prompts} prompts x {SIZE} episodes", (*heads, "reward at first", "at last"), rows, notes)]
 
 
 def draw(blocks: list[dict[str, list[Step]]], path: Path) -> None:
@@ -211,24 +212,29 @@ def draw(blocks: list[dict[str, list[Step]]], path: Path) -> None:
 @click.command(help=__doc__)
 @click.option("--blocks", default=2, show_default=True, type=click.IntRange(1), help="turns of each")
 @click.option("--steps", default=6, show_default=True, type=click.IntRange(2), help="steps of each in a turn")
+@click.option("--prompts", default=4, show_default=True, type=click.IntRange(1), help="of a step")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="of both; by default what the machine has")
 @click.option("--beside", default="", help="a remark about the machine, for the table")
 @click.option("--only-trl", nargs=2, hidden=True, help="used by this script itself, in a process of its own")
-def main(blocks: int, steps: int, beside: str, only_trl: tuple[str, str] | None) -> None:
+def main(
+    blocks: int, steps: int, prompts: int, dtype: str | None, beside: str, only_trl: tuple[str, str] | None
+) -> None:
     if only_trl:
-        trl(*only_trl, blocks * steps)
+        trl(*only_trl, blocks * steps, prompts)
         return
     console, peer = terminal(), None
     measured: list[dict[str, list[Step]]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = model_folder(folder)
-        config = run_config(model, blocks * steps)
-        dtype = decided(config, cuda=False).model.dtype
+        config = run_config(model, blocks * steps, prompts)
+        dtype = dtype or decided(config, cuda=False).model.dtype
+        config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
         (folder / "run.yaml").write_text(json.dumps(config.model_dump(mode="json", exclude_unset=True)))
         try:
             for number in range(blocks):
-                block = {OURS: ours(folder / config.name, (number + 1) * steps)}
-                numbers = ["--blocks", str(blocks), "--steps", str(steps)]
+                block = {OURS: ours(folder / config.name, (number + 1) * steps, prompts)}
+                numbers = ["--blocks", str(blocks), "--steps", str(steps), "--prompts", str(prompts)]
                 peer = peer or TrlProcess([__file__, *numbers, "--only-trl", str(model), dtype])
                 block[TRL] = [peer.step() for _ in range(steps)]
                 for system, made in block.items():
@@ -239,12 +245,12 @@ def main(blocks: int, steps: int, beside: str, only_trl: tuple[str, str] | None)
         finally:
             if peer is not None:
                 peer.end()
-    sheets = tables(measured, dtype)
+    sheets = tables(measured, dtype, prompts)
     if beside:
         sheets[0].notes.append(beside)
     for sheet in sheets:
         sheet.show(console)
-    record = {"machine": machine(), "dtype": dtype, "episodes": PROMPTS * SIZE, "blocks": measured, "beside": beside}
+    record = {"machine": machine(), "dtype": dtype, "episodes": prompts * SIZE, "blocks": measured, "beside": beside}
     write_results(OUT, record, "A tool task beside TRL 1.16", sheets)
     draw(measured, OUT.with_suffix(".svg"))
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import permutations
 
 import numpy as np
 import numpy.typing as npt
 
+from scheduler.cost.decode import StepCurve
 from scheduler.cost.expected_time import Worker, context_seconds, marginal_costs
 from scheduler.dispatch.partition import Plan, _Timed
-from scheduler.dispatch.partition_candidates import even, type_orders
+from scheduler.dispatch.partition_candidates import even
 
 
 def best_partition(lengths: npt.ArrayLike, workers: Sequence[Worker]) -> Plan:
@@ -22,7 +24,7 @@ def best_partition(lengths: npt.ArrayLike, workers: Sequence[Worker]) -> Plan:
     timed = _Timed(values[None], workers, [range(0)] * len(workers))
     each = [[seat] for seat in range(len(workers))]
     plans = [timed("even", even(count, [worker.slots for worker in workers]), each)]
-    for order in type_orders(workers):
+    for order in _orders_of_kinds(workers):
         best, choices = np.where(np.arange(count + 1) == 0, 0.0, np.inf), []
         for seat in order:
             worker = workers[seat]
@@ -42,3 +44,12 @@ def best_partition(lengths: npt.ArrayLike, workers: Sequence[Worker]) -> Plan:
             queues[seat], end = list(range(begin, end)), begin
         plans.append(timed("partition", queues, each))
     return min(plans, key=lambda candidate: candidate.makespan)
+
+
+def _orders_of_kinds(workers: Sequence[Worker]) -> Iterator[list[int]]:
+    """Yield the workers' seats, identical ones side by side, in each order of the kinds."""
+    kinds: dict[tuple[StepCurve, int], list[int]] = {}
+    for seat, worker in enumerate(workers):
+        kinds.setdefault((worker.curve, worker.slots), []).append(seat)
+    for order in permutations(kinds.values()):
+        yield [seat for seats in order for seat in seats]

@@ -11,13 +11,9 @@ import argparse
 import itertools
 import json
 import os
-import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +22,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 from playwright.sync_api import Browser, sync_playwright
+from served_dashboard import served_dashboard
 
 from streamrl.rollouts.rollout_store import SCHEMA
 from streamrl.run_dir.jsonl import RowWriter
@@ -144,19 +141,8 @@ def main() -> None:
     argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
         write_big_run(Path(folder) / "big")
-        command = [sys.executable, "-m", "streamrl.cli.main", "dashboard", folder, "--port", "0"]
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        assert server.stdout is not None
-        address = server.stdout.readline().split()[2]
-        urllib.request.urlopen(f"{address}api/runs").close()  # it imports its libraries at the start
-        sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
-        browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=sandbox)
-        try:
-            figures = measure(browser, address, psutil.Process(server.pid))
-        finally:
-            browser.close()
-            server.terminate()
-            server.wait()
+        with served_dashboard(Path(folder), driver) as (address, server, browser):
+            figures = measure(browser, address, server)
     (RESULTS / "dashboard.json").write_text(json.dumps(figures, indent=1) + "\n")
     (RESULTS / "dashboard.md").write_text(render(figures))
     print(render(figures))

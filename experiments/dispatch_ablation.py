@@ -9,13 +9,18 @@ The sets of workloads:
 * `honest`, `overconfident`, `runaways`: the 12 workloads of `dispatch_quality.py`, 2 draws of each, believed blindly,
   the makespan; `stream`: those with honest forecasts, the end of a balanced training's last group;
 * `prompts`: prompts of 1,000 tokens that 8 siblings share, on rooflines of H800 and of half H20, half H800;
+* `foreseen`: those 12 with 1 % runaways that forecasts foresee; `corrected`: with unforeseen runaways and forecasts
+  that three steps have corrected (`recalibration.py`); `recorded`: lengths of the small reasoner and SmolLM2
+  (`dispatch_workloads.py`), 16 and 64 slots, 6 draws of each;
 * `siblings`: log-normal and R1-like lengths, 16 and 64 slots, forecasts off by 70 %, half of whose variance siblings
   share, and without forecasts;
 * `stream, fast` and `stream, slow`: `stream` with a trainer of 4 times and half that rate;
 * `mixed`: two or three kinds of instances, drawn from rooflines and measured curves, 16 to 256 slots;
 * `slow`: one of 4 instances needs twice the time of its curve.
 
-A part is idle if without it no set's mean rises by 0.2 % or more and no set's worst case rises. A dash: not tried.
+A part is idle if without it no set's mean rises by 0.2 % or more and no set's worst case rises ("so far": some of its
+sets have not been measured). A dash: not tried.
+Parts that were idle have been taken out; their rows stay as they were measured, against dispatch of that time.
 `--part NAME` measures one again and keeps the rest of the file.
 """
 
@@ -25,7 +30,6 @@ import itertools
 import json
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,10 +38,21 @@ from unittest.mock import patch
 
 import click
 import numpy as np
-from dispatch_policies import CPU, INSTANCES, LIMIT, MIXES, PER_INSTANCE, RANKER_NOISE, SHAPES, requests_of
-from dispatch_policies import SLOTS as GRID_SLOTS
-from dispatch_quality import SIBLINGS, balanced_rate, fleet_of, step
-from dispatch_quality import SLOTS as QUALITY_SLOTS
+from dispatch_policies import CPU, LIMIT, MIXES, RANKER_NOISE, SHAPES, requests_of
+from dispatch_quality import corrected
+from dispatch_workloads import (
+    EVERY,
+    QUALITIES,
+    SIBLINGS,
+    Quality,
+    balanced_rate,
+    foreseen,
+    made_up,
+    of_grid,
+    recorded,
+    runaways,
+    step,
+)
 from rich.progress import track
 from running import Sheet, machine, terminal, write_results
 
@@ -45,6 +60,7 @@ from scheduler.cost import expected_time
 from scheduler.cost.decode import PAPER_7B_H800, QWEN_7B, StepCurve, roofline
 from scheduler.cost.hardware import device
 from scheduler.cost.length_forecast import NORMAL_SCORES
+from scheduler.cost.recalibration import Recalibration
 from scheduler.dispatch import partition, partition_candidates, planned
 from scheduler.dispatch.dispatch_objective import MAKESPAN, DispatchObjective, Streamed
 from scheduler.dispatch.planned import SkewAware
@@ -54,8 +70,6 @@ from scheduler.simulation.generation_simulator import SimulatedInstance, Simulat
 from scheduler.simulation.saving import waited
 
 OUT = Path(__file__).parent / "results" / "dispatch_ablation.json"
-EVERY = 11
-"""Step through the 288 workloads; it has no factor in common with the sizes of their axes."""
 IDLE = 0.002
 """Share by which a mean must rise for a part to count."""
 Workload = tuple[list[SimulatedRequest], list[SimulatedInstance], DispatchObjective]
@@ -64,22 +78,38 @@ Patches = list[tuple[object, str, object]]
 
 
 def grid(known: bool) -> Iterator[Workload]:
-    axes = itertools.product(SHAPES, MIXES, INSTANCES, PER_INSTANCE, GRID_SLOTS)
-    for seed, (shape, mix, instances, each, slots) in list(enumerate(axes))[::EVERY]:
-        rng, count = np.random.default_rng(seed), instances * each
-        middle = np.clip(SHAPES[shape](rng, count), 20, LIMIT)
-        told = np.clip(middle[:, None] * np.exp(RANKER_NOISE * NORMAL_SCORES), 1, LIMIT)
-        lengths = np.clip(middle * np.exp(RANKER_NOISE * rng.standard_normal(count)), 1, LIMIT).round()
-        fleet = [SimulatedInstance(f"i{n}", curve, slots) for n, curve in enumerate(MIXES[mix](instances))]
-        yield requests_of(lengths, None if known else told, known), fleet, MAKESPAN
+    for number, of in enumerate(of_grid()):
+        rng = np.random.default_rng(EVERY * number)
+        lengths, told = (np.clip(some, 1, LIMIT) for some in of.draw(rng, RANKER_NOISE, RANKER_NOISE))
+        lengths = lengths.round()
+        yield requests_of(lengths, None if known else told, known), of.fleet, MAKESPAN
 
 
 def quality(name: str, streamed: bool = False, faster: float = 1.0) -> Iterator[Workload]:
-    for number, (shape, slots) in enumerate(itertools.product(SHAPES, QUALITY_SLOTS)):
+    for number, of in enumerate(made_up()):
         rng = np.random.default_rng([2, number])
-        objective = Streamed(faster * balanced_rate(shape, slots)) if streamed else MAKESPAN
+        objective = Streamed(faster * balanced_rate(of)) if streamed else MAKESPAN
         for _ in range(2):
-            yield step(name, shape, rng), fleet_of(slots), objective
+            yield step(QUALITIES[name], of, rng), of.fleet, objective
+
+
+def drawn(of: Quality, seed: int, learned: int = 0) -> Iterator[Workload]:
+    """Yield 2 draws of each of the 12 workloads, with forecasts that so many steps have corrected."""
+    for number, workload in enumerate(made_up()):
+        rng, by = np.random.default_rng([seed, number]), Recalibration()
+        for _ in range(learned):
+            told = step(of, workload, rng)
+            forecasts, lengths = [one.forecast for one in told if one.forecast], [one.length for one in told]
+            by.record(forecasts, lengths, [one.group_id for one in told], [length < LIMIT for length in lengths])
+        for _ in range(2):
+            yield corrected(step(of, workload, rng), by, LIMIT), workload.fleet, MAKESPAN
+
+
+def from_runs() -> Iterator[Workload]:
+    for number, of in enumerate(recorded()):
+        rng = np.random.default_rng([7, number])
+        for _ in range(6):
+            yield step(QUALITIES["honest, .35"], of, rng), of.fleet, MAKESPAN
 
 
 def prompted() -> Iterator[Workload]:
@@ -101,7 +131,7 @@ def siblings() -> Iterator[Workload]:
         shared, own = np.repeat(rng.standard_normal(32), 8), rng.standard_normal(256)
         lengths = np.clip(middle * np.exp(0.7 * np.sqrt(0.5) * (shared + own)), 1, LIMIT).round()
         rows = np.clip(middle[:, None] * np.exp(0.7 * NORMAL_SCORES), 1, LIMIT) if told else None
-        yield requests_of(lengths, rows), fleet_of(slots), MAKESPAN
+        yield requests_of(lengths, rows), [SimulatedInstance(f"i{n}", PAPER_7B_H800, slots) for n in range(4)], MAKESPAN
 
 
 def slow() -> Iterator[Workload]:
@@ -142,7 +172,13 @@ SETS: dict[str, Callable[[], Iterator[Workload]]] = {
     "mixed": mixed,
     "siblings": siblings,
     "slow": slow,
+    "foreseen": lambda: drawn(foreseen, 6),
+    "corrected": lambda: drawn(runaways, 5, 3),
+    "recorded": from_runs,
 }
+
+
+LIKE_RUNS = ("foreseen", "corrected", "recorded")
 
 
 class NotTold(SkewAware):
@@ -161,7 +197,7 @@ class Part:
     policy: Callable[[DispatchObjective], DispatchPolicy] = lambda objective: SkewAware(
         longest=LIMIT, affinity=SIBLINGS, objective=objective
     )
-    sets: tuple[str, ...] = ("true lengths", "forecasts", "honest", "overconfident", "runaways")
+    sets: tuple[str, ...] = ("true lengths", "forecasts", "honest", "overconfident", "runaways", *LIKE_RUNS)
 
 
 def without_kind(kind: str) -> Callable[[], Patches]:
@@ -169,15 +205,8 @@ def without_kind(kind: str) -> Callable[[], Patches]:
     return lambda: [(partition, "_surely_cheaper", lambda one, other: one.kind != kind and surely(one, other))]
 
 
-def orders_without(number: int) -> Callable[[], Patches]:
-    """Leave out one of the orders of start, counted among those for the objective."""
-    every = partition._orders_of_start
-
-    def fewer(means: Any, free: int, arrivals: Any, prompts: Any) -> list[Sequence[int]]:
-        found = every(means, free, arrivals, prompts)
-        return [one for place, one in enumerate(found) if place != number or len(found) == 1]
-
-    return lambda: [(partition, "_orders_of_start", fewer)]
+def longest_first(means: Any, *_: Any) -> list[Sequence[int]]:
+    return [range(len(means))]
 
 
 def own_queue_only(self: SkewAware) -> list[Any]:
@@ -194,10 +223,11 @@ def certain_step_cost(every: Callable[..., Any]) -> Callable[..., Any]:
     return lambda alive, curve, slots, uncertain=None: every(alive, curve, slots)
 
 
-UNCERTAIN = ("forecasts", "honest", "overconfident", "runaways")
+UNCERTAIN = ("forecasts", "honest", "overconfident", "runaways", *LIKE_RUNS)
 STREAM, PROMPTS = ("stream", "stream, fast", "stream, slow"), ("prompts", "true lengths", "forecasts")
+EVERYWHERE = tuple(SETS)
 PARTS: dict[str, Part] = {
-    "nothing": Part("all parts on", sets=tuple(SETS)),
+    "nothing": Part("all parts on", sets=EVERYWHERE),
     "moves": Part(
         "running requests move to an idle instance",
         lambda: [(SkewAware, "_take_running", lambda *_: [])],
@@ -211,9 +241,9 @@ PARTS: dict[str, Part] = {
     "shared stretches": Part(
         "what waits for one instance of a stretch may start on any of it",
         lambda: [(SkewAware, "fill", own_queue_only)],
-        sets=UNCERTAIN,
+        sets=EVERYWHERE,
     ),
-    "even": Part("candidates dealt out evenly", without_kind("even"), sets=UNCERTAIN),
+    "even": Part("candidates dealt out evenly", without_kind("even"), sets=EVERYWHERE),
     "greedy": Part("the candidate of LPT with marginal step times", without_kind("greedy")),
     "blocks": Part("candidates of stretches, by dynamic programming", without_kind("blocks")),
     "packed": Part("candidates by bisection, known lengths only", without_kind("packed"), sets=("true lengths",)),
@@ -221,17 +251,6 @@ PARTS: dict[str, Part] = {
         "siblings brought together where prompts cost time",
         lambda: [(partition._Timed, "both", lambda self, kind, q, s, means, order=None: [self(kind, q, s, order)])],
         sets=PROMPTS,
-    ),
-    "type orders": Part(
-        "other orders of instance types than the quickest first",
-        lambda: [
-            (
-                partition_candidates,
-                "type_orders",
-                lambda workers, every=partition_candidates.type_orders: every(workers)[:1],
-            )
-        ],
-        sets=(*PROMPTS, "mixed"),
     ),
     "significance": Part(
         "a plan must be cheaper than placement by load by two standard errors",
@@ -258,23 +277,16 @@ PARTS: dict[str, Part] = {
         lambda: [(partition_candidates, "step_cost", certain_step_cost(expected_time.step_cost))],
         sets=UNCERTAIN,
     ),
-    **{
-        f"order {number} of the makespan": Part(
-            f"start order: {what}",
-            orders_without(number),
-            sets=UNCERTAIN,
-        )
-        for number, what in ((1, "arrival"), (2, "shortest first"))
-    },
-    **{
-        f"order {number} of stream": Part(f"start order: {what}", orders_without(number), sets=STREAM)
-        for number, what in (
-            (1, "longest first"),
-            (2, "shortest first"),
-            (3, "groups, smallest first"),
-            (4, "groups, largest first"),
-        )
-    },
+    "shortest first": Part(
+        "where slots are few, dealt out evenly with the shortest first as well as the longest",
+        lambda: [(partition, "_orders_of_start", longest_first)],
+        sets=tuple(name for name in EVERYWHERE if name not in STREAM),
+    ),
+    "smallest group first": Part(
+        "where slots are few and training streams, dealt out evenly with the smallest group first, not the longest",
+        lambda: [(partition, "_orders_of_start", longest_first)],
+        sets=STREAM,
+    ),
     "objective of stream": Part(
         "plans for the end of training, not the makespan",
         policy=lambda objective: SkewAware(longest=LIMIT, affinity=SIBLINGS),
@@ -301,6 +313,14 @@ PARTS: dict[str, Part] = {
         sets=("slow",),
     ),
 }
+GONE = {
+    "type orders": "other orders of instance types than the quickest first",
+    "order 1 of the makespan": "where slots are few, dealt out evenly in the order of arrival as well",
+    "order 1 of stream": "the same where training streams, longest first as well",
+    "order 2 of stream": "shortest first as well",
+    "order 4 of stream": "groups one after the other, the largest first, as well",
+}
+"""Parts that were idle when they were taken out."""
 
 
 def ratios(part: str, where: str) -> list[float]:
@@ -320,43 +340,56 @@ def rise(cells: dict[str, list[float]], where: str, base: dict[str, list[float]]
     return float(np.mean(cells[where]) / np.mean(base[where]) - 1), max(cells[where]) - max(base[where])
 
 
-def sheets(measured: dict[str, dict[str, list[float]]]) -> list[Sheet]:
+def sheets(measured: dict[str, dict[str, list[float]]], gone: dict[str, dict[str, tuple[float, float]]]) -> list[Sheet]:
+    """Return the tables.
+
+    Args:
+        measured: ratios by part and set.
+        gone: `rise` by part that was taken out and set.
+    """
     base = measured["nothing"]
     rows = []
-    for name, cells in measured.items():
-        if name == "nothing":
-            continue
-        rises = {where: rise(cells, where, base) for where in SETS if where in cells}
+    for name in (name for name in PARTS if name in measured and name != "nothing"):
+        rises = {where: rise(measured[name], where, base) for where in SETS if where in measured[name]}
         idle = all(mean < IDLE and worst < 1e-6 for mean, worst in rises.values())
-        shown = [f"{100 * rises[w][0]:+.2f} / {rises[w][1]:+.3f}" if w in rises else "-" for w in SETS]
-        rows.append((name, *shown, "yes" if idle else "no"))
+        tried = all(where in rises for where in PARTS[name].sets)
+        rows.append((name, *shown(rises), ("yes" if tried else "so far") if idle else "no"))
     every = ((where, f"{len(v)}", f"{np.mean(v):.4f}", f"{max(v):.3f}") for where, v in base.items())
-    whats = [f"{name}: {part.what}" for name, part in PARTS.items() if name in measured and name != "nothing"]
-    title = "Without a part: rise of the mean in % / rise of the worst case"
+    whats = [f"{row[0]}: {PARTS[row[0]].what}" for row in rows]
+    title = "rise of the mean in % / rise of the worst case"
     return [
         Sheet("All parts on: time against least-loaded", ("workloads", "number", "mean", "worst"), list(every)),
-        Sheet(title, ("without", *SETS, "idle"), rows, whats),
+        Sheet(f"Without a part: {title}", ("without", *SETS, "idle"), rows, whats),
+        Sheet(
+            f"Idle parts that were taken out: {title}",
+            ("without", *SETS),
+            [(name, *shown(gone[name])) for name in GONE],
+            [f"{name}: {what}" for name, what in GONE.items()],
+        ),
     ]
+
+
+def shown(rises: dict[str, tuple[float, float]]) -> list[str]:
+    return [f"{100 * rises[w][0]:+.2f} / {rises[w][1]:+.3f}" if w in rises else "-" for w in SETS]
 
 
 @click.command(help=__doc__)
 @click.option("--part", "chosen", multiple=True, type=click.Choice(list(PARTS)), help="measure only this part again")
 def main(chosen: tuple[str, ...]) -> None:
     console = terminal()
-    measured: dict[str, dict[str, list[float]]] = json.loads(OUT.read_text())["ratios"] if chosen else {}
-    jobs = {}
-    # a process for each cell: caches of costs must not outlive a patch
-    start = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(mp_context=start, max_tasks_per_child=1) as pool:
-        for part in chosen or PARTS:
-            for where in PARTS[part].sets:
-                jobs[part, where] = pool.submit(ratios, part, where)
-        for (part, where), job in track(jobs.items(), "cells", console=console):
-            measured.setdefault(part, {})[where] = job.result()
-    made = sheets(measured)
+    kept = json.loads(OUT.read_text())
+    measured: dict[str, dict[str, list[float]]] = kept["ratios"] if chosen else {}
+    cells = [(part, where) for part in chosen or PARTS for where in PARTS[part].sets]
+    # a process for each cell, forked before anything is computed: caches of costs must not outlive a patch
+    with multiprocessing.get_context("fork").Pool(maxtasksperchild=1) as pool:
+        jobs = [pool.apply_async(ratios, cell) for cell in cells]
+        for (part, where), job in track(list(zip(cells, jobs, strict=True)), "cells", console=console):
+            measured.setdefault(part, {})[where] = job.get()
+    made = sheets(measured, kept["gone"])
     for sheet in made:
         sheet.show(console)
-    write_results(OUT, {"machine": machine(), "ratios": measured}, "Parts of dispatch switched off", made)
+    record = {"machine": machine(), "ratios": measured, "gone": kept["gone"]}
+    write_results(OUT, record, "Parts of dispatch switched off", made)
     console.print(f"written to {OUT} and .md beside", highlight=False)
 
 

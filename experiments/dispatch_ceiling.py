@@ -26,7 +26,7 @@ from ranker.train import train
 from scheduler.cost.decode import PAPER_7B_H800
 from scheduler.cost.length_forecast import Forecast
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest
-from scheduler.simulation.saving import Saving, saving
+from scheduler.simulation.saving import Replay, Saving
 
 HERE = Path(__file__).parent
 DATA, OUT = HERE / "data" / "small_reasoner.parquet", HERE / "results" / "dispatch_ceiling.json"
@@ -67,9 +67,8 @@ def on_fleet(some: Sequence[dict[str, list]], slots: int, limit: float) -> dict[
     """All batches under each kind of forecast."""
     fleet = [SimulatedInstance(f"instance {n}", PAPER_7B_H800, slots) for n in range(INSTANCES)]
     nothing = Saving(0.0, 0.0, 0.0)
-    return {
-        name: sum((saving(batch[name], fleet, longest=limit) for batch in some), nothing) for name in (RANKER, OTHERS)
-    }
+    replay = Replay(fleet, longest=limit)
+    return {name: sum((replay.saving(batch[name]) for batch in some), nothing) for name in (RANKER, OTHERS)}
 
 
 @click.command(help=__doc__)

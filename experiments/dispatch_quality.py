@@ -1,107 +1,72 @@
 """Compare dispatch by forecasts of any quality with least-loaded dispatch, under each schedule's objective, simulated.
 
-    .venv/bin/python experiments/dispatch_quality.py     # some minutes on one core; writes results/dispatch_quality.*
+    .venv/bin/python experiments/dispatch_quality.py     # a quarter of an hour of a core; results/dispatch_quality.*
+    .venv/bin/python experiments/dispatch_quality.py --family recorded     # these again, the rest is kept
 
-A workload is a shape of lengths and a number of slots: 4 instances with the step times of a 7B model on an H800, 128
-requests in groups of 4. A run is a number of steps of one workload with forecasts of one quality. As in a live run,
-forecasts are corrected by what those of the steps before were worth (`scheduler/cost/recalibration.py`), and each step
-is dispatched by them only if the replays of the steps before say so (`scheduler/dispatch/outcome_trust.py`); the first
-step is never, and is not counted. Ratios are seconds until what the schedule waits for, divided by those of
-least-loaded dispatch:
+The workloads are those of `dispatch_workloads.py`: 12 made up, 9 of the 288 of `dispatch_policies.py`, 4 of recorded
+lengths. A run is a number of steps of one workload with forecasts of one quality. As in a live run, forecasts are
+corrected by what those of the steps before were worth (`scheduler/cost/recalibration.py`), and each step is dispatched
+by them only if the replays of the steps before say so (`scheduler/dispatch/outcome_trust.py`); the first step is never,
+and is not counted. Ratios are seconds until what the schedule waits for, divided by those of least-loaded dispatch:
 
 * sync: the makespan;
 * one_step_off: the makespan or the training of the batch before, whichever is longer;
 * stream: the end of training's last group.
 
-The trainer needs as long for a mean batch as least-loaded generation (balanced). "Corrected" are forecasts that are
-believed whatever replays say, "blindly" those that are not corrected either. `async` has no row: least-loaded is its
-default. The last table shows what the policy for the makespan does there.
+The trainer needs as long for a mean batch as least-loaded generation (balanced). "Ours" is dispatched by trust;
+"corrected" are forecasts that are believed whatever replays say, "blindly" those that are not corrected either. The
+other policies believe what they are told: longest-first, and StreamRL's Algorithm 2 as printed and with the later of
+both pools. `async` goes by load, so it has no row; `async_policies.py` compares policies there.
+
+What is wanted of each cell: a mean of at most 1.00 (the upper end of its 95 % interval at most 1.01), and at most 1.05
+for 95 % of the steps. The cell of a single workload has few steps; its interval is that of their mean.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable
+import json
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
-from dispatch_policies import SHAPES
+from dispatch_workloads import (
+    GRID,
+    MADE_UP,
+    QUALITIES,
+    RECORDED,
+    SIBLINGS,
+    Workload,
+    balanced_rate,
+    made_up,
+    of_grid,
+    recorded,
+    step,
+)
 from rich.progress import track
 from running import Sheet, machine, terminal, write_results
 
-from scheduler.cost.decode import PAPER_7B_H800
-from scheduler.cost.length_forecast import NORMAL_SCORES, Forecast
 from scheduler.cost.recalibration import Recalibration
 from scheduler.dispatch.dispatch_objective import DispatchObjective, Streamed
 from scheduler.dispatch.outcome_trust import OutcomeTrust
 from scheduler.dispatch.registry import make_policy
-from scheduler.schedule.schedules import make_schedule
-from scheduler.simulation.generation_simulator import Outcome, SimulatedInstance, SimulatedRequest, simulate
-from scheduler.simulation.pipeline import Pipeline
+from scheduler.simulation.generation_simulator import Outcome, SimulatedRequest, simulate
 from scheduler.simulation.saving import RESAMPLES, resampled
-from scheduler.simulation.stages import Stages
 
 OUT = Path(__file__).parent / "results" / "dispatch_quality.json"
-LIMIT = 20_000
-INSTANCES, REQUESTS, SIBLINGS = 4, 128, 4
-SLOTS = (16, 64)
 SCHEDULES = ("sync", "one_step_off", "stream")
-Lengths = np.ndarray
-
-
-def noisy(true: float, told: float) -> Callable[[np.random.Generator, str], tuple[Lengths, Lengths]]:
-    """Lengths are log-normal around what is known of each, with spread `true`; the forecast has spread `told`."""
-
-    def draw(rng: np.random.Generator, shape: str) -> tuple[Lengths, Lengths]:
-        centres = np.clip(SHAPES[shape](rng, REQUESTS), 20, LIMIT)
-        return centres * np.exp(true * rng.standard_normal(REQUESTS)), centres[:, None] * np.exp(told * NORMAL_SCORES)
-
-    return draw
-
-
-def useless(rng: np.random.Generator, shape: str) -> tuple[Lengths, Lengths]:
-    """The forecasts are those of other requests."""
-    lengths, told = noisy(0.35, 0.35)(rng, shape)
-    return lengths, told[rng.permutation(REQUESTS)]
-
-
-def adversarial(rng: np.random.Generator, shape: str) -> tuple[Lengths, Lengths]:
-    """The longest requests have the forecasts of the shortest, and the other way round."""
-    lengths, told = noisy(0.35, 0.35)(rng, shape)
-    order = np.argsort(told.mean(axis=1))
-    swapped = np.empty_like(told)
-    swapped[order] = told[order[::-1]]
-    return lengths, swapped
-
-
-def runaways(rng: np.random.Generator, shape: str) -> tuple[Lengths, Lengths]:
-    """One request in twenty runs to the limit, which no forecast has foreseen."""
-    lengths, told = noisy(0.35, 0.35)(rng, shape)
-    return np.where(rng.random(REQUESTS) < 0.05, LIMIT, lengths), told
-
-
-QUALITIES = {
-    "honest, .2": noisy(0.2, 0.2),
-    "honest, .35": noisy(0.35, 0.35),
-    "overconfident, .7 told as .2": noisy(0.7, 0.2),
-    "useless": useless,
-    "5 % unforeseen runaways": runaways,
-    "adversarial": adversarial,
-}
-
-
-def step(quality: str, shape: str, rng: np.random.Generator) -> list[SimulatedRequest]:
-    lengths, told = QUALITIES[quality](rng, shape)
-    rows = np.clip(told, 1, LIMIT).tolist()
-    true = np.clip(lengths, 1, LIMIT).round().tolist()
-    return [
-        SimulatedRequest(f"{n}", length, f"{n // SIBLINGS}", 0, 0.0, Forecast(tuple(row)))
-        for n, (length, row) in enumerate(zip(true, rows, strict=True))
-    ]
+OTHERS = ("longest-first", "algorithm2", "algorithm2-max")
+OURS, CORRECTED, BLINDLY = "ours", "corrected", "blindly"
+WAYS = (OURS, CORRECTED, BLINDLY, *OTHERS)
+FAMILIES = {MADE_UP: made_up, GRID: lambda: of_grid()[::3], RECORDED: recorded}
+MEAN, UPPER, P95 = 1.0, 1.01, 1.05
+"""What is wanted of a cell, at most."""
+ROUNDING = 0.0005
+Figures = dict[str, float]
 
 
 def seconds(outcome: Outcome, requests: list[SimulatedRequest], rate: float) -> dict[str, float]:
@@ -113,153 +78,146 @@ def seconds(outcome: Outcome, requests: list[SimulatedRequest], rate: float) -> 
     return {"sync": outcome.makespan, "one_step_off": one_step_off, "stream": trained}
 
 
-@functools.cache
-def balanced_rate(shape: str, slots: int) -> float:
-    """Tokens per second of a trainer that needs as long for a mean batch as least-loaded generation."""
-    rng, tokens, spent = np.random.default_rng(0), 0.0, 0.0
-    for _ in range(6):
-        requests = step("honest, .35", shape, rng)
-        tokens += sum(request.length for request in requests)
-        spent += simulate(make_policy("least-loaded"), requests, fleet_of(slots)).makespan
-    return tokens / spent
+def corrected(batch: list[SimulatedRequest], by: Recalibration, limit: int) -> list[SimulatedRequest]:
+    return [replace(one, forecast=by.corrected(one.forecast, limit)) for one in batch if one.forecast is not None]
 
 
-def fleet_of(slots: int) -> list[SimulatedInstance]:
-    return [SimulatedInstance(f"i{n}", PAPER_7B_H800, slots) for n in range(INSTANCES)]
-
-
-def corrected(batch: list[SimulatedRequest], by: Recalibration) -> list[SimulatedRequest]:
-    return [replace(one, forecast=by.corrected(one.forecast, LIMIT)) for one in batch if one.forecast is not None]
-
-
-def played_on(batch: list[SimulatedRequest], slots: int, rate: float) -> dict[str, float]:
-    """Ratio by schedule, of the policy with the schedule's objective."""
+def played_on(
+    batch: list[SimulatedRequest], workload: Workload, rate: float, others: Sequence[str] = ()
+) -> dict[str, dict[str, float]]:
+    """Ratio by way and schedule: of the policy with the schedule's objective ("ours"), and of others."""
 
     def play(policy: str, objective: DispatchObjective = None) -> dict[str, float]:
-        made = make_policy(policy, LIMIT, SIBLINGS, objective)
-        return seconds(simulate(made, batch, fleet_of(slots)), batch, rate)
+        made = make_policy(policy, workload.limit, SIBLINGS, objective)
+        return seconds(simulate(made, batch, workload.fleet), batch, rate)
 
     base, makespan, streamed = play("least-loaded"), play("skew-aware"), play("skew-aware", Streamed(rate))
-    ours = makespan | {"stream": streamed["stream"]}
-    return {name: ours[name] / base[name] for name in SCHEDULES}
+    times = {OURS: makespan | {"stream": streamed["stream"]}, **{name: play(name) for name in others}}
+    return {way: {name: of[name] / base[name] for name in SCHEDULES} for way, of in times.items()}
 
 
-def run(quality: str, shape: str, slots: int, steps: int, seed: list[int]) -> dict[str, list[list[float]]]:
-    """One run by schedule: [steps] ratios as dispatched, if corrected forecasts are believed, and if any are."""
-    rng, rate = np.random.default_rng(seed), balanced_rate(shape, slots)
+def run(quality: str, workload: Workload, steps: int, seed: list[int]) -> dict[str, list[list[float]]]:
+    """One run by schedule: [steps, ways] ratios."""
+    rng, rate = np.random.default_rng(seed), balanced_rate(workload)
     trust, recalibration = {name: OutcomeTrust() for name in SCHEDULES}, Recalibration()
     found: dict[str, list[list[float]]] = {name: [] for name in SCHEDULES}
     for number in range(steps + 1):
-        told = step(quality, shape, rng)
-        requests = corrected(told, recalibration)
+        told = step(QUALITIES[quality], workload, rng)
+        requests = corrected(told, recalibration, workload.limit)
         batches = [requests, *(resampled(requests, seed) for seed in range(RESAMPLES))]
-        played = [played_on(batch, slots, rate) for batch in batches]
-        blind = played_on(told, slots, rate) if number else {}
+        played = [played_on(batch, workload, rate)[OURS] for batch in batches]
+        blind = played_on(told, workload, rate, OTHERS) if number else {}
         for name in SCHEDULES:
             if number:
                 ours = played[0][name]
-                found[name].append([ours if trust[name].trusted else 1.0, ours, blind[name]])
+                rest = [blind[way][name] for way in (OURS, *OTHERS)]
+                found[name].append([ours if trust[name].trusted else 1.0, ours, *rest])
             trust[name].record([ratios[name] for ratios in played])
         recalibration.record(
             [one.forecast for one in told if one.forecast],
             [one.length for one in told],
             [one.group_id for one in told],
-            [one.length < LIMIT for one in told],
+            [one.length < workload.limit for one in told],
         )
     return found
 
 
-def figures(runs: list[list[list[float]]], column: int) -> dict[str, float]:
-    """Mean, its 95 % interval (bootstrap over runs), 95th percentile, worst, share slower, mean of worst workload."""
+def figures(runs: list[list[list[float]]], column: int) -> Figures:
+    """Mean, its 95 % interval (bootstrap over runs; of a single one, over steps), 95th percentile, worst, share slower,
+    mean of the worst workload."""
     values = np.asarray(runs)[:, :, column]
-    drawn = np.random.default_rng(0).integers(len(values), size=(2000, len(values)))
-    low, high = np.quantile(values.mean(axis=1)[drawn].mean(axis=1), (0.025, 0.975))
+    units = values.mean(axis=1) if len(values) > 1 else values[0]
+    drawn = np.random.default_rng(0).integers(len(units), size=(2000, len(units)))
+    low, high = np.quantile(units[drawn].mean(axis=1), (0.025, 0.975))
     return {
-        "mean": values.mean(),
-        "low": low,
-        "high": high,
+        "mean": float(values.mean()),
+        "low": float(low),
+        "high": float(high),
         "p95": float(np.quantile(values, 0.95)),
-        "worst": values.max(),
-        "slower": float((values > 1.0005).mean()),
-        "worst_workload": values.mean(axis=1).max(),
+        "worst": float(values.max()),
+        "slower": float((values > 1 + ROUNDING).mean()),
+        "worst_workload": float(values.mean(axis=1).max()),
     }
 
 
-def async_rows(iterations: int) -> list[dict[str, float | str]]:
-    """Whole balanced `async` runs with forecasts of spread .35 under the makespan's policy."""
-    rows: list[dict[str, float | str]] = []
-    for shape, slots in itertools.product(("log-normal 1.0", "R1-like"), SLOTS):
-        rng, groups = np.random.default_rng(0), []
-        for number in range(iterations):
-            made = step("honest, .35", shape, rng)
-            for first in range(0, REQUESTS, SIBLINGS):
-                group = made[first : first + SIBLINGS]
-                groups.append(
-                    [
-                        replace(one, request_id=f"{number}.{one.request_id}", group_id=f"{number}.{one.group_id}")
-                        for one in group
-                    ]
-                )
-        # generation under `async` has no tail to wait for, so the balanced trainer is the one of its own throughput
-        fast = Stages(1e9)
-        schedule, batch = make_schedule("async"), REQUESTS // SIBLINGS
-        alone = Pipeline(make_policy("least-loaded", LIMIT, SIBLINGS), fleet_of(slots), fast, schedule, batch)
-        outcome = alone.run(groups, iterations)
-        stages = Stages(outcome.tokens / outcome.total)
-        total = {
-            name: Pipeline(make_policy(name, LIMIT, SIBLINGS), fleet_of(slots), stages, schedule, batch)
-            .run(groups, iterations)
-            .total
-            for name in ("least-loaded", "skew-aware", "longest-first")
-        }
-        ratios = {name: total[name] / total["least-loaded"] for name in ("skew-aware", "longest-first")}
-        rows.append({"shape": shape, "slots": f"{slots}", **ratios})
-    return rows
+def holds(cell: Figures) -> bool:
+    return cell["mean"] <= MEAN + ROUNDING and cell["high"] <= UPPER + ROUNDING and cell["p95"] <= P95 + ROUNDING
+
+
+def shown(cell: Figures) -> tuple[str, ...]:
+    interval = f"{cell['low']:.3f}-{cell['high']:.3f}"
+    return f"{cell['mean']:.3f}", interval, f"{cell['p95']:.3f}", f"{cell['worst']:.3f}", f"{cell['slower']:.0%}"
+
+
+def sheets(cells: dict[str, dict[str, Figures]], single: dict[str, dict[str, Figures]], steps: int) -> list[Sheet]:
+    """Returns the tables.
+
+    Args:
+        cells: figures by "family, schedule, quality" and way.
+        single: ours, by the same and the workload's name.
+        steps: counted steps of a run.
+    """
+    rows, ways, misses = [], [], []
+    for family, schedule, quality in itertools.product(FAMILIES, SCHEDULES, QUALITIES):
+        case = f"{family}, {schedule}, {quality}"
+        if (cell := cells.get(case)) is None:
+            continue  # measured family by family
+        others = [name for name in OTHERS if name in cell]
+        best = min(others, key=lambda name: cell[name]["mean"], default="-")
+        against = tuple(f"{cell[best][what]:.3f}" if others else "-" for what in ("mean", "p95", "worst"))
+        rows.append(
+            (family, schedule, quality, *shown(cell[OURS]), best, *against, "yes" if holds(cell[OURS]) else "NO")
+        )
+        ways.extend((family, schedule, quality, way, *shown(cell[way])) for way in (CORRECTED, BLINDLY))
+        every = single.get(case, {}).items()
+        misses.extend((schedule, quality, name, *shown(of)) for name, of in every if not holds(of))
+    numbers = ("mean", "95 %", "p95", "worst", "slower")
+    count = sum(map(len, single.values()))
+    return [
+        Sheet(
+            f"Time against least-loaded, {steps} steps of each workload",
+            ("workloads", "schedule", "forecasts", *numbers, "best other", "mean", "p95", "worst", "holds"),
+            rows,
+            [f"holds: mean at most {MEAN:.2f}, upper end of its interval {UPPER}, 95th percentile {P95}"],
+        ),
+        Sheet(
+            f"Single workloads that do not hold: {len(misses)} of {count}",
+            ("schedule", "forecasts", "workload", *numbers),
+            misses,
+        ),
+        Sheet("Without trust", ("workloads", "schedule", "forecasts", "believed", *numbers), ways),
+    ]
 
 
 @click.command(help=__doc__)
 @click.option("--steps", default=8, show_default=True, type=click.IntRange(2), help="counted steps of a run")
-@click.option("--iterations", default=5, show_default=True, type=click.IntRange(2), help="steps of an async run")
-def main(steps: int, iterations: int) -> None:
+@click.option("--family", "chosen", multiple=True, type=click.Choice(FAMILIES), help="measure only these again")
+def main(steps: int, chosen: tuple[str, ...]) -> None:
     console = terminal()
-    runs: dict[tuple[str, str], list[list[list[float]]]] = {}
-    axes = list(itertools.product(QUALITIES, SHAPES, SLOTS))
-    with ProcessPoolExecutor() as pool:
-        jobs = [pool.submit(run, *one, steps, [1, number]) for number, one in enumerate(axes)]
-        for (quality, _, _), job in track(list(zip(axes, jobs, strict=True)), "runs", console=console):
-            for schedule, ratios in job.result().items():
-                runs.setdefault((schedule, quality), []).append(ratios)
-    record: dict[str, object] = {"machine": machine(), "steps": steps, "workloads": len(SHAPES) * len(SLOTS)}
-    cells, rows = {}, []
-    for schedule, quality in itertools.product(SCHEDULES, QUALITIES):
-        some = runs[schedule, quality]
-        cell = {name: figures(some, column) for column, name in enumerate(("by outcome", "corrected", "blindly"))}
-        cells[f"{schedule}, {quality}"] = cell
-        for name, of in cell.items():
-            interval = f"{of['low']:.3f}-{of['high']:.3f}"
-            rest = (f"{of[k]:.3f}" for k in ("p95", "worst", "worst_workload"))
-            rows.append((schedule, quality, name, f"{of['mean']:.3f}", interval, *rest, f"{of['slower']:.0%}"))
-    columns = ("schedule", "forecasts", "trusted", "mean", "95 %", "p95", "worst", "worst workload", "slower")
-    count = f"{len(SHAPES) * len(SLOTS)} workloads x {steps} steps"
-    sheet = Sheet(f"{count}: time against least-loaded", columns, rows)
-    sheet.show(console)
-    asynchronous = async_rows(iterations)
-    shown = [
-        (str(row["shape"]), str(row["slots"]), *(f"{row[name]:.3f}" for name in ("skew-aware", "longest-first")))
-        for row in asynchronous
-    ]
-    other = Sheet(
-        f"async, {iterations} balanced steps: time against least-loaded",
-        ("lengths", "slots", "skew-aware", "longest-first"),
-        shown,
-    )
-    other.show(console)
-    write_results(
-        OUT,
-        record | {"cells": cells, "async": asynchronous},
-        "Dispatch by forecasts of any quality",
-        [sheet, other],
-    )
+    kept: dict[str, Any] = json.loads(OUT.read_text()) if chosen else {}
+    cells: dict[str, dict[str, Figures]] = kept.get("cells", {})
+    single: dict[str, dict[str, Figures]] = kept.get("single", {})
+    counts: dict[str, int] = kept.get("workloads", {})
+    runs: dict[tuple[str, str, str], dict[str, list[list[float]]]] = {}
+    for family in chosen or FAMILIES:
+        workloads = FAMILIES[family]()
+        counts[family] = len(workloads)
+        axes = list(itertools.product(QUALITIES, workloads))
+        first = 1 + list(FAMILIES).index(family)
+        with ProcessPoolExecutor() as pool:
+            jobs = [pool.submit(run, quality, of, steps, [first, number]) for number, (quality, of) in enumerate(axes)]
+            for (quality, workload), job in track(list(zip(axes, jobs, strict=True)), family, console=console):
+                for schedule, ratios in job.result().items():
+                    runs.setdefault((family, schedule, quality), {})[workload.name] = ratios
+    for (family, schedule, quality), some in runs.items():
+        case = f"{family}, {schedule}, {quality}"
+        cells[case] = {way: figures(list(some.values()), n) for n, way in enumerate(WAYS)}
+        single[case] = {name: figures([ratios], 0) for name, ratios in some.items()}
+    made = sheets(cells, single, steps)
+    for sheet in made:
+        sheet.show(console)
+    record = {"machine": machine(), "steps": steps, "workloads": counts, "cells": cells, "single": single}
+    write_results(OUT, record, "Dispatch by forecasts of any quality", made)
     console.print(f"written to {OUT} and .md beside", highlight=False)
 
 

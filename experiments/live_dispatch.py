@@ -16,71 +16,31 @@ import itertools
 import json
 import os
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import click
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-import yaml
+from live_bench import WORKLOADS, Bench, LiveWorkload, Played
 from rich.console import Console
 from rich.table import Table
 
 from ranker.data import read_rollouts
 from ranker.model import LengthModel
 from ranker.train import train
-from scheduler.cost.decode import StepCurve
 from scheduler.cost.length_forecast import Forecast
-from scheduler.dispatch.policy import DispatchPolicy
-from scheduler.dispatch.registry import make_policy
-from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, simulate
-from streamrl.config.cluster import GenerationPool
-from streamrl.config.run import RunConfig
-from streamrl.machine.compute_type import decided
-from streamrl.machine.model_files import resolve_model
 from streamrl.runtime.process_plan import PASSIVE_WAITING
 
 HERE = Path(__file__).parent
 OUT = HERE / "results" / "live_dispatch"
-PROMPT_SEED = 1007
-"""Not the one of the data sets: the ranker has not seen these prompts."""
-CALIBRATION_S = 120.0
-"""Seconds for which the step times of both instances are measured, at most."""
 CLOSE = 0.03
 """Policies whose measured times differ by less are not expected to be simulated in that order."""
 
 
-@dataclass(frozen=True)
-class Workload:
-    """A batch to generate."""
-
-    name: str
-    data: str
-    """Set of `collect_lengths.py`: its run file says model and tasks."""
-    run: str
-    prompts: int
-    samples: int
-    cap: int
-    slots: tuple[int, int]
-    """Of both instances."""
-
-
-SMALL = ("small_reasoner", "examples/small_reasoner.yaml")
-SMOL = ("smollm2", "experiments/runs/smollm2_lengths.yaml")
-WORKLOADS = (
-    Workload("small reasoner, 16 x 8", *SMALL, 16, 8, 640, (48, 24)),
-    Workload("small reasoner, 48 x 4", *SMALL, 48, 4, 640, (96, 96)),
-    Workload("small reasoner, 64 x 8", *SMALL, 64, 8, 640, (64, 64)),
-    Workload("small reasoner, 32 x 8, caps 96 and 32", *SMALL, 32, 8, 640, (96, 32)),
-    Workload("SmolLM2, 8 x 8", *SMOL, 8, 8, 192, (48, 24)),
-    Workload("SmolLM2, 16 x 4", *SMOL, 16, 4, 256, (32, 32)),
-    Workload("SmolLM2, 24 x 4, caps 16", *SMOL, 24, 4, 128, (16, 16)),
-)
 POLICIES = {
     "round-robin": ("round-robin", "none"),
     "least-loaded": ("least-loaded", "none"),
@@ -89,15 +49,6 @@ POLICIES = {
     "ours, known lengths": ("skew-aware", "known"),
 }
 """Shown name -> (policy, what it is told)."""
-
-
-@dataclass
-class Played:
-    """One policy's turn."""
-
-    seconds: float
-    lengths: dict[str, int]
-    moves: int
 
 
 @dataclass
@@ -115,145 +66,7 @@ class Result:
     all_measured: list[float] = field(default_factory=list)
 
 
-class Bench:
-    """Two real instances of one model."""
-
-    def __init__(self, workload: Workload) -> None:
-        from transformers import AutoTokenizer
-
-        from streamrl.controller.group_source import GroupSource
-        from streamrl.generation.instance.engine import Engine
-        from streamrl.tasks.source import PromptSource
-
-        self.workload = workload
-        values = yaml.safe_load((HERE.parent / workload.run).read_text())
-        values["sampling"]["max_tokens"] = workload.cap
-        values["batch"] = {"prompts_per_step": workload.prompts, "samples_per_prompt": workload.samples}
-        values["model"]["max_context"] = max(workload.cap + 384, int(values["model"]["max_context"]))
-        self.run = decided(RunConfig.model_validate(values), cuda=False)
-        self.engines = {}
-        for number, slots in enumerate(workload.slots):
-            pool = GenerationPool(max_batch=slots, kv_cache_gb=0.5)
-            self.engines[f"i{number}"] = Engine(pool, self.run, False, f"i{number}", "here")
-        tokenizer = AutoTokenizer.from_pretrained(resolve_model(self.run.model.path))
-        source = GroupSource(self.run, PromptSource(self.run.tasks, PROMPT_SEED), tokenizer)
-        self.groups = source.batch(1)
-        self.fleet: list[SimulatedInstance] = []
-
-    async def calibrate(self) -> None:
-        """Both instances at once, as they will work."""
-        from streamrl.generation.instance.calibration import measure
-
-        for engine in self.engines.values():
-            await engine.warm_up()
-        measured = await asyncio.gather(
-            *(
-                measure(engine, slots, self.run.model.max_context // 2, CALIBRATION_S, lambda _: None)
-                for engine, slots in zip(self.engines.values(), self.workload.slots, strict=True)
-            )
-        )
-        for trials, load in measured:
-            if trials.doubts:
-                print(f"doubtful step times: {trials.doubts}; {load}")
-        mean = StepCurve.mean([trials.curve for trials, _ in measured])
-        self.fleet = [
-            SimulatedInstance(name, mean, slots) for name, slots in zip(self.engines, self.workload.slots, strict=True)
-        ]
-
-    def policy(self, name: str) -> DispatchPolicy:
-        """A fresh one that knows the instances."""
-        policy = make_policy(name, self.workload.cap, affinity=self.workload.samples)
-        for instance in self.fleet:
-            policy.join(instance.name, instance.slots, instance.curve)
-        return policy
-
-    async def play(self, policy: DispatchPolicy, forecasts: dict[str, Forecast]) -> Played:
-        """Generates the whole batch."""
-        from streamrl.controller.group_source import samples_of
-        from streamrl.generation.site.dispatcher import Dispatcher
-        from streamrl.protocol.message import parse
-        from streamrl.protocol.samples import request_from_wire
-        from streamrl.protocol.site_instance import GenerateSample
-        from streamrl.rollouts.types import PartialSample, SampleRequest
-
-        lengths: dict[str, int] = {}
-        done = asyncio.Event()
-        total = sum(group.size for group in self.groups)
-
-        async def work(instance: str, body: dict[str, Any], arrays: Any) -> None:
-            drawn = await self.engines[instance].generate(
-                request_from_wire(parse(GenerateSample, body), arrays), body["route"]
-            )
-            if isinstance(drawn, PartialSample):
-                await dispatcher.released(drawn)
-                return
-            lengths[drawn.sample_id] = drawn.output_length
-            await dispatcher.finished(drawn.sample_id, drawn.output_length)
-            if len(lengths) == total:
-                done.set()
-
-        def produced(sample_id: str) -> float:
-            return max(engine.produced().get(sample_id, 0) for engine in self.engines.values())
-
-        for engine in self.engines.values():  # empty caches
-            await engine.pause("recompute_kv", engine.version)
-            await engine.resume()
-        began = time.monotonic()
-        async with asyncio.TaskGroup() as tasks:
-
-            async def send(instance: str, kind: str, body: dict[str, Any], arrays: Any) -> None:
-                if kind == "release":
-                    tasks.create_task(self.engines[instance].release(body["sample_id"]))
-                else:
-                    tasks.create_task(work(instance, body, arrays))
-
-            dispatcher = Dispatcher(policy, send, produced)
-            # a known length is one sample's: then each goes in as a group of its own
-            asked = []
-            for group in self.groups:
-                for sample_id, seed, _ in samples_of(group, self.run.seed):
-                    request = SampleRequest(sample_id, group.group_id, group.prompt_tokens, seed, 0.0)
-                    asked.append(([request], forecasts.get(sample_id)))
-            await dispatcher.submit(asked)
-            async with asyncio.timeout(900):
-                await done.wait()
-        return Played(time.monotonic() - began, lengths, dispatcher.moves)
-
-    def simulate(self, policy: str, lengths: dict[str, int], forecasts: dict[str, Forecast]) -> float:
-        """Seconds that the simulator expects of the same work."""
-        requests = [
-            SimulatedRequest(
-                sample_id,
-                lengths[sample_id],
-                group.group_id,
-                len(group.prompt_tokens),
-                forecast=forecasts.get(sample_id),
-            )
-            for group in self.groups
-            for sample_id in sorted(name for name in lengths if name.startswith(group.group_id))
-        ]
-        fresh = make_policy(policy, self.workload.cap, affinity=self.workload.samples)
-        return simulate(fresh, requests, self.fleet).makespan
-
-    def ranked(self, model: LengthModel) -> dict[str, Forecast]:
-        """The ranker's forecast of every sample."""
-        from streamrl.controller.group_source import samples_of
-
-        prompts, tasks = [g.prompt for g in self.groups], [g.task for g in self.groups]
-        predicted = model.predict(prompts, tasks, limit=self.workload.cap)
-        return {
-            sample_id: Forecast.from_quantiles(predicted.levels, row)
-            for group, row in zip(self.groups, predicted.quantiles, strict=True)
-            for sample_id, _, _ in samples_of(group, self.run.seed)
-        }
-
-    def close(self) -> None:
-        """Ends the instances."""
-        for engine in self.engines.values():
-            engine.close()
-
-
-async def compare(workload: Workload, model: LengthModel, repeats: int, console: Console) -> list[Result]:
+async def compare(workload: LiveWorkload, model: LengthModel, repeats: int, console: Console) -> list[Result]:
     """Plays a workload under every policy, in turn."""
     bench = Bench(workload)
     try:

@@ -44,10 +44,13 @@ LIMIT_S = 900.0
 def read(run_dir: Path, step: int) -> dict[str, float]:
     """Return the seconds of a step's turns and of its simulators, from the times of its episodes."""
     table = pq.read_table(run_dir / layout.ROLLOUTS / f"step_{step:06d}.parquet", columns=["conversation"])
-    told = [one for text in table.column("conversation").to_pylist() if text for one in json.loads(text)["steps"]]
+    told = [json.loads(text)["steps"] for text in table.column("conversation").to_pylist() if text]
     # a tool is what the simulator is to an agent that steps it itself
-    steps = [EpisodeStep(**{**one, "kind": one["kind"].replace("tool", "environment")}) for one in told]
-    found = environment_time(steps)
+    episodes = [
+        [EpisodeStep(**{**one, "kind": one["kind"].replace("tool", "environment")}) for one in steps] for steps in told
+    ]
+    steps = [one for each in episodes for one in each]
+    found = environment_time(episodes)
     assert found is not None and found.hidden_fraction is not None
     ends = [(one.started, one.finished) for one in steps if one.kind != "agent"]
     return {

@@ -35,7 +35,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from scheduler.cost.model_shapes import Transformer
 from scheduler.cost.training_cost import TrainerLayout, TrainingWork, memory_per_gpu
-from streamrl.config.run import Recomputation, RunConfig
+from streamrl.config.optimizer import Recomputation
+from streamrl.config.run import RunConfig
 from streamrl.training import attention, merged_attention, token_logprobs
 from streamrl.training.attention import SHARED_PREFIX
 from streamrl.training.learner import Division, Learner

@@ -6,13 +6,16 @@ whatever reads such a folder opens its files here:
 
     the folder itself   is what the user named; links in its own name are followed
     below it            no link is followed, neither to a file nor to a folder, and no '..'
-    what is opened      regular files only, without waiting, up to a size; no file of somebody else under a further name
+    what is opened      regular files only, up to a size; no file of somebody else under a further name
+    before it is        everything is looked at: opening a named pipe or a device can already do something (release who
+                        waits at the pipe, wind back a tape, arm a watchdog that ends the machine)
 
 Libraries that open paths by themselves get an open file instead, or a folder that `check_plain` has looked through.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -25,8 +28,10 @@ from streamrl.errors import UserError
 
 LARGEST = 64 << 20
 """Most bytes of a file, unless its reader says otherwise."""
-SEARCH = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+SEARCH = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 """Flags with which a folder is opened only to open what is in it."""
+LOOK = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+"""Flags with which an entry is held and looked at without being opened, a link itself included."""
 KINDS = {
     stat.S_IFLNK: "a symbolic link",
     stat.S_IFIFO: "a named pipe",
@@ -123,7 +128,8 @@ def strange_entries(folder: Path, *, deep: bool = True, apart: Collection[str] =
             except FileNotFoundError:
                 continue  # a run that goes on replaces files
             if stat.S_ISDIR(found.st_mode):
-                if deep and path.relative_to(folder).as_posix() not in apart:
+                inner = deep and path.relative_to(folder).as_posix() not in apart
+                if inner and os.access(path, os.X_OK):  # else whoever asks can open nothing in it: keys of another user
                     pending.append(path)
             elif why := _why_not(found, owner):
                 yield f"{path} is {why}"
@@ -144,25 +150,26 @@ def check_plain(folder: Path, *, apart: Collection[str] = ()) -> None:
 
 def _open(path: Path, below: Path, flags: int) -> int:
     """Return a descriptor of a regular file, opened with some flags."""
-    folder = _open_folder(path.parent, below, SEARCH)
-    try:
-        flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC  # a file's owner can make those wait who open it (a lease)
+    with contextlib.ExitStack() as stack:
+        folder = _open_folder(path.parent, below, SEARCH)
+        stack.callback(os.close, folder)
         try:
-            descriptor = os.open(path.name, flags, 0o666, dir_fd=folder)
+            try:
+                entry = os.open(path.name, LOOK, dir_fd=folder)
+            except FileNotFoundError:
+                if not flags & os.O_CREAT:
+                    raise
+                return os.open(path.name, flags | os.O_EXCL, 0o666, dir_fd=folder)
+            stack.callback(os.close, entry)
+            if why := _why_not(os.fstat(entry), os.fstat(folder).st_uid):
+                raise NotPlainFile(_refusal(path, why))
+            return os.open(f"/proc/self/fd/{entry}", flags & ~os.O_CREAT)  # what was looked at, whatever is there now
+        except NotPlainFile:
+            raise
         except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
-                there = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
-                if why := _why_not(there, there.st_uid):
-                    raise NotPlainFile(_refusal(path, why)) from None
             error.filename = str(path)
             raise
-        opened = os.fstat(descriptor)
-        if why := _why_not(opened, os.fstat(folder).st_uid):
-            os.close(descriptor)
-            raise NotPlainFile(_refusal(path, why))
-        return descriptor
-    finally:
-        os.close(folder)
 
 
 def _open_folder(folder: Path, below: Path, flags: int) -> int:

@@ -39,9 +39,22 @@ SLOW = (
     "launcher/test_ray_autoscaling.py",
     "security/test_rank_rendezvous.py",
     "test_warm.py",
+    "training/test_trainer_ranks.py",
+    "weights/test_sharded_ranks.py",
+    "install/test_install_downloads.py",
+    "test_stress.py",
+    "ranker/test_ranking_quality.py",
+    "environments/test_mcp_environment.py",
+    "agents/test_workers.py",
+    "emulation/test_network.py",
+    "agents/test_agent_program.py",
+    "agents/test_example_agents.py",
+    "training/test_mixtures.py",
+    "training/test_not_finite_ranks.py",
     "generation/test_few_rows_vllm.py",
 )
-"""Files of tests marked `slow` (whole runs, vLLM, a Ray cluster, or TRL), in the order in which they run.
+"""Files of tests marked `slow` (whole runs, vLLM, a Ray cluster, TRL, several processes that work, or large fits), in
+the order in which they run.
 
 Those that take longest come first: a worker of pytest-xdist (`--dist loadfile --no-loadscope-reorder`) that has
 finished a file takes the next one, so both end at about the same time. A file's fixtures are made once.
@@ -67,7 +80,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the plugin that finds left processes, and the mark `slow`."""
     config.pluginmanager.register(Leaks(), "leaks")
-    config.addinivalue_line("markers", "slow: needs vLLM, a whole run, Ray or TRL (given by file in tests/conftest.py)")
+    config.addinivalue_line(
+        "markers", "slow: needs vLLM, a whole run, Ray, TRL or several processes (given by file in tests/conftest.py)"
+    )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

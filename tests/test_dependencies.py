@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,9 +26,18 @@ HEAVY |= {"ray", "scipy", "pydantic", "yaml", "rich", "psutil", "zmq", "msgpack"
 """Packages that would make a start slow; the help of a command needs none of them."""
 
 
-def imports(path: Path) -> Iterator[str]:
+def imports(path: Path) -> tuple[str, ...]:
     """Dotted names of everything a file imports, inside functions too; relative imports made absolute."""
-    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    return imports_of(path, path.relative_to(ROOT).with_suffix("").parts[:-1])
+
+
+@cache
+def imports_of(path: Path, package: tuple[str, ...]) -> tuple[str, ...]:
+    """What a file of a package imports. Several tests look at each file."""
+    return tuple(import_names(path, package))
+
+
+def import_names(path: Path, package: tuple[str, ...]) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -77,7 +88,7 @@ def test_nothing_imports_the_command_line() -> None:
 ORDERS = {
     "streamrl": [
         {"errors", "atomic_files"},
-        {"plain_files"},
+        {"plain_files", "surrogates"},
         {"config", "transport", "emulation"},
         {"machine", "rollouts"},
         {"run_dir", "protocol"},
@@ -156,7 +167,7 @@ def test_a_circle_is_found_and_also_one_of_types(tmp_path: Path, monkeypatch: py
 
 
 def test_config_needs_neither_torch_nor_vllm() -> None:
-    own = {"streamrl", "pydantic", "yaml"}
+    own = {"streamrl", "scheduler", "pydantic", "yaml"}
     assert offenders("streamrl/config", own) == []
 
 
@@ -189,13 +200,19 @@ def defined(statements: Iterable[ast.stmt]) -> Iterator[str]:
             )
 
 
+@cache
+def names_in(module: Path) -> frozenset[str]:
+    """What a module's top level defines."""
+    return frozenset(defined(ast.parse(module.read_text(encoding="utf-8")).body))
+
+
 def is_there(name: str) -> bool:
     """Whether a dotted name is a folder, a module, or what a module or a folder's `__init__.py` has."""
     place, last = (ROOT / name.replace(".", "/")), name.rpartition(".")[2]
     if place.is_dir() or place.with_suffix(".py").exists():
         return True
     module = place.parent / "__init__.py" if place.parent.is_dir() else place.parent.with_suffix(".py")
-    return module.exists() and last in defined(ast.parse(module.read_text(encoding="utf-8")).body)
+    return module.exists() and last in names_in(module)
 
 
 def lost(folder: str) -> list[str]:
@@ -228,23 +245,26 @@ def test_what_moved_or_went_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert lost("experiments") == [f"experiments/study.py: {name}" for name in names]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["--help"], *([name, "--help"] for name in COMMANDS)],
-)
-def test_help_loads_no_heavy_package(arguments: list[str]) -> None:
+def test_help_loads_no_heavy_package() -> None:
+    """All in one process: what is loaded by one help is still there after the last."""
+    calls = [["--help"], *([name, "--help"] for name in COMMANDS)]
     code = (
         "import json, sys, streamrl, streamrl.cli.main as m\n"
-        f"sys.argv = ['streamrl', *{arguments!r}]\n"
-        "try:\n    m.main()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
-        "print('MODULES', json.dumps(sorted({name.split('.')[0] for name in sys.modules})))\n"
+        f"for arguments in {calls!r}:\n"
+        "    sys.argv = ['streamrl', *arguments]\n"
+        "    try:\n        m.main()\n    except SystemExit as end:\n        assert not end.code, end.code\n"
+        "    modules = sorted({name.split('.')[0] for name in sys.modules})\n"
+        "    print('MODULES', json.dumps([arguments, modules]))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=scaled(60), cwd=ROOT, check=True
     )
-    help_text, _, modules = done.stdout.rpartition("MODULES")
-    assert "Usage:" in help_text
-    assert HEAVY & set(json.loads(modules)) == set()
+    shown = re.findall(r"(.*?)^MODULES (.*?)$", done.stdout, re.MULTILINE | re.DOTALL)
+    assert [json.loads(after)[0] for _, after in shown] == calls
+    assert all("Usage:" in help_text for help_text, _ in shown)
+    assert {" ".join(call): HEAVY & set(modules) for call, modules in (json.loads(after) for _, after in shown)} == {
+        " ".join(call): set() for call in calls
+    }
 
 
 def test_reading_configuration_loads_neither_torch_nor_vllm() -> None:

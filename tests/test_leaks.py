@@ -84,7 +84,7 @@ def test_what_a_test_leaves_is_named_and_ended(pytester: pytest.Pytester, monkey
 def test_looking_takes_under_five_milliseconds() -> None:
     leaks, times = Leaks(), []
     for _ in range(20):
-        began = time.perf_counter()
+        began = time.thread_time()  # of the CPU: others may have it
         leaks.left()
-        times.append(time.perf_counter() - began)
+        times.append(time.thread_time() - began)
     assert min(times) < 0.005

@@ -1,4 +1,4 @@
-"""What `make test-quick` leaves out is what it says: the tests with vLLM, whole runs, Ray clusters and TRL."""
+"""What `make test-quick` leaves out is what it says: the tests with vLLM, whole runs, Ray clusters, TRL and ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.conftest import SLOW, TESTS
 
 STARTERS = (
     *("vllm", "trl", "ray.cluster_utils", "streamrl.generation.instance.engine.Engine"),
-    *("tests.end_to_end.project", "tests.warm"),
+    *("tests.end_to_end.project", "tests.warm", "tests.training.conftest.run_ranks"),
 )
 """Modules with which a test starts what takes long."""
 MARKED = set(SLOW)

@@ -16,17 +16,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, create_autospec
 
 import pytest
-import yaml
 
-from streamrl.config.load import load_cluster, load_run, save_resolved
+from streamrl.config.load import load_cluster, load_run
 from streamrl.config.run import RunConfig
 from streamrl.config.tasks import FileTask
 from streamrl.controller.group_source import GroupSource
@@ -37,8 +35,7 @@ from streamrl.generation.site.dispatcher import Dispatcher
 from streamrl.generation.site.fleet import SiteFleet
 from streamrl.generation.site.instance_life import InstanceLife, Life
 from streamrl.generation.site.token_journal import TokenJournal
-from streamrl.launcher import site_setup, supervisor
-from streamrl.launcher.local_backend import LocalProcess, start
+from streamrl.launcher import supervisor
 from streamrl.machine import installed_packages
 from streamrl.protocol.controller_trainer import Refusal
 from streamrl.report.live_view import PlainLines
@@ -49,32 +46,20 @@ from streamrl.rollouts.void import Void, VoidCause
 from streamrl.run_dir.instance_files import StartedProcess, write_started
 from streamrl.run_dir.status import RunStatus, write_status
 from streamrl.runtime.process_context import Addresses, RoleContext
-from streamrl.runtime.process_plan import ProcessSpec
 from streamrl.runtime.site_connections import connect_home, home_hub, to_home
 from streamrl.tasks.reward_pool import RewardPool
 from streamrl.tasks.source import PromptSource
-from streamrl.transport.curve import ClientSecurity, make_keys
+from streamrl.transport.curve import ClientSecurity
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub, Link
 from tests.cli.calling import streamrl
 from tests.controller.test_refused_steps import sent_batch
 from tests.report.synthetic import INSTANCES, make_row, make_status
 from tests.training.conftest import free_port
+from tests.troubled_place import LIMIT_S, SLEEP, Place
 from tests.waiting import scaled
 
 DOC = Path(__file__).parents[1] / "docs" / "how-to" / "troubleshoot.md"
-LIMIT_S = 20.0
-"""For a process of a test."""
-HERE: dict[str, Any] = {"trainer": {"threads": 1}, "generation": [{"name": "one", "kv_cache_gb": 0.05}]}
-RUN: dict[str, Any] = {
-    "name": "tiny",
-    "steps": 4,
-    "model": {"path": "model", "max_context": 64},
-    "sampling": {"max_tokens": 8},
-    "tasks": [{"kind": "file", "name": "mine", "path": "prompts.jsonl", "reward": "exact_match"}],
-    "recovery": {"restarts": 0},
-}
-SLEEP = "import time; time.sleep(60)"
 KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 EXPIRES = """
 import asyncio, sys
@@ -171,104 +156,6 @@ def pattern(message: str) -> re.Pattern[str]:
             wild = r"(?:.|\n)+?" if part.endswith(" lines") else ".+?"
             parts.append(f"(?P<p{number}>{wild})")
     return re.compile("".join(parts))
-
-
-@dataclass(frozen=True)
-class TinyShare(site_setup.Share):
-    """What is planned is started, but each process runs a few lines of Python."""
-
-    scripts: Mapping[str, str] = field(default_factory=dict)
-
-    def processes(self) -> list[ProcessSpec]:
-        commands = {s.name: [sys.executable, "-c", self.scripts.get(s.name, SLEEP)] for s in super().processes()}
-        return [replace(spec, command=commands[spec.name]) for spec in super().processes()]
-
-
-class Place:
-    """A folder with all files of a run, in which commands are called and nothing real is started."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-        self.folder, self.monkeypatch, self.capfd = folder, monkeypatch, capfd
-        monkeypatch.chdir(folder)
-        self.write_cluster()
-        self.write_run()
-        (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "1+1", "answer": "2"}))
-        model = folder / "model"  # as much of one as is looked at before a run
-        model.mkdir()
-        (model / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 512}))
-        (model / "tokenizer.json").write_text("{}")
-        (model / "model.safetensors").write_bytes(bytes(2**20))
-
-    def write_cluster(self, hardware: str = "cpu", **here: Any) -> Place:
-        """One site."""
-        values = {"hardware": hardware, "sites": {"here": HERE | here}}
-        (self.folder / "cluster.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
-        return self
-
-    def write_two_sites(self, keys: tuple[str, ...] = (), **changes: Any) -> Place:
-        """The second one generates; some have keys."""
-        sites = {"here": HERE | {"port": free_port()}, "west": {"generation": HERE["generation"]}}
-        link = {"between": ["here", "west"], "bandwidth_gbit_s": 1, "rtt_ms": 1}
-        values = {"hardware": "cpu", "sites": sites, "links": [link]} | changes
-        (self.folder / "cluster.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
-        for site in keys:
-            make_keys(self.folder / "keys", site)
-        return self
-
-    def write_run(self, **changes: Any) -> Place:
-        (self.folder / "run.yaml").write_text(yaml.safe_dump(RUN | changes, sort_keys=False))
-        return self
-
-    def say(self, *arguments: str, code: int = 2) -> str:
-        """Calls a command; what it prints to stderr."""
-        self.capfd.readouterr()
-        assert streamrl(self.monkeypatch, *arguments) == code
-        return self.capfd.readouterr().err
-
-    def read(self, *arguments: str) -> str:
-        """Calls a command; what it prints to stdout."""
-        self.capfd.readouterr()
-        assert streamrl(self.monkeypatch, *arguments) == 0
-        return self.capfd.readouterr().out
-
-    def launch(self, *arguments: str, code: int = 2) -> str:
-        """What `streamrl launch --dry-run` prints to stderr."""
-        return self.say("launch", "--cluster", "cluster.yaml", "--run", "run.yaml", "--dry-run", *arguments, code=code)
-
-    def supervise(self, scripts: dict[str, str], **run: Any) -> str:
-        """What a launch prints, all of it, whose processes are scripts; it fails."""
-        self.write_run(**run)
-
-        @contextlib.contextmanager
-        def prepared(*arguments: Any) -> Iterator[site_setup.Share]:
-            with site_setup.prepare(*arguments) as real:
-                yield TinyShare(real.cluster, real.run, real.folders, real.network, scripts=scripts)
-
-        self.monkeypatch.setattr(supervisor, "prepare", prepared)
-        self.monkeypatch.setattr(supervisor, "SETTLE_S", 0.1)
-        self.monkeypatch.setattr(supervisor, "write_report", lambda run_dir: None)
-        self.capfd.readouterr()
-        command = ("launch", "--cluster", "cluster.yaml", "--run", "run.yaml", "--plain")
-        assert streamrl(self.monkeypatch, *command) == 1
-        printed = self.capfd.readouterr()
-        return printed.out + printed.err
-
-    def resume(self, *arguments: str) -> str:
-        """What `streamrl launch --resume` prints to stderr."""
-        self.save_run()
-        return self.say("launch", "--resume", "runs/tiny", *arguments)
-
-    def save_run(self) -> Path:
-        """The folder of a run that was started before."""
-        run_dir = self.folder / "runs" / "tiny"
-        save_resolved(run_dir, load_cluster("cluster.yaml"), load_run("run.yaml"))
-        return run_dir
-
-    def process(self, name: str, script: str) -> LocalProcess:
-        """One that has ended."""
-        ended = start(ProcessSpec(name, "instance", "here", "one", [sys.executable, "-c", script]), self.folder, False)
-        ended.process.wait(timeout=scaled(LIMIT_S))
-        return ended
 
 
 @pytest.fixture

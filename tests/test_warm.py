@@ -14,6 +14,7 @@ import pytest
 
 from tests import warm
 from tests.marks import MARK
+from tests.waiting import scaled
 
 LOOK = """
 import json, os, sys
@@ -52,7 +53,7 @@ def told(command: list[str], folder: Path, **options: object) -> dict[str, objec
         text=True,
         **options,  # type: ignore[call-overload]
     )
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=scaled(120))
     assert process.returncode == 7 and errors == "to errors\n", errors
     return dict(json.loads(output)) | {"id": process.pid}
 
@@ -83,13 +84,13 @@ def test_a_warm_process_shows_its_command_line_and_gets_its_signals(tmp_path: Pa
         "here",
     ]
     process = warm.Popen(command, stderr=subprocess.PIPE, text=True)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=scaled(60))
     assert process.returncode == 1 and "LAST WORDS" in errors  # there is no run in that folder
     waits = warm.Popen([sys.executable, "-m", "streamrl.cli.main", "--help"], stdout=subprocess.PIPE, text=True)
     words = psutil.Process(waits.pid).cmdline()
     assert [word for word in words if word] == [sys.executable, "-m", "streamrl.cli.main", "--help"]
     assert psutil.Process(waits.pid).environ()[MARK] == os.environ[MARK]  # by which it is known whose it is
-    assert "Usage" in waits.communicate(timeout=60)[0] and waits.returncode == 0
+    assert "Usage" in waits.communicate(timeout=scaled(60))[0] and waits.returncode == 0
     stopped = warm.Popen(["sleep", "60"])  # no template can begin that
     stopped.send_signal(signal.SIGKILL)
     assert stopped.wait(60) == -signal.SIGKILL
@@ -104,7 +105,7 @@ def test_who_starts_others_does_so_through_a_template_of_its_own_that_ends_with_
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     pipe = subprocess.PIPE
     process = warm.Popen(command, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True)
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=scaled(120))
     assert process.returncode == 0, errors
     rank = json.loads(output)
     assert rank["argv"] == ["0", "rank"] and rank["parent"] == process.pid

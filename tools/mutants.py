@@ -58,6 +58,7 @@ PLAN_TESTS = (
 )
 """Arguments that leave out tests of seconds."""
 TESTS: dict[str, tuple[str, ...]] = {
+    "streamrl/surrogates.py": ("tests/training/test_losses.py", "tests/config/test_algorithm.py"),
     "streamrl/training/losses.py": ("tests/training/test_losses.py",),
     "streamrl/training/learning_rate.py": ("tests/training/test_learning_rate.py",),
     "streamrl/training/corrections.py": ("tests/training/test_corrections.py",),

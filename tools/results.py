@@ -7,8 +7,8 @@ A page marks the places that this command writes; nothing else in it changes:
     text
     <!-- end -->
 
-`FIGURES` has the text of each name, from `results_training.py`, `results_dispatch.py` and `results_system.py`. `make
-docs` runs this; `--check` only compares.
+`FIGURES` has the text of each name, from `results_training.py`, `results_dispatch.py`, `results_agents.py` and
+`results_system.py`. `make docs` runs this; `--check` only compares.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import results_agents
 import results_dispatch
 import results_system
 import results_training
@@ -28,6 +29,7 @@ PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
 FIGURES: dict[str, Callable[[], str]] = {
     **results_training.FIGURES,
     **results_dispatch.FIGURES,
+    **results_agents.FIGURES,
     **results_system.FIGURES,
 }
 """Name -> what makes its text."""

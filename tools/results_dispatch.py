@@ -89,27 +89,67 @@ QUALITIES = {
 }
 
 
+SCHEDULES = ("sync", "one_step_off", "stream")
+
+
+def _three(family: str, quality: str, how: str, what: str = "mean") -> str:
+    """Figures of the schedules, of one kind of workload."""
+    cells = read("dispatch_quality")["cells"]
+    return slashed(cells[f"{family}, {schedule}, {quality}"][how][what] for schedule in SCHEDULES)
+
+
 @named(FIGURES, "dispatch-quality")
 def _dispatch_quality() -> str:
-    cells = read("dispatch_quality")["cells"]
-
-    def three(quality: str, how: str, what: str) -> str:
-        return slashed(cells[f"{schedule}, {quality}"][how][what] for schedule in ("sync", "one_step_off", "stream"))
-
     told = []
     for quality, name in QUALITIES.items():
-        text = f"{name}: {three(quality, 'by outcome', 'mean')}"
+        text = f"{name}: {_three('made up', quality, 'ours')}"
         if quality not in ("honest, .2", "honest, .35", "overconfident, .7 told as .2"):
-            text += f" (believed blindly {three(quality, 'blindly', 'mean')})"
+            text += f" (believed blindly {_three('made up', quality, 'blindly')})"
         told.append(text)
-    return f"{'; '.join(told)}. For 95 % of steps at most, useless: {three('useless', 'by outcome', 'p95')}"
+    return f"{'; '.join(told)}. For 95 % of steps at most, useless: {_three('made up', 'useless', 'ours', 'p95')}"
+
+
+@named(FIGURES, "dispatch-quality-others")
+def _dispatch_quality_others() -> str:
+    families = [family for family in ("grid", "recorded") if family in read("dispatch_quality")["workloads"]]
+    told = []
+    for quality, name in QUALITIES.items():
+        each = (f"{family} {_three(family, quality, 'ours')}" for family in families)
+        told.append(f"{name}: {', '.join(each)}")
+    return "; ".join(told)
+
+
+def _holds(cell: dict[str, float]) -> bool:
+    """Whether the mean is at most 1.00, the upper end of its interval 1.01 and the 95th percentile 1.05, as shown."""
+    return cell["mean"] < 1.0005 and cell["high"] < 1.0105 and cell["p95"] < 1.0505
+
+
+@named(FIGURES, "dispatch-quality-bounds")
+def _dispatch_quality_bounds() -> str:
+    found = read("dispatch_quality")
+    cells = [(ways["ours"], ways["blindly"]) for ways in found["cells"].values()]
+    single = [of for by_name in found["single"].values() for of in by_name.values()]
+    return (
+        f"{sum(_holds(ours) for ours, _ in cells)} of {len(cells)} cells; believed blindly "
+        f"{sum(_holds(blind) for _, blind in cells)}. Of single workloads, {found['steps']} steps each, "
+        f"{sum(map(_holds, single))} of {len(single)}"
+    )
 
 
 @named(FIGURES, "dispatch-async")
 def _dispatch_async() -> str:
-    every = read("dispatch_quality")["async"]
-    ours, longest = (mean(one[name] for one in every) for name in ("skew-aware", "longest-first"))
-    return f"skew-aware {ours:.3f}, longest first {longest:.3f}, mean of {len(every)} cases: so `async` goes by load"
+    every = {
+        one["way"]: f"{mean(one['ratios']):.3f} ({min(one['ratios']):.2f} to {max(one['ratios']):.2f})"
+        for one in read("async_policies")["ways"]
+        if one["trainer"] == "balanced"
+    }
+    names = {
+        "group-probe": "group probe",
+        "1/2 of the slots": "half of the slots",
+        "3/4 of the slots": "three quarters",
+    }
+    del every["least-loaded"]
+    return "; ".join(f"{names.get(way, way)} {figures}" for way, figures in every.items())
 
 
 @named(FIGURES, "plan-speed")

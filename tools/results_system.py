@@ -417,6 +417,17 @@ def _dashboard() -> str:
     )
 
 
+@named(FIGURES, "dashboard-live")
+def _dashboard_live() -> str:
+    found = read("dashboard_live")
+    each = {kind: [one for one in found["stretches"] if one["watched"] is kind] for kind in (True, False)}
+    steps = {kind: median(one["step_s"] for one in some) for kind, some in each.items()}
+    return (
+        f"server {percent(found['server_share'], 1)} of a core; median step {steps[True]:.1f} s, unwatched "
+        f"{steps[False]:.1f} s, with the browser on the machine of the run"
+    )
+
+
 @named(FIGURES, "agent-endpoint")
 def _agent_endpoint() -> str:
     found = read("agent_endpoint")

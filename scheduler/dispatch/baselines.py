@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Set
 
 from scheduler.dispatch.policy import Assignment, DispatchPolicy, Request, TokenProgress
+from scheduler.dispatch.policy_kinds import offer
 
 
 class LeastLoaded(DispatchPolicy):
@@ -165,3 +166,10 @@ class TwoChoices(_InTurn):
     def _choose(self, names: list[str]) -> str:
         drawn = self._random.sample(names, min(2, len(names)))
         return min(drawn, key=lambda name: len(self._queues.get(name, ())) + len(self.instances[name].running))
+
+
+offer("random", "any instance", lambda _: Random(), blind=True)
+offer("round-robin", "instances in turn", lambda _: RoundRobin(), blind=True)
+offer("two-choices", "the less loaded of two random instances", lambda _: TwoChoices(), blind=True)
+offer("least-loaded", "the instance with the fewest running requests", lambda of: LeastLoaded(of.affinity), blind=True)
+offer("longest-first", "least-loaded, the longest expected request first", lambda _: LongestFirst())

@@ -12,7 +12,7 @@
   groups are there, which longest-first delays.
 
 Under `async` there is no batch: groups are issued continuously, and what counts is the rate of complete groups at the
-staleness bound. No plan here improves it (`experiments/dispatch_quality.py`), so least-loaded dispatch is the default
+staleness bound. No plan here improves it (`experiments/async_policies.py`), so least-loaded dispatch is the default
 there (`registry.policy_for`).
 """
 

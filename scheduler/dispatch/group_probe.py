@@ -23,6 +23,7 @@ from scheduler.cost.length_forecast import Forecast
 from scheduler.dispatch.dispatch_objective import MAKESPAN, DispatchObjective
 from scheduler.dispatch.planned import SkewAware
 from scheduler.dispatch.policy import Assignment, Request, TokenProgress
+from scheduler.dispatch.policy_kinds import offer
 
 LIKENESS = 0.5
 """Intraclass correlation of log lengths around their forecasts. Half of the variance is the prompt's and shared by
@@ -168,3 +169,10 @@ class GroupProbe(SkewAware):
         if not lengths or prior is None:
             return request
         return replace(request, forecast=prior.given_siblings(lengths, self.likeness))
+
+
+offer(
+    "group-probe",
+    "skew-aware, one completion of each prompt first: its length informs the others' forecasts",
+    lambda of: GroupProbe(of.longest, of.affinity, of.objective),
+)

@@ -134,7 +134,7 @@ def plan(
     slots, taken = [worker.slots for worker in workers], [len(part) for part in beside]
     dealt = even(len(values), slots, taken)
     means = values.mean(axis=1)
-    orders = _orders_of_start(means, sum(slots) - sum(taken), arrivals, prompts if objective else None)
+    orders = _orders_of_start(means, sum(slots) - sum(taken), prompts.groups if objective and prompts else None)
     plans = [
         min(timed.both("even", [[order[k] for k in queue] for queue in dealt], everyone, means, order), key=_cost)
         for order in orders
@@ -146,35 +146,29 @@ def plan(
         level = timed(BY_LOAD, by_load, everyone, arrived)
     if len(values) and len(workers) > 1:
         plans.append(timed("greedy", greedy(means, workers, [part.mean(axis=1) for part in beside]), each))
-        for queues, stretches in blocks(values, workers):
-            plans.extend(timed.both("blocks", queues, stretches, means))
-        if known:
-            plans.extend(timed("packed", queues, each) for queues in packed(values[:, 0], workers))
+        plans.extend(timed.both("blocks", *blocks(values, workers), means))
+        if known and (queues := packed(values[:, 0], workers)):
+            plans.append(timed("packed", queues, each))
     return min((level, *(one for one in plans if _surely_cheaper(one, level))), key=_cost)
 
 
-def _orders_of_start(
-    means: Floats, free: int, arrivals: Sequence[int] | None, prompts: PromptGroups | None
-) -> list[Sequence[int]]:
-    """Return the orders in which requests may start; the first is what plans are compared with.
+def _orders_of_start(means: Floats, free: int, groups: Sequence[str] | None) -> list[Sequence[int]]:
+    """Return the orders in which requests that are dealt out evenly may start.
 
     Longest first is best for the makespan where lengths are known. Where nearly any request may run to the limit, the
-    last one to start determines the end, so the queue should be worked off early: shortest first. Arrival order is in
-    between, and is what least-loaded dispatch uses. A streamed training (`prompts` given) needs whole groups early, so
-    there groups also start one after the other, those of the smallest or of the largest expected maximum first, and
-    arrival order is what plans are compared with.
+    last one to start determines the end, so the queue should be worked off early: shortest first. A streamed training
+    (`groups` given) needs whole groups early, so there they start one after the other, those of the smallest expected
+    maximum first.
     """
     longest = range(len(means))
     if len(means) <= free:
         return [longest]
-    arrived = [] if arrivals is None else [sorted(longest, key=arrivals.__getitem__)]
-    if prompts is None:
-        return [longest, *arrived, longest[::-1]]
+    if groups is None:
+        return [longest, longest[::-1]]
     largest: dict[str, float] = {}
     for request in reversed(longest):
-        largest[prompts.groups[request]] = float(means[request])
-    by_group = sorted(longest, key=lambda request: (largest[prompts.groups[request]], prompts.groups[request]))
-    return [*arrived, longest, longest[::-1], by_group, by_group[::-1]]
+        largest[groups[request]] = float(means[request])
+    return [sorted(longest, key=lambda request: (largest[groups[request]], groups[request]))]
 
 
 def _cost(one: Plan) -> float:

@@ -5,7 +5,7 @@ Requests are numbered by expected length, longest first. A placement is a list o
 * `even`: dealt out in turn while there are slots, then in proportion to the slots, as load balancing does;
 * `greedy`: the longest first, each to where the most loaded instance grows least;
 * `blocks`: cut into stretches, each served by one or more identical instances (the long tail gets its own), by dynamic
-  programming over the cuts, for every order of instance types;
+  programming over the cuts, the longest on the type of instance that decodes a single request fastest;
 * `packed`, for known lengths only: stretches of one instance each, by bisection of the makespan;
 * `together`: any of them, with siblings brought together inside the stretches.
 """
@@ -13,8 +13,8 @@ Requests are numbered by expected length, longest first. A placement is a list o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
-from itertools import groupby, islice, permutations, repeat
+from functools import cache, lru_cache
+from itertools import groupby, islice, repeat
 from math import gcd
 
 import numpy as np
@@ -33,10 +33,6 @@ BISECTIONS = 16
 """Bisections of a makespan, starting from that of one instance doing everything: to a 65,000th of it."""
 MOST_UNITS = 24
 """Number of instances that dynamic programming treats one by one; more of one kind are bundled."""
-MOST_TYPE_ORDERS = 6
-
-_Costs = dict[tuple[int, int], Floats]
-"""Predicted seconds by (kind of instance, how many share), for every stretch: [cuts, cuts]."""
 
 
 def even(count: int, slots: Sequence[int], running: Sequence[int] | None = None) -> list[list[int]]:
@@ -142,44 +138,43 @@ def greedy(means: Floats, workers: Sequence[Worker], running: Sequence[Floats] |
     return queues
 
 
-def packed(lengths: Floats, workers: Sequence[Worker]) -> Iterator[list[list[int]]]:
-    """Yield stretches of one instance each, as long as a bisected makespan allows; one plan per order of types."""
-    count = len(lengths)
+def packed(lengths: Floats, workers: Sequence[Worker]) -> list[list[int]] | None:
+    """Return stretches of one instance each, as long as a bisected makespan allows.
+
+    None: no makespan does that is shorter than that of the slowest instance doing everything.
+    """
+    count, order = len(lengths), quick_first(workers)
     costs = {worker: marginal_costs(worker, count) for worker in set(workers)}
-    for order in type_orders(workers):
 
-        def fill(limit: float, order: list[int] = order) -> list[list[int]] | None:
-            queues: list[list[int]] = [[] for _ in workers]
-            start = 0
-            for seat in order:
-                rest = lengths[start:]
-                each = costs[workers[seat]][: len(rest)] * rest
-                if workers[seat].curve.per_context_token:
-                    each += context_seconds(workers[seat].curve, rest)
-                total = each.cumsum()
-                taken = int(total.searchsorted(limit, side="right"))
-                queues[seat] = list(range(start, start + taken))
-                start += taken
-            return queues if start == count else None
+    def fill(limit: float) -> list[list[int]] | None:
+        queues: list[list[int]] = [[] for _ in workers]
+        start = 0
+        for seat in order:
+            rest = lengths[start:]
+            each = costs[workers[seat]][: len(rest)] * rest
+            if workers[seat].curve.per_context_token:
+                each += context_seconds(workers[seat].curve, rest)
+            total = each.cumsum()
+            taken = int(total.searchsorted(limit, side="right"))
+            queues[seat] = list(range(start, start + taken))
+            start += taken
+        return queues if start == count else None
 
-        last = workers[order[-1]]
-        low, high, best = 0.0, float(costs[last] @ lengths + context_seconds(last.curve, lengths).sum()), None
-        for _ in range(BISECTIONS):
-            middle = (low + high) / 2
-            found = fill(middle)
-            low, high, best = (low, middle, found) if found else (middle, high, best)
-        if best:
-            yield best
+    last = workers[order[-1]]
+    low, high, best = 0.0, float(costs[last] @ lengths + context_seconds(last.curve, lengths).sum()), None
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        found = fill(middle)
+        low, high, best = (low, middle, found) if found else (middle, high, best)
+    return best
 
 
-def type_orders(workers: Sequence[Worker]) -> list[list[int]]:
-    """Return the workers' seats, identical ones side by side, in each order of the kinds (longest requests first)."""
+def quick_first(workers: Sequence[Worker]) -> list[int]:
+    """Return the workers' seats, identical ones side by side, those that decode a single request fastest first."""
     kinds: dict[tuple[StepCurve, int], list[int]] = {}
     for seat, worker in enumerate(workers):
         kinds.setdefault((worker.curve, worker.slots), []).append(seat)
-    quick_first = sorted(kinds, key=lambda kind: float(kind[0].base(1)))
-    orders = list(permutations(quick_first)) if len(kinds) <= 3 else [tuple(quick_first), tuple(reversed(quick_first))]
-    return [[seat for kind in order for seat in kinds[kind]] for order in orders[:MOST_TYPE_ORDERS]]
+    return [seat for kind in sorted(kinds, key=lambda kind: float(kind[0].base(1))) for seat in kinds[kind]]
 
 
 @lru_cache(maxsize=64)
@@ -187,8 +182,8 @@ def _table(curve: StepCurve, slots: int, known: bool, largest: int) -> Floats:
     return step_cost(np.arange(largest * PARTS + 2) / PARTS, curve, slots, None if known else largest)
 
 
-def blocks(values: Floats, workers: Sequence[Worker]) -> Iterator[tuple[list[list[int]], list[list[int]]]]:
-    """Yield (queues, stretches) by dynamic programming over stretches that share one or more identical instances."""
+def blocks(values: Floats, workers: Sequence[Worker]) -> tuple[list[list[int]], list[list[int]]]:
+    """Return (queues, stretches) by dynamic programming over stretches that share one or more identical instances."""
     count, each = values.shape
     cuts = np.unique(np.round(count * (np.arange(min(BUCKETS, count) + 1) / min(BUCKETS, count)) ** 2).astype(int))
     flat = np.sort(values, axis=None)
@@ -204,27 +199,24 @@ def blocks(values: Floats, workers: Sequence[Worker]) -> Iterator[tuple[list[lis
     sums = np.concatenate([np.zeros((1, len(grid))), np.cumsum(alive, axis=0)])
     first, last = np.triu_indices(len(cuts), k=1)
     stretch = sums[last] - sums[first]  # [pairs, grid]
-    for order in type_orders(workers):
-        runs = [list(run) for _, run in groupby(order, key=lambda seat: (workers[seat].curve, workers[seat].slots))]
-        bundle = -(-len(order) // MOST_UNITS)
-        units = [run[k : k + bundle] for run in runs for k in range(0, len(run), bundle)]
-        of_run = [number for number, run in enumerate(runs) for _ in range(0, len(run), bundle)]
-        firsts = [run[0] for run in runs]
-        costs: _Costs = {}
+    order = quick_first(workers)
+    runs = [list(run) for _, run in groupby(order, key=lambda seat: (workers[seat].curve, workers[seat].slots))]
+    bundle = -(-len(order) // MOST_UNITS)
+    units = [run[k : k + bundle] for run in runs for k in range(0, len(run), bundle)]
+    of_run = [number for number, run in enumerate(runs) for _ in range(0, len(run), bundle)]
 
-        def cost(run: int, machines: int, firsts: list[int] = firsts, costs: _Costs = costs) -> Floats:
-            if (run, machines) not in costs:
-                worker = workers[firsts[run]]
-                table = _table(worker.curve, worker.slots, each == 1, count)
-                matrix = np.full((len(cuts), len(cuts)), np.inf)
-                # every request that runs at a time has produced that many tokens: its context at that time
-                reading = stretch @ (middle * width) * (worker.curve.per_context_token / machines)
-                matrix[first, last] = table[(stretch * (PARTS / machines)).astype(int)] @ width + reading
-                np.fill_diagonal(matrix, 0.0)
-                costs[run, machines] = matrix
-            return costs[run, machines]
+    @cache
+    def cost(run: int, machines: int) -> Floats:
+        worker = workers[runs[run][0]]
+        table = _table(worker.curve, worker.slots, each == 1, count)
+        matrix = np.full((len(cuts), len(cuts)), np.inf)
+        # every request that runs at a time has produced that many tokens: its context at that time
+        reading = stretch @ (middle * width) * (worker.curve.per_context_token / machines)
+        matrix[first, last] = table[(stretch * (PARTS / machines)).astype(int)] @ width + reading
+        np.fill_diagonal(matrix, 0.0)
+        return matrix
 
-        yield _best_cuts(cuts, units, of_run, cost, len(workers))
+    return _best_cuts(cuts, units, of_run, cost, len(workers))
 
 
 def _best_cuts(

@@ -32,6 +32,7 @@ from scheduler.cost.length_forecast import equally_likely, same_width, tails_of
 from scheduler.dispatch.dispatch_objective import MAKESPAN, DispatchObjective, Streamed
 from scheduler.dispatch.partition import BY_LOAD, Plan, PromptGroups, plan
 from scheduler.dispatch.policy import REGULAR, TAIL, Assignment, DispatchPolicy, Instance, Request, TokenProgress
+from scheduler.dispatch.policy_kinds import offer
 from scheduler.dispatch.remaining_length import Remaining
 
 TAIL_SHARE = 0.2
@@ -389,3 +390,17 @@ class SkewAware(Planned):
         for instance in instances:
             self._looked_at.pop(instance.name, None)
             self._ends.pop(instance.name, None)
+
+
+offer("algorithm2", "StreamRL's Algorithm 2 as printed (sum of both pools)", lambda _: Algorithm2())
+offer("algorithm2-max", "Algorithm 2 with the later of both pools", lambda _: Algorithm2("max"))
+offer(
+    "skew-aware-static",
+    "skew-aware without moving running requests",
+    lambda of: SkewAware(False, of.longest, of.affinity, of.objective),
+)
+offer(
+    "skew-aware",
+    "the cheapest plan by predicted lengths for what the schedule waits for, corrected while it runs",
+    lambda of: SkewAware(True, of.longest, of.affinity, of.objective),
+)

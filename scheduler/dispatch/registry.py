@@ -1,51 +1,34 @@
-"""All dispatch policies, by the names that users give."""
+"""All dispatch policies, by the names that users give.
+
+Every file of this folder is imported, and a policy that it offers (`policy_kinds.py`) can be chosen: a new policy is a
+new file.
+"""
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Callable
+import pkgutil
 
-from scheduler.dispatch.baselines import LeastLoaded, LongestFirst, Random, RoundRobin, TwoChoices
+import scheduler.dispatch
 from scheduler.dispatch.dispatch_objective import MAKESPAN, DispatchObjective, Streamed
-from scheduler.dispatch.group_probe import GroupProbe
-from scheduler.dispatch.planned import Algorithm2, SkewAware
 from scheduler.dispatch.policy import DispatchPolicy
+from scheduler.dispatch.policy_kinds import OFFERED, PolicySettings
 
-Make = Callable[[float, int, DispatchObjective], DispatchPolicy]
-"""Creates a policy from the token limit per request, the affinity and the objective."""
-POLICIES: dict[str, tuple[str, Make]] = {
-    "random": ("any instance", lambda *_: Random()),
-    "round-robin": ("instances in turn", lambda *_: RoundRobin()),
-    "two-choices": ("the less loaded of two random instances", lambda *_: TwoChoices()),
-    "least-loaded": (
-        "the instance with the fewest running requests",
-        lambda longest, affinity, objective: LeastLoaded(affinity),
-    ),
-    "longest-first": ("least-loaded, the longest expected request first", lambda *_: LongestFirst()),
-    "algorithm2": ("StreamRL's Algorithm 2 as printed (sum of both pools)", lambda *_: Algorithm2()),
-    "algorithm2-max": ("Algorithm 2 with the later of both pools", lambda *_: Algorithm2("max")),
-    "group-probe": (
-        "skew-aware, one completion of each prompt first: its length informs the others' forecasts",
-        lambda longest, affinity, objective: GroupProbe(longest, affinity, objective),
-    ),
-    "skew-aware-static": (
-        "skew-aware without moving running requests",
-        lambda longest, affinity, objective: SkewAware(False, longest, affinity, objective),
-    ),
-    "skew-aware": (
-        "the cheapest plan by predicted lengths for what the schedule waits for, corrected while it runs",
-        lambda longest, affinity, objective: SkewAware(True, longest, affinity, objective),
-    ),
-}
-"""Name -> (description for users, factory)."""
-BLIND = frozenset({"random", "round-robin", "two-choices", "least-loaded"})
+for _file in pkgutil.iter_modules(scheduler.dispatch.__path__, "scheduler.dispatch."):
+    if _file.name != __name__:
+        importlib.import_module(_file.name)
+
+POLICIES = dict(OFFERED)
+"""All policies by name."""
+BLIND = frozenset(name for name, kind in POLICIES.items() if kind.blind)
 """Policies that ignore forecasts."""
 AUTO = "auto"
 """Stands for the default policy of the run's schedule (`policy_for`)."""
 DEFAULTS = dict.fromkeys(("colocated", "sync", "stream", "one_step_off"), "skew-aware")
 """Default policies of schedules for which one is measured to be faster than least-loaded, that of all others
-(`experiments/dispatch_quality.py`). Under `async` no policy is known to raise the rate of complete groups, and `auto`
-may change to it at any step.
+(`experiments/dispatch_quality.py`). Under `async` no policy is known to raise the rate of complete groups
+(`experiments/async_policies.py`), and `auto` may change to it at any step.
 """
 
 
@@ -76,14 +59,13 @@ def make_policy(
 
     Args:
         name: one of `POLICIES`.
-        longest: largest number of tokens that a request may produce.
-        affinity: siblings that are placed by load follow their group to an instance that is at most so many requests
-            fuller than the emptiest one.
-        objective: what policies that plan make small, see `objective_of`.
+        longest: see `PolicySettings`, as for the others.
+        affinity: for policies that place by load.
+        objective: for policies that plan, see `objective_of`.
 
     Raises:
         ValueError: the name is unknown; the message lists the known ones.
     """
     if name not in POLICIES:
         raise ValueError(f"unknown policy {name!r}; known: {', '.join(POLICIES)}")
-    return POLICIES[name][1](longest, affinity, objective)
+    return POLICIES[name].make(PolicySettings(longest, affinity, objective))

@@ -121,8 +121,10 @@ class Schedule:
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """What all schedules of one name have in common."""
+    """What all schedules of one name have in common: all that a run file's model of them is made from."""
 
+    summary: str
+    """The schedule, for users: a sentence that begins with its name."""
     whole_batches: bool = False
     """See `Schedule`."""
     overlaps: bool = False
@@ -132,15 +134,32 @@ class ScheduleKind:
     exclusive: bool = False
     """See `Schedule`."""
 
+    @property
+    def barrier(self) -> bool:
+        """Whether generation waits for each publication, so that samples are on-policy up to `sync_every`."""
+        return not self.overlaps
+
 
 KINDS = {
-    "colocated": ScheduleKind(whole_batches=True, exclusive=True),
-    "sync": ScheduleKind(whole_batches=True),
-    "stream": ScheduleKind(),
-    "one_step_off": ScheduleKind(whole_batches=True, overlaps=True),
-    "async": ScheduleKind(overlaps=True, continuous=True),
+    "colocated": ScheduleKind(
+        "Colocated: generation and training take turns on the same devices, under a lock.",
+        whole_batches=True,
+        exclusive=True,
+    ),
+    "sync": ScheduleKind("Sync: training starts when the whole batch is finished.", whole_batches=True),
+    "stream": ScheduleKind("Stream: the trainer works on groups as they complete, with one optimizer step per batch."),
+    "one_step_off": ScheduleKind(
+        "One-step-off: trains on the last batch while the next one is generated, with one step of staleness.",
+        whole_batches=True,
+        overlaps=True,
+    ),
+    "async": ScheduleKind(
+        "Async: generation and training overlap fully; prompts wait while their samples would become too stale.",
+        overlaps=True,
+        continuous=True,
+    ),
 }
-"""All schedules by name; runs, `streamrl simulate`, `streamrl plan` and `auto` choose among them."""
+"""All schedules by name; run files, `streamrl simulate`, `streamrl plan` and `auto` choose among them."""
 NAMES = tuple(KINDS)
 SEPARATE = tuple(sorted(name for name, kind in KINDS.items() if not kind.exclusive))
 """Names of the schedules whose generation and training have devices of their own."""

@@ -47,42 +47,44 @@ class Saving:
         return Saving(self.least_loaded + other.least_loaded, self.policy + other.policy, self.oracle + other.oracle)
 
 
-def saving(
-    requests: Sequence[SimulatedRequest],
-    fleet: Sequence[SimulatedInstance],
-    policy: str = "skew-aware",
-    longest: float = float("inf"),
-    affinity: int = 0,
-    objective: DispatchObjective = MAKESPAN,
-) -> Saving:
-    """Simulate one batch three times; add up the results of several batches.
+@dataclass(frozen=True)
+class Replay:
+    """Replays batches under a policy and under least-loaded dispatch."""
 
-    Args:
-        requests: requests with true lengths and the forecasts that the policy uses (None: no forecast).
-        fleet: the instances.
-        policy: a name of `scheduler.dispatch.registry`.
-        longest: largest number of tokens that a request may produce.
-        affinity: see `make_policy`; placement by load keeps siblings together with it, as a live run does.
-        objective: what is timed, and what the policy makes small.
-    """
-    known = [replace(request, forecast=Forecast.exactly(request.length)) for request in requests]
-    setting = fleet, longest, affinity, objective
-    return Saving(
-        _waited_under("least-loaded", requests, *setting),
-        _waited_under(policy, requests, *setting),
-        _waited_under(policy, known, *setting),
-    )
+    fleet: Sequence[SimulatedInstance]
+    policy: str = "skew-aware"
+    """A name of `scheduler.dispatch.registry`."""
+    longest: float = float("inf")
+    """Largest number of tokens that a request may produce."""
+    affinity: int = 0
+    """See `make_policy`; placement by load keeps siblings together with it, as a live run does."""
+    objective: DispatchObjective = MAKESPAN
+    """What is timed, and what the policy makes small."""
 
+    def seconds(self, policy: str, requests: Sequence[SimulatedRequest]) -> float:
+        """Simulate one batch under any policy and return the seconds until what the objective waits for."""
+        made = make_policy(policy, self.longest, self.affinity, self.objective)
+        return waited(made, requests, self.fleet, self.objective)
 
-def _waited_under(
-    policy: str,
-    requests: Sequence[SimulatedRequest],
-    fleet: Sequence[SimulatedInstance],
-    longest: float,
-    affinity: int,
-    objective: DispatchObjective,
-) -> float:
-    return waited(make_policy(policy, longest, affinity, objective), requests, fleet, objective)
+    def saving(self, requests: Sequence[SimulatedRequest]) -> Saving:
+        """Simulate one batch three times; add up the results of several batches.
+
+        Args:
+            requests: requests with true lengths and the forecasts that the policy uses (None: no forecast).
+        """
+        known = [replace(request, forecast=Forecast.exactly(request.length)) for request in requests]
+        least = self.seconds("least-loaded", requests)
+        return Saving(least, self.seconds(self.policy, requests), self.seconds(self.policy, known))
+
+    def resampled_ratios(self, requests: Sequence[SimulatedRequest]) -> list[float]:
+        """Return [RESAMPLES] seconds under the policy divided by those under least-loaded dispatch, on resampled
+        batches."""
+        ratios = []
+        for seed in range(RESAMPLES):
+            some = resampled(requests, seed)
+            least = self.seconds("least-loaded", some)
+            ratios.append(self.seconds(self.policy, some) / least if least > 0 else 1.0)
+        return ratios
 
 
 def waited(
@@ -116,25 +118,3 @@ def resampled(requests: Sequence[SimulatedRequest], seed: int) -> list[Simulated
         for number, index in enumerate(chosen)
         for request in every[index]
     ]
-
-
-def resampled_ratios(
-    requests: Sequence[SimulatedRequest],
-    fleet: Sequence[SimulatedInstance],
-    policy: str = "skew-aware",
-    longest: float = float("inf"),
-    affinity: int = 0,
-    objective: DispatchObjective = MAKESPAN,
-) -> list[float]:
-    """Return the seconds under the policy divided by those under least-loaded dispatch, on each resampled batch.
-
-    [RESAMPLES]; arguments as for `saving`.
-    """
-    ratios = []
-    for seed in range(RESAMPLES):
-        some = resampled(requests, seed)
-        ours, least = (
-            _waited_under(name, some, fleet, longest, affinity, objective) for name in (policy, "least-loaded")
-        )
-        ratios.append(ours / least if least > 0 else 1.0)
-    return ratios

@@ -29,7 +29,6 @@ from streamrl.environments.in_venv import environment_main
 from streamrl.errors import RunFailed
 from streamrl.run_dir import layout
 from streamrl.runtime.processes import is_alive
-from streamrl.weights.backends.base import weight_path
 
 ROLE_MODULE = "streamrl.launcher.entry_point"
 ENGINE = "EngineCore"
@@ -109,7 +108,7 @@ class Injector:
             trains_here="controller" in of,
             owns_launcher=self._kill_launcher is not None,
             limits_files=hasattr(resource, "prlimit"),
-            shares_weights=weight_path(self.run).fetched,
+            shares_weights=self.run.weights.path.fetched,
         )
 
     def inject(self, fault: Fault, seen: Observation) -> Injected:

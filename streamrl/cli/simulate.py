@@ -278,7 +278,11 @@ def _schedules(names: Sequence[str], max_staleness: int, sync_every: int, coloca
         raise UserError("--schedule colocated needs --colocated-train-rate: the trainer's tokens/s with all devices")
     if names and colocated and "colocated" not in names:
         raise UserError(f"--colocated-train-rate is for --schedule colocated; chosen: {', '.join(names)}")
-    impossible = {name for name, no in (("colocated", not colocated), ("one_step_off", sync_every > 1)) if no}
+    impossible = {
+        name
+        for name, kind in KINDS.items()
+        if (kind.exclusive and not colocated) or (kind.overlaps and not kind.continuous and sync_every > 1)
+    }
     made = []
     for name in dict.fromkeys(names or (name for name in NAMES if name not in impossible)):
         try:

@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from streamrl.config.cluster import StrictModel
+from streamrl.surrogates import SURROGATES, ClipHigh, ClipLow, GateNegative, GatePositive, SurrogateKey, SurrogateKeys
 
 GroupAdvantage = Literal["group_std", "group_mean", "leave_one_out"]
 AdvantageKind = Literal["group_std", "group_mean", "leave_one_out", "batch", "batch_group_baseline", "gae"]
-SurrogateKind = Literal["clip", "sequence_clip", "detached_clip", "soft_gate", "reinforce"]
 AggregationKind = Literal["token", "sequence", "constant"]
 KLEstimator = Literal["k1", "k2", "k3"]
 
@@ -32,34 +32,12 @@ AdvantageKey = Annotated[
         "batch's deviation; gae: estimated with a critic (ppo)",
     ),
 ]
-SurrogateKey = Annotated[
-    SurrogateKind,
-    Field(
-        description="clip: clip each token's ratio (PPO); sequence_clip: clip one ratio per sequence (GSPO); "
-        "detached_clip: use the clipped ratio as a constant weight (CISPO); soft_gate: a sigmoid of the ratio in "
-        "place of a clip (SAPO); reinforce: no ratio",
-    ),
-]
 AggregationKey = Annotated[
     AggregationKind,
     Field(
         description="token: mean over all tokens of the batch; sequence: mean over each sequence's tokens, then over "
         "sequences; constant: sum over tokens / (sequences * sampling.max_tokens)",
     ),
-]
-ClipLow = Annotated[
-    Annotated[float, Field(gt=0, le=1)] | None, Field(description="the ratio is clipped below 1 - clip_low")
-]
-ClipHigh = Annotated[
-    Annotated[float, Field(gt=0)] | None, Field(description="the ratio is clipped above 1 + clip_high")
-]
-
-GatePositive = Annotated[
-    Annotated[float, Field(gt=0)] | None,
-    Field(description="soft_gate: temperature of tokens with a positive advantage"),
-]
-GateNegative = Annotated[
-    Annotated[float, Field(gt=0)] | None, Field(description="soft_gate: temperature of all other tokens")
 ]
 
 
@@ -131,17 +109,12 @@ class CriticConfig(StrictModel):
     )
 
 
-class Algorithm(StrictModel):
+class Algorithm(SurrogateKeys, StrictModel):
     """The keys that all algorithms share."""
 
     name: str
     advantage: AdvantageKey = "group_std"
-    surrogate: SurrogateKey = "clip"
     aggregation: AggregationKey = "token"
-    clip_low: ClipLow = 0.2
-    clip_high: ClipHigh = 0.2
-    gate_positive: GatePositive = None
-    gate_negative: GateNegative = None
     kl: KLConfig = Field(default_factory=KLConfig)
     entropy_coef: float = Field(
         0.0,
@@ -186,23 +159,11 @@ class Algorithm(StrictModel):
         return self.advantage in GROUP_ADVANTAGES and not self.needs_reference and not self.entropy_coef
 
     @property
-    def clip(self) -> tuple[float, float]:
-        """Clipping range (clip_low, clip_high) of a surrogate with a ratio."""
-        assert self.clip_low is not None and self.clip_high is not None
-        return self.clip_low, self.clip_high
-
-    @property
-    def gate(self) -> tuple[float, float]:
-        """Temperatures (gate_positive, gate_negative) of surrogate soft_gate."""
-        assert self.gate_positive is not None and self.gate_negative is not None
-        return self.gate_positive, self.gate_negative
-
-    @property
     def needs_trajectories(self) -> bool:
         """Whether all rows of an episode have one ratio or weight, so that the trainer needs them together."""
         options = self.off_policy
         corrected = options.level != "token" and options.correction != "none"
-        return self.surrogate == "sequence_clip" or corrected
+        return SURROGATES[self.surrogate].by_sequence or corrected
 
     def needs_proximal(self, updates: int) -> bool:
         """Whether a copy of the last published weights must be kept.
@@ -228,7 +189,7 @@ class Algorithm(StrictModel):
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
-        for reason in (self._about_advantage(), self._about_clip(), self._about_kl(), self._about_off_policy()):
+        for reason in (self._about_advantage(), self.mistaken_keys(), self._about_kl(), self._about_off_policy()):
             if reason:
                 raise ValueError(reason)
         return self
@@ -242,20 +203,6 @@ class Algorithm(StrictModel):
                 f"advantage: {self.advantage} a group whose rewards are all equal has one: leave it out, or choose "
                 "advantage: group_std"
             )
-        return None
-
-    def _about_clip(self) -> str | None:
-        given = [key for key in ("clip_low", "clip_high") if getattr(self, key) is not None]
-        gates = [key for key in ("gate_positive", "gate_negative") if getattr(self, key) is not None]
-        if gates and self.surrogate != "soft_gate":
-            return f"surrogate: {self.surrogate} has no gate: set {' and '.join(gates)} to null, or choose soft_gate"
-        if self.surrogate == "soft_gate" and len(gates) < 2:
-            return "surrogate: soft_gate needs gate_positive and gate_negative (1.0 and 1.05 are usual), or choose clip"
-        if self.surrogate in ("reinforce", "soft_gate") and given:
-            why = "has no ratio to clip" if self.surrogate == "reinforce" else "gates its ratio instead of clipping it"
-            return f"surrogate: {self.surrogate} {why}: set {' and '.join(given)} to null, or choose clip"
-        if self.surrogate not in ("reinforce", "soft_gate") and len(given) < 2:
-            return f"surrogate: {self.surrogate} needs clip_low and clip_high (0.2 is usual), or choose reinforce"
         return None
 
     def _about_kl(self) -> str | None:
@@ -274,12 +221,13 @@ class Algorithm(StrictModel):
 
     def _about_off_policy(self) -> str | None:
         options = self.off_policy
-        if self.surrogate == "reinforce" and options.ratio_to == "proximal":
+        has_ratio = SURROGATES[self.surrogate].has_ratio
+        if not has_ratio and options.ratio_to == "proximal":
             return (
-                "off_policy.ratio_to: proximal has no meaning with surrogate: reinforce, which has no ratio: leave it "
-                "out; correction: truncate weighs by trainer / generator"
+                f"off_policy.ratio_to: proximal has no meaning with surrogate: {self.surrogate}, which has no ratio: "
+                "leave it out; correction: truncate weighs by trainer / generator"
             )
-        if options.ratio_to == "generator" and options.correction == "truncate" and self.surrogate != "reinforce":
+        if options.ratio_to == "generator" and options.correction == "truncate" and has_ratio:
             return (
                 "off_policy.correction: truncate does nothing with ratio_to: generator, where the surrogate's ratio "
                 "contains the weight already: choose ratio_to: proximal, or correction: mask"
@@ -398,9 +346,9 @@ class PPOConfig(Algorithm):
                 f"ppo's critic has no use with advantage: {self.advantage}: leave advantage out (gae), or choose "
                 "`name: grpo`, which has no critic"
             )
-        if self.surrogate == "sequence_clip":
+        if SURROGATES[self.surrogate].by_sequence:
             raise ValueError(
-                "surrogate: sequence_clip gives a sequence one ratio, but gae each token its own advantage: choose "
+                f"surrogate: {self.surrogate} gives a sequence one ratio, but gae each token its own advantage: choose "
                 "clip, or `name: gspo`"
             )
         return self

@@ -8,7 +8,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from streamrl.config.cluster import StrictModel
-from streamrl.config.tasks import AgentTask, FileTask, ReasoningGymTask, Task
+from streamrl.config.tasks import Task
 
 
 class EvaluationConfig(StrictModel):
@@ -55,35 +55,17 @@ class EvaluationConfig(StrictModel):
         Raises:
             ValueError: a file is also trained on, two tasks share a name, or there is nothing to evaluate on.
         """
-        tasks: list[Task] = list(self.tasks) or [task for task in run_tasks if _is_procedural(task)]
+        tasks: list[Task] = list(self.tasks) or [task for task in run_tasks if task.is_procedural]
         if not tasks:
             raise ValueError("evaluation.tasks is empty and no task of the run is procedural: name a held-out file")
         names = [task.key for task in tasks]
         if len(names) != len(set(names)):
             raise ValueError(f"evaluation.tasks need different names (set label), got {names}")
-        trained = {_rows_of(task) for task in run_tasks} - {None}
+        trained = {task.rows for task in run_tasks} - {None}
         for task in tasks:
-            if (rows := _rows_of(task)) in trained:
+            if (rows := task.rows) in trained:
                 raise ValueError(f"evaluation task {task.key!r} reads {rows}, which is trained on")
-        return [self._renamed(task) for task in tasks]
-
-    def _renamed(self, task: Task) -> Task:
-        name = f"eval-{self.seed}/{task.key}"
-        return task.model_copy(update={"label" if isinstance(task, ReasoningGymTask) else "name": name})
-
-
-def _is_procedural(task: Task) -> bool:
-    """Whether a task makes other items from another seed; a fixed number of an agent's items may be a fixed list."""
-    if isinstance(task, AgentTask):
-        return task.path is None and task.count is None
-    return isinstance(task, ReasoningGymTask)
-
-
-def _rows_of(task: Task) -> str | None:
-    """Return what names the rows that a task reads; None: it makes its items."""
-    if isinstance(task, FileTask):
-        return f"{task.path} ({task.split})"
-    return f"{task.path} (train)" if isinstance(task, AgentTask) and task.path is not None else None
+        return [task.renamed(f"eval-{self.seed}/{task.key}") for task in tasks]
 
 
 def plain_name(task: str) -> str:

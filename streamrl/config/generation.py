@@ -8,6 +8,7 @@ from pydantic import Field
 
 from streamrl.config.algorithm import Algorithm
 from streamrl.config.cluster import StrictModel
+from streamrl.config.weight_sync import WeightSyncConfig
 
 EightBits = Literal["int8", "fp8"]
 """Types of 8 bits in which an engine may multiply."""
@@ -25,25 +26,24 @@ class GenerationConfig(StrictModel):
     )
 
 
-def conflict(compute: str, algorithm: Algorithm, weight_backend: str, sent: str) -> str | None:
+def conflict(compute: str, algorithm: Algorithm, weights: WeightSyncConfig) -> str | None:
     """Return why a computation does not go with the rest of a run file; None: it does.
 
     Args:
         compute: `generation.compute`.
         algorithm: the algorithm.
-        weight_backend: `weights.backend`.
-        sent: `weights.generation_dtype`.
+        weights: the run file's `weights`.
     """
     if compute == "same":
         return None
     key = f"generation.compute: {compute}"
-    if weight_backend == "nccl":
+    if not weights.path.eight_bits:
         return (
-            f"{key} needs weights that are quantized as they are loaded, which weights.backend nccl does not do; set "
-            "backend: stream"
+            f"{key} needs weights that are quantized as they are loaded, which weights.backend {weights.backend} does "
+            "not do; set backend: stream"
         )
     kind = "int8" if compute == "auto" else compute
-    if sent not in ("same", kind):
+    if (sent := weights.generation_dtype) not in ("same", kind):
         return (
             f"{key} would round weights twice, as weights.generation_dtype is {sent}; expected generation_dtype: same "
             f"or {kind}"

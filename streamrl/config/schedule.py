@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, Union
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 
+from scheduler.schedule.schedules import KINDS, ScheduleKind
 from streamrl.config.cluster import StrictModel
 
 OnUpdate = Literal["wait", "keep_kv", "recompute_kv", "abort_and_requeue"]
@@ -51,9 +52,10 @@ class PartialRolloutsConfig(_RoundsConfig):
 RoundsConfig = Annotated[TailBatchingConfig | PartialRolloutsConfig, Field(discriminator="kind")]
 
 
-class _Barrier(StrictModel):
+class BarrierSchedule(StrictModel):
     """Base of the on-policy schedules, which sample a batch by the newest published weights only."""
 
+    name: str
     sync_every: int = Field(
         1,
         ge=1,
@@ -70,17 +72,19 @@ class _Barrier(StrictModel):
     """Update mode: only an evaluation's requests can be running; they continue with their KV cache recomputed."""
     rolling: ClassVar[bool] = False
     """Whether instances load one after the other; never, as no requests run meanwhile."""
+    exclusive: ClassVar[bool] = False
+    """Whether generation and training share their devices."""
 
 
-class ColocatedSchedule(_Barrier):
-    """Colocated: generation and training take turns on the same devices, under a lock."""
+class ExclusiveSchedule(BarrierSchedule):
+    """Base of the schedules whose generation and training share devices."""
 
-    name: Literal["colocated"] = "colocated"
+    exclusive: ClassVar[bool] = True
     rounds: ClassVar[TailBatchingConfig | PartialRolloutsConfig | None] = None
     """Every batch is generated to its end."""
 
 
-class _InRounds(_Barrier):
+class RoundsSchedule(BarrierSchedule):
     """Base of the schedules whose batches may be generated in rounds."""
 
     rounds: RoundsConfig | None = Field(
@@ -95,21 +99,10 @@ class _InRounds(_Barrier):
         return self
 
 
-class SyncSchedule(_InRounds):
-    """Sync: training starts when the whole batch is finished."""
-
-    name: Literal["sync"] = "sync"
-
-
-class StreamSchedule(_InRounds):
-    """Stream: the trainer works on groups as they complete, with one optimizer step per batch."""
-
-    name: Literal["stream"] = "stream"
-
-
-class _Overlapping(StrictModel):
+class OverlappingSchedule(StrictModel):
     """Base of the schedules that continue generation while weights are made and sent."""
 
+    name: str
     on_update: OnUpdate = Field(
         "recompute_kv",
         description="running requests at a weight update: wait: let them end first; keep_kv: continue with the KV "
@@ -123,22 +116,22 @@ class _Overlapping(StrictModel):
 
     rounds: ClassVar[TailBatchingConfig | PartialRolloutsConfig | None] = None
     """Long samples hold up nothing."""
+    exclusive: ClassVar[bool] = False
+    """Whether generation and training share their devices; `auto` may also let them, on CPUs."""
 
 
-class OneStepOffSchedule(_Overlapping):
-    """One-step-off: trains on the last batch while the next one is generated, with one step of staleness."""
+class AheadSchedule(OverlappingSchedule):
+    """Base of the schedules that generate one batch while the one before trains."""
 
-    name: Literal["one_step_off"] = "one_step_off"
     max_staleness: ClassVar[int] = 1
     """Most optimizer steps of staleness: a batch is generated while the previous one trains."""
     sync_every: ClassVar[int] = 1
     """Optimizer steps between publications of weights."""
 
 
-class AsyncSchedule(_Overlapping):
-    """Async: generation and training overlap fully; prompts wait while their samples would become too stale."""
+class ContinuousSchedule(OverlappingSchedule):
+    """Base of the schedules that never wait for a batch, only for a bound on staleness."""
 
-    name: Literal["async"] = "async"
     max_staleness: int = Field(
         1,
         description="most optimizer steps between the weights with which a sample began and those that train on it",
@@ -149,7 +142,7 @@ class AsyncSchedule(_Overlapping):
     def _bounds(self) -> Self:
         if self.max_staleness < 1:
             raise ValueError(
-                f"async needs max_staleness of 1 or more, got {self.max_staleness}; with 0 it is `name: stream`"
+                f"{self.name} needs max_staleness of 1 or more, got {self.max_staleness}; with 0 it is `name: stream`"
             )
         if self.sync_every > self.max_staleness + 1:
             raise ValueError(
@@ -159,7 +152,22 @@ class AsyncSchedule(_Overlapping):
         return self
 
 
-class AutoScheduleConfig(_Overlapping):
+def _model_of(name: str, kind: ScheduleKind) -> type[ScheduleConfig]:
+    """Make the model of a schedule from what it does."""
+    base: type[BarrierSchedule | OverlappingSchedule] = ContinuousSchedule if kind.continuous else AheadSchedule
+    if kind.barrier:
+        base = ExclusiveSchedule if kind.exclusive else RoundsSchedule
+    fields = {"name": (Literal[name], name)}
+    title = "".join(part.title() for part in name.split("_")) + "Schedule"
+    return create_model(title, __base__=base, __module__=__name__, __doc__=kind.summary, **fields)  # type: ignore[call-overload]
+
+
+SCHEDULES: dict[str, type[ScheduleConfig]] = {name: _model_of(name, kind) for name, kind in KINDS.items()}
+"""Models of the `schedule:` section by the schedule's name."""
+globals().update({model.__name__: model for model in SCHEDULES.values()})  # where pickle looks for them
+
+
+class AutoScheduleConfig(OverlappingSchedule):
     """Auto: profiles the first steps, predicts every schedule, runs the fastest, and switches when the run changes.
 
     On CPU it also chooses the split of pinned cores, and may let generation and training take turns on all of them.
@@ -172,7 +180,12 @@ class AutoScheduleConfig(_Overlapping):
     """Optimizer steps between publications of weights."""
 
 
-ScheduleConfig = Annotated[
-    ColocatedSchedule | SyncSchedule | StreamSchedule | OneStepOffSchedule | AsyncSchedule | AutoScheduleConfig,
-    Field(discriminator="name"),
-]
+if TYPE_CHECKING:
+    ScheduleConfig = ExclusiveSchedule | RoundsSchedule | AheadSchedule | ContinuousSchedule | AutoScheduleConfig
+else:
+    ScheduleConfig = Annotated[Union[*SCHEDULES.values(), AutoScheduleConfig], Field(discriminator="name")]
+
+
+def default_schedule() -> ScheduleConfig:
+    """Return the schedule of a run file that names none."""
+    return SCHEDULES["stream"](name="stream")

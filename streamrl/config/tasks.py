@@ -2,15 +2,61 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from streamrl.config.cluster import StrictModel
 
 
-class ReasoningGymTask(StrictModel):
+class TaskKeys(StrictModel):
+    """Base of the kinds of tasks, with what the rest of a run asks of any of them."""
+
+    if TYPE_CHECKING:
+        name: str
+        weight: float
+    items_class: ClassVar[str]
+    """'module:class' of its items, a `TaskItems` (`streamrl/tasks/task_items.py`)."""
+
+    @property
+    def key(self) -> str:
+        """Unique name of the task in a run."""
+        return self.name
+
+    @property
+    def question_suffix(self) -> str:
+        """Text after every question; '': none."""
+        return ""
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether items of a fixed number have a new order in every epoch."""
+        return True
+
+    @property
+    def is_procedural(self) -> bool:
+        """Whether it makes other items from another seed, so that an evaluation can hold some out."""
+        return False
+
+    @property
+    def rows(self) -> str | None:
+        """What names the rows that it reads; None: it makes its items."""
+        return None
+
+    @property
+    def library(self) -> str | None:
+        """Module that its verifier needs and that is slow to import; None: none."""
+        return None
+
+    def renamed(self, key: str) -> Self:
+        """Return the same task with another `key`."""
+        return self.model_copy(update={"name": key})
+
+
+class ReasoningGymTask(TaskKeys):
     """A procedural task of the reasoning-gym package, scored by the package's verifier."""
+
+    items_class: ClassVar[str] = "streamrl.tasks.procedural:ProceduralItems"
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     name: str = Field(description="reasoning-gym data set name, e.g. chain_sum")
@@ -29,6 +75,25 @@ class ReasoningGymTask(StrictModel):
         """Unique name of the task in a run."""
         return self.label or self.name
 
+    @property
+    def question_suffix(self) -> str:
+        """Text after every question."""
+        return self.suffix
+
+    @property
+    def is_procedural(self) -> bool:
+        """Always: the seed makes the items."""
+        return True
+
+    @property
+    def library(self) -> str | None:
+        """The package with its verifier."""
+        return "reasoning_gym"
+
+    def renamed(self, key: str) -> Self:
+        """Return the same task under another label."""
+        return self.model_copy(update={"label": key})
+
 
 class Sandbox(StrictModel):
     """The sandbox in which code written by a model runs."""
@@ -42,8 +107,10 @@ class Sandbox(StrictModel):
     memory_mb: int = Field(1024, ge=64, description="address space limit of each process, MiB")
 
 
-class FileTask(StrictModel):
+class FileTask(TaskKeys):
     """A task whose prompts come from a JSONL or Parquet file, or from a Hugging Face data set."""
+
+    items_class: ClassVar[str] = "streamrl.tasks.files:FileItems"
 
     kind: Literal["file", "hf_dataset"]
     name: str = Field(description="name shown in rollouts and reports")
@@ -64,9 +131,24 @@ class FileTask(StrictModel):
     shuffle: bool = Field(True, description="a new order in every epoch; false: the file's order (a curriculum)")
 
     @property
-    def key(self) -> str:
-        """Unique name of the task in a run."""
-        return self.name
+    def question_suffix(self) -> str:
+        """Text after every prompt."""
+        return self.suffix
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether every epoch has a new order."""
+        return self.shuffle
+
+    @property
+    def rows(self) -> str | None:
+        """Path and split."""
+        return f"{self.path} ({self.split})"
+
+    @property
+    def library(self) -> str | None:
+        """The package of a named reward that needs one."""
+        return "math_verify" if self.reward == "math_verify" else None
 
     @model_validator(mode="after")
     def _runs_in_a_sandbox(self) -> Self:
@@ -112,8 +194,10 @@ class EnvironmentUse(StrictModel):
     )
 
 
-class AgentTask(StrictModel):
+class AgentTask(TaskKeys):
     """A task whose samples are episodes: an agent calls the model, and tools, as often as it needs."""
+
+    items_class: ClassVar[str] = "streamrl.tasks.agent_items:AgentItems"
 
     kind: Literal["agent"]
     name: str = Field(description="name shown in rollouts and reports")
@@ -150,9 +234,19 @@ class AgentTask(StrictModel):
     deadlines: EpisodeDeadlines = Field(default_factory=EpisodeDeadlines)
 
     @property
-    def key(self) -> str:
-        """Unique name of the task in a run."""
-        return self.name
+    def shuffles(self) -> bool:
+        """Whether every epoch has a new order."""
+        return self.shuffle
+
+    @property
+    def is_procedural(self) -> bool:
+        """Whether its items never end; a fixed number may be a fixed list."""
+        return self.path is None and self.count is None
+
+    @property
+    def rows(self) -> str | None:
+        """The file of its items, if it reads one."""
+        return None if self.path is None else f"{self.path} (train)"
 
     @property
     def environment_key(self) -> str:

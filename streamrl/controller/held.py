@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 
 from scheduler.simulation.generation_simulator import SimulatedInstance
+from streamrl.config.generation import EightBits
 from streamrl.controller.group_source import group_of
 from streamrl.controller.weight_canary import HISTORY
 from streamrl.protocol.controller_site import CanaryMeasured, InstanceState, WeightsReady
@@ -43,7 +45,8 @@ MOST_DIGITS = 9
 """Most digits of an instance's number."""
 MOST_DRAFTED = 2**31 - 1
 """Most drafted tokens of a sample that rollouts can record."""
-COMPUTE_TYPES = frozenset({"float32", "bfloat16", "float16"})
+COMPUTE_TYPES = frozenset({"float32", "bfloat16", "float16", *get_args(EightBits)})
+"""What an instance may compute in."""
 
 
 def is_time(value: float) -> bool:

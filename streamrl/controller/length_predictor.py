@@ -28,7 +28,7 @@ from scheduler.cost.recalibration import Recalibration
 from scheduler.dispatch.outcome_trust import OutcomeTrust
 from scheduler.dispatch.registry import BLIND, objective_of, policy_for
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest
-from scheduler.simulation.saving import Saving, resampled_ratios, saving
+from scheduler.simulation.saving import Replay, Saving
 from streamrl.config.run import RunConfig
 from streamrl.controller.group_source import sample_ids
 from streamrl.errors import UserError
@@ -172,14 +172,14 @@ class LengthPredictor:
         if requests:
             objective = objective_of(self.run.schedule.name, self.train_tokens_s or math.inf)
             longest, affinity = self.run.sampling.max_tokens, self.run.batch.samples_per_prompt
-            setting = fleet, self._policy, longest, affinity, objective
-            replayed = await asyncio.to_thread(saving, requests, *setting)
+            replay = Replay(fleet, self._policy, longest, affinity, objective)
+            replayed = await asyncio.to_thread(replay.saving, requests)
             if (
                 self._policy not in BLIND
                 and any(forecasts[group.group_id] for group in dispatched)
                 and replayed.least_loaded > 0
             ):
-                others = await asyncio.to_thread(resampled_ratios, requests, *setting)
+                others = await asyncio.to_thread(replay.resampled_ratios, requests)
                 self.outcome.record([replayed.policy / replayed.least_loaded, *others])
             if not used:
                 replayed = replace(replayed, policy=replayed.least_loaded)

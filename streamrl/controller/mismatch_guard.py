@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from streamrl.config.run import MismatchConfig
+from streamrl.config.weight_sync import MismatchConfig
 from streamrl.controller.site_claims import SiteClaims
 from streamrl.controller.site_trust import SiteTrust
 from streamrl.controller.weight_canary import Mismatch

@@ -36,7 +36,6 @@ from streamrl.rollouts.types import Sample
 from streamrl.run_dir import layout
 from streamrl.runtime.process_plan import ProcessSpec
 from streamrl.transport.endpoint import Delivery, Hub
-from streamrl.weights.backends.base import weight_path
 
 log = logging.getLogger(__name__)
 
@@ -140,10 +139,10 @@ class Scaling:
             )
         if self.run.schedule.name == "auto":
             raise UserError("schedule: auto has divided the devices among the instances that the run began with")
-        if not weight_path(self.run).fetched:
+        if not self.run.weights.path.fetched:
             raise UserError(
-                "weights.backend: nccl joins trainer and instances in one group when the run begins; "
-                "start it with weights.backend: stream to scale it"
+                f"weights.backend: {self.run.weights.backend} joins trainer and instances in one group when the run "
+                "begins; start it with weights.backend: stream to scale it"
             )
 
     async def _scale(self, key: str, replicas: int) -> None:

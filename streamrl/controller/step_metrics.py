@@ -78,7 +78,7 @@ def step_metrics(
             of_task.setdefault(group.task, []).extend(values(group))
         return {task: float(np.mean(of_task[task])) for task in sorted(of_task)}
 
-    environments = environment_time(_steps(batch.groups.values()))
+    environments = environment_time(_episodes(batch.groups.values()))
     return MetricsRow(
         step=batch.step,
         time=times.ended,
@@ -163,12 +163,12 @@ def step_metrics(
     )
 
 
-def _steps(groups: Iterable[Group]) -> Iterator[EpisodeStep]:
-    """Yield what the episodes of the groups did."""
+def _episodes(groups: Iterable[Group]) -> Iterator[list[EpisodeStep]]:
+    """Yield what each episode of the groups did."""
     for group in groups:
         for member in group.survivors():
             if (told := member.sample.trajectory) is not None:
-                yield from told.steps
+                yield told.steps
 
 
 def _agent_metrics(groups: Iterable[Group]) -> dict[str, dict[str, float | None]]:

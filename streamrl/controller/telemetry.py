@@ -22,6 +22,7 @@ from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.status import write_status
 from streamrl.run_dir.trace import TraceWriter
 from streamrl.runtime.process_context import RoleContext
+from streamrl.runtime.process_plan import rank_name
 from streamrl.transport.endpoint import Hub
 from streamrl.transport.refusals import RefusedCounts, merged
 
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 
 STATUS_EVERY_S = 0.5
 """Seconds between two writes of the status."""
-TRAINER = "trainer-0"
+TRAINER = rank_name(0)
 """The rank that reports for the trainer."""
 MEMORY_EVERY_S = 5.0
 """Seconds between two measurements of the memory."""
@@ -256,7 +257,8 @@ class Telemetry:
         of_process = {peer.name: peer.state for peer in self.hub.peers.values()}
         for peer in self.hub.peers.values():
             of_process |= peer.state.get("instances", {})
-        for name in self.processes().keys() | {TRAINER}:
+        ranks = {peer.name for peer in self.hub.peers.values() if peer.role == "trainer"}
+        for name in self.processes().keys() | ranks:
             if refused := of_process.get(name, {}).get("refused"):
                 self._reported[name] = {
                     cause: {f"{shown(peer)} at {name}": count for peer, count in counts.items()}

@@ -15,6 +15,7 @@ from streamrl.errors import RestartNeeded
 from streamrl.protocol.controller_trainer import Estimate, Examine, MicroBatch, Prepare, Train
 from streamrl.protocol.message import TypedMessage, wire
 from streamrl.rollouts.micro_batch import TrainGroup, to_wire
+from streamrl.runtime.process_plan import rank_name
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Hub
 from streamrl.transport.wire import Arrays
@@ -49,7 +50,7 @@ class Trainers:
             limit_s: seconds for all ranks to answer a command.
             sharing: number of adjacent ranks that share each layer (tensor parallelism) and get the same groups.
         """
-        self.names = [f"trainer-{rank}" for rank in range(ranks)]
+        self.names = [rank_name(rank) for rank in range(ranks)]
         self.workers = self.names[::sharing]
         """First rank of each set of ranks that share layers; its answer stands for the whole set."""
         self._sharing = sharing

@@ -21,7 +21,7 @@ from streamrl.diagnose.stacks import answer_requests
 from streamrl.errors import RestartNeeded, RunFailed, UserError
 from streamrl.run_dir.start_stages import say
 from streamrl.runtime.log_lines import log_to_stderr
-from streamrl.runtime.process_plan import CORES, STARTER
+from streamrl.runtime.process_plan import CORES, STARTER, rank_name
 from streamrl.runtime.processes import end_with_parent, is_alive, start_warden
 
 LAST_WORDS = "LAST WORDS: "
@@ -56,7 +56,7 @@ def _name(args: argparse.Namespace) -> str:
     """Return the name of this process, as its waits use it."""
     match args.role:
         case "trainer":
-            return f"trainer-{os.environ.get('RANK', '0')}"
+            return rank_name(int(os.environ.get("RANK", "0")))
         case "service" | "rewards" | "agents":
             return f"{args.role}-{args.site}"
     return str(args.name or args.role)
@@ -86,7 +86,7 @@ def _role(args: argparse.Namespace) -> Coroutine[Any, Any, None]:
         case "trainer":
             from streamrl.training.trainer_process import TrainerWorker
 
-            return TrainerWorker(computing("trainer")).run()
+            return TrainerWorker(computing(_name(args))).run()
         case "service":
             from streamrl.generation.site.service import GenerationService
 

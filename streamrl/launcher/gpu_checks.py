@@ -62,7 +62,7 @@ def check_gpus(
     except UserError as error:
         yield str(error)
         return
-    together = max if run.schedule.name == "colocated" else sum
+    together = max if run.schedule.exclusive else sum
     wanted = 0
     for one in sites_here(cluster, site):
         generating = sum(pool.replicas * pool.gpus_per_replica for pool in one.generation)

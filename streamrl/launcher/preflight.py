@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from scheduler.schedule.schedules import KINDS
 from streamrl.config.algorithm import PPOConfig
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
@@ -123,13 +124,14 @@ def check_sites(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
     """Check for what a cluster of several sites cannot do."""
     if not cluster.remote_sites:
         return
-    if run.schedule.name in ("colocated", "auto"):
+    if run.schedule.exclusive or run.schedule.name == "auto":
+        apart = ", ".join(name for name, kind in KINDS.items() if not kind.exclusive)
         yield (
             f"schedule: {run.schedule.name} gives the same devices to generation and training, and the cluster has "
-            f"{len(cluster.sites)} sites; expected one of sync, stream, one_step_off, async"
+            f"{len(cluster.sites)} sites; expected one of {apart}"
         )
-    if run.weights.backend == "nccl":
-        yield "weights.backend: nccl works inside one site; expected auto or stream"
+    if not run.weights.path.fetched:
+        yield f"weights.backend: {run.weights.backend} works inside one site; expected auto or stream"
     home = cluster.sites[cluster.trainer_site]
     if not home.port:
         yield f"sites.{cluster.trainer_site}.port: other sites need to know it; expected a port such as 5600"

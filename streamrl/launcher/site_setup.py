@@ -7,6 +7,7 @@ site listens for others; their processes connect to its address or, when emulate
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -26,8 +27,8 @@ from streamrl.run_dir.instance_files import forget
 from streamrl.runtime.inside_keys import inside_roles, make_inside_keys, remove_inside_keys
 from streamrl.runtime.interfaces import free_ports
 from streamrl.runtime.process_context import Addresses
-from streamrl.runtime.process_plan import MEETING, ProcessSpec, plan_processes, possible_instances
-from streamrl.transport.curve import make_keys
+from streamrl.runtime.process_plan import HIDDEN, MEETING, ProcessSpec, plan_processes, possible_instances
+from streamrl.transport.curve import make_keys, secret_file
 from streamrl.weights.version_store import WeightStore
 
 if TYPE_CHECKING:
@@ -106,7 +107,10 @@ class Share:
         """Additional environment variables of all processes."""
         # vLLM leaves a socket there for each killed engine, and a socket's path must be short
         sockets = {"VLLM_RPC_BASE_PATH": str(self.scratch)} if self.scratch else {}
-        return sockets | (EMULATED_ENV if self.network else {})
+        private = [*([self.scratch] if self.scratch else []), *(one / layout.KEYS for one in self.folders.values())]
+        private += [secret_file(Path(self.cluster.security.keys), site) for site in self.folders]
+        hidden = {HIDDEN: json.dumps([str(one.resolve()) for one in private])}
+        return sockets | hidden | (EMULATED_ENV if self.network else {})
 
 
 @contextlib.contextmanager
@@ -150,11 +154,9 @@ def prepare(
                     left.unlink()
             node = hosts[name].host if name in hosts else ""
             addresses = choose_addresses(cluster, name, scratch, network, node)
-            if node:
-                stack.callback(remove_inside_keys, folder, name)
-                made = make_inside_keys(folder, name, inside_roles(cluster, run, name))
-                addresses = replace(addresses, inside_keys=made)
-            addresses.save(folder)
+            stack.callback(remove_inside_keys, folder, name)
+            made = make_inside_keys(folder, name, inside_roles(cluster, run, name))
+            replace(addresses, inside_keys=made).save(folder)
         (run_dir / layout.LOGS).mkdir(exist_ok=True)
         for store in stores:
             store.clear()

@@ -13,8 +13,8 @@ from streamrl.config.run import RunConfig
 def untried(cluster: ClusterConfig, run: RunConfig) -> list[str]:
     """Name the untried paths of a run, each with what has been shown in its place; []: all of it has run."""
     found = []
-    if run.weights.backend == "nccl":
-        found.append("weights.backend: nccl (vLLM's broadcast; stream has run on CPUs)")
+    if run.weights.path.untried:
+        found.append(f"weights.backend: {run.weights.backend} ({run.weights.path.untried})")
     if cluster.hardware != "cuda":
         return found
     trainer = cluster.sites[cluster.trainer_site].trainer
@@ -25,13 +25,13 @@ def untried(cluster: ClusterConfig, run: RunConfig) -> list[str]:
         "attention by the kernels for CUDA (the same formulas by the CPU's kernel)",
         "generation by vLLM on CUDA (vLLM on CPUs)",
     ]
-    if run.weights.backend != "nccl":
+    if not run.weights.path.untried:
         found.append("weights from a GPU through host memory to a GPU (stream between CPUs)")
     if trainer.ranks > 1:
         found.append(f"{trainer.ranks} trainer ranks over NCCL (over gloo)")
     if trainer.tensor_parallel > 1:
         found.append("trainer.tensor_parallel over NCCL (over gloo)")
-    if run.schedule.name == "colocated":
+    if run.schedule.exclusive:
         found.append("trainer and instance in turns on a GPU: offload, vLLM's sleep and wake (offload between tensors)")
     if any(pool.gpus_per_replica > 1 for pool in pools):
         found.append("instances of several GPUs (of several CPU processes)")

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from streamrl.config.run import ModelConfig, RunConfig
+from streamrl.config.model_and_batch import ModelConfig
+from streamrl.config.run import RunConfig
 from streamrl.machine.cpu import Cpu, this_cpu
 from streamrl.machine.gpus import oldest_compute_capability
 from streamrl.machine.model_files import resolve_model

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from scheduler.cost.model_shapes import Transformer
     from streamrl.config.cluster import ClusterConfig, TrainerPool
     from streamrl.config.run import RunConfig
+from streamrl.config.schedule import ContinuousSchedule
 
 PAPER_TAIL, PAPER_MODE, PAPER_SPREAD = 0.12, 2200.0, 0.45
 """Share of the tail (from 4,000 tokens), and median and spread of log length of the other answers.
@@ -231,7 +232,7 @@ def gather(
         delta_ratio = 1.0 if run is not None and run.weights.encoding == "raw" else DELTA_RATIO
     try:
         group = run.batch.samples_per_prompt if run else 1
-        staleness = run.schedule.max_staleness if run and run.schedule.name == "async" else 1
+        staleness = run.schedule.max_staleness if run and isinstance(run.schedule, ContinuousSchedule) else 1
         batch = Batch.of(values, samples, float(prompt_tokens), longest, group, staleness)
         if acceptance is not None:
             most = run.speculation.most_tokens if run else SpeculationConfig().most_tokens

@@ -19,7 +19,7 @@ from ranker.training_report import Captured, Dispatch
 from scheduler.cost.decode import PAPER_7B_H800
 from scheduler.cost.length_forecast import Forecast
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest
-from scheduler.simulation.saving import Saving, saving
+from scheduler.simulation.saving import Replay, Saving
 
 PROMPTS, SAMPLES = 128, 8
 """Prompts of a batch, and most samples of each."""
@@ -51,7 +51,7 @@ def _on_fleet(held: HeldOut, batches: list[Array], slots: int) -> Dispatch:
     chosen = np.concatenate(batches)
     for name, quantiles in held.forecasts.items():
         if np.isfinite(quantiles[chosen]).all():
-            parts = [saving(_requests(held, quantiles, rows), fleet, longest=held.limit) for rows in batches]
+            parts = [Replay(fleet, longest=held.limit).saving(_requests(held, quantiles, rows)) for rows in batches]
             sums[name] = sum(parts, Saving(0.0, 0.0, 0.0))
     some = next(iter(sums.values()))
     plural = "batch" if len(batches) == 1 else "batches"

@@ -199,4 +199,4 @@ def cost(rows: Sequence[MetricsRow]) -> list[tuple[str, str]]:
         return []
     usd, samples = sum(usd for usd, _ in priced), sum(samples for _, samples in priced)
     each = f", {1000 * usd / samples:.4g} per 1,000 samples" if samples else ""
-    return [("cost, by the cluster file's prices", f"{usd:.4g} USD{each}")]
+    return [("cost at the listed prices", f"{usd:.4g} USD{each}")]

@@ -45,7 +45,7 @@ REPORT = "report.html"
 SITES = "sites"
 """Folder: the other sites' folders, under --emulate."""
 KEYS = "keys"
-"""Folder: the keys of this launch, a pair a process if there are several machines; under --emulate the sites' keys."""
+"""Folder: the keys of this launch, a pair for each process; under --emulate the sites' keys as well."""
 NETWORK = "network"
 """Folder: the emulated network, under --emulate."""
 

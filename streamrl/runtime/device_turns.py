@@ -28,7 +28,7 @@ ASK_AGAIN_S = 0.1
 
 def takes_turns(cuda: bool, run: RunConfig) -> bool:
     """Return whether trainer and instances of a run use the same GPUs."""
-    return cuda and run.schedule.name == "colocated"
+    return cuda and run.schedule.exclusive
 
 
 class DeviceTurns:

@@ -1,15 +1,15 @@
-"""The key pairs of one site's processes, so that nobody else on their network is one of them, and none is another.
+"""The key pairs of one site's processes, so that nobody else is one of them, and none is another.
 
-A launcher makes them for a site whose processes are spread over machines, anew at each start, and removes them at its
-end:
+A launcher makes them anew at each start, on one machine as over several, and removes them at its end:
 
     <run folder>/keys/inside-<site>/<process>.key_secret   both keys, mode 0600 in a folder of mode 0700
     <run folder>/addresses.json                            the public keys, by which hubs and processes know each other
 
-Every process of the plan has its own, instances that are not started yet included. The trainer's ranks have one in
-common, and so have the operator's commands. All nodes mount the run folder, so that the secrets are on no command line,
-in no environment and in no call through Ray. A pair opens the site's inner doors under its process's name and role
-(`inside_admission`), and none of the doors for other sites.
+Every process of the plan has its own, each rank of the trainer and instances that are not started yet included; only
+the operator's commands have one in common. A process that is restarted is the same one, with the same pair. All nodes
+mount the run folder, so that the secrets are on no command line, in no environment and in no call through Ray. A pair
+opens the site's inner doors under its process's name and role (`inside_admission`), and none of the doors for other
+sites.
 """
 
 from __future__ import annotations
@@ -26,28 +26,27 @@ from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
 from streamrl.protocol.speakers import HubKind, role_at
 from streamrl.run_dir import layout
-from streamrl.runtime.process_plan import plan_processes, possible_instances
+from streamrl.runtime.process_plan import plan_processes, possible_instances, rank_names
 from streamrl.transport.curve import KeyPair, load_own, make_keys, secret_file
 from streamrl.transport.hub import AdmitInside
 
 OPERATOR = "operator"
 """Owner of the key of operator commands (`streamrl scale`), which come and go as `operator-<number>`."""
-NUMBERED = ("trainer", OPERATOR)
-"""Owners of keys that several processes use, each under a number of its own: `trainer-0`."""
 
 
 def inside_roles(cluster: ClusterConfig, run: RunConfig, site: str) -> dict[str, str]:
     """Return the role of each process of a site that has a key pair, by the name of the pair's owner."""
     here = Path()
     planned = [*plan_processes(cluster, run, here, [site]), *possible_instances(cluster, run, site, here)]
-    roles = {"trainer" if spec.role == "trainer" else spec.name: str(spec.role) for spec in planned}
+    roles: dict[str, str] = {}
+    for spec in planned:
+        names = rank_names(spec) if spec.role == "trainer" else [spec.name]
+        roles |= dict.fromkeys(names, str(spec.role))
     return roles | ({OPERATOR: "operator"} if site == cluster.trainer_site else {})
 
 
 def inside_admission(roles: Mapping[str, str], hub: HubKind) -> AdmitInside:
     """Return what decides on hellos at an inner door: a process has its own name, and the role that the plan gives it.
-
-    Where there are no keys the name is what the process claims, and the role is still that of the name.
 
     Args:
         roles: as `inside_roles`.
@@ -56,10 +55,10 @@ def inside_admission(roles: Mapping[str, str], hub: HubKind) -> AdmitInside:
 
     def admit(name: str, role: str, owner: str | None) -> str | None:
         prefix, _, number = name.rpartition("-")
-        own = name if prefix not in NUMBERED else prefix if number.isdecimal() else ""
-        if owner is not None and own != owner:
+        own = OPERATOR if prefix == OPERATOR and number.isdecimal() else name
+        if own != owner:
             return f"the key is that of {owner!r}, the hello is of {name!r}"
-        if own not in roles or name in NUMBERED:
+        if own not in roles or name == OPERATOR:
             return f"the plan has no process {name!r} inside this site"
         if role != role_at(hub, roles[own]):
             return f"process {name!r} is no {role!r:.99} here"
@@ -123,5 +122,8 @@ def _load(run_dir: Path, site: str, process: str) -> KeyPair:
     pair = load_own(folder, process, _remedy(run_dir))
     mode = stat.S_IMODE(folder.stat().st_mode)
     if mode & 0o077:
-        raise UserError(f"{folder}: mode {mode:04o} opens it to others than you; do: chmod 700 {folder}")
+        raise UserError(
+            f"{folder}: mode {mode:04o} opens it to others than you; do: chmod 700 {folder} (a file system that does "
+            "not keep modes can hold no run)"
+        )
     return pair

@@ -42,7 +42,7 @@ class Addresses:
     relays: dict[str, str] = field(default_factory=dict)
     """Address at which this site reaches another site's relay, by site."""
     inside_keys: dict[str, str] = field(default_factory=dict)
-    """Public key of each process of this site and launch, by its name; {}: they are on one machine and need none."""
+    """Public key of each process of this site and launch, by its name."""
 
     def save(self, run_dir: Path) -> None:
         """Write the addresses into the run folder."""
@@ -162,27 +162,22 @@ class RoleContext:
         return Flow.over(link.bytes_per_s, link.rtt_s, self.cluster.absence_s, message_bytes)
 
     @cached_property
-    def inside_keys(self) -> KeyPair | None:
-        """Key pair of this process inside its site; None: the site is on one machine, behind Unix sockets.
+    def inside_keys(self) -> KeyPair:
+        """Key pair of this process inside its site.
 
         Raises:
             UserError: it is missing, open to others, or of another process, site or launch.
         """
-        public = self.addresses.inside_keys
-        return load_inside_keys(self.run_dir, self.site, self.name, public) if public else None
+        return load_inside_keys(self.run_dir, self.site, self.name, self.addresses.inside_keys)
 
-    def inside_server_security(self) -> ServerSecurity | None:
+    def inside_server_security(self) -> ServerSecurity:
         """Return what a hub of this process needs to admit the site's own processes; raises like `inside_keys`."""
-        if self.inside_keys is None:
-            return None
         return ServerSecurity(
             self.inside_keys, {key.encode(): name for name, key in self.addresses.inside_keys.items()}
         )
 
-    def inside_client_security(self, server: str) -> ClientSecurity | None:
+    def inside_client_security(self, server: str) -> ClientSecurity:
         """Return what this process needs to connect to a hub of the process `server`; raises like `inside_keys`."""
-        if self.inside_keys is None:
-            return None
         return ClientSecurity(self.inside_keys, self.addresses.inside_keys[server].encode())
 
     def server_security(self) -> ServerSecurity | None:

@@ -51,6 +51,9 @@ RANK_MEETING = "STREAMRL_RANK_MEETING"
 ON_RAY: frozenset[Role] = frozenset({"trainer", "instance", "rewards", "agents"})
 """Roles that Ray places, at a site with `launch: {backend: ray}`."""
 
+HIDDEN = "STREAMRL_HIDDEN"
+"""Environment variable: a JSON list of the files and folders with the keys and sockets of the run, which no sandbox
+shows."""
 STARTER = "STREAMRL_PARENT"
 """Environment variable: PID of the process whose death ends this one (the launcher, or the actor on a Ray node)."""
 PROCESS = "STREAMRL_PROCESS"
@@ -129,13 +132,23 @@ def instance_name(site: str, pool: str, index: int) -> str:
     return f"{site}-{pool}-{index}"
 
 
+def rank_name(rank: int) -> str:
+    """Return the name under which a rank of the trainer speaks, unique in the run."""
+    return f"trainer-{rank}"
+
+
+def rank_names(spec: ProcessSpec) -> list[str]:
+    """Return the names of the ranks that a process of a trainer's node starts."""
+    return [rank_name(spec.index * spec.ranks + number) for number in range(spec.ranks)]
+
+
 def possible_instances(cluster: ClusterConfig, run: RunConfig, site_name: str, run_dir: Path) -> list[ProcessSpec]:
     """List all instances that a site may have, at the start or after scaling.
 
     Each has devices of its own, so that none changes devices when the number changes.
     """
     cuda, site = cluster.hardware == "cuda", cluster.sites[site_name]
-    of_trainer = site.trainer.ranks if site.trainer and run.schedule.name != "colocated" else 0
+    of_trainer = site.trainer.ranks if site.trainer and not run.schedule.exclusive else 0
     gpus_taken = itertools.count(of_trainer)
     specs = []
     for pool in site.generation:

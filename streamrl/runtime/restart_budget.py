@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamrl.config.run import RecoveryConfig
+from streamrl.config.recovery import RecoveryConfig
 
 MOST_DOUBLINGS = 60
 """Most doublings of a pause, longer than any limit by then; a float overflows at 1024."""

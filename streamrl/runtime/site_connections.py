@@ -1,7 +1,7 @@
 """Connections between the processes of a run: inside a site, and encrypted, measured and patient over a link.
 
-Inside a site on one machine they are Unix sockets; inside one that is spread over machines each process has keys
-(`runtime/inside_keys.py`).
+Inside a site on one machine they are Unix sockets, inside one that is spread over machines TCP. Each process has keys
+of its own for them (`runtime/inside_keys.py`).
 
 Other sites connect to the trainer's site. Its controller and publisher each have two addresses: one for their own site,
 one for other sites, which are admitted by their keys and by the files they were started with.
@@ -17,7 +17,7 @@ from streamrl.protocol.speakers import HubKind, role_at
 from streamrl.runtime.handshake import disagreement
 from streamrl.runtime.inside_keys import inside_admission, inside_roles
 from streamrl.runtime.process_context import RoleContext
-from streamrl.runtime.process_plan import plan_processes
+from streamrl.runtime.process_plan import plan_processes, rank_name
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.delivery import Inbox
 from streamrl.transport.endpoint import Hub, Link
@@ -45,7 +45,7 @@ async def connect_inside(context: RoleContext, link: Link, hub: str, address: st
         DeadlineExpired: no answer in time.
         UserError: the keys of this site and launch are missing, or other users can read them.
     """
-    process = "trainer" if hub == PUBLISHER else hub
+    process = rank_name(0) if hub == PUBLISHER else hub
     await link.connect(address, context.startup_s, context.inside_client_security(process), hub)
 
 

@@ -15,13 +15,14 @@ from streamrl.config.tasks import AgentTask
 from streamrl.errors import RunFailed, UserError
 from streamrl.rollouts.seeds import derive_seed
 from streamrl.tasks.files import load_records, plain
+from streamrl.tasks.task_items import TaskItems
 from streamrl.tasks.user_functions import import_ordinary
 
 CACHED = 64
 """Items kept: an item is asked for its text and for the rest."""
 
 
-class AgentItems:
+class AgentItems(TaskItems):
     """The items of one agent task."""
 
     def __init__(self, task: AgentTask, seed: int) -> None:
@@ -31,9 +32,7 @@ class AgentItems:
             UserError: the file or a row is wrong, or the function or its first item.
         """
         self.key = task.key
-        self.base = 0
-        self.count: int | None = task.count
-        """Number of different items; None: unlimited."""
+        self.count = task.count
         self.item: Callable[[int], dict[str, Any]]
         if task.items is None and task.path is None:  # the environment makes its own
             self.base = derive_seed(seed, task.key)

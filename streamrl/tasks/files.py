@@ -1,4 +1,4 @@
-"""Reading of prompts and answers from JSONL, Parquet or Hugging Face data sets, with precise error locations."""
+"""Items of file tasks, from JSONL, Parquet or Hugging Face data sets, with precise error locations."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from streamrl.config.tasks import AgentTask, FileTask
 from streamrl.errors import UserError
 from streamrl.tasks.extras import import_extra
 from streamrl.tasks.procedural import nearest
+from streamrl.tasks.task_items import PromptMessage, TaskItems, with_suffix
 
 T = TypeVar("T")
-PromptMessage = dict[str, str]
-"""A chat message: `role` and `content`."""
 ROLES = ("system", "user", "assistant")
 """Roles of a prompt's messages; a system message comes first, and the user's last."""
 
@@ -52,6 +51,33 @@ def load_rows(task: FileTask) -> list[TaskRow]:
     else:
         records = _file_records(task, task.path)
     return _not_empty(task, [_row(task, where, record) for where, record in records])
+
+
+class FileItems(TaskItems):
+    """The items of a file task, held in memory."""
+
+    def __init__(self, task: FileTask, seed: int) -> None:
+        """Read the file, whatever the seed.
+
+        Raises:
+            UserError: the file or a row is wrong (see `load_rows`).
+        """
+        self._rows = load_rows(task)
+        self._suffix = task.suffix
+        self.count = len(self._rows)
+
+    def question(self, index: int) -> str:
+        """Return the prompt of row `index`."""
+        return self._rows[index].prompt
+
+    def earlier(self, index: int) -> tuple[PromptMessage, ...]:
+        """Return the messages before the user's of row `index`."""
+        return self._rows[index].earlier
+
+    def reward_input(self, index: int) -> dict[str, Any]:
+        """Return the user's message and the reference answer, as a reward function receives them."""
+        row = self._rows[index]
+        return {"prompt": with_suffix(row.prompt, self._suffix), "answer": row.answer}
 
 
 def load_records(task: AgentTask) -> list[dict[str, Any]]:

@@ -29,13 +29,14 @@ from streamrl.errors import RunFailed, UserError
 from streamrl.rollouts.seeds import derive_seed
 from streamrl.tasks.answers import EXTRACTORS
 from streamrl.tasks.extras import import_extra
+from streamrl.tasks.task_items import ScoredItems
 
 CHUNK = 1000
 CACHED_CHUNKS = 4
 CACHED_ENTRIES = 64  # a group's samples are scored one after another, from one cached entry
 
 
-class ProceduralItems:
+class ProceduralItems(ScoredItems):
     """The items of one reasoning-gym task; `config.size` makes them finite (then they repeat in epochs)."""
 
     def __init__(self, task: ReasoningGymTask, seed: int) -> None:
@@ -50,8 +51,7 @@ class ProceduralItems:
         self._name = task.name
         self._extract = EXTRACTORS[task.answer]
         self._config = {name: value for name, value in task.config.items() if name != "size"}
-        self.count: int | None = task.config.get("size")
-        """Number of different items; None: unlimited."""
+        self.count = task.config.get("size")
         self._chunk = lru_cache(CACHED_CHUNKS)(self._make_chunk)
         self.entry = lru_cache(CACHED_ENTRIES)(self._make_entry)
         try:

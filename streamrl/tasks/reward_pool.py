@@ -39,7 +39,7 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
-from streamrl.config.tasks import FileTask, ReasoningGymTask, Task
+from streamrl.config.tasks import Task
 from streamrl.errors import RunFailed, UserError
 from streamrl.rollouts.void import Void, VoidCause
 from streamrl.runtime.processes import end_with_parent, exit_text
@@ -250,9 +250,7 @@ class RewardPool:
 
 def _imports_of(tasks: Sequence[Task]) -> list[str]:
     """Return the modules that every worker needs, user's excepted: those may keep state, start threads, or hang."""
-    libraries = {"reasoning_gym" for task in tasks if isinstance(task, ReasoningGymTask)}
-    libraries |= {task.reward for task in tasks if isinstance(task, FileTask)}
-    return ["streamrl.tasks.rewards", *sorted(libraries & {"reasoning_gym", "math_verify"})]
+    return ["streamrl.tasks.rewards", *sorted({task.library for task in tasks if task.library})]
 
 
 # --- inside a worker ---

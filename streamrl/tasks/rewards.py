@@ -12,12 +12,12 @@ import shutil
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from streamrl.config.tasks import AgentTask, FileTask, ReasoningGymTask, Task
+from streamrl.config.tasks import AgentTask, FileTask, Task
 from streamrl.errors import UserError
 from streamrl.tasks.answers import full, tagged
 from streamrl.tasks.extras import import_extra
 from streamrl.tasks.sandbox import passes
-from streamrl.tasks.source import ITEMS
+from streamrl.tasks.task_items import ScoredItems, items_of
 from streamrl.tasks.user_functions import import_ordinary
 from streamrl.tasks.void_reward import VoidReward
 
@@ -75,13 +75,13 @@ class Scorer:
         return value
 
 
-def _score_of(task: FileTask | ReasoningGymTask, seed: int) -> Score:
+def _score_of(task: Task, seed: int) -> Score:
     """Return the scorer of a task: the named or user's reward of a file task, else that of the kind's own items."""
     if isinstance(task, FileTask):
         return _file_score(task)
-    items: Any = ITEMS[type(task)](task, seed)
-    score: Score = items.score
-    return score
+    items = items_of(task, seed)
+    assert isinstance(items, ScoredItems), f"the items of {task.key} have no verifier"
+    return items.score
 
 
 def _file_score(task: FileTask) -> Score:

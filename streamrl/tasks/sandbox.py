@@ -12,7 +12,8 @@ Isolation, the first that is there (`isolation_of`):
 
     sandbox.command        what the run file names (bubblewrap, nsjail, a container): it isolates
     bubblewrap             no network, no other processes, no files but /usr, Python's own and an empty folder
-    namespaces             no network and no other processes; files that this user can read stay readable
+    namespaces             no network and no other processes; files that this user can read stay readable, but for the
+                           run's keys and sockets (`HIDDEN`)
 
 Limits for each process: memory, processes, open files, file size, CPU time. Everything ends with the reward's worker,
 also when that is killed: the kernel kills the first process of each sandbox, and with it its namespace.
@@ -40,6 +41,7 @@ import psutil
 
 from streamrl.config.tasks import Sandbox
 from streamrl.rollouts.void import VoidCause
+from streamrl.runtime.process_plan import HIDDEN
 from streamrl.runtime.processes import end_with_parent
 from streamrl.tasks import sandbox_driver
 from streamrl.tasks.void_reward import VoidReward
@@ -183,7 +185,8 @@ class Boxed:
         driver = [sys.executable, "-I", "-c", DRIVER]
         self.command = [*isolation.command, *driver]
         parent = None if isolation.command else os.getpid()
-        first = {"side": side, "source": source, "processes": MOST_PROCESSES, "parent": parent}
+        hidden = json.loads(os.environ.get(HIDDEN, "[]"))
+        first = {"side": side, "source": source, "processes": MOST_PROCESSES, "parent": parent, "hidden": hidden}
         self.pending = json.dumps(first).encode() + b"\n"
         """Bytes that it has not taken yet."""
         self._read = b""

@@ -9,8 +9,9 @@ as success. Values cross as JSON, never as pickles. What is no plain value stays
 equal to nothing but itself, so no `__eq__` of the program decides anything.
 
 This file is the text of `python -I -c`: it needs the standard library alone. Its first line of input is a JSON object:
-`side` ('program', 'tests', or a script's language), `source`, `processes` (most that it may start), and `parent` (a
-PID: isolate yourself in namespaces, and end with that process; null: the sandbox's command does it).
+`side` ('program', 'tests', or a script's language), `source`, `processes` (most that it may start), `parent` (a PID:
+isolate yourself in namespaces, and end with that process; null: the sandbox's command does it), and `hidden` (files and
+folders that are empty in those namespaces).
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from typing import Any, NoReturn
 NEW_NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 """CLONE_NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET."""
 PRIVATE = 0x44000  # MS_REC | MS_PRIVATE
+BIND = 0x1000  # MS_BIND
+CLOSED = 0x1 | 0x2 | 0x4 | 0x8  # MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 CAPABILITIES_V3 = 0x20080522
 MOST_OPEN_FILES = 64
@@ -333,8 +336,12 @@ class StandIn:
         return str(self._special("__repr__"))
 
 
-def isolate(parent: int) -> None:
+def isolate(parent: int, hidden: list[str]) -> None:
     """Enter namespaces without network and without other processes, and end with the parent and with the fork's parent.
+
+    Args:
+        parent: PID of the process that has started this one.
+        hidden: files and folders in whose place something empty is seen, if they are there.
 
     Raises:
         OSError: the system does not let this user make namespaces.
@@ -361,6 +368,11 @@ def isolate(parent: int) -> None:
     check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL))  # with its first process, the whole namespace ends
     check(libc.mount(None, b"/", None, PRIVATE, None))
     check(libc.mount(b"proc", b"/proc", b"proc", 0, None))  # others' memory is not to be found
+    for path in hidden:  # a Unix socket can be connected to without a network
+        if os.path.isdir(path):
+            check(libc.mount(b"none", os.fsencode(path), b"tmpfs", CLOSED, b"size=4k,mode=0"))
+        elif os.path.exists(path):
+            check(libc.mount(os.fsencode(os.devnull), os.fsencode(path), None, BIND, None))
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     check(libc.capset((ctypes.c_uint32 * 2)(CAPABILITIES_V3, 0), (ctypes.c_uint32 * 6)()))
 
@@ -382,7 +394,7 @@ def main() -> NoReturn:
     given = json.loads(line)
     try:
         if given["parent"] is not None:
-            isolate(given["parent"])
+            isolate(given["parent"], given["hidden"])
         resource.setrlimit(resource.RLIMIT_NPROC, (tasks_of_user() + given["processes"],) * 2)
         resource.setrlimit(resource.RLIMIT_NOFILE, (MOST_OPEN_FILES, MOST_OPEN_FILES))
     except (OSError, ValueError) as error:

@@ -10,7 +10,7 @@ without replacement.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -19,11 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.config.tasks import AgentTask, FileTask, ReasoningGymTask, Task
+from streamrl.config.tasks import AgentTask, Task
 from streamrl.rollouts.seeds import derive_seed
-from streamrl.tasks.agent_items import AgentItems
-from streamrl.tasks.files import PromptMessage, load_rows
-from streamrl.tasks.procedural import ProceduralItems
+from streamrl.tasks.task_items import PromptMessage, items_of, with_suffix
 
 HALF = Fraction(1, 2)
 
@@ -79,42 +77,6 @@ def mix(weights: Sequence[float], index: int) -> tuple[int, int]:
     return task, used[task] - 1
 
 
-class FileItems:
-    """The items of a file task, held in memory."""
-
-    def __init__(self, task: FileTask) -> None:
-        """Read the file.
-
-        Raises:
-            UserError: the file or a row is wrong (see `load_rows`).
-        """
-        self._rows = load_rows(task)
-        self._suffix = task.suffix
-        self.base = 0
-        self.count: int | None = len(self._rows)
-
-    def question(self, index: int) -> str:
-        """Return the prompt of row `index`."""
-        return self._rows[index].prompt
-
-    def earlier(self, index: int) -> tuple[PromptMessage, ...]:
-        """Return the messages before the user's of row `index`."""
-        return self._rows[index].earlier
-
-    def reward_input(self, index: int) -> dict[str, Any]:
-        """Return the user's message and the reference answer, as a reward function receives them."""
-        row = self._rows[index]
-        return {"prompt": with_suffix(row.prompt, self._suffix), "answer": row.answer}
-
-
-ITEMS: dict[type[Any], Callable[[Any, int], ProceduralItems | FileItems | AgentItems]] = {
-    ReasoningGymTask: ProceduralItems,
-    FileTask: lambda task, seed: FileItems(task),
-    AgentTask: AgentItems,
-}
-"""Factory of the items of a task, from (task, run's seed), by the class of the task's configuration."""
-
-
 class PromptSource:
     """The prompts of a run by number. It reads every file once, and keeps only caches between calls."""
 
@@ -128,7 +90,7 @@ class PromptSource:
             raise ValueError("a prompt source needs at least one task")
         self._tasks = list(tasks)
         self._seed = seed
-        self._items = [ITEMS[type(task)](task, seed) for task in tasks]
+        self._items = [items_of(task, seed) for task in tasks]
         self._permutation = lru_cache(2 * len(self._tasks))(self._make_permutation)
 
     def prompt(self, index: int) -> Prompt:
@@ -148,21 +110,16 @@ class PromptSource:
         return Prompt(
             prompt_id=f"{task.key}/{items.base + item}",
             task=task.key,
-            text=with_suffix(items.question(item), "" if isinstance(task, AgentTask) else task.suffix),
+            text=with_suffix(items.question(item), task.question_suffix),
             epoch=epoch,
             reward_input=items.reward_input(item),
             agent=isinstance(task, AgentTask),
-            earlier=items.earlier(item) if isinstance(items, FileItems) else (),
+            earlier=items.earlier(item),
         )
 
     def _make_permutation(self, number: int, epoch: int) -> npt.NDArray[np.int64]:
         count, task = self._items[number].count, self._tasks[number]
         assert count is not None
-        if not isinstance(task, ReasoningGymTask) and not task.shuffle:
+        if not task.shuffles:
             return np.arange(count)
         return np.random.default_rng([derive_seed(self._seed, task.key), epoch]).permutation(count)
-
-
-def with_suffix(question: str, suffix: str) -> str:
-    """Return the user's message: the question, with the suffix on a line of its own."""
-    return f"{question}\n{suffix}" if suffix else question

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from streamrl.training.losses import sequence_lengths
+from streamrl.surrogates import sequence_lengths
 
 
 @torch.no_grad()

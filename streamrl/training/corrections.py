@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from streamrl.training.losses import bounded, sequence_means, sequence_sums
+from streamrl.surrogates import bounded, sequence_means, sequence_sums
 
 Level = Literal["token", "sequence", "geometric"]
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import AutoModel, PreTrainedModel
 
-from streamrl.config.run import Recomputation
+from streamrl.config.optimizer import Recomputation
 from streamrl.training.attention import SHARED_PREFIX
 from streamrl.training.hidden_states import predicting_states
 from streamrl.training.packing import PackedBatch

@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from scheduler.cost.training_cost import reduces_once
-from streamrl.config.run import OptimizerConfig, RunConfig
+from streamrl.config.optimizer import OptimizerConfig
+from streamrl.config.run import RunConfig
 from streamrl.protocol.controller_trainer import Refusal
 from streamrl.training.critic import Critic
 from streamrl.training.policy_model import Policy

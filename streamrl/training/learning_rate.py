@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from streamrl.config.run import OptimizerConfig
+from streamrl.config.optimizer import OptimizerConfig
 
 
 def warm_up(step: int, warmup_steps: int) -> float:

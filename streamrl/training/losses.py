@@ -1,137 +1,17 @@
-"""Token losses: pure functions of log-probabilities, advantages and values, for any float type.
+"""KL terms, value losses and weights of tokens, which go with any surrogate: pure, for any float type.
 
-A batch is a row of N tokens of whole sequences; `sequence_ids` [N] tells them apart (0, 0, 0, 1, 1, 2, ...). Tokens of
-one sequence need not follow one another: the rows of an episode may be one sequence. Every loss is one value per
-token. A micro-batch adds to the gradient that of the *sum* of its token losses times `token_weights`, and the optimizer
-step divides by the whole batch's normalizer (`streamrl.rollouts.micro_batch.loss_normalizer`), so the gradient does not
-depend on how the batch was split.
+As for the surrogates (`streamrl/surrogates.py`), every loss is one value per token. A micro-batch adds to the gradient
+that of the *sum* of its token losses times `token_weights`, and the optimizer step divides by the whole batch's
+normalizer (`streamrl.rollouts.micro_batch.loss_normalizer`), so the gradient does not depend on how the batch was
+split.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from streamrl.config.algorithm import AggregationKind, KLEstimator
-
-LOG_RATIO_LIMIT = 20.0
-"""Bound of log-ratios, which are clamped before exp: e^20 = 5e8 is far beyond every clip, and its square fits float32.
-
-Beyond the bound a ratio is constant, without a gradient.
-"""
-
-
-class TokenLoss(NamedTuple):
-    """A policy loss by token."""
-
-    loss: torch.Tensor
-    """Loss, [N], with gradient."""
-    clipped: torch.Tensor
-    """Tokens whose ratio the clip has changed, [N] bool; with `clip` and `sequence_clip` they have no gradient."""
-
-
-def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Clamp the log-ratio to +-`LOG_RATIO_LIMIT`."""
-    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-
-
-def sequence_lengths(sequence_ids: torch.Tensor) -> torch.Tensor:
-    """Return the number of tokens of each sequence, [S] int64."""
-    return torch.bincount(sequence_ids)
-
-
-def sequence_sums(values: torch.Tensor, sequence_ids: torch.Tensor) -> torch.Tensor:
-    """Sum each sequence's values: [N] -> [S]."""
-    return values.new_zeros(len(sequence_lengths(sequence_ids))).index_add(0, sequence_ids, values)
-
-
-def sequence_means(values: torch.Tensor, sequence_ids: torch.Tensor) -> torch.Tensor:
-    """Average each sequence's values: [N] -> [S]."""
-    return sequence_sums(values, sequence_ids) / sequence_lengths(sequence_ids)
-
-
-def clip_loss(log_ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float) -> TokenLoss:
-    """Return -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), with r = exp(log_ratio).
-
-    Source: PPO, arXiv 1707.06347, eq. 7; GRPO, arXiv 2402.03300, eq. 3; separate distances up and down: DAPO,
-    arXiv 2503.14476, eq. 8.
-
-    Args:
-        log_ratio: [N] current minus old log-probability, with gradient.
-        advantages: [N].
-        clip_low: lower clipping distance.
-        clip_high: upper clipping distance.
-    """
-    ratio = torch.exp(bounded(log_ratio))
-    surrogate = ratio * advantages
-    limited = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
-    return TokenLoss(-torch.minimum(surrogate, limited), (limited < surrogate).detach())
-
-
-def sequence_clip_loss(
-    log_ratio: torch.Tensor, advantages: torch.Tensor, sequence_ids: torch.Tensor, clip_low: float, clip_high: float
-) -> TokenLoss:
-    """Return `clip_loss` with one ratio per sequence, s = exp(mean of its tokens' log_ratio), equal for its tokens.
-
-    With aggregation `sequence` this is GSPO's objective (arXiv 2507.18071, eq. 5-7).
-
-    Args:
-        log_ratio: [N], with gradient.
-        advantages: [N], the same for all tokens of a sequence.
-        sequence_ids: [N].
-        clip_low: lower clipping distance.
-        clip_high: upper clipping distance.
-    """
-    return clip_loss(sequence_means(log_ratio, sequence_ids)[sequence_ids], advantages, clip_low, clip_high)
-
-
-def detached_clip_loss(
-    logprobs: torch.Tensor, log_ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
-) -> TokenLoss:
-    """Return -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log p, where sg stops the gradient.
-
-    Every token keeps its gradient through log p. Source: CISPO, arXiv 2506.13585, eq. 4-5 (there without a lower bound:
-    clip_low = 1).
-
-    Args:
-        logprobs: [N], with gradient.
-        log_ratio: [N]; no gradient flows into it.
-        advantages: [N].
-        clip_low: lower clipping distance.
-        clip_high: upper clipping distance.
-    """
-    ratio = torch.exp(bounded(log_ratio.detach()))
-    limited = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    return TokenLoss(-limited * advantages * logprobs, limited != ratio)
-
-
-def soft_gate_loss(log_ratio: torch.Tensor, advantages: torch.Tensor, positive: float, negative: float) -> TokenLoss:
-    """Return -(4 / tau) sigmoid(tau (r - 1)) A, with r = exp(log_ratio).
-
-    tau is `positive` for tokens with A > 0, else `negative`. At r = 1 the gradient is that of r A; it fades smoothly as
-    r moves away. Source: SAPO, arXiv 2511.20347.
-
-    Args:
-        log_ratio: [N] current minus old log-probability, with gradient.
-        advantages: [N].
-        positive: temperature.
-        negative: temperature.
-    """
-    ratio = torch.exp(bounded(log_ratio))
-    temperature = torch.full_like(ratio, negative).masked_fill(advantages > 0, positive)
-    gated = 4.0 / temperature * torch.sigmoid(temperature * (ratio - 1.0))
-    return TokenLoss(-gated * advantages, torch.zeros_like(ratio, dtype=torch.bool))
-
-
-def reinforce_loss(logprobs: torch.Tensor, advantages: torch.Tensor) -> TokenLoss:
-    """Return -A log p, the plain policy gradient (Williams 1992; for language models arXiv 2402.14740, eq. 6).
-
-    Args:
-        logprobs: [N], with gradient.
-        advantages: [N].
-    """
-    return TokenLoss(-advantages * logprobs, torch.zeros_like(logprobs, dtype=torch.bool))
+from streamrl.surrogates import TokenLoss, bounded
 
 
 def kl_estimate(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator: KLEstimator) -> torch.Tensor:

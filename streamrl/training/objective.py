@@ -8,23 +8,10 @@ from dataclasses import asdict, dataclass
 import torch
 
 from streamrl.config.algorithm import Algorithm, PPOConfig
+from streamrl.surrogates import SURROGATES, LossInputs, bounded, sequence_lengths, sequence_sums
 from streamrl.training.advantages import gae, token_rewards
 from streamrl.training.corrections import correct, importance_weights
-from streamrl.training.losses import (
-    TokenLoss,
-    bounded,
-    clip_loss,
-    clipped_value_loss,
-    detached_clip_loss,
-    kl_estimate,
-    reinforce_loss,
-    sequence_clip_loss,
-    sequence_lengths,
-    sequence_sums,
-    soft_gate_loss,
-    token_weights,
-    value_loss,
-)
+from streamrl.training.losses import clipped_value_loss, kl_estimate, token_weights, value_loss
 from streamrl.training.packing import PackedBatch
 
 
@@ -117,7 +104,7 @@ def policy_objective(
                              (decoupled PPO, arXiv 2110.00641 and 2505.24298)
         ratio_to generator   L's ratio is policy / generator and contains the weight: w = 0 where policy / generator is
                              masked, else 1
-        reinforce            L has no ratio: w = policy / generator, corrected; 1 with correction `none`
+        L without a ratio    w = policy / generator, corrected; 1 with correction `none`
 
     The KL term and the entropy bonus (PPO, arXiv 1707.06347, eq. 9) are not weighted by w.
 
@@ -136,7 +123,7 @@ def policy_objective(
     Raises:
         ValueError: there is a KL term but no reference, or an entropy bonus but no entropies.
     """
-    options = algorithm.off_policy
+    options, surrogate = algorithm.off_policy, SURROGATES[algorithm.surrogate]
     current = logprobs.detach()
     if options.ratio_to == "proximal":
         anchor = target = current if proximal_logprobs is None else proximal_logprobs
@@ -148,11 +135,11 @@ def policy_objective(
         options.low,
         options.high,
     )
-    if options.ratio_to == "generator" and (algorithm.surrogate != "reinforce" or options.correction == "none"):
+    if options.ratio_to == "generator" and (surrogate.has_ratio or options.correction == "none"):
         weights = (~corrected.masked).to(logprobs.dtype)
     else:
         weights = corrected.weights
-    token_loss = _surrogate(algorithm, logprobs, logprobs - anchor, advantages, sequence_ids)
+    token_loss = surrogate.loss(LossInputs(logprobs, logprobs - anchor, advantages, sequence_ids), algorithm)
     losses = token_loss.loss * weights  # both are finite: log-ratios are bounded
     kl_sum = logprobs.new_zeros(())
     if algorithm.needs_reference:
@@ -243,23 +230,3 @@ def value_advantages(
         penalties = kl.coef * kl_estimate(logprobs, reference, kl.estimator)
     rewards = token_rewards(batch.advantages, batch.row_ids, penalties)
     return gae(rewards, values, batch.row_ids, algorithm.gamma, algorithm.lam)
-
-
-def _surrogate(
-    algorithm: Algorithm,
-    logprobs: torch.Tensor,
-    log_ratio: torch.Tensor,
-    advantages: torch.Tensor,
-    sequence_ids: torch.Tensor,
-) -> TokenLoss:
-    match algorithm.surrogate:
-        case "clip":
-            return clip_loss(log_ratio, advantages, *algorithm.clip)
-        case "sequence_clip":
-            return sequence_clip_loss(log_ratio, advantages, sequence_ids, *algorithm.clip)
-        case "detached_clip":
-            return detached_clip_loss(logprobs, log_ratio, advantages, *algorithm.clip)
-        case "soft_gate":
-            return soft_gate_loss(log_ratio, advantages, *algorithm.gate)
-        case "reinforce":
-            return reinforce_loss(logprobs, advantages)

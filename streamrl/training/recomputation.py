@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from streamrl.config.run import Recomputation
+from streamrl.config.optimizer import Recomputation
 from streamrl.errors import RunFailed
 
 aten = torch.ops.aten

@@ -57,7 +57,7 @@ from streamrl.rollouts.micro_batch import from_wire
 from streamrl.rollouts.types import FloatArray
 from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoints import CheckpointFolder
-from streamrl.run_dir.start_stages import READY, waiting_for
+from streamrl.run_dir.start_stages import READY, say, waiting_for
 from streamrl.runtime.device_turns import DeviceTurns, takes_turns
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.site_connections import CONTROLLER, PUBLISHER, bind_home, connect_inside, home_hub
@@ -88,7 +88,7 @@ class TrainerWorker:
         self.run_config = context.run
         self.cuda = context.cluster.hardware == "cuda"
         self.rank = int(os.environ["RANK"])
-        self.name = f"trainer-{self.rank}"
+        self.name = context.name
         self.limits = context.run.deadlines
         self.waits = WaitRegistry(self.name)
         self.state = "loading"
@@ -149,7 +149,7 @@ class TrainerWorker:
     def _say(self, stage: str) -> None:
         """Report a stage of the start; only rank 0 does, for all ranks."""
         if self.rank == 0:
-            self.context.say(stage)
+            say(self.context.run_dir, "trainer", stage)
 
     def _load(self) -> None:
         """Join the process group, load the model and, on resume, the newest checkpoint."""

@@ -16,7 +16,7 @@ import math
 
 import torch
 
-from streamrl.config.run import OptimizerConfig
+from streamrl.config.optimizer import OptimizerConfig
 
 LARGEST = torch.finfo(torch.float32).max / 4
 """Limit on every bound; the factor covers rounding."""

@@ -1,8 +1,8 @@
 """Keys of sites, and admission by key (CURVE, https://rfc.zeromq.org/spec/26).
 
 Every site has one key pair, made by `streamrl keys`: `<site>.key` is public and goes to every site, `<site>.key_secret`
-stays at its own. Files have the format of `zmq.auth`, keys are in Z85 (40 characters for 32 bytes). Each process of a
-site that spans machines has another pair, of one launch (`runtime/inside_keys.py`).
+stays at its own. Files have the format of `zmq.auth`, keys are in Z85 (40 characters for 32 bytes). Inside a site each
+process has another pair, of one launch (`runtime/inside_keys.py`).
 
 libzmq asks the process's only authenticator about each client that has proved to own a key. The authenticator knows
 the doors of the process's hubs by their domains and answers from the door's list of keys; an unknown key ends the

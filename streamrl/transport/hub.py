@@ -4,7 +4,7 @@ A connection is anonymous until its hello is accepted; from then on it speaks fo
 says hello again with its session: its messages are then routed to the new connection, and unacknowledged ones are
 resent there. A hello with a new session is a new life of the peer, which starts with no state.
 
-There are two doors. Peers of the hub's own site use the inner one: a Unix socket, or TCP with keys of the site's
+There are two doors. Peers of the hub's own site use the inner one, a Unix socket or TCP, with keys of the site's
 processes. Those of other sites use the outer one, with their site's key. libzmq admits only connections that have
 proved to own a key of the door. A name belongs to the inside or to one site, whichever said hello first, until it says
 bye; no other site can take it. Each door has its own socket, so no connection from outside can have the routing id of
@@ -101,7 +101,7 @@ class Hub(Endpoint):
         self.refused_peers = 0
         """Hellos that were refused."""
         self.misplaced = 0
-        """Messages from outside, dropped because the connection's key was not that of the peer's site."""
+        """Messages dropped because the connection's key was not the one with which its peer had said hello."""
         self._budgets: dict[tuple[Repeated, str | None], Budget] = {}
         """What other sites may still send of each kind, by the site of the key (None: there are no keys)."""
         self._doors: list[Door] = []
@@ -234,10 +234,10 @@ class Hub(Endpoint):
     def _arrived(self, route: PeerRoute, frames: list[Any], owner: str | None) -> None:
         """Handle one message of any form; `owner` has the connection's key: a site, or at an inner door a process."""
         peer = self._routes.get(route)
-        misplaced = route.door.outside and peer is not None and peer.site != owner
-        if route.door.keys is not None and (owner is None or misplaced):
+        if route.door.keys is not None and (owner is None or (peer is not None and peer.owner != owner)):
             self.misplaced += 1
-            self.refusals.count("wrong key", peer.name if peer is not None else f"site {owner}", "a message")
+            at = "a connection without a name" if peer is None else f"the connection of {peer.name!r}"
+            self.refusals.count("wrong key", _key_of(route, owner) or STRANGER, f"a message on {at}")
             return
         if peer is not None:
             peer.bytes_in += size_of(frames)
@@ -254,7 +254,7 @@ class Hub(Endpoint):
                 peer.last_seen, peer.lost = time.monotonic(), False
                 self._handle(peer, message, frames)
         except MalformedMessage as error:
-            self._refuse(error, peer.name if peer is not None else STRANGER)
+            self._refuse(error, peer.name if peer is not None else _key_of(route, owner) or STRANGER)
 
     def _handle(self, peer: Peer, message: Message, frames: list[Any]) -> None:
         if message.kind == "ack":
@@ -292,19 +292,21 @@ class Hub(Endpoint):
         name, role, meta = message.body.get("name"), message.body.get("role"), message.body.get("meta")
         if not is_name(name) or not is_name(role) or not isinstance(meta, dict) or not is_plain(meta):
             raise MalformedMessage("a hello without a name, a role or its meta")
+        sender = _key_of(route, owner) or name
         if route.door.outside and not self.covered("hello", owner, size):
-            self.refusals.count("too many", name, f"a hello of {size} bytes so soon after others")
+            self.refusals.count("too many", sender, f"a hello of {size} bytes so soon after others")
             return
         flow = self._judge(route, name, role, meta, owner)
         if isinstance(flow, str):
             self.refused_peers += 1
-            self.refusals.count("hello", name, flow)
+            self.refusals.count("hello", sender, flow)
             self._answer(route, self._control("refused", {"hub": self.name, "reason": flow}))
             return
         known = peer = self.peers.get(name)
         if peer is None or peer.session != message.session:
             outbox: Outbox[Outgoing] = Outbox(flow.credits, flow.window_bytes)
-            peer = Peer(name, role, meta, message.session, outbox, flow, meta["site"] if route.door.outside else None)
+            site = meta["site"] if route.door.outside else None
+            peer = Peer(name, role, meta, message.session, outbox, flow, site, owner)
             if route.door.outside:
                 peer.inbox = stranger_inbox()
             if known is not None:
@@ -392,3 +394,11 @@ class Hub(Endpoint):
             door.socket.close(endpoint_base.LINGER_MS)
             if door.keys is not None:
                 unguard(self._context, door.domain)
+
+
+def _key_of(route: PeerRoute, owner: str | None) -> str | None:
+    """Return whom a connection has proved to be, as refusals name it: a process, 'site west', or None without keys.
+
+    A name in a hello is only claimed, and could put the blame on somebody else.
+    """
+    return f"site {owner}" if owner is not None and route.door.outside else owner

@@ -82,6 +82,8 @@ class Peer:
     flow: Flow = field(default_factory=Flow)
     site: str | None = None
     """Its site, if it came through the outer door."""
+    owner: str | None = None
+    """Owner of the key with which it said hello, a site or at an inner door a process; None: the door asks for none."""
     route: PeerRoute | None = None
     inbox: Inbox = field(default_factory=Inbox)
     last_seen: float = 0.0

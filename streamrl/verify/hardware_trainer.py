@@ -16,7 +16,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from scheduler.cost.model_shapes import Transformer
 from scheduler.cost.training_cost import USABLE_MEMORY, TrainerLayout, TrainingWork, memory_per_gpu
-from streamrl.config.run import Recomputation, RunConfig
+from streamrl.config.optimizer import Recomputation
+from streamrl.config.run import RunConfig
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
 from streamrl.training.attention import SHARED_PREFIX
 from streamrl.training.packing_choice import Packing

@@ -8,14 +8,14 @@ from streamrl.machine.model_files import resolve_model
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.processes import this_host
 from streamrl.transport.endpoint import Hub, Link
-from streamrl.weights.backends.base import Compute, WeightBackend, weight_path
+from streamrl.weights.backends.base import Compute, WeightBackend
 from streamrl.weights.site_relay import WeightRelay
 from streamrl.weights.version_store import WeightStore
 
 
 def make_backend(context: RoleContext, hub: Hub, compute: Compute) -> WeightBackend:
     """Make the trainer's side of the weight path; sites fetch from `hub`."""
-    backend: WeightBackend = import_module(weight_path(context.run).module).make_backend(context, hub, compute)
+    backend: WeightBackend = import_module(context.run.weights.path.module).make_backend(context, hub, compute)
     return backend
 
 

@@ -28,6 +28,7 @@ from streamrl.protocol.site_instance import FinishedSample
 from streamrl.rollouts.types import Sample, SampleRequest
 from streamrl.rollouts.void import LONGEST_TEXT, LONGEST_TRACEBACK, Void, VoidCause
 from tests.agents.random_sessions import TOOL, small_tokenizer
+from tests.waiting import scaled
 
 TOKENIZER = small_tokenizer()
 USER = {"role": "user", "content": "What is 7 + 5?"}
@@ -104,7 +105,9 @@ def call(client: httpx2.AsyncClient, *messages: Any, **more: Any) -> Awaitable[h
 def over_http(agent: Callable[[httpx2.AsyncClient], Awaitable[None]]) -> Agent:
     async def run(base_url: str, api_key: str) -> float:
         headers = {"Authorization": f"Bearer {api_key}"}
-        async with httpx2.AsyncClient(base_url=base_url, headers=headers, trust_env=False, timeout=60) as client:
+        async with httpx2.AsyncClient(
+            base_url=base_url, headers=headers, trust_env=False, timeout=scaled(60)
+        ) as client:
             await agent(client)
         return 1.0
 

@@ -68,10 +68,10 @@ REFUSED = [
     ({"name": "ppo", "critic": {}, "advantage": "group_std"}, "leave advantage out (gae), or choose `name: grpo`"),
     ({"name": "ppo", "critic": {}, "surrogate": "sequence_clip"}, "choose clip, or `name: gspo`"),
     ({"name": "reinforce_pp", "dynamic_sampling": True}, "leave it out, or choose advantage: group_std"),
-    ({"name": "rloo", "clip_high": 0.2}, "no ratio to clip: set clip_high to null, or choose clip"),
+    ({"name": "rloo", "clip_high": 0.2}, "reinforce has no use for clip_high: set it to null, or choose clip"),
     ({"name": "rloo", "surrogate": "clip"}, "surrogate: clip needs clip_low and clip_high (0.2 is usual)"),
-    ({"name": "sapo", "clip_high": 0.2}, "gates its ratio instead of clipping it: set clip_high to null"),
-    ({"name": "grpo", "gate_positive": 2.0}, "surrogate: clip has no gate: set gate_positive to null, or choose soft"),
+    ({"name": "sapo", "clip_high": 0.2}, "soft_gate has no use for clip_high: set it to null, or choose clip"),
+    ({"name": "grpo", "gate_positive": 2.0}, "clip has no use for gate_positive: set it to null, or choose soft_gate"),
     (
         {"name": "sapo", "gate_negative": None},
         "soft_gate needs gate_positive and gate_negative (1.0 and 1.05 are usual)",

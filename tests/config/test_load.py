@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -11,10 +12,14 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from scheduler.dispatch.baselines import LeastLoaded
+from scheduler.dispatch.policy_kinds import offer
 from scheduler.dispatch.registry import AUTO, DEFAULTS, POLICIES
-from scheduler.schedule.schedules import NAMES
+from scheduler.schedule.schedules import KINDS, NAMES, make_schedule
+from streamrl.config.dispatching import DispatchConfig
 from streamrl.config.load import ConfigError, load_cluster, load_resolved, load_run, save_resolved
-from streamrl.config.run import DispatchConfig, RunConfig
+from streamrl.config.run import RunConfig
+from streamrl.config.schedule import SCHEDULES
 from streamrl.config.tasks import default_tasks
 from streamrl.errors import UserError
 
@@ -306,6 +311,25 @@ def test_no_text_however_broken_gives_anything_but_a_readable_message(write: Wri
             assert str(error).startswith(f"{path}")
 
 
+def test_two_policies_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="two dispatch policies are named 'random'"):
+        offer("random", "again", lambda _: LeastLoaded())
+
+
 def test_every_dispatch_policy_can_be_chosen() -> None:
     assert set(get_args(DispatchConfig.model_fields["policy"].annotation)) == {*POLICIES, AUTO}
+    description = DispatchConfig.model_fields["policy"].description or ""
+    assert all(f"{name}: {kind.summary}" in description for name, kind in POLICIES.items())
     assert set(DEFAULTS) < set(NAMES) and set(DEFAULTS.values()) <= set(POLICIES)
+
+
+def test_every_schedule_can_be_chosen_and_has_the_keys_of_what_it_does() -> None:
+    for name, kind in KINDS.items():
+        run = RunConfig.model_validate({"schedule": {"name": name}})
+        assert type(run.schedule) is SCHEDULES[name] and run.schedule.__doc__ == kind.summary
+        assert pickle.loads(pickle.dumps(run)) == run
+        made = make_schedule(name)
+        assert (run.schedule.exclusive, run.schedule.max_staleness) == (made.exclusive, made.max_staleness)
+        keys = set(SCHEDULES[name].model_fields) - {"name"}
+        assert ("rounds" in keys) == (not kind.overlaps and not kind.exclusive)
+        assert ("rolling" in keys) == kind.overlaps and ("max_staleness" in keys) == kind.continuous

@@ -15,7 +15,7 @@ from ranker.train import refit
 from scheduler.cost.decode import StepCurve
 from scheduler.simulation.generation_simulator import SimulatedInstance
 from streamrl.config.run import RunConfig
-from streamrl.config.schedule import AsyncSchedule
+from streamrl.config.schedule import SCHEDULES
 from streamrl.controller.group_source import sample_ids
 from streamrl.controller.length_predictor import COLUMNS, LengthPredictor, StepLengths, places
 from streamrl.errors import UserError
@@ -105,7 +105,7 @@ def test_forecasts_that_would_have_cost_time_are_not_used_however_well_they_rank
 
 
 def test_a_policy_that_ignores_forecasts_does_not_go_by_them() -> None:
-    lengths = LengthPredictor(RUN.model_copy(update={"schedule": AsyncSchedule()}))
+    lengths = LengthPredictor(RUN.model_copy(update={"schedule": SCHEDULES["async"]()}))
     for number in (1, 2, 3):
         groups, told = play(lengths, number)
     assert lengths.trusted and lengths.outcome.steps == 0

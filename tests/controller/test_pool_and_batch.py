@@ -17,7 +17,8 @@ from ranker.online import Trust
 from scheduler.schedule.schedules import ScheduleState, make_schedule
 from scheduler.simulation.saving import Saving
 from streamrl.config.algorithm import GROUP_ADVANTAGES, AdvantageKind
-from streamrl.config.run import RunConfig, SamplingConfig
+from streamrl.config.model_and_batch import SamplingConfig
+from streamrl.config.run import RunConfig
 from streamrl.config.speculation import SpeculationConfig
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.group_source import GroupSource, samples_of

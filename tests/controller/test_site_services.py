@@ -22,6 +22,7 @@ from streamrl.protocol.controller_trainer import PublishDone
 from streamrl.protocol.samples import fleet_to_wire
 from streamrl.rollouts.types import Group
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
+from tests.waiting import scaled
 
 CLUSTER = ClusterConfig.model_validate(
     {
@@ -246,7 +247,7 @@ def test_the_wait_for_weights_lasts_while_requests_that_end_first_produce_tokens
 
     async def play() -> None:
         await services.spread(version(0))
-        async with asyncio.timeout(0.3):
+        async with asyncio.timeout(0.3 if lasts else scaled(30)):
             await services._waits.first_of_begun(asyncio.get_running_loop().create_future())
 
     with pytest.raises(TimeoutError if lasts else DeadlineExpired):

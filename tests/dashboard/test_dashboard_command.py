@@ -20,10 +20,11 @@ from streamrl.launcher import supervisor
 from tests.cli.calling import streamrl
 from tests.report.synthetic import write_run
 from tests.security.endless_requests import ENDLESS, ENOUGH, taken
+from tests.waiting import scaled
 
 
 def runs_at(address: str) -> list[str]:
-    with urllib.request.urlopen(f"{address.partition('#')[0]}api/runs", timeout=60) as answer:
+    with urllib.request.urlopen(f"{address.partition('#')[0]}api/runs", timeout=scaled(60)) as answer:
         return [run["id"] for run in json.load(answer)["runs"]]
 
 

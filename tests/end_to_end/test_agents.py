@@ -78,7 +78,7 @@ print(json.dumps({"reward": len(answer.content or "") % 3}))
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, str]:
-    """A run of three streamed steps, in which an instance and the agents process are killed."""
+    """A run of three streamed steps, in which an instance, the agents process, the service and the controller die."""
     project = Project(tmp_path_factory.mktemp("agents"))
     (project.folder / "own_agents.py").write_text(AGENTS)
     (project.folder / "alone.py").write_text(ALONE)
@@ -115,7 +115,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, str]:
     hold.touch()  # no episode of `rooms` ends now
     wait_for(lambda: turns_kept(run_dir) > 3, 400, process)
     kin("agents").kill()
+    kin("service").kill()
     hold.unlink()
+    wait_for(lambda: len(read_metrics(run_dir / "metrics.jsonl")) > 1, 400, process)
+    kin("controller").kill()
     output = finish(process, 400, project.logs)
     assert process.returncode == 0, output + project.logs()
     return project, output
@@ -228,6 +231,7 @@ def test_the_trainer_computes_what_was_sampled(finished: tuple[Project, str]) ->
 
 def test_episodes_are_shown(finished: tuple[Project, str]) -> None:
     project, output = finished
-    assert "agents-here" in output
+    for name in ("here-regular-0", "agents-here", "service-here", "controller"):
+        assert f"{name} was killed by SIGKILL" in output
     assert "agents-here" in read_status(project.run_dir()).roles
     assert "step 3/3" in output

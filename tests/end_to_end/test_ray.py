@@ -22,12 +22,13 @@ from streamrl.rollouts.ledger import Ledger
 from streamrl.run_dir.instance_files import read_started
 from streamrl.run_dir.metrics import read_metrics
 from streamrl.run_dir.status import read_status
-from streamrl.runtime.inside_keys import load_inside_keys
 from streamrl.runtime.process_context import Addresses
 from streamrl.runtime.processes import is_alive
 from streamrl.runtime.warden import ENDS_WITHIN_S
 from tests.end_to_end.project import Project, trained_rows, wait_for
+from tests.environments.own_environment import install
 from tests.marks import MARK, started_by
+from tests.security.shown_secrets import shown_secrets
 from tests.security.sockets_of import family, listeners, mechanism, reachable
 from tests.waiting import finish, scaled
 
@@ -100,18 +101,23 @@ def test_a_run_on_ray_survives_the_loss_of_a_node_with_every_sample_trained_once
     tmp_path: Path, cluster: Cluster
 ) -> None:
     project = Project(tmp_path, warm=False)
+    played = {"kind": "agent", "name": "played", "environment": {"name": str(install(tmp_path).folder), "processes": 1}}
     run = {"model": {"path": str(tmp_path / "model"), "max_context": 512}, "sampling": {"max_tokens": 200}}
-    changes = run | {"tasks": EASY, "steps": STEPS, "schedule": {"name": "async"}, "recovery": {"pause_s": 0.5}}
+    changes = run | {
+        "tasks": [*EASY, played],
+        "steps": STEPS,
+        "schedule": {"name": "async"},
+        "recovery": {"pause_s": 0.5},
+    }
     changes |= {"deadlines": {"reward_s": 2, "startup_s": 900}}
     options = on_ray(project, cluster.address, WIDE, nodes=2, sharding="hybrid")
     process = project.start(*options, **changes)
     run_dir = project.run_dir()
-    wait_for(
-        lambda: (run_dir / "metrics.jsonl").exists() and bool(read_metrics(run_dir / "metrics.jsonl")), 400, process
-    )
+    metrics = run_dir / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and bool(read_metrics(metrics)), 400, process)
     started = {one.name: one for one in read_started(run_dir)}
-    assert {"trainer", "trainer-node-1", "here-regular-0", "here-wide-0", "rewards-here"} <= started.keys()
-    assert all(started[name].node for name in ("trainer", "trainer-node-1", "here-regular-0", "rewards-here"))
+    placed = {"trainer", "trainer-node-1", "here-regular-0", "here-wide-0", "rewards-here", "agents-here"}
+    assert placed <= started.keys() and all(started[name].node for name in placed)
     assert not started["controller"].node and not started["service-here"].node  # beside the launcher
     wait_for(lambda: (read_status(run_dir).roles["here-wide-0"].running or 0) > 0, 240, process)
     check_doors(run_dir, second_part(tmp_path, "here-wide-0"))
@@ -122,9 +128,13 @@ def test_a_run_on_ray_survives_the_loss_of_a_node_with_every_sample_trained_once
     output = finish(process, 280, project.logs)
     assert process.returncode == 0, output + project.logs()
     rows = [row for row in trained_rows(run_dir) if row["t_trained"] is not None]
-    ids = [str(row["sample_id"]) for row in rows]
-    assert len(ids) == len(set(ids)) == 18 * STEPS
+    of_rows = [str(row["sample_id"]) for row in rows]
+    assert len(of_rows) == len(set(of_rows))  # an episode may have several
+    ids = {str(row["trajectory_id"]) for row in rows}
+    assert len(ids) == 18 * STEPS
     assert sorted(ids) == Ledger(run_dir / "ledger.sqlite").trained_ids()
+    assert {row["reward"] for row in rows if row["task"] == "played"} <= {0.5, 1.0}
+    assert any(row.agent_metrics_by_task.get("played", {}).get("environment_steps") for row in read_metrics(metrics))
     wait_for(lambda: not any(is_alive(one.pid) for one in started.values()), ENDS_WITHIN_S)
     there = lambda: [p.info["name"] for p in psutil.process_iter(["name", "cwd"]) if p.info["cwd"] == str(tmp_path)]  # noqa: E731
     wait_for(lambda: not there(), ENDS_WITHIN_S, tell=there)
@@ -152,11 +162,7 @@ def check_doors(run_dir: Path, second: int) -> None:
             else:
                 assert spread or not reachable([listener.address]), (one.name, listener)
     assert found == hubs
-    public = addresses.inside_keys
-    secrets = [load_inside_keys(run_dir, "here", name, public).secret.decode() for name in public]
-    for process in psutil.process_iter(["cmdline", "environ"]):
-        shown = f"{process.info['cmdline']} {process.info['environ']}"
-        assert not any(secret in shown for secret in secrets), process
+    assert shown_secrets(run_dir, "here") == []
 
 
 def second_part(folder: Path, instance: str) -> int:

@@ -25,6 +25,7 @@ from streamrl.run_dir.trace import read_trace
 from streamrl.runtime.warden import ENDS_WITHIN_S
 from tests import warm
 from tests.end_to_end.project import Project, trained_rows, wait_for
+from tests.security.shown_secrets import shown_secrets
 from tests.security.sockets_of import family, open_to_others
 from tests.waiting import finish, scaled
 
@@ -305,6 +306,7 @@ def test_a_pool_grows_and_shrinks_until_ctrl_c_ends_everything_and_nothing_is_lo
     assert "here-regular-1: first sample after" in output
     pids = family(process.pid)
     assert len(pids) > 6 and open_to_others(pids) == set()
+    assert shown_secrets(run_dir, "here") == [] and read_status(run_dir).refused == {}
     assert ready() == {"here/regular": 2}
     grown = steps()
     code, output = scale("--pool", "regular", "--replicas", "1")
@@ -322,7 +324,7 @@ def test_a_pool_grows_and_shrinks_until_ctrl_c_ends_everything_and_nothing_is_lo
     output = finish(process, 10, project.logs)
     assert process.returncode == 130, output
     assert psutil.wait_procs(started, timeout=scaled(2))[1] == []
-    assert read_status(run_dir).state == "interrupted"
+    assert read_status(run_dir).state == "interrupted" and not (run_dir / layout.KEYS).exists()
     code, refusal = run("checkpoint")
     assert code == 2 and "only a running job can write a checkpoint" in refusal
     assert f"--resume {run_dir.relative_to(project.folder)}" in output

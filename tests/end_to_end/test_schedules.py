@@ -8,6 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from streamrl.generation.instance.eight_bits import device_lacks
+from streamrl.machine.cpu import this_cpu
 from streamrl.rollouts.ledger import Ledger
 from streamrl.run_dir.evaluations import read_evaluations
 from streamrl.run_dir.metrics import MetricsRow, read_metrics
@@ -54,7 +56,9 @@ def assert_whole_batches(run_dir: Path, steps: int, bound: int) -> list[MetricsR
 
 
 def test_an_async_run_that_is_killed_goes_on_with_what_was_under_way_and_evaluates(tmp_path: Path) -> None:
+    """It generates in int8 where this CPU has kernels for it."""
     project = Project(tmp_path)
+    compute = "same" if device_lacks("int8", project.dtype, this_cpu()) else "int8"
     easy_prompts(project)
     changes = {
         "steps": 6,
@@ -64,6 +68,7 @@ def test_an_async_run_that_is_killed_goes_on_with_what_was_under_way_and_evaluat
         "model": {"path": str(tmp_path / "model"), "max_context": 160},
         "sampling": {"max_tokens": 48},
         "algorithm": {"name": "grpo", "off_policy": {"ratio_to": "proximal", "correction": "truncate", "high": 2.0}},
+        "generation": {"compute": compute},
     }
     process = project.start(**changes)
     run_dir = project.run_dir()
@@ -79,6 +84,9 @@ def test_an_async_run_that_is_killed_goes_on_with_what_was_under_way_and_evaluat
     assert indices == set(range(36))  # no prompt skipped, none repeated
     assert max(row.staleness_max or 0 for row in metrics) >= 1
     assert all(0 < (row.ess_token or 1) <= 1 for row in metrics)
+    status = read_status(run_dir)
+    assert status.roles["here-regular-0"].dtype == (project.dtype if compute == "same" else compute)
+    assert status.verified.comparisons >= 4 and not status.verified.mismatch and status.refused == {}
     evaluations = read_evaluations(run_dir / "evaluations.jsonl")
     assert [row.step for row in evaluations if row.step in (0, 6)] == [0, 6]
     assert all(row.overall.samples == 9 for row in evaluations)

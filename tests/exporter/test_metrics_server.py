@@ -78,7 +78,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def scrape(folder: Path) -> Iterator[object]:
     with serving_metrics(MetricsEndpoint(port=0), "metrics", folder, 4) as address:
-        yield lambda: samples_of(urllib.request.urlopen(address, timeout=10).read().decode())
+        yield lambda: samples_of(urllib.request.urlopen(address, timeout=scaled(10)).read().decode())
 
 
 def test_a_scrape_has_the_state_every_process_and_the_newest_step(folder: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_folder_without_anything_readable_still_answers(folder: Path, scrape: 
 
 def get(address: str, **headers: str) -> int:
     try:
-        with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=10) as answer:
+        with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=scaled(10)) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code

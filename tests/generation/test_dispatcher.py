@@ -13,7 +13,7 @@ from scheduler.cost.length_forecast import Forecast
 from scheduler.dispatch.baselines import LeastLoaded
 from scheduler.dispatch.planned import SkewAware
 from scheduler.dispatch.policy import REGULAR, TAIL, Request
-from scheduler.dispatch.registry import make_policy
+from scheduler.dispatch.registry import POLICIES, make_policy
 from streamrl.protocol.message import parse
 from streamrl.protocol.samples import request_from_wire
 from streamrl.protocol.site_instance import GenerateSample
@@ -154,7 +154,7 @@ def test_a_request_that_has_used_its_budget_is_parked_by_itself_and_reported() -
     asyncio.run(body())
 
 
-@pytest.mark.parametrize("policy", ["least-loaded", "round-robin", "random", "longest-first", "skew-aware"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_an_instance_that_loads_weights_hands_its_requests_back_and_gets_new_ones_afterwards(policy: str) -> None:
     work, sent = dispatcher(make_policy(policy, 100))
 
@@ -252,7 +252,7 @@ def test_while_throttled_nothing_starts_and_what_runs_goes_on_elsewhere_too() ->
     asyncio.run(body())
 
 
-@pytest.mark.parametrize("policy", ["least-loaded", "round-robin", "random", "longest-first", "skew-aware"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_what_comes_back_or_is_new_while_throttled_starts_once_afterwards(policy: str) -> None:
     work, sent = dispatcher(make_policy(policy, 100))
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from scheduler.cost.decode import StepCurve
-from streamrl.generation.drafts.drafter import FEWEST, FRUITLESS, OVERHEAD, REST, RolloutDrafter
+from streamrl.generation.drafts.draft_account import CREDIT, FEWEST
+from streamrl.generation.drafts.drafter import FRUITLESS, OVERHEAD, REST, RolloutDrafter
 from streamrl.generation.drafts.lessons import DrafterLessons
 from streamrl.rollouts.types import SampleRequest
 
@@ -36,6 +37,9 @@ class World:
             clock=lambda: self.now,
         )
         self.teach(curve=curve)
+        for batch in (1, 2, 4):
+            for _ in range(FEWEST):
+                self.drafter.accounts.plain(batch, 0.0, 0.0)
 
     def teach(
         self, *completions: list[int], version: int = 0, curve: StepCurve | None = None, **expected: float
@@ -170,6 +174,47 @@ def test_what_verification_costs_is_measured_beside_plain_steps() -> None:
     world.now += 10.0  # it waited, or read a prompt: no measurement
     world.propose(([*known, *SIBLING[2:4]], 1))
     assert world.drafter.overhead_s == pytest.approx(0.005)
+
+
+def draft_and_reject(world: World, steps: int, took_s: float) -> list[bool]:
+    """Propose so many times for a request that says something else each time; return when it was drafted something."""
+    world.teach(SIBLING)
+    known, drafted = [*PROMPT, *SIBLING[:2]], []
+    for _ in range(steps):
+        drafted.append(any(world.propose((known, 1))))
+        known = [*known[:-1], known[-1], 77, *SIBLING[:2]] if len(known) < 40 else [*PROMPT, *SIBLING[:2]]
+        world.now += took_s if drafted[-1] else 0.01
+    return drafted
+
+
+def test_drafting_ends_when_it_has_lost_its_credit_and_is_tried_again_from_a_share_of_plain_steps() -> None:
+    drafted = draft_and_reject(World(), 400, took_s=0.02)  # each drafted step loses one plain step
+    assert 2 <= sum(drafted[:20]) <= CREDIT + 1
+    assert 1 <= sum(drafted[100:]) <= 6  # a share of 300 plain steps pays for three
+
+
+def test_drafting_that_saves_goes_on_but_for_the_plain_steps_it_is_measured_by() -> None:
+    world = World()
+    world.teach(SIBLING)
+    row, drafted = [*PROMPT, *SIBLING[:2]], 0
+    for _ in range(100):
+        if any(world.propose((row, 1))):
+            drafted += 1
+            world.now += 0.012
+            world.propose(([*row, *SIBLING[2:5], 7], 4))  # all three accepted: 0.03 s for 0.002
+        world.now += 0.01
+    assert drafted >= 40
+
+
+def test_what_looking_for_drafts_costs_is_lost_although_nothing_is_found() -> None:
+    world, stranger = World(), [*PROMPT, 60, 61, 62, 63]
+    before = world.drafter.accounts.may_draft(1)
+    for _ in range(FRUITLESS):
+        world.propose((stranger, 1))
+        world.now += 0.025
+    world.propose((stranger, 1))
+    assert before
+    assert not world.drafter.accounts.may_draft(1)
 
 
 def test_a_drafter_is_told_each_thing_once_and_nothing_when_nothing_is_new() -> None:

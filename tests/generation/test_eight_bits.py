@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from streamrl.config.generation import EightBits
 from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
 from streamrl.generation.instance.eight_bit_probe import StepProducts, layer_shapes
 from streamrl.generation.instance.eight_bits import (
+    TRIED,
     WORTH,
     choose,
     device_lacks,
@@ -21,10 +26,15 @@ from streamrl.generation.instance.eight_bits import (
     with_computation,
 )
 from streamrl.machine.cpu import Cpu
+from streamrl.verify.families import FAMILIES
+from streamrl.verify.generator_order import IN_INT8
 from streamrl.weights.engine_codes import CodeCount, as_codes, version_as_codes
 from streamrl.weights.quantize import CODE_TYPES, SCALE_SUFFIX, dequantize, quantize
 from streamrl.weights.version import lay_out
 
+RESULTS = Path(__file__).parents[2] / "experiments" / "results"
+LEAST_GAP = 1e-4
+"""Nats; an engine in fp32 is a hundred times closer to the trainer."""
 CORRECTED = {"name": "grpo", "off_policy": {"ratio_to": "proximal", "correction": "truncate"}}
 VNNI = Cpu("a CPU", frozenset({"avx2", "avx512f", "avx512_vnni"}))
 AMX = replace(VNNI, flags=VNNI.flags | {"avx512_bf16", "amx_bf16", "amx_tile", "amx_int8"})
@@ -61,10 +71,28 @@ def test_a_device_without_kernels_is_named_with_what_it_lacks(
 
 def test_only_models_that_were_tried_and_are_not_quantized_are_computed_in_8_bits() -> None:
     tried = {"architectures": ["LlamaForCausalLM"]}
-    assert model_lacks(tried) == ""
+    assert model_lacks(tried) == model_lacks({"architectures": ["Qwen3ForCausalLM"]}) == ""
     assert "quantized already" in model_lacks(tried | {"quantization_config": {}})
     assert "this model is Qwen3MoeForCausalLM" in model_lacks({"architectures": ["Qwen3MoeForCausalLM"]})
     assert "unnamed" in model_lacks({})
+
+
+def test_the_families_let_in_are_those_that_were_seen_to_load_and_compute_in_8_bits() -> None:
+    kept = json.loads((RESULTS / "verify_families.json").read_text())["rows"]
+    seen = {name for name, findings in findings_by_architecture(kept) if computed_in_int8(findings)}
+    assert seen == TRIED
+
+
+def findings_by_architecture(kept: list[dict[str, Any]]) -> list[tuple[str, dict[str, dict[str, str]]]]:
+    names = {family: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config().model_type] for family, config in FAMILIES.items()}
+    return [(names[one["family"]], {found["check"]: found for found in one["findings"]}) for one in kept]
+
+
+def computed_in_int8(findings: dict[str, dict[str, str]]) -> bool:
+    """Whether each version loaded as in a fresh engine, and the engine differs from the trainer as 8 bits do."""
+    found = findings[IN_INT8]
+    gap = re.search(r"(\S+) nats from the trainer", found["reason"])
+    return found["verdict"] == "works" and gap is not None and float(gap[1]) > LEAST_GAP
 
 
 def test_auto_takes_8_bits_only_where_they_can_be_had_and_the_probe_finds_them_worth_it() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from streamrl.config.run import RecoveryConfig
+from streamrl.config.recovery import RecoveryConfig
 from streamrl.generation.site.instance_life import EVENTS, InstanceLife, Life
 
 ALLOWED = {

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.config.run import ModelConfig, RunConfig
+from streamrl.config.model_and_batch import ModelConfig
+from streamrl.config.run import RunConfig
 from streamrl.machine.compute_type import choose_for_cpu, choose_for_cuda, choose_in_process, wire_type
 from streamrl.machine.cpu import Cpu, parse_cpuinfo
 from streamrl.machine.probe import LARGEST, ROWS, Probe, measure, probe, product_shapes

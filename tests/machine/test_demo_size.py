@@ -86,6 +86,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shape |= {"intermediate_size": 1536, "vocab_size": 49152, "tie_word_embeddings": True}
     (folder / "config.json").write_text(json.dumps(shape))
     monkeypatch.setattr("streamrl.cli.fetch_model.fetch_with_progress", lambda name, out: folder)
+    monkeypatch.setattr("streamrl.launcher.preflight.free_memory", lambda: 16e9)  # others may have this machine's
     monkeypatch.setattr("streamrl.machine.compute_type.resolve_model", lambda path: str(folder))
     for module in ("probe", "compute_type"):
         monkeypatch.setattr(f"streamrl.machine.{module}.probe", lambda folder: Probe(2.0, 60.0))

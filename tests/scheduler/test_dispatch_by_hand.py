@@ -44,6 +44,14 @@ def test_algorithm_2_chooses_the_split_of_least_latency(combine: str, tail_insta
     assert all((int(d.request_id) % 5 == 0) == (d.route == TAIL) for d in decisions)
 
 
+def test_algorithm_2_rounds_the_tail_up() -> None:
+    policy = Algorithm2()
+    for name in "ab":
+        policy.join(name, 8, LINEAR)
+    policy.submit([request(f"{n}", 100.0 - n, f"{n}") for n in range(6)])
+    assert [d.request_id for d in policy.decide() if d.route == TAIL] == ["0", "1"]  # 20 % of 6 are 1.2
+
+
 def both_on_one(per_prefill_token: float) -> SkewAware:
     """Two requests of 150 tokens run on `a`; `b` has just come."""
     policy = SkewAware()
@@ -60,6 +68,16 @@ def test_a_move_pays_for_its_prefill_and_must_gain_a_tenth(per_prefill_token: fl
     # so a token may cost up to 1.6 s
     decisions = both_on_one(per_prefill_token).decide(lambda _: 50.0)
     assert [(d.moved, d.instance) for d in decisions] == [(True, "b")] * moves
+
+
+def test_the_longest_running_request_moves_first() -> None:
+    policy = SkewAware()
+    policy.join("a", 3, StepCurve((1, 3), (1.0, 3.0)))
+    policy.submit([request("short", 100.0), request("long", 160.0), request("middle", 150.0)])
+    assert {d.instance for d in policy.decide(lambda _: 0.0)} == {"a"}
+    policy.join("b", 3, StepCurve((1, 3), (1.0, 3.0)))
+    (move,) = policy.decide(lambda _: 0.0)  # 410 s as they are; 250 and 160 without the longest
+    assert move.moved and (move.request_id, move.instance) == ("long", "b")
 
 
 def test_running_requests_leave_the_instance_that_ends_last() -> None:

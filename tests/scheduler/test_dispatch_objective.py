@@ -17,7 +17,7 @@ from scheduler.dispatch.registry import make_policy, objective_of, policy_for
 from scheduler.schedule.schedules import make_schedule
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, simulate
 from scheduler.simulation.pipeline import Pipeline
-from scheduler.simulation.saving import resampled, resampled_ratios, saving, waited
+from scheduler.simulation.saving import Replay, resampled, waited
 from scheduler.simulation.stages import Stages
 
 
@@ -104,8 +104,8 @@ def test_every_schedule_has_its_default_and_a_choice_stands_above_it() -> None:
 
 def test_the_saving_is_of_what_the_schedule_waits_for() -> None:
     requests, fleet = workload(1), [SimulatedInstance(f"i{n}", PAPER_7B_H800, 24) for n in range(3)]
-    plain, rate = saving(requests, fleet), 4_000.0
-    streamed = saving(requests, fleet, objective=Streamed(rate))
+    plain, rate = Replay(fleet).saving(requests), 4_000.0
+    streamed = Replay(fleet, objective=Streamed(rate)).saving(requests)
     assert plain.least_loaded == simulate(LeastLoaded(), requests, fleet).makespan
     groups = [requests[n : n + 4] for n in range(0, len(requests), 4)]
     run = Pipeline(LeastLoaded(), fleet, Stages(rate), make_schedule("stream"), len(groups)).run(groups, 1)
@@ -126,7 +126,7 @@ def test_resampled_batches_keep_siblings_together_and_have_ids_of_their_own() ->
 
 def test_ratios_of_resampled_batches_are_ours_over_least_loaded() -> None:
     requests, fleet = workload(2), [SimulatedInstance(f"i{n}", PAPER_7B_H800, 24) for n in range(3)]
-    ratios = resampled_ratios(requests, fleet)
+    ratios = Replay(fleet).resampled_ratios(requests)
     for seed, ratio in enumerate(ratios):
         some = resampled(requests, seed)
         assert ratio == waited(SkewAware(), some, fleet) / waited(LeastLoaded(), some, fleet)

@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from scheduler.cost.decode import PAPER_7B_H800, StepCurve
 from scheduler.cost.length_forecast import Forecast
-from scheduler.dispatch.baselines import LeastLoaded, LongestFirst, Random, RoundRobin, TwoChoices
-from scheduler.dispatch.group_probe import GroupProbe
+from scheduler.dispatch.baselines import LongestFirst, Random, TwoChoices
 from scheduler.dispatch.partition import BY_LOAD
 from scheduler.dispatch.planned import Algorithm2, SkewAware
-from scheduler.dispatch.policy import REGULAR, TAIL, DispatchPolicy, Fleet, Request
-from scheduler.dispatch.registry import make_policy
-
-POLICIES: dict[str, Callable[[], DispatchPolicy]] = {
-    "least-loaded": lambda: LeastLoaded(affinity=2),
-    "longest-first": LongestFirst,
-    "round-robin": RoundRobin,
-    "random": Random,
-    "two choices": TwoChoices,
-    "algorithm 2": Algorithm2,
-    "algorithm 2, max": lambda: Algorithm2("max"),
-    "skew-aware": SkewAware,
-    "group-probe": GroupProbe,
-}
+from scheduler.dispatch.policy import REGULAR, TAIL, Fleet, Request
+from scheduler.dispatch.registry import POLICIES, make_policy
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["forecasts", "none"])
@@ -37,7 +23,7 @@ POLICIES: dict[str, Callable[[], DispatchPolicy]] = {
 @pytest.mark.parametrize("seed", range(6))
 def test_random_life_loses_nothing_and_never_overfills(name: str, seed: int, known: bool, withdrawn: bool) -> None:
     rng = random.Random(seed)
-    policy = POLICIES[name]()
+    policy = make_policy(name, affinity=2)
     slots = {f"i{n}": rng.randint(1, 6) for n in range(3)}
     for instance, count in slots.items():
         policy.join(instance, count, PAPER_7B_H800)

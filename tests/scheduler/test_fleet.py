@@ -308,8 +308,8 @@ def test_longest_first_is_by_expected_length_then_by_arrival_then_without_a_fore
 
 def test_names_make_the_policies_with_their_settings() -> None:
     objective = Streamed(100.0)
-    for name, (_, make) in POLICIES.items():
-        policy = make(50.0, 3, objective)
+    for name in POLICIES:
+        policy = make_policy(name, 50.0, 3, objective)
         assert isinstance(policy, Fleet) and type(policy) is type(make_policy(name))
         assert policy.affinity == (3 if name in {"least-loaded", "group-probe"} or name.startswith("skew") else 0)
         if isinstance(policy, SkewAware):
@@ -322,7 +322,7 @@ def test_names_make_the_policies_with_their_settings() -> None:
     combined = {name: make_policy(name) for name in ("algorithm2", "algorithm2-max")}
     assert [one.combine for one in combined.values() if isinstance(one, Algorithm2)] == ["sum", "max"]
     assert set(POLICIES) >= BLIND
-    with pytest.raises(ValueError, match="unknown policy 'best'; known: random, round-robin"):
+    with pytest.raises(ValueError, match=r"unknown policy 'best'; known: .*random, round-robin"):
         make_policy("best")
 
 

@@ -14,7 +14,16 @@ from scheduler.cost.expected_time import Worker, expected_time
 from scheduler.cost.length_forecast import Forecast, scenarios
 from scheduler.dispatch.baselines import LeastLoaded
 from scheduler.dispatch.dispatch_objective import Streamed
-from scheduler.dispatch.partition import SCENARIOS, Plan, PromptGroups, _Clock, _surely_cheaper, _Timed, plan
+from scheduler.dispatch.partition import (
+    SCENARIOS,
+    Plan,
+    PromptGroups,
+    _Clock,
+    _orders_of_start,
+    _surely_cheaper,
+    _Timed,
+    plan,
+)
 from scheduler.dispatch.partition_candidates import blocks, even, greedy, packed, together
 from scheduler.dispatch.planned import SkewAware
 from scheduler.dispatch.policy import Request
@@ -79,9 +88,10 @@ def test_every_request_is_planned_once_and_dealing_evenly_is_never_beaten_by_it(
 def test_candidates_hold_every_request_once() -> None:
     lengths = long_tailed(200, 5)
     fleet = [*workers(3), *workers(2, curve=STEEP)]
-    candidates = [even(200, [64] * 5), greedy(lengths, fleet), *packed(lengths, fleet)]
-    candidates += [queues for queues, _ in blocks(lengths[:, None], fleet)]
+    candidates = [even(200, [64] * 5), greedy(lengths, fleet), packed(lengths, fleet)]
+    candidates.append(blocks(lengths[:, None], fleet)[0])
     for queues in candidates:
+        assert queues is not None
         assert sorted(itertools.chain(*queues)) == list(range(200))
 
 
@@ -234,6 +244,17 @@ def test_where_anyone_may_run_to_the_limit_the_longest_do_not_start_first() -> N
     assert sorted(chosen.ranks) == list(range(256))
     known = np.sort(rng.lognormal(5, 1, 256))[::-1, None]
     assert plan(known, workers(2, slots=32), arrivals=range(256)).ranks == tuple(range(256))
+
+
+def test_orders_of_start_are_both_by_length_or_that_of_the_smallest_groups() -> None:
+    means, groups = np.asarray([9.0, 5.0, 4.0, 1.0]), ["a", "b", "b", "a"]
+
+    def orders(free: int, of: list[str] | None) -> list[list[int]]:
+        return [list(order) for order in _orders_of_start(means, free, of)]
+
+    assert orders(4, None) == orders(4, groups) == [[0, 1, 2, 3]]
+    assert orders(3, None) == [[0, 1, 2, 3], [3, 2, 1, 0]]
+    assert orders(3, groups) == [[1, 2, 0, 3]]
 
 
 def test_scenarios_of_waiting_requests_are_timed_as_each_of_them_alone() -> None:

@@ -1,4 +1,4 @@
-"""A controller that hears a hostile site."""
+"""A controller that hears a hostile site, and a site whose processes have keys."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from streamrl.controller.controller import Controller
 from tests.security.hostile_world import Sent, two_sites
+from tests.security.keyed_place import Place, make_place
 
 
 @pytest.fixture
@@ -20,3 +21,13 @@ def sent() -> Sent:
 def controller(tmp_path: Path, sent: Sent) -> Iterator[Controller]:
     with two_sites(tmp_path, sent) as made:
         yield made
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return make_place(tmp_path)
+
+
+@pytest.fixture(params=["nodes", "machine"])
+def any_place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    return make_place(tmp_path, request.param == "nodes")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from tests.waiting import scaled
 
 SECRET = "the-key-of-the-reader"
 """What the reader has elsewhere and nobody else may see; it is in a file of every form that is read."""
+IN_OPEN = 0x20
+"""Event of inotify."""
 HUGE = 1 << 40
 """Size of a file without content, bytes."""
 
@@ -105,6 +109,24 @@ def nested(path: Path, secret: Path) -> None:
 
 def nonsense(path: Path, secret: Path) -> None:
     path.write_bytes(os.urandom(3000) + b"\n[1]\n{}\nnull\n" + b'{"ph": "X", "args": 3, "name": [], "ts": "a"}\n')
+
+
+@contextlib.contextmanager
+def opens_of(path: Path) -> Iterator[Callable[[], bool]]:
+    """What says whether somebody has opened a file of any kind, or that which a link leads to (by inotify)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    events = libc.inotify_init1(os.O_NONBLOCK)
+    try:
+        assert libc.inotify_add_watch(events, os.fsencode(path), IN_OPEN) > 0
+
+        def opened() -> bool:
+            with contextlib.suppress(BlockingIOError):
+                return bool(os.read(events, 4096))
+            return False
+
+        yield opened
+    finally:
+        os.close(events)
 
 
 REFUSED = {one.__name__: one for one in (link, pipe, unix_socket, huge)}

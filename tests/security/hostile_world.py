@@ -79,7 +79,13 @@ def two_sites(tmp_path: Path, sent: Sent, **changes: Any) -> Iterator[Controller
         one.hub.send = sent.send  # type: ignore[method-assign]
         for name, site in SITES.items():
             one.hub.peers[name] = SimpleNamespace(  # type: ignore[assignment]
-                name=name, session="s", meta={"fleet": fleet_of(site)}, state={}, last_seen=0.0, flow=None
+                name=name,
+                role="service",
+                session="s",
+                meta={"fleet": fleet_of(site)},
+                state={},
+                last_seen=0.0,
+                flow=None,
             )
         one.services.joined()
         for number, site in enumerate(SITES.values()):

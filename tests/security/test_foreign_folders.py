@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -19,9 +21,10 @@ import pytest
 import streamrl
 from ranker.data import read_rollouts
 from ranker.errors import RankerError
+from streamrl import plain_files
 from streamrl.errors import UserError
 from streamrl.exporter.run_collector import RunCollector
-from streamrl.plain_files import NotPlainFile, open_plain, read_plain
+from streamrl.plain_files import NotPlainFile, append_plain, check_plain, open_plain, read_plain
 from streamrl.planning.workload import open_found, replay
 from streamrl.report.run_data import load_run
 from streamrl.report.run_decoder import find_decoder
@@ -33,16 +36,20 @@ from streamrl.run_dir.instance_files import StartedProcess, write_started
 from streamrl.trackers.rollout_table import rollout_table
 from streamrl.trackers.sent_rows import SentRows
 from tests.cli import calling
-from tests.security.another_user import NOBODY
+from tests.security.another_user import NOBODY, as_nobody
 from tests.security.foreign_folder import (
     ATTACKS,
     REFUSED,
     SECRET,
     asked_of_dashboard,
     in_time,
+    link,
     make_folder,
     make_secrets,
+    opens_of,
+    pipe,
     printed,
+    unix_socket,
 )
 from tests.trackers.tracked_run import make_run
 
@@ -195,6 +202,68 @@ def test_a_file_of_another_user_under_a_further_name_is_not_read(tmp_path: Path)
     os.chown(theirs, NOBODY, NOBODY)
     with pytest.raises(NotPlainFile, match="another user"):
         open_plain(theirs / layout.STATUS)
+
+
+def device(path: Path, secret: Path) -> None:
+    """The device of `/dev/null`, which only root may make."""
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    except PermissionError:
+        pytest.skip("only root makes devices")
+
+
+@pytest.mark.parametrize("make", [pipe, unix_socket, device, link], ids=lambda make: make.__name__)
+def test_what_is_no_file_is_not_even_opened(make: Callable[[Path, Path], None], tmp_path: Path) -> None:
+    """Opening is enough to release a writer at a named pipe, to wind back a tape, to arm a watchdog."""
+    folder, target = tmp_path / "run", tmp_path / "target"
+    folder.mkdir()
+    target.write_text("of the reader")
+    path = folder / layout.STATUS
+    make(path, target)
+    with opens_of(path) as opened:
+        for read in (read_plain, open_plain, partial(append_plain, below=folder)):
+            with pytest.raises(NotPlainFile, match=f"{layout.STATUS} is a "):
+                in_time(partial(read, path))
+        assert not opened()
+        if make is not unix_socket:  # which cannot be opened
+            os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+            assert opened(), "else it would not have been noticed"
+
+
+def test_a_file_is_opened_for_what_it_was_when_it_was_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever writes to the folder meanwhile may put something else in its place."""
+    path = tmp_path / layout.STATUS
+    path.write_text("plain")
+    look = plain_files._why_not
+
+    def swap(found: os.stat_result, owner: int) -> str:
+        path.unlink()
+        os.mkfifo(path)
+        return look(found, owner)
+
+    monkeypatch.setattr(plain_files, "_why_not", swap)
+    assert in_time(lambda: read_plain(path)) == b"plain"
+
+
+def test_the_keys_in_another_users_folder_keep_nobody_from_looking_through_it() -> None:
+    """Whoever cannot enter a folder opens nothing in it; one that can be entered and not listed is not passed over."""
+    with tempfile.TemporaryDirectory() as folder:
+        keys = Path(folder) / layout.KEYS
+        keys.mkdir()
+        (keys / "secret").symlink_to("/etc/passwd")
+        Path(folder).chmod(0o755)
+        for mode, passed in ((0o700, True), (0o711, False), (0o755, False)):
+            keys.chmod(mode)
+            assert as_nobody(lambda: check_plain(Path(folder))) == passed, oct(mode)
+
+
+def test_a_file_that_is_appended_to_is_made_once_and_is_its_users_to_write(tmp_path: Path) -> None:
+    for line in (b"one\n", b"two\n"):
+        with append_plain(tmp_path / "rows" / "sent.jsonl", below=tmp_path) as file:
+            file.write(line)
+    assert (tmp_path / "rows" / "sent.jsonl").read_bytes() == b"one\ntwo\n"
 
 
 def test_names_in_a_foreign_file_lead_nowhere_else(made: tuple[Path, Path], run: Path, tmp_path: Path) -> None:

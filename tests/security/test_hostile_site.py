@@ -166,6 +166,14 @@ def test_a_canary_without_its_array_is_refused(controller: Controller) -> None:
     assert controller.hub.refused() == {"not its own": {"service-far": 4}}
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "fp8"])
+def test_a_canary_in_any_type_that_instances_compute_in_is_heard(controller: Controller, dtype: str) -> None:
+    canary = CanaryMeasured(number=0, instance="far-regular-0", dtype=dtype)
+    assert hear(controller, said("service-far", canary, logprobs=CANARY)) == {}
+    unknown = CanaryMeasured(number=0, instance="far-regular-0", dtype="int4")
+    assert hear(controller, said("service-far", unknown, logprobs=CANARY)) == {"not its own": {"service-far": 1}}
+
+
 def test_an_answer_to_no_command_of_the_trainer_is_refused(controller: Controller) -> None:
     done = TrainDone(rank=0, started=0.0, finished=0.0, stats={})
     assert hear(controller, said("trainer-0", done)) == {"not its own": {"trainer-0": 1}}
@@ -184,18 +192,19 @@ def test_what_was_refused_is_in_status_and_report(controller: Controller) -> Non
 def test_what_other_hubs_refused_is_shown_with_the_process_that_refused_it(controller: Controller) -> None:
     states = {
         "trainer-0": {"refused": {"not allowed": {"service-far": 7}}},
+        "trainer-1": {"refused": {"not allowed": {"hub": 1}}},
         "service-far": {"instances": {"far-regular-0": {"refused": {"malformed": {"hub\u001b[2J": 3}}}}},
         "rewards-home": {"refused": {"malformed": {"hub": 2}}},
     }
     for name, state in states.items():
         check_heartbeat(controller.own, Speaker(name, "trainer"), state)
         controller.hub.peers[name] = SimpleNamespace(  # type: ignore[assignment]
-            name=name, session="s", state=state, last_seen=0.0, meta={}
+            name=name, role=name.split("-")[0], session="s", state=state, last_seen=0.0, meta={}
         )
     hear(controller, batch("service-far", sample("far", 0)))
     shown = {
         "not its own": {"service-far": 1},
-        "not allowed": {"service-far at trainer-0": 7},
+        "not allowed": {"service-far at trainer-0": 7, "hub at trainer-1": 1},
         "malformed": {"hub?[2J at far-regular-0": 3, "hub at rewards-home": 2},
     }
     controller.telemetry.write()

@@ -3,229 +3,65 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
 import stat
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlparse
 
 import pytest
 
 from streamrl.config.cluster import ClusterConfig
-from streamrl.config.load import save_resolved
-from streamrl.config.run import RunConfig, WeightSyncConfig
+from streamrl.config.run import RunConfig
+from streamrl.config.weight_sync import WeightSyncConfig
 from streamrl.errors import RunFailed, UserError
 from streamrl.launcher import ray_backend, supervisor
-from streamrl.launcher.site_setup import choose_addresses, prepare
+from streamrl.launcher.emulated_cluster import emulated
+from streamrl.launcher.site_setup import prepare
 from streamrl.protocol.message import MessageReader, wire
 from streamrl.protocol.operator import PoolScaled, ScalePool
 from streamrl.protocol.speakers import RIGHTS
 from streamrl.run_dir import layout
-from streamrl.runtime.inside_keys import inside_admission, inside_roles, load_inside_keys, make_inside_keys
-from streamrl.runtime.interfaces import free_ports
+from streamrl.runtime.inside_keys import load_inside_keys, make_inside_keys
 from streamrl.runtime.operator_link import ask_controller
-from streamrl.runtime.process_context import Addresses, RoleContext
+from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.processes import this_host
-from streamrl.runtime.site_connections import CONTROLLER, PUBLISHER, bind_home, connect_home, home_hub, to_home
-from streamrl.transport.curve import ClientSecurity, KeyPair, load_own, make_keys
+from streamrl.runtime.site_connections import CONTROLLER, bind_home, connect_home, home_hub, to_home
+from streamrl.transport.curve import ClientSecurity, load_own
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
 from streamrl.transport.endpoint import Delivery, Hub, Link
-from streamrl.transport.endpoint_base import Refused
 from streamrl.weights.assembly import make_relay
-from streamrl.weights.publisher import WeightPublisher
-from streamrl.weights.site_relay import WeightRelay
-from streamrl.weights.version_store import WeightStore
+from tests.security.keyed_place import ATTACKS, LINKS, NOBODYS, PATIENCE_S, SERVERS, SITES, Place, hub_of, run, succeeds
 from tests.security.sockets_of import Listener, mechanism
-from tests.tiny_model import save_tiny_model
 from tests.transport.sockets import new_key, until
-from tests.waiting import scaled
-from tests.weights.world import Policy
-
-RAY = {"backend": "ray", "address": "127.0.0.1:1"}
-SITES = {
-    "here": {"address": "127.0.0.1", "port": 5600, "launch": RAY, "trainer": {}, "generation": [{}]},
-    "far": {"generation": [{}]},
-}
-LINKS = [{"between": ["here", "far"], "bandwidth_gbit_s": 1, "rtt_ms": 30}]
-NOBODYS = "192.0.2.1"
-"""Address that no machine has (RFC 5737)."""
-PATIENCE_S = 0.7
-"""Limit of a connection that gets no answer."""
 
 
-@dataclass
-class Place:
-    """A trainer's site on Ray, as its launcher prepares it, with the keys for links to another site."""
-
-    run_dir: Path
-
-    def context(self, name: str = "controller", site: str = "here") -> RoleContext:
-        """The context from which a process of a site starts."""
-        loaded = RoleContext.load(name, site, self.run_dir, False)
-        if site == "here":
-            return loaded
-        outside = loaded.addresses
-        return replace(loaded, addresses=Addresses(outside.controller_outside, outside.publisher_outside, {}))
-
-    @property
-    def outside_key(self) -> KeyPair:
-        """The key of the other site, which may connect to the outer doors."""
-        return load_own(self.run_dir / "links", "far")
-
-    @property
-    def secret_file(self) -> Path:
-        return self.run_dir / layout.KEYS / "inside-here" / "controller.key_secret"
-
-    def key_of(self, process: str) -> bytes:
-        """The public key of a process of the site."""
-        return self.context().addresses.inside_keys[process].encode()
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    for site in SITES:
-        make_keys(tmp_path / "links", site)
-    security = {"keys": str(tmp_path / "links")}
-    values = {"hardware": "cpu", "sites": SITES, "links": LINKS, "security": security}
-    cluster = ClusterConfig.model_validate(values)
-    run = RunConfig.model_validate({"model": {"path": str(save_tiny_model(tmp_path / "model")), "dtype": "float32"}})
-    save_resolved(tmp_path, cluster, run)
-    controller, publisher = free_ports(2, "127.0.0.1")
-    addresses = replace(
-        choose_addresses(cluster, "here", tmp_path, node="127.0.0.1"),
-        controller_outside=f"tcp://127.0.0.1:{controller}",
-        publisher_outside=f"tcp://127.0.0.1:{publisher}",
-        inside_keys=make_inside_keys(tmp_path, "here", inside_roles(cluster, run, "here")),
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_whoever_reaches_a_node_without_the_keys_of_the_site_gets_nothing(any_place: Place, attack: str) -> None:
+    assert run(lambda: succeeds(any_place, attack, None, open_to_all=True)), "it works at a door without keys"
+    assert not run(lambda: succeeds(any_place, attack, None))
+    public = any_place.key_of(SERVERS[attack])
+    assert not run(lambda: succeeds(any_place, attack, ClientSecurity(new_key(), public))), (
+        "with a key of its own making"
     )
-    addresses.save(tmp_path)
-    return Place(tmp_path)
-
-
-Attack = Callable[[Place, Link], Awaitable[bool]]
-
-
-async def takes_the_weights(place: Place, link: Link) -> bool:
-    """Whether a version of the weights is in the attacker's folder."""
-    manifest, _ = Policy().version()
-    relay = WeightRelay(link, WeightStore(place.run_dir / "stolen"), 10, "raw")
-    return await relay.fetch(manifest.version.number, manifest.version.content_hash) == manifest
-
-
-async def scales(place: Place, link: Link) -> bool:
-    """Whether the order was acknowledged, and so has reached the controller's own queue."""
-    await link.send(*wire(ScalePool(pool="regular", site="here", replicas=1)))
-    await link.flush(10)
-    return True
-
-
-async def says_hello(place: Place, link: Link) -> bool:
-    """Nothing more: a link that is connected has been let in under its name."""
-    return True
-
-
-ATTACKS: dict[str, tuple[str, str, str, Attack]] = {
-    "fetch weights": (PUBLISHER, "service-here", "relay", takes_the_weights),
-    "be the trainer": (CONTROLLER, "trainer-0", "trainer", says_hello),
-    "scale": (CONTROLLER, "operator-1", "operator", scales),
-}
-
-
-SERVERS = {"fetch weights": "trainer", "be the trainer": "controller", "scale": "controller"}
-"""Process that each attack connects to."""
-
-
-@contextlib.asynccontextmanager
-async def hub_of(place: Place, name: str, open_to_all: bool = False) -> AsyncIterator[tuple[Hub, str]]:
-    """The controller's or the publisher's hub at work, and its inner address.
-
-    Args:
-        open_to_all: without keys, as all were on Ray before there were any.
-    """
-    context = place.context("trainer" if name == PUBLISHER else "controller")
-    addresses = context.addresses
-    inner = addresses.controller if name == CONTROLLER else addresses.publisher
-    hub = home_hub(context, name, WaitRegistry(name), context.local_flow)
-    if open_to_all:
-        hub.bind(inner)
-    else:
-        outer = addresses.controller_outside if name == CONTROLLER else addresses.publisher_outside
-        bind_home(context, hub, inner, outer)
-    if name == PUBLISHER:
-        publisher = WeightPublisher(hub, chunk_of=lambda peer: 3000)
-        serving = asyncio.create_task(publisher.serve())
-        await publisher.publish(*Policy().version())
-    else:
-        hub.reads = MessageReader(RIGHTS["controller"])
-        serving = asyncio.create_task(take_all(hub))
-    try:
-        yield hub, inner
-    finally:
-        serving.cancel()
-        await hub.close()
-
-
-async def take_all(hub: Hub) -> None:
-    while True:
-        (await hub.receive()).ack()
-
-
-async def succeeds(
-    place: Place, attack: str, security: ClientSecurity | None, open_to_all: bool = False, outer: bool = False
-) -> bool:
-    """Whether an attack on the inner door (or the outer one) has its effect."""
-    hub_name, name, role, act = ATTACKS[attack]
-    async with hub_of(place, hub_name, open_to_all) as (hub, address):
-        if outer:
-            addresses = place.context().addresses
-            address = addresses.controller_outside if hub_name == CONTROLLER else addresses.publisher_outside
-        link = Link(name, role, WaitRegistry("attacker"), {"site": "here"})
-        try:
-            await link.connect(address, PATIENCE_S if security or not open_to_all else 10, security)
-        except DeadlineExpired:
-            assert (link.bytes_in, dict(hub.peers)) == (0, {}), "it was not even greeted, and costs no memory"
-            return False
-        else:
-            assert name in hub.peers
-            return await act(place, link)
-        finally:
-            await link.close()
-
-
-def run(body: Callable[[], Awaitable[Any]]) -> Any:
-    async def limited() -> Any:
-        async with asyncio.timeout(scaled(60)):
-            return await body()
-
-    return asyncio.run(limited())
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_whoever_reaches_a_node_without_the_keys_of_the_site_gets_nothing(place: Place, attack: str) -> None:
-    assert run(lambda: succeeds(place, attack, None, open_to_all=True)), "it works at a door without keys"
-    assert not run(lambda: succeeds(place, attack, None))
-    public = place.key_of(SERVERS[attack])
-    assert not run(lambda: succeeds(place, attack, ClientSecurity(new_key(), public))), "with a key of its own making"
+def test_the_key_of_another_site_does_not_open_the_inner_doors(any_place: Place, attack: str) -> None:
+    public = any_place.key_of(SERVERS[attack])
+    assert not run(lambda: succeeds(any_place, attack, ClientSecurity(any_place.outside_key, public)))
+    at_home = load_own(any_place.run_dir / "links", "here").public
+    assert not run(lambda: succeeds(any_place, attack, ClientSecurity(any_place.outside_key, at_home)))
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
-def test_the_key_of_another_site_does_not_open_the_inner_doors(place: Place, attack: str) -> None:
-    public = place.key_of(SERVERS[attack])
-    assert not run(lambda: succeeds(place, attack, ClientSecurity(place.outside_key, public)))
-    at_home = load_own(place.run_dir / "links", "here").public
-    assert not run(lambda: succeeds(place, attack, ClientSecurity(place.outside_key, at_home)))
-
-
-def test_the_key_of_the_inside_does_not_open_the_outer_door(place: Place) -> None:
-    own = place.context("trainer").inside_keys
+def test_the_key_of_the_inside_does_not_open_the_outer_door(any_place: Place) -> None:
+    own = any_place.context("trainer-0").inside_keys
     assert own is not None
-    for server in (place.key_of("controller"), load_own(place.run_dir / "links", "here").public):
+    for server in (any_place.key_of("controller"), load_own(any_place.run_dir / "links", "here").public):
         security = ClientSecurity(own, server)
-        assert not run(lambda security=security: succeeds(place, "be the trainer", security, outer=True))
+        assert not run(lambda security=security: succeeds(any_place, "be the trainer", security, outer=True))
 
 
 def test_each_door_lets_in_those_whose_keys_it_has(place: Place) -> None:
@@ -249,55 +85,6 @@ def test_each_door_lets_in_those_whose_keys_it_has(place: Place) -> None:
     run(body)
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
-@pytest.mark.parametrize("thief", ["here-regular-0", "rewards-here"])
-def test_the_key_of_one_process_does_not_give_the_name_or_the_role_of_another(
-    place: Place, attack: str, thief: str
-) -> None:
-    """Whoever has taken an instance's key, or that of the reward workers, is that process and no other."""
-
-    async def body() -> None:
-        hub_name, name, role, _ = ATTACKS[attack]
-        async with hub_of(place, hub_name) as (hub, address):
-            for claimed in ((name, role), (thief, role)):
-                link = Link(*claimed, WaitRegistry("attacker"), {"site": "here"})
-                security = place.context(thief).inside_client_security(SERVERS[attack])
-                why = f"the key is that of '{thief}'" if claimed[0] == name else f"'{thief}' is no '{role}' here"
-                with pytest.raises(Refused, match=why):
-                    await link.connect(address, 10, security)
-                await link.close()
-            assert not hub.peers and hub.refused() == {"hello": {name: 1, thief: 1}}
-
-    run(body)
-
-
-def test_every_process_of_the_plan_is_let_in_under_its_own_name_and_role(place: Place) -> None:
-    context = place.context()
-    roles = inside_roles(context.cluster, context.run, "here")
-    good = {
-        "controller": [
-            *(("trainer-0", "trainer"), ("trainer-17", "trainer"), ("service-here", "service")),
-            *(("rewards-here", "rewards"), ("operator-4711", "operator")),
-        ],
-        "publisher": [("service-here", "relay")],
-        "service": [("here-regular-0", "instance")],
-    }
-    owners = {"trainer-0": "trainer", "trainer-17": "trainer", "operator-4711": "operator"}
-    names = [name for some in good.values() for name, _ in some] + [
-        "trainer",
-        "trainer-x",
-        "trainer-0-0",
-        "here-regular-9",
-    ]
-    for hub, allowed in good.items():
-        admit = inside_admission(roles, hub)  # type: ignore[arg-type]
-        for name in names:
-            for role in ("trainer", "service", "rewards", "operator", "relay", "instance", "agents", "controller"):
-                for owner in (None, *roles):
-                    fits = (name, role) in allowed and owner in (None, owners.get(name, name))
-                    assert (admit(name, role, owner) is None) == fits, (hub, name, role, owner)
-
-
 def test_a_hub_says_itself_whether_it_asks_for_keys(place: Place) -> None:
     """What the whole run on Ray is asked (`tests/end_to_end/test_ray.py`)."""
 
@@ -310,24 +97,24 @@ def test_a_hub_says_itself_whether_it_asks_for_keys(place: Place) -> None:
     assert run(lambda: said(open_to_all=False)) == "CURVE"
 
 
-def test_an_operators_command_has_the_keys_of_the_run(place: Place) -> None:
+def test_an_operators_command_has_the_keys_of_the_run(any_place: Place) -> None:
     async def answer(hub: Hub) -> None:
         delivery: Delivery = await hub.receive()
         delivery.ack()
         await hub.send(delivery.peer, *wire(PoolScaled(pool=delivery.body.pool, before=1, after=2)))
 
     async def body() -> None:
-        context = place.context()
+        context = any_place.context()
         hub = home_hub(context, CONTROLLER, WaitRegistry(CONTROLLER), context.local_flow)
         hub.reads = MessageReader(RIGHTS["controller"])
         bind_home(context, hub, context.addresses.controller, "")
         answering = asyncio.create_task(answer(hub))
         order = ScalePool(pool="regular", site="here", replicas=2)
-        assert await ask_controller(place.run_dir, order) == PoolScaled(pool="regular", before=1, after=2)
+        assert await ask_controller(any_place.run_dir, order) == PoolScaled(pool="regular", before=1, after=2)
         await answering
-        make_inside_keys(place.run_dir, "here", ["operator"])
+        make_inside_keys(any_place.run_dir, "here", ["operator"])
         with pytest.raises(UserError, match="of another process, site or launch"):
-            await ask_controller(place.run_dir, order)
+            await ask_controller(any_place.run_dir, order)
         await hub.close()
 
     run(body)
@@ -353,14 +140,16 @@ def test_the_keys_are_their_users_alone(place: Place) -> None:
     told = (place.run_dir / layout.ADDRESSES).read_text()
     assert not any(secret in told for secret in secrets) and all(key in told for key in public.values())
     assert len(secrets) == len(set(public.values())) == len(public), "each has its own"
-    assert public.keys() == {"controller", "trainer", "service-here", "here-regular-0", "rewards-here", "operator"}
+    assert public.keys() == {
+        *("controller", "trainer-0", "trainer-1", "service-here", "here-regular-0", "rewards-here", "operator")
+    }
 
 
 @pytest.mark.parametrize("wrong", [0o640, 0o604, 0o620])
 def test_a_key_file_that_others_can_read_is_refused_with_its_path(place: Place, wrong: int) -> None:
     place.secret_file.chmod(wrong)
     with pytest.raises(UserError, match=f"{place.secret_file}: mode {wrong:04o} .*chmod 600"):
-        place.context().inside_client_security("trainer")
+        place.context().inside_client_security("trainer-0")
 
 
 def test_a_folder_of_keys_that_others_can_enter_is_refused_with_its_path(place: Place) -> None:
@@ -398,10 +187,10 @@ def test_the_keys_of_another_launch_or_of_another_site_are_refused(place: Place,
 def test_missing_and_malformed_keys_name_the_file_and_what_makes_it(place: Place) -> None:
     place.secret_file.write_text("nothing")
     with pytest.raises(UserError, match=f"{place.secret_file}: it holds no public key; .*streamrl launch.* --resume"):
-        place.context().inside_client_security("trainer")
+        place.context().inside_client_security("trainer-0")
     place.secret_file.unlink()
     with pytest.raises(UserError, match=f"{place.secret_file}: no such file; .*streamrl launch.* --resume"):
-        place.context().inside_client_security("trainer")
+        place.context().inside_client_security("trainer-0")
 
 
 class NoRay:
@@ -425,7 +214,7 @@ def test_every_launch_has_keys_of_its_own_that_end_with_it(tmp_path: Path, monke
     seen = set()
     for _ in range(2):  # the second one is a resumed run
         with prepare(one_site(), RunConfig(), tmp_path):
-            context = RoleContext.load("trainer", "", tmp_path, False)
+            context = RoleContext.load("trainer-0", "", tmp_path, False)
             assert context.inside_keys is not None
             seen.add(context.inside_keys.public)
         assert not (tmp_path / layout.KEYS).exists()
@@ -437,18 +226,26 @@ def test_a_second_launcher_in_a_folder_is_refused_and_leaves_the_keys_alone(
 ) -> None:
     monkeypatch.setattr(ray_backend, "RaySite", NoRay)
     with supervisor._locked(tmp_path), prepare(one_site(), RunConfig(), tmp_path):
-        before = RoleContext.load("trainer", "", tmp_path, False).inside_keys
+        before = RoleContext.load("trainer-0", "", tmp_path, False).inside_keys
         with pytest.raises(UserError, match=rf"in use by another launcher \(process {os.getpid()} on "):
             supervisor.run(one_site(), RunConfig(), tmp_path, resume=True, plain=True)
-        assert RoleContext.load("trainer", "", tmp_path, False).inside_keys == before
+        assert RoleContext.load("trainer-0", "", tmp_path, False).inside_keys == before
 
 
-def test_one_machine_needs_no_keys(tmp_path: Path) -> None:
-    site = {"here": {"trainer": {}, "generation": [{}]}}
-    cluster = ClusterConfig.model_validate({"hardware": "cpu", "sites": site})
-    with prepare(cluster, RunConfig(), tmp_path):
-        context = RoleContext.load("trainer", "", tmp_path, False)
-        assert context.inside_keys is None and not (tmp_path / layout.KEYS).exists()
+def test_every_site_that_one_launcher_starts_has_keys_of_its_own(tmp_path: Path) -> None:
+    """A process knows no more than its site's folder, on one machine as well, and gets into no other site with it."""
+    cluster = emulated(ClusterConfig.model_validate({"hardware": "cpu", "sites": SITES, "links": LINKS}))
+    folders = {}
+    with prepare(cluster, RunConfig(), tmp_path, emulate=True) as share:
+        for site, folder in share.folders.items():
+            made = sorted(path.name for path in (folder / layout.KEYS / f"inside-{site}").glob("*.key_secret"))
+            folders[site] = folder
+            public = RoleContext.load("", site, folder, False).addresses.inside_keys
+            assert made == sorted(f"{name}.key_secret" for name in public) and f"service-{site}" in public
+            assert RoleContext.load(f"service-{site}", site, folder, False).inside_keys.public
+        with pytest.raises(UserError, match=r"service-here.key_secret: no such file"):
+            RoleContext.load("service-here", "far", folders["far"], False).inside_client_security("controller")
+    assert not [path for folder in folders.values() for path in (folder / layout.KEYS).glob("inside-*")]
 
 
 @pytest.mark.parametrize("chosen", ["auto", "raw", "delta"])

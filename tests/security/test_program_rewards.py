@@ -7,15 +7,24 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlparse
 
 import psutil
 import pytest
 
+from streamrl.config.cluster import ClusterConfig
+from streamrl.config.run import RunConfig
 from streamrl.config.tasks import Sandbox
+from streamrl.launcher.site_setup import prepare
+from streamrl.run_dir import layout
+from streamrl.runtime.process_context import Addresses
+from streamrl.runtime.process_plan import HIDDEN
 from streamrl.tasks import sandbox as sandboxes
 from streamrl.tasks.sandbox import MOST_PROCESSES, isolation_of, passes
+from streamrl.transport.curve import make_keys
 from tests.waiting import scaled, wait_for
 
 TESTS = "assert add(1, 2) == 3\nassert add('a', 'b') == 'ab'"
@@ -133,6 +142,51 @@ def test_bubblewrap_hides_the_users_files_and_namespaces_alone_say_that_they_do_
     seen = f"assert seen() is {not isolation.command}"
     assert passes(f"import os\ndef seen(): return os.path.exists({path!r})", seen, own)
     assert ("can read" in isolation.weaker) is not bool(isolation.command)
+
+
+PROBES = """
+import os, socket
+def opens(path):
+    try: return bool(open(path).read())
+    except OSError: return False
+def lists(path):
+    try: return bool(os.listdir(path))
+    except OSError: return False
+def connects(path):
+    with socket.socket(socket.AF_UNIX) as one:
+        try: one.connect(path)
+        except OSError: return False
+    return True
+"""
+
+
+def test_no_program_reaches_the_keys_and_the_sockets_of_the_run(
+    tmp_path: Path, own: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Unix socket needs no network, and with the pair of the rewards process a program could give itself a reward."""
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")  # paths of sockets are short
+    for site in ("here", "far"):
+        make_keys(tmp_path / "links", site)
+    site = {"trainer": {}, "generation": [{}]}
+    values = {"hardware": "cpu", "sites": {"here": site}, "security": {"keys": str(tmp_path / "links")}}
+    run_dir = tmp_path / "run, 10:30"
+    run_dir.mkdir()
+    with prepare(ClusterConfig.model_validate(values), RunConfig(), run_dir) as share:
+        hub = urlparse(Addresses.load(share.run_dir).controller).path
+        keys = run_dir / layout.KEYS / "inside-here"
+        secrets = [keys / "rewards-here.key_secret", tmp_path / "links" / "here.key_secret"]
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(hub)
+            listener.listen()
+            shown = isolation_of(own).command == ()  # namespaces, in which other files can be seen
+            public = tmp_path / "links" / "far.key"
+            for given, seen in (("[]", shown), (share.env[HIDDEN], False)):
+                monkeypatch.setenv(HIDDEN, given)
+                tests = f"assert connects({hub!r}) is {seen}"
+                tests += "".join(f"\nassert lists({str(path)!r}) is {seen}" for path in (keys, Path(hub).parent))
+                tests += "".join(f"\nassert opens({str(path)!r}) is {seen}" for path in secrets)
+                tests += f"\nassert opens({str(public)!r}) is {shown}"
+                assert passes(PROBES, tests, own), given
 
 
 ESCAPES = """

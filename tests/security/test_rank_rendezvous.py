@@ -8,6 +8,8 @@ import socket
 import stat
 import subprocess
 import sys
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from streamrl.config.run import RunConfig
 from streamrl.errors import RunFailed, UserError
 from streamrl.launcher.site_setup import choose_addresses
 from streamrl.run_dir.start_stages import read_stages
+from streamrl.runtime.inside_keys import inside_roles, make_inside_keys
 from streamrl.runtime.interfaces import free_ports, interface_towards
 from streamrl.runtime.process_plan import RANK_MEETING, plan_processes
 from streamrl.training.rank_store import rank_store
@@ -37,7 +40,8 @@ def test_no_process_of_a_one_node_trainer_listens_where_another_machine_could_re
     model = {"path": str(save_tiny_model(tmp_path / "model")), "max_context": 96, "dtype": "float32"}
     run = RunConfig.model_validate({"model": model, "batch": {"packing": "separate"}, "sampling": {"max_tokens": 16}})
     save_resolved(tmp_path, cluster, run)
-    choose_addresses(cluster, "here", tmp_path).save(tmp_path)
+    keys = make_inside_keys(tmp_path, "here", inside_roles(cluster, run, "here"))
+    replace(choose_addresses(cluster, "here", tmp_path), inside_keys=keys).save(tmp_path)
     spec = next(one for one in plan_processes(cluster, run, tmp_path) if one.role == "trainer")
     seen: set[str] = set()
 
@@ -53,7 +57,8 @@ def test_no_process_of_a_one_node_trainer_listens_where_another_machine_could_re
         seen |= listening(family(trainer.pid))
         assert len(family(trainer.pid)) >= 3, "two ranks under their launcher"
     finally:
-        os.killpg(trainer.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it may have ended by itself
+            os.killpg(trainer.pid, signal.SIGKILL)
         trainer.wait()
     assert seen, "gloo and the publisher listen on the loopback interface"
     assert reachable(seen) == set()

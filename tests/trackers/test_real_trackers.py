@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.trackers.tracked_run import ROOT, back_to, evaluate, make_run, train
+from tests.waiting import scaled
 
 pytestmark = pytest.mark.timeout(180)
 BLOCK, HEADER = 32768, 7
@@ -34,7 +35,11 @@ os._exit(code)
 def send(folder: Path, name: str, code: int = 0) -> list[str]:
     """Follow a run to the end of what it has, in a process of its own as a run does; return what it said."""
     done = subprocess.run(
-        [sys.executable, "-c", PROCESS, str(folder), name], input="", capture_output=True, text=True, timeout=150
+        [sys.executable, "-c", PROCESS, str(folder), name],
+        input="",
+        capture_output=True,
+        text=True,
+        timeout=scaled(150),
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout.splitlines()

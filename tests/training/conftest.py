@@ -39,8 +39,8 @@ def one_rank() -> Iterator[None]:
 
 
 PRELOADED = [
-    "tests.training.test_trainer",
-    "tests.weights.test_sharded",
+    "tests.training.test_trainer_ranks",
+    "tests.weights.test_sharded_ranks",
     "streamrl.training.trainer",
     "transformers.models.llama.modeling_llama",
     "transformers.masking_utils",

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import optimization
 
-from streamrl.config.run import OptimizerConfig
+from streamrl.config.optimizer import OptimizerConfig
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
 from streamrl.training.learning_rate import learning_rate, warm_up
 from streamrl.training.trainer import Trainer

@@ -11,20 +11,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.training.losses import (
+from streamrl.surrogates import (
     LOG_RATIO_LIMIT,
+    SURROGATES,
+    LossInputs,
+    SurrogateKeys,
     bounded,
     clip_loss,
-    clipped_value_loss,
     detached_clip_loss,
-    kl_estimate,
+    kept_gradient_loss,
     reinforce_loss,
     sequence_clip_loss,
     sequence_lengths,
     soft_gate_loss,
-    token_weights,
-    value_loss,
 )
+from streamrl.training.losses import clipped_value_loss, kl_estimate, token_weights, value_loss
 
 LOW, HIGH = 0.2, 0.28
 
@@ -100,6 +101,19 @@ def test_detached_clip_loss_is_cispos() -> None:
     logp = vector(LOGP, grad=True)
     detached_clip_loss(logp, logp - vector(OLD), vector(ADV), LOW, HIGH).loss.sum().backward()
     assert logp.grad.tolist() == pytest.approx([-w * a for w, a in zip(weights, ADV, strict=True)], rel=1e-12)
+
+
+def test_kept_gradient_loss_is_gppos() -> None:
+    logp = vector(LOGP, grad=True)
+    result = kept_gradient_loss(logp - vector(OLD), vector(ADV), LOW, HIGH)
+    result.loss.sum().backward()
+    plain = clip_loss(vector(LOGP) - vector(OLD), vector(ADV), LOW, HIGH)
+    assert torch.equal(result.loss.detach(), plain.loss) and torch.equal(result.clipped, plain.clipped)
+    expected = []  # the gradient of a token is its own value: the weight that it has times its advantage
+    for new, old, advantage in zip(LOGP, OLD, ADV, strict=True):
+        ratio = math.exp(new - old)
+        expected.append(-min(ratio * advantage, clipped(ratio) * advantage))
+    assert logp.grad.tolist() == pytest.approx(expected, rel=1e-12)
 
 
 def test_soft_gate_loss_is_sapos() -> None:
@@ -185,48 +199,46 @@ def test_token_weights() -> None:
     assert token_weights(lengths, "constant", torch.float64).tolist() == [1.0] * 6
 
 
-Losses = list[tuple[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]]]
-ALL: Losses = [
-    ("clip", lambda new, old, adv, ids: clip_loss(new - old, adv, LOW, HIGH).loss),
-    ("sequence_clip", lambda new, old, adv, ids: sequence_clip_loss(new - old, adv, ids, LOW, HIGH).loss),
-    ("detached_clip", lambda new, old, adv, ids: detached_clip_loss(new, new - old, adv, LOW, HIGH).loss),
-    ("reinforce", lambda new, old, adv, ids: reinforce_loss(new, adv).loss),
-]
+KEYS = SurrogateKeys(clip_low=LOW, clip_high=HIGH, gate_positive=1.0, gate_negative=1.05)
 
 
-@pytest.mark.parametrize(("name", "loss"), ALL, ids=[name for name, _ in ALL])
-def test_on_policy_the_gradient_is_the_policy_gradient(name: str, loss: Callable[..., torch.Tensor]) -> None:
+def surrogate_loss(
+    name: str, new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    return SURROGATES[name].loss(LossInputs(new, new - old, advantages, ids), KEYS).loss
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_on_policy_the_gradient_is_the_policy_gradient(name: str) -> None:
     logp = vector([-1.0, -3.0], grad=True)
-    loss(logp, logp.detach().clone(), vector([2.0, -1.0]), torch.tensor([0, 1])).sum().backward()
+    surrogate_loss(name, logp, logp.detach().clone(), vector([2.0, -1.0]), torch.tensor([0, 1])).sum().backward()
     assert logp.grad.tolist() == [-2.0, 1.0]
 
 
-@pytest.mark.parametrize(("name", "loss"), ALL, ids=[name for name, _ in ALL])
-def test_no_tokens_give_no_loss(name: str, loss: Callable[..., torch.Tensor]) -> None:
+@pytest.mark.parametrize("name", SURROGATES)
+def test_no_tokens_give_no_loss(name: str) -> None:
     none = torch.zeros(0, requires_grad=True)
-    total = loss(none, none.detach(), none.detach(), torch.zeros(0, dtype=torch.int64)).sum()
+    total = surrogate_loss(name, none, none.detach(), none.detach(), torch.zeros(0, dtype=torch.int64)).sum()
     total.backward()
     assert float(total.detach()) == 0.0 and none.grad.shape == (0,)
 
 
-@pytest.mark.parametrize(("name", "loss"), ALL, ids=[name for name, _ in ALL])
+@pytest.mark.parametrize("name", SURROGATES)
 @settings(max_examples=60)
 @given(data=st.data())
-def test_loss_and_gradient_are_finite_whatever_the_ratio(
-    name: str, loss: Callable[..., torch.Tensor], data: st.DataObject
-) -> None:
+def test_loss_and_gradient_are_finite_whatever_the_ratio(name: str, data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     numbers = st.lists(st.floats(-800.0, 0.0, width=32), min_size=len(ids), max_size=len(ids))
     new = torch.tensor(data.draw(numbers), requires_grad=True)
     old = torch.tensor(data.draw(numbers))
     advantages = torch.tensor(data.draw(st.lists(st.floats(-5, 5, width=32), min_size=len(ids), max_size=len(ids))))
-    total = loss(new, old, advantages, ids).sum()
+    total = surrogate_loss(name, new, old, advantages, ids).sum()
     total.backward()
     assert torch.isfinite(total) and torch.isfinite(new.grad).all()
     # without advantage no gradient, exactly
     new.grad = None
-    loss(new, old, torch.zeros_like(advantages), ids).sum().backward()
+    surrogate_loss(name, new, old, torch.zeros_like(advantages), ids).sum().backward()
     assert not new.grad.any()
 
 

@@ -10,21 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from streamrl.errors import RunFailed
 from streamrl.protocol.controller_trainer import Refusal
 from streamrl.rollouts.micro_batch import TrainGroup
-from streamrl.training.step_guard import refusal
 from streamrl.training.trainer import Trainer
 from streamrl.training.update_bound import stays_finite
-from tests.training.conftest import free_port, random_groups, run_config, run_ranks
+from tests.training.conftest import random_groups, run_config
 
 CPU = torch.device("cpu")
 PPO = {"name": "ppo", "critic": {"lr": 1e-3}}
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -32,10 +30,8 @@ def everything(trainer: Trainer) -> list[torch.Tensor]:
     """Weights, moments and step counts on this rank."""
     found = []
     for one in trainer.learners:
-        found += [_local(p.detach()).clone() for p in one.model.parameters()]
-        found += [
-            _local(v.detach()).clone() for state in one.optimizer.state.values() for _, v in sorted(state.items())
-        ]
+        found += [local(p.detach()).clone() for p in one.model.parameters()]
+        found += [local(v.detach()).clone() for state in one.optimizer.state.values() for _, v in sorted(state.items())]
     return found
 
 
@@ -109,14 +105,14 @@ def test_a_gradient_that_is_not_finite_is_traced_to_its_group(tiny_model: Path, 
 Damage = Callable[[Trainer], torch.Tensor]
 
 
-def _weight(trainer: Trainer) -> torch.Tensor:
+def weight_of(trainer: Trainer) -> torch.Tensor:
     return list(trainer.policy.parameters())[3]
 
 
 DAMAGES: list[tuple[str, Damage]] = [
-    ("weight", _weight),
-    ("AdamW's exp_avg", lambda trainer: trainer.learner.optimizer.state[_weight(trainer)]["exp_avg"]),
-    ("AdamW's exp_avg_sq", lambda trainer: trainer.learner.optimizer.state[_weight(trainer)]["exp_avg_sq"]),
+    ("weight", weight_of),
+    ("AdamW's exp_avg", lambda trainer: trainer.learner.optimizer.state[weight_of(trainer)]["exp_avg"]),
+    ("AdamW's exp_avg_sq", lambda trainer: trainer.learner.optimizer.state[weight_of(trainer)]["exp_avg_sq"]),
 ]
 
 
@@ -140,7 +136,7 @@ def test_a_weight_that_is_not_finite_is_neither_published_nor_saved(
     trainer = trained(tiny_model, {"name": "grpo"})
     trainer.lay_out(1)
     with torch.no_grad():
-        _weight(trainer).view(-1)[7] = math.nan
+        weight_of(trainer).view(-1)[7] = math.nan
     with pytest.raises(RunFailed, match=r"version 2 is not published: weight '.*' is not finite \(1 of"):
         trainer.lay_out(2)
     with pytest.raises(RunFailed, match="neither published nor saved"):
@@ -151,8 +147,8 @@ def test_a_weight_too_large_for_the_published_type_is_not_published(tiny_model: 
     model = {"path": str(tiny_model), "max_context": 256, "dtype": "bfloat16"}
     trainer = Trainer(run_config(tiny_model, model=model), str(tiny_model), CPU)
     with torch.no_grad():
-        weight = _weight(trainer)
-        _local(weight).view(-1)[0] = torch.finfo(torch.float32).max  # rounds to inf in bf16
+        weight = weight_of(trainer)
+        local(weight).view(-1)[0] = torch.finfo(torch.float32).max  # rounds to inf in bf16
     with pytest.raises(RunFailed, match="is not finite"):
         trainer.lay_out(1)
 
@@ -175,42 +171,3 @@ def test_an_update_is_allowed_only_where_adamw_stays_finite() -> None:
     assert stays_finite(100.0, 1e9, (1e9, 1e18), 1.0, usual)
     assert not stays_finite(1.0, 1.0, (math.inf, 0.0), 1e-3, usual)
     assert not stays_finite(1.0, 1e20, (0.0, 0.0), 1e-3, usual)  # its square is above fp32
-
-
-def _rank(rank: int, ranks: int, port: int, model: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    groups = random_groups(4)
-    trainers = [Trainer(run_config(Path(model), algorithm=PPO), model, CPU) for _ in range(2)]
-    bad = [groups[:1], [with_advantage(groups[1], math.nan), *groups[2:]]][rank]  # on rank 1 alone
-    trainer = trainers[0]
-    before = everything(trainer)
-    trainer.accumulate(bad, is_last=True)
-    assert trainer.step(0, 40.0).refused == Refusal("loss", "micro-batch 1")
-    assert same(everything(trainer), before)
-    assert list(trainer.examine(bad)) == [[], ["g1"]][rank]
-    for each in trainers:
-        each.accumulate([groups[:1], groups[2:]][rank], is_last=True)
-        assert each.step(0, 30.0).refused is None
-    assert same(everything(trainer), everything(trainers[1]))
-    good = [groups[:1], groups[2:]][rank]
-    trainer.accumulate(good, is_last=True)
-    norms = [one.divide(30.0) for one in trainer.learners]
-    bad_losses = ["micro-batch 4"] if rank == 1 else []  # the gradient is finite, and so is the other rank's loss
-    assert refusal(trainer.learners, norms, [1e-3, 1e-3], bad_losses, CPU) == Refusal("loss", "micro-batch 4")
-    assert refusal(trainer.learners, norms, [1e-3, 1e-3], [], CPU) is None
-    for one in trainer.learners:
-        one.clear()
-    if rank == 1:  # in this rank's rows alone
-        with torch.no_grad():
-            _local(_weight(trainer)).view(-1)[0] = math.nan
-    trainer.accumulate(good, is_last=True)
-    refused = trainer.step(1, 30.0).refused
-    assert refused is not None and refused.what == "weight"
-    with pytest.raises(RunFailed, match="is not finite"):
-        trainer.lay_out(2)
-    dist.destroy_process_group()
-
-
-def test_two_ranks_refuse_together_what_one_of_them_has(tiny_model: Path) -> None:
-    run_ranks(2, _rank, 2, free_port(), str(tiny_model))

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, CTRLConfig, OPTConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from streamrl.config.run import Recomputation
+from streamrl.config.optimizer import Recomputation
 from streamrl.errors import RunFailed
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, split_into_micro_batches, split_into_rows
 from streamrl.training import attention

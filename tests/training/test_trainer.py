@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,59 +12,24 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.flop_counter import FlopCounterMode
 
-from streamrl.controller.value_estimation import ValueEstimation
-from streamrl.errors import RunFailed
 from streamrl.rollouts.micro_batch import (
     TrainGroup,
     TrainSequence,
-    from_wire,
     split_into_micro_batches,
-    to_wire,
 )
-from streamrl.rollouts.rank_shares import balance
-from streamrl.rollouts.types import FloatArray
 from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.training.critic import load_critic
-from streamrl.training.learner import Division, Learner
 from streamrl.training.objective import policy_objective
 from streamrl.training.packing import PackedShare, pack
 from streamrl.training.policy_model import load_policy
 from streamrl.training.received_ahead import ReceivedAhead
-from streamrl.training.tensor_parallel import plan_of
 from streamrl.training.trainer import Trainer
 from streamrl.training.truncation import Truncation
-from tests.tiny_model import save_tiny_model
-from tests.training.conftest import free_port, random_groups, relative_error, run_config, run_ranks, with_masks
-
-CPU = torch.device("cpu")
-
-
-def accumulated_gradient(
-    trainer: Trainer, micro_batches: list[list[TrainGroup]], reference_given: bool = False
-) -> torch.Tensor:
-    """The batch's summed gradient of policy and critic, flat."""
-    for number, groups in enumerate(micro_batches):
-        trainer.accumulate(groups, number == len(micro_batches) - 1, reference_given)
-    learners = [trainer.learner, *([trainer.critic] if trainer.critic else [])]
-    flat = torch.cat([_full(p.grad).flatten() for learner in learners for p in learner.model.parameters()])
-    for learner in learners:
-        learner.optimizer.zero_grad(set_to_none=True)
-    return flat.clone()
-
-
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def weights_of(learner: Learner[Any] | None) -> list[torch.Tensor]:
-    return [_full(p.detach()).clone() for p in learner.model.parameters()] if learner else []
-
-
-PPO = {"name": "ppo", "critic": {"lr": 1e-3}, "kl": {"coef": 0.2, "placement": "reward", "estimator": "k1"}}
+from tests.training.conftest import random_groups, relative_error, run_config, with_masks
+from tests.training.trained import CPU, PPO, accumulated_gradient, full, prepared, weights_of
 
 ALGORITHMS: list[dict[str, Any]] = [
     {"name": "grpo", "kl": {"coef": 0.1}},
@@ -263,7 +227,7 @@ def test_policy_and_critic_are_divided_by_the_batchs_normalizer(tiny_model: Path
     for normalizer in (0.25, 0.5):
         trainer.accumulate(groups, is_last=True)
         for learner in (trainer.learner, trainer.critic):
-            norms.append(torch.stack([_full(p.grad).norm() for p in learner.model.parameters()]).norm())
+            norms.append(torch.stack([full(p.grad).norm() for p in learner.model.parameters()]).norm())
         before = [torch.cat([w.flatten() for w in weights_of(x)]) for x in (trainer.learner, trainer.critic)]
         result = trainer.step(0, normalizer)
         after = [torch.cat([w.flatten() for w in weights_of(x)]) for x in (trainer.learner, trainer.critic)]
@@ -281,7 +245,7 @@ def test_a_skipped_step_changes_nothing(tiny_model: Path, one_rank: None) -> Non
             value.detach().clone()
             for learner in (trainer.learner, trainer.critic)
             for state in learner.optimizer.state.values()
-            for value in map(_full, state.values())
+            for value in map(full, state.values())
         ]
         return weights_of(trainer.learner) + weights_of(trainer.critic) + moments
 
@@ -360,246 +324,6 @@ def test_the_critic_learns_the_rewards(tiny_model: Path, one_rank: None) -> None
     assert errors[-1] < 0.5 * errors[0]
 
 
-REFERENCED: list[dict[str, Any]] = [{"name": "grpo", "kl": {"coef": 0.5}}, PPO | {"aggregation": "sequence"}]
-
-
-def prepared(groups: list[TrainGroup], values: FloatArray) -> list[TrainGroup]:
-    """The groups with these reference log-probabilities, which lie in the groups' order."""
-    ends = np.cumsum([s.loss_tokens for group in groups for s in group.sequences])
-    assert len(values) == ends[-1]
-    pieces = iter(np.split(values, ends[:-1]))
-    return [
-        replace(group, sequences=[replace(s, reference_logprobs=next(pieces)) for s in group.sequences])
-        for group in groups
-    ]
-
-
-def moved_trainer(tiny_model: Path, algorithm: dict[str, Any]) -> Trainer:
-    """A policy that is no longer its reference."""
-    trainer = Trainer(run_config(tiny_model, algorithm=algorithm), str(tiny_model), CPU)
-    trainer.accumulate(random_groups(3, seed=9), is_last=True)
-    trainer.step(0, 10.0)
-    return trainer
-
-
-@pytest.mark.parametrize("algorithm", REFERENCED, ids=lambda keys: keys["name"])
-def test_prepared_reference_log_probabilities_give_the_same_gradient(
-    tiny_model: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch, algorithm: dict[str, Any]
-) -> None:
-    trainer, groups = moved_trainer(tiny_model, algorithm), random_groups(4)
-    whole = accumulated_gradient(trainer, [groups])
-    together = prepared(groups, trainer.prepare(groups))
-    alone = [prepared([group], trainer.prepare([group]))[0] for group in groups]
-    travelled = from_wire(*to_wire(together))
-    wrong = prepared(groups, trainer.prepare(groups) - 1.0)
-    assert trainer.reference is not None
-    monkeypatch.setattr(trainer.reference, "forward", None)  # nothing is computed again
-    assert torch.equal(accumulated_gradient(trainer, [together], reference_given=True), whole)
-    assert torch.equal(accumulated_gradient(trainer, [travelled], reference_given=True), whole)
-    assert relative_error(accumulated_gradient(trainer, [alone], reference_given=True), whole) < 1e-5
-    cut = split_into_micro_batches(alone[::-1], max_tokens=30)  # prepared with other neighbours than trained
-    assert len(cut) > 4
-    assert relative_error(accumulated_gradient(trainer, [*cut, []], reference_given=True), whole) < 1e-5
-    assert relative_error(accumulated_gradient(trainer, [wrong], reference_given=True), whole) > 1e-3  # they matter
-
-
-def test_where_some_sequences_are_prepared_all_are_computed(tiny_model: Path, one_rank: None) -> None:
-    trainer, groups = moved_trainer(tiny_model, REFERENCED[0]), random_groups(3)
-    whole = accumulated_gradient(trainer, [groups])
-    first, second = prepared(groups[:2], trainer.prepare(groups[:2]) - 1.0)  # would be noticed if they were used
-    part = replace(second, sequences=[*groups[1].sequences[:2], *second.sequences[2:]])
-    mixed = from_wire(*to_wire([first, part, groups[2]]))
-    assert [group.has_reference for group in mixed] == [True, False, False]
-    assert torch.equal(accumulated_gradient(trainer, [mixed]), whole)
-    with pytest.raises(ValueError, match="some sequence has none"):
-        trainer.accumulate(mixed, is_last=True, reference_given=True)
-
-
-def test_only_an_algorithm_with_a_reference_prepares(tiny_model: Path, one_rank: None) -> None:
-    trainer = Trainer(run_config(tiny_model), str(tiny_model), CPU)
-    with pytest.raises(ValueError, match="no reference"):
-        trainer.prepare(random_groups(1))
-
-
-def _prepared_by_others(trainer: Trainer, worker: int, shares: Sequence[list[TrainGroup]]) -> list[TrainGroup]:
-    """This worker's share, after each worker has prepared that of the next."""
-    values = trainer.prepare(shares[(worker + 1) % len(shares)])
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, values)
-    of_workers = answers[:: len(answers) // len(shares)]
-    return prepared(shares[worker], of_workers[worker - 1]) if shares[worker] else []
-
-
-def _estimated(trainer: Trainer, groups: list[TrainGroup], workers: int, worker: int) -> list[TrainGroup]:
-    """The groups with whitened advantages, as the controller has them computed: each worker estimates a share."""
-    named = [
-        replace(one, sequences=[replace(row, sample_id=f"{one.group_id}.{i}") for i, row in enumerate(one.sequences)])
-        for one in groups
-    ]
-    estimation = ValueEstimation()
-    estimation.add(named)
-    while (shares := estimation.next(60, workers)) is not None:
-        answers: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(answers, trainer.estimate(shares[worker]))
-        estimation.done(answers[:: len(answers) // workers])
-    known = estimation.of_rows([row.sample_id for one in named for row in one.sequences], whiten=True)
-    return [
-        replace(one, sequences=[replace(row, estimates=known[row.sample_id], sample_id="") for row in one.sequences])
-        for one in named
-    ]
-
-
-def _rank(
-    rank: int,
-    ranks: int,
-    port: int,
-    model: str,
-    out: str,
-    resume: str | None,
-    algorithm: dict[str, Any],
-    division: Division,
-    batch: dict[str, Any],
-) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    schedule = {"name": "stream", "sync_every": 2}
-    config = run_config(Path(model), algorithm=algorithm, schedule=schedule, batch=batch)
-    trainer = Trainer(config, model, CPU, division=division)
-    if resume:
-        trainer.load(Path(resume))
-    for step in range(2):
-        groups = random_groups(5, seed=step)
-        if config.needs_estimates:
-            groups = _estimated(trainer, groups, ranks // division.layers, rank // division.layers)
-        workers, worker = ranks // division.layers, rank // division.layers
-        shares = balance(groups, workers)
-        if workers == 2 and step == 1:
-            shares = [groups, []]  # one rank may have nothing to do, the other nothing to prepare
-            trainer.accumulate(_prepared_by_others(trainer, worker, shares), is_last=True, reference_given=True)
-        else:
-            with patch.object(dist, "reduce_scatter_single", wraps=dist.reduce_scatter_single) as reduced:
-                trainer.accumulate(shares[worker][:1], is_last=False)
-                trainer.accumulate(shares[worker][1:], is_last=True)
-            reductions = reduced.call_count
-        if step == 0:
-            gradient = torch.cat([workers * _full(p.grad).flatten() for p in trainer.policy.parameters()])
-        for update in range(config.batch.updates):
-            if update:
-                trainer.accumulate(shares[worker], is_last=True)
-            trainer.step(step, float(sum(g.loss_tokens for g in groups)), update=update)
-    weights = {f"policy {i}": value for i, value in enumerate(weights_of(trainer.learner))}
-    weights |= {f"critic {i}": value for i, value in enumerate(weights_of(trainer.critic))}
-    directory = Path(out)
-    if rank == 0:
-        directory.mkdir()
-    dist.barrier()
-    trainer.save(directory)
-    manifest, buffer = trainer.lay_out(1)
-    for (_, weight), entry in zip(trainer.weights(), manifest.tensors, strict=True):
-        laid = torch.from_numpy(buffer[entry.offset : entry.offset + entry.nbytes]).view(weight.dtype)
-        assert torch.equal(laid.reshape(entry.shape), weight), entry.name
-    if rank == 0:
-        torch.save(weights, directory / "weights.pt")
-        torch.save(gradient, directory / "gradient.pt")
-        (directory / "reductions").write_text(str(reductions))
-    dist.destroy_process_group()
-
-
-def _spawn(
-    ranks: int,
-    model: Path,
-    out: Path,
-    algorithm: dict[str, Any],
-    resume: Path | None = None,
-    division: Division | None = None,
-    batch: dict[str, Any] | None = None,
-) -> dict[str, torch.Tensor]:
-    arguments = (
-        ranks,
-        free_port(),
-        str(model),
-        str(out),
-        str(resume) if resume else None,
-        algorithm,
-        division or Division(),
-        batch or {},
-    )
-    run_ranks(ranks, _rank, *arguments)
-    return torch.load(out / "weights.pt")
-
-
-EVERYTHING = PPO | {"off_policy": {"ratio_to": "proximal"}, "entropy_coef": 0.5}
-"""Every model there is: critic, reference, proximal copy; and an entropy bonus."""
-
-WHITENED = EVERYTHING | {"critic": {"lr": 1e-3, "value_clip": 0.01}, "whiten_advantages": True}
-TWO_UPDATES = {"epochs": 2}
-
-Weights = dict[str, torch.Tensor]
-
-
-def start_of(model: Path) -> Weights:
-    policy, critic = load_policy(str(model)), load_critic(str(model))
-    start = {f"policy {i}": p.detach() for i, p in enumerate(policy.parameters())}
-    return start | {f"critic {i}": p.detach() for i, p in enumerate(critic.parameters())}
-
-
-def same_updates(ours: Weights, theirs: Weights, base: Weights, limit: float = 2e-3) -> None:
-    assert set(ours) == set(base)
-    for name, before in base.items():
-        # AdamW divides by the gradient's size: rounding of the smallest gradients shows in the updates
-        assert relative_error(ours[name] - before, theirs[name] - before) < limit, name
-
-
-def gradient_of(run: Path) -> torch.Tensor:
-    """The policy's gradient in the first step."""
-    return torch.load(run / "gradient.pt")
-
-
-def reductions_of(run: Path) -> int:
-    """Sums of gradients over ranks in the first step's two micro-batches."""
-    return int((run / "reductions").read_text())
-
-
-def test_two_ranks_equal_one_and_checkpoints_load_on_either(tiny_model: Path, tmp_path: Path) -> None:
-    algorithm, start = EVERYTHING, start_of(tiny_model)
-    one = _spawn(1, tiny_model, tmp_path / "one", algorithm)
-    two = _spawn(2, tiny_model, tmp_path / "two", algorithm)
-    assert relative_error(gradient_of(tmp_path / "two"), gradient_of(tmp_path / "one")) < 1e-5
-    same_updates(two, one, start)
-    # every completion in a row of its own, in small parts, of which one rank has more than the other
-    rows = {"packing": "separate", "micro_batch_tokens": 64}
-    separate = _spawn(2, tiny_model, tmp_path / "separate", algorithm, None, Division(reduction="micro_batch"), rows)
-    assert relative_error(gradient_of(tmp_path / "separate"), gradient_of(tmp_path / "one")) < 1e-5
-    same_updates(separate, one, start)
-    # two more steps from the 2-rank checkpoint on one rank and on two: optimizer state has moved along
-    # (now two updates each, with clipped values, on advantages whitened over the ranks)
-    again_one = _spawn(1, tiny_model, tmp_path / "again-one", WHITENED, tmp_path / "two", batch=TWO_UPDATES)
-    again_two = _spawn(2, tiny_model, tmp_path / "again-two", WHITENED, tmp_path / "two", batch=TWO_UPDATES)
-    assert relative_error(gradient_of(tmp_path / "again-two"), gradient_of(tmp_path / "again-one")) < 1e-5
-    same_updates(again_two, again_one, two)
-    # two nodes of two ranks with a copy of the models each (HSDP), and from its checkpoint to two ranks
-    hybrid = _spawn(4, tiny_model, tmp_path / "hybrid", algorithm, division=Division(copies=2, reduction="micro_batch"))
-    same_updates(hybrid, one, start)
-    units = 2 * (2 + 1)  # policy and critic: two layers and the rest
-    assert [reductions_of(tmp_path / name) for name in ("two", "hybrid")] == [units, 2 * units]
-    assert reductions_of(tmp_path / "separate") > 2 * units  # micro-batches of several passes
-    again = _spawn(2, tiny_model, tmp_path / "again", WHITENED, tmp_path / "hybrid", batch=TWO_UPDATES)
-    same_updates(again, again_one, hybrid)
-
-
-def test_ranks_that_share_layers_equal_one_and_checkpoints_load_on_either(tmp_path: Path) -> None:
-    model = save_tiny_model(tmp_path / "model", kv_heads=2)
-    one = _spawn(1, model, tmp_path / "one", EVERYTHING)
-    shared = _spawn(2, model, tmp_path / "shared", EVERYTHING, division=Division(layers=2))
-    assert relative_error(gradient_of(tmp_path / "shared"), gradient_of(tmp_path / "one")) < 1e-5
-    same_updates(shared, one, start_of(model), 1e-2)  # sums over units are cut otherwise
-    # its checkpoint on one rank, and on four: layers shared by two, in two shards
-    again = _spawn(1, model, tmp_path / "again", EVERYTHING, tmp_path / "shared")
-    both = _spawn(4, model, tmp_path / "both", EVERYTHING, tmp_path / "shared", Division(layers=2))
-    assert relative_error(gradient_of(tmp_path / "both"), gradient_of(tmp_path / "again")) < 1e-5
-    same_updates(both, again, shared, 1e-2)
-
-
 def test_a_rank_without_work_computes_only_where_a_gradient_is_needed(tiny_model: Path, one_rank: None) -> None:
     trainer = Trainer(run_config(tiny_model), str(tiny_model), CPU)
     with patch.object(trainer.policy, "forward", wraps=trainer.policy.forward) as passes:
@@ -643,18 +367,6 @@ def test_a_micro_batch_is_received_and_packed_while_another_one_is_computed(tiny
     assert order.index("packs 2") < order.index("computes 1") < order.index("packs 3") < order.index("computes 2")
     ours = torch.cat([p.grad.flatten() for p in trainer.policy.parameters()])
     assert relative_error(ours, whole) < 1e-5
-
-
-def test_layers_that_cannot_be_shared_are_refused(tiny_model: Path) -> None:
-    config = load_policy(str(tiny_model)).model.config
-    with pytest.raises(RunFailed, match=r"tensor_parallel is 2: it must divide the model's 1 key-value heads"):
-        plan_of(config, 2)
-    config.base_model_tp_plan = {"layers.*.self_attn.q_norm": "replicated_with_grad_allreduce"}
-    with pytest.raises(RunFailed, match="not supported for llama, whose plan has replicated_with_grad_allreduce"):
-        plan_of(config, 1)
-    config.base_model_tp_plan = None
-    with pytest.raises(RunFailed, match="whose plan has none"):
-        plan_of(config, 1)
 
 
 def test_checkpoint_folder_is_complete_or_absent_and_keeps_the_newest(tmp_path: Path) -> None:

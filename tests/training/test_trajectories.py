@@ -22,7 +22,7 @@ from streamrl.training.packing import pack
 from streamrl.training.trainer import Trainer
 from tests.rollouts.test_rollouts import make_sample
 from tests.training.conftest import relative_error, run_config
-from tests.training.test_trainer import CPU, accumulated_gradient
+from tests.training.trained import CPU, accumulated_gradient
 
 SHAPES = [[3], [2, 4], [5, 1, 3], [1], [4, 2]]
 """Sampled tokens of each row of each episode."""

@@ -115,6 +115,7 @@ def test_a_site_cannot_speak_for_another_one() -> None:
         with pytest.raises(Refused):
             await claims_west.receive()
         assert (hub.refused_peers, hub.peers, hub._routes) == (2, {}, {})
+        assert hub.refused() == {"hello": {"site east": 2}}, "who it was, and not whom it named"
         for end in (claims_west, says_nothing, hub):
             await end.close()
 

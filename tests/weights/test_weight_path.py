@@ -8,9 +8,9 @@ from typing import Any, get_args
 import psutil
 import pytest
 
-from streamrl.config.run import RunConfig, WeightSyncConfig
+from streamrl.config.run import RunConfig
+from streamrl.config.weight_sync import WEIGHT_PATHS, WeightSyncConfig
 from streamrl.errors import RunFailed
-from streamrl.weights.backends.base import PATHS, weight_path
 from streamrl.weights.backends.nccl import meeting_address
 
 
@@ -24,13 +24,14 @@ from streamrl.weights.backends.nccl import meeting_address
     ],
 )
 def test_only_a_path_that_has_been_run_is_taken_unless_another_is_named(changes: dict[str, Any], path: str) -> None:
-    assert weight_path(RunConfig.model_validate(changes)) is PATHS[path]
+    assert RunConfig.model_validate(changes).weights.path is WEIGHT_PATHS[path]
 
 
 def test_every_path_of_the_run_file_has_a_module_that_makes_its_backend() -> None:
     named = set(get_args(WeightSyncConfig.model_fields["backend"].annotation)) - {"auto"}
-    assert named == set(PATHS)
-    for path in PATHS.values():
+    assert named == set(WEIGHT_PATHS)
+    for name, path in WEIGHT_PATHS.items():
+        assert f"{name}: {path.summary}" in (WeightSyncConfig.model_fields["backend"].description or "")
         assert callable(import_module(path.module).make_backend)
         if path.engine_class is not None:
             assert hasattr(import_module(path.engine_class[0]), path.engine_class[1])

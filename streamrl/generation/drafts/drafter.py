@@ -20,6 +20,7 @@ import numpy.typing as npt
 from scheduler.cost.decode import StepCurve
 from scheduler.cost.speculative_decoding import draft_counts, expected_tokens, token_values
 from streamrl.generation.drafts.acceptance import SUREST, RunningAcceptance
+from streamrl.generation.drafts.draft_account import FEWEST, MEASURED, DraftAccounts
 from streamrl.generation.drafts.exact_verification import ensure_exact_verification
 from streamrl.generation.drafts.text_drafts import Draft, KnownCompletions, draft, text_of
 from streamrl.generation.drafts.undrafted_steps import VerifyingSampler
@@ -28,10 +29,6 @@ PER_PROMPT = 16
 """Completions kept of a prompt: two epochs of a group of 8."""
 MOST_TOKENS = 8_000_000
 """Tokens kept in all; at most 4 bytes each, twice."""
-MEASURED = 15
-"""Newest steps whose median tells what steps take beside their rows: single stalls do not count."""
-FEWEST = 3
-"""Measured steps below which the median is not used."""
 OVERHEAD = 0.05
 """Share of a single request's step that verification is assumed to add before it is measured."""
 PAUSE = 3.0
@@ -67,10 +64,28 @@ class _Row:
     draft: Draft | None = None
     verified: int = 0
     """Tokens of the draft that were sent to be verified."""
+    value_s: float = 0.0
+    """Seconds that each accepted token of it saves."""
+
+
+@dataclass
+class _Step:
+    """The last step, as it ended and its drafts were begun."""
+
+    began: float
+    """The clock's seconds."""
+    requests: int
+    searched: bool = False
+    """Whether drafts were looked for."""
+    drafted: int = 0
+    """Tokens that were sent to be verified."""
 
 
 class RolloutDrafter:
-    """Drafts from the run's own recent completions, as many tokens as pay at the batch, acceptance and step times."""
+    """Drafts from the run's own recent completions, as many tokens as pay at the batch, acceptance and step times.
+
+    Whether they did pay is kept in an account; where they did not, steps are plain.
+    """
 
     def __init__(self, vllm_config: _VllmConfig, clock: Callable[[], float] = time.perf_counter) -> None:
         """
@@ -89,8 +104,8 @@ class RolloutDrafter:
         self._known = KnownCompletions(PER_PROMPT, MOST_TOKENS)
         self.acceptance = RunningAcceptance()
         self._rows: dict[int, _Row] = {}
-        self._stepped: tuple[float, int, int] | None = None
-        """(Seconds, requests, drafted tokens) as the last step ended and its drafts were begun."""
+        self._step: _Step | None = None
+        self.accounts = DraftAccounts()
         self._fruitless = self._rest = self._rest_batch = 0
         self._beside: tuple[deque[float], deque[float]] = deque(maxlen=MEASURED), deque(maxlen=MEASURED)
         """Seconds that the newest steps took beyond the step curve: without drafts, with drafts."""
@@ -157,9 +172,8 @@ class RolloutDrafter:
             return drafts
         rows = [row for row, sampled in enumerate(sampled_token_ids) if sampled]
         began = self._clock()  # so that drafting counts as part of the step that verifies
-        self._time(began, len(rows), len(rows) == len(sampled_token_ids))
-        for row in rows:
-            self._judge(row, len(sampled_token_ids[row]), num_tokens_no_spec, token_ids_cpu)
+        saved = sum(self._judge(row, len(sampled_token_ids[row]), num_tokens_no_spec, token_ids_cpu) for row in rows)
+        self._settle(began, len(rows), len(rows) == len(sampled_token_ids), saved)
         if not rows or self._rests(len(rows)) or not self._can_pay(len(rows)):
             self._rows.clear()
             return drafts
@@ -179,10 +193,11 @@ class RolloutDrafter:
             remaining.append(None if prompt is None or expected is None else expected - (length - len(prompt)))
         chances = [self.acceptance.chances(one) if (one := self._rows[row].draft) else [] for row in rows]
         values = token_values(self._curve, remaining, refilled=len(rows) >= self._slots)
-        for row, count in zip(rows, draft_counts(self._curve, chances, values, self.overhead_s), strict=True):
+        counts = draft_counts(self._curve, chances, values, self.overhead_s)
+        for row, count, value in zip(rows, counts, values, strict=True):
             state = self._rows[row]
             if state.draft is not None and count:
-                state.verified = count
+                state.verified, state.value_s = count, value
                 drafts[row] = [ord(token) for token in state.draft.tokens[:count]]
         if any(drafts):
             self._fruitless = 0
@@ -190,7 +205,7 @@ class RolloutDrafter:
             self._fruitless = fruitless
         else:
             self._fruitless, self._rest, self._rest_batch = 0, REST, len(rows)
-        self._stepped = began, len(rows), sum(map(len, drafts))
+        self._step = _Step(began, len(rows), searched=True, drafted=sum(map(len, drafts)))
         return drafts
 
     def _rests(self, batch: int) -> bool:
@@ -199,7 +214,7 @@ class RolloutDrafter:
             self._rest -= 1
             return True
         self._rest = 0
-        return False
+        return not self.accounts.may_draft(batch)
 
     @property
     def overhead_s(self) -> float:
@@ -221,24 +236,31 @@ class RolloutDrafter:
                 return True
         return False
 
-    def _time(self, now: float, batch: int, decoded: bool) -> None:
-        """Take in how long the step took that has just ended, unless it prefilled or the batch has changed."""
-        stepped, self._stepped = self._stepped, None
-        if stepped is not None and decoded and stepped[1] == batch:
-            began, _, drafted = stepped
-            rows = self._table[batch + drafted]
-            if (took := now - began) < PAUSE * rows:
-                self._beside[drafted > 0].append(took - rows)
-        self._stepped = now, batch, 0
+    def _settle(self, now: float, batch: int, decoded: bool, saved_s: float) -> None:
+        """Take in what the step took and saved that has just ended, unless it prefilled or the batch has changed."""
+        step, self._step = self._step, _Step(now, batch)
+        if step is None or not decoded or step.requests != batch:
+            return
+        took, rows_s = now - step.began, self._table[batch + step.drafted]
+        if took >= PAUSE * rows_s:
+            return
+        self._beside[step.drafted > 0].append(took - rows_s)
+        if step.searched:
+            self.accounts.drafted(batch, took, self._table[batch], saved_s)
+        else:
+            self.accounts.plain(batch, took, self._table[batch])
 
-    def _judge(self, row: int, sampled: int, lengths: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32]) -> None:
-        """Count what became of a row's draft, if the row still holds the same request."""
+    def _judge(self, row: int, sampled: int, lengths: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32]) -> float:
+        """Count what became of a row's draft, if the row still holds the same request; return the seconds it saved."""
         state = self._rows.get(row)
         if state is None or state.draft is None or not state.verified:
-            return
+            return 0.0
         same = state.tokens + sampled == lengths[row] and token_ids[row, state.tokens - 1] == state.last
-        if same:
-            self.acceptance.saw(state.draft, state.verified, min(sampled - 1, state.verified))
+        if not same:
+            return 0.0
+        accepted = min(sampled - 1, state.verified)
+        self.acceptance.saw(state.draft, state.verified, accepted)
+        return accepted * state.value_s
 
 
 class DrafterWorker:

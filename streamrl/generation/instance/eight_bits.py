@@ -29,8 +29,21 @@ WORTH = 1.25
 stays as it was, and 8 bits make samples off-policy, so a little is not worth it."""
 ADA = (8, 9)
 """The first compute capability with fp8 units."""
-TRIED = frozenset({"LlamaForCausalLM"})
-"""Architectures whose every version was shown to load into vLLM's 8-bit layers (`streamrl verify` shows it)."""
+TRIED = frozenset(
+    {
+        "Cohere2ForCausalLM",
+        "Gemma2ForCausalLM",
+        "Glm4ForCausalLM",
+        "GraniteForCausalLM",
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Phi3ForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+    }
+)
+"""Architectures whose versions load into vLLM's 8-bit layers as into a fresh engine (docs/results.md; `streamrl verify`
+shows it for a model)."""
 NEVER_RUN = "fp8 has never been run on a GPU: its configuration and codes are tested on CPUs only"
 
 

@@ -18,7 +18,7 @@ from streamrl.generation.instance.vllm_plugin import register
 from streamrl.machine.engine_settings import EngineSettings, chosen_settings
 from streamrl.machine.model_files import resolve_model
 from streamrl.runtime.device_turns import takes_turns
-from streamrl.weights.backends.base import LOAD_FORMATS, weight_path
+from streamrl.weights.backends.base import LOAD_FORMATS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -122,7 +122,7 @@ def engine_config(
         # log-probabilities of the distribution that is sampled from, after temperature, min-p, top-k and top-p; the
         # trainer's are of the same one (streamrl/training/truncation.py)
         logprobs_mode="processed_logprobs",
-        weight_transfer_config=WeightTransferConfig(backend=weight_path(run).engine),
+        weight_transfer_config=WeightTransferConfig(backend=run.weights.path.engine),
         generation_config="vllm",
         hf_overrides=overrides(Path(model)) | eight_bits.pop("hf_overrides", {}),
         seed=run.seed,

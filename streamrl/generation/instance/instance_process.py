@@ -41,7 +41,6 @@ from streamrl.runtime.process_plan import PROCESS
 from streamrl.runtime.site_connections import connect_inside
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Link
-from streamrl.weights.backends.base import weight_path
 from streamrl.weights.version_store import WeightStore
 
 log = logging.getLogger(__name__)
@@ -120,7 +119,7 @@ class InstanceProcess:
             self.context.say("loading the model into vLLM")
         self.engine = Engine(self.pool, run, cuda, *about, clock=lambda: self._clock())
         try:
-            if weight_path(self.context.run).fetched:
+            if self.context.run.weights.path.fetched:
                 await self.engine.set_up_weights({"directory": str(self.context.weights_folder)}, UNNAMED_VERSION)
             self.context.say("warming up")
             await self.engine.warm_up()

@@ -25,9 +25,10 @@ def register() -> None:
     _end_with_instance()
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-    from streamrl.weights.backends.base import LOAD_FORMATS, PATHS
+    from streamrl.config.weight_sync import WEIGHT_PATHS
+    from streamrl.weights.backends.base import LOAD_FORMATS
 
-    for path in PATHS.values():
+    for path in WEIGHT_PATHS.values():
         if path.engine_class is not None and path.engine not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(path.engine, *path.engine_class)
     if EAGER in os.environ:  # an engine of a CPU

@@ -35,7 +35,6 @@ from streamrl.runtime.process_plan import instance_name, possible_instances
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
 from streamrl.transport.endpoint import Hub
 from streamrl.transport.wire import Arrays
-from streamrl.weights.backends.base import weight_path
 from streamrl.weights.version import WeightVersion
 
 log = logging.getLogger(__name__)
@@ -75,7 +74,7 @@ class SiteFleet:
         self._pools = {pool.name: pool for pool in context.cluster.sites[context.site].generation}
         self._wanted = {name: pool.replicas for name, pool in self._pools.items()}
         self._possible = possible_instances(context.cluster, context.run, context.site, context.run_dir)
-        self._weights_fetched = weight_path(context.run).fetched
+        self._weights_fetched = context.run.weights.path.fetched
         self._processes: dict[str, int] = {}
         """Number of each instance's newest process; instances that have left are included."""
         self.curves = FleetCurves(self._pools)

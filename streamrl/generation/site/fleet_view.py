@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
 from scheduler.simulation.generation_simulator import SimulatedInstance
-from streamrl.config.run import DeadlineConfig, RecoveryConfig
+from streamrl.config.recovery import DeadlineConfig, RecoveryConfig
 from streamrl.generation.site.dispatcher import Dispatcher
 from streamrl.generation.site.instance_life import InstanceLife
 from streamrl.generation.site.pending_answers import Answers

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from streamrl.config.run import RecoveryConfig
+from streamrl.config.recovery import RecoveryConfig
 from streamrl.runtime.restart_budget import restart_time
 
 

@@ -1,7 +1,9 @@
-"""The transfer of new weights from the trainer to the instances: its interface, and the choice of the implementation.
+"""The transfer of new weights from the trainer to the instances: its interface.
 
 stream   the trainer publishes a version; each site fetches it once, and its instances map it (`streamed.py`)
 nccl     the trainer broadcasts into a group of all ranks and all instances' workers (`nccl.py`)
+
+`WEIGHT_PATHS` of `streamrl/config/weight_sync.py` has them by name.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from streamrl.config.generation import EightBits
-from streamrl.config.run import RunConfig
 from streamrl.weights.version import Manifest
 
 if TYPE_CHECKING:
@@ -23,39 +24,6 @@ if TYPE_CHECKING:
 
 Compute = Callable[..., Awaitable[Any]]
 """Calls a function with its arguments in the computing thread."""
-
-
-@dataclass(frozen=True)
-class WeightPath:
-    """The way in which a run's weights reach its instances."""
-
-    engine: str
-    """Name of the weight-transfer engine in vLLM."""
-    fetched: bool
-    """Whether instances can load versions from their site's store at any time.
-
-    Otherwise the trainer pushes them into a group that is formed once, when the run begins."""
-    module: str
-    """Module of the trainer's side; its `make_backend(context, hub, compute)` returns a `WeightBackend`."""
-    engine_class: tuple[str, str] | None = None
-    """(module, class) of the engine in vLLM; None: it is one of vLLM's own."""
-
-
-PATHS = {
-    "stream": WeightPath(
-        engine="streamrl",
-        fetched=True,
-        module="streamrl.weights.backends.streamed",
-        engine_class=("streamrl.weights.backends.vllm_store", "StoreWeightTransferEngine"),
-    ),
-    "nccl": WeightPath(engine="nccl", fetched=False, module="streamrl.weights.backends.nccl"),
-}
-"""All weight paths, by their names in `weights.backend`."""
-
-
-def weight_path(run: RunConfig) -> WeightPath:
-    """Return the weight path of a run; `auto` takes no path that has not been run."""
-    return PATHS["stream" if run.weights.backend == "auto" else run.weights.backend]
 
 
 class PublishedModel(Protocol):

@@ -1,0 +1,60 @@
+"""What may go wrong in a run: restarts, checkpoints, deadlines, rewards that fail."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from streamrl.config.cluster import StrictModel
+
+
+class RecoveryConfig(StrictModel):
+    """Restarts of processes that die."""
+
+    restarts: int = Field(5, ge=0, description="restarts of one process within `window_s`; after that it stays dead")
+    window_s: float = Field(600.0, gt=0, description="seconds over which restarts are counted")
+    pause_s: float = Field(1.0, ge=0, description="seconds before the first restart; doubled before each further one")
+    longest_pause_s: float = Field(60.0, ge=0, description="longest pause before a restart, seconds")
+    suspect_s: float = Field(
+        3.0, gt=0, description="seconds of silence after which other instances continue an instance's requests"
+    )
+
+
+class CheckpointConfig(StrictModel):
+    """Frequency and number of checkpoints."""
+
+    every: int = Field(10, ge=1, description="optimizer steps between checkpoints (the last step always writes one)")
+    keep: int = Field(2, ge=1, description="newest checkpoints kept; older ones, except the best, are deleted")
+
+
+class DeadlineConfig(StrictModel):
+    """Longest waits in seconds; when one expires the run ends and names the process it waited for."""
+
+    startup_s: float = Field(300, gt=0, description="until a process has started and connected")
+    generation_s: float = Field(
+        900, gt=0, description="without a new token of any sample while samples are being generated"
+    )
+    training_s: float = Field(900, gt=0, description="for one micro-batch or one optimizer step")
+    weights_s: float = Field(300, gt=0, description="for a new version to reach every instance")
+    reward_s: float = Field(20, gt=0, description="for one try of a reward; after that the try counts as a timeout")
+    heartbeat_s: float = Field(60, gt=0, description="without a sign of life from a process")
+
+
+class RewardsConfig(StrictModel):
+    """Rewards that fail: how often they are tried, and when too many of them are void."""
+
+    attempts: int = Field(
+        2, ge=1, description="tries of a reward that times out, raises or dies; if the last one fails it is void"
+    )
+    retry_pause_s: float = Field(
+        1.0, ge=0, description="seconds before the second try; doubled before each further one"
+    )
+    max_void_rate: float | None = Field(
+        0.5,
+        ge=0,
+        lt=1,
+        description="share of void rewards above which the run ends; it also ends if the first 32 rewards of a task "
+        "are all void. null: never",
+    )
+    void_window: int = Field(
+        2, ge=1, description="steps' worth of newest rewards, at least 32, over which max_void_rate is taken"
+    )

@@ -1,0 +1,111 @@
+"""The `weights:` and `mismatch:` sections of a run file: how weights reach instances, and what these then compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Self
+
+from pydantic import Field, model_validator
+
+from streamrl.config.cluster import StrictModel
+
+
+@dataclass(frozen=True)
+class WeightPath:
+    """A way in which a run's weights reach its instances."""
+
+    summary: str
+    """How weights travel, for users."""
+    engine: str
+    """Name of the weight-transfer engine in vLLM."""
+    fetched: bool
+    """Whether instances can load versions from their site's store at any time.
+
+    Otherwise the trainer pushes them into a group that is formed once, when the run begins, inside one site."""
+    module: str
+    """Module of the trainer's side; its `make_backend(context, hub, compute)` returns a `WeightBackend`."""
+    engine_class: tuple[str, str] | None = None
+    """(module, class) of the engine in vLLM; None: it is one of vLLM's own."""
+    eight_bits: bool = False
+    """Whether it sends weights of 8 bits, and to instances that quantize them as they load."""
+    untried: str = ""
+    """What it is and what has run in its place, if it has never been run itself."""
+
+
+WEIGHT_PATHS = {
+    "stream": WeightPath(
+        "over ZeroMQ to one relay per site",
+        engine="streamrl",
+        fetched=True,
+        module="streamrl.weights.backends.streamed",
+        engine_class=("streamrl.weights.backends.vllm_store", "StoreWeightTransferEngine"),
+        eight_bits=True,
+    ),
+    "nccl": WeightPath(
+        "vLLM's NCCL engine, which has not been run so far",
+        engine="nccl",
+        fetched=False,
+        module="streamrl.weights.backends.nccl",
+        untried="vLLM's broadcast; stream has run on CPUs",
+    ),
+}
+"""All weight paths, by their names in `weights.backend`."""
+AUTO_PATH = "stream"
+"""Taken for `auto`: it has been run."""
+
+if TYPE_CHECKING:
+    BackendName = str
+else:
+    BackendName = Literal[("auto", *WEIGHT_PATHS)]
+SUMMARIES = "; ".join(f"{name}: {path.summary}" for name, path in WEIGHT_PATHS.items())
+
+
+class WeightSyncConfig(StrictModel):
+    """Delivery of new weights to the instances."""
+
+    backend: BackendName = Field("auto", description=f"{SUMMARIES}; auto: {AUTO_PATH}")
+    encoding: Literal["auto", "raw", "delta"] = Field(
+        "auto",
+        description="what relays fetch: raw: all bytes; delta: lossless differences; auto: raw on one machine, delta "
+        "across sites and nodes, except that on the trainer's own node its file is copied",
+    )
+    anchor_every: int = Field(
+        10, ge=1, description="delta: published versions between complete ones, from which late relays start"
+    )
+    chunk_mb: float = Field(4.0, gt=0, le=256, description="largest weight frame in MiB; smaller on slow links")
+    generation_dtype: Literal["same", "fp8", "int8"] = Field(
+        "same",
+        description="type of the linear weights sent to instances; same: as all other weights; fp8, int8: 8 bits, "
+        "which halves the bytes sent and makes generation slightly off-policy (see algorithm.off_policy)",
+    )
+
+    @property
+    def path(self) -> WeightPath:
+        """The way that the run's weights take."""
+        return WEIGHT_PATHS[AUTO_PATH if self.backend == "auto" else self.backend]
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.generation_dtype != "same" and not self.path.eight_bits:
+            raise ValueError(
+                f"weights.backend {self.backend} does not send weights.generation_dtype: {self.generation_dtype}; "
+                "set backend: stream, or generation_dtype: same"
+            )
+        return self
+
+
+class MismatchConfig(StrictModel):
+    """Comparison of trainer and instances: both compute log-probabilities of a fixed text with each weight version."""
+
+    on_mismatch: Literal["warn", "stop"] = Field(
+        "warn",
+        description="what follows a difference above the bound, of the fixed text or of a step's samples; warn: log, "
+        "status and report say so; stop: the run ends, too; at a fixed text of an instance of another site it goes on "
+        "without that site, if others can generate",
+    )
+    bound: float | None = Field(
+        None,
+        gt=0,
+        description="largest mean |difference| of log-probabilities, nats; none: 0.001 if trainer and instance compute "
+        "in float32, 0.1 if one of them does not, 0.5 with 8-bit weights",
+    )

@@ -1,0 +1,80 @@
+"""Whether drafting goes on: what it has saved and cost so far, as steps have shown.
+
+What a draft should save is an estimate, and where little recurs it was too high by more than drafting saves. So an
+account is kept, in plain steps of a batch: time saved comes in, time lost goes out, and nothing is drafted on an empty
+account. A small share of all plain steps comes in as well, so that drafting is tried again from time to time: this is
+also the most that drafting can cost in the long run.
+
+Batches from one power of two to the next share an account: what pays for a few requests may not pay for many.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from statistics import median
+
+SHARE = 0.01
+"""Share of a plain step that each plain step adds: what trying again may cost."""
+CREDIT = 4.0
+"""Plain steps that an account begins with."""
+MOST = 16.0
+"""Largest balance: drafting that has stopped paying ends after losing so many plain steps."""
+LOOK = 48
+"""Steps with drafting after which a plain one is taken, so that both are measured under the same load."""
+FEWEST = 3
+"""Measured steps below which a median is not used; as many plain ones come before drafting begins."""
+MEASURED = 15
+"""Newest steps whose median tells what steps take beside their rows: single stalls do not count."""
+
+
+@dataclass
+class _Account:
+    balance: float = CREDIT
+    """Plain steps."""
+    plain_s: deque[float] = field(default_factory=lambda: deque(maxlen=MEASURED))
+    """Seconds of the newest plain steps beside those of their rows."""
+    since: int = 0
+    """Steps with drafting since the last plain one."""
+
+
+class DraftAccounts:
+    """The accounts of one instance."""
+
+    def __init__(self) -> None:
+        self._accounts: defaultdict[int, _Account] = defaultdict(_Account)
+
+    def may_draft(self, batch: int) -> bool:
+        """Return whether a step of so many requests may have drafts looked for and verified."""
+        account = self._of(batch)
+        return len(account.plain_s) >= FEWEST and account.balance > 0 and account.since < LOOK
+
+    def plain(self, batch: int, took_s: float, rows_s: float) -> None:
+        """Take in a step in which nothing was looked for.
+
+        Args:
+            batch: its requests.
+            took_s: seconds that it took.
+            rows_s: seconds that a step of so many rows takes by the step curve.
+        """
+        account = self._of(batch)
+        account.plain_s.append(took_s - rows_s)
+        account.since = 0
+        account.balance = min(MOST, account.balance + SHARE)
+
+    def drafted(self, batch: int, took_s: float, rows_s: float, saved_s: float) -> None:
+        """Take in a step in which drafts were looked for, whether or not any were found.
+
+        Args:
+            batch: its requests.
+            took_s: seconds that it took, with looking for drafts and with their rows.
+            rows_s: seconds that a step of so many requests without drafts takes by the step curve.
+            saved_s: seconds that its accepted tokens save.
+        """
+        account = self._of(batch)
+        plain_s = rows_s + (median(account.plain_s) if account.plain_s else 0.0)
+        account.since += 1
+        account.balance = min(MOST, account.balance + (saved_s - (took_s - plain_s)) / max(plain_s, 1e-9))
+
+    def _of(self, batch: int) -> _Account:
+        return self._accounts[batch.bit_length()]
