@@ -18,7 +18,7 @@ def spent(accounts: DraftAccounts, batch: int = 1) -> int:
     """Lose plain steps, one each time, until nothing may be drafted; return how many."""
     count = 0
     while accounts.may_draft(batch):
-        accounts.drafted(batch, 0.02, 0.01, 0.0)
+        accounts.drafted(batch, 0.02, 0.01, 0.0, 0.0)
         count += 1
     return count
 
@@ -38,7 +38,7 @@ def test_a_new_account_may_lose_its_credit() -> None:
 def test_savings_are_kept_up_to_a_limit() -> None:
     accounts = opened()
     for _ in range(10):
-        accounts.drafted(1, 0.01, 0.01, 1.0)
+        accounts.drafted(1, 0.01, 0.01, 0.0, 1.0)
     assert spent(accounts) == MOST
 
 
@@ -55,7 +55,7 @@ def test_an_empty_account_is_filled_by_a_share_of_plain_steps() -> None:
 def test_what_every_step_takes_beside_its_rows_is_no_loss() -> None:
     accounts = opened(beside_s=0.01)
     for _ in range(LOOK - 1):
-        accounts.drafted(1, 0.02, 0.01, 0.0)
+        accounts.drafted(1, 0.02, 0.01, 0.0, 0.0)
     assert accounts.may_draft(1)
 
 
@@ -65,11 +65,25 @@ def test_a_single_stall_of_a_plain_step_does_not_count() -> None:
     assert spent(accounts) == CREDIT + 1
 
 
+def test_a_stall_of_a_step_with_drafts_costs_what_its_rows_do() -> None:
+    accounts = opened()
+    accounts.drafted(1, 5.0, 0.01, 0.005, 0.0)
+    assert spent(accounts) == CREDIT
+
+
+def test_a_stall_is_told_by_measured_steps_where_the_curve_is_far_too_high() -> None:
+    accounts = DraftAccounts()
+    for _ in range(FEWEST):
+        accounts.plain(1, 0.01, 1.0)
+    accounts.drafted(1, 0.5, 1.0, 0.0, 0.0)
+    assert accounts.may_draft(1)
+
+
 def test_a_plain_step_is_due_after_many_with_drafts() -> None:
     accounts = opened()
     for _ in range(LOOK):
         assert accounts.may_draft(1)
-        accounts.drafted(1, 0.01, 0.01, 0.01)
+        accounts.drafted(1, 0.01, 0.01, 0.0, 0.01)
     assert not accounts.may_draft(1)
     accounts.plain(1, 0.01, 0.01)
     assert accounts.may_draft(1)

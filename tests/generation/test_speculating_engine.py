@@ -141,18 +141,20 @@ def test_greedy_tokens_are_those_without_drafts(world: Speculating) -> None:
     expected = policy.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=None)[0, len(PROMPT) :].tolist()
     world.engine.run = world.config(max_tokens=40)
 
-    async def twice() -> list[Sample]:
-        found = []
-        for n in range(2):
+    async def until_known() -> list[Sample]:
+        found: list[Sample] = []
+        for n in range(20):  # nothing is drafted while an earlier test's losses are not yet made good
             drawn = await world.engine.generate(SampleRequest(f"greedy.{n}", "g", PROMPT, n, 0.0, 0.0), "regular")
             assert isinstance(drawn, Sample)
             found.append(drawn)
+            if n and drawn.accepted_tokens:
+                break
             await world.engine.teach_drafter()
         return found
 
-    first, second = world.loop.run(twice())
-    assert first.completion_tokens.tolist() == expected[: first.output_length] == second.completion_tokens.tolist()
-    assert second.accepted_tokens > 0.5 * second.output_length  # all of it was known
+    drawn = world.loop.run(until_known())
+    assert all(sample.completion_tokens.tolist() == expected[: sample.output_length] for sample in drawn)
+    assert drawn[-1].accepted_tokens > 0.5 * drawn[-1].output_length  # all of it was known
 
 
 def test_a_moved_sample_goes_on_with_drafts_and_right_logprobs(world: Speculating) -> None:

@@ -26,6 +26,8 @@ FEWEST = 3
 """Measured steps below which a median is not used; as many plain ones come before drafting begins."""
 MEASURED = 15
 """Newest steps whose median tells what steps take beside their rows: single stalls do not count."""
+PAUSE = 3.0
+"""Steps that take so many times as long as expected were prefilling, or waiting, and their times are not counted."""
 
 
 @dataclass
@@ -62,19 +64,23 @@ class DraftAccounts:
         account.since = 0
         account.balance = min(MOST, account.balance + SHARE)
 
-    def drafted(self, batch: int, took_s: float, rows_s: float, saved_s: float) -> None:
+    def drafted(self, batch: int, took_s: float, rows_s: float, more_s: float, saved_s: float) -> None:
         """Take in a step in which drafts were looked for, whether or not any were found.
+
+        One that took more than `PAUSE` times as long as expected costs what its rows do.
 
         Args:
             batch: its requests.
             took_s: seconds that it took, with looking for drafts and with their rows.
             rows_s: seconds that a step of so many requests without drafts takes by the step curve.
+            more_s: seconds that the rows of its drafts take beside those, by the step curve.
             saved_s: seconds that its accepted tokens save.
         """
         account = self._of(batch)
         plain_s = rows_s + (median(account.plain_s) if account.plain_s else 0.0)
+        cost_s = took_s - plain_s if took_s < PAUSE * (plain_s + more_s) else more_s
         account.since += 1
-        account.balance = min(MOST, account.balance + (saved_s - (took_s - plain_s)) / max(plain_s, 1e-9))
+        account.balance = min(MOST, account.balance + (saved_s - cost_s) / max(plain_s, 1e-9))
 
     def _of(self, batch: int) -> _Account:
         return self._accounts[batch.bit_length()]

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from scheduler.cost.decode import StepCurve
 from scheduler.cost.speculative_decoding import draft_counts, expected_tokens, token_values
 from streamrl.generation.drafts.acceptance import SUREST, RunningAcceptance
-from streamrl.generation.drafts.draft_account import FEWEST, MEASURED, DraftAccounts
+from streamrl.generation.drafts.draft_account import FEWEST, MEASURED, PAUSE, DraftAccounts
 from streamrl.generation.drafts.exact_verification import ensure_exact_verification
 from streamrl.generation.drafts.text_drafts import Draft, KnownCompletions, draft, text_of
 from streamrl.generation.drafts.undrafted_steps import VerifyingSampler
@@ -31,9 +31,6 @@ MOST_TOKENS = 8_000_000
 """Tokens kept in all; at most 4 bytes each, twice."""
 OVERHEAD = 0.05
 """Share of a single request's step that verification is assumed to add before it is measured."""
-PAUSE = 3.0
-"""Steps that take so many times as long as their rows were prefilling, or waiting, and are not counted."""
-
 FRUITLESS = 4
 """Steps in a row without a draft that pays, after which the drafter rests: searching takes time, too."""
 REST = 32
@@ -246,7 +243,7 @@ class RolloutDrafter:
             return
         self._beside[step.drafted > 0].append(took - rows_s)
         if step.searched:
-            self.accounts.drafted(batch, took, self._table[batch], saved_s)
+            self.accounts.drafted(batch, took, self._table[batch], rows_s - self._table[batch], saved_s)
         else:
             self.accounts.plain(batch, took, self._table[batch])
 
