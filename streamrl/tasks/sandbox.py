@@ -12,16 +12,19 @@ Isolation, the first that is there (`isolation_of`):
 
     sandbox.command        what the run file names (bubblewrap, nsjail, a container): it isolates
     bubblewrap             no network, no other processes, no files but /usr, Python's own and an empty folder
-    namespaces             no network and no other processes; files that this user can read stay readable, but for the
-                           run's keys and sockets (`HIDDEN`)
+    namespaces             no network and no other processes; files that the program's user can read stay readable, but
+                           for the run's keys and sockets (`HIDDEN`)
 
-Limits for each process: memory, processes, open files, file size, CPU time. Everything ends with the reward's worker,
+Limits for each process: memory, processes, open files, file size, CPU time. The kernel does not limit root's processes:
+where root runs this, each sandbox is a user of its own (`may_change_user`). Everything ends with the reward's worker,
 also when that is killed: the kernel kills the first process of each sandbox, and with it its namespace.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import json
 import os
 import re
@@ -55,6 +58,8 @@ MOST_STDERR = 300
 """Most characters of a sandbox's last words."""
 MOST_PROCESSES = 32
 """Processes and threads that one program may have."""
+FIRST_USER, USERS_OF_WORKER = 1_000_000_000, 64
+"""Numbers of users that root gives to sandboxes, above those of any account; a worker takes so many in turn."""
 LOOK_S = 0.1
 """Seconds between two counts of a program's processes."""
 
@@ -85,11 +90,39 @@ def isolation_of(sandbox: Sandbox) -> Isolation:
         return Isolation(tuple(sandbox.command))
     if (bubblewrap := shutil.which("bwrap")) is not None:
         return Isolation((bubblewrap, *_bubblewrap_options()))
+    readers = "everybody" if may_change_user() else "this user"
     return Isolation(
         (),
         "there is no bubblewrap (bwrap) here: programs have no network and see no other process, but they can read "
-        "every file that this user can; install bubblewrap, or name another sandbox in `sandbox.command`",
+        f"every file that {readers} can; install bubblewrap, or name another sandbox in `sandbox.command`",
     )
+
+
+_numbers = itertools.count()
+"""Of this worker's sandboxes."""
+
+
+@functools.cache
+def may_change_user() -> bool:
+    """Whether this process is root, and a user without any rights can run this Python in a folder and namespaces."""
+    if os.geteuid():
+        return False
+    probe = "import ctypes, json, os; os.listdir(os.getcwd()); exit(ctypes.CDLL(None).unshare(0x10000000))"
+    with tempfile.TemporaryDirectory(prefix="streamrl-") as folder:
+        os.chown(folder, FIRST_USER, FIRST_USER)
+        command = [sys.executable, "-I", "-c", probe]
+        try:
+            return not subprocess.run(
+                command,
+                cwd=folder,
+                user=FIRST_USER,
+                group=FIRST_USER,
+                extra_groups=(),
+                capture_output=True,
+                check=False,
+            ).returncode
+        except (OSError, subprocess.SubprocessError):  # root without the right to be others
+            return False
 
 
 def _bubblewrap_options() -> list[str]:
@@ -184,6 +217,10 @@ class Boxed:
         self.begun = self.closed = False
         driver = [sys.executable, "-I", "-c", DRIVER]
         self.command = [*isolation.command, *driver]
+        self.user: int | None = None
+        """Number of the user that it runs as; None: this process's."""
+        if not sandbox.command and may_change_user():  # a command of the run file may need to be root
+            self.user = FIRST_USER + USERS_OF_WORKER * os.getpid() + next(_numbers) % USERS_OF_WORKER
         parent = None if isolation.command else os.getpid()
         hidden = json.loads(os.environ.get(HIDDEN, "[]"))
         first = {"side": side, "source": source, "processes": MOST_PROCESSES, "parent": parent, "hidden": hidden}
@@ -204,6 +241,8 @@ class Boxed:
             resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
 
         folder = self._folder.name
+        if self.user is not None:
+            os.chown(folder, self.user, self.user)
         try:
             self.process = subprocess.Popen(
                 self.command,
@@ -214,6 +253,9 @@ class Boxed:
                 cwd=folder,
                 env={"PATH": os.environ.get("PATH", os.defpath), "HOME": folder},
                 start_new_session=True,
+                user=self.user,
+                group=self.user,
+                extra_groups=None if self.user is None else (),
                 preexec_fn=limit,
             )
         except (OSError, subprocess.SubprocessError) as error:
@@ -257,7 +299,7 @@ class Boxed:
 
     def has_too_many(self) -> bool:
         """Whether it has started too many processes; for root, whom the kernel does not limit."""
-        if os.geteuid():
+        if os.geteuid() or self.user is not None:
             return False
         try:
             return len(psutil.Process(self.process.pid).children(recursive=True)) > MOST_PROCESSES

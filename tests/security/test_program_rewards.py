@@ -134,9 +134,10 @@ def test_a_program_sees_no_other_process_no_secret_and_no_network(
 
 
 def test_bubblewrap_hides_the_users_files_and_namespaces_alone_say_that_they_do_not(
-    tmp_path: Path, own: Sandbox
+    tmp_path: Path, own: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     isolation = isolation_of(own)
+    monkeypatch.setattr(sandboxes, "may_change_user", lambda: False)  # who is root has more than this to hide files by
     (tmp_path / "secret").write_text("here")
     path = str(tmp_path / "secret")
     seen = f"assert seen() is {not isolation.command}"
@@ -165,6 +166,7 @@ def test_no_program_reaches_the_keys_and_the_sockets_of_the_run(
 ) -> None:
     """A Unix socket needs no network, and with the pair of the rewards process a program could give itself a reward."""
     monkeypatch.setattr(tempfile, "tempdir", "/tmp")  # paths of sockets are short
+    monkeypatch.setattr(sandboxes, "may_change_user", lambda: False)  # another user has no rights to them anyway
     for site in ("here", "far"):
         make_keys(tmp_path / "links", site)
     site = {"trainer": {}, "generation": [{}]}
@@ -230,6 +232,44 @@ def test_a_fork_bomb_is_ended_and_its_neighbours_go_on(own: Sandbox) -> None:
     assert passes(RIGHT, TESTS, own)
 
 
+FORKS = """
+import os, time
+def forks():
+    for number in range(1000):
+        try:
+            if os.fork() == 0: time.sleep(600)
+        except OSError:
+            return number
+    return 1000
+"""
+
+
+def test_the_kernel_refuses_a_program_more_processes_than_it_may_have_whoever_runs_it(own: Sandbox) -> None:
+    assert os.geteuid() or sandboxes.may_change_user()
+    assert passes(FORKS, f"assert 1 <= forks() <= {MOST_PROCESSES}", own)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root is another user in each sandbox")
+def test_each_sandbox_of_root_is_another_user_who_reads_none_of_roots_files(tmp_path: Path, own: Sandbox) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("here")
+    secret.chmod(0o600)
+    users = "import os\ndef user(): return os.getuid()\n" + PROBES
+    assert passes(users, f"assert user() >= {sandboxes.FIRST_USER}\nassert opens({str(secret)!r}) is False", own)
+    boxes = [sandboxes.Boxed("program", "", isolation_of(own), own) for _ in range(2)]
+    assert len({box.user for box in boxes}) == 2 and None not in {box.user for box in boxes}
+    for box in boxes:
+        box._close()
+
+
+def test_without_that_right_root_counts_a_programs_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(sandboxes.subprocess, "run", refused)
+    assert not sandboxes.may_change_user.__wrapped__()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="the kernel limits the processes of others")
 def test_too_many_processes_end_a_program_long_before_its_time_is_over() -> None:
     several = f"import subprocess\nall = [subprocess.Popen(['sleep', '600']) for _ in range({MOST_PROCESSES} + 2)]\n"
@@ -289,7 +329,9 @@ def test_tests_use_the_programs_names_as_if_they_were_their_own(program: str, te
 
 def test_without_bubblewrap_it_is_said_what_is_not_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandboxes.shutil, "which", lambda name: None)
-    assert "they can read every file that this user can; install bubblewrap" in isolation_of(Sandbox()).weaker
+    for changes, readers in ((False, "this user"), (True, "everybody")):
+        monkeypatch.setattr(sandboxes, "may_change_user", lambda changes=changes: changes)
+        assert f"they can read every file that {readers} can; install bubblewrap" in isolation_of(Sandbox()).weaker
     monkeypatch.setattr(sandboxes.shutil, "which", lambda name: "/usr/bin/bwrap")
     assert isolation_of(Sandbox()).command[0] == "/usr/bin/bwrap" and isolation_of(Sandbox()).weaker == ""
     assert isolation_of(NOTHING).command == ("env",)
