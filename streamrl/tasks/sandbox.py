@@ -102,27 +102,36 @@ _numbers = itertools.count()
 """Of this worker's sandboxes."""
 
 
+PROBE = """
+import ctypes, os, sys
+os.listdir(os.getcwd())
+print(sys.base_prefix)
+sys.exit(ctypes.CDLL(None).unshare(0x10000000))  # CLONE_NEWUSER
+"""
+
+
 @functools.cache
 def may_change_user() -> bool:
     """Whether this process is root, and a user without any rights can run this Python in a folder and namespaces."""
     if os.geteuid():
         return False
-    probe = "import ctypes, json, os; os.listdir(os.getcwd()); exit(ctypes.CDLL(None).unshare(0x10000000))"
     with tempfile.TemporaryDirectory(prefix="streamrl-") as folder:
         os.chown(folder, FIRST_USER, FIRST_USER)
-        command = [sys.executable, "-I", "-c", probe]
         try:
-            return not subprocess.run(
-                command,
+            probe = subprocess.run(
+                [sys.executable, "-I", "-c", PROBE],
                 cwd=folder,
                 user=FIRST_USER,
                 group=FIRST_USER,
                 extra_groups=(),
                 capture_output=True,
                 check=False,
-            ).returncode
+                text=True,
+            )
         except (OSError, subprocess.SubprocessError):  # root without the right to be others
             return False
+    # Python that cannot reach its own library takes another one's, if it finds any
+    return probe.returncode == 0 and probe.stdout == f"{sys.base_prefix}\n"
 
 
 def _bubblewrap_options() -> list[str]:
