@@ -1,6 +1,6 @@
 """Compare dispatch policies under `stream` and `async` on two real vLLM instances, and the simulator's order of them.
 
-    .venv/bin/python experiments/live_schedules.py       # some 20 minutes on 2 cores; wants a quiet machine
+    .venv/bin/python experiments/live_schedules.py       # 50 minutes on 2 cores; wants a quiet machine
 
 As `live_dispatch.py`, but whole steps, by the schedules' own rules: groups are issued as they may be, and a modelled
 trainer takes each complete group for its tokens divided by a rate, with which a batch takes it as long as generation

@@ -137,8 +137,8 @@ def kept_gradient_loss(
         clip_low: lower clipping distance.
         clip_high: upper clipping distance.
     """
-    ratio = bounded(log_ratio).exp()
-    one = (log_ratio - log_ratio.detach()).exp()  # with the gradient of the log-ratio
+    log_ratio = bounded(log_ratio)
+    ratio, one = log_ratio.exp(), (log_ratio - log_ratio.detach()).exp()  # 1, with the gradient of the log-ratio
     surrogate, limited = ratio * advantages, ratio.detach().clamp(1.0 - clip_low, 1.0 + clip_high) * one * advantages
     return TokenLoss(-surrogate.minimum(limited), (limited < surrogate).detach())
 

@@ -326,7 +326,7 @@ def scored(place: Place, completion: str) -> str:
 
     async def score() -> str:
         task = FileTask(kind="file", name="mine", path="prompts.jsonl", reward="tiny_rewards:reward")
-        pool = RewardPool([task], 0, workers=1, timeout_s=0.5)
+        pool = RewardPool([task], 0, workers=1, timeout_s=0.5 if completion == "hang" else scaled(60))
         try:
             await pool.start()
             void = (await pool.score("mine", completion, {"prompt": "p", "answer": None})).void
@@ -386,6 +386,8 @@ def instance_died(place: Place) -> str:
 
 @provokes
 def stuck(place: Place) -> str:
+    for name in ("cli.why_stuck.LOOK_S", "cli.why_stuck.LONGEST_LOOK_S", "diagnose.stuck.SILENT_AFTER_S"):
+        place.monkeypatch.setattr(f"streamrl.{name}", scaled(60.0))
     run_dir, now = place.folder, time.time()
     with subprocess.Popen([sys.executable, "-c", SLEEP]) as child:
         try:

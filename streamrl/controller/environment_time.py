@@ -60,6 +60,8 @@ def environment_time(episodes: Iterable[Sequence[EpisodeStep]]) -> EnvironmentTi
 def without(span: Span, others: Iterable[Span]) -> list[Span]:
     """Return the parts of an interval that no other one covers; itself, if it is empty."""
     start, end = span
+    if start == end:
+        return [span]
     parts = []
     for begin, finish in sorted(others):
         if begin >= end:
@@ -69,4 +71,4 @@ def without(span: Span, others: Iterable[Span]) -> list[Span]:
         if begin > start:
             parts.append((start, begin))
         start = finish
-    return [*parts, (start, end)] if start < end or span[0] == span[1] else parts
+    return [*parts, (start, end)] if start < end else parts

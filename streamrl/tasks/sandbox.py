@@ -58,8 +58,11 @@ MOST_STDERR = 300
 """Most characters of a sandbox's last words."""
 MOST_PROCESSES = 32
 """Processes and threads that one program may have."""
-FIRST_USER, USERS_OF_WORKER = 1_000_000_000, 64
-"""Numbers of users that root gives to sandboxes, above those of any account; a worker takes so many in turn."""
+FIRST_USER, USERS_OF_WORKER = 0x7000_0000, 64
+"""Numbers of users that root gives to sandboxes, which systemd, containers and directories leave free; a worker takes
+so many in turn."""
+PROBE_S = 10.0
+"""Seconds in which a sandbox of another user must have begun to be used."""
 LOOK_S = 0.1
 """Seconds between two counts of a program's processes."""
 
@@ -90,7 +93,7 @@ def isolation_of(sandbox: Sandbox) -> Isolation:
         return Isolation(tuple(sandbox.command))
     if (bubblewrap := shutil.which("bwrap")) is not None:
         return Isolation((bubblewrap, *_bubblewrap_options()))
-    readers = "everybody" if may_change_user() else "this user"
+    readers = "everybody" if may_change_user(()) else "this user"
     return Isolation(
         (),
         "there is no bubblewrap (bwrap) here: programs have no network and see no other process, but they can read "
@@ -102,36 +105,42 @@ _numbers = itertools.count()
 """Of this worker's sandboxes."""
 
 
-PROBE = """
-import ctypes, os, sys
-os.listdir(os.getcwd())
-print(sys.base_prefix)
-sys.exit(ctypes.CDLL(None).unshare(0x10000000))  # CLONE_NEWUSER
-"""
-
-
 @functools.cache
-def may_change_user() -> bool:
-    """Whether this process is root, and a user without any rights can run this Python in a folder and namespaces."""
+def may_change_user(command: tuple[str, ...]) -> bool:
+    """Whether this process is root, and a user without any rights can run this Python in such a sandbox.
+
+    Args:
+        command: the isolation's.
+    """
     if os.geteuid():
         return False
+    given = _first_words("python", "import sys; print(sys.base_prefix)", command)
     with tempfile.TemporaryDirectory(prefix="streamrl-") as folder:
-        os.chown(folder, FIRST_USER, FIRST_USER)
         try:
-            probe = subprocess.run(
-                [sys.executable, "-I", "-c", PROBE],
+            os.chown(folder, FIRST_USER, FIRST_USER)
+            tried = subprocess.run(
+                [*command, sys.executable, "-I", "-c", DRIVER],
+                input=given,
                 cwd=folder,
                 user=FIRST_USER,
                 group=FIRST_USER,
                 extra_groups=(),
                 capture_output=True,
                 check=False,
-                text=True,
+                timeout=PROBE_S,
             )
-        except (OSError, subprocess.SubprocessError):  # root without the right to be others
+        except (OSError, subprocess.SubprocessError):  # root without the right to be others, among other things
             return False
     # Python that cannot reach its own library takes another one's, if it finds any
-    return probe.returncode == 0 and probe.stdout == f"{sys.base_prefix}\n"
+    return tried.returncode == 0 and tried.stdout == BEGUN + f"{sys.base_prefix}\n".encode()
+
+
+def _first_words(side: str, source: str, command: tuple[str, ...]) -> bytes:
+    """Return the line that a driver reads first."""
+    parent = None if command else os.getpid()
+    hidden = json.loads(os.environ.get(HIDDEN, "[]"))
+    first = {"side": side, "source": source, "processes": MOST_PROCESSES, "parent": parent, "hidden": hidden}
+    return json.dumps(first).encode() + b"\n"
 
 
 def _bubblewrap_options() -> list[str]:
@@ -228,12 +237,9 @@ class Boxed:
         self.command = [*isolation.command, *driver]
         self.user: int | None = None
         """Number of the user that it runs as; None: this process's."""
-        if not sandbox.command and may_change_user():  # a command of the run file may need to be root
+        if not sandbox.command and may_change_user(isolation.command):  # a command of the run file may need to be root
             self.user = FIRST_USER + USERS_OF_WORKER * os.getpid() + next(_numbers) % USERS_OF_WORKER
-        parent = None if isolation.command else os.getpid()
-        hidden = json.loads(os.environ.get(HIDDEN, "[]"))
-        first = {"side": side, "source": source, "processes": MOST_PROCESSES, "parent": parent, "hidden": hidden}
-        self.pending = json.dumps(first).encode() + b"\n"
+        self.pending = _first_words(side, source, isolation.command)
         """Bytes that it has not taken yet."""
         self._read = b""
         self._folder = tempfile.TemporaryDirectory(prefix="streamrl-", ignore_cleanup_errors=True)
@@ -250,9 +256,9 @@ class Boxed:
             resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
 
         folder = self._folder.name
-        if self.user is not None:
-            os.chown(folder, self.user, self.user)
         try:
+            if self.user is not None:
+                os.chown(folder, self.user, self.user)
             self.process = subprocess.Popen(
                 self.command,
                 stdin=subprocess.PIPE,
@@ -272,6 +278,9 @@ class Boxed:
             raise VoidReward(VoidCause.SANDBOX, f"the sandbox {self.command[0]} did not start: {error}") from error
         for pipe in (self._input, self.output):
             os.set_blocking(pipe.fileno(), False)
+        if self.user is not None:  # else it could not open /dev/stdout
+            for file in (self._input, self.output, self._complaints):
+                os.fchown(file.fileno(), self.user, self.user)
         self.flush()
         return self
 

@@ -58,3 +58,7 @@ def test_an_environment_that_plays_the_episode_itself_does_not_step_while_its_tu
 )
 def test_what_others_cover_is_taken_out(others: list[tuple[float, float]], left: list[tuple[float, float]]) -> None:
     assert without((2, 8), others) == left
+
+
+def test_an_empty_interval_stays_wherever_it_is() -> None:
+    assert without((5, 5), [(4, 6)]) == without((5, 5), []) == without((5, 5), [(5, 7), (3, 5)]) == [(5, 5)]

@@ -27,6 +27,14 @@ from tests.report.synthetic import make_status
 from tests.waiting import scaled, wait_for
 
 READY_S = ANSWER_S = 20.0
+LIMITS = {
+    "cli.why_stuck.LOOK_S": 60.0,
+    "cli.why_stuck.LONGEST_LOOK_S": 60.0,
+    "diagnose.snapshot.TASKS_S": 0.5,
+    "diagnose.snapshot.THREADS_S": 0.3,
+    "diagnose.stuck.SILENT_AFTER_S": 10.0,
+}
+"""Seconds of a look at processes that have time to answer."""
 CHILD = """
 import asyncio, itertools, sys, threading, time
 from pathlib import Path
@@ -71,6 +79,13 @@ child = subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], env=os.environ |
 child.wait()
 """
 Start = Callable[..., int]
+
+
+@pytest.fixture(autouse=True)
+def time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a slow machine answer in time."""
+    for name, seconds in LIMITS.items():
+        monkeypatch.setattr(f"streamrl.{name}", scaled(seconds))
 
 
 @pytest.fixture

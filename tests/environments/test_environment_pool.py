@@ -115,7 +115,7 @@ def test_the_episode_that_ends_its_process_is_void_and_others_are_played_again(
     room: InstalledEnvironment, kind: str, cause: VoidCause, text: str
 ) -> None:
     async def scenario() -> None:
-        step_s = scaled(20) if kind == "dies" else 0.5
+        step_s = scaled(20 if kind == "dies" else 1)  # in which good ones have to be reset, too
         async with started(room, step_s=step_s) as pool:
             async with pool.place("good") as good, pool.place("bad") as bad:
                 before = pid_of(await good.reset({"prompt": "plain"}))

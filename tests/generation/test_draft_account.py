@@ -71,6 +71,32 @@ def test_a_stall_of_a_step_with_drafts_costs_what_its_rows_do() -> None:
     assert spent(accounts) == CREDIT
 
 
+def test_what_takes_too_long_in_every_step_is_no_stall() -> None:
+    accounts = opened()
+    accounts.drafted(1, 0.04, 0.01, 0.0, 0.0)  # four plain steps, as one alone no loss
+    assert accounts.may_draft(1)
+    accounts.drafted(1, 0.04, 0.01, 0.0, 0.0)  # loses three
+    accounts.drafted(1, 5.0, 0.01, 0.0, 0.0)  # no more than three
+    assert not accounts.may_draft(1)
+    waited = 0
+    while not accounts.may_draft(1):
+        accounts.plain(1, 0.01, 0.01)
+        waited += 1
+    assert waited == pytest.approx(2 / SHARE, abs=FEWEST + 2)
+
+
+def test_what_tokens_save_is_as_far_off_as_the_curve_is() -> None:
+    accounts = DraftAccounts()
+    for _ in range(FEWEST):
+        accounts.plain(1, 0.01, 0.02)  # the curve says twice as much
+    for _ in range(10):
+        accounts.drafted(1, 0.016, 0.02, 0.0, 0.01)  # costs 0.006, and saves 0.005
+    for _ in range(31):
+        assert accounts.may_draft(1)
+        accounts.drafted(1, 0.016, 0.02, 0.0, 0.01)
+    assert not accounts.may_draft(1)
+
+
 def test_a_stall_is_told_by_measured_steps_where_the_curve_is_far_too_high() -> None:
     accounts = DraftAccounts()
     for _ in range(FEWEST):

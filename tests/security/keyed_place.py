@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import zmq.asyncio
+
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.load import save_resolved
 from streamrl.config.run import RunConfig
@@ -109,7 +111,7 @@ async def takes_the_weights(place: Place, link: Link) -> bool:
 async def scales(place: Place, link: Link) -> bool:
     """Whether the order was acknowledged, and so has reached the controller's own queue."""
     await link.send(*wire(ScalePool(pool="regular", site="here", replicas=1)))
-    await link.flush(10)
+    await link.flush(scaled(10))
     return True
 
 
@@ -176,7 +178,7 @@ async def succeeds(
             address = addresses.controller_outside if hub_name == CONTROLLER else addresses.publisher_outside
         link = Link(name, role, WaitRegistry("attacker"), {"site": "here"})
         try:
-            await link.connect(address, PATIENCE_S if security or not open_to_all else 10, security)
+            await link.connect(address, PATIENCE_S if security or not open_to_all else scaled(10), security)
         except DeadlineExpired:
             assert (link.bytes_in, dict(hub.peers)) == (0, {}), "it was not even greeted, and costs no memory"
             return False
@@ -189,7 +191,11 @@ async def succeeds(
 
 def run(body: Callable[[], Awaitable[Any]]) -> Any:
     async def limited() -> Any:
-        async with asyncio.timeout(scaled(60)):
-            return await body()
+        try:
+            async with asyncio.timeout(scaled(60)):
+                return await body()
+        except BaseException:
+            zmq.asyncio.Context.instance().destroy(linger=0)  # what a failed assertion has left open
+            raise
 
     return asyncio.run(limited())

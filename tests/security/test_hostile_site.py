@@ -32,7 +32,7 @@ from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Hub, Link, Speaker
 from tests.security.hostile_world import OWN, Sent, batch, fleet_of, hear, said, sample
 from tests.training.conftest import free_port
-from tests.waiting import until
+from tests.waiting import scaled, until
 
 
 def test_a_site_delivers_its_own_samples_once(controller: Controller) -> None:
@@ -222,7 +222,7 @@ def test_a_process_reports_what_its_hubs_and_its_link_refused() -> None:
         link = Link("trainer-0", "trainer", WaitRegistry("trainer"))
         link.reports.append(publisher)
         link.refusals.count("not allowed", "hub", "scale")
-        await link.connect(address, 10)
+        await link.connect(address, scaled(10))
         try:
             expected = {"not allowed": {"service-far": 1, "hub": 1}}
             await until(lambda: controller.peers["trainer-0"].state.get("refused") == expected)

@@ -36,6 +36,7 @@ from streamrl.weights.assembly import make_relay
 from tests.security.keyed_place import ATTACKS, LINKS, NOBODYS, PATIENCE_S, SERVERS, SITES, Place, hub_of, run, succeeds
 from tests.security.sockets_of import Listener, mechanism
 from tests.transport.sockets import new_key, until
+from tests.waiting import scaled
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
@@ -297,14 +298,14 @@ def test_clocks_an_hour_apart_change_nothing_between_processes_of_a_site(place: 
         bind_home(context, hub, context.addresses.controller, "")
         link = Link("rewards-here", "rewards", WaitRegistry("rewards-here"), clock=late)
         security = place.context("rewards-here").inside_client_security(CONTROLLER)
-        await link.connect(context.addresses.controller, 10, security)
+        await link.connect(context.addresses.controller, scaled(10), security)
         await until(lambda: link.clock.offset_s is not None)
         assert link.clock.offset_s == pytest.approx(3600, abs=60)
         assert link.hub_time() == pytest.approx(time.time(), abs=60)
         assert hub.silent_for("rewards-here") < 60 > link.silent_for
         await link.send("item", {"i": 1})
         (await hub.receive()).ack()
-        await link.flush(10)
+        await link.flush(scaled(10))
         for end in (link, hub):
             await end.close()
 

@@ -15,6 +15,7 @@ from streamrl.transport.endpoint_base import Refused, send_now
 from streamrl.transport.wire import Message, encode
 from tests.security.keyed_place import ATTACKS, SERVERS, Place, hub_of, run
 from tests.transport.sockets import until
+from tests.waiting import scaled
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
@@ -32,7 +33,7 @@ def test_the_key_of_one_process_does_not_give_the_name_or_the_role_of_another(
                 security = any_place.context(thief).inside_client_security(SERVERS[attack])
                 why = f"the key is that of '{thief}'" if claimed[0] == name else f"'{thief}' is no '{role}' here"
                 with pytest.raises(Refused, match=why):
-                    await link.connect(address, 10, security)
+                    await link.connect(address, scaled(10), security)
                 await link.close()
             assert not hub.peers and hub.refused() == {"hello": {thief: 2}}, "blamed is the key, not the name"
 
@@ -49,15 +50,17 @@ def test_the_key_of_a_rank_does_not_give_the_name_of_another(any_place: Place, r
             for connected in (False, True):
                 victim = Link(other, "trainer", WaitRegistry(other))
                 if connected:
-                    await victim.connect(address, 10, any_place.context(other).inside_client_security("controller"))
+                    await victim.connect(
+                        address, scaled(10), any_place.context(other).inside_client_security("controller")
+                    )
                 liar = Link(other, "trainer", WaitRegistry("liar"))
                 security = any_place.context(rank).inside_client_security("controller")
                 with pytest.raises(Refused, match=f"the key is that of '{rank}', the hello is of '{other}'"):
-                    await liar.connect(address, 10, security)
+                    await liar.connect(address, scaled(10), security)
                 assert hub.refused() == {"hello": {rank: 1 + connected}}
                 assert [peer.owner for peer in hub.peers.values()] == [other] * connected
                 own = Link(rank, "trainer", WaitRegistry(rank))
-                await own.connect(address, 10, security)
+                await own.connect(address, scaled(10), security)
                 assert hub.peers[rank].owner == rank
                 for link in (victim, liar, own):
                     await link.close()
@@ -71,7 +74,7 @@ def test_a_connection_of_another_process_cannot_be_taken_over(any_place: Place) 
     async def body() -> None:
         async with hub_of(any_place, CONTROLLER) as (hub, address):
             rank = Link("trainer-0", "trainer", WaitRegistry("trainer-0"))
-            await rank.connect(address, 10, any_place.context("trainer-0").inside_client_security("controller"))
+            await rank.connect(address, scaled(10), any_place.context("trainer-0").inside_client_security("controller"))
             peer = hub.peers["trainer-0"]
             assert peer.route is not None
             said = list(encode(Message("heartbeat", peer.session, 0, {"state": "stolen"})))

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlparse
 
 import psutil
@@ -24,6 +25,7 @@ from streamrl.runtime.process_context import Addresses
 from streamrl.runtime.process_plan import HIDDEN
 from streamrl.tasks import sandbox as sandboxes
 from streamrl.tasks.sandbox import MOST_PROCESSES, isolation_of, passes
+from streamrl.tasks.sandbox_script import run_script
 from streamrl.transport.curve import make_keys
 from tests.waiting import scaled, wait_for
 
@@ -40,7 +42,7 @@ def works(command: list[str]) -> bool:
 
 BUBBLEWRAP = shutil.which("bwrap")
 HERE = [["namespaces"], ["namespaces", "bubblewrap"]][
-    BUBBLEWRAP is not None and works([BUBBLEWRAP, "--ro-bind", "/", "/", "--unshare-all"])
+    BUBBLEWRAP is not None and works([BUBBLEWRAP, *sandboxes._bubblewrap_options()])
 ]
 """The isolations that this machine has."""
 
@@ -137,7 +139,9 @@ def test_bubblewrap_hides_the_users_files_and_namespaces_alone_say_that_they_do_
     tmp_path: Path, own: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     isolation = isolation_of(own)
-    monkeypatch.setattr(sandboxes, "may_change_user", lambda: False)  # who is root has more than this to hide files by
+    monkeypatch.setattr(
+        sandboxes, "may_change_user", lambda _: False
+    )  # who is root has more than this to hide files by
     (tmp_path / "secret").write_text("here")
     path = str(tmp_path / "secret")
     seen = f"assert seen() is {not isolation.command}"
@@ -166,7 +170,7 @@ def test_no_program_reaches_the_keys_and_the_sockets_of_the_run(
 ) -> None:
     """A Unix socket needs no network, and with the pair of the rewards process a program could give itself a reward."""
     monkeypatch.setattr(tempfile, "tempdir", "/tmp")  # paths of sockets are short
-    monkeypatch.setattr(sandboxes, "may_change_user", lambda: False)  # another user has no rights to them anyway
+    monkeypatch.setattr(sandboxes, "may_change_user", lambda _: False)  # another user has no rights to them anyway
     for site in ("here", "far"):
         make_keys(tmp_path / "links", site)
     site = {"trainer": {}, "generation": [{}]}
@@ -229,7 +233,7 @@ BOMB = "import os\nfor _ in range(9):\n    try: os.fork()\n    except OSError: p
 
 
 def test_a_fork_bomb_is_ended_and_its_neighbours_go_on(own: Sandbox) -> None:
-    assert not passes(BOMB, "", own.model_copy(update={"seconds": 3.0}))
+    assert not passes(BOMB, "", own.model_copy(update={"seconds": scaled(3.0)}))
     assert passes(RIGHT, TESTS, own)
 
 
@@ -246,21 +250,24 @@ def forks():
 
 
 @pytest.fixture
-def of_everybody(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def of_everybody(monkeypatch: pytest.MonkeyPatch, own: Sandbox) -> Iterator[None]:
     """Let sandboxes run the system's Python, where that of this environment is in a folder of root's own."""
     sandboxes.may_change_user.cache_clear()
-    if os.geteuid() == 0 and not sandboxes.may_change_user() and os.path.exists("/usr/bin/python3"):
-        monkeypatch.setattr(sandboxes.sys, "executable", "/usr/bin/python3")
-        monkeypatch.setattr(sandboxes.sys, "base_prefix", "/usr")
-        monkeypatch.setattr(sandboxes.sys, "prefix", "/usr")
+    if os.geteuid() == 0 and not changes_user(own) and os.path.exists("/usr/bin/python3"):
+        for name, path in {"executable": "/usr/bin/python3", "base_prefix": "/usr", "prefix": "/usr"}.items():
+            monkeypatch.setattr(sandboxes.sys, name, path)
         sandboxes.may_change_user.cache_clear()
     yield
     sandboxes.may_change_user.cache_clear()
 
 
+def changes_user(sandbox: Sandbox) -> bool:
+    return sandboxes.may_change_user(isolation_of(sandbox).command)
+
+
 @pytest.mark.usefixtures("of_everybody")
 def test_the_kernel_refuses_a_program_more_processes_than_it_may_have(own: Sandbox) -> None:
-    if os.geteuid() or sandboxes.may_change_user():
+    if os.geteuid() or changes_user(own):
         assert passes(FORKS, f"assert 1 <= forks() <= {MOST_PROCESSES}", own)
     else:  # they are counted
         assert not passes(FORKS, f"assert forks() > {MOST_PROCESSES}", own)
@@ -268,7 +275,7 @@ def test_the_kernel_refuses_a_program_more_processes_than_it_may_have(own: Sandb
 
 @pytest.mark.usefixtures("of_everybody")
 def test_each_sandbox_of_root_is_another_user_who_reads_none_of_roots_files(tmp_path: Path, own: Sandbox) -> None:
-    changes = sandboxes.may_change_user()
+    changes = changes_user(own)
     boxes = [sandboxes.Boxed("program", "", isolation_of(one), one) for one in (own, own, NOTHING)]
     assert [box.user is not None for box in boxes] == [changes, changes, False]
     assert not changes or boxes[0].user != boxes[1].user
@@ -279,18 +286,51 @@ def test_each_sandbox_of_root_is_another_user_who_reads_none_of_roots_files(tmp_
         secret.write_text("here")
         secret.chmod(0o600)
         program = "import os\ndef user(): return os.getuid()\n" + PROBES
-        assert passes(program, f"assert user() >= {sandboxes.FIRST_USER} and not opens({str(secret)!r})", own)
+        seen = f"assert not opens({str(secret)!r})"
+        assert passes(program, seen if isolation_of(own).command else f"{seen}\nassert user() >= 0x70000000", own)
 
 
-@pytest.mark.parametrize("told", ["/elsewhere\n", ""], ids=["a library of another Python", "no namespaces"])
-def test_root_stays_root_where_others_cannot_run_this_python(monkeypatch: pytest.MonkeyPatch, told: str) -> None:
-    answer = subprocess.CompletedProcess([], 0 if told else 255, told or f"{sys.base_prefix}\n")
+@pytest.mark.usefixtures("of_everybody")
+def test_a_script_opens_its_own_output_by_name_whoever_runs_it(own: Sandbox) -> None:
+    assert run_script("echo 1 > /dev/stdout; echo 2 | tee /dev/stderr", "bash", own).text.splitlines() == [
+        "1",
+        "2",
+        "2",
+    ]
+
+
+ANSWERS = {
+    "a library of another Python": subprocess.CompletedProcess([], 0, sandboxes.BEGUN + b"/elsewhere\n"),
+    "no namespaces": subprocess.CompletedProcess([], 1, b""),
+    "waits": subprocess.TimeoutExpired([], 10),
+    "no right to be others": PermissionError(1, "Operation not permitted"),
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+def test_root_stays_root_where_others_cannot_run_this_python_in_a_sandbox(
+    monkeypatch: pytest.MonkeyPatch, answer: Exception | subprocess.CompletedProcess[bytes]
+) -> None:
+    right: list[Any] = [subprocess.CompletedProcess([], 0, sandboxes.BEGUN + f"{sys.base_prefix}\n".encode())]
+
+    def run(*_: object, **__: object) -> subprocess.CompletedProcess[bytes]:
+        if isinstance(right[0], Exception):
+            raise right[0]
+        found: subprocess.CompletedProcess[bytes] = right[0]
+        return found
+
+    def refused(*_: object) -> None:
+        raise OSError(22, "Invalid argument")  # a number that the container's map does not have
+
     monkeypatch.setattr(sandboxes.os, "geteuid", lambda: 0)
     monkeypatch.setattr(sandboxes.os, "chown", lambda *_: None)
-    monkeypatch.setattr(sandboxes.subprocess, "run", lambda *_, **__: answer)
-    assert not sandboxes.may_change_user.__wrapped__()
-    answer.returncode, answer.stdout = 0, f"{sys.base_prefix}\n"
-    assert sandboxes.may_change_user.__wrapped__()
+    monkeypatch.setattr(sandboxes.subprocess, "run", run)
+    assert sandboxes.may_change_user.__wrapped__(())
+    monkeypatch.setattr(sandboxes.os, "chown", refused)
+    assert not sandboxes.may_change_user.__wrapped__(())
+    monkeypatch.setattr(sandboxes.os, "chown", lambda *_: None)
+    right[0] = answer
+    assert not sandboxes.may_change_user.__wrapped__(())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the kernel limits the processes of others")
@@ -353,7 +393,7 @@ def test_tests_use_the_programs_names_as_if_they_were_their_own(program: str, te
 def test_without_bubblewrap_it_is_said_what_is_not_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandboxes.shutil, "which", lambda name: None)
     for changes, readers in ((False, "this user"), (True, "everybody")):
-        monkeypatch.setattr(sandboxes, "may_change_user", lambda changes=changes: changes)
+        monkeypatch.setattr(sandboxes, "may_change_user", lambda _, changes=changes: changes)
         assert f"they can read every file that {readers} can; install bubblewrap" in isolation_of(Sandbox()).weaker
     monkeypatch.setattr(sandboxes.shutil, "which", lambda name: "/usr/bin/bwrap")
     assert isolation_of(Sandbox()).command[0] == "/usr/bin/bwrap" and isolation_of(Sandbox()).weaker == ""

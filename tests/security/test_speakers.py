@@ -19,7 +19,7 @@ from streamrl.transport.endpoint import Hub, Link, Speaker
 from streamrl.transport.wire import MalformedMessage, NotAllowed
 from tests.messages import every_message, generated
 from tests.training.conftest import free_port
-from tests.waiting import until
+from tests.waiting import scaled, until
 
 ROLES = ("trainer", "service", "rewards", "operator", "relay", "instance", "agents", "controller", "hub")
 ROLES += ("stranger", "")
@@ -90,12 +90,14 @@ def test_what_may_not_be_said_reaches_nobody_and_is_counted_by_cause_and_peer() 
         hub.reads = MessageReader(RIGHTS["controller"])
         address = f"tcp://127.0.0.1:{free_port()}"
         hub.bind_outside(address, None)
-        link = await Link("service-west", "service", WaitRegistry("west"), {"site": "west"}).connect(address, 10)
+        link = await Link("service-west", "service", WaitRegistry("west"), {"site": "west"}).connect(
+            address, scaled(10)
+        )
         try:
             await link.send(*wire(ScalePool(pool="regular", site="home", replicas=0)))
             await link.send("train_done", {"rank": 0, "started": 0.0, "finished": 0.0, "stats": {}})
             await link.send("parked", {"sample_id": "p-0.000", "tokens": "many", "round": 1})
-            await link.flush(10)  # acknowledged, so that it is not sent again and again
+            await link.flush(scaled(10))  # acknowledged, so that it is not sent again and again
             assert hub.receive_now() is None
             assert hub.refused() == {"not allowed": {"service-west": 2}, "malformed": {"service-west": 1}}
         finally:
@@ -130,7 +132,7 @@ def test_a_heartbeat_that_does_not_fit_leaves_the_one_before() -> None:
         link = Link("service-west", "service", WaitRegistry("west"))
         state: dict[str, Any] = {"state": "idle", "more": [1]}
         link.state = lambda: state
-        await link.connect(address, 10)
+        await link.connect(address, scaled(10))
         try:
             await until(lambda: hub.peers["service-west"].state.get("state") == "idle")
             state = {"state": "idle", "uplink": "broken"}

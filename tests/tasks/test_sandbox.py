@@ -64,7 +64,7 @@ def test_a_program_that_does_not_end_is_ended_with_what_it_has_started() -> None
     assert not passes(
         "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(99)'])",
         "",
-        Sandbox(command=["env"], seconds=1),
+        Sandbox(command=["env"], seconds=scaled(2)),
     )
     assert time.monotonic() - began < scaled(10)
 

@@ -255,3 +255,10 @@ def test_a_ratio_overflow_is_clipped_for_good_tokens_and_bounded_without_gradien
     losses.sum().backward()
     assert losses.tolist() == pytest.approx([-(1 + HIGH), math.exp(LOG_RATIO_LIMIT)])
     assert new.grad.tolist() == [0.0, 0.0]
+
+
+def test_an_endless_ratio_keeps_no_gradient_of_the_clipped_token() -> None:
+    ratios = torch.tensor([math.inf, -math.inf], requires_grad=True)
+    result = kept_gradient_loss(ratios, torch.tensor([1.0, -1.0]), LOW, HIGH)
+    result.loss.sum().backward()
+    assert result.loss.tolist() == pytest.approx([-(1 + HIGH), 1 - LOW]) and ratios.grad.tolist() == [0.0, 0.0]

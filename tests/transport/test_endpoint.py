@@ -47,7 +47,7 @@ async def restarted_hub(address: str) -> Hub:
 
 
 async def link_to(address: str, name: str = "peer", **options: Any) -> Link:
-    return await Link(name, "test", WaitRegistry(name), **options).connect(address, 10)
+    return await Link(name, "test", WaitRegistry(name), **options).connect(address, scaled(10))
 
 
 def test_messages_arrive_in_order_with_arrays_and_are_acknowledged_after_commit() -> None:
@@ -62,7 +62,7 @@ def test_messages_arrive_in_order_with_arrays_and_are_acknowledged_after_commit(
         await holds(lambda: acknowledged == [], 0.2)  # received is not committed
         for delivery in deliveries:
             delivery.ack()
-        await link.flush(5)
+        await link.flush(scaled(5))
         assert sorted(acknowledged) == list(range(20))
         await link.close()
         await hub.close()
@@ -144,7 +144,7 @@ def test_unacknowledged_messages_are_delivered_once_after_the_hub_restarts(
         hub, link = hub_at(address), await link_to(address)
         await link.send("item", {"i": 1})
         (await hub.receive()).ack()
-        await link.flush(5)
+        await link.flush(scaled(5))
         await link.send("item", {"i": 2})
         await hub.receive()  # read, not committed
         await hub.close()
@@ -152,7 +152,7 @@ def test_unacknowledged_messages_are_delivered_once_after_the_hub_restarts(
         delivery = await again.receive()
         assert delivery.body == {"i": 2}
         delivery.ack()
-        await link.flush(5)
+        await link.flush(scaled(5))
         assert again.receive_now() is None
         await link.close()
         await again.close()

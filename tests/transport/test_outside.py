@@ -157,7 +157,7 @@ def test_a_name_of_inside_or_of_another_site_cannot_be_taken_from_outside(encryp
         inner = f"tcp://127.0.0.1:{free_port()}"
         hub = Hub("home-hub", WaitRegistry("hub")).bind(inner)
         hub.bind_outside(sites.address, security if encrypted else None)
-        inside = await link("trainer-0").connect(inner, 10)
+        inside = await link("trainer-0").connect(inner, scaled(10))
         east = await link("service-east", "east").connect(
             sites.address, 10, sites.as_client(sites.east) if encrypted else None
         )
@@ -388,7 +388,7 @@ def test_a_raw_client_with_a_chosen_identity_gains_nothing() -> None:
     async def body() -> None:
         inner = f"tcp://127.0.0.1:{free_port()}"
         hub = Hub("home-hub", WaitRegistry("hub")).bind(inner)
-        victim = await link("trainer-0").connect(inner, 10)
+        victim = await link("trainer-0").connect(inner, scaled(10))
         raw = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         raw.setsockopt(zmq.IDENTITY, b"trainer-0")
         raw.connect(inner)

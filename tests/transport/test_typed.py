@@ -22,7 +22,7 @@ from streamrl.transport.endpoint import Hub, Link, Speaker
 from streamrl.transport.wire import MalformedMessage
 from tests.messages import EDGES, messages
 from tests.training.conftest import free_port
-from tests.waiting import until
+from tests.waiting import scaled, until
 
 
 def test_no_sender_has_two_messages_of_one_kind() -> None:
@@ -101,7 +101,7 @@ def test_what_is_refused_is_counted_and_acknowledged_and_the_next_message_comes(
         address = f"tcp://127.0.0.1:{free_port()}"
         hub = Hub("controller", WaitRegistry("controller")).bind(address)
         hub.reads = MessageReader({"rewards": Right(controller_rewards.FROM_REWARDS)})
-        link = await Link("rewards-home", "rewards", WaitRegistry("rewards")).connect(address, 10)
+        link = await Link("rewards-home", "rewards", WaitRegistry("rewards")).connect(address, scaled(10))
         link.reads = MessageReader(controller_site.FROM_CONTROLLER)
         answer = ScoreAnswer(sample_id="a", reward=1.0, seconds=0.5)
         kind, fields = wire(answer)
@@ -111,7 +111,7 @@ def test_what_is_refused_is_counted_and_acknowledged_and_the_next_message_comes(
         delivery = await hub.receive()
         assert delivery.body == answer and (delivery.peer, delivery.kind) == ("rewards-home", "scored")
         delivery.ack()
-        await link.flush(10)
+        await link.flush(scaled(10))
         assert hub.malformed == 2
         await hub.send("rewards-home", "use", {"instances": "all"})
         await hub.send("rewards-home", *wire(Use(instances=["a"])))

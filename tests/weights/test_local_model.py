@@ -20,6 +20,7 @@ from streamrl.weights.version import lay_out
 from streamrl.weights.version_store import WeightStore
 from tests.tiny_model import save_tiny_model
 from tests.training.conftest import free_port
+from tests.waiting import scaled
 
 
 def trained_from(model: Path) -> list[tuple[str, torch.Tensor]]:
@@ -69,7 +70,7 @@ def test_a_seeded_relay_fetches_nothing_first_and_a_delta_then(tmp_path: Path) -
         hub = Hub("publisher", waits).bind(address)
         publisher = WeightPublisher(hub, lambda peer: 4096)
         serving = asyncio.ensure_future(publisher.serve())
-        link = await Link("service-far", "relay", waits).connect(address, 10)
+        link = await Link("service-far", "relay", waits).connect(address, scaled(10))
         relay = WeightRelay(link, WeightStore(tmp_path / "store"), 20, "delta")
         relay.seed(*known)
         tensors = trained_from(tmp_path / "model")

@@ -150,7 +150,7 @@ class World:
         self.links: list[Link] = []
 
     async def relay(self, name: str, encoding: Encoding = "delta", link: type[Link] = Link, **options: Any) -> Any:
-        made = await link(name, "relay", WaitRegistry(name)).connect(self.address, 10)
+        made = await link(name, "relay", WaitRegistry(name)).connect(self.address, scaled(10))
         self.links.append(made)
         return WeightRelay(made, WeightStore(self.folder / name), 10, encoding, **options)
 
@@ -158,7 +158,7 @@ class World:
         """Fetches, and checks that it is there bit for bit; afterwards the publisher has heard of it."""
         manifest, buffer = version
         got = await relay.fetch(manifest.version.number, manifest.version.content_hash, newest)
-        await relay.link.flush(10)
+        await relay.link.flush(scaled(10))
         assert got == manifest
         assert relay.version == relay.last.number == manifest.version.number  # type: ignore[union-attr]
         stored, bytes_there = WeightStore(relay.store.directory).open(manifest.version.number)

@@ -27,7 +27,10 @@ FEWEST = 3
 MEASURED = 15
 """Newest steps whose median tells what steps take beside their rows: single stalls do not count."""
 PAUSE = 3.0
-"""Steps that take so many times as long as expected were prefilling, or waiting, and their times are not counted."""
+"""A step that takes so many times as long as expected has waited for something: its time is not counted. Nor does one
+step with drafts cost more than so many plain ones."""
+LEAST_S = 1e-6
+"""Least seconds that a plain step is taken to take."""
 
 
 @dataclass
@@ -38,6 +41,8 @@ class _Account:
     """Seconds of the newest plain steps beside those of their rows."""
     since: int = 0
     """Steps with drafting since the last plain one."""
+    waited: bool = False
+    """Whether the last step with drafting took too long to be counted."""
 
 
 class DraftAccounts:
@@ -67,20 +72,24 @@ class DraftAccounts:
     def drafted(self, batch: int, took_s: float, rows_s: float, more_s: float, saved_s: float) -> None:
         """Take in a step in which drafts were looked for, whether or not any were found.
 
-        One that took more than `PAUSE` times as long as expected costs what its rows do.
+        One that took more than `PAUSE` times as long as expected costs what its rows do; but not if the one before did,
+        too: then that is what such steps take.
 
         Args:
             batch: its requests.
             took_s: seconds that it took, with looking for drafts and with their rows.
             rows_s: seconds that a step of so many requests without drafts takes by the step curve.
             more_s: seconds that the rows of its drafts take beside those, by the step curve.
-            saved_s: seconds that its accepted tokens save.
+            saved_s: seconds that its accepted tokens save, by the step curve.
         """
         account = self._of(batch)
-        plain_s = rows_s + (median(account.plain_s) if account.plain_s else 0.0)
-        cost_s = took_s - plain_s if took_s < PAUSE * (plain_s + more_s) else more_s
-        account.since += 1
-        account.balance = min(MOST, account.balance + (saved_s - cost_s) / max(plain_s, 1e-9))
+        plain_s = max(LEAST_S, rows_s + (median(account.plain_s) if account.plain_s else 0.0))
+        # where the curve is off, plain steps say by how much
+        more_s, saved_s = more_s * plain_s / rows_s, saved_s * plain_s / rows_s
+        waits = took_s >= PAUSE * (plain_s + more_s)
+        cost_s = more_s if waits and not account.waited else min(took_s - plain_s, PAUSE * (plain_s + more_s))
+        account.since, account.waited = account.since + 1, waits
+        account.balance = min(MOST, account.balance + (saved_s - cost_s) / plain_s)
 
     def _of(self, batch: int) -> _Account:
         return self._accounts[batch.bit_length()]

@@ -239,9 +239,8 @@ class RolloutDrafter:
         if step is None or not decoded or step.requests != batch:
             return
         took, rows_s = now - step.began, self._table[batch + step.drafted]
-        if took >= PAUSE * rows_s:
-            return
-        self._beside[step.drafted > 0].append(took - rows_s)
+        if took < PAUSE * rows_s:
+            self._beside[step.drafted > 0].append(took - rows_s)
         if step.searched:
             self.accounts.drafted(batch, took, self._table[batch], rows_s - self._table[batch], saved_s)
         else:
