@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
 from results_data import Figure, mean, named, percent, read
@@ -17,6 +18,21 @@ def _rewards(steps: list[dict[str, Any]]) -> str:
     """Return the mean rewards of the first and last steps."""
     first, last = (mean(step["reward"] for step in part) for part in (steps[:ENDS], steps[-ENDS:]))
     return f"{first:.2f} to {last:.2f}"
+
+
+@named(FIGURES, "agent-trl")
+def _agent_trl() -> str:
+    found = read("agent_trl")
+    steps = {name: [one for block in found["blocks"] for one in block[name]] for name in ("StreamRL", "TRL")}
+    times = {name: median(one["seconds"] for one in some if one["timed"]) for name, some in steps.items()}
+    rewards = (
+        f"{mean(one['reward'] for one in some[:4]):.2f} to {mean(one['reward'] for one in some[-4:]):.2f}"
+        for some in steps.values()
+    )
+    return (
+        f"{times['StreamRL']:.1f} s a step instead of {times['TRL']:.1f} s, "
+        f"{times['TRL'] / times['StreamRL']:.1f} times TRL's samples/s; mean rewards of the first and last 4 of {len(steps['TRL'])} steps {' and '.join(rewards)}"
+    )
 
 
 @named(FIGURES, "agent-programs")
