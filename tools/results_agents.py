@@ -29,9 +29,10 @@ def _agent_trl() -> str:
         f"{mean(one['reward'] for one in some[:4]):.2f} to {mean(one['reward'] for one in some[-4:]):.2f}"
         for some in steps.values()
     )
+    ratio = times["TRL"] / times["StreamRL"]
     return (
-        f"{times['StreamRL']:.1f} s a step instead of {times['TRL']:.1f} s, "
-        f"{times['TRL'] / times['StreamRL']:.1f} times TRL's samples/s; mean rewards of the first and last 4 of {len(steps['TRL'])} steps {' and '.join(rewards)}"
+        f"{times['StreamRL']:.1f} s a step instead of {times['TRL']:.1f} s, {ratio:.1f} times TRL's samples/s; mean "
+        f"rewards of the first and last 4 of {len(steps['TRL'])} steps {' and '.join(rewards)}"
     )
 
 
