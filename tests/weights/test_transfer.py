@@ -302,6 +302,7 @@ def test_other_tensors_than_before_come_complete(tmp_path: Path) -> None:
         await world.publisher.publish(*(version := policy.step()))
         await world.fetch(relay, version)
         assert relay.last.kind in ("complete", "packed")
+        await world.anchored()
         assert world.publisher.chain.anchor == 2
 
     in_world(tmp_path, body)
