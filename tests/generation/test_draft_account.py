@@ -14,11 +14,11 @@ def opened(batch: int = 1, beside_s: float = 0.0) -> DraftAccounts:
     return accounts
 
 
-def spent(accounts: DraftAccounts, batch: int = 1) -> int:
+def spent(accounts: DraftAccounts, batch: int = 1, rows_s: float = 0.01) -> int:
     """Lose plain steps, one each time, until nothing may be drafted; return how many."""
     count = 0
     while accounts.may_draft(batch):
-        accounts.drafted(batch, 0.02, 0.01, 0.0, 0.0)
+        accounts.drafted(batch, 0.02, rows_s, 0.0, 0.0)
         count += 1
     return count
 
@@ -95,6 +95,15 @@ def test_what_tokens_save_is_as_far_off_as_the_curve_is() -> None:
         assert accounts.may_draft(1)
         accounts.drafted(1, 0.016, 0.02, 0.0, 0.01)
     assert not accounts.may_draft(1)
+
+
+def test_a_curve_is_taken_to_be_off_by_a_factor_of_four_at_most() -> None:
+    accounts = DraftAccounts()
+    for _ in range(FEWEST):
+        accounts.plain(1, 0.01, 1.0)
+    for _ in range(10):
+        accounts.drafted(1, 0.02, 1.0, 0.0, 0.06)  # saves 0.015, costs 0.01
+    assert spent(accounts, rows_s=1.0) == CREDIT + 10 * (0.015 - 0.01) / 0.01 + 1
 
 
 def test_a_stall_is_told_by_measured_steps_where_the_curve_is_far_too_high() -> None:

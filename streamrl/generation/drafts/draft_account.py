@@ -29,6 +29,8 @@ MEASURED = 15
 PAUSE = 3.0
 """A step that takes so many times as long as expected has waited for something: its time is not counted. Nor does one
 step with drafts cost more than so many plain ones."""
+FURTHEST = 4.0
+"""Factor by which the step curve is taken to be off at most."""
 LEAST_S = 1e-6
 """Least seconds that a plain step is taken to take."""
 
@@ -84,8 +86,8 @@ class DraftAccounts:
         """
         account = self._of(batch)
         plain_s = max(LEAST_S, rows_s + (median(account.plain_s) if account.plain_s else 0.0))
-        # where the curve is off, plain steps say by how much
-        more_s, saved_s = more_s * plain_s / rows_s, saved_s * plain_s / rows_s
+        off = min(FURTHEST, max(1 / FURTHEST, plain_s / rows_s))  # as plain steps say
+        more_s, saved_s = more_s * off, saved_s * off
         waits = took_s >= PAUSE * (plain_s + more_s)
         cost_s = more_s if waits and not account.waited else min(took_s - plain_s, PAUSE * (plain_s + more_s))
         account.since, account.waited = account.since + 1, waits
