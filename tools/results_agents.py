@@ -14,9 +14,9 @@ ENDS = 5
 """Steps averaged at each end of a reward curve."""
 
 
-def _rewards(steps: list[dict[str, Any]]) -> str:
+def _rewards(steps: list[dict[str, Any]], ends: int = ENDS) -> str:
     """Return the mean rewards of the first and last steps."""
-    first, last = (mean(step["reward"] for step in part) for part in (steps[:ENDS], steps[-ENDS:]))
+    first, last = (mean(step["reward"] for step in part) for part in (steps[:ends], steps[-ends:]))
     return f"{first:.2f} to {last:.2f}"
 
 
@@ -25,10 +25,7 @@ def _agent_trl() -> str:
     found = read("agent_trl")
     steps = {name: [one for block in found["blocks"] for one in block[name]] for name in ("StreamRL", "TRL")}
     times = {name: median(one["seconds"] for one in some if one["timed"]) for name, some in steps.items()}
-    rewards = (
-        f"{mean(one['reward'] for one in some[:4]):.2f} to {mean(one['reward'] for one in some[-4:]):.2f}"
-        for some in steps.values()
-    )
+    rewards = (_rewards(some, 4) for some in steps.values())
     ratio = times["TRL"] / times["StreamRL"]
     return (
         f"{times['StreamRL']:.1f} s a step instead of {times['TRL']:.1f} s, {ratio:.1f} times TRL's samples/s; mean "

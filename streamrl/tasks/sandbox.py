@@ -102,7 +102,7 @@ def isolation_of(sandbox: Sandbox) -> Isolation:
 
 
 _numbers = itertools.count()
-"""Of this worker's sandboxes."""
+"""Numbers of this worker's sandboxes."""
 
 
 @functools.cache
