@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from tests import warm
 from tests.leaks import Leaks
 from tests.waiting import scaled, slowness
 
@@ -96,6 +98,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     is_slow = collection_path.relative_to(TESTS).as_posix() in SLOW
     return True if is_slow != (config.option.markexpr == "slow") else None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _spawned_warm(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let vLLM's engines, trainer ranks and the like begin with everything imported, in files that start many."""
+    if request.path.relative_to(TESTS).as_posix() not in SLOW:
+        yield
+        return
+    with warm.multiprocessing_warm():
+        yield
 
 
 def file_of(item: pytest.Item) -> str:

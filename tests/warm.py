@@ -5,13 +5,14 @@ each rank, 30 s of a core for every run. Here a template imports all that once a
 
     pytest
     ├── template              `python -m tests.warm`: imports, then forks processes on request
-    └── streamrl launch       forked by the template, and handed to pytest as its own child
-        ├── its template      a copy of the launcher from before it ran anything
-        └── controller, ...   forked by that copy, and handed to the launcher
+    ├── streamrl launch       forked by the template, and handed to pytest as its own child
+    │   ├── its template      a copy of the launcher from before it ran anything
+    │   └── controller, ...   forked by that copy, and handed to the launcher
+    └── vLLM's engine         one that multiprocessing would spawn (`multiprocessing_warm`), with a copy of its own
 
-Such a process has the arguments, environment, folder, session and parent that it would have had otherwise. Settings
-that C libraries and the interpreter read when they are loaded are the template's (`SETTINGS`). Linux only: elsewhere,
-and where those settings would matter, processes are started in the ordinary way.
+Such a process has the arguments, environment, folder, files and parent that it would have had otherwise, and a session
+of its own if it should. Settings that C libraries and the interpreter read when they are loaded are the template's
+(`SETTINGS`). Linux only: elsewhere, and where those settings would matter, processes are started in the ordinary way.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import functools
 import gc
 import importlib
+import multiprocessing.util
 import os
 import pickle
 import pkgutil
@@ -33,8 +36,9 @@ import subprocess
 import sys
 import threading
 import traceback
+import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +50,9 @@ from tests.marks import MARK, WARM
 MODULES = ("streamrl",)
 """Prefixes of the modules that the template can run in place of `python -m`."""
 STARTERS = ("streamrl.cli.main", "streamrl.launcher.trainer_ranks")
-"""Modules that start further processes."""
+"""Modules that start further processes, each in a session of its own."""
+SPAWNED, FORK_SERVER = "from multiprocessing.spawn import ", "from multiprocessing.forkserver import "
+"""Beginnings of the programs by which multiprocessing starts a process, and a server that forks others."""
 SETTINGS = {"OMP_NUM_THREADS": "1"} | SAME_HASHES
 """Settings that libraries and the interpreter read once; a process that needs others is not forked."""
 NO_THREADS = ONE_BLAS_THREAD | {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
@@ -55,6 +61,9 @@ ROOM = 8192
 """Characters of a forked process's visible command line, and of its environment beyond the template's."""
 PR_SET_CHILD_SUBREAPER = 36
 HEADER = struct.Struct("=I")
+MOST_FILES = 64
+HIGH = 256
+"""Number of open files above which those of a new process are kept until each has its own number."""
 PID = struct.Struct("=i")
 
 LIBRARIES = (
@@ -78,12 +87,26 @@ class Request:
     """A process that should be started."""
 
     command: list[str]
-    """Command as for the system: interpreter, `-m`, module, arguments."""
+    """Command as for the system: interpreter, its options, `-m` and a module or `-c` and a program, arguments."""
     environment: dict[str, str]
     folder: str
-    new_session: bool
-    before: Any
+    new_session: bool = False
+    before: Any = None
     """Function called in the process before its module runs, or None."""
+    files: tuple[int, ...] = ()
+    """Numbers of the files that are open in it beyond its input, output and errors."""
+
+    @property
+    def program(self) -> tuple[str, str, list[str]]:
+        """`-m` or `-c`, the module or program, and the arguments."""
+        place = next(n for n, word in enumerate(self.command) if word in ("-m", "-c"))
+        return self.command[place], self.command[place + 1], self.command[place + 2 :]
+
+    @property
+    def own_template(self) -> bool:
+        """Whether the process gets a template of its own, as it will start others that import much."""
+        _, program, arguments = self.program
+        return program.startswith(SPAWNED) or program in STARTERS or arguments[:1] == ["rewards"]
 
 
 @contextlib.contextmanager
@@ -103,8 +126,8 @@ class Template:
     def __init__(self, connection: socket.socket, pid: int) -> None:
         self._connection, self._pid, self._lock = connection, pid, threading.Lock()
 
-    def fork(self, request: Request, files: tuple[int, int, int]) -> int:
-        """Start a process with these three open files as its input, output and errors.
+    def fork(self, request: Request, files: Sequence[int]) -> int:
+        """Start a process with these open files: its input, output and errors, then those that the request names.
 
         Returns:
             Its pid; it is a child of this process.
@@ -136,7 +159,7 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def _receive(connection: socket.socket) -> tuple[Request, list[int]]:
-    header, files, _, _ = socket.recv_fds(connection, HEADER.size, 3)
+    header, files, _, _ = socket.recv_fds(connection, HEADER.size, MOST_FILES)
     if not header:
         os._exit(0)  # no more requests will come
     header += _exactly(connection, HEADER.size - len(header))
@@ -181,12 +204,13 @@ def _begin(request: Request, files: list[int], begun: int, path: list[str], vari
 
     Args:
         request: the process to run.
-        files: its input, output and errors.
+        files: its input, output and errors, and those that the request names.
         begun: file that is closed once the process is set up.
         path: see `serve`.
         variables: see `serve`.
     """
-    for number, fd in enumerate(files):
+    *files, begun = [_moved(fd) for fd in (*files, begun)]
+    for number, fd in zip((0, 1, 2, *request.files), files, strict=True):
         os.dup2(fd, number)
         os.close(fd)
     if request.new_session:
@@ -203,23 +227,35 @@ def _begin(request: Request, files: list[int], begun: int, path: list[str], vari
     os.close(begun)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # type: ignore[attr-defined]
-    module = request.command[2]
-    copy = _copy(path, variables) if module in STARTERS else None
+    copy = _copy(path, variables, request.program[1] in STARTERS) if request.own_template else None
     if copy is not None:
         _start_through(copy)
-    sys.argv = ["-m", *request.command[3:]]
-    code = _run(module)
+    code = _run(request)
     if copy is not None:
         copy.close()
     os._exit(code)
 
 
-def _run(module: str) -> int:
+def _moved(fd: int) -> int:
+    """Give an open file a number above those that a process asks for."""
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, HIGH)
+    finally:
+        os.close(fd)
+
+
+def _run(request: Request) -> int:
+    kind, program, arguments = request.program
+    sys.argv = [kind, *arguments]
     code: object = 0
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*found in sys.modules.*", category=RuntimeWarning)
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if kind == "-m":
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*found in sys.modules.*", category=RuntimeWarning)
+                runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            sys.modules["__main__"] = main_module = types.ModuleType("__main__")
+            exec(program, main_module.__dict__)
     except SystemExit as end:
         code = end.code
         if isinstance(code, str):
@@ -253,24 +289,35 @@ def _show(request: Request) -> None:
         ctypes.memmove(begin, text, len(text))
 
 
-def _copy(path: list[str], variables: dict[str, str]) -> Template:
+def _copy(path: list[str], variables: dict[str, str], new_session: bool) -> Template:
     """Return a template that is a copy of this process as it is now, and ends with it."""
     here, there = socket.socketpair()
     parent = os.getpid()
     if (pid := os.fork()) == 0:
         here.close()
-        _become_template(parent)
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            if fd > 2 and fd != there.fileno():
+                with contextlib.suppress(OSError):  # the file of the listing itself is already closed
+                    os.close(fd)
+        _become_template(parent, new_session)
         serve(there, parent, path, variables)
     there.close()
     return Template(here, pid)
 
 
-def _become_template(parent: int) -> None:
-    """Make this process a template: it ends with its parent, keeps none of its files, and ignores terminal signals."""
+def _become_template(parent: int, new_session: bool) -> None:
+    """Make this process a template: it ends with its parent and keeps none of that one's input and outputs.
+
+    Args:
+        parent: pid of its parent.
+        new_session: whether it leaves its parent's session, so that signals of a terminal do not reach it; what it
+            starts then is not of that session either.
+    """
     end_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    os.setsid()
+    if new_session:
+        os.setsid()
     null = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(null, number)
@@ -280,8 +327,9 @@ def _become_template(parent: int) -> None:
 
 
 def _start_through(template: Template) -> None:
-    """Make `subprocess` start processes through a template from now on, if the template can."""
+    """Make `subprocess` and `multiprocessing` start processes through a template from now on, if it can."""
     subprocess.Popen._execute_child = functools.partialmethod(_execute_child, template)  # type: ignore[attr-defined]
+    multiprocessing.util.spawnv_passfds = functools.partial(_spawn, lambda: template)  # type: ignore[attr-defined]
 
 
 _exec = subprocess.Popen._execute_child  # type: ignore[attr-defined]
@@ -303,6 +351,37 @@ def _execute_child(self: subprocess.Popen[Any], template: Template, *given: Any)
     return None
 
 
+_spawnv = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
+
+
+def _spawn(
+    template: Callable[[], Template | None], path: str | bytes, command: Sequence[str | bytes], files: Sequence[int]
+) -> int:
+    """Do the work of `multiprocessing.util.spawnv_passfds` through a template; return the process's pid."""
+    words = list(map(os.fsdecode, command))
+    program = words[words.index("-c") + 1] if "-c" in words else ""
+    found = template() if program.startswith((SPAWNED, FORK_SERVER)) and _has_settings(os.environ) else None
+    if found is None:
+        return int(_spawnv(path, command, files))
+    numbers = tuple(sorted(set(map(int, files))))
+    return found.fork(Request(words, dict(os.environ), os.getcwd(), files=numbers), (0, 1, 2, *numbers))
+
+
+@contextlib.contextmanager
+def multiprocessing_warm() -> Iterator[None]:
+    """Let `multiprocessing` spawn processes, and start fork servers, through the session's template meanwhile."""
+    multiprocessing.util.spawnv_passfds = functools.partial(_spawn, template)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        multiprocessing.util.spawnv_passfds = _spawnv  # type: ignore[attr-defined]
+
+
+def _has_settings(environment: Mapping[str, str]) -> bool:
+    """Whether a process of this environment may have the template's settings."""
+    return all(environment.get(name, value) == value for name, value in SETTINGS.items())
+
+
 def _request(values: dict[str, Any]) -> Request | None:
     """Return the request for a process; None: a template cannot start it."""
     command = values["args"]
@@ -312,7 +391,7 @@ def _request(values: dict[str, Any]) -> Request | None:
     environment = dict(os.environ if values["env"] is None else values["env"])
     if len(words) < 3 or words[:2] != [sys.executable, "-m"] or not words[2].startswith(MODULES):
         return None
-    if any(environment.get(name, value) != value for name, value in SETTINGS.items()):
+    if not _has_settings(environment):
         return None
     folder = os.getcwd() if values["cwd"] is None else os.fspath(values["cwd"])
     return Request(words, environment, folder, bool(values["start_new_session"]), values["preexec_fn"])
@@ -390,7 +469,7 @@ def main() -> None:
     path = [one for one in sys.path if one not in outside and one not in ("", os.getcwd())]
     import_all()
     variables = {name: value for name, value in os.environ.items() if before.get(name) != value}
-    _become_template(parent)
+    _become_template(parent, new_session=True)
     serve(connection, parent, path, variables)
 
 

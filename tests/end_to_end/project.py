@@ -31,11 +31,11 @@ TAIL = "      - {name: tail, replicas: 1, threads: 1, max_batch: 6, kv_cache_gb:
 REWARDS = '''
 import os, time, zlib
 def reward(completion, *, prompt, answer):
-    """More of the letter e is better; one prompt crashes the worker, one hangs at first, some answers are void."""
+    """More of the letter e is better; one prompt crashes the worker, one hangs once, some answers are void."""
     digest = zlib.crc32(completion.encode())
     if prompt == "crash":
         os._exit(3)
-    if prompt == "hang" and not os.path.exists(marker := os.path.join(os.path.dirname(__file__), f"hung-{digest}")):
+    if prompt == "hang" and not os.path.exists(marker := os.path.join(os.path.dirname(__file__), "hung")):
         open(marker, "w").close()
         time.sleep(1000)
     if prompt.startswith("what is") and digest % 5 == 0:

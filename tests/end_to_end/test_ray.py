@@ -86,7 +86,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def nodes() -> Iterator[Cluster]:
     """The cluster while it lives."""
-    made = OwnCluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    few = {"prestart_worker_first_driver": False}  # else each node starts four workers that nobody needs
+    head = {"num_cpus": 4, "include_dashboard": False, "_system_config": few}
+    made = OwnCluster(initialize_head=True, head_node_args=head)
     try:
         for resources in ({"large": 2}, {"large": 2}, {"fast": 2}, {"fast": 2}):
             made.add_node(resources=resources, num_cpus=4)

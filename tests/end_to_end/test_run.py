@@ -143,7 +143,7 @@ def test_a_crashing_reward_is_void_and_a_hanging_one_is_tried_again(finished: tu
         ("crash", "the reward's process died: exit code 3")
     }
     assert all((row["t_trained"], row["advantage"]) == (None, None) for row in void)  # its groups were replaced
-    assert len(list(project.folder.glob("hung-*"))) > 0
+    assert (project.folder / "hung").exists()
     assert all(row["reward"] is not None for row in rows if row["prompt"] == "hang")
     metrics = read_metrics(project.run_dir() / "metrics.jsonl")
     assert (

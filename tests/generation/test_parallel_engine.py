@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from streamrl.generation.instance.engine_config import Place
 from streamrl.launcher.site_setup import choose_addresses
 from streamrl.rollouts.types import Sample
 from streamrl.weights.version_store import WeightStore
+from tests import warm
 from tests.generation.test_engine import (
     assert_logprobs_are_the_models,
     config,
@@ -67,7 +67,7 @@ def second_node(run: RunConfig, folder: Path, meeting: str) -> Iterator[None]:
     ]
     command += ["--pool", "regular", "--name", "i", "--node", "1", "--meeting", meeting]
     env = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_HOST_IP": "127.0.0.1"}
-    process = subprocess.Popen(command, env=env, start_new_session=True)
+    process = warm.Popen(command, env=env, start_new_session=True)
     try:
         yield
         assert process.poll() is None

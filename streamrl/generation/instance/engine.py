@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
-import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -31,6 +29,7 @@ from streamrl.generation.instance.sample_parts import (
     token_versions,
     versions_from,
 )
+from streamrl.generation.instance.vllm_processes import fork_where_safe
 from streamrl.machine.engine_settings import EngineSettings
 from streamrl.machine.model_files import resolve_model
 from streamrl.rollouts.canary import canary
@@ -109,11 +108,7 @@ class Engine:
         self._lessons = DrafterLessons()
         model = resolve_model(run.model.path)
         config = engine_config(pool, run, cuda, place, settings)
-        if not cuda and pool.gpus_per_replica == 1 and _has_one_thread():
-            # vLLM's CPU platform has just set "spawn", because a fork loses OpenMP's threads. There are none yet, and a
-            # fork spares the engine process a second import of everything (10 s of a core, 250 MB)
-            os.register_at_fork(after_in_child=_forget_signals)
-            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        fork_where_safe(cuda)
         self._llm = AsyncLLM.from_vllm_config(config)
         self._canaries = itertools.count()
         self._tokenizer = AutoTokenizer.from_pretrained(model)
@@ -456,19 +451,6 @@ class Engine:
         """End vLLM's processes."""
         self._llm.shutdown()
         del self._llm  # its own clean-up at interpreter exit would come too late
-
-
-def _has_one_thread() -> bool:
-    """Return whether this process has a single thread, counting those of C libraries (Linux; elsewhere: False)."""
-    try:
-        return len(os.listdir("/proc/self/task")) == 1
-    except OSError:
-        return False
-
-
-def _forget_signals() -> None:
-    """Keep a forked process from passing its own signals to its parent's event loop."""
-    signal.set_wakeup_fd(-1)
 
 
 def end_tokens(model: str, tokenizer: Any) -> list[int]:

@@ -7,10 +7,15 @@ samples, heartbeats and new weights. When one part ends, the whole instance ends
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from streamrl.generation.instance.eight_bits import choose_here, with_computation
 from streamrl.generation.instance.engine_config import Place, engine_config
+from streamrl.generation.instance.vllm_processes import fork_where_safe
 from streamrl.runtime.process_context import RoleContext
+
+if TYPE_CHECKING:
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 
 class Shard:
@@ -32,16 +37,18 @@ class Shard:
         Raises:
             RuntimeError: vLLM failed, or the other nodes did not connect.
         """
-        await asyncio.to_thread(self._work)
+        executor = self._start()
+        try:
+            await asyncio.to_thread(executor.start_worker_monitor, inline=True)
+        finally:
+            executor.shutdown()
 
-    def _work(self) -> None:
+    def _start(self) -> MultiprocExecutor:
+        """Start the workers; takes 5 to 60 s and blocks, as only a process without further threads can fork them."""
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
         cuda = self.context.cluster.hardware == "cuda"
         computation = choose_here(self.context.run, cuda, self.pool.gpus_per_replica)
         config = engine_config(self.pool, with_computation(self.context.run, computation), cuda, self.place)
-        executor = MultiprocExecutor(config, monitor_workers=False)
-        try:
-            executor.start_worker_monitor(inline=True)
-        finally:
-            executor.shutdown()
+        fork_where_safe(cuda)
+        return MultiprocExecutor(config, monitor_workers=False)
