@@ -16,6 +16,8 @@
 # make clean   remove the environment and caches (runs/ stays)
 
 SHELL := /bin/sh
+# tests start hundreds of processes: each would compile the package again where no compiled files may be written
+export PYTHONDONTWRITEBYTECODE =
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

@@ -95,7 +95,7 @@ def _trunk_returns(model: PreTrainedModel, hidden: torch.Tensor) -> Iterator[Non
     trunk: Any = model.base_model
 
     def forward(*_: Any, **__: Any) -> _TrunkOutput:
-        return _TrunkOutput(last_hidden_state=hidden)  # type: ignore[arg-type]
+        return _TrunkOutput(last_hidden_state=hidden)
 
     trunk.forward = forward
     try:

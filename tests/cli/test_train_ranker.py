@@ -15,18 +15,22 @@ from tests.cli.calling import streamrl
 from tests.ranker.synthetic import small_reasoner
 
 
-@pytest.fixture
-def runs(tmp_path: Path) -> list[Path]:
-    """The rollouts folders of two runs."""
+def two_runs(tmp_path: Path, prompts: int) -> list[Path]:
+    """The rollouts folders of two runs of two steps, with two answers to each of so many prompts a step."""
     folders = []
     for n in range(2):
         folder = tmp_path / f"run{n}" / "rollouts"
         folder.mkdir(parents=True)
         for step in (1, 2):
-            rows = [row | {"step": step, "epoch": 1} for row in small_reasoner(30, 2, 10 * n + step).rows]
+            rows = [row | {"step": step, "epoch": 1} for row in small_reasoner(prompts, 2, 10 * n + step).rows]
             pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), folder / f"step_{step:06d}.parquet")
         folders.append(folder)
     return folders
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    return two_runs(tmp_path, 30)
 
 
 @pytest.mark.parametrize("repeated", [True, False])
@@ -58,9 +62,9 @@ def test_several_runs_make_one_ranker(
 
 
 def test_the_file_says_which_model_wrote_the_rollouts(
-    tmp_path: Path, runs: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "r.lgb"
+    runs, out = two_runs(tmp_path, 8), tmp_path / "r.lgb"  # few, as it is trained five times
 
     def told(*arguments: object) -> tuple[tuple[str, ...], str]:
         assert streamrl(monkeypatch, "train-ranker", "--rollouts", *arguments, "--out", out) == 0

@@ -32,7 +32,7 @@ from tests.security.shown_secrets import shown_secrets
 from tests.security.sockets_of import family, listeners, mechanism, reachable
 from tests.waiting import finish, scaled
 
-STEPS = 10
+STEPS = 6
 EASY = [{"kind": "reasoning_gym", "name": "chain_sum", "config": {"max_terms": 2}, "answer": "full"}]
 
 
