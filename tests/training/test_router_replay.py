@@ -264,14 +264,21 @@ def test_a_trainer_refuses_groups_without_experts_and_models_that_have_none(
     one_rank: None, tmp_path: Path, tiny_model: Path
 ) -> None:
     small_model(FAMILIES["Qwen3-MoE"]()).save_pretrained(tmp_path)
-    algorithm = {"name": "grpo", "router_replay": True, "kl": {"coef": 0.1}}
-    trainer = Trainer(run_config(tmp_path, algorithm=algorithm), str(tmp_path), torch.device("cpu"))
+    off_policy = {"ratio_to": "proximal", "correction": "truncate"}
+    algorithm = {"name": "grpo", "router_replay": True, "kl": {"coef": 0.1}, "off_policy": off_policy}
+    config = run_config(tmp_path, algorithm=algorithm, schedule={"name": "sync", "sync_every": 2})
+    trainer = Trainer(config, str(tmp_path), torch.device("cpu"))
     groups = recorded("Qwen3-MoE")[1]
     with pytest.raises(ValueError, match="bring the generator's experts"):
         trainer.accumulate([groups[0], without(groups)[1]], is_last=True)
     stats = trainer.accumulate(groups, is_last=True)
     assert stats.tokens == sum(group.loss_tokens for group in groups)
-    assert len(trainer.prepare(without(groups))) == stats.tokens, "the reference chooses its own"
+    reference = torch.from_numpy(trainer.prepare(without(groups)))
+    assert torch.equal(reference, torch.from_numpy(trainer.prepare(groups))), "the reference chooses its own"
+    assert trainer.proximal is not None
+    with torch.no_grad():
+        policy, old = (trainer._sampled_from(one, pack(groups)).logprobs for one in (trainer.policy, trainer.proximal))
+    assert torch.equal(policy, old) and not torch.allclose(old, reference, atol=1e-2)
     with pytest.raises(UserError, match="'llama'"):
         Trainer(run_config(tiny_model, algorithm=algorithm), str(tiny_model), torch.device("cpu"))
 
