@@ -300,3 +300,19 @@ def test_experts_of_other_lengths_than_the_tokens_are_refused() -> None:
     wrong = replace(first.sequences[0], experts=longer(first.sequences[0].experts))
     with pytest.raises(ValueError, match="a completion"):
         pack([replace(first, sequences=[wrong])])
+
+
+def test_a_pass_that_failed_leaves_no_experts_to_the_next_one() -> None:
+    shape, groups = recorded("Qwen3-MoE")
+    policy = Policy(build("Qwen3-MoE", SHARED_PREFIX), replays=True)
+    with torch.no_grad():
+        plain = policy(pack(without(groups)), 0.8).logprobs
+
+        def fail(_router: nn.Module, _inputs: Any) -> None:
+            raise MemoryError
+
+        hook = routers_of(policy.model, shape)[0].register_forward_pre_hook(fail)
+        with pytest.raises(MemoryError):
+            policy(pack(groups), 0.8)
+        hook.remove()
+        assert torch.equal(policy(pack(without(groups)), 0.8).logprobs, plain)
