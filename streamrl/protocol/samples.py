@@ -21,7 +21,7 @@ _TOKEN_ARRAYS = ("completion_tokens", "logprobs", "token_versions")
 _EXPERTS = "experts"
 """Array of a sample that has them, and of a message about several."""
 _EXPERT_ROWS = "expert_rows"
-"""Number of rows of experts of each part, int64; it and the rows are left out where no part has any."""
+"""Number of rows of experts of each part, int64, -1 of one without; left out, as the rows, where no part has any."""
 S = TypeVar("S", Sample, PartialSample)
 _KEPT = "kept."
 """Prefix of the arrays with the tokens that a request has already produced."""
@@ -145,7 +145,7 @@ def progress_to_wire(parts: Sequence[tuple[int, PartialSample]]) -> tuple[Progre
     ]
     arrays = {name: np.concatenate([getattr(part, name) for _, part in parts]) for name in _TOKEN_ARRAYS}
     if rows := [part.experts for _, part in parts if part.experts is not None]:
-        counts = [0 if part.experts is None else len(part.experts) for _, part in parts]
+        counts = [-1 if part.experts is None else len(part.experts) for _, part in parts]
         arrays |= {_EXPERTS: np.concatenate(rows), _EXPERT_ROWS: np.asarray(counts, dtype=np.int64)}
     return Progress(parts=described), arrays
 
@@ -161,9 +161,11 @@ def progress_from_wire(message: Progress, arrays: Arrays) -> list[tuple[int, Par
     experts: list[np.ndarray | None] = [None] * len(message.parts)
     if _EXPERTS in arrays:
         counts = arrays[_EXPERT_ROWS]
-        if counts.shape != (len(message.parts),) or counts.min(initial=0) < 0 or counts.sum() != len(arrays[_EXPERTS]):
+        known = np.maximum(counts, 0)
+        if counts.shape != (len(message.parts),) or counts.min(initial=0) < -1 or known.sum() != len(arrays[_EXPERTS]):
             raise ValueError("rows of experts are not those of the parts")
-        experts = list(np.split(arrays[_EXPERTS], np.cumsum(counts)[:-1]))
+        rows = np.split(arrays[_EXPERTS], np.cumsum(known)[:-1])
+        experts = [None if count < 0 else some for count, some in zip(counts, rows, strict=True)]
     found = []
     for n, (sample_id, start, _, t_dispatched, t_first_token) in enumerate(message.parts):
         tokens, logprobs, versions = (column[n] for column in columns)

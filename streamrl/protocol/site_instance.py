@@ -115,7 +115,8 @@ class Progress(TypedMessage, frozen=True, tag="progress"):
     """Tokens of running samples since the last message, for the token journal.
 
     Arrays: completion_tokens int32, logprobs float32, token_versions int32, each concatenated over all parts; with
-    router replay experts uint8 [rows, row bytes], too, and expert_rows int64 [parts], their number of each part.
+    router replay experts uint8 [rows, row bytes], too, and expert_rows int64 [parts], their number of each part (-1:
+    it has none).
     """
 
     parts: list[tuple[str, int, int, float, float]]

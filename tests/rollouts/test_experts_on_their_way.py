@@ -113,6 +113,15 @@ def test_a_journal_joins_the_parts_that_were_reported_also_after_a_restart(tmp_p
     assert journal.add(0, sent[0][1]) and journal.add(2, replace(sent[1][1], experts=None))
     assert (kept := journal.kept("g.0")) is not None and kept.experts is None, "a gap: none are known"
     assert progress_to_wire([(0, part(2, None))])[1].keys() == {"completion_tokens", "logprobs", "token_versions"}
+    mixed = [sent[0], (2, replace(sent[1][1], experts=None)), sent[2]]
+    back = progress_from_wire(*progress_to_wire(mixed))
+    assert [
+        (start, same(one.experts, sample.experts)) for (start, one), (_, sample) in zip(back, mixed, strict=True)
+    ] == [
+        (0, True),
+        (2, True),
+        (3, True),
+    ]
     message, arrays = progress_to_wire(sent)
     with pytest.raises(ValueError, match="rows of experts"):
         progress_from_wire(message, arrays | {"expert_rows": arrays["expert_rows"] + 1})
