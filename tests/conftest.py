@@ -54,6 +54,7 @@ SLOW = (
     "training/test_mixtures.py",
     "training/test_not_finite_ranks.py",
     "generation/test_few_rows_vllm.py",
+    "generation/test_replayed_experts.py",
 )
 """Files of tests marked `slow` (whole runs, vLLM, a Ray cluster, TRL, several processes that work, or large fits), in
 the order in which they run.

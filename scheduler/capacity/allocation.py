@@ -122,6 +122,8 @@ class Problem:
     """Ratio of the full weights to the bytes that cross a link; 1: full weights are sent."""
     home: str = ""
     """Site that trains now; of plans that are alike, one that trains there is chosen. '': none."""
+    expert_bytes: int = 0
+    """Bytes of a token's experts that a sample carries besides (router replay)."""
 
     def __post_init__(self) -> None:
         if not self.offers:
@@ -145,7 +147,8 @@ class Problem:
     @property
     def sample_bytes(self) -> float:
         """Bytes of a whole batch that comes back from remote sites."""
-        return self.batch.samples * (self.batch.mean_length + self.batch.prompt_tokens) * SAMPLE_BYTES_PER_TOKEN
+        tokens = self.batch.samples * (self.batch.mean_length + self.batch.prompt_tokens)
+        return tokens * (SAMPLE_BYTES_PER_TOKEN + self.expert_bytes)
 
 
 @dataclass(frozen=True)

@@ -124,6 +124,12 @@ class Algorithm(SurrogateKeys, StrictModel):
         "is subtracted from its loss (0: no bonus)",
     )
     off_policy: OffPolicyConfig = Field(default_factory=OffPolicyConfig)
+    router_replay: bool = Field(
+        False,
+        description="mixtures of experts: train with the experts that the generator chose for each token and layer "
+        "(R3, rollout routing replay), in place of those that the trainer's own numerics would choose; the routers "
+        "still learn",
+    )
     overlong: OverlongConfig | None = Field(
         None, description="penalty on completions near the token limit; none: no penalty"
     )

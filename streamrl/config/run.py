@@ -111,6 +111,19 @@ class RunConfig(StrictModel):
             )
         return None
 
+    def _about_router_replay(self) -> str | None:
+        if self.speculation.method != "none":
+            return (
+                f"algorithm.router_replay records the experts of one token per step, and speculation.method "
+                f"{self.speculation.method} verifies several; leave out one of the two"
+            )
+        if self.agent_tasks:
+            return (
+                f"algorithm.router_replay: the rows of task {self.agent_tasks[0].key!r}, of kind agent, have no "
+                "experts, as turns are joined to rows from tokens alone; set router_replay: false, or leave it out"
+            )
+        return None
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.sampling.max_tokens >= self.model.max_context:
@@ -126,6 +139,8 @@ class RunConfig(StrictModel):
                 f"{self.speculation.method}: vLLM would leave min_p out, and sample from another distribution than the "
                 "trainer assumes; leave out one of the two, or cut by top_p or top_k, which are exact"
             )
+        if self.algorithm.router_replay and (reason := self._about_router_replay()):
+            raise ValueError(reason)
         if reason := conflict(self.generation.compute, self.algorithm, self.weights):
             raise ValueError(reason)
         if self.schedule.exclusive and not self.weights.path.fetched:

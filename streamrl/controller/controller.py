@@ -42,6 +42,7 @@ from streamrl.controller.void_watch import VoidWatch
 from streamrl.controller.weight_canary import Measured, WeightCanary
 from streamrl.errors import RestartNeeded, RunFailed
 from streamrl.machine.model_files import read_config, resolve_model
+from streamrl.machine.router_shape import shape_of
 from streamrl.protocol.controller_rewards import ScoreAnswer
 from streamrl.protocol.controller_site import (
     CanaryMeasured,
@@ -111,6 +112,7 @@ class Controller:
             context.run.sampling.max_tokens,
             context.run.model.max_context,
             vocabulary if isinstance(vocabulary, int) else None,
+            shape_of(self._model_config) if context.run.algorithm.router_replay else None,
         )
         self.own = {
             name: SiteOwn(

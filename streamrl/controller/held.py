@@ -17,6 +17,7 @@ from scheduler.simulation.generation_simulator import SimulatedInstance
 from streamrl.config.generation import EightBits
 from streamrl.controller.group_source import group_of
 from streamrl.controller.weight_canary import HISTORY
+from streamrl.machine.router_shape import RouterShape
 from streamrl.protocol.controller_site import CanaryMeasured, InstanceState, WeightsReady
 from streamrl.protocol.samples import fleet_from_wire
 from streamrl.rollouts.canary import MOST_TOKENS
@@ -64,6 +65,8 @@ class SampleLimits:
     """Tokens of a row of an episode."""
     vocabulary: int | None
     """Number of token ids; None: the model's configuration does not say."""
+    routers: RouterShape | None = None
+    """Routers whose experts every sample brings; None: no replay, and none does."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,14 @@ class SiteOwn:
         """Return whether an instance of this name can be in any pool of the site."""
         return any(self.is_instance(name, pool) for pool in self.pools)
 
-    def wrong_with_sample(self, sample: Sample, newest: int) -> str | None:
-        """Return what makes a sample of this site unusable, or None; `newest` is the newest version that exists."""
+    def wrong_with_sample(self, sample: Sample, newest: int, prompt_tokens: int = 0) -> str | None:
+        """Return what makes a sample of this site unusable, or None.
+
+        Args:
+            sample: the sample.
+            newest: the newest version that exists.
+            prompt_tokens: tokens of its prompt; what it is for an episode does not matter.
+        """
         arrays = sample.completion_tokens, sample.logprobs, sample.token_versions
         times = sample.t_queued, sample.t_dispatched, sample.t_first_token, sample.t_finished
         tokens, _, versions = arrays
@@ -115,7 +124,14 @@ class SiteOwn:
             return f"has {len(sample.text)} characters for {len(tokens)} tokens"
         if len(sample.route) > MAX_NAME:
             return f"has a route of {len(sample.route)} characters"
-        return self._wrong_with_logprobs(sample.logprobs)
+        return self._wrong_with_experts(sample, prompt_tokens) or self._wrong_with_logprobs(sample.logprobs)
+
+    def _wrong_with_experts(self, sample: Sample, prompt_tokens: int) -> str | None:
+        """Return what makes a sample's experts unusable, or None; without replay it has none."""
+        if self.limits.routers is None:
+            return None if sample.experts is None else "has experts, none were ordered"
+        tokens = len(sample.completion_tokens)
+        return self.limits.routers.wrong_with(sample.experts, prompt_tokens + tokens - 1 if tokens else 0)
 
     def _wrong_with_logprobs(self, logprobs: np.ndarray) -> str | None:
         """Return what makes log-probabilities unusable, or None.

@@ -76,7 +76,7 @@ class SiteClaims:
         if self.owes(peer, sample.sample_id):
             if self._agent_leads(sample) != (sample.trajectory is not None):
                 return "is an episode, a completion was ordered" if sample.trajectory else "is no episode of an agent"
-            return self.own[peer].wrong_with_sample(sample, newest)
+            return self.own[peer].wrong_with_sample(sample, newest, self._prompt_tokens(sample))
         known = sample.sample_id.startswith(PREFIX) or self._ledger.has(sample.sample_id)
         if known and not self._awaits(sample.sample_id):
             return None  # repeated by a process that has restarted
@@ -108,6 +108,13 @@ class SiteClaims:
     def _awaits(self, sample_id: str) -> bool:
         """Return whether generation owes a sample."""
         return self._evaluator.generates(sample_id) or sample_id in self._pool.unfinished([group_of(sample_id)])
+
+    def _prompt_tokens(self, sample: Sample) -> int:
+        """Return the length of the prompt of a sample that is owed; 0: its group is not known any more."""
+        if self._evaluator.awaits(sample.sample_id):
+            return len(self._evaluator.group_of(sample.sample_id).prompt_tokens)
+        group = self._pool.groups.get(sample.group_id)
+        return 0 if group is None else len(group.prompt_tokens)
 
     def _agent_leads(self, sample: Sample) -> bool:
         """Return whether a sample that is owed must be an agent's episode."""

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from scheduler.simulation.generation_simulator import SimulatedInstance
@@ -23,6 +24,8 @@ from streamrl.controller.site_heartbeats import SiteHeartbeats
 from streamrl.controller.step_times import Traffic
 from streamrl.controller.version_spread import VersionSpread
 from streamrl.errors import RunFailed
+from streamrl.machine.model_files import resolve_model
+from streamrl.machine.router_shape import router_shape
 from streamrl.protocol.controller_site import (
     Finish,
     LoadWeights,
@@ -49,7 +52,8 @@ RETURN_S = 300.0
 FINISH_S = 3.0
 """Seconds for a site to acknowledge that the run is over; a site that does not will notice the silence."""
 BYTES_PER_TOKEN = 12.0
-"""Bytes of a token on a link: id, log-probability and weight version, 4 bytes each, before compression."""
+"""Bytes of a token on a link: id, log-probability and weight version, 4 bytes each, before compression; with router
+replay its experts come on top."""
 
 
 class GivenWork(NamedTuple):
@@ -92,7 +96,8 @@ class Services:
         self._traffic = Traffic()
         self._carried: dict[str, int] = {}
         """Bytes to and from each service since the start, without weights, at the last count."""
-        self._dispatch = SiteDispatch(run.sampling.max_tokens, BYTES_PER_TOKEN, run.dispatch.price_tolerance)
+        experts = router_shape(Path(resolve_model(run.model.path))).row_bytes if run.algorithm.router_replay else 0
+        self._dispatch = SiteDispatch(run.sampling.max_tokens, BYTES_PER_TOKEN + experts, run.dispatch.price_tolerance)
 
     @property
     def version(self) -> int:

@@ -21,6 +21,7 @@ from streamrl.config.tasks import AgentTask, FileTask
 from streamrl.errors import ErrorCode, UserError
 from streamrl.launcher.generation_check import check_generation
 from streamrl.launcher.gpu_checks import check_this_machine, sites_here, warnings_here
+from streamrl.launcher.router_check import check_router_replay
 from streamrl.launcher.speculation_check import check_speculation
 from streamrl.launcher.untried_paths import untried_warning
 from streamrl.machine.installed_packages import package_problems
@@ -63,6 +64,7 @@ def check(
         check_model(run),
         check_heads(cluster, run),
         check_speculation(cluster, run),
+        check_router_replay(cluster, run),
         check_generation(cluster, run, site),
         check_sites(cluster, run),
         check_this_machine(cluster, run, site),
@@ -111,7 +113,7 @@ def check_files(cluster: ClusterConfig, run: RunConfig) -> list[str]:
     checks, missing = [check_sites(cluster, run), check_tasks(run), check_ranker(run)], []
     try:
         resolve_model(run.model.path)
-        checks = [check_model(run), check_heads(cluster, run), *checks]
+        checks = [check_model(run), check_heads(cluster, run), check_router_replay(cluster, run), *checks]
     except UserError as error:
         missing.append(f"on this machine: {error}")
     _refuse(checks)

@@ -244,7 +244,21 @@ def gather(
         problem = Problem(
             *(shape, batch, work, offers, routes_of(cluster)),
             *(math.inf if budget is None else budget, delta_ratio, cluster.trainer_site),
+            expert_bytes=_expert_bytes(run),
         )
     except ValueError as error:
         raise UserError(str(error)) from error
     return Inputs(problem, source, name, prices, cluster.trainer_site)
+
+
+def _expert_bytes(run: RunConfig | None) -> int:
+    """Return the bytes of a token's experts in a sample; 0 without router replay, or without the model's folder."""
+    if run is None or not run.algorithm.router_replay:
+        return 0
+    from streamrl.machine.model_files import resolve_model
+    from streamrl.machine.router_shape import router_shape
+
+    try:
+        return router_shape(Path(resolve_model(run.model.path))).row_bytes
+    except UserError:
+        return 0  # preflight says why

@@ -122,7 +122,8 @@ class Finish(TypedMessage, frozen=True, tag="finish"):
 class SampleBatch(TypedMessage, frozen=True, tag="samples"):
     """Finished samples (`generation/site/sample_batches.py` packs them). Acknowledged once they are in the ledger.
 
-    Arrays: lengths, completion_tokens, logprobs, token_versions and bodies if raw; payload if zstd.
+    Arrays: lengths, completion_tokens, logprobs, token_versions and bodies if raw, with router replay experts and
+    expert_rows, too; payload if zstd.
     """
 
     packing: Literal["raw", "zstd"]

@@ -26,8 +26,9 @@ class MicroBatch(TypedMessage, frozen=True, tag="micro_batch"):
     `Examine`.
 
     Arrays: prompts int32, completions int32, logprobs float32, reference_logprobs float32 (of tokens with a loss),
-    estimates float32 [tokens with a loss, 3] (advantage, return, value), masks uint8 (1: the token has a loss), each
-    concatenated.
+    estimates float32 [tokens with a loss, 3] (advantage, return, value), masks uint8 (1: the token has a loss),
+    experts uint8 [positions, row bytes] (of each group that has some: of its prompt, then of each completion's tokens
+    but the last), each concatenated.
     """
 
     groups: list[tuple[str, int, list[int]]]
@@ -44,6 +45,8 @@ class MicroBatch(TypedMessage, frozen=True, tag="micro_batch"):
     """Id of the episode whose rows have one ratio, by group; '' where each sequence has its own."""
     trajectory_tokens: list[int | None]
     """Tokens with a loss of the episode that a sequence is a row of, by sequence; None: it is its only row."""
+    has_experts: list[bool]
+    """Whether `experts` includes the group, for each group."""
 
 
 class Prepare(MicroBatch, frozen=True, tag="prepare"):

@@ -18,6 +18,10 @@ from streamrl.rollouts.types import Group, PartialSample, Sample, SampleRequest
 from streamrl.transport.wire import Arrays
 
 _TOKEN_ARRAYS = ("completion_tokens", "logprobs", "token_versions")
+_EXPERTS = "experts"
+"""Array of a sample that has them, and of a message about several."""
+_EXPERT_ROWS = "expert_rows"
+"""Number of rows of experts of each part, int64, -1 of one without; left out, as the rows, where no part has any."""
 S = TypeVar("S", Sample, PartialSample)
 _KEPT = "kept."
 """Prefix of the arrays with the tokens that a request has already produced."""
@@ -116,8 +120,9 @@ def request_from_wire(message: GenerateSample, arrays: Arrays) -> SampleRequest:
 
 def sample_to_wire(sample: Sample | PartialSample) -> tuple[dict[str, Any], Arrays]:
     """Convert a sample, finished or not."""
-    body = {key: value for key, value in sample.__dict__.items() if key not in _TOKEN_ARRAYS}
-    return body, {name: getattr(sample, name) for name in _TOKEN_ARRAYS}
+    body = {key: value for key, value in sample.__dict__.items() if key not in (*_TOKEN_ARRAYS, _EXPERTS)}
+    arrays = {name: getattr(sample, name) for name in _TOKEN_ARRAYS}
+    return body, arrays if sample.experts is None else arrays | {_EXPERTS: sample.experts}
 
 
 def sample_from_wire(record: type[S], body: dict[str, Any], arrays: Arrays) -> S:
@@ -128,7 +133,8 @@ def sample_from_wire(record: type[S], body: dict[str, Any], arrays: Arrays) -> S
     """
     if body.get("trajectory") is not None:
         body = body | {"trajectory": msgspec.convert(body["trajectory"], Trajectory)}
-    return record(**(body | {name: np.asarray(arrays[name]) for name in _TOKEN_ARRAYS}))
+    experts = arrays.get(_EXPERTS)
+    return record(**(body | {name: np.asarray(arrays[name]) for name in _TOKEN_ARRAYS}), experts=experts)
 
 
 def progress_to_wire(parts: Sequence[tuple[int, PartialSample]]) -> tuple[Progress, Arrays]:
@@ -138,6 +144,9 @@ def progress_to_wire(parts: Sequence[tuple[int, PartialSample]]) -> tuple[Progre
         for start, part in parts
     ]
     arrays = {name: np.concatenate([getattr(part, name) for _, part in parts]) for name in _TOKEN_ARRAYS}
+    if rows := [part.experts for _, part in parts if part.experts is not None]:
+        counts = [-1 if part.experts is None else len(part.experts) for _, part in parts]
+        arrays |= {_EXPERTS: np.concatenate(rows), _EXPERT_ROWS: np.asarray(counts, dtype=np.int64)}
     return Progress(parts=described), arrays
 
 
@@ -149,10 +158,19 @@ def progress_from_wire(message: Progress, arrays: Arrays) -> list[tuple[int, Par
     """
     ends = np.cumsum([count for _, _, count, _, _ in message.parts], dtype=np.int64)
     columns = [np.split(np.asarray(arrays[name]), ends[:-1]) for name in _TOKEN_ARRAYS]
+    experts: list[np.ndarray | None] = [None] * len(message.parts)
+    if _EXPERTS in arrays:
+        counts = arrays[_EXPERT_ROWS]
+        known = np.maximum(counts, 0)
+        if counts.shape != (len(message.parts),) or counts.min(initial=0) < -1 or known.sum() != len(arrays[_EXPERTS]):
+            raise ValueError("rows of experts are not those of the parts")
+        rows = np.split(arrays[_EXPERTS], np.cumsum(known)[:-1])
+        experts = [None if count < 0 else some for count, some in zip(counts, rows, strict=True)]
     found = []
     for n, (sample_id, start, _, t_dispatched, t_first_token) in enumerate(message.parts):
         tokens, logprobs, versions = (column[n] for column in columns)
-        found.append((int(start), PartialSample(sample_id, tokens, logprobs, versions, t_dispatched, t_first_token)))
+        times = t_dispatched, t_first_token
+        found.append((int(start), PartialSample(sample_id, tokens, logprobs, versions, *times, experts[n])))
     return found
 
 

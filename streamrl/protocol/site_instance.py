@@ -30,7 +30,7 @@ class GenerateSample(TypedMessage, frozen=True, tag="generate"):
     """Generate one sample. Answered by `sample`, or by `released` after a `release`.
 
     Arrays: prompt_tokens int32 [P]; with `kept`: kept.completion_tokens int32 [C], kept.logprobs float32 [C],
-    kept.token_versions int32 [C].
+    kept.token_versions int32 [C], with router replay kept.experts uint8 [P + C - 1, row bytes].
     """
 
     sample_id: str
@@ -77,7 +77,8 @@ class Retire(TypedMessage, frozen=True, tag="retire"):
 class FinishedSample(TypedMessage, frozen=True, tag="sample"):
     """A sample has ended (`rollouts.types.Sample`). Acknowledged once the controller has committed it.
 
-    Arrays: completion_tokens int32 [C], logprobs float32 [C], token_versions int32 [C].
+    Arrays: completion_tokens int32 [C], logprobs float32 [C], token_versions int32 [C]; with router replay experts
+    uint8 [P + C - 1, row bytes] (`rollouts.types.Sample`).
     """
 
     sample_id: str
@@ -113,7 +114,9 @@ class ReleasedSample(TypedMessage, frozen=True, tag="released"):
 class Progress(TypedMessage, frozen=True, tag="progress"):
     """Tokens of running samples since the last message, for the token journal.
 
-    Arrays: completion_tokens int32, logprobs float32, token_versions int32, each concatenated over all parts.
+    Arrays: completion_tokens int32, logprobs float32, token_versions int32, each concatenated over all parts; with
+    router replay experts uint8 [rows, row bytes], too, and expert_rows int64 [parts], their number of each part (-1:
+    it has none).
     """
 
     parts: list[tuple[str, int, int, float, float]]

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +16,7 @@ from streamrl.atomic_files import replacing
 from streamrl.errors import UserError
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
 from streamrl.rollouts.parquet_files import read_columns
+from streamrl.rollouts.types import ByteArray
 
 SCHEMA = pa.schema(
     [
@@ -32,10 +34,13 @@ SCHEMA = pa.schema(
         ("trajectory", pa.string()),
         ("trajectory_tokens", pa.int64()),
         ("estimates", pa.list_(pa.list_(pa.float32()))),
+        ("prompt_experts", pa.binary()),
+        ("experts", pa.binary()),
+        ("expert_row_bytes", pa.int32()),
     ]
 )
-"""Columns of a file; `part` counts the groups (or parts of groups) of a worker's share. Files of earlier versions lack
-the last three."""
+"""Columns of a file; `part` counts the groups (or parts of groups) of a worker's share. The experts are rows of bytes,
+with router replay. Files of earlier versions lack the last six."""
 FACTS = b"streamrl"
 """Key of the file's metadata under which the facts of the step are kept, as JSON."""
 
@@ -93,6 +98,9 @@ class KeptMicroBatches:
                 "trajectory": group.trajectory,
                 "trajectory_tokens": sequence.trajectory_tokens,
                 "estimates": None if sequence.estimates is None else sequence.estimates.tolist(),
+                "prompt_experts": _bytes_of(group.prompt_experts),
+                "experts": _bytes_of(sequence.experts),
+                "expert_row_bytes": None if group.prompt_experts is None else group.prompt_experts.shape[1],
             }
             for number, shares in enumerate(kept.micro_batches)
             for worker, share in enumerate(shares)
@@ -130,7 +138,7 @@ class KeptMicroBatches:
             place = row["micro_batch"], row["worker"], row["part"]
             if place not in found:
                 prompt, trajectory = np.array(row["prompt_tokens"], np.int32), row.get("trajectory", "")
-                found[place] = TrainGroup(row["group_id"], prompt, [], trajectory)
+                found[place] = TrainGroup(row["group_id"], prompt, [], trajectory, _rows_of(row, "prompt_experts"))
             reference, mask, estimates = row["reference_logprobs"], row["mask"], row.get("estimates")
             found[place].sequences.append(
                 TrainSequence(
@@ -142,6 +150,7 @@ class KeptMicroBatches:
                     row["sample_id"],
                     None if mask is None else np.array(mask, np.bool_),
                     row.get("trajectory_tokens"),
+                    _rows_of(row, "experts"),
                 )
             )
         shares: dict[int, dict[int, list[TrainGroup]]] = {}
@@ -150,3 +159,13 @@ class KeptMicroBatches:
         workers = max((worker for _, worker, _ in found), default=0) + 1
         micro_batches = [[one.get(worker, []) for worker in range(workers)] for one in shares.values()]
         return KeptStep(facts["step"], facts["normalizer"], facts["cause"], facts["not_finite"], micro_batches)
+
+
+def _bytes_of(rows: ByteArray | None) -> bytes | None:
+    return None if rows is None else rows.tobytes()
+
+
+def _rows_of(row: dict[str, Any], column: str) -> ByteArray | None:
+    """Return the rows of experts of a column; None: there are none."""
+    blob, row_bytes = row.get(column), row.get("expert_row_bytes")
+    return None if blob is None or not row_bytes else np.frombuffer(blob, np.uint8).reshape(-1, row_bytes)

@@ -10,7 +10,7 @@ import numpy as np
 
 from streamrl.config.algorithm import AggregationKind
 from streamrl.rollouts.row_parts import RowPart, group_rows
-from streamrl.rollouts.types import BoolArray, FloatArray, Group, IntArray
+from streamrl.rollouts.types import BoolArray, ByteArray, FloatArray, Group, IntArray
 from streamrl.transport.wire import Arrays
 
 
@@ -38,6 +38,9 @@ class TrainSequence:
     """Which tokens were sampled and have a loss, shape [C]; None: all of them."""
     trajectory_tokens: int | None = None
     """Tokens with a loss of the episode that it is a row of, all rows together; None: it is its only row."""
+    experts: ByteArray | None = None
+    """Recorded experts of each token but the last, which predicts nothing, uint8 [max(C - 1, 0), row bytes]
+    (`machine.router_shape`); None: not recorded."""
 
     @property
     def loss_tokens(self) -> int:
@@ -56,6 +59,9 @@ class TrainGroup:
     trajectory: str = ""
     """Id of the episode whose rows these are, if they have one ratio with its other rows: its groups, one after the
     other, stay in one micro-batch. '': each sequence has its own ratio."""
+    prompt_experts: ByteArray | None = None
+    """Recorded experts of the prompt, uint8 [P, row bytes]; None: those of the group are not recorded. They are those
+    of its first sample, whatever parts it is cut into, as all share one prompt."""
 
     @property
     def tokens(self) -> int:
@@ -117,13 +123,25 @@ def train_groups(
             part.row_id,
             part.mask,
             several[part.sample_id].output_length if part.sample_id in several else None,
+            None if part.experts is None else part.experts[len(group.prompt_tokens) :],
         )
 
+    experts = group_experts(group)
     return [
-        TrainGroup(group.group_id, prompt, [sequence(part) for part in parts], trajectory)
+        TrainGroup(group.group_id, prompt, [sequence(part) for part in parts], trajectory, experts)
         for trajectory, some in [("", apart), *((one.sample_id, [one]) for one in together)]
         for prompt, parts in (group_rows(group, some) if some else [])
     ]
+
+
+def group_experts(group: Group) -> ByteArray | None:
+    """Return the experts of a group's prompt, [P, row bytes], by its first sample with tokens; None: not recorded.
+
+    Void samples count as well, so that it does not matter which of them are trained on.
+    """
+    found = (m.sample for m in group.members() if len(m.sample.completion_tokens))
+    first = next(found, None)
+    return None if first is None or first.experts is None else first.experts[: len(group.prompt_tokens)]
 
 
 def loss_normalizer(aggregation: AggregationKind, tokens: int, sequences: int, max_tokens: int) -> float:
@@ -197,12 +215,12 @@ def _split_group(group: TrainGroup, max_tokens: int) -> list[TrainGroup]:
     for seq in group.sequences:
         length = len(seq.completion_tokens)
         if current and used + length > max_tokens:
-            parts.append(TrainGroup(group.group_id, group.prompt_tokens, current))
+            parts.append(replace(group, sequences=current))
             current, used = [], len(group.prompt_tokens)
         current.append(seq)
         used += length
     if current:
-        parts.append(TrainGroup(group.group_id, group.prompt_tokens, current))
+        parts.append(replace(group, sequences=current))
     return parts
 
 
@@ -254,6 +272,7 @@ def to_wire(groups: list[TrainGroup]) -> tuple[dict[str, Any], Arrays]:
         "has_mask": [seq.mask is not None for seq in sequences],
         "trajectories": [group.trajectory for group in groups],
         "trajectory_tokens": [seq.trajectory_tokens for seq in sequences],
+        "has_experts": [has_experts(group) for group in groups],
     }
     masks = [seq.mask for seq in sequences if seq.mask is not None]
     known = [seq.reference_logprobs for seq in sequences if seq.reference_logprobs is not None]
@@ -266,6 +285,7 @@ def to_wire(groups: list[TrainGroup]) -> tuple[dict[str, Any], Arrays]:
             [np.zeros((0, 3)), *(s.estimates for s in sequences if s.estimates is not None)], np.float32
         ),
         "masks": _joined(masks, np.uint8),
+        "experts": _experts_to_wire(groups),
     }
     return body, arrays
 
@@ -282,9 +302,16 @@ def from_wire(body: dict[str, Any], arrays: Arrays) -> list[TrainGroup]:
         iter(body[key]) for key in ("advantages", "has_reference", "has_estimates", "has_mask")
     )
     trajectory_tokens = iter(body["trajectory_tokens"])
-    prompt_at = token_at = mask_at = reference_at = estimates_at = 0
-    for (group_id, prompt_length, lengths), trajectory in zip(body["groups"], body["trajectories"], strict=True):
+    prompt_at = token_at = mask_at = reference_at = estimates_at = experts_at = 0
+    rows_of = arrays["experts"]
+    for (group_id, prompt_length, lengths), trajectory, recorded in zip(
+        body["groups"], body["trajectories"], body["has_experts"], strict=True
+    ):
         sequences = []
+        of_prompt = None
+        if recorded:
+            of_prompt = rows_of[experts_at : experts_at + prompt_length]
+            experts_at += prompt_length
         for length in lengths:
             rows = slice(token_at, token_at + length)
             token_at += length
@@ -299,21 +326,51 @@ def from_wire(body: dict[str, Any], arrays: Arrays) -> list[TrainGroup]:
             if next(has_estimates):
                 estimates = arrays["estimates"][estimates_at : estimates_at + loss_tokens]
                 estimates_at += loss_tokens
+            experts = None
+            if recorded:
+                experts = rows_of[experts_at : experts_at + max(0, length - 1)]
+                experts_at += max(0, length - 1)
             tokens, logprobs = arrays["completions"][rows], arrays["logprobs"][rows]
             of_all = next(trajectory_tokens)
             sequences.append(
                 TrainSequence(
-                    tokens, logprobs, next(advantages), reference, estimates, mask=mask, trajectory_tokens=of_all
+                    tokens,
+                    logprobs,
+                    next(advantages),
+                    reference,
+                    estimates,
+                    mask=mask,
+                    trajectory_tokens=of_all,
+                    experts=experts,
                 )
             )
         prompt = arrays["prompts"][prompt_at : prompt_at + prompt_length]
-        groups.append(TrainGroup(group_id, prompt, sequences, trajectory))
+        groups.append(TrainGroup(group_id, prompt, sequences, trajectory, of_prompt))
         prompt_at += prompt_length
     if arrays["reference_logprobs"].shape != (reference_at,):
         raise ValueError("reference log-probabilities in a micro-batch are not those of its tokens with a loss")
     if arrays["estimates"].shape != (estimates_at, 3):
         raise ValueError("estimates in a micro-batch are not those of its tokens with a loss")
+    if len(rows_of) != experts_at:
+        raise ValueError("experts in a micro-batch are not those of its tokens")
     return groups
+
+
+def has_experts(group: TrainGroup) -> bool:
+    """Return whether the experts of a group are recorded, of its prompt and of each completion."""
+    return group.prompt_experts is not None and all(seq.experts is not None for seq in group.sequences)
+
+
+def _experts_to_wire(groups: list[TrainGroup]) -> ByteArray:
+    """Return the rows of the groups that have some, each prompt's before its completions'."""
+    rows = [
+        part
+        for group in groups
+        if has_experts(group)
+        for part in (group.prompt_experts, *(seq.experts for seq in group.sequences))
+        if part is not None
+    ]
+    return np.concatenate(rows) if rows else np.zeros((0, 0), dtype=np.uint8)
 
 
 def _check(body: dict[str, Any], arrays: Arrays) -> None:
@@ -324,6 +381,8 @@ def _check(body: dict[str, Any], arrays: Arrays) -> None:
     counts = {len(lengths), *(len(body[key]) for key in by_sequence)}
     if len(counts) != 1 or any(n < 0 for n in (*prompts, *lengths)):
         raise ValueError("a micro-batch has one advantage for each of its sequences")
+    if arrays["experts"].dtype != np.uint8 or arrays["experts"].ndim != 2:
+        raise ValueError("experts in a micro-batch are rows of bytes")
     if any(arrays[name].shape != (sum(parts),) for name, parts in totals.items()):
         raise ValueError("lengths in a micro-batch do not add up to its arrays")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from streamrl.rollouts.trajectory import NOT_SAMPLED
-from streamrl.rollouts.types import BoolArray, FloatArray, Group, IntArray, Sample
+from streamrl.rollouts.types import BoolArray, ByteArray, FloatArray, Group, IntArray, Sample
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class RowPart:
     """Shape [C]; `NOT_SAMPLED` where not sampled."""
     mask: BoolArray | None
     """Which tokens were sampled, shape [C]; None: all."""
+    experts: ByteArray | None = None
+    """`Sample.experts` of a single completion; None: not recorded, as of episodes."""
 
     @property
     def sampled(self) -> int:
@@ -49,7 +51,15 @@ def group_rows(group: Group, samples: Sequence[Sample]) -> list[tuple[IntArray, 
     """
     if not group.agent:
         parts = [
-            RowPart(one.sample_id, one.sample_id, one.completion_tokens, one.logprobs, one.token_versions, None)
+            RowPart(
+                one.sample_id,
+                one.sample_id,
+                one.completion_tokens,
+                one.logprobs,
+                one.token_versions,
+                None,
+                one.experts,
+            )
             for one in samples
         ]
         return [(group.prompt_tokens, parts)]

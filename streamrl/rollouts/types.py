@@ -15,6 +15,7 @@ from streamrl.rollouts.void import Void
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
+ByteArray = npt.NDArray[np.uint8]
 
 
 def _check_tokens(sample_id: str, *arrays: npt.NDArray[Any]) -> None:
@@ -26,6 +27,16 @@ def _check_tokens(sample_id: str, *arrays: npt.NDArray[Any]) -> None:
     shapes = {array.shape for array in arrays}
     if len(shapes) != 1 or arrays[0].ndim != 1:
         raise ValueError(f"sample {sample_id!r:.99}: tokens, logprobs and versions differ in shape: {shapes}")
+
+
+def _check_experts(sample_id: str, experts: ByteArray | None, tokens: int) -> None:
+    """Check that experts, if there are any, are rows of bytes, at least one for each token.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if experts is not None and (experts.ndim != 2 or experts.dtype != np.uint8 or len(experts) < tokens):
+        raise ValueError(f"sample {sample_id!r:.99}: experts {experts.dtype} {experts.shape} of {tokens} tokens")
 
 
 def _check_rows(sample_id: str, trajectory: Trajectory, versions: IntArray) -> None:
@@ -58,9 +69,13 @@ class PartialSample:
     t_dispatched: float
     """Unix seconds at which its first instance took it."""
     t_first_token: float
+    experts: ByteArray | None = None
+    """Experts as in `Sample`; of a part that is not a sample's first: of the positions that its tokens were drawn from,
+    [C, row bytes]."""
 
     def __post_init__(self) -> None:
         _check_tokens(self.sample_id, self.completion_tokens, self.logprobs, self.token_versions)
+        _check_experts(self.sample_id, self.experts, len(self.completion_tokens))
 
 
 @dataclass(frozen=True)
@@ -119,9 +134,13 @@ class Sample:
     """Tokens that the instance on which it ended has drafted for it and verified (speculative decoding)."""
     accepted_tokens: int = 0
     """Those of them that were accepted."""
+    experts: ByteArray | None = None
+    """With router replay, the experts of each position of prompt and completion but the last, which draws nothing, as
+    bytes: uint8 [P + C - 1, row bytes] (`machine.router_shape`; [0, row bytes] where C is 0); else None."""
 
     def __post_init__(self) -> None:
         _check_tokens(self.sample_id, self.completion_tokens, self.logprobs, self.token_versions)
+        _check_experts(self.sample_id, self.experts, len(self.completion_tokens))
         if self.trajectory is not None:
             _check_rows(self.sample_id, self.trajectory, self.token_versions)
 

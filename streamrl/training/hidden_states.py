@@ -13,11 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import nn
 
 from streamrl.training.packing import GroupLayout, PackedBatch
+from streamrl.training.router_replay import EXPERTS
 
 
 @dataclass(frozen=True)
@@ -52,26 +54,40 @@ def padded_rows(layout: tuple[GroupLayout, ...]) -> PaddedRows:
     return PaddedRows(places, mask, torch.cat(sources))
 
 
-def predicting_states(trunk: nn.Module, batch: PackedBatch, separate: bool) -> torch.Tensor:
+def predicting_states(
+    trunk: nn.Module, batch: PackedBatch, separate: bool, experts: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return the trunk's last hidden state before each token with a loss, [N, d].
 
     Args:
         trunk: the model without its head; with `separate: False` it has the attention of `attention.py`.
         batch: the packed batch.
         separate: run every completion in a row of its own.
+        experts: recorded experts of each token of the packed row (`router_replay.EXPERTS`); None: routers choose. The
+            trunk must have been prepared by `RouterReplay`.
     """
+    replayed: dict[str, Any] = {}
     if not separate:
+        if experts is not None:
+            replayed[EXPERTS] = experts
         packed: torch.Tensor = trunk(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, layout=batch.layout
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            layout=batch.layout,
+            **replayed,
         ).last_hidden_state
         return packed[0, batch.source_index]
     rows, device = padded_rows(batch.layout), batch.input_ids.device
     places = rows.places.to(device)
+    if experts is not None:
+        replayed[EXPERTS] = experts[places.flatten()]
     hidden: torch.Tensor = trunk(
         input_ids=batch.input_ids[0, places],
         attention_mask=rows.mask.to(device),
         position_ids=torch.arange(places.shape[1], device=device).expand(places.shape),
         use_cache=False,
+        **replayed,
     ).last_hidden_state
     sources = rows.sources.to(device)
     return hidden.flatten(0, 1)[sources if batch.with_loss is None else sources[batch.with_loss]]

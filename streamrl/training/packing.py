@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from streamrl.rollouts.micro_batch import TrainGroup
-from streamrl.rollouts.types import FloatArray, IntArray
+from streamrl.rollouts.micro_batch import TrainGroup, has_experts
+from streamrl.rollouts.types import ByteArray, FloatArray, IntArray
 
 ROW_MULTIPLE = 16
 """Every row has a multiple of this many tokens, which costs 8 on average. oneDNN takes milliseconds to make a kernel
@@ -71,6 +71,12 @@ class PackedBatch:
     """Advantages, returns and values that came with the groups, [N, 3] float32; None: some sequence has none."""
     with_loss: torch.Tensor | None = None
     """Number of each token with a loss among all completion tokens, [N] int64; None: all have one."""
+    experts: torch.Tensor | None = None
+    """Recorded experts of each token of the row, [T, row bytes] uint8 (`machine.router_shape`); None: some group has
+    none."""
+    recorded: torch.Tensor | None = None
+    """Whether a token's experts are recorded, [T] bool: neither of a completion's last token nor of the filling. None
+    where `experts` is."""
 
     @property
     def loss_tokens(self) -> int:
@@ -222,6 +228,7 @@ def pack(groups: list[TrainGroup]) -> PackedBatch:
         return torch.from_numpy(np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype=dtype))
 
     chosen = np.concatenate([np.ones(0, dtype=bool), *masks])
+    experts, recorded = _packed_experts(groups, filler)
     return PackedBatch(
         input_ids=joined(ids, np.int64)[None],
         position_ids=joined(positions, np.int64)[None],
@@ -236,4 +243,34 @@ def pack(groups: list[TrainGroup]) -> PackedBatch:
         reference_logprobs=joined(reference, np.float32) if all(group.has_reference for group in groups) else None,
         estimates=joined(estimates, np.float32) if all(group.has_estimates for group in groups) else None,
         with_loss=None if bool(chosen.all()) else joined([np.flatnonzero(chosen)], np.int64),
+        experts=experts,
+        recorded=recorded,
     )
+
+
+def _packed_experts(groups: list[TrainGroup], filler: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return `PackedBatch.experts` and `recorded` of a row that ends with so many tokens that fill it up.
+
+    Raises:
+        ValueError: a group has the experts of more or fewer tokens than it has.
+    """
+    if not groups or not all(map(has_experts, groups)):
+        return None, None
+    parts: list[tuple[ByteArray, int]] = []
+    """Rows, and the number of tokens after them that have none."""
+    for group in groups:
+        assert group.prompt_experts is not None
+        if len(group.prompt_experts) != len(group.prompt_tokens):
+            raise ValueError(f"group {group.group_id} has not the experts of its prompt")
+        parts.append((group.prompt_experts, 0))
+        for seq in group.sequences:
+            if length := len(seq.completion_tokens):
+                assert seq.experts is not None
+                if len(seq.experts) != length - 1:
+                    raise ValueError(f"group {group.group_id} has not the experts of a completion")
+                parts.append((seq.experts, 1))
+    parts.append((parts[0][0][:0], filler))
+    width = parts[0][0].shape[1]
+    rows = [part for some, none in parts for part in (some, np.zeros((none, width), dtype=np.uint8))]
+    known = [part for some, none in parts for part in (np.ones(len(some), dtype=bool), np.zeros(none, dtype=bool))]
+    return torch.from_numpy(np.concatenate(rows)), torch.from_numpy(np.concatenate(known))

@@ -14,6 +14,7 @@ from streamrl.training.hidden_states import predicting_states
 from streamrl.training.output_head import logit_transform, prove_head
 from streamrl.training.packing import PackedBatch
 from streamrl.training.recomputation import set_recomputation
+from streamrl.training.router_replay import RouterReplay
 from streamrl.training.tensor_parallel import whole
 from streamrl.training.token_logprobs import HeadOutput, TokenDistribution, token_logprobs
 from streamrl.training.truncation import ALL_TOKENS, Truncation
@@ -22,12 +23,14 @@ from streamrl.training.truncation import ALL_TOKENS, Truncation
 class Policy(nn.Module):
     """A causal LM behind one forward: packed batch in, log-probabilities of its completion tokens out."""
 
-    def __init__(self, model: PreTrainedModel, separate: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, separate: bool = False, replays: bool = False) -> None:
+        """Errors as `RouterReplay`, with `replays`: whether experts that come with a batch are replayed."""
         super().__init__()
         self.model = model
         self.separate = separate
         """Whether every completion runs in a row of its own (`hidden_states.py`)."""
         self.transform = logit_transform(model.config)
+        self.replay = RouterReplay(model) if replays else None
 
     def forward(
         self,
@@ -40,7 +43,10 @@ class Policy(nn.Module):
 
         With `every_entropy` there is an entropy of each token, with gradient.
         """
-        hidden = predicting_states(self.model.base_model, batch, self.separate)
+        experts = None
+        if self.replay is not None and batch.experts is not None and batch.recorded is not None:
+            experts = self.replay.choices(batch.experts, batch.recorded)
+        hidden = predicting_states(self.model.base_model, batch, self.separate, experts)
         head = self.model.get_output_embeddings()
         bias = getattr(head, "bias", None)
         return token_logprobs(
@@ -53,19 +59,23 @@ class Policy(nn.Module):
         )
 
 
-def load_policy(path: str, recomputation: Recomputation = False, attention: str = SHARED_PREFIX) -> Policy:
+def load_policy(
+    path: str, recomputation: Recomputation = False, attention: str = SHARED_PREFIX, replays: bool = False
+) -> Policy:
     """Load a Hugging Face model in fp32 (the master weights).
 
     Args:
         path: folder or hub id.
         recomputation: what the backward pass computes again.
         attention: see `load_model`.
+        replays: whether its routers replay the experts that come with a batch (`router_replay.py`).
 
     Raises:
+        UserError: it cannot replay them.
         RunFailed: the model does something unknown with its logits, see `output_head.prove_head`.
     """
     model = load_model(AutoModelForCausalLM, path, recomputation, attention)
-    policy = Policy(model, attention != SHARED_PREFIX)
+    policy = Policy(model, attention != SHARED_PREFIX, replays)
     prove_head(policy.model, policy.transform)
     return policy
 

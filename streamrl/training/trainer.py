@@ -132,16 +132,19 @@ class Trainer:
         self.rank = dist.get_rank()
         algorithm, checkpointing = run.algorithm, run.optimizer.gradient_checkpointing
         self.packing = packing or agreed_packing(run, model_path)
-        policy = load_policy(model_path, checkpointing, self.packing.attention)
+        replays = algorithm.router_replay
+        policy = load_policy(model_path, checkpointing, self.packing.attention, replays)
         self.learner: Learner[Policy] = Learner(policy, run.optimizer.lr, run, device, division)
         self.policy: Policy = self.learner.model
         self.layout = ShardedLayout(self.policy.model, published or compute_type(run), run.weights.generation_dtype)
 
-        def frozen() -> Policy:
-            return shard(load_policy(model_path, attention=self.packing.attention), run, device, False, division)
+        def frozen(replays: bool) -> Policy:
+            policy = load_policy(model_path, attention=self.packing.attention, replays=replays)
+            return shard(policy, run, device, False, division)
 
-        self.reference = frozen() if algorithm.needs_reference else None
-        self.proximal = frozen() if algorithm.needs_proximal(run.updates_per_version) else None
+        # the reference is a policy of its own, which no generator has routed for
+        self.reference = frozen(False) if algorithm.needs_reference else None
+        self.proximal = frozen(replays) if algorithm.needs_proximal(run.updates_per_version) else None
         self.ppo = algorithm if isinstance(algorithm, PPOConfig) else None
         self.critic: Learner[Critic] | None = None
         if self.ppo:
@@ -300,7 +303,13 @@ class Trainer:
         )
 
     def _sampled_from(self, model: Policy, batch: PackedBatch, every_entropy: bool = False) -> HeadOutput:
-        """Run a model; all log-probabilities and entropies are of the distribution that it would sample from."""
+        """Run a model; all log-probabilities and entropies are of the distribution that it would sample from.
+
+        Raises:
+            ValueError: routers are to replay experts, and the batch has none.
+        """
+        if model.replay is not None and batch.experts is None and batch is not self._nothing:
+            raise ValueError("a micro-batch was to bring the generator's experts, but some group has none")
         output: HeadOutput = model(batch, self.run.sampling.temperature, self.truncation, every_entropy)
         return output
 

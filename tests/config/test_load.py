@@ -117,6 +117,14 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
             "sampling:\n  min_p: 0.1\nspeculation:\n  method: auto\n",
             "F:2: sampling.min_p (0.1) does not go with speculation.method auto: vLLM would leave min_p out",
         ),
+        (
+            "algorithm: {name: grpo, router_replay: true}\nspeculation:\n  method: auto\n",
+            "F:1: algorithm.router_replay records the experts of one token per step, and speculation.method",
+        ),
+        (
+            "algorithm: {name: grpo, router_replay: true}\ntasks:\n- {kind: agent, name: a, run: m:f, path: p}\n",
+            "F:1: algorithm.router_replay: the rows of task 'a', of kind agent, have no experts",
+        ),
         ("speculation:\n  method: eagle\n", "F:2: 'speculation.method' is 'eagle', expected one of: none, auto, ngram"),
         (
             "optimizer:\n  decay: exp\n",

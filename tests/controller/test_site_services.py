@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,6 +83,17 @@ def make_services(wire: Wire, run: RunConfig) -> Services:
     made = Services(wire, WaitRegistry("test"), sites, CLUSTER, run)  # type: ignore[arg-type]
     made.joined()
     return made
+
+
+def test_a_token_of_a_mixture_that_is_replayed_has_more_bytes_on_a_link(wire: Wire, tmp_path: Path) -> None:
+    config = {"model_type": "qwen3_moe", "num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    for replay, expected in ((False, 12), (True, 12 + 48 * 8)):
+        run = {"model": {"path": str(tmp_path)}, "algorithm": {"name": "grpo", "router_replay": replay}}
+        made = make_services(wire, RunConfig.model_validate(run))
+        assert made._dispatch.bytes_per_token == expected
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
+from streamrl.training.packing_proof import small_model
+from streamrl.verify.families import FAMILIES
 from tests import warm
 from tests.tiny_model import save_tiny_model
 from tests.waiting import finish
@@ -47,17 +49,24 @@ def reward(completion, *, prompt, answer):
 class Project:
     """A folder with a tiny model, a cluster file, a run file and a reward function."""
 
-    def __init__(self, folder: Path, tail: bool = True, dtype: str = "float32", warm: bool = True) -> None:
+    def __init__(
+        self, folder: Path, tail: bool = True, dtype: str = "float32", warm: bool = True, mixture: bool = False
+    ) -> None:
         """
         Args:
             folder: all of it is there.
             tail: whether there is a second pool, with an instance for long answers.
             dtype: of its model, which every CPU has kernels for; bfloat16: what is about its rounding and small deltas.
             warm: its processes begin with everything imported (`tests/warm.py`), which is quicker than a user's do.
+            mixture: whether its model is a mixture of experts, a small Qwen3-MoE.
         """
         self.folder, self.dtype, self.warm = folder, dtype, warm
         self.cluster = CLUSTER if tail else CLUSTER.replace(TAIL, "")
         save_tiny_model(folder / "model")
+        if mixture:  # with the tokenizer of the other
+            model = small_model(FAMILIES["Qwen3-MoE"]())
+            model.config.update({"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 257})
+            model.save_pretrained(folder / "model")
         (folder / "own_rewards.py").write_text(REWARDS)
         rows = [{"prompt": f"say {word}", "answer": word} for word in ("one", "two", "three", "four", "five")]
         rows[3]["prompt"], rows[4]["prompt"] = "crash", "hang"

@@ -119,7 +119,8 @@ def test_ppo_on_devices_that_are_shared_in_turns_and_two_steps_per_publication(t
 
 
 def test_partial_rollouts_and_dynamic_sampling_account_for_every_sample(tmp_path: Path) -> None:
-    project = Project(tmp_path, tail=False)
+    """Of a mixture of experts whose trainer replays those of the generator, also of answers in several parts."""
+    project = Project(tmp_path, tail=False, mixture=True)
     easy_prompts(project)
     project.launch(
         tasks=EASY,
@@ -131,7 +132,7 @@ def test_partial_rollouts_and_dynamic_sampling_account_for_every_sample(tmp_path
         },
         model={"path": str(tmp_path / "model"), "max_context": 160},
         sampling={"max_tokens": 110},
-        algorithm={"name": "dapo", "overlong": None, "entropy_coef": 0.001},
+        algorithm={"name": "dapo", "overlong": None, "entropy_coef": 0.001, "router_replay": True},
         batch={"prompts_per_step": 6, "samples_per_prompt": 3, "micro_batch_tokens": 128, "epochs": 2},
     )
     run_dir = project.run_dir()

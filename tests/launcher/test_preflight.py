@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3NextConfig
 
+from streamrl.config.algorithm import GRPOConfig
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.config.speculation import SpeculationConfig
@@ -16,6 +17,7 @@ from streamrl.errors import UserError
 from streamrl.generation.instance import eight_bits
 from streamrl.launcher import gpu_checks, preflight
 from streamrl.launcher.generation_check import check_generation
+from streamrl.launcher.router_check import check_router_replay
 from streamrl.launcher.speculation_check import check_speculation
 from streamrl.launcher.untried_paths import untried, untried_warning
 from streamrl.machine import installed_packages
@@ -89,6 +91,27 @@ def test_heads_that_cannot_be_shared_out_are_told(tmp_path: Path) -> None:
         f"{run.model.path}",
         f"sites.here.trainer.tensor_parallel is 4: expected a divisor of the 2 key-value heads of {run.model.path}",
     ]
+
+
+def test_router_replay_is_refused_where_it_is_not_proven(tmp_path: Path) -> None:
+    mixture = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2}
+    replays = {"algorithm": GRPOConfig(router_replay=True)}
+    dense = make_model(tmp_path / "dense", model_type="llama")
+    assert list(check_router_replay(cluster(), dense)) == []
+    (problem,) = check_router_replay(cluster(), dense.model_copy(update=replays))
+    assert "proven for models of type qwen3_moe and gpt_oss, this one is 'llama'" in problem
+    run = make_model(tmp_path / "mixture", **mixture).model_copy(update=replays)
+    assert list(check_router_replay(cluster(), run)) == []
+    assert list(check_router_replay(cluster("cuda", gpus_per_replica=2), run)) == []
+    assert any("second model runner" in path for path in untried(cluster("cuda"), run))
+    (problem,) = check_router_replay(cluster(gpus_per_replica=2), run)
+    assert "gpus_per_replica is 2, expected 1" in problem
+    values = cluster("cuda").model_dump()
+    values["sites"]["here"]["trainer"] = {"ranks": 2, "tensor_parallel": 2}
+    (problem,) = check_router_replay(ClusterConfig.model_validate(values), run)
+    assert "tensor_parallel is 2, expected 1" in problem
+    absent = RunConfig.model_validate({"model": {"path": "nobody/nothing"}}).model_copy(update=replays)
+    assert list(check_router_replay(cluster(), absent)) == [], "reported by the model's own check"
 
 
 def test_speculation_is_refused_where_nothing_says_that_it_is_exact(tmp_path: Path) -> None:

@@ -161,6 +161,7 @@ def test_the_wire_form_written_out_and_back() -> None:
         "has_mask": [False, False, False],
         "trajectories": ["", ""],
         "trajectory_tokens": [None, None, None],
+        "has_experts": [False, False],
     }
     assert {name: array.tolist() for name, array in arrays.items()} == {
         "prompts": [0, 1, 0],
@@ -169,8 +170,9 @@ def test_the_wire_form_written_out_and_back() -> None:
         "reference_logprobs": [-3.0, -4.0, -7.0],
         "estimates": [[1.0, 2.0, 3.0]],
         "masks": [],
+        "experts": [],
     }
-    assert [str(array.dtype) for array in arrays.values()] == ["int32", "int32", *["float32"] * 3, "uint8"]
+    assert [str(array.dtype) for array in arrays.values()] == ["int32", "int32", *["float32"] * 3, "uint8", "uint8"]
     back = from_wire(body, arrays)
     assert lengths([back]) == [[("a", 2, [3, 2]), ("b", 1, [1])]]
     again = to_wire(back)

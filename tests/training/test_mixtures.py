@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from streamrl.machine.router_shape import RouterShape, shape_of
+from streamrl.rollouts.micro_batch import TrainGroup
 from streamrl.rollouts.rank_shares import balance
 from streamrl.training.packing_proof import small_model
 from streamrl.training.trainer import Trainer
@@ -15,14 +20,37 @@ from streamrl.verify.families import FAMILIES
 from tests.training.conftest import free_port, random_groups, relative_error, run_config, run_ranks
 
 
+def with_experts(groups: list[TrainGroup], shape: RouterShape) -> list[TrainGroup]:
+    """Return the groups with random experts, the same on every rank."""
+    rng = np.random.default_rng(3)
+
+    def rows(count: int) -> np.ndarray:
+        places = count, len(shape.layers), shape.experts
+        return shape.to_rows(
+            rng.permuted(np.broadcast_to(np.arange(shape.experts), places), axis=-1)[..., : shape.top_k]
+        )
+
+    return [
+        replace(
+            group,
+            prompt_experts=rows(len(group.prompt_tokens)),
+            sequences=[replace(one, experts=rows(len(one.completion_tokens) - 1)) for one in group.sequences],
+        )
+        for group in groups
+    ]
+
+
 def _rank(rank: int, ranks: int, port: int, models: list[str], out: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    for number, model in enumerate(models):
-        trainer = Trainer(run_config(Path(model)), model, torch.device("cpu"))
+    for number, (model, replays) in enumerate(itertools.product(models, [False, True])):
+        run = run_config(Path(model), algorithm={"name": "grpo", "router_replay": replays})
+        trainer = Trainer(run, model, torch.device("cpu"))
         experts = [p for name, p in trainer.policy.named_parameters() if ".experts." in name]
         assert experts
         groups = random_groups(4)
+        if replays:
+            groups = with_experts(groups, shape_of(trainer.policy.model.config.to_dict()))
         share = balance(groups, ranks)[rank]
         trainer.accumulate(share[:1], is_last=False)
         trainer.accumulate(share[1:], is_last=True)
@@ -47,9 +75,12 @@ def test_experts_in_two_shards_have_the_gradient_of_whole_ones(tmp_path: Path) -
     models = [str(tmp_path / family) for family in families]
     for ranks in (1, 2):
         run_ranks(ranks, _rank, ranks, free_port(), models, str(tmp_path))
-    for number, family in enumerate(families):
+    for number, family in enumerate(family for family in families for _ in range(2)):
         one, two = (torch.load(tmp_path / f"{number}-{ranks}.pt") for ranks in (1, 2))
         assert set(one) == set(two)
+        if number % 2:  # with experts that routers would not choose
+            plain = torch.load(tmp_path / f"{number - 1}-1.pt")
+            assert max(relative_error(one[name], plain[name]) for name in one) > 0.1
         for name, gradient in one.items():
             assert relative_error(two[name], gradient) < 1e-4, f"{family}: {name}"
         routers = [name for name in one if "gate.weight" in name or "router.weight" in name]

@@ -21,6 +21,7 @@ from streamrl.config.run import RunConfig
 from streamrl.config.schedule import OnUpdate
 from streamrl.generation.drafts.lessons import DrafterLessons
 from streamrl.generation.instance.engine_config import Place, engine_config
+from streamrl.generation.instance.sample_experts import first_row, rows_since, with_experts
 from streamrl.generation.instance.sample_parts import (
     UNNAMED_VERSION,
     first_token,
@@ -32,6 +33,7 @@ from streamrl.generation.instance.sample_parts import (
 from streamrl.generation.instance.vllm_processes import fork_where_safe
 from streamrl.machine.engine_settings import EngineSettings
 from streamrl.machine.model_files import resolve_model
+from streamrl.machine.router_shape import router_shape
 from streamrl.rollouts.canary import canary
 from streamrl.rollouts.types import FloatArray, PartialSample, Sample, SampleRequest
 from streamrl.runtime.device_turns import takes_turns
@@ -103,10 +105,14 @@ class Engine:
         """Arrival of running requests, in (unix seconds, monotonic seconds)."""
         self._prompts: dict[str, int] = {}
         """Prompt tokens of running requests."""
+        self._first_rows: dict[str, int] = {}
+        """Position of the first row of experts of running requests (`sample_experts.py`)."""
         self.drafts = run.speculation.method != "none"
         """Whether a drafter runs in the engine, which `teach_drafter` teaches."""
         self._lessons = DrafterLessons()
         model = resolve_model(run.model.path)
+        self._routers = router_shape(Path(model)) if run.algorithm.router_replay else None
+        """Routers whose experts samples carry; None: they carry none."""
         config = engine_config(pool, run, cuda, place, settings)
         fork_where_safe(cuda)
         self._llm = AsyncLLM.from_vllm_config(config)
@@ -172,11 +178,13 @@ class Engine:
         self.busy_since = self.busy_since or t_dispatched
         self._begun[request.sample_id] = t_dispatched, started
         self._prompts[request.sample_id] = len(request.prompt_tokens)
+        self._first_rows[request.sample_id] = first_row(request)
         try:
             output = await self._generate(request, min(longest, request.pause_at or longest))
         finally:
             self._count(-1)
-            del self._begun[request.sample_id], self._prompts[request.sample_id]
+            for noted in (self._begun, self._prompts, self._first_rows):
+                del noted[request.sample_id]
             if self.running == 0:
                 self.busy_since = None
         completion = output.outputs[0]
@@ -192,8 +200,11 @@ class Engine:
             t_dispatched=t_dispatched,
             t_first_token=first_token(t_dispatched, started, first),
         )
-        if request.kept is not None:
-            partial = join(request.kept, partial)
+        kept = request.kept
+        if self._routers is not None:
+            kept, partial = with_experts(self._routers, request, partial, completion.routed_experts)
+        if kept is not None:
+            partial = join(kept, partial)
         out_of_budget = completion.finish_reason == "length" and len(partial.completion_tokens) < longest
         if completion.finish_reason == "abort" or out_of_budget:
             return partial
@@ -285,6 +296,12 @@ class Engine:
                 t_dispatched,
                 first_token(t_dispatched, started, state.stats.first_token_ts if state.stats else 0.0),
             )
+            if self._routers is not None:
+                begin, prompt = self._first_rows[sample_id], self._prompts[sample_id]
+                whole = kept + first, kept + len(tokens)
+                part = replace(
+                    part, experts=rows_since(self._routers, state.routed_experts_chunks, begin, prompt, whole)
+                )
             found.append((kept + first, part))
         return found
 
@@ -374,6 +391,7 @@ class Engine:
             logprobs=0,
             detokenize=bool(sampling.stop) and not to_the_end,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            routed_experts_prompt_start=first_row(request),
         )
         last = None
         if kept:

@@ -33,6 +33,12 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 CPU_BLOCK_SIZE = 32
 """Tokens of a KV block: the smallest for which vLLM's CPU attention is fast. Smaller blocks share more of a prompt."""
 
+CAPTURE_ON_CPU = {
+    "worker_cls": "streamrl.generation.instance.expert_capture.CapturingWorker",
+    "scheduler_cls": "streamrl.generation.instance.expert_capture.CapturingScheduler",
+}
+"""vLLM's arguments by which a CPU engine returns the experts of each token."""
+
 FEW_ROWS_MODELS = frozenset({"LlamaForCausalLM"})
 """Architectures on which `few_rows` was tried; all others use vLLM's own matrix products."""
 
@@ -108,6 +114,8 @@ def engine_config(
     if os.environ[QUANTIZATION] == FEW_ROWS:
         hardware["quantization"] = FEW_ROWS
         hardware["ir_op_priority"] = {"rms_norm": [FEW_ROWS], "fused_add_rms_norm": [FEW_ROWS]}
+    if run.algorithm.router_replay:
+        hardware |= {"enable_return_routed_experts": True} if cuda else CAPTURE_ON_CPU
     if (drafts := speculative_config(run.speculation)) is not None:
         hardware |= {"speculative_config": drafts, "per_request_spec_decode_metrics": "summary"}
         hardware["worker_extension_cls"] = f"{DrafterWorker.__module__}.{DrafterWorker.__qualname__}"

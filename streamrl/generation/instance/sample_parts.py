@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from streamrl.rollouts.seeds import derive_seed
-from streamrl.rollouts.types import PartialSample
+from streamrl.rollouts.types import ByteArray, PartialSample
 
 UNNAMED_VERSION = -1
 """Number of the weights that were loaded at start; no sample of a run is drawn from them."""
@@ -26,7 +26,15 @@ def join(kept: PartialSample, more: PartialSample) -> PartialSample:
         completion_tokens=both("completion_tokens"),
         logprobs=both("logprobs"),
         token_versions=both("token_versions"),
+        experts=_experts(kept, more),
     )
+
+
+def _experts(kept: PartialSample, more: PartialSample) -> ByteArray | None:
+    """Return the rows of both; those of a prompt come with the first part that has tokens."""
+    if kept.experts is None or not len(kept.completion_tokens):
+        return more.experts if not len(kept.completion_tokens) else None
+    return None if more.experts is None else np.concatenate([kept.experts, more.experts])
 
 
 def seed_after(seed: int, produced: int) -> int:

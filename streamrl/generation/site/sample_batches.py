@@ -9,6 +9,8 @@ A batch is one message `samples`, packed in one of two ways (`packing`):
     zstd   payload: the same columns one after the other, bodies last, in one zstd frame. Before that, token ids and
            versions that fit into 16 bits are narrowed to them, and log-probabilities are laid out as byte planes
 
+With router replay there are two columns more before the bodies: expert_rows, and experts [rows, row bytes].
+
 Both are exact to the bit. Narrowing and byte planes make the payload 6 % smaller than zstd alone. Real samples of
 SmolLM2-135M shrink to 0.38 of their raw bytes; nearly half of what remains are mantissas of log-probabilities, which
 do not compress. Deltas of token ids made it larger; run-length coded versions and bodies by columns no smaller.
@@ -39,6 +41,11 @@ TOKEN_ARRAYS = {"completion_tokens": np.dtype("<i4"), "logprobs": np.dtype("<f4"
 _NARROW = np.dtype("<u2")
 _LENGTH = np.dtype("<i4")
 _COLUMNS: dict[str, np.dtype[Any]] = {"lengths": _LENGTH, **TOKEN_ARRAYS, "bodies": np.dtype(np.uint8)}
+EXPERTS = "experts"
+"""A sample's experts, uint8 [rows, row bytes], and those of a batch, one sample's after the other."""
+_EXPERT_ROWS = "expert_rows"
+"""Number of each sample's rows, int32; `_NO_EXPERTS` of one without."""
+_NO_EXPERTS = -1
 LEVEL = 1
 """Level of zstd: 3 makes the payload 4 % smaller and takes 1.5 times as long, which evens out at 100 Mbit/s."""
 MAX_UNPACKED_BYTES = 64 * 1024 * 1024
@@ -189,7 +196,9 @@ def sample_bytes(body: dict[str, Any], arrays: Arrays) -> int:
         ValueError: the sample cannot be packed.
     """
     length = _length(arrays)
-    return len(_encoded(body)) + _LENGTH.itemsize + length * sum(dtype.itemsize for dtype in TOKEN_ARRAYS.values())
+    experts = arrays[EXPERTS].nbytes + _LENGTH.itemsize if EXPERTS in arrays else 0
+    tokens = length * sum(dtype.itemsize for dtype in TOKEN_ARRAYS.values())
+    return len(_encoded(body)) + _LENGTH.itemsize + tokens + experts
 
 
 def _length(arrays: Arrays) -> int:
@@ -198,9 +207,11 @@ def _length(arrays: Arrays) -> int:
     Raises:
         ValueError: its arrays are not those of a sample.
     """
-    if arrays.keys() != TOKEN_ARRAYS.keys():
+    if arrays.keys() - {EXPERTS} != TOKEN_ARRAYS.keys():
         raise ValueError(f"a sample has the arrays {list(TOKEN_ARRAYS)}, not {list(arrays)}")
-    lengths = {array.shape for array in arrays.values()}
+    if (experts := arrays.get(EXPERTS)) is not None and (experts.dtype != np.uint8 or experts.ndim != 2):
+        raise ValueError(f"experts are uint8 [rows, row bytes], not {experts.dtype} {experts.shape}")
+    lengths = {arrays[name].shape for name in TOKEN_ARRAYS}
     if len(lengths) != 1 or len(next(iter(lengths))) != 1:
         raise ValueError(f"a sample's arrays have one length; these have the shapes {lengths}")
     for name, dtype in TOKEN_ARRAYS.items():
@@ -229,6 +240,12 @@ def pack_samples(items: Sequence[Item], compress: bool = False) -> tuple[dict[st
     columns = {"lengths": np.asarray([_length(arrays) for _, arrays in items], dtype=_LENGTH)}
     for name, dtype in TOKEN_ARRAYS.items():
         columns[name] = np.concatenate([np.empty(0, dtype), *(arrays[name] for _, arrays in items)])
+    experts = [arrays.get(EXPERTS) for _, arrays in items]
+    if known := [rows for rows in experts if rows is not None]:
+        if len({rows.shape[1] for rows in known}) > 1:
+            raise ValueError("samples of a batch have rows of experts of different bytes")
+        counts = [_NO_EXPERTS if rows is None else len(rows) for rows in experts]
+        columns |= {_EXPERT_ROWS: np.asarray(counts, dtype=_LENGTH), EXPERTS: np.concatenate(known)}
     columns["bodies"] = np.frombuffer(_encoded([body for body, _ in items]), np.uint8)
     if not compress or sum(column.nbytes for column in columns.values()) > MAX_UNPACKED_BYTES:
         return {"packing": "raw"}, columns
@@ -241,6 +258,8 @@ def pack_samples(items: Sequence[Item], compress: bool = False) -> tuple[dict[st
         "bodies": len(columns["bodies"]),
         "narrow": narrow,
     }
+    if EXPERTS in columns:
+        body[EXPERTS] = list(columns[EXPERTS].shape)
     payload = pa.Codec("zstd", compression_level=LEVEL).compress(b"".join(parts))
     return body, {"payload": np.frombuffer(payload, np.uint8)}
 
@@ -269,6 +288,7 @@ def unpack_samples(body: dict[str, Any], arrays: Arrays) -> list[Item]:
             columns = _decompressed(body, arrays)
         case other:
             raise ValueError(f"a batch is packed raw or zstd, not {reprlib.repr(other)}")
+    of_experts = {name: columns.pop(name) for name in (_EXPERT_ROWS, EXPERTS) if name in columns}
     if columns.keys() != _COLUMNS.keys():
         raise ValueError(f"a batch has the columns {list(_COLUMNS)}, not {list(columns)}")
     for name, dtype in _COLUMNS.items():
@@ -285,9 +305,33 @@ def unpack_samples(body: dict[str, Any], arrays: Arrays) -> list[Item]:
     if not isinstance(bodies, list) or len(bodies) != len(lengths) or not all(isinstance(b, dict) for b in bodies):
         raise ValueError(f"bodies are not a list of {len(lengths)} maps")
     ends = np.cumsum(lengths, dtype=np.int64)
+    experts = _experts_of(of_experts, len(lengths))
     return [
-        (sample, {name: columns[name][end - length : end] for name in TOKEN_ARRAYS})
-        for sample, end, length in zip(bodies, ends.tolist(), lengths.tolist(), strict=True)
+        (sample, {name: columns[name][end - length : end] for name in TOKEN_ARRAYS} | rows)
+        for sample, end, length, rows in zip(bodies, ends.tolist(), lengths.tolist(), experts, strict=True)
+    ]
+
+
+def _experts_of(columns: dict[str, np.ndarray], samples: int) -> list[dict[str, np.ndarray]]:
+    """Return each sample's array of experts, by its name; {}: it has none.
+
+    Raises:
+        ValueError: the columns are not those of so many samples.
+    """
+    if not columns:
+        return [{}] * samples
+    counts, rows = columns.get(_EXPERT_ROWS), columns.get(EXPERTS)
+    if counts is None or rows is None or rows.dtype != np.uint8 or rows.ndim != 2:
+        raise ValueError("a batch has no rows of experts, or no numbers of them")
+    if counts.dtype != _LENGTH or counts.shape != (samples,) or (counts < _NO_EXPERTS).any():
+        raise ValueError(f"expert_rows are no {_LENGTH} numbers of {samples} samples")
+    known = np.maximum(counts, 0)
+    if known.sum(dtype=np.int64) != len(rows):
+        raise ValueError(f"expert_rows do not add up to the {len(rows)} rows")
+    ends = np.cumsum(known, dtype=np.int64).tolist()
+    return [
+        {} if count == _NO_EXPERTS else {EXPERTS: rows[end - count : end]}
+        for count, end in zip(counts.tolist(), ends, strict=True)
     ]
 
 
@@ -304,7 +348,14 @@ def _decompressed(body: dict[str, Any], arrays: Arrays) -> dict[str, np.ndarray]
     if arrays.keys() != {"payload"} or arrays["payload"].dtype != np.uint8 or arrays["payload"].ndim != 1:
         raise ValueError("a compressed batch has one array, its payload of bytes")
     counts = {"lengths": samples, "bodies": bodies}
-    packed_as = {name: _NARROW if name in narrow else dtype for name, dtype in _COLUMNS.items()}
+    types = dict(_COLUMNS)
+    if (shape := body.get(EXPERTS)) is not None:
+        if not isinstance(shape, list) or len(shape) != 2:
+            raise ValueError(f"experts of shape {reprlib.repr(shape)}, expected [rows, row bytes]")
+        of_bodies = types.pop("bodies")
+        types |= {_EXPERT_ROWS: _LENGTH, EXPERTS: np.dtype(np.uint8), "bodies": of_bodies}  # in the sender's order
+        counts |= {_EXPERT_ROWS: samples, EXPERTS: math.prod(map(_count, shape))}
+    packed_as = {name: _NARROW if name in narrow else dtype for name, dtype in types.items()}
     sizes = {name: counts.get(name, tokens) * dtype.itemsize for name, dtype in packed_as.items()}
     size = sum(sizes.values())
     if size > MAX_UNPACKED_BYTES:
@@ -314,12 +365,14 @@ def _decompressed(body: dict[str, Any], arrays: Arrays) -> dict[str, np.ndarray]
     except OSError as error:  # what Arrow raises for a corrupt frame, or one of another size
         raise ValueError(f"the payload is no zstd frame of {size} bytes") from error
     columns, start = {}, 0
-    for name, dtype in _COLUMNS.items():
+    for name, dtype in types.items():
         part = np.frombuffer(memoryview(data)[start : start + sizes[name]], np.uint8)
         if dtype.kind == "f":
             part = np.ascontiguousarray(part.reshape(dtype.itemsize, tokens).T).reshape(-1)
         columns[name] = part.view(packed_as[name]).astype(dtype, copy=False)
         start += sizes[name]
+    if EXPERTS in columns:
+        columns[EXPERTS] = columns[EXPERTS].reshape(shape)
     return columns
 
 

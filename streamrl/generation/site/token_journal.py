@@ -15,16 +15,17 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from streamrl.generation.site.journal_file import open_journal
-from streamrl.rollouts.types import PartialSample
+from streamrl.rollouts.types import ByteArray, PartialSample
 
 log = logging.getLogger(__name__)
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS parts (
+CREATE TABLE IF NOT EXISTS token_parts (
     sample_id    TEXT NOT NULL,
     start        INTEGER NOT NULL,
     tokens       BLOB NOT NULL,
@@ -32,23 +33,41 @@ CREATE TABLE IF NOT EXISTS parts (
     versions     BLOB NOT NULL,
     t_dispatched REAL NOT NULL,
     t_first      REAL NOT NULL,
+    experts      BLOB,
+    row_bytes    INTEGER,
     checksum     INTEGER NOT NULL,
     PRIMARY KEY (sample_id, start)
 ) WITHOUT ROWID;
 """
 
 
-def _row(start: int, part: PartialSample) -> tuple[str, int, bytes, bytes, bytes, float, float]:
+_Row = tuple[str, int, bytes, bytes, bytes, float, float, bytes | None, int | None]
+
+
+def _row(start: int, part: PartialSample) -> _Row:
     blobs = part.completion_tokens.tobytes(), part.logprobs.tobytes(), part.token_versions.tobytes()
-    return part.sample_id, start, *blobs, part.t_dispatched, part.t_first_token
+    experts = (None, None) if part.experts is None else (part.experts.tobytes(), part.experts.shape[1])
+    return part.sample_id, start, *blobs, part.t_dispatched, part.t_first_token, *experts
+
+
+def _experts(blob: bytes | None, row_bytes: int | None) -> ByteArray | None:
+    return None if blob is None or not row_bytes else np.frombuffer(blob, np.uint8).reshape(-1, row_bytes)
+
+
+def _joined_experts(parts: list[PartialSample]) -> ByteArray | None:
+    """Return the experts of consecutive parts; None: some part has none."""
+    rows = [part.experts for part in parts if part.experts is not None]
+    return np.concatenate(rows) if len(rows) == len(parts) and len({one.shape[1] for one in rows}) == 1 else None
 
 
 def _checksum(*row: object) -> int:
     """Return the checksum of a row, so that bytes damaged on disk never become tokens of an answer."""
-    sample_id, start, *blobs, dispatched, first = row
-    found = zlib.crc32(f"{sample_id} {start} {dispatched!r} {first!r} {[len(b) for b in blobs]}".encode())  # type: ignore[arg-type]
+    sample_id, start, tokens, logprobs, versions, dispatched, first, experts, row_bytes = row
+    blobs: list[Any] = [tokens, logprobs, versions, experts or b""]
+    lengths = [len(blob) for blob in blobs]
+    found = zlib.crc32(f"{sample_id} {start} {dispatched!r} {first!r} {lengths} {row_bytes}".encode())
     for blob in blobs:
-        found = zlib.crc32(blob, found)  # type: ignore[arg-type]
+        found = zlib.crc32(blob, found)
     return found
 
 
@@ -67,15 +86,16 @@ class TokenJournal:
         self._db = open_journal(path, _SCHEMA, self._load)
 
     def _load(self, db: sqlite3.Connection) -> None:
-        for *row, checksum in db.execute("SELECT * FROM parts ORDER BY sample_id, start"):
-            sample_id, start, tokens, logprobs, versions, dispatched, first = row
+        for *row, checksum in db.execute("SELECT * FROM token_parts ORDER BY sample_id, start"):
+            sample_id, start, tokens, logprobs, versions, dispatched, first, experts, row_bytes = row
             if checksum != _checksum(*row):
                 # later parts no longer connect to the ones before, so they are left out, too
                 log.warning("dropping the tokens of %s from a damaged part of the token journal on", sample_id)
                 continue
             if self._lengths[sample_id] == start:
                 arrays = np.frombuffer(tokens, np.int32), np.frombuffer(logprobs, np.float32)
-                self._append(PartialSample(sample_id, *arrays, np.frombuffer(versions, np.int32), dispatched, first))
+                drawn_by, rows = np.frombuffer(versions, np.int32), _experts(experts, row_bytes)
+                self._append(PartialSample(sample_id, *arrays, drawn_by, dispatched, first, rows))
 
     @property
     def tokens(self) -> int:
@@ -94,7 +114,9 @@ class TokenJournal:
         known = slice(before - start, None)
         tokens, logprobs, versions = part.completion_tokens[known], part.logprobs[known], part.token_versions[known]
         if len(tokens):
-            new = replace(part, completion_tokens=tokens, logprobs=logprobs, token_versions=versions)
+            # the rows of the new tokens are the last ones; a request's first part has those of its prompt, too
+            experts = part.experts if before == 0 or part.experts is None else part.experts[-len(tokens) :]
+            new = replace(part, completion_tokens=tokens, logprobs=logprobs, token_versions=versions, experts=experts)
             self._append(new)
             self._new[part.sample_id].append((before, new))
         return True
@@ -112,6 +134,7 @@ class TokenJournal:
             completion_tokens=np.concatenate([part.completion_tokens for part in parts]),
             logprobs=np.concatenate([part.logprobs for part in parts]),
             token_versions=np.concatenate([part.token_versions for part in parts]),
+            experts=_joined_experts(parts),
         )
 
     def forget(self, sample_ids: Iterable[str]) -> None:
@@ -133,8 +156,8 @@ class TokenJournal:
             return
         try:
             with self._db:
-                self._db.executemany("DELETE FROM parts WHERE sample_id = ?", gone)
-                self._db.executemany("INSERT OR REPLACE INTO parts VALUES (?, ?, ?, ?, ?, ?, ?, ?)", new)
+                self._db.executemany("DELETE FROM token_parts WHERE sample_id = ?", gone)
+                self._db.executemany("INSERT OR REPLACE INTO token_parts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", new)
         except sqlite3.Error as error:
             log.warning("the token journal cannot be written: %s", error)
 
