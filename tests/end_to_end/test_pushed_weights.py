@@ -35,7 +35,7 @@ def test_an_instance_that_was_killed_gets_its_weights_from_the_trainer_and_every
     killed = run.signal(names[1], signal.SIGKILL)
     run.wait(lambda: run.role(names[1]).state in ("dead", "starting"))
     run.wait(lambda: run.last_finished(names[1]) > killed)  # it is back, and generates
-    run.goes_on(2)
+    run.goes_on(1)
     run.signal("controller", signal.SIGTERM)
     finish(run.process, 60, run.project.logs)
     processes = {one.name: one.process for one in read_started(run.run_dir) if one.role == "instance"}

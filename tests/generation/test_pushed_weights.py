@@ -119,6 +119,8 @@ def test_only_instances_that_are_heard_can_load_and_only_stale_ones_are_behind()
             await fleet.pushed.carry_out(WeightCall(call="m", step="members", number=7, members=[], behind=behind))
             assert fleet.happened[-1] == WeightAnswer(call="m", members=expected)
         fleet.lives["a"].on("silent")
+        await fleet.pushed.carry_out(WeightCall(call="m", step="members", number=7, members=[], behind=True))
+        assert not fleet.lives["a"].missed  # a push to others is nothing that it misses
         fleet.lives["b"].on("died")
         await fleet.pushed.carry_out(WeightCall(call="m", step="members", number=7, members=[]))
         assert fleet.happened[-1] == WeightAnswer(call="m")

@@ -36,7 +36,7 @@ from streamrl.weights.sharded import ShardedLayout
 from streamrl.weights.version import lay_out
 from tests.tiny_model import save_tiny_model
 from tests.training.conftest import free_port
-from tests.waiting import scaled
+from tests.waiting import scaled, until
 
 LIMIT_S = 20.0
 SMALL = 4096
@@ -58,9 +58,11 @@ def worker(orders: Connection) -> None:
             return
         try:
             if order[0] == "join":
+                if order[-1] == DIES:
+                    os.kill(os.getpid(), signal.SIGKILL)
                 if group is not None:
                     group.close()
-                group, store = join(GlooCommunicator, *order[1:])
+                group, store = join(GlooCommunicator, *order[1:-1])
                 orders.send("")
                 continue
             assert group is not None
@@ -83,8 +85,9 @@ class Worker:
 
     def __init__(self, name: str, process: int = 1) -> None:
         self.member = Member(name, process, 1)
-        self.fate = ""
-        """What it does in the middle of the next version."""
+        self.fate, self.when = "", "load"
+        """What it does in the middle of which call; '': nothing that it should not."""
+        self._one_order = threading.Lock()
         context = multiprocessing.get_context("forkserver")
         self.orders, theirs = context.Pipe()
         self.process = context.Process(target=worker, args=(theirs,), daemon=True)
@@ -92,12 +95,13 @@ class Worker:
         theirs.close()
 
     def ask(self, *order: object) -> str | list[str] | None:
-        """Its answer; None: it has died."""
-        try:
-            self.orders.send(order)
-            return self.orders.recv()  # type: ignore[no-any-return]
-        except (EOFError, OSError):
-            return None
+        """Its answer; None: it has died. One order at a time, as an instance carries them out."""
+        with self._one_order:
+            try:
+                self.orders.send(order)
+                return self.orders.recv()  # type: ignore[no-any-return]
+            except (EOFError, OSError):
+                return None
 
     def end(self) -> None:
         self.orders.close()
@@ -151,9 +155,9 @@ class Site:
         if call.step == "pause":
             return one.member.name, ""
         if call.meeting is not None:
-            order = ("join", call.meeting.host, call.meeting.port, rank, call.meeting.world, LIMIT_S)
-        elif one.fate:
-            order, one.fate = (call.step, one.fate), ""
+            order = ("join", call.meeting.host, call.meeting.port, rank, call.meeting.world, LIMIT_S, "")
+        if one.fate and call.step == one.when:
+            order, one.fate = (*order[:-1], one.fate), ""
         said = await asyncio.to_thread(one.ask, *order)
         if isinstance(said, str) and call.step == "load":
             self.hashes[one.member.name] = said
@@ -228,6 +232,11 @@ def open_now() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")) - of_site
 
 
+async def no_more_open_than(before: tuple[int, int]) -> None:
+    """Waits until what threads close in their own time is closed."""
+    await until(lambda: all(now <= then for now, then in zip(open_now(), before, strict=True)), scaled(10))
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_a_member_that_dies_in_a_broadcast_is_left_out_and_its_successor_is_in_the_next_group(
     tiny_model: Path, workers: Any, monkeypatch: pytest.MonkeyPatch
@@ -268,15 +277,38 @@ def test_groups_that_are_formed_again_and_again_leave_nothing_open(
 
     async def body() -> None:
         trainer = Trainer(tiny_model, site)
-        counts = []
-        for number, there in enumerate(itertools.islice(itertools.cycle([[one], [one, other], [other]]), 9)):
+        before = (0, 0)
+        for number, there in enumerate(itertools.islice(itertools.cycle([[one], [one, other], [other]]), 15)):
             site.workers = there
             await trainer.publish(number)
-            counts.append(open_now())
-        assert site.calls.count("join") == 9
-        assert counts[-3:] == counts[3:6], counts
+            before = open_now() if number == 2 else before
+        assert site.calls.count("join") == 15
+        await no_more_open_than(before)
         site.workers = []
         assert await trainer.publish(10) == {}
+        trainer.close()
+
+    asyncio.run(body())
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_members_that_die_as_they_meet_or_later_hold_nobody_up_and_leave_nothing_open(
+    tiny_model: Path, workers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parcels, "PARCEL", SMALL)
+    stays, *others = [workers(name) for name in "abcd"]
+    site = Site(stays)
+
+    async def body() -> None:
+        trainer = Trainer(tiny_model, site)
+        await trainer.publish(0)
+        before, started = open_now(), time.monotonic()
+        for number, (one, when) in enumerate(zip(others, ("join", "load", "join"), strict=True)):
+            site.calls, site.workers, one.fate, one.when = [], [stays, one], DIES, when
+            assert set(await trainer.publish(number + 1)) == {"a"}
+            assert site.calls.count("join") == 2 and site.calls.count("members") == 2
+            await no_more_open_than(before)
+        assert time.monotonic() - started < scaled(LIMIT_S / 2)
         trainer.close()
 
     asyncio.run(body())
@@ -294,7 +326,7 @@ def test_a_member_that_stands_still_holds_the_trainer_up_until_the_deadline_and_
     async def body() -> None:
         trainer = Trainer(tiny_model, site, limit_s)
         stopped = site.workers[1].process
-        ending = threading.Timer(2 * limit_s, stopped.kill)  # as the service does at its own deadline
+        ending = threading.Timer(1.3 * limit_s, stopped.kill)  # as the service does at its own deadline
         ending.start()
         assert set(await trainer.publish(0)) == {"a"}
         ending.join()

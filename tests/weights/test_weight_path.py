@@ -9,11 +9,15 @@ from typing import Any, get_args
 import psutil
 import pytest
 
+from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.config.weight_sync import WEIGHT_PATHS, WeightSyncConfig
 from streamrl.errors import RunFailed
+from streamrl.launcher.preflight import check_weight_path
 from streamrl.weights.backends.broadcast import meeting_address
 from streamrl.weights.backends.communicator import Communicator, communicator_of
+
+SITES = {"sites": {"here": {"trainer": {}, "generation": [{}]}}}
 
 
 @pytest.mark.parametrize(
@@ -65,3 +69,14 @@ def test_pushing_to_instances_that_share_the_trainers_devices_is_refused_when_th
 ) -> None:
     with pytest.raises(ValueError, match=rf"{backend} needs devices of its own.*{schedule}.*set backend: auto or"):
         RunConfig.model_validate({"schedule": {"name": schedule}, "weights": {"backend": backend}})
+
+
+def test_nccl_without_gpus_is_refused_before_the_run_starts() -> None:
+    def problems(backend: str, hardware: str) -> list[str]:
+        run = RunConfig.model_validate({"weights": {"backend": backend}})
+        return list(check_weight_path(ClusterConfig.model_validate({"hardware": hardware} | SITES), run))
+
+    (said,) = problems("nccl", "cpu")
+    assert "expected auto, stream or gloo" in said
+    fine = (("nccl", "cuda"), ("gloo", "cpu"), ("gloo", "cuda"), ("auto", "cpu"))
+    assert [problems(*one) for one in fine] == [[]] * 4

@@ -79,9 +79,10 @@ class PushedWeights:
     def _members(self, behind: bool) -> list[Member]:
         """Return the instances that could load weights now."""
         fleet = self._fleet
-        names = [name for name in fleet.present if name in fleet.hub.peers and not self._weights.misses(name)]
+        names = [name for name in fleet.present if name in fleet.hub.peers]
         if behind:
             names = [name for name in names if fleet.lives[name].state is Life.STALE]
+        names = [name for name in names if not self._weights.misses(name)]
         workers = {name: int(fleet.hub.peers[name].meta["world_size"]) for name in names}
         return [Member(name, fleet.lives[name].process, workers[name]) for name in names]
 

@@ -6,6 +6,7 @@ each other there that they have come, so that nobody enters a call that cannot b
 
 from __future__ import annotations
 
+import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -24,7 +25,7 @@ T = TypeVar("T")
 
 POLL_S = 0.005
 """Seconds between two looks at who has come."""
-MEET_S = 60.0
+MEET_S = 30.0
 """Seconds for processes that have all come to connect to each other."""
 START = "start"
 """Key of the store that lets all begin."""
@@ -157,9 +158,12 @@ def join(
         GroupBroken: the trainer is not there, or the others have not come in time.
     """
     try:
-        store = dist.TCPStore(host, port, world, is_master=False, timeout=timedelta(seconds=MEET_S))
+        # refused: the meeting is over, as another member was lost; torch's store would try again until its limit
+        socket.create_connection((host, port), MEET_S).close()
+        limit = timedelta(seconds=MEET_S)
+        store = dist.TCPStore(host, port, world, is_master=False, timeout=limit, wait_for_workers=False)
         store.set(f"here/{rank}", "")
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         raise GroupBroken(error) from error
     _wait(store, [START], limit_s, nothing_wrong, "the trainer")
     return _connected(kind, store, host, rank, world, limit_s), store
