@@ -25,6 +25,7 @@ TESTS = Path(__file__).parent
 SLOW = (
     "end_to_end/test_ray.py",
     "end_to_end/test_recovery.py",
+    "end_to_end/test_pushed_weights.py",
     "end_to_end/test_run.py",
     "end_to_end/test_schedules.py",
     "end_to_end/test_agents.py",
@@ -43,6 +44,7 @@ SLOW = (
     "test_warm.py",
     "training/test_trainer_ranks.py",
     "weights/test_sharded_ranks.py",
+    "weights/test_broadcast.py",
     "install/test_install_downloads.py",
     "test_stress.py",
     "ranker/test_ranking_quality.py",

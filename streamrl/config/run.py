@@ -143,10 +143,10 @@ class RunConfig(StrictModel):
             raise ValueError(reason)
         if reason := conflict(self.generation.compute, self.algorithm, self.weights):
             raise ValueError(reason)
-        if self.schedule.exclusive and not self.weights.path.fetched:
+        if (self.schedule.exclusive or self.schedule.name == "auto") and not self.weights.path.fetched:
             raise ValueError(
-                f"weights.backend {self.weights.backend} needs a GPU of its own for each member, and schedule "
-                f"{self.schedule.name} shares the trainer's with instances; set backend: auto or stream"
+                f"weights.backend {self.weights.backend} needs devices of its own for each member of its group, and "
+                f"schedule {self.schedule.name} shares the trainer's with instances; set backend: auto or stream"
             )
         if (given := self.optimizer.decay_steps) is not None and given + self.optimizer.warmup_steps > self.steps:
             raise ValueError(

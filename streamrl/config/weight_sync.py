@@ -21,11 +21,13 @@ class WeightPath:
     fetched: bool
     """Whether instances can load versions from their site's store at any time.
 
-    Otherwise the trainer pushes them into a group that is formed once, when the run begins, inside one site."""
+    Otherwise the trainer pushes them into a group with the instances' workers, inside one site."""
     module: str
     """Module of the trainer's side; its `make_backend(context, hub, compute)` returns a `WeightBackend`."""
     engine_class: tuple[str, str] | None = None
     """(module, class) of the engine in vLLM; None: it is one of vLLM's own."""
+    communicator: tuple[str, str] | None = None
+    """(module, class) of what connects the members of the group; None: there is no group."""
     eight_bits: bool = False
     """Whether it sends weights of 8 bits, and to instances that quantize them as they load."""
     untried: str = ""
@@ -41,12 +43,22 @@ WEIGHT_PATHS = {
         engine_class=("streamrl.weights.backends.vllm_store", "StoreWeightTransferEngine"),
         eight_bits=True,
     ),
-    "nccl": WeightPath(
-        "vLLM's NCCL engine, which has not been run so far",
-        engine="nccl",
+    "gloo": WeightPath(
+        "broadcast by gloo into a group of trainer and instances, inside one site",
+        engine="streamrl_gloo",
         fetched=False,
-        module="streamrl.weights.backends.nccl",
-        untried="vLLM's broadcast; stream has run on CPUs",
+        module="streamrl.weights.backends.broadcast",
+        engine_class=("streamrl.weights.backends.vllm_broadcast", "BroadcastWeightTransferEngine"),
+        communicator=("streamrl.weights.backends.gloo", "GlooCommunicator"),
+    ),
+    "nccl": WeightPath(
+        "the same by NCCL between GPUs, which has not been run so far",
+        engine="streamrl_nccl",
+        fetched=False,
+        module="streamrl.weights.backends.broadcast",
+        engine_class=("streamrl.weights.backends.vllm_broadcast", "BroadcastWeightTransferEngine"),
+        communicator=("streamrl.weights.backends.nccl", "NcclCommunicator"),
+        untried="broadcast by NCCL; gloo, which differs in the communicator alone, has run on CPUs",
     ),
 }
 """All weight paths, by their names in `weights.backend`."""

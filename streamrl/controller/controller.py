@@ -39,6 +39,7 @@ from streamrl.controller.telemetry import Telemetry
 from streamrl.controller.trainer_client import Trainers
 from streamrl.controller.training_steps import TrainingSteps
 from streamrl.controller.void_watch import VoidWatch
+from streamrl.controller.weight_calls import WeightCalls
 from streamrl.controller.weight_canary import Measured, WeightCanary
 from streamrl.errors import RestartNeeded, RunFailed
 from streamrl.machine.model_files import read_config, resolve_model
@@ -106,6 +107,8 @@ class Controller:
         services = {spec.name: spec.site for spec in plan if spec.role == "service"}
         self.services = Services(self.hub, self.waits, services, context.cluster, context.run)
         self.hub.can_lose = lambda speaker: speaker.name in {*self.services.excluded, *self.rewarders.excluded}
+        self.weight_calls = WeightCalls(self.hub, self.services, self.trainers.names[0])
+        self.trainers.progress["publish"] = lambda: self.weight_calls.since_sign_s
         self._model_config = read_config(Path(resolve_model(context.run.model.path)))
         vocabulary = self._model_config.get("vocab_size")
         limits = SampleLimits(
@@ -192,6 +195,7 @@ class Controller:
             services=self.services,
             scaling=self.scaling,
             rewarders=self.rewarders,
+            weight_calls=self.weight_calls,
             pool=self.pool,
             evaluator=self.evaluator,
             rounds=self.issuer.rounds,
@@ -369,15 +373,16 @@ class Controller:
                 self.services.asleep(delivery.peer)
             case FleetChanged() as report:
                 self.scaling.fleet_changed(delivery.peer, report)
+                self.services.lives_changed(delivery.peer, report.instances)
             case ScalePool():
                 await self.scaling.handle_request(delivery, self.hub)
             case CheckpointNow():
                 self.training.checkpoint_wanted = True
                 await self.hub.send(delivery.peer, *wire(CheckpointPlanned(step=self.training.step + 1)))
-            case WeightCall() as call:  # NCCL path: calls of the trainer to the instances are relayed
-                await self.services.tell(call)
+            case WeightCall() as call:
+                await self.weight_calls.ask(call)
             case WeightAnswer() as answer:
-                await self.hub.send(self.trainers.names[0], *wire(answer))
+                await self.weight_calls.answered(answer)
             case _ if delivery.kind == "hello":
                 await self.recovery.hello(delivery.peer, delivery.body["session"])
             case _ if delivery.kind == "bye" and delivery.peer in self.services.names:

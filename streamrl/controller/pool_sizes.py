@@ -139,11 +139,6 @@ class Scaling:
             )
         if self.run.schedule.name == "auto":
             raise UserError("schedule: auto has divided the devices among the instances that the run began with")
-        if not self.run.weights.path.fetched:
-            raise UserError(
-                f"weights.backend: {self.run.weights.backend} joins trainer and instances in one group when the run "
-                "begins; start it with weights.backend: stream to scale it"
-            )
 
     async def _scale(self, key: str, replicas: int) -> None:
         site, _, pool = key.partition("/")

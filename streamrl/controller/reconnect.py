@@ -11,6 +11,7 @@ from streamrl.controller.pool_sizes import Scaling
 from streamrl.controller.reward_client import Rewarders
 from streamrl.controller.site_services import Services
 from streamrl.controller.site_trust import open_work
+from streamrl.controller.weight_calls import WeightCalls
 from streamrl.transport.endpoint import Hub
 
 log = logging.getLogger(__name__)
@@ -25,12 +26,14 @@ class Recovery:
         services: Services,
         scaling: Scaling,
         rewarders: Rewarders,
+        weight_calls: WeightCalls,
         pool: GroupPool,
         evaluator: Evaluator,
         rounds: NoRounds,
         seed: int,
     ) -> None:
         self.hub, self.services, self.scaling, self.rewarders = hub, services, scaling, rewarders
+        self.weight_calls = weight_calls
         self.pool, self.evaluator, self.rounds, self.seed = pool, evaluator, rounds, seed
         self._sessions = {name: peer.session for name, peer in hub.peers.items()}
         """Current session of each known process; at first, those that were connected when the run began."""
@@ -53,6 +56,7 @@ class Recovery:
         """Send a restarted service the weights and all that its site has not finished."""
         had = await self.services.returned(name)
         await self.scaling.returned(name)
+        await self.weight_calls.service_returned()
         work = open_work(had, self.services.alone, self.pool, self.evaluator, self.seed)
         await self.services.resend(name, work, self.rounds.budget)
         if self.rounds.active:

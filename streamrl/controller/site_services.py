@@ -28,6 +28,7 @@ from streamrl.machine.model_files import resolve_model
 from streamrl.machine.router_shape import router_shape
 from streamrl.protocol.controller_site import (
     Finish,
+    InstanceState,
     LoadWeights,
     Park,
     Resume,
@@ -81,6 +82,10 @@ class Services:
         self._versions = VersionSpread(self._sites, cluster)
         self._fleets: dict[str, list[dict[str, Any]]] = {}
         """Instances of each service's site, as the service last reported them."""
+        self._lives: dict[str, dict[str, str]] = {}
+        """State of each instance, by service, as the service last reported it."""
+        self.reports = 0
+        """Number of these reports so far."""
         self._using: list[str] | None = None
         """Instances of the last call of `use`; None: all generate."""
         self.train_tokens_s: float | None = None
@@ -237,6 +242,15 @@ class Services:
             self._dispatch.change(self._site_load(name, fleet))
         self._fleets[name] = fleet
 
+    def lives_changed(self, name: str, instances: Mapping[str, InstanceState]) -> None:
+        """Record the states of all instances of a service's site."""
+        self._lives[name] = {instance: one.life for instance, one in instances.items()}
+        self.reports += 1
+
+    def in_state(self, life: str) -> list[str]:
+        """Return the names of the instances that were last reported to be in a state, of services that are used."""
+        return sorted(one for name in self.used for one, state in self._lives.get(name, {}).items() if state == life)
+
     def holds(self, name: str, sample_id: str, group_id: str) -> bool:
         """Return whether a service's site owes a sample of a group."""
         work = sample_id if sample_id in self.alone else group_id
@@ -314,13 +328,12 @@ class Services:
         """Send a new version to every site; generation and training continue meanwhile.
 
         Returns:
-            Whether every site has it already: the trainer itself has delivered it (NCCL), or all sites got it before
-            the controller heard of it.
+            Whether every site has it already: the trainer itself has pushed it, or all sites got it before the
+            controller heard of it.
         """
         if not made.content_hash:
-            self._count(made.bytes * len(self.used), None)
+            self._count(made.bytes, None)
             self._versions.delivered(made.number)
-            self._asleep.clear()
             return True
         newest = LoadWeights(number=made.number, content_hash=made.content_hash, source=None)
         for name in self._versions.made(newest, self.used):

@@ -16,7 +16,7 @@ from streamrl.protocol.controller_trainer import Estimate, Examine, MicroBatch, 
 from streamrl.protocol.message import TypedMessage, wire
 from streamrl.rollouts.micro_batch import TrainGroup, to_wire
 from streamrl.runtime.process_plan import rank_name
-from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.deadlines import WaitRegistry, never
 from streamrl.transport.endpoint import Delivery, Hub
 from streamrl.transport.wire import Arrays
 
@@ -55,6 +55,8 @@ class Trainers:
         """First rank of each set of ranks that share layers; its answer stands for the whole set."""
         self._sharing = sharing
         self._hub, self._waits, self._limit_s = hub, waits, limit_s
+        self.progress: dict[str, Callable[[], float]] = {}
+        """Functions that return the seconds since the latest sign of progress, by kind of command (`WaitRegistry`)."""
         self._commands: deque[_Command] = deque()
         """Commands in flight, in their order."""
 
@@ -142,7 +144,8 @@ class Trainers:
             self._wait_for(command)
 
     def _wait_for(self, command: str) -> None:
-        self._waits.begin(WAIT, f"{', '.join(self.names)} to answer {command!r}", self._limit_s)
+        progress = self.progress.get(command, never)
+        self._waits.begin(WAIT, f"{', '.join(self.names)} to answer {command!r}", self._limit_s, progress)
 
 
 def _given(shares: Sequence[list[TrainGroup]]) -> bool:

@@ -83,6 +83,10 @@ class TrainingSteps:
     checkpoint_wanted: bool = False
     """Whether a person has requested a checkpoint after the current step."""
     _publish_due: bool = True
+    _published: int = -1
+    """Number of the version that was published last; -1: none yet."""
+    _fruitless: int = -1
+    """Number of the services' reports at which a push to instances that are behind reached none; -1: none did."""
     _checkpoint_due: bool = False
     _canary_due: bool = False
     _canary_ahead: bool = False
@@ -137,6 +141,8 @@ class TrainingSteps:
         if self.trainers.busy:
             await self._send_ahead()
             return
+        if self._behind and self._between_versions and not self.services.in_state("ready"):
+            self._publish_due = self._publish_due or self.step != self._published  # nobody generates until then
         # where instances take the trainer's devices over with new weights, all that needs those comes before
         shared = self.issuer.schedule.exclusive and self._publish_due
         if self._canary_due or (shared and not self._canary_ahead):
@@ -146,6 +152,8 @@ class TrainingSteps:
             await self.trainers.ask(MoveToCores(cores=list(cores)))
         elif self._publish_due and self._may_publish() and not (shared and self._checkpoint_due):
             await self.trainers.ask(Publish())
+        elif self._behind and self._between_versions and self.step == self._published:
+            await self._catch_up()
         elif self._checkpoint_due:
             taken = [*self.batch.groups.values(), *self.batch.dropped, *self.batch.not_finite]
             untrained = [*taken, *self.pool.groups.values()]
@@ -170,6 +178,23 @@ class TrainingSteps:
         """
         return self.services.can_take_version if self.run.evaluation is None else not self.services.updating
 
+    @property
+    def _behind(self) -> bool:
+        """Whether there are instances that the trainer has to push weights to, because they have come since."""
+        if self.run.weights.path.fetched or self._fruitless == self.services.reports:
+            return False
+        return bool(self.services.in_state("stale"))
+
+    @property
+    def _between_versions(self) -> bool:
+        """Whether the trainer's weights are those of a whole step; within one, updates on its batch change them."""
+        return self.batch.update == 0
+
+    async def _catch_up(self) -> None:
+        """Have the trainer push the published version to the instances that are behind."""
+        self._fruitless = self.services.reports  # until somebody has loaded it
+        await self.trainers.ask(Publish(behind=True))
+
     async def _take_groups(self) -> None:
         """Move complete groups from the pool into the step's batch, as far as the schedule allows."""
         while (group := self.issuer.next_group(self.step, self.batch.count)) is not None:
@@ -189,6 +214,8 @@ class TrainingSteps:
     async def _send_ahead(self) -> None:
         """Send the micro-batch after the current one, if it is complete, so that ranks pack it meanwhile."""
         limits = self.run.batch.micro_batch_tokens, len(self.trainers.workers)
+        if self._behind:
+            return  # the trainer gets to it sooner
         if self.trainers.takes_micro_batch and (micro := self.batch.next_micro_batch(*limits)) is not None:
             await self.trainers.train(*micro)
 
@@ -228,9 +255,14 @@ class TrainingSteps:
             case ExamineDone():
                 self.batch = self.refusals.examined(self.batch, [answer.body.not_finite for answer in answers])
                 self.telemetry.watch(self.batch, self.pool)
-            case PublishDone():
+            case PublishDone() as published:
+                self._pushed(published)
+                if published.behind:
+                    await self.services.spread(published)
+                    return
+                self._published = published.number
                 self._publish_due, self._canary_due, self._canary_ahead = False, not self._canary_ahead, False
-                if await self.services.spread(first):
+                if await self.services.spread(published):
                     self.times.weights_served(time.time())
             case CanaryDone():
                 self._canary_due, self._canary_ahead = False, self._publish_due
@@ -238,6 +270,14 @@ class TrainingSteps:
                 await self.guard.judge_canaries(self.canary.trainer_measured(first.number, measured))
             case CheckpointDone():
                 self._checkpoint_due = False
+
+    def _pushed(self, published: PublishDone) -> None:
+        """Record to which instances the trainer itself has brought a version."""
+        if published.applied:
+            self._fruitless = -1
+        self.telemetry.weights_applied(published.number, published.applied)
+        self.canary.loaded(published.number, published.applied)
+        self.times.loading += [(instance, *span) for instance, span in published.applied.items()]
 
     async def _step_done(self, result: StepDone) -> None:
         """Record a finished optimizer step (rollouts, ledger, metrics, trace) and begin the next batch."""

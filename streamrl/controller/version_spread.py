@@ -55,7 +55,7 @@ class VersionSpread:
         return [name for name in behind if name not in self.in_flight]
 
     def delivered(self, number: int) -> None:
-        """Record that all sites serve a version which the trainer itself has delivered (NCCL)."""
+        """Record that all sites serve a version which the trainer itself has pushed to them."""
         self._serving = dict.fromkeys(self._sites, number)
 
     def start(self, name: str, able: Collection[str]) -> LoadWeights:

@@ -67,6 +67,7 @@ def check(
         check_router_replay(cluster, run),
         check_generation(cluster, run, site),
         check_sites(cluster, run),
+        check_weight_path(cluster, run),
         check_this_machine(cluster, run, site),
         check_disk(run, runs_root),
         check_ray(cluster, run, site),
@@ -111,6 +112,7 @@ def check_files(cluster: ClusterConfig, run: RunConfig) -> list[str]:
         UserError: one line per problem of the files themselves.
     """
     checks, missing = [check_sites(cluster, run), check_tasks(run), check_ranker(run)], []
+    checks.append(check_weight_path(cluster, run))
     try:
         resolve_model(run.model.path)
         checks = [check_model(run), check_heads(cluster, run), check_router_replay(cluster, run), *checks]
@@ -137,6 +139,12 @@ def check_sites(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
     home = cluster.sites[cluster.trainer_site]
     if not home.port:
         yield f"sites.{cluster.trainer_site}.port: other sites need to know it; expected a port such as 5600"
+
+
+def check_weight_path(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
+    """Check that the hardware is what the weight path sends from and to."""
+    if run.weights.backend == "nccl" and cluster.hardware != "cuda":
+        yield "weights.backend: nccl sends between GPUs, and hardware is cpu; expected auto, stream or gloo"
 
 
 def check_ray(cluster: ClusterConfig, run: RunConfig, site: str | None = None) -> Iterable[str]:

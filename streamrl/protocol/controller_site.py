@@ -100,13 +100,43 @@ class Sleep(TypedMessage, frozen=True, tag="sleep"):
     """Free the devices for training. Answered by `asleep`."""
 
 
+class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=True):
+    """An instance as a member of the group in which the trainer pushes weights (`weights/membership.py`)."""
+
+    name: str
+    process: int
+    """Number of its process: a restarted instance is another member."""
+    workers: int
+    """Number of its workers, each of which has a rank in the group."""
+
+
+class Meeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the processes of a group meet, and how many they are."""
+
+    host: str
+    port: int
+    world: int
+    """Number of ranks: the trainer's, and that of every worker."""
+
+
 class WeightCall(TypedMessage, frozen=True, tag="weight_call"):
-    """Carry out a step of a trainer-driven (NCCL) weight update. Answered by `weight_answer` with the same call."""
+    """Carry out a step of an update that the trainer pushes to the instances.
+
+    Answered by `weight_answer` with the same call; while instances are at work, also by some that are `pending`.
+    """
 
     call: str
-    method: str
-    payload: dict[str, Any]
-    """Arguments of vLLM's weight-transfer engine."""
+    step: Literal["members", "join", "pause", "load"]
+    """members: tell who could load weights now; join: meet in a new group; pause: pause generation; load: receive the
+    weights that the trainer sends in that group, and continue."""
+    number: int
+    """Number of the version."""
+    members: list[Member]
+    """Instances concerned, in the order of their ranks; [] in `members`."""
+    behind: bool = False
+    """members: only those that do not hold the served weights."""
+    meeting: Meeting | None = None
+    """Set in `join` only."""
 
 
 class Finish(TypedMessage, frozen=True, tag="finish"):
@@ -183,9 +213,19 @@ class FleetChanged(TypedMessage, frozen=True, tag="fleet"):
 
 
 class WeightAnswer(TypedMessage, frozen=True, tag="weight_answer"):
-    """A `weight_call` is done on all instances of the sender."""
+    """What has become of a `weight_call`. It is sent at once when an instance is lost: others may still be at work."""
 
     call: str
+    pending: bool = False
+    """Whether this is a sign of life only: instances are at work."""
+    members: list[Member] = msgspec.field(default_factory=list)
+    """Answer to `members`."""
+    done: dict[str, tuple[float, float]] = msgspec.field(default_factory=dict)
+    """(start, end) in unix seconds of the controller's clock, by instance that has carried it out."""
+    lost: dict[str, str] = msgspec.field(default_factory=dict)
+    """Why instances will not answer: they died, or fell silent."""
+    failed: dict[str, str] = msgspec.field(default_factory=dict)
+    """Why living instances could not carry it out: the group broke."""
 
 
 class CanaryMeasured(TypedMessage, frozen=True, tag="canary_measured"):

@@ -98,6 +98,9 @@ class OptimizerStep(TypedMessage, frozen=True, tag="step"):
 class Publish(TypedMessage, frozen=True, tag="publish"):
     """Make the current weights available to all sites. Answered by `publish_done`."""
 
+    behind: bool = False
+    """Whether to push them, once more, to those instances only that do not hold the served weights."""
+
 
 class MeasureCanary(TypedMessage, frozen=True, tag="canary"):
     """Compute the canary's log-probabilities with the version just published. Answered by `canary_done`."""
@@ -190,8 +193,12 @@ class PublishDone(Answer, frozen=True, tag="publish_done"):
 
     number: int
     content_hash: str
-    """Hash of the weights; '': the trainer itself has sent them to all instances (NCCL)."""
+    """Hash of the weights; '': the trainer itself has pushed them to the instances."""
     bytes: int
+    applied: dict[str, tuple[float, float]] = msgspec.field(default_factory=dict)
+    """(start, end) in unix seconds of the loading, by instance that the trainer has pushed them to."""
+    behind: bool = False
+    """As in `publish`."""
 
 
 class CanaryDone(Answer, frozen=True, tag="canary_done"):

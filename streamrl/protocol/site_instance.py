@@ -1,7 +1,7 @@
 """Messages between a site's generation service and its vLLM instances.
 
-    service -> instance   generate, release, apply_weights, sleep, weight_call, retire
-    instance -> service   sample, released, progress, applied, missed, asleep, weight_answer, canary_measured
+    service -> instance   generate, release, apply_weights, sleep, take_weights, retire
+    instance -> service   sample, released, progress, applied, missed, asleep, weights_taken, canary_measured
 
 An instance acknowledges a command at once, before the work. The service acknowledges a finished sample only when the
 controller has committed it, and the instance keeps the sample until then.
@@ -9,9 +9,11 @@ controller has committed it, and the instance keeps the sample until then.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
-from streamrl.protocol.controller_site import CanaryMeasured, WeightAnswer, WeightCall
+from streamrl.protocol.controller_site import CanaryMeasured, Meeting
 from streamrl.protocol.message import TypedMessage
 from streamrl.rollouts.trajectory import Trajectory
 
@@ -65,6 +67,19 @@ class ApplyWeights(TypedMessage, frozen=True, tag="apply_weights"):
 
 class SleepInstance(TypedMessage, frozen=True, tag="sleep"):
     """Free the devices for training. Answered by `asleep`; the next `apply_weights` wakes the instance up."""
+
+
+class TakeWeights(TypedMessage, frozen=True, tag="take_weights"):
+    """Carry out a step of an update that the trainer pushes (`WeightCall`). Answered by `weights_taken`."""
+
+    call: str
+    step: Literal["join", "pause", "load"]
+    number: int
+    """Number of the version."""
+    meeting: Meeting | None = None
+    """Where the group meets; set in `join` only."""
+    first_rank: int = 0
+    """join: rank of the instance's first worker."""
 
 
 class Retire(TypedMessage, frozen=True, tag="retire"):
@@ -137,11 +152,21 @@ class WeightsMissed(TypedMessage, frozen=True, tag="missed"):
     number: int
 
 
+class WeightsTaken(TypedMessage, frozen=True, tag="weights_taken"):
+    """A `take_weights` has been carried out, or cannot be; times are unix seconds."""
+
+    call: str
+    started: float
+    finished: float
+    problem: str = ""
+    """Why the group broke; '': it did not. After anything else that goes wrong the instance ends."""
+
+
 class InstanceAsleep(TypedMessage, frozen=True, tag="asleep"):
     """The instance has freed its devices."""
 
 
-FROM_SERVICE = (GenerateSample, Release, ApplyWeights, SleepInstance, WeightCall, Retire)
+FROM_SERVICE = (GenerateSample, Release, ApplyWeights, SleepInstance, TakeWeights, Retire)
 FROM_INSTANCE = (
     FinishedSample,
     ReleasedSample,
@@ -149,6 +174,6 @@ FROM_INSTANCE = (
     WeightsApplied,
     WeightsMissed,
     InstanceAsleep,
-    WeightAnswer,
+    WeightsTaken,
     CanaryMeasured,
 )

@@ -9,13 +9,13 @@ the others, and not on all interfaces, as torch would let it. Whoever reaches th
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from streamrl.errors import RunFailed
+from streamrl.runtime.meeting_store import listening_store
 from streamrl.runtime.process_plan import RANK_MEETING
 
 
@@ -39,24 +39,10 @@ def rank_store(environment: Mapping[str, str], limit_s: float) -> dist.Store:
             return dist.TCPStore(host, int(port), ranks, is_master=False, timeout=limit)
         except dist.DistError as error:
             raise RunFailed(f"rank {rank} cannot reach rank 0 at {meeting}: {error}") from error
-    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, int(port)))
-        listening.listen()
-        listening.setblocking(False)  # libuv's loop must never wait in accept
-    except OSError as error:
-        listening.close()
-        raise RunFailed(f"rank 0 cannot listen on {meeting}, the address of its node: {error}") from error
-    return dist.TCPStore(
-        host,
-        int(port),
-        ranks,
-        is_master=True,
-        timeout=limit,
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),
-    )
+        return listening_store(host, int(port), ranks, limit_s)
+    except RunFailed as error:
+        raise RunFailed(f"rank 0 {error}") from error
 
 
 def join_ranks(backend: str, limit_s: float) -> None:

@@ -29,6 +29,7 @@ from streamrl.errors import RunFailed
 from streamrl.machine.compute_type import TypeChoice
 from streamrl.machine.gpus import visible_devices
 from streamrl.machine.model_files import resolve_model
+from streamrl.protocol.controller_site import WeightAnswer
 from streamrl.protocol.controller_trainer import (
     FROM_CONTROLLER,
     Answer,
@@ -137,7 +138,7 @@ class TrainerWorker:
             self._say(waiting_for(["the controller"]))
             await connect_inside(self.context, link, CONTROLLER, self.context.addresses.controller)
             self._say(READY)
-            commands = ReceivedAhead(link.receive, self._pack_ahead)
+            commands = ReceivedAhead(lambda: self._command(link), self._pack_ahead)
             try:
                 while True:
                     await self._handle(link, *await commands.next())
@@ -200,6 +201,13 @@ class TrainerWorker:
             self.run_config = self.context.run
             log.info("computing in %s, like the other ranks", agreed)
 
+    async def _command(self, link: Link) -> Delivery:
+        """Return the next command; answers to the weight backend's own calls go there."""
+        while isinstance((delivery := await link.receive()).body, WeightAnswer):
+            self.weights.answered(delivery.body)
+            delivery.ack()
+        return delivery
+
     async def _pack_ahead(self, delivery: Delivery) -> PackedShare | None:
         """Pack a micro-batch, and begin to move it to the device, beside the computing thread; None: it is none."""
         if not isinstance(order := delivery.body, Train):
@@ -245,10 +253,11 @@ class TrainerWorker:
             case MoveToCores() as order:
                 self._move_to(set(order.cores))
                 answer = ResourcesDone
-            case Publish():
+            case Publish() as order:
                 self.state = "publishing weights"
-                published = await self.weights.publish(self.trainer, self.version, link)
-                await self._compute(self.trainer.mark_published)
+                published = await self.weights.publish(self.trainer, self.version, link, order.behind)
+                if not order.behind:
+                    await self._compute(self.trainer.mark_published)
                 await self._leave_device()  # instances wake up
                 answer = functools.partial(PublishDone, **asdict(published))
             case MeasureCanary():

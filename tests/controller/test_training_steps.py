@@ -11,7 +11,7 @@ import pytest
 
 from streamrl.config.run import RunConfig
 from streamrl.controller.training_steps import TrainingSteps
-from streamrl.protocol.controller_trainer import CanaryDone, CheckpointDone, PublishDone
+from streamrl.protocol.controller_trainer import CanaryDone, CheckpointDone, Publish, PublishDone
 
 
 @pytest.mark.parametrize(
@@ -41,11 +41,12 @@ def test_instances_that_take_the_trainers_gpu_over_get_weights_last(exclusive: b
         "pool": SimpleNamespace(groups={}),
         "groups": SimpleNamespace(state=lambda _: {}),
         "evaluator": SimpleNamespace(pending=[]),
-        "times": SimpleNamespace(trainer=[]),
-        "canary": SimpleNamespace(trainer_measured=lambda *_: []),
+        "times": SimpleNamespace(trainer=[], loading=[]),
+        "canary": SimpleNamespace(trainer_measured=lambda *_: [], loaded=lambda *_: None),
+        "telemetry": SimpleNamespace(weights_applied=lambda *_: None),
         "guard": SimpleNamespace(judge_canaries=nothing),
     }
-    rest = dict.fromkeys(("lengths", "scaling", "recorder", "telemetry", "waits", "refusals"))
+    rest = dict.fromkeys(("lengths", "scaling", "recorder", "waits", "refusals"))
     steps = TrainingSteps(run=RunConfig(), **stubs, **rest)  # type: ignore[arg-type]
     steps._checkpoint_due = True
 
@@ -59,3 +60,123 @@ def test_instances_that_take_the_trainers_gpu_over_get_weights_last(exclusive: b
     asyncio.run(body())
     assert asked == order
     assert not (steps._publish_due or steps._canary_due or steps._checkpoint_due or steps._canary_ahead)
+
+
+class Pushing:
+    """The training side of a run that pushes weights, with a trainer and a site that do nothing of their own."""
+
+    def __init__(self, step: int = 0) -> None:
+        self.asked: list[Any] = []
+        self.lives: dict[str, str] = {}
+        self.loaded: list[tuple[int, set[str]]] = []
+        self.trainers = SimpleNamespace(busy=False, ask=self._ask, takes_micro_batch=True, workers=["trainer-0"])
+        self.services = SimpleNamespace(
+            can_take_version=True, spread=self._nothing, in_state=self._in_state, reports=0, updating=False
+        )
+        stubs: dict[str, Any] = {
+            "trainers": self.trainers,
+            "services": self.services,
+            "issuer": SimpleNamespace(schedule=SimpleNamespace(exclusive=False), next_group=lambda *_: None),
+            "pool": SimpleNamespace(groups={}),
+            "times": SimpleNamespace(trainer=[], loading=[]),
+            "canary": SimpleNamespace(loaded=lambda number, who: self.loaded.append((number, set(who)))),
+            "telemetry": SimpleNamespace(weights_applied=lambda *_: None),
+        }
+        names = ("groups", "evaluator", "lengths", "scaling", "recorder", "waits", "refusals", "guard")
+        rest: dict[str, Any] = dict.fromkeys(names)
+        rest["refusals"] = SimpleNamespace(examining=False)
+        run = RunConfig.model_validate({"weights": {"backend": "gloo"}})
+        self.steps = TrainingSteps(run=run, **stubs, **rest)
+        self.steps.resume_at(step)
+        self.steps._feed_trainer = self._nothing  # type: ignore[method-assign]
+
+    async def _ask(self, order: Any) -> None:
+        self.asked.append(order)
+
+    async def _nothing(self, *_: object) -> None:
+        return None
+
+    def _in_state(self, life: str) -> list[str]:
+        return [name for name, one in self.lives.items() if one == life]
+
+    def report(self, **lives: str) -> None:
+        """The site tells the states of its instances."""
+        self.lives = lives
+        self.services.reports += 1
+
+    def drive(self) -> list[Publish]:
+        """What the trainer is asked to publish now."""
+        self.asked.clear()
+        asyncio.run(self.steps.drive())
+        return [one for one in self.asked if isinstance(one, Publish)]
+
+    def published(self, number: int, *applied: str, behind: bool = False) -> None:
+        spans = dict.fromkeys(applied, (0.0, 1.0))
+        body = PublishDone(
+            rank=0, started=0.0, finished=1.0, number=number, content_hash="", bytes=1, applied=spans, behind=behind
+        )
+        answer: Any = SimpleNamespace(body=body, kind="publish_done", arrays={})
+        asyncio.run(self.steps.answered([answer]))
+        self.steps._canary_due = False
+
+
+def test_an_instance_that_came_after_a_publication_gets_that_version_pushed_once() -> None:
+    run = Pushing()
+    run.report(a="stale", b="starting")
+    assert run.drive() == [Publish()]  # the first weights go to all that are there
+    run.report(a="ready", b="starting")
+    run.published(0, "a")
+    assert run.drive() == []
+    run.report(a="ready", b="stale")
+    assert run.drive() == [Publish(behind=True)]
+    run.report(a="ready", b="ready")
+    run.published(0, "b", behind=True)
+    assert run.drive() == [] and run.loaded == [(0, {"a"}), (0, {"b"})]
+
+
+def test_a_push_that_reached_nobody_is_repeated_only_when_there_is_news() -> None:
+    run = Pushing()
+    run.published(0)
+    run.report(a="stale")
+    assert run.drive() == [Publish(behind=True)]
+    run.published(0, behind=True)
+    assert run.drive() == []
+    run.report(a="stale")
+    assert run.drive() == [Publish(behind=True)]
+    run.report(a="stale", b="stale")  # b comes while nobody is reached
+    run.published(0, behind=True)
+    assert run.drive() == [Publish(behind=True)]
+    run.published(0, "a", behind=True)  # and b came too late for this one
+    assert run.drive() == [Publish(behind=True)]
+
+
+def test_between_publications_newcomers_wait_for_the_next_one_unless_nobody_else_generates() -> None:
+    run = Pushing(step=4)
+    run.published(4, "a")
+    run.steps.step = 5  # trained, not published
+    run.report(a="ready", b="stale")
+    assert run.drive() == []
+    run.report(a="dead", b="stale")
+    assert run.drive() == [Publish()]
+
+
+def test_within_a_step_whose_batch_is_used_several_times_no_version_is_pushed() -> None:
+    run = Pushing()
+    run.published(0, "a")
+    run.steps.batch.update = 1
+    run.report(a="dead", b="stale")
+    assert run.drive() == []
+    run.steps.batch.update = 0
+    assert run.drive() == [Publish(behind=True)]
+
+
+def test_a_trainer_that_computes_gets_no_other_micro_batch_before_it_has_served_a_newcomer() -> None:
+    run = Pushing()
+    run.published(0, "a")
+    ahead: list[int] = []
+    run.trainers.busy = True
+    run.steps.batch.next_micro_batch = lambda *_: ahead.append(1)  # type: ignore[assignment,func-returns-value]
+    run.report(a="ready", b="stale")
+    assert run.drive() == [] and not ahead
+    run.report(a="ready", b="ready")
+    assert run.drive() == [] and ahead

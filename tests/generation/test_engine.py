@@ -199,6 +199,25 @@ def test_updated_weights_equal_a_fresh_engine_loaded_from_the_checkpoint(engines
     assert_same(after, engines.fresh(config(new), number, sample_all))
 
 
+def test_an_update_that_broke_off_is_begun_anew(engines: Engines) -> None:
+    old, new = engines.models[:2]
+    half, number = engines.next_number(), engines.next_number()
+    weights = AutoModelForCausalLM.from_pretrained(engines.models[2], dtype=torch.bfloat16)
+    tensors = list(weights.named_parameters())
+    manifest, buffer = lay_out(half, tensors[: len(tensors) // 2])
+    fill(engines.store, manifest, buffer)
+    content_hash = stored(engines.store, number, new, torch.bfloat16)
+
+    async def updated(engine: Engine) -> list[Sample]:
+        with pytest.raises(Exception, match="has no weights for"):
+            await update(engine, "recompute_kv", half, manifest.version.content_hash)
+        await update(engine, "recompute_kv", number, content_hash)
+        return await sample_all(engine)
+
+    after = engines.run(config(old), updated)
+    assert_same(after, engines.fresh(config(new), number, sample_all))
+
+
 def canary_by_torch(folder: Path, dtype: torch.dtype = torch.float32) -> np.ndarray:
     """What a model of its own says of the canary's completion."""
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -39,7 +39,7 @@ TABLE: dict[tuple[HubKind, str, bool], str] = {
     ("controller", "operator", False): "scale checkpoint",
     ("publisher", "relay", False): RELAY,
     ("publisher", "relay", True): RELAY,
-    ("service", "instance", False): "sample released progress applied missed asleep weight_answer canary_measured",
+    ("service", "instance", False): "sample released progress applied missed asleep weights_taken canary_measured",
     ("service", "agents", False): "order_turn episode_done",
 }
 """Cells that are not here allow nothing."""

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, get_args
 
 import psutil
 import pytest
 
+from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.config.weight_sync import WEIGHT_PATHS, WeightSyncConfig
 from streamrl.errors import RunFailed
-from streamrl.weights.backends.nccl import meeting_address
+from streamrl.launcher.preflight import check_weight_path
+from streamrl.weights.backends.broadcast import meeting_address
+from streamrl.weights.backends.communicator import Communicator, communicator_of
+
+SITES = {"sites": {"here": {"trainer": {}, "generation": [{}]}}}
 
 
 @pytest.mark.parametrize(
@@ -20,6 +26,7 @@ from streamrl.weights.backends.nccl import meeting_address
         ({}, "stream"),
         ({"schedule": {"name": "colocated"}}, "stream"),
         ({"weights": {"backend": "stream", "generation_dtype": "fp8"}}, "stream"),
+        ({"weights": {"backend": "gloo"}}, "gloo"),
         ({"weights": {"backend": "nccl"}}, "nccl"),
     ],
 )
@@ -37,15 +44,39 @@ def test_every_path_of_the_run_file_has_a_module_that_makes_its_backend() -> Non
             assert hasattr(import_module(path.engine_class[0]), path.engine_class[1])
 
 
-def test_the_nccl_group_meets_where_other_nodes_reach_the_trainer() -> None:
+def test_paths_that_push_differ_in_their_communicator_and_in_nothing_else() -> None:
+    gloo, nccl = (WEIGHT_PATHS[name] for name in ("gloo", "nccl"))
+    same = {"summary": "", "engine": "", "communicator": None, "untried": ""}
+    assert replace(gloo, **same) == replace(nccl, **same) and not gloo.fetched  # type: ignore[arg-type]
+    assert not gloo.untried and nccl.untried
+    kinds = [communicator_of(path.engine) for path in (gloo, nccl)]
+    assert len(set(kinds)) == 2 and all(issubclass(kind, Communicator) for kind in kinds)
+
+
+def test_a_group_meets_where_other_nodes_reach_the_trainer() -> None:
     own = {one.address for of_one in psutil.net_if_addrs().values() for one in of_one} - {"127.0.0.1"}
-    assert meeting_address("ipc:///tmp/controller", one_machine=True) == "127.0.0.1"
-    with pytest.raises(RunFailed, match=r"the controller is at tcp://127\.0\.0\.1:5600.*set weights.backend: stream"):
-        meeting_address("tcp://127.0.0.1:5600", one_machine=False)
+    assert meeting_address("ipc:///tmp/controller", one_machine=True, backend="nccl") == "127.0.0.1"
+    with pytest.raises(RunFailed, match=r"nccl needs.*the controller is at tcp://127\.0\.0\.1:5600.*backend: stream"):
+        meeting_address("tcp://127.0.0.1:5600", one_machine=False, backend="nccl")
     for address in (one for one in own if "." in one):
-        assert meeting_address(f"tcp://{address}:5600", one_machine=False) == address
+        assert meeting_address(f"tcp://{address}:5600", one_machine=False, backend="gloo") == address
 
 
-def test_nccl_on_shared_gpus_is_refused_when_the_file_is_read() -> None:
-    with pytest.raises(ValueError, match=r"nccl needs a GPU of its own.*set backend: auto or stream"):
-        RunConfig.model_validate({"schedule": {"name": "colocated"}, "weights": {"backend": "nccl"}})
+@pytest.mark.parametrize("schedule", ["colocated", "auto"])
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_pushing_to_instances_that_share_the_trainers_devices_is_refused_when_the_file_is_read(
+    schedule: str, backend: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"{backend} needs devices of its own.*{schedule}.*set backend: auto or"):
+        RunConfig.model_validate({"schedule": {"name": schedule}, "weights": {"backend": backend}})
+
+
+def test_nccl_without_gpus_is_refused_before_the_run_starts() -> None:
+    def problems(backend: str, hardware: str) -> list[str]:
+        run = RunConfig.model_validate({"weights": {"backend": backend}})
+        return list(check_weight_path(ClusterConfig.model_validate({"hardware": hardware} | SITES), run))
+
+    (said,) = problems("nccl", "cpu")
+    assert "expected auto, stream or gloo" in said
+    fine = (("nccl", "cuda"), ("gloo", "cpu"), ("gloo", "cuda"), ("auto", "cpu"))
+    assert [problems(*one) for one in fine] == [[]] * 4

@@ -120,11 +120,16 @@ class Engine:
         self._tokenizer = AutoTokenizer.from_pretrained(model)
         self._stop_ids = end_tokens(model, self._tokenizer)
 
-    async def set_up_weights(self, init_info: dict[str, Any], version: int) -> None:
-        """Initialize vLLM's weight transfer and number the weights that were loaded at start."""
+    async def connect_weights(self, init_info: dict[str, Any]) -> None:
+        """Connect vLLM's weight transfer to where weights come from, for the first time or anew."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+
+    async def set_up_weights(self, init_info: dict[str, Any] | None, version: int) -> None:
+        """Number the weights that were loaded at start, and connect vLLM's weight transfer (None: later)."""
+        if init_info is not None:
+            await self.connect_weights(init_info)
         await self._llm.update_weight_version(str(version))
         self.version = version
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from streamrl.generation.instance.calibration import batch_sizes, measure_quickly
 from streamrl.generation.instance.eight_bits import choose_here, with_computation
 from streamrl.generation.instance.engine import Engine, Worked
@@ -17,7 +19,7 @@ from streamrl.generation.instance.engine_config import Place
 from streamrl.generation.instance.sample_parts import UNNAMED_VERSION
 from streamrl.generation.site.pace import WorkedCurve, pace
 from streamrl.machine.gpus import visible_devices
-from streamrl.protocol.controller_site import CanaryMeasured, WeightAnswer, WeightCall
+from streamrl.protocol.controller_site import CanaryMeasured
 from streamrl.protocol.message import MessageReader, wire
 from streamrl.protocol.samples import progress_to_wire, request_from_wire, sample_to_wire
 from streamrl.protocol.site_instance import (
@@ -30,8 +32,10 @@ from streamrl.protocol.site_instance import (
     ReleasedSample,
     Retire,
     SleepInstance,
+    TakeWeights,
     WeightsApplied,
     WeightsMissed,
+    WeightsTaken,
 )
 from streamrl.rollouts.types import PartialSample
 from streamrl.run_dir.start_stages import READY, waiting_for
@@ -41,6 +45,7 @@ from streamrl.runtime.process_plan import PROCESS
 from streamrl.runtime.site_connections import connect_inside
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Link
+from streamrl.weights.membership import BROKEN
 from streamrl.weights.version_store import WeightStore
 
 log = logging.getLogger(__name__)
@@ -119,8 +124,9 @@ class InstanceProcess:
             self.context.say("loading the model into vLLM")
         self.engine = Engine(self.pool, run, cuda, *about, clock=lambda: self._clock())
         try:
-            if self.context.run.weights.path.fetched:
-                await self.engine.set_up_weights({"directory": str(self.context.weights_folder)}, UNNAMED_VERSION)
+            store = {"directory": str(self.context.weights_folder)}
+            fetched = self.context.run.weights.path.fetched  # otherwise it meets the trainer when that pushes weights
+            await self.engine.set_up_weights(store if fetched else None, UNNAMED_VERSION)
             self.context.say("warming up")
             await self.engine.warm_up()
             largest, context = self.pool.max_batch, self.context.run.model.max_context
@@ -197,8 +203,8 @@ class InstanceProcess:
                 await self.link.send(*wire(InstanceAsleep()))
             case ApplyWeights() as order:
                 await self._apply(order.number, order.content_hash)
-            case WeightCall() as call:
-                await self._weight_call(call)
+            case TakeWeights() as order:
+                await self._take(order)
 
     async def _report_progress(self) -> None:
         """Report new tokens of running requests to the service's token journal, and teach the drafter, at intervals."""
@@ -243,23 +249,38 @@ class InstanceProcess:
         await self.link.send(*wire(WeightsApplied(number=number, started=started, finished=self._clock())))
         await self._measure_canary(number)
 
-    async def _weight_call(self, order: WeightCall) -> None:
-        """Carry out one step of an update that the trainer drives (NCCL path), and answer it by its call id."""
-        match order.method:
-            case "init_weight_transfer_engine":
-                await self.engine.set_up_weights(order.payload, self.version)
-            case "start_weight_update":
-                await self._pause(int(order.payload.get("version", self.version + 1)))
+    async def _take(self, order: TakeWeights) -> None:
+        """Carry out a step of an update that the trainer pushes; a group that breaks is reported.
+
+        Generation stays paused then: some layers may have new weights. The trainer begins anew, or a new trainer does.
+        """
+        problem = ""
+        async with self._loading:
+            started = self._clock()
+            try:
+                await self._carry_out(order)
+            except Exception as error:
+                if BROKEN not in str(error):
+                    raise
+                problem = str(error)
+                log.warning("%s of version %d: %s", order.step, order.number, problem)
+        taken = WeightsTaken(call=order.call, started=started, finished=self._clock(), problem=problem)
+        await self.link.send(*wire(taken))
+        if order.step == "load" and not problem:
+            await self._measure_canary(order.number)
+
+    async def _carry_out(self, order: TakeWeights) -> None:
+        match order.step:
+            case "join":
+                assert order.meeting is not None
+                place = {"first_rank": order.first_rank, "limit_s": self.context.run.deadlines.weights_s}
+                await self.engine.connect_weights(msgspec.to_builtins(order.meeting) | place)
+            case "pause":
+                await self._pause(order.number)
+            case "load":
                 await self.engine.start_weight_update()
-            case "update_weights":
-                await self.engine.update_weights(order.payload)
-            case "finish_weight_update":
-                await self._finish(int(order.payload["version"]))
-            case other:
-                raise ValueError(f"unknown weight call {other!r}")
-        await self.link.send(*wire(WeightAnswer(call=order.call)))
-        if order.method == "finish_weight_update":
-            await self._measure_canary(self.version)
+                await self.engine.update_weights({"number": order.number})
+                await self._finish(order.number)
 
     async def _measure_canary(self, number: int) -> None:
         """Report what this engine makes of the canary with a version just loaded, beside the requests that run.

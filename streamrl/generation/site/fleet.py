@@ -74,7 +74,6 @@ class SiteFleet:
         self._pools = {pool.name: pool for pool in context.cluster.sites[context.site].generation}
         self._wanted = {name: pool.replicas for name, pool in self._pools.items()}
         self._possible = possible_instances(context.cluster, context.run, context.site, context.run_dir)
-        self._weights_fetched = context.run.weights.path.fetched
         self._processes: dict[str, int] = {}
         """Number of each instance's newest process; instances that have left are included."""
         self.curves = FleetCurves(self._pools)
@@ -130,8 +129,6 @@ class SiteFleet:
             meta = self.hub.peers[name].meta
             self.curves.measured(self.lives[name].pool, StepCurve.from_json(meta["curve"]), meta["doubts"])
             self.lives[name].on("met")
-            if not self._weights_fetched:
-                await self.admit(name)  # the trainer pushes their weights
 
     def _adopt(self) -> bool:
         """Take over the instances that an earlier service has left, alive or not; return whether there are any."""
@@ -303,7 +300,7 @@ class SiteFleet:
             if self.dispatcher.knows(name):
                 await self.dispatcher.hold(name, requeue=False, why="silent")
             await self.changed()
-        if waited_for and self._weights_fetched:  # otherwise the trainer pushes weights to the instances in its group
+        if waited_for:
             life.missed = True
         if self.dispatcher.works_on(name) and any(other != name for other in self.ready):
             self._log_interrupted(name)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ class InstanceWeights:
             ensure: makes sure that a version that was loaded before is still intact in the site's store.
         """
         self.fleet, self._ensure = fleet, ensure
+        self._fetched = fleet.context.run.weights.path.fetched
         self.served: WeightVersion | None = None
         self._asleep = False
         self._loads: defaultdict[str, set[int]] = defaultdict(set)
@@ -55,16 +56,17 @@ class InstanceWeights:
         async with self.lock:
             if not (life.process == process and life.can("current")):
                 return  # meanwhile it has died, was retired, or has loaded the weights together with the others
-            if self.served is None:
-                return  # it joins with the first weights
-            if self._asleep:
-                return  # the trainer has the devices: it joins with the next weights
-            await self._ensure(self.served)
-            if await self._update(life.name, self.served) is None:
-                return  # handled where the loss was noticed
-            if life.process == process and life.can("current"):
-                await self.fleet.admit(life.name)
-        await self.fleet.changed()
+            if self._fetched:
+                if self.served is None:
+                    return  # it joins with the first weights
+                if self._asleep:
+                    return  # the trainer has the devices: it joins with the next weights
+                await self._ensure(self.served)
+                if await self._update(life.name, self.served) is None:
+                    return  # handled where the loss was noticed
+                if life.process == process and life.can("current"):
+                    await self.fleet.admit(life.name)
+        await self.fleet.changed()  # where the trainer pushes weights, it is shown as stale, and gets them
 
     async def update(self, version: WeightVersion) -> dict[str, WeightsApplied]:
         """Have all instances load a version from the site's store, one after the other if updates are rolling.
@@ -82,14 +84,23 @@ class InstanceWeights:
                 spans = await asyncio.gather(*(self._update(name, version) for name in names))
             self._asleep = False
             loaded = {name: span for name, span in zip(names, spans, strict=True) if span is not None}
-            lives = [self.fleet.lives[name] for name in loaded if self.fleet.lives[name].process == processes[name]]
-            stale = [life for life in lives if life.can("current")]
-            refined = self._refine()
-            for life in stale:
-                await self.fleet.admit(life.name)
-        if stale or refined:
+            changed = await self.settle({name: processes[name] for name in loaded})
+        if changed:
             await self.fleet.changed()
         return loaded
+
+    async def settle(self, loaded: Mapping[str, int]) -> bool:
+        """Give requests to the processes, by instance, that have loaded the served version.
+
+        Returns:
+            Whether any of them has joined, or plans have changed.
+        """
+        lives = [self.fleet.lives[name] for name in loaded if name in self.fleet.lives]
+        stale = [life for life in lives if life.process == loaded[life.name] and life.can("current")]
+        refined = self._refine()
+        for life in stale:
+            await self.fleet.admit(life.name)
+        return bool(stale) or refined
 
     def _refine(self) -> bool:
         """Plan with the step times that the instances' work has shown; return whether any of them changed.
@@ -116,26 +127,34 @@ class InstanceWeights:
         Returns:
             Its answer, with the time for which it paused; None: it died meanwhile, or is silent.
         """
-        if self._misses(name):
+        if self.misses(name):
             return None
-        on_update = self.fleet.context.run.schedule.on_update
-        # an instance that has not joined has nothing to hold
-        held = on_update in ("wait", "abort_and_requeue") and self.fleet.dispatcher.knows(name)
-        if held:
-            await self.fleet.dispatcher.hold(name, requeue=on_update == "abort_and_requeue", why="weights")
+        await self.hold(name)
         limits = self.fleet.limits
         self._loads[name].add(version.number)
         order = ApplyWeights(number=version.number, content_hash=version.content_hash)
         limit_s, progress = limits.weights_s, never
-        if on_update == "wait":  # its requests end first, for as long as they produce tokens
-            limit_s, progress = limit_s + limits.generation_s, partial(self._since_token, name)
+        if self.fleet.context.run.schedule.on_update == "wait":
+            # its requests end first, for as long as they produce tokens
+            limit_s, progress = limit_s + limits.generation_s, partial(self.since_token, name)
         answer = self.fleet.answers.ask(name, order, kind_of(WeightsApplied), limit_s, progress)
         loaded: WeightsApplied | None = await self._answered(name, answer)
-        if held and loaded is not None:
-            await self.fleet.dispatcher.unhold(name, "weights")
+        if loaded is not None:
+            await self.unhold(name)
         return loaded
 
-    def _since_token(self, name: str) -> float:
+    async def hold(self, name: str) -> None:
+        """Keep requests from an instance that is about to load weights, where `schedule.on_update` wants it."""
+        on_update = self.fleet.context.run.schedule.on_update
+        # an instance that has not joined has nothing to hold
+        if on_update in ("wait", "abort_and_requeue") and self.fleet.dispatcher.knows(name):
+            await self.fleet.dispatcher.hold(name, requeue=on_update == "abort_and_requeue", why="weights")
+
+    async def unhold(self, name: str) -> None:
+        """End `hold`; a no-op for an instance that was not held."""
+        await self.fleet.dispatcher.unhold(name, "weights")
+
+    def since_token(self, name: str) -> float:
         """Return the seconds since an instance has produced a token, by its last heartbeat; inf: it runs nothing."""
         state = self.fleet.hub.peers[name].state
         return state.get("stalled_s", 0.0) + self.fleet.hub.silent_for(name) if state.get("running") else math.inf
@@ -165,13 +184,13 @@ class InstanceWeights:
 
     async def _put_to_sleep(self, name: str) -> bool:
         """Have one instance free its devices. Return False if it died meanwhile or is silent."""
-        if self._misses(name):
+        if self.misses(name):
             return False
         limit_s = self.fleet.limits.weights_s
         answer = self.fleet.answers.ask(name, SleepInstance(), kind_of(InstanceAsleep), limit_s)
         return await self._answered(name, answer) is not None
 
-    def _misses(self, name: str) -> bool:
+    def misses(self, name: str) -> bool:
         """Return whether an instance is silent, so that it misses what the others get now."""
         life = self.fleet.lives[name]
         life.missed |= life.state is Life.SUSPECT

@@ -25,8 +25,8 @@ class Answers:
             waits: registry of waits for instances.
         """
         self._hub, self._waits = hub, waits
-        self._expected: dict[tuple[str, str], asyncio.Future[Any]] = {}
-        """Expected answers by (kind, instance)."""
+        self._expected: dict[tuple[str, str, str], asyncio.Future[Any]] = {}
+        """Expected answers by (kind, instance, call)."""
 
     async def ask(
         self,
@@ -35,6 +35,7 @@ class Answers:
         answer: str,
         limit_s: float,
         since_progress: Callable[[], float] = never,
+        call: str = "",
     ) -> Any:
         """Send an instance a command and wait for its answer.
 
@@ -44,6 +45,7 @@ class Answers:
             answer: kind of the message that answers it.
             limit_s: seconds to wait for the answer.
             since_progress: returns the seconds since the latest sign of progress, from which the limit then counts.
+            call: id of the command that its answer repeats; '': it has none.
 
         Raises:
             InstanceLost: the instance died, or was given up.
@@ -51,11 +53,16 @@ class Answers:
         """
         if name not in self._hub.peers:
             raise InstanceLost(name)
-        future = self._expected[answer, name] = asyncio.get_running_loop().create_future()
+        key = answer, name, call
+        future = self._expected[key] = asyncio.get_running_loop().create_future()
         kind, body = wire(command)
-        await self._hub.send(name, kind, body)
-        async with self._waits.deadline(f"{name} to answer {kind} with {answer}", limit_s, since_progress):
-            return await future
+        try:
+            await self._hub.send(name, kind, body)
+            async with self._waits.deadline(f"{name} to answer {kind} with {answer}", limit_s, since_progress):
+                return await future
+        finally:
+            if self._expected.get(key) is future:  # an answer that comes later is nobody's
+                del self._expected[key]
 
     def give_up(self, name: str) -> bool:
         """Stop waiting for an instance's answers; return whether any were awaited."""
@@ -67,7 +74,7 @@ class Answers:
 
     def take(self, delivery: Delivery) -> bool:
         """Accept an instance's message; return whether it was an expected answer."""
-        future = self._expected.pop((delivery.kind, delivery.peer), None)
+        future = self._expected.pop((delivery.kind, delivery.peer, getattr(delivery.body, "call", "")), None)
         if future is not None and not future.done():
             future.set_result(delivery.body)
         return future is not None

@@ -32,6 +32,7 @@ from streamrl.errors import RestartNeeded, RunFailed
 from streamrl.generation.site.dispatcher import Dispatcher
 from streamrl.generation.site.fleet import SiteFleet
 from streamrl.generation.site.instance_life import Life
+from streamrl.generation.site.pushed_weights import PushedWeights
 from streamrl.generation.site.site_episodes import AnsweredTurn, PrefixCache, RequestedTurn, SiteEpisodes, is_turn
 from streamrl.generation.site.site_weights import SiteWeights
 from streamrl.generation.site.token_journal import TokenJournal
@@ -108,7 +109,9 @@ class GenerationService:
             *(self.weights.ensure, self._fleet_changed, self._tell_parked),
         )
         self.controller.reports += [self.hub, *self.weights.endpoints]
-        self._calls: dict[tuple[str, str], asyncio.Future[None]] = {}
+        self.pushed = PushedWeights(
+            self.fleet, self.fleet.weights, self._answer_weights, self._pushed, self.controller.clock.to_hub_time
+        )
         keeps_kv = run.schedule.on_update == "keep_kv"
         turns = TurnJournal(context.run_dir / layout.TURN_JOURNAL) if run.agent_tasks else TurnJournal()
         self.episodes = SiteEpisodes(
@@ -142,6 +145,8 @@ class GenerationService:
             self.context.say(waiting_for(["the trainer"]))
             await self.weights.connect()
             self.context.say(READY)
+            if not self.context.run.weights.path.fetched:
+                await self._fleet_changed()  # an earlier service's instances wait for the trainer to push weights
             async with asyncio.TaskGroup() as tasks:
                 beside = [self._from_instances(), self.uplink.run(), self._throttle(), self.weights.serve()]
                 beside += [self.fleet.run(), self._keep_journal(), self._end_if_orphaned()]
@@ -207,7 +212,7 @@ class GenerationService:
                 case controller_site.LoadWeights() as order:
                     tasks.create_task(self._update_weights(order))
                 case controller_site.WeightCall() as call:
-                    tasks.create_task(self._weight_call(call))
+                    tasks.create_task(self.pushed.carry_out(call))
             delivery.ack()
 
     async def _submit(self, groups: Iterable[IncomingGroup]) -> None:
@@ -286,16 +291,12 @@ class GenerationService:
                         if self.dispatcher.has(delivery.peer, part.sample_id):  # else another instance continues it
                             self.journal.add(start, part)
                     delivery.ack()
-                case site_instance.InstanceAsleep():
+                case site_instance.InstanceAsleep() | site_instance.WeightsTaken():
                     delivery.ack()
                     self.fleet.answers.take(delivery)
                 case site_instance.WeightsApplied() | site_instance.WeightsMissed():
                     delivery.ack()
                     await self.fleet.weights.on_message(delivery)
-                case controller_site.WeightAnswer() as answer:
-                    delivery.ack()
-                    if (call := self._calls.get((answer.call, delivery.peer))) is not None:
-                        call.set_result(None)
                 case controller_site.CanaryMeasured() as canary:
                     await self.controller.send(*wire(canary), delivery.arrays)
                     delivery.ack()
@@ -398,26 +399,12 @@ class GenerationService:
         await self.fleet.weights.sleep()
         await self.controller.send(*wire(controller_site.SiteAsleep()))
 
-    async def _weight_call(self, order: controller_site.WeightCall) -> None:
-        """Pass a call of the trainer-driven (NCCL) update to every instance; answer when all have answered."""
-        loop = asyncio.get_running_loop()
-        instances = self.fleet.ready
-        call = order.call
-        rank = int(order.payload.get("rank_offset", 0))
-        for name in instances:
-            self._calls[call, name] = loop.create_future()
-            payload = dict(order.payload)
-            if order.method == "init_weight_transfer_engine":
-                # NCCL ranks: the trainer is 0, then every instance's workers one after the other
-                payload["rank_offset"] = rank
-                rank += int(self.hub.peers[name].meta["world_size"])
-            await self.hub.send(
-                name, *wire(controller_site.WeightCall(call=call, method=order.method, payload=payload))
-            )
-        for name in instances:
-            async with self.waits.deadline(f"{name} to answer {order.method}", self.limits.weights_s):
-                await self._calls.pop((call, name))
-        await self.controller.send(*wire(controller_site.WeightAnswer(call=call)))
+    async def _answer_weights(self, answer: controller_site.WeightAnswer) -> None:
+        await self.controller.send(*wire(answer))
+
+    def _pushed(self, number: int) -> None:
+        """Record that instances have loaded a version that the trainer has pushed to them."""
+        self.weights.version = number
 
     def _instance_states(self) -> dict[str, dict[str, Any]]:
         """Return every instance's last heartbeat, without its requests' progress, which stays here."""

@@ -1,7 +1,8 @@
 """The transfer of new weights from the trainer to the instances: its interface.
 
 stream   the trainer publishes a version; each site fetches it once, and its instances map it (`streamed.py`)
-nccl     the trainer broadcasts into a group of all ranks and all instances' workers (`nccl.py`)
+gloo     the trainer broadcasts into a group with all instances' workers (`broadcast.py`, `gloo.py`)
+nccl     the same between GPUs (`broadcast.py`, `nccl.py`)
 
 `WEIGHT_PATHS` of `streamrl/config/weight_sync.py` has them by name.
 """
@@ -9,16 +10,18 @@ nccl     the trainer broadcasts into a group of all ranks and all instances' wor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from streamrl.config.generation import EightBits
+from streamrl.errors import RunFailed
 from streamrl.weights.version import Manifest
 
 if TYPE_CHECKING:
+    from streamrl.protocol.controller_site import WeightAnswer
     from streamrl.transport.endpoint import Link
     from streamrl.weights.sharded import ShardedLayout
 
@@ -49,6 +52,10 @@ class Published:
     content_hash: str
     """Hash of the weights; '': the backend does not hash what it sends."""
     bytes: int
+    applied: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """(start, end) of the loading in unix seconds, by instance that the version was pushed to."""
+    behind: bool = False
+    """Whether it was pushed once more, to those instances only that did not hold it."""
 
 
 LOAD_FORMATS: dict[str, EightBits] = {"streamrl_int8": "int8", "streamrl_fp8": "fp8"}
@@ -64,9 +71,23 @@ class WeightBackend(ABC):
         """Serve relays that fetch weights, until cancelled; return at once if none do. For rank 0 only."""
 
     @abstractmethod
-    async def publish(self, model: PublishedModel, number: int, controller: Link) -> Published:
+    async def publish(self, model: PublishedModel, number: int, controller: Link, behind: bool = False) -> Published:
         """Make the current weights available to all sites as version `number`.
 
+        Args:
+            model: the trainer's model.
+            number: number of the version.
+            controller: link to the controller.
+            behind: only to instances that do not hold the version; for paths that push.
+
         Raises:
-            RunFailed: the weights cannot be laid out, or an instance does not answer.
+            RunFailed: the weights cannot be laid out, or cannot be pushed.
         """
+
+    def answered(self, answer: WeightAnswer) -> None:
+        """Take what became of a call to the instances.
+
+        Raises:
+            RunFailed: this path makes no calls.
+        """
+        raise RunFailed(f"an answer to {answer.call!r}, which nobody has asked")

@@ -26,7 +26,7 @@ class StreamedBackend(WeightBackend):
         """Send versions to the relays that request them."""
         await self.publisher.serve()
 
-    async def publish(self, model: PublishedModel, number: int, controller: Link) -> Published:
+    async def publish(self, model: PublishedModel, number: int, controller: Link, behind: bool = False) -> Published:
         """Lay the version out, all ranks together; rank 0 makes it available to relays."""
         manifest, buffer = await self._compute(model.lay_out, number)
         if model.rank == 0:

@@ -1,0 +1,200 @@
+"""A group of the trainer and the instances' workers: how its processes meet, and how the trainer's tensors reach them.
+
+Rank 0 is the trainer's, and the only one that sends. Its store listens on one address and no other; the processes tell
+each other there that they have come, so that nobody enters a call that cannot be ended before all others are there.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from datetime import timedelta
+from importlib import import_module
+from typing import Self, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from streamrl.config.weight_sync import WEIGHT_PATHS
+from streamrl.runtime.meeting_store import listening_store
+from streamrl.weights.membership import BROKEN
+
+T = TypeVar("T")
+
+POLL_S = 0.005
+"""Seconds between two looks at who has come."""
+MEET_S = 30.0
+"""Seconds for processes that have all come to connect to each other."""
+START = "start"
+"""Key of the store that lets all begin."""
+
+
+class GroupBroken(RuntimeError):
+    """Raised when a group cannot be formed, or a member of it is gone: it is of no more use to anybody."""
+
+    def __init__(self, why: object) -> None:
+        super().__init__(f"{BROKEN}: {why}")
+
+
+def communicator_of(engine: str) -> type[Communicator]:
+    """Return the communicator of a weight path, by the name of its engine in vLLM."""
+    (path,) = (path for path in WEIGHT_PATHS.values() if path.engine == engine)
+    assert path.communicator is not None
+    kind: type[Communicator] = getattr(import_module(path.communicator[0]), path.communicator[1])
+    return kind
+
+
+def nothing_wrong() -> str:
+    """Return why to stop waiting: never."""
+    return ""
+
+
+class Communicator(ABC):
+    """The connection of one process to its group."""
+
+    device: torch.device
+    """Where tensors must be that are sent and received."""
+
+    def __init__(self) -> None:
+        self._why = ""
+
+    @classmethod
+    @abstractmethod
+    def connect(cls, store: dist.Store, host: str, rank: int, world: int, limit_s: float) -> Self:
+        """Connect to all others, which do the same now.
+
+        Args:
+            store: what all of them have met through.
+            host: address of the trainer's node, as others reach it.
+            rank: rank of this process.
+            world: number of ranks.
+            limit_s: seconds that one broadcast may take.
+
+        Raises:
+            GroupBroken: a member is gone.
+        """
+
+    @abstractmethod
+    def _begin(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Begin to broadcast; return what waits for its end."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close all connections; the others notice."""
+
+    def begin(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Begin to broadcast rank 0's tensor (contiguous, on `device`) into that of each other rank.
+
+        Returns:
+            What waits for its end; until then the tensor belongs to the group. Raises `GroupBroken`.
+
+        Raises:
+            GroupBroken: a member is gone, or the group was aborted.
+        """
+        wait = self._guarded(lambda: self._begin(tensor))
+        return lambda: self._guarded(wait)
+
+    def abort(self, why: str) -> None:
+        """Have what is under way, and all that follows, raise `GroupBroken`; for any thread."""
+        self._why = self._why or why
+
+    @property
+    def aborted(self) -> str:
+        """Why the group was aborted; '': it was not."""
+        return self._why
+
+    def _guarded(self, work: Callable[[], T]) -> T:
+        if self._why:
+            raise GroupBroken(self._why)
+        try:
+            return work()
+        except GroupBroken:
+            raise
+        except RuntimeError as error:
+            raise GroupBroken(self._why or error) from error
+
+
+def open_meeting(host: str, world: int, limit_s: float) -> tuple[dist.Store, int]:
+    """Open the store that a group meets through, on one address of this machine; return it and its port."""
+    store = listening_store(host, 0, world, limit_s)
+    return store, int(store.port)
+
+
+def lead(
+    kind: type[Communicator],
+    store: dist.Store,
+    host: str,
+    world: int,
+    limit_s: float,
+    stopped: Callable[[], str] = nothing_wrong,
+) -> Communicator:
+    """Wait for all others and connect to them, as rank 0.
+
+    Args:
+        kind: the communicator.
+        store: the store of `open_meeting`.
+        host: address of this node, as others reach it.
+        world: number of ranks.
+        limit_s: seconds for the others to come, and later for one broadcast.
+        stopped: returns why to stop waiting, '' as long as there is no reason.
+
+    Raises:
+        GroupBroken: they have not come in time, or `stopped`.
+    """
+    here = [f"here/{rank}" for rank in range(1, world)]
+    _wait(store, here, limit_s, stopped, f"{world - 1} workers")
+    store.set(START, "")
+    return _connected(kind, store, host, 0, world, limit_s)
+
+
+def join(
+    kind: type[Communicator], host: str, port: int, rank: int, world: int, limit_s: float
+) -> tuple[Communicator, dist.Store]:
+    """Come to a meeting, wait for all others and connect to them, as a rank above 0.
+
+    Raises:
+        GroupBroken: the trainer is not there, or the others have not come in time.
+    """
+    try:
+        # refused: the meeting is over, as another member was lost; torch's store would try again until its limit
+        socket.create_connection((host, port), MEET_S).close()
+        limit = timedelta(seconds=MEET_S)
+        store = dist.TCPStore(host, port, world, is_master=False, timeout=limit, wait_for_workers=False)
+        store.set(f"here/{rank}", "")
+    except (OSError, RuntimeError) as error:
+        raise GroupBroken(error) from error
+    _wait(store, [START], limit_s, nothing_wrong, "the trainer")
+    return _connected(kind, store, host, rank, world, limit_s), store
+
+
+def _connected(
+    kind: type[Communicator], store: dist.Store, host: str, rank: int, world: int, limit_s: float
+) -> Communicator:
+    try:
+        return kind.connect(store, host, rank, world, limit_s)
+    except GroupBroken:
+        raise
+    except RuntimeError as error:
+        raise GroupBroken(error) from error
+
+
+def _wait(store: dist.Store, keys: list[str], limit_s: float, stopped: Callable[[], str], whom: str) -> None:
+    """Wait until a store has all of these keys.
+
+    Raises:
+        GroupBroken: it has not in time, it is gone, or `stopped`.
+    """
+    end = time.monotonic() + limit_s
+    try:
+        while not store.check(keys):
+            if why := stopped():
+                raise GroupBroken(why)
+            if time.monotonic() > end:
+                raise GroupBroken(f"waited {limit_s:.0f} s for {whom} to meet")
+            time.sleep(POLL_S)
+    except GroupBroken:
+        raise
+    except RuntimeError as error:
+        raise GroupBroken(error) from error

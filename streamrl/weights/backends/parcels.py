@@ -1,0 +1,171 @@
+"""A version as a group's members send and receive it: a description, its tensors in parcels, and its content hash.
+
+    length    int64 [1]       bytes of the description
+    names     uint8 [length]  msgpack: (name, type, shape) of every tensor, in their order
+    parcels   uint8 [...]     tensors one after the other, each at a multiple of `ALIGNMENT`; about `PARCEL` bytes
+    hash      uint8 [32]      what the sender finds in the tensors that it has sent (`version.content_hash`)
+
+Where a parcel ends follows from types and shapes, so that both ends agree on it. While one parcel is under way the
+sender fills the next, and receivers load the one before. The hash is that of any other version with these weights
+(`weights/version.py`), and a receiver that finds another one in what it has got refuses the version.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import replace
+
+import msgspec
+import torch
+
+from streamrl.weights.backends.communicator import Communicator
+from streamrl.weights.version import (
+    HASHING_THREADS,
+    CorruptWeights,
+    TensorEntry,
+    checksum,
+    content_hash,
+    places,
+    type_name,
+)
+
+PARCEL = 32 * 2**20
+"""Bytes after which a parcel is full. A tensor is never cut, so one of many tensors is at most one tensor larger."""
+
+DescribedTensors = Sequence[tuple[str, str, tuple[int, ...]]]
+"""Name, type by torch's name, and shape of each tensor."""
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+
+def parcels(described: DescribedTensors, size: int | None = None) -> Iterator[tuple[list[TensorEntry], int]]:
+    """Yield the tensors of each parcel, with their places in it, and its bytes; `size`: `PARCEL` if None."""
+    size = PARCEL if size is None else size
+    part: list[tuple[str, str, tuple[int, ...]]] = []
+    full = 0
+    for name, dtype, shape in described:
+        part.append((name, dtype, shape))
+        full += math.prod(shape) * getattr(torch, dtype).itemsize
+        if full >= size:
+            yield places(part)
+            part, full = [], 0
+    if part:
+        yield places(part)
+
+
+def send(group: Communicator, described: DescribedTensors, tensors: NamedTensors) -> str:
+    """Send a version to all others; return its content hash.
+
+    Args:
+        group: the group, of which this is rank 0.
+        described: the tensors of the version.
+        tensors: the same tensors with their values, in the same order; any device.
+
+    Raises:
+        GroupBroken: a member is gone; some tensors have not been taken from `tensors` then.
+        ValueError: `tensors` are not those described.
+    """
+    names = msgspec.msgpack.encode(described)
+    head = torch.frombuffer(bytearray(names), dtype=torch.uint8)
+    for one in (torch.tensor([len(names)]), head):
+        group.begin(one.to(group.device))()
+    coming = iter(tensors)
+    under_way: Callable[[], None] | None = None
+    with _hashing() as sums:
+        for entries, nbytes in parcels(described):
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=group.device)
+            for entry in entries:
+                name, tensor = next(coming)
+                if (name, type_name(tensor.dtype), tuple(tensor.shape)) != (entry.name, entry.dtype, entry.shape):
+                    raise ValueError(f"expected {entry.name} {entry.dtype} {entry.shape}, got {name} {tensor.shape}")
+                place = _view(entry, buffer)
+                place.copy_(tensor)
+                sums(entry, place)
+            if under_way is not None:
+                under_way()
+            under_way = group.begin(buffer)
+        found = sums.content_hash()
+    if under_way is not None:
+        under_way()
+    group.begin(torch.frombuffer(bytearray.fromhex(found), dtype=torch.uint8).to(group.device))()
+    return found
+
+
+def receive(group: Communicator) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of the version that rank 0 sends; whoever takes them all has them verified.
+
+    Raises:
+        GroupBroken: rank 0 is gone.
+        CorruptWeights: the tensors, which have been yielded by then, are not those that were sent.
+    """
+    length = torch.empty(1, dtype=torch.int64, device=group.device)
+    group.begin(length)()
+    head = torch.empty(int(length), dtype=torch.uint8, device=group.device)
+    group.begin(head)()
+    described = msgspec.msgpack.decode(head.cpu().numpy().tobytes(), type=list[tuple[str, str, tuple[int, ...]]])
+    with _hashing() as sums, closing(_received(group, described)) as coming:
+        for entries, buffer in coming:
+            for entry in entries:
+                tensor = _view(entry, buffer)
+                sums(entry, tensor)
+                yield entry.name, tensor
+        found = sums.content_hash()
+    sent = torch.empty(32, dtype=torch.uint8, device=group.device)
+    group.begin(sent)()
+    if (expected := sent.cpu().numpy().tobytes().hex()) != found:
+        raise CorruptWeights(f"the tensors received have the hash {found:.8}, those sent had {expected:.8}")
+
+
+def _received(
+    group: Communicator, described: DescribedTensors
+) -> Generator[tuple[list[TensorEntry], torch.Tensor], None, None]:
+    """Yield each parcel's tensors and bytes; the next parcel is under way meanwhile."""
+    before: tuple[list[TensorEntry], torch.Tensor, Callable[[], None]] | None = None
+    for entries, nbytes in parcels(described):
+        if before is not None:
+            before[2]()  # parcels come one after the other
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=group.device)
+        coming = entries, buffer, group.begin(buffer)
+        if before is not None:
+            yield before[:2]
+        before = coming
+    if before is not None:
+        before[2]()
+        yield before[:2]
+
+
+class _Sums:
+    """Checksums of tensors, found in threads."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+        self._found: list[tuple[TensorEntry, Future[str]]] = []
+
+    def __call__(self, entry: TensorEntry, tensor: torch.Tensor) -> None:
+        """Hash a tensor, which must not be changed from now on."""
+        self._found.append((entry, self._pool.submit(_checksum, tensor)))
+
+    def content_hash(self) -> str:
+        """Return the content hash of all tensors."""
+        return content_hash(replace(entry, checksum=found.result()) for entry, found in self._found)
+
+
+@contextmanager
+def _hashing() -> Iterator[_Sums]:
+    pool = ThreadPoolExecutor(HASHING_THREADS, "hash")
+    try:
+        yield _Sums(pool)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _checksum(tensor: torch.Tensor) -> str:
+    return checksum(tensor.cpu().reshape(-1).view(torch.uint8).numpy())
+
+
+def _view(entry: TensorEntry, buffer: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's view in its parcel."""
+    place = buffer[entry.offset : entry.offset + entry.nbytes]
+    return place.view(getattr(torch, entry.dtype)).reshape(entry.shape)

@@ -1,0 +1,139 @@
+"""What this project's vLLM weight-transfer engines share: replacing a model's weights, in checkpoint (HF) format.
+
+Where the tensors come from is the subclass's business: the site's store (`vllm_store.py`), or a group with the trainer
+(`vllm_broadcast.py`). All of this runs inside vLLM's worker processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _layerwise_process,
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
+from vllm.model_executor.model_loader.reload.meta import materialize_layer, materialize_meta_tensor
+
+from streamrl.weights.backends.base import LOAD_FORMATS
+from streamrl.weights.engine_codes import CodeCount
+from streamrl.weights.version import CorruptWeights
+
+PACKED_ONCE = {UnquantizedMoeBackend.CPU}
+"""Back ends for which vLLM packs experts only as it makes their kernel: with a kept one, a reload would leave new
+weights unpacked where it reads packed ones."""
+WRITTEN_DIRECTLY = {"OAIAttention", "GptOssRoutedExperts"}
+"""Modules of vLLM into which a model's `load_weights` (gpt-oss) copies tensors itself, past the loaders that a reload
+replaces; without help the reload would drop them and keep the old ones."""
+
+Init = TypeVar("Init", bound=WeightTransferInitInfo)
+Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
+
+
+class ReloadingEngine(WeightTransferEngine[Init, Update]):
+    """A weight-transfer engine that replaces all weights through vLLM's layer-wise reload."""
+
+    _wanted: frozenset[str] | set[str] = frozenset()
+    """Names of the parameters that an update has to bring, as vLLM calls them."""
+    _scales: tuple[Any, ...] | list[Any] = ()
+    """Scales of the codes that are loaded: oneDNN's kernels keep their address and no reference."""
+    _new_scales: list[Any]
+    _codes: CodeCount | None = None
+    """Count of the codes of an update; None: the engine computes in the model's type."""
+    _open = False
+    """Whether an update has begun and not ended; the next one then begins anew."""
+
+    def start_weight_update(self) -> None:
+        """Prepare every layer, whose weights may be packed for the kernels, for weights in checkpoint format."""
+        if self._open:
+            self._abandon()
+        self._open = True
+        before = {name for name, _ in self.model.named_parameters()}  # tied ones come once
+        initialize_layerwise_reload(self.model)
+        # without those that vLLM made as it packed the weights
+        self._wanted = before & {name for name, _ in self.model.named_parameters()}
+        for module in self.model.modules():
+            experts: Any = getattr(module, "quant_method", None)
+            if isinstance(experts, UnquantizedFusedMoEMethod) and experts.unquantized_backend in PACKED_ONCE:
+                experts.moe_kernel = None
+            if type(module).__name__ in WRITTEN_DIRECTLY:
+                materialize_layer(module, get_layerwise_info(module))
+        kind = LOAD_FORMATS.get(self.vllm_config.load_config.load_format)
+        self._codes = None if kind is None else CodeCount(kind)
+        self._new_scales = []
+        if kind is None:
+            return
+        for name, module in self.model.named_modules():
+            if getattr(module, "scheme", None) is None:
+                continue
+            # packed by oneDNN, codes are no parameter any more
+            self._wanted |= {f"{name}.weight", f"{name}.weight_scale"}
+            if getattr(getattr(module.scheme, "kernel", None), "dnnl_handler", None) is not None:
+                module.weight_scale = materialize_meta_tensor(module.weight_scale)
+                self._new_scales.append(module.weight_scale)
+
+    def _abandon(self) -> None:
+        """Leave an update that broke off: layers that have not got all of their weights are as they were before it."""
+        model: Any = self.model
+        model._do_torchao_reload = getattr(model, "_original_do_torchao_reload", False)
+        for module in self.model.modules():
+            info = get_layerwise_info(module)
+            if not info.can_load():
+                continue
+            if info.kernel_tensors is not None:
+                _place_kernel_tensors(module, info)
+            info.reset()
+
+    def load(
+        self,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        what: str,
+        problem: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        """Load tensors in checkpoint format.
+
+        Args:
+            tensors: (checkpoint name, tensor) of all weights.
+            what: what they are, in words.
+            problem: returns, once all are loaded, what is wrong with them; None: nothing.
+
+        Raises:
+            CorruptWeights: there is a `problem`, or there are fewer than the model has.
+        """
+        model: Any = self.model
+        loaded: set[str] | None = model.load_weights(tensors)
+        if found := problem():
+            raise CorruptWeights(f"{what}: {found}")
+        if loaded is not None and (missing := sorted(self._wanted - loaded)):
+            # vLLM would replace them by whatever is in the memory of the layers that it makes anew
+            raise CorruptWeights(f"{what} has no weights for {len(missing)} of vLLM's parameters: {missing[0]}")
+
+    def finish_weight_update(self) -> None:
+        """Pack the loaded layers for the kernels again."""
+        for module in self.model.modules():
+            info = get_layerwise_info(module)
+            if type(module).__name__ in WRITTEN_DIRECTLY and info.can_load():
+                _layerwise_process(module, info)
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._scales = self._new_scales  # only now no kernel reads the old ones
+        # A tied output head receives no weights of its own, so the reload leaves it as it was; its CPU kernel holds a
+        # packed copy of the old embedding, which must be packed again.
+        for module in self.model.modules():
+            if isinstance(module, ParallelLMHead):
+                method: Any = module.quant_method
+                method.process_weights_after_loading(module)
+        self._open = False
+
+    def shutdown(self) -> None:
+        """Do nothing: no resource is held open."""
