@@ -36,6 +36,8 @@ KEPT_NAMES = (
 )
 KEPT = frozenset(getattr(aten, name).default for name in KEPT_NAMES if hasattr(aten, name))
 """Operations whose results `selective` keeps; not batched products, by which short rows compute their scores."""
+OF_EXPERTS = frozenset({aten._grouped_mm.default})
+"""Of these, the products of experts, to which transformers adds a bias in place: a kept result would be changed."""
 
 
 def set_recomputation(model: PreTrainedModel, recomputation: Recomputation) -> None:
@@ -61,7 +63,9 @@ def set_recomputation(model: PreTrainedModel, recomputation: Recomputation) -> N
         )
     options: dict[str, Any] = {"use_reentrant": False}
     if recomputation == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        biased = any(getattr(module, "has_bias", False) for module in model.modules())  # gpt-oss
+        kept = KEPT - OF_EXPERTS if biased else KEPT
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_policy, kept))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     for layer in layers:
         layer.training = True
@@ -77,5 +81,5 @@ def _checkpoint_again(layer: nn.Module, _inputs: Any, _output: Any) -> None:
     layer.training = True
 
 
-def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(kept: frozenset[Any], context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE

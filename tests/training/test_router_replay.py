@@ -216,8 +216,8 @@ def test_replaying_its_own_choice_changes_no_bit(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "recomputation"),  # with `selective` gpt-oss does not run, replay or not: its experts add in place
-    [("Qwen3-MoE", True), ("Qwen3-MoE", "selective"), ("gpt-oss", True)],
+    ("family", "recomputation"),
+    [("Qwen3-MoE", True), ("Qwen3-MoE", "selective"), ("gpt-oss", True), ("gpt-oss", "selective")],
 )
 def test_what_is_computed_again_has_the_experts_of_its_own_pass(family: str, recomputation: Recomputation) -> None:
     shape, groups = recorded(family)
