@@ -126,7 +126,7 @@ def test_accepted(tmp_path: Path, keys: dict[str, Any]) -> None:
 def test_the_examples_of_the_docs_are_valid() -> None:
     text = (Path(__file__).parents[2] / "docs" / "explanation" / "algorithms.md").read_text()
     examples = re.findall(r"^algorithm: .*$", text, re.MULTILINE)
-    assert len(examples) == 9
+    assert len(examples) == 10
     for example in (*examples, "algorithm: " + re.findall(r"`(\{name: .*\})`", text)[0]):
         updates = {"epochs": 2 if "value_clip" in example else 1}
         RunConfig.model_validate(yaml.safe_load(example) | {"batch": updates})

@@ -51,7 +51,7 @@ def test_every_message_can_be_sent_by_somebody() -> None:
     ],
 )
 def test_messages_of_samples_have_the_fields_of_the_records(message: type, record: type, more: set[str]) -> None:
-    arrays = {"completion_tokens", "logprobs", "token_versions", "prompt_tokens"}
+    arrays = {"completion_tokens", "logprobs", "token_versions", "prompt_tokens", "experts"}
     plain = {field.name for field in dataclasses.fields(record)} - arrays
     assert {field.name for field in msgspec.structs.fields(message)} == plain | more
 
