@@ -197,7 +197,7 @@ class StepTrials:
         points = self.points
         smallest = min(points)
         known = self._step(trial.batch) if trial.batch >= smallest else 0.5 * self._step(smallest)
-        per_token = self._row_s if trial.kind == "prefill" else self.per_prefill_token or 0.0
+        per_token = self._most_row_s if trial.kind == "prefill" else self.per_prefill_token or 0.0
         reading = 0.0 if trial.kind == "steps" else (trial.prompt - 1) * trial.batch * per_token
         return self.spent_s + known * trial.tokens + reading > self.budget_s
 
@@ -208,6 +208,18 @@ class StepTrials:
         if small == large:
             return self._step(large) / large
         return (self._step(large) - self._step(small)) / (large - small)
+
+    @property
+    def _most_row_s(self) -> float:
+        """Seconds that one more request adds to a step at most.
+
+        A batch of which there was no time for a second trial has an upper bound alone, which may be as much as the step
+        of a larger batch: a token of a prompt would seem to cost nothing.
+        """
+        points = self.points
+        if all((batch, ONE_TOKEN) in self._pairs for batch in (min(points), max(points))):
+            return self._row_s
+        return self._step(max(points)) / max(points)
 
     @property
     def summary(self) -> str:
