@@ -53,6 +53,7 @@ SLOW = (
     "emulation/test_network.py",
     "agents/test_agent_program.py",
     "agents/test_example_agents.py",
+    "training/test_training_graph.py",
     "training/test_mixtures.py",
     "training/test_not_finite_ranks.py",
     "generation/test_few_rows_vllm.py",

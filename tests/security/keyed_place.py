@@ -41,7 +41,7 @@ SITES = {
 LINKS = [{"between": ["here", "far"], "bandwidth_gbit_s": 1, "rtt_ms": 30}]
 NOBODYS = "192.0.2.1"
 """Address that no machine has (RFC 5737)."""
-PATIENCE_S = scaled(0.25)
+PATIENCE_S = scaled(0.1)
 """Limit of a connection that gets no answer."""
 
 

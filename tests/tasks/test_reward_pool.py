@@ -22,7 +22,7 @@ from streamrl.tasks.procedural import ProceduralItems
 from streamrl.tasks.reward_pool import RewardPool, RewardResult
 from tests.waiting import scaled, settled, until, wait_for
 
-TIMEOUT_S = scaled(1.5)
+TIMEOUT_S = scaled(0.7)
 LATE = Void(VoidCause.TIMEOUT, f"timed out after {TIMEOUT_S:g} s")
 LOADED_S = 1.0
 """CPU time by which a worker has imported what it needs, and works."""
