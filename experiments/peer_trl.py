@@ -14,7 +14,7 @@ wait in between. The first step of each process is left out (kernels are compile
 Beside each time is its bound: the operations that the step's own samples need, to generate them and to learn from
 those whose group has a gradient, at the rate at which this machine multiplies large matrices on all cores, measured
 before. Prints medians and ratios, also of every block, and writes experiments/results/peer_trl.json and .md (in float32
-peer_trl_float32.json and .md).
+peer_trl_float32, in bfloat16 with AMX peer_trl_amx).
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from running import HERE, ROOT, Job, Sheet, machine, run_job, terminal, write_re
 
 from streamrl.config.run import RunConfig
 from streamrl.machine.compute_type import decided
+from streamrl.machine.cpu import this_cpu
 from streamrl.machine.model_files import resolve_model
 from streamrl.tasks.rewards import Scorer
 from streamrl.tasks.source import PromptSource
@@ -284,7 +285,8 @@ def main(blocks: int, steps: int, model: str, dtype: str, bf16: bool, only_trl: 
     sheets = tables(measured, dtype, peak)
     for sheet in sheets:
         sheet.show(console)
-    target = HERE / "results" / ("peer_trl.json" if dtype == "bfloat16" else f"peer_trl_{dtype}.json")
+    kind = "_float32" if dtype == "float32" else "_amx" if "amx_bf16" in this_cpu().flags else ""
+    target = HERE / "results" / f"peer_trl{kind}.json"
     record = {"machine": machine(), "dtype": dtype, "peak_gflops": peak, "blocks": measured}
     write_results(target, record, "Beside TRL 1.16", sheets)
     console.print(f"written to {target} and .md")

@@ -184,6 +184,26 @@ def _trl() -> str:
     )
 
 
+@named(FIGURES, "trl-amx")
+def _trl_amx() -> str:
+    middle, medians, means = _beside_trl("peer_trl_amx")
+    return f"{middle['StreamRL']:.1f} s against {middle['TRL']:.1f} s: {medians:.1f} times by medians, {means:.1f} by means"
+
+
+@named(FIGURES, "trl-amx-short")
+def _trl_amx_short() -> str:
+    _, medians, _ = _beside_trl("peer_trl_amx")
+    return f"{medians:.1f} times"
+
+
+@named(FIGURES, "trl-amx-bound")
+def _trl_amx_bound() -> str:
+    found = read("peer_trl_amx")
+    steps = [step for block in found["blocks"] for step in block["StreamRL"]]
+    bound = median((step["generating"] + step["learning"]) / found["peak_gflops"] for step in steps)
+    return f"{bound:.1f} s at {found['peak_gflops']:.0f} GFLOP/s"
+
+
 @named(FIGURES, "trl-second-step")
 def _trl_first() -> str:
     return f"{read('peer_trl')['blocks'][0]['StreamRL'][0]['seconds']:.1f} s"
