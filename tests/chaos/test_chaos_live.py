@@ -10,7 +10,7 @@ import pytest
 
 from tests import warm
 from tests.end_to_end.project import Project
-from tests.end_to_end.test_recovery import EASY, assert_every_sample_once
+from tests.end_to_end.running import EASY, assert_every_sample_once
 from tests.waiting import scaled
 
 LIMIT_S = 540.0
