@@ -7,7 +7,8 @@ threads. Training is one optimizer step of the demo's size (`examples/demo.yaml`
 tokens, SmolLM2-135M) in the trainer's own class and with the environment that `streamrl launch` gives it. Tokens are
 random, lengths are drawn to look like the demo's: neither content changes what is computed. Its operations are counted
 by `scheduler/cost/model_shapes.py`, and one micro-batch more runs under torch's profiler, which says by kind where the
-time goes. Writes experiments/results/cpu_speed.json and .md, or cpu_speed_bfloat16 where a CPU computes in that type.
+time goes. Writes experiments/results/cpu_speed.json and .md, or cpu_speed_bfloat16 where a CPU computes in that type,
+with AMX cpu_speed_amx.
 """
 
 from __future__ import annotations
@@ -242,6 +243,8 @@ def main(steps: int, dtype: str, model: str) -> None:
         for sheet in half.sheets:
             sheet.show(console)
     kind = "" if run.model.dtype == "float32" else f"_{run.model.dtype}"  # a CPU's own type is its kind
+    if kind and "amx_bf16" in this_cpu().flags:
+        kind = "_amx"
     target = HERE / "results" / f"cpu_speed{kind}.json"
     write_results(target, record, "Speed of this CPU and what is made of it", sheets)
     console.print(f"written to {target} and .md")

@@ -236,6 +236,23 @@ def _training_share_bf16() -> str:
     return f"{_shares_of_peak(found)} of {found['peaks']['gemm']['bfloat16']['2']:.0f} GFLOP/s"
 
 
+@named(FIGURES, "training-share-amx")
+def _training_share_amx() -> str:
+    found = read("cpu_speed_amx")
+    training, peaks = found["training"], found["peaks"]
+    products = training["profile_s"]["matrix products"] / training["profiled_s"]
+    return (
+        f"{_shares_of_peak(found)} of {peaks['gemm']['bfloat16']['2']:.0f} GFLOP/s; products take "
+        f"{100 * products:.0f} % of the time, attention, elementwise operations and head "
+        f"{100 * _shares_of(training):.0f} %; memory reads {peaks['read']['2']:.0f} GB/s"
+    )
+
+
+def _shares_of(training: dict[str, Any]) -> float:
+    kinds = ("attention", "elementwise", "head")
+    return float(sum(training["profile_s"][kind] for kind in kinds) / training["profiled_s"])
+
+
 def _shares_of_peak(found: dict[str, Any]) -> str:
     return f"{' and '.join(f'{100 * share:.0f}' for share in found['training']['share_of_peak'])} %"
 
