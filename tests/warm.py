@@ -294,15 +294,19 @@ def _copy(path: list[str], variables: dict[str, str], new_session: bool) -> Temp
     here, there = socket.socketpair()
     parent = os.getpid()
     if (pid := os.fork()) == 0:
-        here.close()
-        for fd in map(int, os.listdir("/proc/self/fd")):
-            if fd > 2 and fd != there.fileno():
-                with contextlib.suppress(OSError):  # the file of the listing itself is already closed
-                    os.close(fd)
+        _close_all_but(there)
         _become_template(parent, new_session)
         serve(there, parent, path, variables)
     there.close()
     return Template(here, pid)
+
+
+def _close_all_but(connection: socket.socket) -> None:
+    """Close all files of this process but its input, output and errors, and one connection."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2 and fd != connection.fileno():
+            with contextlib.suppress(OSError):  # the file of the listing itself is already closed
+                os.close(fd)
 
 
 def _become_template(parent: int, new_session: bool) -> None:
@@ -460,10 +464,7 @@ def import_all() -> None:
 def main() -> None:
     """Become a template for the process that has started this one."""
     connection, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    for fd in map(int, os.listdir("/proc/self/fd")):
-        if fd > 2 and fd != connection.fileno():
-            with contextlib.suppress(OSError):  # the file of the listing itself is already closed
-                os.close(fd)
+    _close_all_but(connection)
     before = dict(os.environ)
     outside = set(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
     path = [one for one in sys.path if one not in outside and one not in ("", os.getcwd())]

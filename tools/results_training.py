@@ -169,6 +169,15 @@ def _beside_trl(name: str) -> tuple[dict[str, float], float, float]:
     return middle, middle["TRL"] / middle["StreamRL"], mean(seconds["TRL"]) / mean(seconds["StreamRL"])
 
 
+def _both(seconds: dict[str, float]) -> str:
+    return f"{seconds['StreamRL']:.1f} s against {seconds['TRL']:.1f} s"
+
+
+def _bound_s(step: dict[str, float], found: dict[str, Any]) -> float:
+    """Return the seconds that a step's operations take at the measured peak."""
+    return float((step["generating"] + step["learning"]) / found["peak_gflops"])
+
+
 @named(FIGURES, "trl-short")
 def _trl_short() -> str:
     _, medians, means = _beside_trl("peer_trl")
@@ -178,17 +187,13 @@ def _trl_short() -> str:
 @named(FIGURES, "trl")
 def _trl() -> str:
     middle, medians, means = _beside_trl("peer_trl")
-    return (
-        f"{middle['StreamRL']:.1f} s against {middle['TRL']:.1f} s: {medians:.1f} times TRL's samples/s by medians, "
-        f"{means:.1f} by means"
-    )
+    return f"{_both(middle)}: {medians:.1f} times TRL's samples/s by medians, {means:.1f} by means"
 
 
 @named(FIGURES, "trl-amx")
 def _trl_amx() -> str:
     middle, medians, means = _beside_trl("peer_trl_amx")
-    seconds = f"{middle['StreamRL']:.1f} s against {middle['TRL']:.1f} s"
-    return f"{seconds}: {medians:.1f} times by medians, {means:.1f} by means"
+    return f"{_both(middle)}: {medians:.1f} times by medians, {means:.1f} by means"
 
 
 @named(FIGURES, "trl-amx-short")
@@ -201,7 +206,7 @@ def _trl_amx_short() -> str:
 def _trl_amx_bound() -> str:
     found = read("peer_trl_amx")
     steps = [step for block in found["blocks"] for step in block["StreamRL"]]
-    bound = median((step["generating"] + step["learning"]) / found["peak_gflops"] for step in steps)
+    bound = median(_bound_s(step, found) for step in steps)
     return f"{bound:.1f} s at {found['peak_gflops']:.0f} GFLOP/s"
 
 
@@ -213,14 +218,14 @@ def _trl_first() -> str:
 @named(FIGURES, "trl-float32")
 def _trl_float32() -> str:
     middle, medians, _ = _beside_trl("peer_trl_float32")
-    return f"{middle['StreamRL']:.1f} s against {middle['TRL']:.1f} s: {medians:.1f} times"
+    return f"{_both(middle)}: {medians:.1f} times"
 
 
 @named(FIGURES, "trl-bound")
 def _trl_bound() -> str:
     found = read("peer_trl_float32")
     step = found["blocks"][0]["StreamRL"][0]
-    bound = (step["generating"] + step["learning"]) / found["peak_gflops"]
+    bound = _bound_s(step, found)
     ratio = step["seconds"] / bound
     return f"{ratio:.1f} times ({step['seconds']:.1f} s over {bound:.1f} s, at {found['peak_gflops']:.0f} GFLOP/s)"
 

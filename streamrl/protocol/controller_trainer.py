@@ -198,7 +198,7 @@ class PublishDone(Answer, frozen=True, tag="publish_done"):
     applied: dict[str, tuple[float, float]] = msgspec.field(default_factory=dict)
     """(start, end) in unix seconds of the loading, by instance that the trainer has pushed them to."""
     behind: bool = False
-    """As in `publish`."""
+    """Whether they went only to those instances that did not hold the served weights."""
 
 
 class CanaryDone(Answer, frozen=True, tag="canary_done"):

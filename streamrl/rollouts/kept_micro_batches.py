@@ -16,7 +16,7 @@ from streamrl.atomic_files import replacing
 from streamrl.errors import UserError
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
 from streamrl.rollouts.parquet_files import read_columns
-from streamrl.rollouts.types import ByteArray
+from streamrl.rollouts.types import ByteArray, rows_from
 
 SCHEMA = pa.schema(
     [
@@ -167,5 +167,4 @@ def _bytes_of(rows: ByteArray | None) -> bytes | None:
 
 def _rows_of(row: dict[str, Any], column: str) -> ByteArray | None:
     """Return the rows of experts of a column; None: there are none."""
-    blob, row_bytes = row.get(column), row.get("expert_row_bytes")
-    return None if blob is None or not row_bytes else np.frombuffer(blob, np.uint8).reshape(-1, row_bytes)
+    return rows_from(row.get(column), row.get("expert_row_bytes"))

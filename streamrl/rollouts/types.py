@@ -18,6 +18,11 @@ BoolArray = npt.NDArray[np.bool_]
 ByteArray = npt.NDArray[np.uint8]
 
 
+def rows_from(blob: bytes | None, row_bytes: int | None) -> ByteArray | None:
+    """Return stored experts as rows, uint8 [rows, row_bytes]; None: there are none."""
+    return None if blob is None or not row_bytes else np.frombuffer(blob, np.uint8).reshape(-1, row_bytes)
+
+
 def _check_tokens(sample_id: str, *arrays: npt.NDArray[Any]) -> None:
     """Check that all arrays have the same shape [C].
 
@@ -135,8 +140,8 @@ class Sample:
     accepted_tokens: int = 0
     """Those of them that were accepted."""
     experts: ByteArray | None = None
-    """With router replay, the experts of each position of prompt and completion but the last, which draws nothing, as
-    bytes: uint8 [P + C - 1, row bytes] (`machine.router_shape`; [0, row bytes] where C is 0); else None."""
+    """Experts of each position of prompt and completion but the last, which draws nothing, as bytes: uint8
+    [P + C - 1, row bytes] (`machine.router_shape`; [0, row bytes] where C is 0); None: there is no router replay."""
 
     def __post_init__(self) -> None:
         _check_tokens(self.sample_id, self.completion_tokens, self.logprobs, self.token_versions)

@@ -37,7 +37,7 @@ KEPT_NAMES = (
 KEPT = frozenset(getattr(aten, name).default for name in KEPT_NAMES if hasattr(aten, name))
 """Operations whose results `selective` keeps; not batched products, by which short rows compute their scores."""
 OF_EXPERTS = frozenset({aten._grouped_mm.default})
-"""Of these, the products of experts, to which transformers adds a bias in place: a kept result would be changed."""
+"""The products of experts among these, to which transformers adds a bias in place: a kept result would be changed."""
 
 
 def set_recomputation(model: PreTrainedModel, recomputation: Recomputation) -> None:

@@ -35,7 +35,7 @@ class Running:
         wait_for(condition, 400, self.process)  # type: ignore[arg-type]
 
     def pid(self, name: str) -> int | None:
-        """Of a process that lives."""
+        """Return the pid of a process that lives; None: none of this name does."""
         found = (one.pid for one in read_started(self.run_dir) if one.name == name and one.exit_code is None)
         return next(found, None)
 

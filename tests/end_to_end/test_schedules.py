@@ -119,7 +119,7 @@ def test_ppo_on_devices_that_are_shared_in_turns_and_two_steps_per_publication(t
 
 
 def test_partial_rollouts_and_dynamic_sampling_account_for_every_sample(tmp_path: Path) -> None:
-    """Of a mixture of experts whose trainer replays those of the generator, also of answers in several parts."""
+    """The model is a mixture of experts whose trainer replays the generator's, also for answers in several parts."""
     project = Project(tmp_path, tail=False, mixture=True)
     easy_prompts(project)
     project.launch(

@@ -56,9 +56,9 @@ class Found(NamedTuple):
     models: list[Path]
     kv_tokens: int
     siblings: list[Sample]
-    """Of one prompt, one after the other: later ones have most of it from the prefix cache."""
+    """Samples of one prompt, one after the other: later ones have most of it from the prefix cache."""
     crowd: list[Sample]
-    """Of other prompts, all at once."""
+    """Samples of other prompts, all at once."""
     moved: Sample
     """Taken off once, and continued from its tokens."""
     unknown: Sample

@@ -117,7 +117,7 @@ class Site:
         self.waits = WaitRegistry("trainer-0")
         self.calls: list[str] = []
         self.hashes: dict[str, str] = {}
-        """Of what each has received last."""
+        """Hash of what each worker has received last."""
         self.backend: BroadcastBackend
         self._tasks: set[asyncio.Task[None]] = set()
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from streamrl.generation.site.journal_file import open_journal
-from streamrl.rollouts.types import ByteArray, PartialSample
+from streamrl.rollouts.types import ByteArray, PartialSample, rows_from
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +48,6 @@ def _row(start: int, part: PartialSample) -> _Row:
     blobs = part.completion_tokens.tobytes(), part.logprobs.tobytes(), part.token_versions.tobytes()
     experts = (None, None) if part.experts is None else (part.experts.tobytes(), part.experts.shape[1])
     return part.sample_id, start, *blobs, part.t_dispatched, part.t_first_token, *experts
-
-
-def _experts(blob: bytes | None, row_bytes: int | None) -> ByteArray | None:
-    return None if blob is None or not row_bytes else np.frombuffer(blob, np.uint8).reshape(-1, row_bytes)
 
 
 def _joined_experts(parts: list[PartialSample]) -> ByteArray | None:
@@ -94,7 +90,7 @@ class TokenJournal:
                 continue
             if self._lengths[sample_id] == start:
                 arrays = np.frombuffer(tokens, np.int32), np.frombuffer(logprobs, np.float32)
-                drawn_by, rows = np.frombuffer(versions, np.int32), _experts(experts, row_bytes)
+                drawn_by, rows = np.frombuffer(versions, np.int32), rows_from(experts, row_bytes)
                 self._append(PartialSample(sample_id, *arrays, drawn_by, dispatched, first, rows))
 
     @property
