@@ -7,6 +7,7 @@ import asyncio
 import heapq
 import itertools
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -215,7 +216,7 @@ class Steps:
 
     def take(self) -> Group | None:
         """Takes the next group to train, if there is one."""
-        due = due_within(self.versions.values(), self.step, self.schedule.max_staleness)
+        due = due_within(Counter(self.versions.values()), self.step, self.schedule.max_staleness)
         if not self.complete or not self.schedule.may_take(self._state(due), self.complete[0][0]):
             return None
         group = heapq.heappop(self.complete)[2]

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -126,7 +127,7 @@ class Rounds(ABC):
         """
         if self.max_age is None:
             return 0
-        within = due_within(self._version_at_issue.values(), self._version, self.max_age)
+        within = due_within(Counter(self._version_at_issue.values()), self._version, self.max_age)
         must = max((count - ahead * self.batch for ahead, count in enumerate(within)), default=0)
         first = sorted(self._version_at_issue, key=self._version_at_issue.__getitem__)[: max(0, must)]
         return sum(group_id not in self._complete for group_id in first)

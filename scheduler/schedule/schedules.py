@@ -20,8 +20,7 @@ may always be taken, so training may wait but never deadlocks.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -51,11 +50,8 @@ class ScheduleState:
     """Optimizer steps of the whole run."""
 
 
-def due_within(issue_version: Iterable[int], step: int, max_staleness: int) -> tuple[int, ...]:
-    """Compute `ScheduleState.due` from the versions at issue of the groups that are not yet taken."""
-    if not max_staleness:
-        return ()
-    by_version = Counter(issue_version)  # few versions, possibly thousands of groups
+def due_within(by_version: Mapping[int, int], step: int, max_staleness: int) -> tuple[int, ...]:
+    """Compute `ScheduleState.due` from the number of groups not yet taken, by their version at issue."""
     return tuple(
         sum(count for version, count in by_version.items() if version + max_staleness - step <= ahead)
         for ahead in range(max_staleness)

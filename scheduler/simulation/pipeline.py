@@ -97,6 +97,8 @@ class Pipeline:
         self._groups: dict[str, _Group] = {}
         self._of: dict[str, str] = {}
         """Group of each open sample."""
+        self._untaken: Counter[int] = Counter()
+        """Number of groups that are issued and not taken, by version; counted as they come, since all is asked often."""
         self._complete: list[tuple[int, int, str]] = []
         """Heap of (version, order, group): groups that are due first come first."""
         self._source: Iterator[Sequence[SimulatedRequest]] = iter(())
@@ -108,6 +110,8 @@ class Pipeline:
         """Whether the trainer works or is waking up."""
         self._refused: tuple[int, ...] = ()
         """State on which the schedule last refused a group."""
+        self._full: tuple[int, ...] = ()
+        """State in which no further group may be issued."""
         self._trainers_turn = not schedule.exclusive
         self._environments_free = [0.0] * stages.environment_processes
         """Heap: when each process of the environment is free."""
@@ -299,6 +303,9 @@ class Pipeline:
     def _issue(self, now: float) -> None:
         if self._issued >= self._iterations * self.batch:
             return
+        question = (self._issued, self._generated, self._version)
+        if question == self._full:
+            return  # nothing has changed that matters to issuing
         fresh: list[SimulatedRequest] = []
         state = self._state()  # `due` matters to training only
         while self.schedule.may_issue(state):
@@ -307,6 +314,7 @@ class Pipeline:
                 break
             fresh.extend(self._admit(group).requests.values())
             state = replace(state, issued=self._issued)
+        self._full = (self._issued, self._generated, self._version)
         if fresh:
             self.simulation.submit(fresh, now)
 
@@ -319,6 +327,7 @@ class Pipeline:
         group = _Group(f"{self._issued}", by_name, self._version, set(by_name), set(by_name))
         self._issued += 1
         self._groups[group.name] = group
+        self._untaken[group.version] += 1
         self._of.update(dict.fromkeys(by_name, group.name))
         return group
 
@@ -346,7 +355,7 @@ class Pipeline:
         question = (version, len(self._complete), self._issued, self._step, self._taken)
         if question == self._refused:
             return  # nothing has changed that matters to training
-        due = due_within((group.version for group in self._groups.values()), self._step, self._taking.max_staleness)
+        due = due_within(self._untaken, self._step, self._taking.max_staleness)
         if not self._taking.may_take(self._state(due), version):
             self._refused = question
             return
@@ -357,6 +366,7 @@ class Pipeline:
             return
         heapq.heappop(self._complete)
         group = self._groups.pop(name)
+        self._untaken[group.version] -= 1
         if self.rounds is not None:
             self.rounds.taken(name)
         requests = group.requests.values()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -143,6 +144,6 @@ class GroupPool:
             step=step,
             taken=taken,
             complete=self.complete,
-            due=due_within((group.issue_version for group in self.groups.values()), step, max_staleness),
+            due=due_within(Counter(group.issue_version for group in self.groups.values()), step, max_staleness),
             steps=self.steps,
         )

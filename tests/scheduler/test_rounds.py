@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -143,7 +144,7 @@ class Driver:
         while self.room and self.complete:
             self.complete.sort(key=self.under.__getitem__)
             first = self.under[self.complete[0]]
-            due = due_within(self.under.values(), self.step, self.schedule.max_staleness)
+            due = due_within(Counter(self.under.values()), self.step, self.schedule.max_staleness)
             batch, step = self.planner.batch, self.step
             state = ScheduleState(batch, 0, 0, step, step, batch - self.room, len(self.complete), due, 1000)
             if not self.schedule.may_take(state, first):

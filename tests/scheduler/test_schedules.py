@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
@@ -52,7 +53,7 @@ class Driver:
             step=self.step,
             taken=self.taken,
             complete=len(self.complete),
-            due=due_within(under, self.step, self.taking.max_staleness),
+            due=due_within(Counter(under), self.step, self.taking.max_staleness),
             steps=self.steps,
         )
 
@@ -215,8 +216,8 @@ def test_publications_are_every_so_many_steps_and_the_last() -> None:
 
 def test_due_counts_what_the_next_steps_must_take() -> None:
     # at step 5 with a bound of 2: issued under 3 is due now, under 4 in the next step, under 5 in the one after
-    assert due_within([3, 4, 4, 5], 5, 2) == (1, 3)
-    assert due_within([], 5, 3) == (0, 0, 0) and due_within([4], 4, 0) == ()
+    assert due_within({3: 1, 4: 2, 5: 1}, 5, 2) == (1, 3)
+    assert due_within({}, 5, 3) == (0, 0, 0) and due_within({4: 1}, 4, 0) == ()
 
 
 def test_a_group_that_is_due_keeps_its_place() -> None:
