@@ -98,7 +98,7 @@ class Pipeline:
         self._of: dict[str, str] = {}
         """Group of each open sample."""
         self._untaken: Counter[int] = Counter()
-        """Number of groups that are issued and not taken, by version; counted as they come, since all is asked often."""
+        """Groups that are issued and not taken, by version: counted as they come and go, for it is asked often."""
         self._complete: list[tuple[int, int, str]] = []
         """Heap of (version, order, group): groups that are due first come first."""
         self._source: Iterator[Sequence[SimulatedRequest]] = iter(())
