@@ -51,8 +51,11 @@ def command(model: str | None, full: bool, variables: str, hardware: bool, out: 
     missing = [name for name in ("torch", "transformers", "vllm") if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"not installed: {', '.join(missing)}; install with: pip install 'streamrl[cpu,tasks]'")
+    from transformers.utils.logging import disable_progress_bar
+
     from streamrl.report.terminal import TextConsole
 
+    disable_progress_bar()  # of the small models that are written: the stages say what they do
     if hardware:
         _hardware(TextConsole(), out)
         return
