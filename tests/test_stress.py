@@ -45,8 +45,8 @@ def test_what_ever_failed_is_listed_first_and_told_by_the_exit_code(tmp_path: Pa
     done = subprocess.run([*command, "--count", "2", flaky], **options)  # type: ignore[call-overload]
     header, first, second, total = done.stdout.splitlines()[-4:]
     assert (header.split(), done.returncode) == (["test", "runs", "failures"], 1)
-    assert first.split() == [f"{flaky}::test_fails_every_second_time", "2", "1"]
-    assert second.split() == [f"{flaky}::test_passes", "2", "0"]
+    assert first.split() == ["test_flaky.py::test_fails_every_second_time", "2", "1"]
+    assert second.split() == ["test_flaky.py::test_passes", "2", "0"]
     assert total == "2 tests, 4 runs, 1 tests ever failed"
     done = subprocess.run([*command, "--count", "1", broken], **options)  # type: ignore[call-overload]
     assert done.returncode == 1 and "1 tests ever failed" in done.stdout
@@ -61,5 +61,9 @@ def test_the_files_that_start_processes_are_found_by_what_they_contain() -> None
     assert "tests/scheduler/test_dispatch_policies.py" not in files
 
 
-def test_a_run_without_a_report_is_a_failure_of_its_file(tmp_path: Path) -> None:
-    assert stress.results(tmp_path / "missing.xml", "tests/test_x.py", 139) == {"tests/test_x.py": False}
+def test_a_round_without_a_report_or_that_failed_outside_its_tests_is_a_failure(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    assert stress.results(report, 139) == {"pytest": False}
+    report.write_text('<testsuite><testcase file="test_x.py" classname="test_x" name="test_y"/></testsuite>')
+    assert stress.results(report, 0) == {"test_x.py::test_y": True}
+    assert stress.results(report, 1) == {"test_x.py::test_y": True, "pytest": False}

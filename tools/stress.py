@@ -1,10 +1,10 @@
 """Repeat tests that start processes while other processes keep the machine busy, and list the tests that ever failed.
 
-    python tools/stress.py [--count 10] [--busy 2] [FILE ...]
+    python tools/stress.py [--count 10] [--busy 2] [--workers 2] [FILE ...]
 
-A test that depends on the exact timing of a process, or on a fast machine, fails here sooner or later. Each file is one
-run of pytest; all files run once, then all again, so that rare failures are seen under different conditions. The output
-of failed runs is kept in build/stress/.
+A test that depends on the exact timing of a process, or on a fast machine, fails here sooner or later. All files run
+once, then all again, so that rare failures are seen under different conditions. The output of rounds in which a test
+failed is kept in build/stress/.
 """
 
 from __future__ import annotations
@@ -58,23 +58,22 @@ class Found:
         return "\n".join(lines)
 
 
-def results(report: Path, file: str, code: int) -> dict[str, bool]:
-    """Return whether each test has passed, from pytest's report on a file.
+def results(report: Path, code: int) -> dict[str, bool]:
+    """Return whether each test of a round has passed, from pytest's report.
 
-    Without a report, pytest's exit code decides for the file as a whole.
+    Without a failed test in the report, pytest's exit code decides for the round as a whole.
     """
-    try:
-        cases = list(ET.parse(report).iter("testcase"))
-    except (OSError, ET.ParseError):
-        return {file: code in (0, NO_TESTS)}
     found: dict[str, bool] = {}
-    for case in cases:
-        if case.find("skipped") is None:
-            name = f"{file}::{case.get('name')}"
-            passed = case.find("failure") is None and case.find("error") is None
-            found[name] = found.get(name, True) and passed  # an error in a test's teardown is a separate case
+    try:
+        for case in ET.parse(report).iter("testcase"):
+            if case.find("skipped") is None:
+                name = f"{case.get('file', case.get('classname'))}::{case.get('name')}"
+                passed = case.find("failure") is None and case.find("error") is None
+                found[name] = found.get(name, True) and passed  # an error in a test's teardown is a separate case
+    except (OSError, ET.ParseError):
+        found = {}
     if code not in (0, NO_TESTS) and all(found.values()):
-        found[file] = False
+        found["pytest"] = False
     return found
 
 
@@ -96,19 +95,27 @@ def beside(count: int) -> Iterator[None]:
             process.wait()
 
 
-def run(file: str, number: int) -> dict[str, bool]:
-    """Run the tests of a file once."""
+def run(files: list[str], workers: int, number: int) -> dict[str, bool]:
+    """Run the tests of these files once, the tests of a file by one worker, as `make test` does."""
     KEPT.mkdir(parents=True, exist_ok=True)
-    name = re.sub(r"\W+", "-", file.removesuffix(".py"))
-    report, log = KEPT / f"{name}.xml", KEPT / f"{name}.{number}.log"
+    report, log = KEPT / "report.xml", KEPT / f"round-{number}.log"
     report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", file, f"--junitxml={report}", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *files, "-p", "no:cacheprovider", f"--junitxml={report}"]
+    command += ["-n", f"{workers}", "--dist", "loadfile", "--no-loadscope-reorder", "-o", "junit_family=xunit1"]
     began = time.monotonic()
-    with log.open("wb") as output:
-        code = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT).returncode
-    found = results(report, file, code)
+    with (
+        log.open("w") as output,
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pytest,
+    ):
+        assert pytest.stdout is not None
+        for line in pytest.stdout:
+            output.write(line)
+            output.flush()
+            if share := re.search(r"\[ *(\d+%)\]$", line):
+                print(f"{number:3}: {share[1]:>4} after {time.monotonic() - began:.0f} s", flush=True)
+    found = results(report, pytest.returncode)
     failed = [test for test, passed in found.items() if not passed]
-    print(f"{number:3} {file}: {len(found)} tests, {time.monotonic() - began:.0f} s, {len(failed)} failed", flush=True)
+    print(f"{number:3}: {len(found)} tests, {time.monotonic() - began:.0f} s, {len(failed)} failed", flush=True)
     for test in failed:
         print(f"    {test} (see {log.relative_to(ROOT)})", flush=True)
     report.unlink(missing_ok=True)
@@ -123,6 +130,7 @@ def main() -> int:
     parser.add_argument("files", nargs="*", help="test files (default: all that start processes)")
     parser.add_argument("--count", type=int, default=10, help="runs of each file (default: 10)")
     parser.add_argument("--busy", type=int, default=2, help="busy processes meanwhile (default: 2)")
+    parser.add_argument("--workers", type=int, default=2, help="tests that run at once (default: 2)")
     parser.add_argument("--list", action="store_true", help="only list the files")
     args = parser.parse_args()
     files = args.files or files_that_start_processes()
@@ -133,8 +141,7 @@ def main() -> int:
     try:
         with beside(args.busy):
             for number in range(1, args.count + 1):
-                for file in files:
-                    found.add(run(file, number))
+                found.add(run(files, args.workers, number))
     except KeyboardInterrupt:
         print("stopped; so far:")
     print(found.table())
