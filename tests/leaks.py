@@ -85,9 +85,7 @@ class Leaks:
                 environment = file.read()
             with open(f"/proc/{pid}/stat", "rb") as file:
                 state, parent = file.read().rpartition(b")")[2].split()[:2]
-        except ProcessLookupError:
-            return False
-        except OSError:
+        except OSError:  # of another user; or without memory: the kernel's own, or one that has ended
             return None if os.path.isdir(f"/proc/{pid}") else False
         if state in (b"Z", b"X"):
             return False

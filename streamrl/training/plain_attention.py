@@ -153,6 +153,7 @@ class PlainAttention(torch.autograd.Function):
 
         The layout covers all T rows.
         """
+        key, value = key.contiguous(), value.contiguous()  # each `index_select` would copy all of a view first
         ctx.save_for_backward(query, key, value, sinks)
         ctx.about = layout, rule
         kv_heads, per_key = len(key), len(query) // len(key)
