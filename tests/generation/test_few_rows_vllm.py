@@ -1,4 +1,4 @@
-"""What computes in vLLM on a CPU: products for a few rows, which new weights reach; the rotation of latent attention.
+"""What computes in vLLM on a CPU: products for a few rows, which new weights reach; norms; latent attention.
 
 What imports vLLM is imported in the tests: both of pytest's workers collect this file, and one of them runs it.
 """
@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.generation.instance import engine_config
 from streamrl.generation.instance.engine_config import _has_few_rows
-from streamrl.generation.instance.engine_variables import EAGER, FEW_ROWS
+from streamrl.generation.instance.engine_variables import EAGER, FEW_ROWS, NORMS
 from streamrl.generation.instance.few_rows import MOST_ROWS, Shelf, product
 from streamrl.generation.instance.vllm_plugin import register
 from streamrl.machine.engine_settings import EngineSettings
@@ -68,22 +69,41 @@ def test_what_does_not_fit_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(method.apply(layer, x), x @ weight.T)
 
 
-@pytest.mark.parametrize("shape", [(3, 64), (2, 3, 40)])
-def test_norms_are_those_of_vllm(shape: tuple[int, ...]) -> None:
-    from vllm import ir
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 64), (2, 3, 40), (64, 576)])
+def test_norms_are_those_of_transformers_to_the_bit(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     from vllm.platforms import current_platform
 
+    from streamrl.generation.instance.norms_vllm import fused_add_rms_norm, rms_norm
+
     current_platform.import_kernels()
-    x, residual, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[-1])
-    norm, both = ir.ops.rms_norm.impls, ir.ops.fused_add_rms_norm.impls
-    ours, native = norm[FEW_ROWS], norm["native"]
-    torch.testing.assert_close(ours.impl_fn(x, weight, 1e-5), native.impl_fn(x, weight, 1e-5))
-    expected = both["native"].impl_fn(x, residual, weight, 1e-5)
-    torch.testing.assert_close(both[FEW_ROWS].impl_fn(x.clone(), residual.clone(), weight, 1e-5), expected)
-    assert ours.supports_args(x, weight, 1e-5) and not ours.supports_args(x, weight, 1e-5, 8)
-    assert not ours.supports_args(x.bfloat16(), weight.bfloat16(), 1e-5)
-    assert not ours.supports_args(x.transpose(0, 1), weight, 1e-5)
-    assert not both[FEW_ROWS].supports_args(x, residual.transpose(0, 1), weight, 1e-5)
+    torch.manual_seed(0)
+    x, residual = (torch.randn(shape) * 3).to(dtype), torch.randn(shape).to(dtype)
+    theirs = LlamaRMSNorm(shape[-1], eps=1e-5).to(dtype)
+    torch.nn.init.uniform_(theirs.weight, 0.5, 1.5)
+    weight = theirs.weight.detach()
+    like = {"rtol": 1e-6, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0, "atol": 0}  # sums in another order
+    torch.testing.assert_close(rms_norm.impl_fn(x, weight, 1e-5), theirs(x).detach(), **like)
+    both = x + residual
+    given = x.clone(), residual.clone()
+    normed, carried = fused_add_rms_norm.impl_fn(*given, weight, 1e-5)
+    assert torch.equal(carried, both)
+    torch.testing.assert_close(normed, theirs(both).detach(), **like)
+    one = theirs.weight.detach().fill_(1.0)
+    assert torch.equal(rms_norm.impl_fn(x, None, 1e-5), rms_norm.impl_fn(x, one, 1e-5))
+
+
+def test_norms_that_do_not_fit_are_left_to_vllm() -> None:
+    from streamrl.generation.instance.norms_vllm import fused_add_rms_norm, rms_norm
+
+    x, weight = torch.randn(3, 64), torch.randn(64)
+    assert rms_norm.supports_args(x, weight, 1e-5) and fused_add_rms_norm.supports_args(x, x, weight, 1e-5)
+    assert rms_norm.supports_args(x.bfloat16(), weight.bfloat16(), 1e-5)
+    assert not rms_norm.supports_args(x, weight, 1e-5, 8)
+    assert not rms_norm.supports_args(x.bfloat16(), weight, 1e-5)
+    assert not rms_norm.supports_args(x.half(), weight.half(), 1e-5)
+    assert not rms_norm.supports_args(x.T, weight[:3], 1e-5)
+    assert not fused_add_rms_norm.supports_args(x, torch.randn(64, 3).T, weight, 1e-5)
 
 
 def test_an_engine_of_another_type_may_have_come_before_in_a_process(tmp_path: Path) -> None:
@@ -95,8 +115,8 @@ def test_an_engine_of_another_type_may_have_come_before_in_a_process(tmp_path: P
         config = engine_config.engine_config(pool, run, cuda=False)
         norms = config.kernel_config.ir_op_priority.rms_norm
         found.append((config.model_config.quantization, norms))
-    assert found[0] == found[2] == (None, ["native"])
-    assert found[1] == (FEW_ROWS, [FEW_ROWS, "native"])
+    assert found[0] == found[2] == (None, [NORMS, "native"])
+    assert found[1] == (FEW_ROWS, [NORMS, "native"])
 
 
 def test_every_head_of_latent_attention_is_rotated(tmp_path: Path) -> None:

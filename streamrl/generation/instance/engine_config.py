@@ -13,7 +13,7 @@ from streamrl.config.run import RunConfig
 from streamrl.config.speculation import SpeculationConfig
 from streamrl.generation.drafts.drafter import DrafterWorker, RolloutDrafter
 from streamrl.generation.instance.eight_bits import quantization_config
-from streamrl.generation.instance.engine_variables import EAGER, FEW_ROWS, QUANTIZATION
+from streamrl.generation.instance.engine_variables import EAGER, FEW_ROWS, NORMS, QUANTIZATION
 from streamrl.generation.instance.vllm_plugin import register
 from streamrl.machine.engine_settings import EngineSettings, chosen_settings
 from streamrl.machine.model_files import resolve_model
@@ -109,11 +109,11 @@ def engine_config(
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(4096, run.model.max_context),
             "compilation_config": {"custom_ops": wrong_kernels(Path(model))},
+            "ir_op_priority": {"rms_norm": [NORMS], "fused_add_rms_norm": [NORMS]} if not settings.compiled else {},
         }
     )
     if os.environ[QUANTIZATION] == FEW_ROWS:
         hardware["quantization"] = FEW_ROWS
-        hardware["ir_op_priority"] = {"rms_norm": [FEW_ROWS], "fused_add_rms_norm": [FEW_ROWS]}
     if run.algorithm.router_replay:
         hardware |= {"enable_return_routed_experts": True} if cuda else CAPTURE_ON_CPU
     if (drafts := speculative_config(run.speculation)) is not None:

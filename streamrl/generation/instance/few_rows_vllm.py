@@ -1,8 +1,6 @@
-"""Extensions of vLLM that make small fp32 batches fast on a CPU: a quantization method and two norms.
+"""An extension of vLLM that makes small fp32 batches fast on a CPU: a quantization method that quantizes nothing.
 
-The quantization method quantizes nothing: its linear layers use `few_rows` for small batches, and vLLM's own products
-for others. The norms call vLLM's C functions, which vLLM uses on GPUs only; on CPUs it composes each norm of seven
-torch operations (61 norms in a step of SmolLM2-135M: 1.1 ms, and 2 ms at batch 64).
+Its linear layers use `few_rows` for small batches, and vLLM's own products for others.
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm import ir
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
@@ -18,41 +15,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from streamrl.generation.instance.engine_variables import FEW_ROWS
 from streamrl.generation.instance.few_rows import MOST_ROWS, Shelf, multiply, product
-
-
-def _fits(x: torch.Tensor, weight: torch.Tensor | None, variance_size: int | None) -> bool:
-    """Return whether the C functions support these arguments; they need contiguous rows."""
-    alike = weight is None or weight.dtype == x.dtype
-    return variance_size is None and alike and x.dtype == torch.float32 and x.is_contiguous()
-
-
-@ir.ops.rms_norm.register_impl(
-    FEW_ROWS, supports_args=lambda x, weight, epsilon, variance_size=None: _fits(x, weight, variance_size)
-)
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
-) -> torch.Tensor:
-    y = torch.empty_like(x)
-    torch.ops._C.rms_norm(y, x, weight, epsilon)
-    return y
-
-
-@ir.ops.fused_add_rms_norm.register_impl(
-    FEW_ROWS,
-    supports_args=lambda x, x_residual, weight, epsilon, variance_size=None: (
-        _fits(x, weight, variance_size) and _fits(x_residual, None, None)
-    ),
-    inplace=True,
-)
-def fused_add_rms_norm(
-    x: torch.Tensor,
-    x_residual: torch.Tensor,
-    weight: torch.Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
-    return x, x_residual
 
 
 def _few(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:

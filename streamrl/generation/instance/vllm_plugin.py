@@ -34,6 +34,8 @@ def register() -> None:
     if EAGER in os.environ:  # an engine of a CPU
         import torch
 
+        import streamrl.generation.instance.norms_vllm
+
         # vLLM's attention uses AMX without asking the kernel for it, which ends a forked engine unless a matrix product
         # has asked before
         torch.cpu._init_amx()

@@ -1,0 +1,54 @@
+"""RMS norms of vLLM on a CPU as transformers computes them, by vLLM's C functions.
+
+vLLM uses these functions on GPUs only; on CPUs it composes each norm of up to a dozen torch operations (61 norms in a
+step of SmolLM2-135M). In bf16 both differ from transformers, with which the policy is trained: the C functions multiply
+by the weight before they round, and vLLM's composition does not round the sum of residual and input before it is
+normalized. Here the functions normalize without a weight, which rounds as transformers does, and torch does the rest.
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm import ir
+
+from streamrl.generation.instance.engine_variables import NORMS
+
+TYPES = (torch.float32, torch.bfloat16)
+"""Types for which the C functions were tried."""
+
+
+def _fits(x: torch.Tensor, weight: torch.Tensor | None, variance_size: int | None) -> bool:
+    """Return whether the C functions support these arguments; they need contiguous rows."""
+    alike = weight is None or weight.dtype == x.dtype
+    return variance_size is None and alike and x.dtype in TYPES and x.is_contiguous()
+
+
+def _normalized(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, out: torch.Tensor) -> torch.Tensor:
+    torch.ops._C.rms_norm(out, x, None, epsilon)
+    return out if weight is None else out.mul_(weight)
+
+
+@ir.ops.rms_norm.register_impl(
+    NORMS, supports_args=lambda x, weight, epsilon, variance_size=None: _fits(x, weight, variance_size)
+)
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
+) -> torch.Tensor:
+    return _normalized(x, weight, epsilon, torch.empty_like(x))
+
+
+@ir.ops.fused_add_rms_norm.register_impl(
+    NORMS,
+    supports_args=lambda x, x_residual, weight, epsilon, variance_size=None: (
+        _fits(x, weight, variance_size) and _fits(x_residual, None, None)
+    ),
+    inplace=True,
+)
+def fused_add_rms_norm(
+    x: torch.Tensor,
+    x_residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _normalized(x_residual.add_(x), weight, epsilon, x), x_residual
