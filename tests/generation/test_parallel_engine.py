@@ -192,6 +192,7 @@ def test_a_mixture_pushed_to_two_workers_is_in_each_what_the_stream_path_loads(
         try:
             trainer = PushingTrainer(engine)
             await engine.set_up_weights(None, 0)
+            assert await engine._llm.compute_weight_checksums() != expected
             assert await trainer.meet() == ""
             assert "the weight group is broken" in await trainer.push(second, 1, breaks_after=7)
             assert await trainer.meet() == ""  # nobody takes an answer of before for one of now
