@@ -14,13 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 from streamrl.config.cluster import ClusterConfig, GenerationPool
 from streamrl.config.load import save_resolved
 from streamrl.config.run import RunConfig
 from streamrl.config.weight_sync import WeightSyncConfig
 from streamrl.generation.instance.engine import Engine
-from streamrl.generation.instance.engine_config import Place
+from streamrl.generation.instance.engine_config import Place, worker_extension
 from streamrl.launcher.site_setup import choose_addresses
 from streamrl.rollouts.types import Sample
 from streamrl.verify.families import FAMILIES
@@ -114,6 +116,16 @@ def test_an_engine_over_two_nodes_gets_new_weights_on_both(tmp_path: Path, monke
         prompt = request(number).prompt_tokens
         assert_logprobs_are_the_models(old, prompt, older, 1.0)
         assert_logprobs_are_the_models(new, prompt, newer, 1.0)
+
+
+@pytest.mark.parametrize(("drafts", "pushed"), [(True, False), (False, True), (True, True)])
+def test_vllms_worker_gets_what_an_instance_calls_and_nothing_that_it_has(drafts: bool, pushed: bool) -> None:
+    name = worker_extension(drafts, pushed)
+    assert name is not None and worker_extension(False, False) is None
+    calls = {one for one in dir(resolve_obj_by_qualname(name)) if not one.startswith("__")}
+    pushing = {"join_weight_group", "receive_version"} if pushed else set()
+    assert calls == pushing | ({"teach_drafter"} if drafts else set())
+    assert not [one for one in calls if hasattr(CPUWorker, one)]
 
 
 POOL = GenerationPool(gpus_per_replica=2, max_batch=4, kv_cache_gb=0.05)
