@@ -18,6 +18,7 @@ from streamrl.config.algorithm import PPOConfig
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.config.tasks import AgentTask, FileTask
+from streamrl.config.weight_sync import COLLECTIVE_S, LONGER
 from streamrl.errors import ErrorCode, UserError
 from streamrl.launcher.generation_check import check_generation
 from streamrl.launcher.gpu_checks import check_this_machine, sites_here, warnings_here
@@ -142,9 +143,17 @@ def check_sites(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
 
 
 def check_weight_path(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
-    """Check that the hardware is what the weight path sends from and to."""
+    """Check that the hardware is what the weight path sends from and to, and that its limits fit those of the ranks."""
     if run.weights.backend == "nccl" and cluster.hardware != "cuda":
         yield "weights.backend: nccl sends between GPUs, and hardware is cpu; expected auto, stream or gloo"
+    trainer, limit_s = cluster.sites[cluster.trainer_site].trainer, run.deadlines.weights_s
+    longest_s = COLLECTIVE_S[cluster.hardware] / LONGER
+    if not run.weights.path.fetched and trainer is not None and trainer.ranks > 1 and limit_s > longest_s:
+        yield (
+            f"deadlines.weights_s is {limit_s:g}: with weights.backend: {run.weights.backend} the other ranks of the "
+            f"trainer wait that long for rank 0 in a collective, which torch ends after "
+            f"{COLLECTIVE_S[cluster.hardware]:g} s; expected at most {longest_s:g}, or backend: stream"
+        )
 
 
 def check_ray(cluster: ClusterConfig, run: RunConfig, site: str | None = None) -> Iterable[str]:

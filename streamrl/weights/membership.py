@@ -29,10 +29,6 @@ TRIES = 3
 """Tries of one publish. Each needs another death or another break, and all instances stand still meanwhile."""
 
 
-BROKEN = "the weight group is broken"
-"""Begins what is said of a broken group; vLLM hands on the words of an error alone, not its type."""
-
-
 class PushStep(StrEnum):
     """What is to be done next."""
 

@@ -18,11 +18,11 @@ EASY = [{"kind": "reasoning_gym", "name": "chain_sum", "config": {"max_terms": 2
 class Running:
     """A run of the tiny model with answers long enough to be interrupted."""
 
-    def __init__(self, folder: Path, steps: int, tail: bool = True, **changes: object) -> None:
-        self.project = Project(folder, tail)
+    def __init__(self, project: Project, steps: int, **changes: object) -> None:
+        self.project, folder = project, project.folder
         model = {"path": str(folder / "model"), "max_context": 512}
         base = {"tasks": EASY, "model": model, "sampling": {"max_tokens": 300}, "checkpoint": {"every": 2}}
-        self.process = self.project.start(steps=steps, **(base | changes))
+        self.process = self.project.start(steps=steps, **(base | changes))  # type: ignore[arg-type]
         self.run_dir = self.project.run_dir()
         self.wait(lambda: self.steps > 0)
 

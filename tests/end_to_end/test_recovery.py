@@ -20,7 +20,7 @@ from tests.waiting import finish, scaled
 
 @pytest.mark.timeout(600)
 def test_instance_rewards_and_service_come_back_and_what_they_had_goes_on(tmp_path: Path) -> None:
-    run = Running(tmp_path, 500, schedule={"name": "async"}, recovery={"pause_s": 0.5})
+    run = Running(Project(tmp_path), 500, schedule={"name": "async"}, recovery={"pause_s": 0.5})
     run.wait(lambda: (run.role("here-regular-0").running or 0) > 0)
     stopped = run.signal("here-regular-0", signal.SIGSTOP)
     run.wait(lambda: run.role("here-regular-0").state == "suspect" and not run.role("here-regular-0").running)
@@ -54,7 +54,7 @@ def test_instance_rewards_and_service_come_back_and_what_they_had_goes_on(tmp_pa
 
 @pytest.mark.timeout(600)
 def test_after_the_death_of_trainer_or_controller_the_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    run = Running(tmp_path, 8, False, schedule={"name": "async"}, deadlines={"heartbeat_s": 25})
+    run = Running(Project(tmp_path, tail=False), 8, schedule={"name": "async"}, deadlines={"heartbeat_s": 25})
     run.wait(lambda: run.steps >= 3)
     instances = {one.pid for one in read_started(run.run_dir) if one.role == "instance"}
     before = run.pid("controller")

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
@@ -27,8 +28,8 @@ from streamrl.errors import RunFailed
 from streamrl.protocol.controller_site import Member, WeightAnswer, WeightCall
 from streamrl.protocol.message import parse
 from streamrl.transport.deadlines import WaitRegistry
-from streamrl.weights.backends import parcels
-from streamrl.weights.backends.broadcast import BroadcastBackend, make_backend
+from streamrl.weights.backends import broadcast, parcels
+from streamrl.weights.backends.broadcast import DONE, SEND, WAIT, BroadcastBackend, make_backend
 from streamrl.weights.backends.communicator import GroupBroken, join
 from streamrl.weights.backends.gloo import GlooCommunicator
 from streamrl.weights.membership import TRIES, first_ranks
@@ -37,6 +38,7 @@ from streamrl.weights.version import lay_out
 from tests.tiny_model import save_tiny_model
 from tests.training.conftest import free_port
 from tests.waiting import scaled, until
+from tests.weights.test_sharded import sharded
 
 LIMIT_S = 20.0
 SMALL = 4096
@@ -101,6 +103,7 @@ class Worker:
                 self.orders.send(order)
                 return self.orders.recv()  # type: ignore[no-any-return]
             except (EOFError, OSError):
+                self.process.join(scaled(10))  # its pipe closes before it has ended
                 return None
 
     def end(self) -> None:
@@ -129,7 +132,7 @@ class Site:
     async def _answer(self, call: WeightCall) -> None:
         if call.step == "members":
             members = [one.member for one in self.workers if one.process.is_alive()]
-            self.backend.answered(WeightAnswer(call=call.call, members=members))
+            await self._tell(WeightAnswer(call=call.call, members=members))
             return
         by_member = {one.member: one for one in self.workers}
         ranks = first_ranks(call.members)
@@ -148,7 +151,10 @@ class Site:
                 failed[name] = said[0]
             else:
                 done[name] = (0.0, 1.0)
-        self.backend.answered(WeightAnswer(call=call.call, done=done, lost=lost, failed=failed))
+        await self._tell(WeightAnswer(call=call.call, done=done, lost=lost, failed=failed))
+
+    async def _tell(self, answer: WeightAnswer) -> None:
+        self.backend.answered(answer)
 
     async def _ask(self, call: WeightCall, one: Worker, rank: int) -> tuple[str, str | list[str] | None]:
         order: tuple[object, ...] = (call.step, "")
@@ -164,12 +170,27 @@ class Site:
         return one.member.name, said
 
 
+class SlowSite(Site):
+    """A site that answers only after rank 0 has had the other ranks wait on, twice."""
+
+    def __init__(self, orders: list[str], *workers: Worker) -> None:
+        super().__init__(*workers)
+        self.orders = orders
+
+    async def _tell(self, answer: WeightAnswer) -> None:
+        said = len(self.orders)
+        await until(lambda: self.orders[said:].count(WAIT) >= 2, LIMIT_S)
+        await super()._tell(answer)
+
+
 class Trainer:
-    """Rank 0 of a trainer with one rank, and the model that it publishes."""
+    """A rank of a trainer, and its part of the model that they publish."""
 
     def __init__(self, folder: Path, site: Site, limit_s: float = LIMIT_S) -> None:
-        self.site, self.rank = site, 0
+        self.site, self.rank = site, dist.get_rank()
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        if dist.get_world_size() > 1:
+            sharded(self.model)
         self.layout = ShardedLayout(self.model, torch.bfloat16)
         run = RunConfig.model_validate({"weights": {"backend": "gloo"}, "deadlines": {"weights_s": limit_s}})
         context = SimpleNamespace(run=run, one_machine=True, addresses=SimpleNamespace(controller="ipc:///nowhere"))
@@ -194,9 +215,38 @@ class Trainer:
         assert (published.bytes > 0) == bool(published.applied) and published.content_hash == ""
         return dict(published.applied)
 
+    def spoil(self) -> None:
+        """Makes a weight of this rank's part NaN."""
+        with torch.no_grad():
+            self.model.lm_head.weight.to_local()[-1, 0] = float("nan")
+
     def close(self) -> None:
         self.backend._leave()
         self._pool.shutdown()
+
+
+def other_rank(folder: Path, port: int, orders: Connection) -> None:
+    """Rank 1 of a trainer: publishes when it is told to, and answers with '', or with its error."""
+    torch.set_num_threads(1)
+    parcels.PARCEL = SMALL
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=1, world_size=2)
+
+    async def body() -> None:
+        trainer = Trainer(folder, Site())
+        while (order := await asyncio.to_thread(orders.recv)) is not None:
+            number, spoiled = order
+            trainer.change()
+            if spoiled:
+                trainer.spoil()
+            try:
+                await trainer.publish(number)
+                orders.send("")
+            except RunFailed as error:
+                orders.send(str(error))
+        trainer.close()
+
+    asyncio.run(body())
+    dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -373,6 +423,59 @@ def test_a_publish_that_fails_again_and_again_or_has_a_weight_that_is_not_finite
         trainer.close()
 
     asyncio.run(body())
+
+
+def test_another_rank_waits_as_long_as_rank_0_does_and_ends_with_the_same_words(
+    tiny_model: Path, workers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parcels, "PARCEL", SMALL)
+    monkeypatch.setattr(broadcast, "SIGN_S", 0.01)
+    said: list[str] = []
+    tell = broadcast._OtherRanks.tell
+    monkeypatch.setattr(broadcast._OtherRanks, "tell", lambda ranks, order: (said.append(order), tell(ranks, order)))
+    site, port = SlowSite(said, workers("a"), workers("b")), free_port()
+    context = multiprocessing.get_context("forkserver")
+    orders, theirs = context.Pipe()
+    other = context.Process(target=other_rank, args=(tiny_model, port, theirs), daemon=True)
+    other.start()
+    theirs.close()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2)
+
+    async def body() -> None:
+        trainer = Trainer(tiny_model, site, scaled(4))
+
+        async def both(number: int, spoiled: bool = False) -> str:
+            orders.send((number, spoiled))
+            trainer.change()
+            said.clear()
+            try:
+                assert await trainer.publish(number)
+                why = ""
+            except RunFailed as error:
+                why = str(error)
+            assert await asyncio.to_thread(orders.recv) == why
+            return why
+
+        assert await both(0) == "" and site.calls == ["members", "join", "pause", "load"]
+        assert said[-1] == DONE and said.count(SEND) == 1 and said.count(WAIT) >= 2 * len(site.calls)
+        assert set(site.hashes) == {"a", "b"}
+        stopped = site.workers[1]
+        stopped.fate = STOPS
+        try:
+            why = await both(1)  # nobody ends it meanwhile
+        finally:
+            stopped.end()
+        whom = r"trainer-0 waited .* s for a, b to answer \w+ of version 1"
+        assert re.search(f"version 1 is not published: .*{whom}", why)
+        site.workers = site.workers[:1]
+        assert "is not finite" in await both(2, spoiled=True)
+        orders.send(None)
+        trainer.close()
+
+    asyncio.run(body())
+    other.join(scaled(20))
+    dist.destroy_process_group()
+    assert other.exitcode == 0
 
 
 def test_parcels_are_full_but_for_the_last_and_no_tensor_is_cut() -> None:

@@ -461,6 +461,18 @@ class Engine:
 
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update_info))
 
+    async def join_weight_group(self, meeting: dict[str, Any]) -> str:
+        """Have all workers meet the trainer, where it pushes weights; return why they did not, '' if they did."""
+        return await self._in_group("join_weight_group", meeting)
+
+    async def receive_version(self, number: int) -> str:
+        """Have all workers load the version that the trainer sends; return how their group broke, '' if it stands."""
+        return await self._in_group("receive_version", number)
+
+    async def _in_group(self, method: str, argument: object) -> str:
+        """Call a method of `GroupWorker` in all workers; return the first worker's words that are not ''."""
+        return next(filter(None, await self._llm.collective_rpc(method, args=(argument,))), "")
+
     async def finish_weight_update(self, version: int) -> None:
         """End the update; tokens sampled from now on are of `version`."""
         self.version = version

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.config.speculation import SpeculationConfig
-from streamrl.generation.drafts.drafter import DrafterWorker, RolloutDrafter
+from streamrl.generation.drafts.drafter import RolloutDrafter
 from streamrl.generation.instance.eight_bits import quantization_config
 from streamrl.generation.instance.engine_variables import EAGER, FEW_ROWS, NORMS, QUANTIZATION
 from streamrl.generation.instance.vllm_plugin import register
@@ -38,6 +38,9 @@ CAPTURE_ON_CPU = {
     "scheduler_cls": "streamrl.generation.instance.expert_capture.CapturingScheduler",
 }
 """vLLM's arguments by which a CPU engine returns the experts of each token."""
+
+EXTENSIONS = "streamrl.generation.instance.worker_extensions"
+"""Module of the classes that extend vLLM's worker."""
 
 FEW_ROWS_MODELS = frozenset({"LlamaForCausalLM"})
 """Architectures on which `few_rows` was tried; all others use vLLM's own matrix products."""
@@ -118,7 +121,8 @@ def engine_config(
         hardware |= {"enable_return_routed_experts": True} if cuda else CAPTURE_ON_CPU
     if (drafts := speculative_config(run.speculation)) is not None:
         hardware |= {"speculative_config": drafts, "per_request_spec_decode_metrics": "summary"}
-        hardware["worker_extension_cls"] = f"{DrafterWorker.__module__}.{DrafterWorker.__qualname__}"
+    if (extension := worker_extension(drafts is not None, not run.weights.path.fetched)) is not None:
+        hardware["worker_extension_cls"] = extension
     return AsyncEngineArgs(
         model=model,
         dtype=run.model.dtype,
@@ -151,6 +155,18 @@ def eight_bit_arguments(run: RunConfig, pool: GenerationPool) -> dict[str, Any]:
         raise ValueError(f"generation.compute: {kind} needs instances of one worker")
     name = next(name for name, one in LOAD_FORMATS.items() if one == kind)
     return {"load_format": name, "hf_overrides": {"quantization_config": quantization_config(kind)}}
+
+
+def worker_extension(drafts: bool, pushed: bool) -> str | None:
+    """Return the class by which vLLM's worker gets what an instance calls; None: it calls nothing of our own.
+
+    Args:
+        drafts: whether a drafter is taught.
+        pushed: whether the trainer pushes weights.
+    """
+    if pushed:
+        return f"{EXTENSIONS}.{'DraftingGroupWorker' if drafts else 'GroupWorker'}"
+    return f"{EXTENSIONS}.DrafterWorker" if drafts else None
 
 
 def speculative_config(speculation: SpeculationConfig) -> dict[str, Any] | None:

@@ -45,7 +45,6 @@ from streamrl.runtime.process_plan import PROCESS
 from streamrl.runtime.site_connections import connect_inside
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Link
-from streamrl.weights.membership import BROKEN
 from streamrl.weights.version_store import WeightStore
 
 log = logging.getLogger(__name__)
@@ -254,33 +253,30 @@ class InstanceProcess:
 
         Generation stays paused then: some layers may have new weights. The trainer begins anew, or a new trainer does.
         """
-        problem = ""
         async with self._loading:
             started = self._clock()
-            try:
-                await self._carry_out(order)
-            except Exception as error:
-                if BROKEN not in str(error):
-                    raise
-                problem = str(error)
+            if problem := await self._carry_out(order):
                 log.warning("%s of version %d: %s", order.step, order.number, problem)
         taken = WeightsTaken(call=order.call, started=started, finished=self._clock(), problem=problem)
         await self.link.send(*wire(taken))
         if order.step == "load" and not problem:
             await self._measure_canary(order.number)
 
-    async def _carry_out(self, order: TakeWeights) -> None:
+    async def _carry_out(self, order: TakeWeights) -> str:
+        """Carry out a step; return how the group broke, '' if it stands."""
         match order.step:
             case "join":
                 assert order.meeting is not None
                 place = {"first_rank": order.first_rank, "limit_s": self.context.run.deadlines.weights_s}
-                await self.engine.connect_weights(msgspec.to_builtins(order.meeting) | place)
+                return await self.engine.join_weight_group(msgspec.to_builtins(order.meeting) | place)
             case "pause":
                 await self._pause(order.number)
             case "load":
                 await self.engine.start_weight_update()
-                await self.engine.update_weights({"number": order.number})
+                if problem := await self.engine.receive_version(order.number):
+                    return problem
                 await self._finish(order.number)
+        return ""
 
     async def _measure_canary(self, number: int) -> None:
         """Report what this engine makes of the canary with a version just loaded, beside the requests that run.

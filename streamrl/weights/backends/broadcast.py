@@ -7,6 +7,11 @@ controller and the site's service (`generation/site/pushed_weights.py`).
     rank 0                  controller -> service -> instances
     members, join, pause    each answered
     load, and meanwhile the tensors, in the group
+
+The other ranks wait in a collective for what rank 0 says next. However long that takes, it says every `SIGN_S` that it
+still waits, so their limit is of no consequence. Only while tensors are gathered does it say nothing: there one
+broadcast may take `deadlines.weights_s`, which preflight keeps below the limit of a collective (`LONGER` in
+`config/weight_sync.py`).
 """
 
 from __future__ import annotations
@@ -45,8 +50,10 @@ from streamrl.weights.version import type_name
 log = logging.getLogger(__name__)
 
 Asked = concurrent.futures.Future[WeightAnswer]
-SEND, DONE = "send", "done"
+WAIT, SEND, DONE = "wait", "send", "done"
 """What rank 0 has its ranks do next; anything else is why the publish has failed."""
+SIGN_S = 5.0
+"""Seconds after which rank 0, while it waits, has the other ranks wait on."""
 
 
 def meeting_address(controller: str, one_machine: bool, backend: str) -> str:
@@ -113,6 +120,37 @@ class _Calls:
             del self._open[call.call]
 
 
+class _OtherRanks:
+    """The ranks above 0, as rank 0 sees them; they are in `told` whenever it calls a method."""
+
+    def __init__(self) -> None:
+        self._told = time.monotonic()
+
+    def tell(self, order: str) -> None:
+        """Have all ranks do something next."""
+        dist.broadcast_object_list([order])
+        self._told = time.monotonic()
+
+    def keep_waiting(self) -> None:
+        """Have them wait on, if they have heard nothing for `SIGN_S`."""
+        if time.monotonic() - self._told >= SIGN_S:
+            self.tell(WAIT)
+
+    def answer(self, asked: Asked) -> WeightAnswer:
+        """Return the answer to a call, for which they wait, too."""
+        while not concurrent.futures.wait([asked], SIGN_S).done:
+            self.keep_waiting()
+        return asked.result()
+
+
+def told() -> str:
+    """Return what rank 0 has this rank, another one, do next."""
+    orders = [WAIT]
+    while orders == [WAIT]:
+        dist.broadcast_object_list(orders)
+    return orders[0]
+
+
 class BroadcastBackend(WeightBackend):
     """The trainer's side of a path that pushes; rank 0 sends."""
 
@@ -132,6 +170,7 @@ class BroadcastBackend(WeightBackend):
         self._kind = communicator_of(context.run.weights.path.engine)
         self._calls: _Calls | None = None
         self._group = PushedGroup()
+        self._ranks = _OtherRanks()
         self._communicator: Communicator | None = None
 
     async def serve(self) -> None:
@@ -172,14 +211,14 @@ class BroadcastBackend(WeightBackend):
 
     def _ordered(self, rank: int, push: Push, number: int, behind: bool, calls: _Calls) -> str:
         """Return what all ranks do next, as rank 0 says."""
-        orders = [""]
-        if rank == 0:
-            try:
-                orders = [self._up_to_sending(push, number, behind, calls)]
-            except Exception as error:  # the others wait in the next line
-                orders = [str(error) or type(error).__name__]
-        dist.broadcast_object_list(orders)
-        return orders[0]
+        if rank > 0:
+            return told()
+        try:
+            order = self._up_to_sending(push, number, behind, calls)
+        except Exception as error:  # the others wait for an order
+            order = str(error) or type(error).__name__
+        self._ranks.tell(order)
+        return order
 
     def _up_to_sending(self, push: Push, number: int, behind: bool, calls: _Calls) -> str:
         """Take the steps of a publish up to the one that needs all ranks."""
@@ -190,11 +229,13 @@ class BroadcastBackend(WeightBackend):
                 case PushStep.ASK:
                     if push.why:
                         log.warning("publishing version %d again: %s", number, push.why)
-                    push.present(calls.begin("members", number=number, members=[], behind=behind).result().members)
+                    asked = calls.begin("members", number=number, members=[], behind=behind)
+                    push.present(self._ranks.answer(asked).members)
                 case PushStep.FORM:
                     self._form(push, number, calls)
                 case PushStep.PAUSE:
-                    push.paused(calls.begin("pause", number=number, members=list(push.members)).result())
+                    asked = calls.begin("pause", number=number, members=list(push.members))
+                    push.paused(self._ranks.answer(asked))
                 case PushStep.SEND:
                     return SEND
                 case PushStep.DONE:
@@ -210,12 +251,17 @@ class BroadcastBackend(WeightBackend):
         store, port = open_meeting(host, world, self._limit_s)
         meeting = Meeting(host=host, port=port, world=world)
         asked = calls.begin("join", number=number, members=list(push.members), meeting=meeting)
+
+        def stopped() -> str:
+            self._ranks.keep_waiting()
+            return _gone_wrong(asked)
+
         try:
-            self._communicator = lead(self._kind, store, host, world, self._limit_s, lambda: _gone_wrong(asked))
+            self._communicator = lead(self._kind, store, host, world, self._limit_s, stopped)
         except GroupBroken as error:
             broken = str(error)
         del store  # members that still wait for it notice
-        push.formed(asked.result(), broken)
+        push.formed(self._ranks.answer(asked), broken)
         if push.step is PushStep.PAUSE:
             log.info("a group with %s, %d ranks", ", ".join(member.name for member in push.members), world)
 
@@ -249,7 +295,7 @@ class BroadcastBackend(WeightBackend):
             self._leave()
             raise
         try:
-            push.sent(asked.result(), broken)
+            push.sent(self._ranks.answer(asked), broken)
         except RunFailed as error:
             push.sent(WeightAnswer(call=""), str(error))
         if push.step is PushStep.DONE:

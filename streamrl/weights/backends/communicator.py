@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from streamrl.config.weight_sync import WEIGHT_PATHS
 from streamrl.runtime.meeting_store import listening_store
-from streamrl.weights.membership import BROKEN
 
 T = TypeVar("T")
 
@@ -35,7 +34,7 @@ class GroupBroken(RuntimeError):
     """Raised when a group cannot be formed, or a member of it is gone: it is of no more use to anybody."""
 
     def __init__(self, why: object) -> None:
-        super().__init__(f"{BROKEN}: {why}")
+        super().__init__(f"the weight group is broken: {why}")
 
 
 def communicator_of(engine: str) -> type[Communicator]:

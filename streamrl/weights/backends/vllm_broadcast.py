@@ -1,11 +1,16 @@
 """The vLLM weight-transfer engine of the weight paths that push: it loads what the trainer sends in their group.
 
-`gloo` and `nccl` differ in their communicator alone.
+`gloo` and `nccl` differ in their communicator alone. Every worker of an instance is a member of the group. vLLM's
+executor of several workers stops at the first that raises and leaves the answers of the others in their queues, where
+the next call would take them for its own. So a group that breaks, after which an instance goes on, is an answer of
+`GroupWorker` and no exception.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from vllm.distributed.weight_transfer.base import (
@@ -70,7 +75,10 @@ class BroadcastWeightTransferEngine(ReloadingEngine[GroupInitInfo, PushedUpdateI
         if self._group is None:
             raise GroupBroken("it was left")
         try:
-            self.load(receive(self._group), f"version {update_info.number}")
+            tensors = receive(self._group)
+            self.load(tensors, f"version {update_info.number}")
+            for _ in tensors:  # a loader that needs no more leaves the hash, or what the next version begins with
+                pass
         except BaseException:
             self.shutdown()  # whoever waits for this member notices
             raise
@@ -80,3 +88,30 @@ class BroadcastWeightTransferEngine(ReloadingEngine[GroupInitInfo, PushedUpdateI
         if self._group is not None:
             self._group.close()
         self._group = self._store = None
+
+
+class GroupWorker:
+    """Extension of vLLM's worker: the calls in which its group may break. Each returns how it did; '': it stands."""
+
+    init_weight_transfer_engine: Callable[[dict[str, Any]], None]
+    update_weights: Callable[[dict[str, Any]], None]
+
+    def join_weight_group(self, meeting: dict[str, Any]) -> str:
+        """Meet the trainer and all other workers; `meeting`: the fields of `GroupInitInfo`."""
+        return _broken(self.init_weight_transfer_engine, meeting)
+
+    def receive_version(self, number: int) -> str:
+        """Load the version that the trainer sends, in an update that has begun; one that broke off is begun anew.
+
+        Raises:
+            CorruptWeights: as `BroadcastWeightTransferEngine.receive_weights`.
+        """
+        return _broken(self.update_weights, {"number": number})
+
+
+def _broken(work: Callable[[dict[str, Any]], None], argument: dict[str, Any]) -> str:
+    try:
+        work(argument)
+    except GroupBroken as error:
+        return str(error)
+    return ""
