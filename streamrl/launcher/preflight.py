@@ -142,9 +142,16 @@ def check_sites(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
 
 
 def check_weight_path(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
-    """Check that the hardware is what the weight path sends from and to."""
-    if run.weights.backend == "nccl" and cluster.hardware != "cuda":
-        yield "weights.backend: nccl sends between GPUs, and hardware is cpu; expected auto, stream or gloo"
+    """Check that the hardware is what the weight path sends from and to, and that it is where that path reaches."""
+    backend = run.weights.backend
+    if backend == "nccl" and cluster.hardware != "cuda":
+        yield "weights.backend: nccl sends between GPUs, and hardware is cpu; expected auto, stream, gloo or ipc"
+    for name, site in cluster.sites.items():
+        if run.weights.path.one_machine and site.on_ray:
+            yield (
+                f"weights.backend: {backend} needs trainer and instances on one machine, and Ray places those of site "
+                f"{name} on any of its nodes; expected auto, stream or gloo, or sites.{name}.launch.backend: local"
+            )
 
 
 def check_ray(cluster: ClusterConfig, run: RunConfig, site: str | None = None) -> Iterable[str]:

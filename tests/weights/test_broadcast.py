@@ -1,4 +1,4 @@
-"""Weights pushed by gloo from a trainer to workers in processes of their own, some of which die in the middle."""
+"""Weights pushed from a trainer to workers in processes of their own, some of which die in the middle."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from streamrl.config.run import RunConfig
+from streamrl.config.weight_sync import WEIGHT_PATHS
 from streamrl.errors import RunFailed
 from streamrl.protocol.controller_site import Member, WeightAnswer, WeightCall
 from streamrl.protocol.message import parse
 from streamrl.transport.deadlines import WaitRegistry
-from streamrl.weights.backends import parcels
+from streamrl.weights.backends import ipc, parcels
 from streamrl.weights.backends.broadcast import BroadcastBackend, make_backend
-from streamrl.weights.backends.communicator import GroupBroken, join
-from streamrl.weights.backends.gloo import GlooCommunicator
+from streamrl.weights.backends.communicator import GroupBroken, communicator_of, join
 from streamrl.weights.membership import TRIES, first_ranks
 from streamrl.weights.sharded import ShardedLayout
 from streamrl.weights.version import lay_out
@@ -41,6 +41,8 @@ from tests.waiting import scaled, until
 LIMIT_S = 20.0
 SMALL = 4096
 """Bytes of a parcel, so that a tiny model has many."""
+SMALLER = 1500
+"""Bytes of a slot of shared memory, so that a parcel goes through it in parts."""
 DIES, STOPS = "dies", "stops"
 
 
@@ -62,7 +64,7 @@ def worker(orders: Connection) -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 if group is not None:
                     group.close()
-                group, store = join(GlooCommunicator, *order[1:-1])
+                group, store = join(communicator_of(order[1]), *order[2:-1])
                 orders.send("")
                 continue
             assert group is not None
@@ -101,6 +103,7 @@ class Worker:
                 self.orders.send(order)
                 return self.orders.recv()  # type: ignore[no-any-return]
             except (EOFError, OSError):
+                self.process.join()  # its pipe closes a little before it counts as dead
                 return None
 
     def end(self) -> None:
@@ -112,8 +115,8 @@ class Worker:
 class Site:
     """The site's end of the calls, with the workers that are there; and the link that the trainer speaks to it by."""
 
-    def __init__(self, *workers: Worker) -> None:
-        self.workers = list(workers)
+    def __init__(self, path: str, *workers: Worker) -> None:
+        self.path, self.workers = path, list(workers)
         self.waits = WaitRegistry("trainer-0")
         self.calls: list[str] = []
         self.hashes: dict[str, str] = {}
@@ -155,7 +158,8 @@ class Site:
         if call.step == "pause":
             return one.member.name, ""
         if call.meeting is not None:
-            order = ("join", call.meeting.host, call.meeting.port, rank, call.meeting.world, LIMIT_S, "")
+            engine = WEIGHT_PATHS[self.path].engine
+            order = ("join", engine, call.meeting.host, call.meeting.port, rank, call.meeting.world, LIMIT_S, "")
         if one.fate and call.step == one.when:
             order, one.fate = (*order[:-1], one.fate), ""
         said = await asyncio.to_thread(one.ask, *order)
@@ -171,7 +175,7 @@ class Trainer:
         self.site, self.rank = site, 0
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.layout = ShardedLayout(self.model, torch.bfloat16)
-        run = RunConfig.model_validate({"weights": {"backend": "gloo"}, "deadlines": {"weights_s": limit_s}})
+        run = RunConfig.model_validate({"weights": {"backend": site.path}, "deadlines": {"weights_s": limit_s}})
         context = SimpleNamespace(run=run, one_machine=True, addresses=SimpleNamespace(controller="ipc:///nowhere"))
         self._pool = ThreadPoolExecutor(1)
         hub: Any = None
@@ -207,6 +211,14 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.fixture(params=["gloo", "ipc"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A weight path that pushes, with small parcels."""
+    monkeypatch.setattr(parcels, "PARCEL", SMALL)
+    monkeypatch.setattr(ipc, "SLOT", SMALLER)
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("tiny"))
@@ -239,10 +251,9 @@ async def no_more_open_than(before: tuple[int, int]) -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_member_that_dies_in_a_broadcast_is_left_out_and_its_successor_is_in_the_next_group(
-    tiny_model: Path, workers: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, workers: Any, path: str
 ) -> None:
-    monkeypatch.setattr(parcels, "PARCEL", SMALL)
-    site = Site(workers("a"), workers("b"))
+    site = Site(path, workers("a"), workers("b"))
 
     async def body() -> None:
         trainer = Trainer(tiny_model, site)
@@ -268,12 +279,9 @@ def test_a_member_that_dies_in_a_broadcast_is_left_out_and_its_successor_is_in_t
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_groups_that_are_formed_again_and_again_leave_nothing_open(
-    tiny_model: Path, workers: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parcels, "PARCEL", SMALL)
+def test_groups_that_are_formed_again_and_again_leave_nothing_open(tiny_model: Path, workers: Any, path: str) -> None:
     one, other = workers("a"), workers("b")
-    site = Site(one, other)
+    site = Site(path, one, other)
 
     async def body() -> None:
         trainer = Trainer(tiny_model, site)
@@ -293,11 +301,10 @@ def test_groups_that_are_formed_again_and_again_leave_nothing_open(
 
 @pytest.mark.usefixtures("one_rank")
 def test_members_that_die_as_they_meet_or_later_hold_nobody_up_and_leave_nothing_open(
-    tiny_model: Path, workers: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, workers: Any, path: str
 ) -> None:
-    monkeypatch.setattr(parcels, "PARCEL", SMALL)
     stays, *others = [workers(name) for name in "abcd"]
-    site = Site(stays)
+    site = Site(path, stays)
 
     async def body() -> None:
         trainer = Trainer(tiny_model, site)
@@ -316,10 +323,9 @@ def test_members_that_die_as_they_meet_or_later_hold_nobody_up_and_leave_nothing
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_member_that_stands_still_holds_the_trainer_up_until_the_deadline_and_no_longer(
-    tiny_model: Path, workers: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, workers: Any, path: str
 ) -> None:
-    monkeypatch.setattr(parcels, "PARCEL", SMALL)
-    site = Site(workers("a"), workers("b"))
+    site = Site(path, workers("a"), workers("b"))
     site.workers[1].fate = STOPS
     limit_s = scaled(1)
 
@@ -337,10 +343,9 @@ def test_a_member_that_stands_still_holds_the_trainer_up_until_the_deadline_and_
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_publish_that_fails_again_and_again_or_has_a_weight_that_is_not_finite_ends_the_run(
-    tiny_model: Path, workers: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, workers: Any, path: str
 ) -> None:
-    monkeypatch.setattr(parcels, "PARCEL", SMALL)
-    site = Site(workers("a"))
+    site = Site(path, workers("a"))
 
     async def body() -> None:
         trainer = Trainer(tiny_model, site)
@@ -360,10 +365,9 @@ def test_a_publish_that_fails_again_and_again_or_has_a_weight_that_is_not_finite
                     next(fates).fate = DIES
                 await original(call)
 
-            monkeypatch.setattr(site, "_answer", next_dies)
-            await trainer.publish(0)
-        monkeypatch.undo()
-        monkeypatch.setattr(parcels, "PARCEL", SMALL)
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(site, "_answer", next_dies)
+                await trainer.publish(0)
         site.workers = site.workers[:1]
         with torch.no_grad():
             next(iter(trainer.model.parameters())).fill_(float("nan"))
