@@ -8,7 +8,8 @@ import multiprocessing
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator
+import stat
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from datetime import timedelta
@@ -25,7 +26,7 @@ from streamrl.weights.backends import ipc
 from streamrl.weights.backends.communicator import START, Communicator, GroupBroken, join, lead, open_meeting
 from streamrl.weights.backends.ipc import DOOR, RANK, IpcCommunicator
 from streamrl.weights.backends.shared_slots import CudaHandle
-from tests.security.another_user import as_nobody
+from tests.security.another_user import NOBODY, as_nobody
 from tests.waiting import holds, scaled, wait_for
 
 HERE, LIMIT_S, SLOT = "127.0.0.1", 30.0, 1500
@@ -243,39 +244,43 @@ def test_nobody_but_the_members_gets_the_memory(monkeypatch: pytest.MonkeyPatch)
         leads = pool.submit(lead, IpcCommunicator, store, HERE, 2, LIMIT_S)
         theirs.set("here/1", "")
         wait_for(lambda: theirs.check([START, DOOR]), 20)
-        door = "\0" + theirs.get(DOOR).decode()
+        door = Path(theirs.get(DOOR).decode())
+        assert stat.S_IMODE(door.parent.stat().st_mode) == 0o700
 
-        def knock(said: bytes) -> bytes:
-            with socket.socket(socket.AF_UNIX) as stranger:
-                stranger.settimeout(scaled(20))
-                stranger.connect(door)
-                stranger.sendall(said)
-                return stranger.recv(1)
+        def knock() -> socket.socket:
+            made = opened.enter_context(socket.socket(socket.AF_UNIX))
+            made.connect(str(door))
+            return made
 
-        def refused(said: bytes) -> Callable[[], None]:
-            def work() -> None:
-                try:
-                    found = knock(said)
-                except ConnectionError:
-                    return
-                assert not found
-
-            return work
-
-        refused(RANK.pack(2))()  # no such rank
         if os.getuid() == 0:
-            assert as_nobody(lambda: socket.socket(socket.AF_UNIX).connect(door))
-            assert as_nobody(refused(RANK.pack(1)))
+            assert not as_nobody(knock)
+        stranger = knock()
+        stranger.sendall(RANK.pack(2))  # there is no such rank
+        assert stranger.recv(1) == b""
         assert not leads.done()
         joined = IpcCommunicator.connect(theirs, HERE, 1, 2, LIMIT_S)
         zero = leads.result()
         opened.callback(joined.close)
         opened.callback(zero.close)
-        with pytest.raises(ConnectionRefusedError):
-            knock(RANK.pack(1))  # the door is closed
+        assert not door.parent.exists()
         zero.begin(filled(3))()
         joined.begin(found := filled(0))()
         assert found.equal(filled(3))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may open a door as another user")
+def test_a_member_takes_no_memory_from_another_user(tmp_path: Path) -> None:
+    store = dist.HashStore()
+    store.set(DOOR, str(tmp_path / "door"))
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(str(tmp_path / "door"))
+        os.seteuid(NOBODY)
+        try:
+            door.listen()  # the kernel keeps the user who does
+        finally:
+            os.seteuid(0)
+        with pytest.raises(GroupBroken, match=f"user {NOBODY} offers the weights; expected 0"):
+            IpcCommunicator.connect(store, HERE, 1, 2, LIMIT_S)
 
 
 def test_the_fields_of_a_cuda_handle_are_those_that_torch_exports() -> None:

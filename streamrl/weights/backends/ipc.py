@@ -19,17 +19,18 @@ when the group is aborted, and, as with gloo, when the process that it waits for
 however it dies. Rank 0 looks at the sockets of all whenever it waits for one. Others learn from rank 0 that some other
 member is lost: it leaves the group, which closes its end.
 
-**Who may open the memory**: processes of this user alone, as the kernel tells both ends of a socket. On GPUs it is
-untried, as `shared_slots.py` says.
+**Who may open the memory**: whoever reaches rank 0's socket, which is in a folder of this user alone, and only until
+all have come. Others take it from a process of their own user alone, as the kernel tells them: its path comes from the
+meeting's store, to which any user of this machine may speak. On GPUs all this is untried, as `shared_slots.py` says.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
 import select
 import socket
 import struct
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,7 +50,7 @@ SLOTS = 2
 SLOT = 64 * 2**20
 """Bytes of a slot: a parcel (`parcels.PARCEL`) with the tensor by which it is larger, if that is not a huge one."""
 DOOR = "ipc"
-"""Key of the store that has the name of rank 0's socket."""
+"""Key of the store that has the path of rank 0's socket."""
 RANK = struct.Struct("<I")
 """What a member says first: its rank. Rank 0 answers with the bytes of its offer, their number first."""
 STEP = struct.Struct("<QQ")
@@ -134,7 +135,7 @@ class IpcCommunicator(Communicator):
         """Share the slots: rank 0 makes them, the others get them over their sockets."""
         try:
             if rank:
-                return cls(*_opened(str(store.get(DOOR), "ascii"), rank), limit_s)
+                return cls(*_opened(os.fsdecode(store.get(DOOR)), rank), limit_s)
             slots = kind_here().make(SLOTS, SLOT)
             return cls(slots, _let_in(store, slots, world), limit_s)
         except OSError as error:
@@ -234,7 +235,7 @@ class IpcCommunicator(Communicator):
 def _let_in(store: dist.Store, slots: SharedSlots, world: int) -> dict[int, socket.socket]:
     """Give the slots to all other ranks, as they come; return their sockets.
 
-    The socket has no name in any file system, and is closed once all have come.
+    The socket is gone once all have come.
 
     Raises:
         GroupBroken: they have not come in time, or one is gone again.
@@ -244,11 +245,15 @@ def _let_in(store: dist.Store, slots: SharedSlots, world: int) -> dict[int, sock
     packed = msgspec.msgpack.encode(offer)
     end = time.monotonic() + MEET_S
     come: dict[int, socket.socket] = {}
-    with ExitStack() as undone, socket.socket(socket.AF_UNIX) as door:
-        name = f"streamrl-weights-{secrets.token_hex(16)}"
-        door.bind(f"\0{name}")
+    with (
+        ExitStack() as undone,
+        socket.socket(socket.AF_UNIX) as door,
+        tempfile.TemporaryDirectory(prefix="streamrl-weights-") as folder,  # mode 0700
+    ):
+        path = f"{folder}/door"
+        door.bind(path)
         door.listen(world)
-        store.set(DOOR, name)
+        store.set(DOOR, path)
         while missing := set(range(1, world)) - come.keys():
             try:
                 door.settimeout(max(end - time.monotonic(), POLL_S))
@@ -256,9 +261,6 @@ def _let_in(store: dist.Store, slots: SharedSlots, world: int) -> dict[int, sock
             except TimeoutError as error:
                 raise GroupBroken(f"waited {MEET_S:.0f} s for ranks {sorted(missing)} to connect") from error
             undone.callback(connection.close)
-            if not _of_this_user(connection):
-                connection.close()
-                continue
             connection.settimeout(max(end - time.monotonic(), POLL_S))
             (rank,) = RANK.unpack(_exactly(connection, RANK.size))
             if rank not in missing:
@@ -271,19 +273,20 @@ def _let_in(store: dist.Store, slots: SharedSlots, world: int) -> dict[int, sock
     return come
 
 
-def _opened(name: str, rank: int) -> tuple[SharedSlots, dict[int, socket.socket]]:
+def _opened(path: str, rank: int) -> tuple[SharedSlots, dict[int, socket.socket]]:
     """Get the slots from rank 0, as another rank; return them and the socket.
 
     Raises:
-        GroupBroken: this process computes elsewhere than rank 0, or `name` is somebody else's.
+        GroupBroken: this process computes elsewhere than rank 0, or `path` is another user's.
         OSError, RuntimeError: rank 0 is gone, or the slots cannot be opened.
     """
     with ExitStack() as undone:
         connection = undone.enter_context(socket.socket(socket.AF_UNIX))
         connection.settimeout(MEET_S)
-        connection.connect(f"\0{name}")
-        if not _of_this_user(connection):
-            raise GroupBroken("another user offers the weights")
+        connection.connect(path)
+        _, user, _ = CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+        if user != os.geteuid():
+            raise GroupBroken(f"user {user} offers the weights; expected {os.geteuid()}, the user of this process")
         connection.sendall(RANK.pack(rank))
         said, descriptors, _, _ = socket.recv_fds(connection, RANK.size, SLOTS, socket.MSG_CMSG_CLOEXEC)
         try:
@@ -298,12 +301,6 @@ def _opened(name: str, rank: int) -> tuple[SharedSlots, dict[int, socket.socket]
                 os.close(one)
         undone.pop_all()
     return slots, {0: connection}
-
-
-def _of_this_user(connection: socket.socket) -> bool:
-    """Return whether the process at the other end belongs to the user of this one."""
-    said = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-    return bool(CREDENTIALS.unpack(said)[1] == os.geteuid())
 
 
 def _exactly(connection: socket.socket, nbytes: int) -> bytes:

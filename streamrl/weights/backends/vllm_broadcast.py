@@ -1,6 +1,6 @@
 """The vLLM weight-transfer engine of the weight paths that push: it loads what the trainer sends in their group.
 
-`gloo` and `nccl` differ in their communicator alone.
+`gloo`, `nccl` and `ipc` differ in their communicator alone.
 """
 
 from __future__ import annotations
