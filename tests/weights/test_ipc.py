@@ -7,8 +7,10 @@ import inspect
 import multiprocessing
 import os
 import re
+import select
 import socket
 import stat
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -25,7 +27,7 @@ from torch.multiprocessing import reductions
 from streamrl.weights.backends import ipc
 from streamrl.weights.backends.communicator import START, Communicator, GroupBroken, join, lead, open_meeting
 from streamrl.weights.backends.ipc import DOOR, RANK, IpcCommunicator
-from streamrl.weights.backends.shared_slots import CudaHandle
+from streamrl.weights.backends.shared_slots import CudaHandle, HostSlots
 from tests.security.another_user import NOBODY, as_nobody
 from tests.waiting import holds, scaled, wait_for
 
@@ -178,6 +180,42 @@ def test_what_a_slow_member_has_not_copied_is_not_overwritten(group: Group) -> N
     assert slow.recv() == [raw(one) for one in tensors]
     assert fast.recv() == [raw(one) for one in tensors[2:]]
     sent.result()
+
+
+class Held(HostSlots):
+    """Slots in which a copy is there only when it is let go, as on a GPU: there `copy_` returns long before."""
+
+    def __init__(self, *values: Any) -> None:
+        super().__init__(*values)
+        self.copied, self.let_go = threading.Event(), threading.Event()
+
+    def settle(self) -> None:
+        self.copied.set()
+        assert self.let_go.wait(scaled(LIMIT_S))
+
+
+def test_neither_end_speaks_of_a_chunk_before_its_copy_is_there() -> None:
+    at_zero, at_one = socket.socketpair()
+    with ThreadPoolExecutor() as pool, ExitStack() as opened:
+        mine = Held.make(2, SLOT)
+        theirs = Held.opened(*mine.offer())
+        zero, one = IpcCommunicator(mine, {1: at_zero}, LIMIT_S), IpcCommunicator(theirs, {0: at_one}, LIMIT_S)
+        opened.callback(one.close)
+        opened.callback(zero.close)
+
+        def says(connection: socket.socket, seconds: float = 0.0) -> bool:
+            """Whether something has come for this end."""
+            return bool(select.select([connection], [], [], seconds)[0])
+
+        sent = pool.submit(zero.begin, filled(4))
+        assert mine.copied.wait(scaled(LIMIT_S)) and not says(at_one)
+        mine.let_go.set()
+        sent.result()
+        received = pool.submit(one.begin(found := filled(0)))
+        assert theirs.copied.wait(scaled(LIMIT_S)) and not says(at_zero)
+        theirs.let_go.set()
+        received.result()
+        assert says(at_zero, scaled(LIMIT_S)) and found.equal(filled(4))
 
 
 def test_a_member_that_dies_ends_the_broadcast_at_once_and_the_next_group_has_its_place(group: Group) -> None:
