@@ -46,6 +46,7 @@ SLOW = (
     "training/test_trainer_ranks.py",
     "weights/test_sharded_ranks.py",
     "weights/test_broadcast.py",
+    "weights/test_ipc.py",
     "install/test_install_downloads.py",
     "test_stress.py",
     "ranker/test_ranking_quality.py",

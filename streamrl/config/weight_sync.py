@@ -28,10 +28,12 @@ class WeightPath:
     """(module, class) of the engine in vLLM; None: it is one of vLLM's own."""
     communicator: tuple[str, str] | None = None
     """(module, class) of what connects the members of the group; None: there is no group."""
+    one_machine: bool = False
+    """Whether all processes of the site must be on one machine."""
     eight_bits: bool = False
     """Whether it sends weights of 8 bits, and to instances that quantize them as they load."""
     untried: str = ""
-    """What it is and what has run in its place, if it has never been run itself."""
+    """What of it has never been run on GPUs, and what has run in its place; '': nothing that is its own."""
 
 
 WEIGHT_PATHS = {
@@ -59,6 +61,16 @@ WEIGHT_PATHS = {
         engine_class=("streamrl.weights.backends.vllm_broadcast", "BroadcastWeightTransferEngine"),
         communicator=("streamrl.weights.backends.nccl", "NcclCommunicator"),
         untried="broadcast by NCCL; gloo, which differs in the communicator alone, has run on CPUs",
+    ),
+    "ipc": WeightPath(
+        "the same through memory that the processes of one machine share; on GPUs, by CUDA IPC, it has not been run",
+        engine="streamrl_ipc",
+        fetched=False,
+        module="streamrl.weights.backends.broadcast",
+        engine_class=("streamrl.weights.backends.vllm_broadcast", "BroadcastWeightTransferEngine"),
+        communicator=("streamrl.weights.backends.ipc", "IpcCommunicator"),
+        one_machine=True,
+        untried="GPU memory shared by CUDA IPC handles; the same protocol has run with host memory, on CPUs",
     ),
 }
 """All weight paths, by their names in `weights.backend`."""

@@ -143,14 +143,21 @@ def check_sites(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
 
 
 def check_weight_path(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
-    """Check that the hardware is what the weight path sends from and to, and that its limits fit those of the ranks."""
-    if run.weights.backend == "nccl" and cluster.hardware != "cuda":
-        yield "weights.backend: nccl sends between GPUs, and hardware is cpu; expected auto, stream or gloo"
+    """Check that the hardware is what the weight path sends from and to, where it reaches, and its ranks' limits."""
+    backend = run.weights.backend
+    if backend == "nccl" and cluster.hardware != "cuda":
+        yield "weights.backend: nccl sends between GPUs, and hardware is cpu; expected auto, stream, gloo or ipc"
+    for name, site in cluster.sites.items():
+        if run.weights.path.one_machine and site.on_ray:
+            yield (
+                f"weights.backend: {backend} needs trainer and instances on one machine, and Ray places those of site "
+                f"{name} on any of its nodes; expected auto, stream or gloo, or sites.{name}.launch.backend: local"
+            )
     trainer, limit_s = cluster.sites[cluster.trainer_site].trainer, run.deadlines.weights_s
     longest_s = COLLECTIVE_S[cluster.hardware] / LONGER
     if not run.weights.path.fetched and trainer is not None and trainer.ranks > 1 and limit_s > longest_s:
         yield (
-            f"deadlines.weights_s is {limit_s:g}: with weights.backend: {run.weights.backend} the other ranks of the "
+            f"deadlines.weights_s is {limit_s:g}: with weights.backend: {backend} the other ranks of the "
             f"trainer wait that long for rank 0 in a collective, which torch ends after "
             f"{COLLECTIVE_S[cluster.hardware]:g} s; expected at most {longest_s:g}, or backend: stream"
         )

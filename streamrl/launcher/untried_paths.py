@@ -12,11 +12,11 @@ from streamrl.config.run import RunConfig
 
 def untried(cluster: ClusterConfig, run: RunConfig) -> list[str]:
     """Name the untried paths of a run, each with what has been shown in its place; []: all of it has run."""
+    if cluster.hardware != "cuda":
+        return []
     found = []
     if run.weights.path.untried:
         found.append(f"weights.backend: {run.weights.backend} ({run.weights.path.untried})")
-    if cluster.hardware != "cuda":
-        return found
     trainer = cluster.sites[cluster.trainer_site].trainer
     pools = [pool for site in cluster.sites.values() for pool in site.generation]
     assert trainer is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from tests.waiting import scaled
 SUMS = [{"kind": "reasoning_gym", "name": "chain_sum", "config": {"max_terms": 2}, "answer": "full"}]
 EASY = [{"kind": "file", "name": "own", "path": "prompts.jsonl", "reward": "own_rewards:reward"}]
 """With rewards that differ from sample to sample."""
+LOADED = re.compile(r"version (\d+) \(\w+\) is loaded by here-regular-0")
+"""What a trainer says that pushes weights."""
 
 
 def easy_prompts(project: Project) -> None:
@@ -119,7 +122,10 @@ def test_ppo_on_devices_that_are_shared_in_turns_and_two_steps_per_publication(t
 
 
 def test_partial_rollouts_and_dynamic_sampling_account_for_every_sample(tmp_path: Path) -> None:
-    """The model is a mixture of experts whose trainer replays the generator's, also for answers in several parts."""
+    """The model is a mixture of experts whose trainer replays the generator's, also for answers in several parts.
+
+    Its weights go through memory that trainer and instance share.
+    """
     project = Project(tmp_path, tail=False, mixture=True)
     easy_prompts(project)
     project.launch(
@@ -134,6 +140,7 @@ def test_partial_rollouts_and_dynamic_sampling_account_for_every_sample(tmp_path
         sampling={"max_tokens": 110},
         algorithm={"name": "dapo", "overlong": None, "entropy_coef": 0.001, "router_replay": True},
         batch={"prompts_per_step": 6, "samples_per_prompt": 3, "micro_batch_tokens": 128, "epochs": 2},
+        weights={"backend": "ipc"},
     )
     run_dir = project.run_dir()
     metrics = assert_whole_batches(run_dir, 6, bound=3)
@@ -146,6 +153,10 @@ def test_partial_rollouts_and_dynamic_sampling_account_for_every_sample(tmp_path
     assert max(lengths) == 110  # parked, and gone on to its end
     versions = [set(row["weight_versions"]) for rows in rows_by_step(run_dir).values() for row in rows]  # type: ignore[call-overload]
     assert any(len(some) > 1 for some in versions)
+    # the worker refuses a version whose hash is not that of what was sent
+    assert set(LOADED.findall((run_dir / "logs" / "trainer.log").read_text())) == set("0123456")
+    verified = read_status(run_dir).verified
+    assert verified.versions >= 5 and not verified.mismatch
 
 
 def test_auto_profiles_decides_and_says_why(tmp_path: Path) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +16,8 @@ from streamrl.training.merged_attention import MergedAttention, has_kernel, piec
 from streamrl.training.packing import GroupLayout, pack, pack_share
 from streamrl.verify import hardware_stages
 from streamrl.verify.tiny_run import tiny_run
+from streamrl.weights.backends.communicator import join, lead, open_meeting
+from streamrl.weights.backends.ipc import SLOT, IpcCommunicator
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch sees none on this machine")
 
@@ -52,6 +59,49 @@ def test_a_share_that_was_copied_beside_other_work_is_complete() -> None:
         (batch,) = share.arrived()
         for name, value in batch.tensors.items():
             assert torch.equal(value.cpu(), expected[name]), name
+
+
+def receive_on_gpu(orders: Connection, number: int) -> None:
+    """A member with a GPU: receives a tensor of as many bytes as it is told."""
+    torch.cuda.set_device(number)
+    torch.zeros(1, device="cuda")
+    group, _ = join(IpcCommunicator, "127.0.0.1", orders.recv(), 1, 2, 60)
+    while True:
+        found = torch.zeros(orders.recv(), dtype=torch.uint8, device=group.device)
+        group.begin(found)()
+        orders.send(found.cpu().numpy().tobytes())
+
+
+@contextmanager
+def receiver_on_gpu(number: int) -> Iterator[Connection]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=receive_on_gpu, args=(theirs, number), daemon=True)
+    process.start()
+    yield ours
+    process.kill()  # as if it had crashed: it has the slots open
+    process.join()
+
+
+@pytest.mark.parametrize("number", sorted({0, max(torch.cuda.device_count() - 1, 0)}))
+def test_memory_of_a_gpu_is_shared_with_a_process_and_with_its_successor(number: int) -> None:
+    torch.cuda.set_device(0)
+    torch.zeros(1, device="cuda")
+    held = []
+    for _ in range(3):
+        with receiver_on_gpu(number) as orders:
+            store, port = open_meeting("127.0.0.1", 2, 60)
+            orders.send(port)
+            group = lead(IpcCommunicator, store, "127.0.0.1", 2, 60)
+            for size in (1, SLOT, 5 * SLOT + 3, 100):
+                tensor = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
+                orders.send(size)
+                group.begin(tensor)()
+                assert orders.recv() == tensor.cpu().numpy().tobytes()
+            group.close()
+        del tensor
+        held.append(torch.cuda.memory_allocated())
+    assert held[0] == held[2]  # a member that dies costs no memory
 
 
 @pytest.mark.parametrize("stage", [*hardware_stages.STAGES])

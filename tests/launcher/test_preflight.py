@@ -233,6 +233,10 @@ def test_what_has_never_been_run_is_named_in_the_plan() -> None:
         "speculative decoding on CUDA",
     ]
     assert "weights from" not in "".join(more)
+    shared = RunConfig.model_validate({"weights": {"backend": "ipc"}})
+    assert untried(cluster(), shared) == []  # between CPUs it has run
+    (handles,) = (path for path in untried(cluster("cuda"), shared) if path not in plain)
+    assert handles.startswith("weights.backend: ipc (GPU memory shared by CUDA IPC handles")
     (turns,) = untried_warning(cluster("cuda"), RunConfig.model_validate({"schedule": {"name": "colocated"}}))
     assert turns.startswith("never run so far: training on CUDA") and "vLLM's sleep and wake" in turns
 

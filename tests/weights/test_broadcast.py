@@ -1,4 +1,4 @@
-"""Weights pushed by gloo from a trainer to workers in processes of their own, some of which die in the middle."""
+"""Weights pushed from a trainer to workers in processes of their own, some of which die in the middle."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from streamrl.config.run import RunConfig
+from streamrl.config.weight_sync import WEIGHT_PATHS
 from streamrl.errors import RunFailed
 from streamrl.protocol.controller_site import Member, WeightAnswer, WeightCall
 from streamrl.protocol.message import parse
 from streamrl.transport.deadlines import WaitRegistry
-from streamrl.weights.backends import broadcast, parcels
+from streamrl.weights.backends import broadcast, ipc, parcels
 from streamrl.weights.backends.broadcast import DONE, SEND, WAIT, BroadcastBackend, make_backend
-from streamrl.weights.backends.communicator import GroupBroken, join
-from streamrl.weights.backends.gloo import GlooCommunicator
+from streamrl.weights.backends.communicator import GroupBroken, communicator_of, join
 from streamrl.weights.membership import TRIES, first_ranks
 from streamrl.weights.sharded import ShardedLayout
 from streamrl.weights.version import lay_out
@@ -43,6 +43,8 @@ from tests.weights.test_sharded import sharded
 LIMIT_S = 20.0
 SMALL = 4096
 """Bytes of a parcel, so that a tiny model has many."""
+SMALLER = 1500
+"""Bytes of a slot of shared memory, so that a parcel goes through it in parts."""
 DIES, STOPS = "dies", "stops"
 
 
@@ -64,7 +66,7 @@ def worker(orders: Connection) -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 if group is not None:
                     group.close()
-                group, store = join(GlooCommunicator, *order[1:-1])
+                group, store = join(communicator_of(order[1]), *order[2:-1])
                 orders.send("")
                 continue
             assert group is not None
@@ -115,8 +117,8 @@ class Worker:
 class Site:
     """The site's end of the calls, with the workers that are there; and the link that the trainer speaks to it by."""
 
-    def __init__(self, *workers: Worker) -> None:
-        self.workers = list(workers)
+    def __init__(self, path: str, *workers: Worker) -> None:
+        self.path, self.workers = path, list(workers)
         self.waits = WaitRegistry("trainer-0")
         self.calls: list[str] = []
         self.hashes: dict[str, str] = {}
@@ -161,7 +163,8 @@ class Site:
         if call.step == "pause":
             return one.member.name, ""
         if call.meeting is not None:
-            order = ("join", call.meeting.host, call.meeting.port, rank, call.meeting.world, LIMIT_S, "")
+            engine = WEIGHT_PATHS[self.path].engine
+            order = ("join", engine, call.meeting.host, call.meeting.port, rank, call.meeting.world, LIMIT_S, "")
         if one.fate and call.step == one.when:
             order, one.fate = (*order[:-1], one.fate), ""
         said = await asyncio.to_thread(one.ask, *order)
@@ -173,8 +176,8 @@ class Site:
 class SlowSite(Site):
     """A site that answers only after rank 0 has had the other ranks wait on, twice."""
 
-    def __init__(self, orders: list[str], *workers: Worker) -> None:
-        super().__init__(*workers)
+    def __init__(self, path: str, orders: list[str], *workers: Worker) -> None:
+        super().__init__(path, *workers)
         self.orders = orders
 
     async def _tell(self, answer: WeightAnswer) -> None:
@@ -192,7 +195,7 @@ class Trainer:
         if dist.get_world_size() > 1:
             sharded(self.model)
         self.layout = ShardedLayout(self.model, torch.bfloat16)
-        run = RunConfig.model_validate({"weights": {"backend": "gloo"}, "deadlines": {"weights_s": limit_s}})
+        run = RunConfig.model_validate({"weights": {"backend": site.path}, "deadlines": {"weights_s": limit_s}})
         context = SimpleNamespace(run=run, one_machine=True, addresses=SimpleNamespace(controller="ipc:///nowhere"))
         self._pool = ThreadPoolExecutor(1)
         hub: Any = None
@@ -232,7 +235,7 @@ def other_rank(folder: Path, port: int, orders: Connection) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=1, world_size=2)
 
     async def body() -> None:
-        trainer = Trainer(folder, Site())
+        trainer = Trainer(folder, Site("gloo"))
         while (order := await asyncio.to_thread(orders.recv)) is not None:
             number, spoiled = order
             trainer.change()
@@ -255,6 +258,14 @@ def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(params=["gloo", "ipc"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A weight path that pushes, with small parcels."""
+    monkeypatch.setattr(parcels, "PARCEL", SMALL)
+    monkeypatch.setattr(ipc, "SLOT", SMALLER)
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -289,10 +300,9 @@ async def no_more_open_than(before: tuple[int, int]) -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_member_that_dies_in_a_broadcast_is_left_out_and_its_successor_is_in_the_next_group(
-    tiny_model: Path, workers: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, workers: Any, path: str
 ) -> None:
-    monkeypatch.setattr(parcels, "PARCEL", SMALL)
-    site = Site(workers("a"), workers("b"))
+    site = Site(path, workers("a"), workers("b"))
 
     async def body() -> None:
         trainer = Trainer(tiny_model, site)
@@ -318,12 +328,9 @@ def test_a_member_that_dies_in_a_broadcast_is_left_out_and_its_successor_is_in_t
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_groups_that_are_formed_again_and_again_leave_nothing_open(
-    tiny_model: Path, workers: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parcels, "PARCEL", SMALL)
+def test_groups_that_are_formed_again_and_again_leave_nothing_open(tiny_model: Path, workers: Any, path: str) -> None:
     one, other = workers("a"), workers("b")
-    site = Site(one, other)
+    site = Site(path, one, other)
 
     async def body() -> None:
         trainer = Trainer(tiny_model, site)
@@ -343,11 +350,10 @@ def test_groups_that_are_formed_again_and_again_leave_nothing_open(
 
 @pytest.mark.usefixtures("one_rank")
 def test_members_that_die_as_they_meet_or_later_hold_nobody_up_and_leave_nothing_open(
-    tiny_model: Path, workers: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, workers: Any, path: str
 ) -> None:
-    monkeypatch.setattr(parcels, "PARCEL", SMALL)
     stays, *others = [workers(name) for name in "abcd"]
-    site = Site(stays)
+    site = Site(path, stays)
 
     async def body() -> None:
         trainer = Trainer(tiny_model, site)
@@ -366,10 +372,9 @@ def test_members_that_die_as_they_meet_or_later_hold_nobody_up_and_leave_nothing
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_member_that_stands_still_holds_the_trainer_up_until_the_deadline_and_no_longer(
-    tiny_model: Path, workers: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, workers: Any, path: str
 ) -> None:
-    monkeypatch.setattr(parcels, "PARCEL", SMALL)
-    site = Site(workers("a"), workers("b"))
+    site = Site(path, workers("a"), workers("b"))
     site.workers[1].fate = STOPS
     limit_s = scaled(1)
 
@@ -387,10 +392,9 @@ def test_a_member_that_stands_still_holds_the_trainer_up_until_the_deadline_and_
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_publish_that_fails_again_and_again_or_has_a_weight_that_is_not_finite_ends_the_run(
-    tiny_model: Path, workers: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, workers: Any, path: str
 ) -> None:
-    monkeypatch.setattr(parcels, "PARCEL", SMALL)
-    site = Site(workers("a"))
+    site = Site(path, workers("a"))
 
     async def body() -> None:
         trainer = Trainer(tiny_model, site)
@@ -410,10 +414,9 @@ def test_a_publish_that_fails_again_and_again_or_has_a_weight_that_is_not_finite
                     next(fates).fate = DIES
                 await original(call)
 
-            monkeypatch.setattr(site, "_answer", next_dies)
-            await trainer.publish(0)
-        monkeypatch.undo()
-        monkeypatch.setattr(parcels, "PARCEL", SMALL)
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(site, "_answer", next_dies)
+                await trainer.publish(0)
         site.workers = site.workers[:1]
         with torch.no_grad():
             next(iter(trainer.model.parameters())).fill_(float("nan"))
@@ -433,7 +436,7 @@ def test_another_rank_waits_as_long_as_rank_0_does_and_ends_with_the_same_words(
     said: list[str] = []
     tell = broadcast._OtherRanks.tell
     monkeypatch.setattr(broadcast._OtherRanks, "tell", lambda ranks, order: (said.append(order), tell(ranks, order)))
-    site, port = SlowSite(said, workers("a"), workers("b")), free_port()
+    site, port = SlowSite("gloo", said, workers("a"), workers("b")), free_port()
     context = multiprocessing.get_context("forkserver")
     orders, theirs = context.Pipe()
     other = context.Process(target=other_rank, args=(tiny_model, port, theirs), daemon=True)

@@ -13,7 +13,7 @@ from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.config.weight_sync import WEIGHT_PATHS, WeightSyncConfig
 from streamrl.errors import RunFailed
-from streamrl.launcher.preflight import check_weight_path
+from streamrl.launcher.preflight import check_sites, check_weight_path
 from streamrl.weights.backends.broadcast import meeting_address
 from streamrl.weights.backends.communicator import Communicator, communicator_of
 
@@ -28,6 +28,7 @@ SITES = {"sites": {"here": {"trainer": {}, "generation": [{}]}}}
         ({"weights": {"backend": "stream", "generation_dtype": "fp8"}}, "stream"),
         ({"weights": {"backend": "gloo"}}, "gloo"),
         ({"weights": {"backend": "nccl"}}, "nccl"),
+        ({"weights": {"backend": "ipc"}}, "ipc"),
     ],
 )
 def test_only_a_path_that_has_been_run_is_taken_unless_another_is_named(changes: dict[str, Any], path: str) -> None:
@@ -45,12 +46,13 @@ def test_every_path_of_the_run_file_has_a_module_that_makes_its_backend() -> Non
 
 
 def test_paths_that_push_differ_in_their_communicator_and_in_nothing_else() -> None:
-    gloo, nccl = (WEIGHT_PATHS[name] for name in ("gloo", "nccl"))
-    same = {"summary": "", "engine": "", "communicator": None, "untried": ""}
-    assert replace(gloo, **same) == replace(nccl, **same) and not gloo.fetched  # type: ignore[arg-type]
-    assert not gloo.untried and nccl.untried
-    kinds = [communicator_of(path.engine) for path in (gloo, nccl)]
-    assert len(set(kinds)) == 2 and all(issubclass(kind, Communicator) for kind in kinds)
+    gloo, nccl, ipc = (WEIGHT_PATHS[name] for name in ("gloo", "nccl", "ipc"))
+    same = {"summary": "", "engine": "", "communicator": None, "untried": "", "one_machine": False}
+    assert replace(gloo, **same) == replace(nccl, **same) == replace(ipc, **same)  # type: ignore[arg-type]
+    assert not gloo.fetched and ipc.one_machine and not nccl.one_machine
+    assert not gloo.untried and nccl.untried and ipc.untried
+    kinds = [communicator_of(path.engine) for path in (gloo, nccl, ipc)]
+    assert len(set(kinds)) == 3 and all(issubclass(kind, Communicator) for kind in kinds)
 
 
 def test_a_group_meets_where_other_nodes_reach_the_trainer() -> None:
@@ -63,7 +65,7 @@ def test_a_group_meets_where_other_nodes_reach_the_trainer() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["colocated", "auto"])
-@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+@pytest.mark.parametrize("backend", ["nccl", "gloo", "ipc"])
 def test_pushing_to_instances_that_share_the_trainers_devices_is_refused_when_the_file_is_read(
     schedule: str, backend: str
 ) -> None:
@@ -77,6 +79,25 @@ def test_nccl_without_gpus_is_refused_before_the_run_starts() -> None:
         return list(check_weight_path(ClusterConfig.model_validate({"hardware": hardware} | SITES), run))
 
     (said,) = problems("nccl", "cpu")
-    assert "expected auto, stream or gloo" in said
-    fine = (("nccl", "cuda"), ("gloo", "cpu"), ("gloo", "cuda"), ("auto", "cpu"))
-    assert [problems(*one) for one in fine] == [[]] * 4
+    assert "expected auto, stream, gloo or ipc" in said
+    fine = (("nccl", "cuda"), ("gloo", "cpu"), ("gloo", "cuda"), ("auto", "cpu"), ("ipc", "cpu"), ("ipc", "cuda"))
+    assert [problems(*one) for one in fine] == [[]] * 6
+
+
+def test_shared_memory_is_refused_before_the_run_starts_where_processes_may_be_on_several_machines() -> None:
+    def problems(backend: str, launch: str, remote: bool = False) -> list[str]:
+        sites = {"here": {"trainer": {}, "generation": [{}], "launch": {"backend": launch}}}
+        links = [{"between": ["here", "there"], "bandwidth_gbit_s": 1, "rtt_ms": 10}] if remote else []
+        there = {"there": {"generation": [{}]}} if remote else {}
+        cluster = ClusterConfig.model_validate({"hardware": "cpu", "sites": sites | there, "links": links})
+        run = RunConfig.model_validate({"weights": {"backend": backend}})
+        return [*check_sites(cluster, run), *check_weight_path(cluster, run)]
+
+    assert problems("ipc", "local") == problems("gloo", "ray") == []
+    (said,) = problems("ipc", "ray")
+    assert said == (
+        "weights.backend: ipc needs trainer and instances on one machine, and Ray places those of site here on any of "
+        "its nodes; expected auto, stream or gloo, or sites.here.launch.backend: local"
+    )
+    (said, _) = problems("ipc", "local", remote=True)
+    assert said == "weights.backend: ipc works inside one site; expected auto or stream"

@@ -3,6 +3,7 @@
 stream   the trainer publishes a version; each site fetches it once, and its instances map it (`streamed.py`)
 gloo     the trainer broadcasts into a group with all instances' workers (`broadcast.py`, `gloo.py`)
 nccl     the same between GPUs (`broadcast.py`, `nccl.py`)
+ipc      the same through memory that the processes of one machine share (`broadcast.py`, `ipc.py`)
 
 `WEIGHT_PATHS` of `streamrl/config/weight_sync.py` has them by name.
 """

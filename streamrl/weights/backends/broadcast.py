@@ -1,8 +1,8 @@
 """The weight paths that push: the trainer broadcasts each version into a group with all instances' workers.
 
-`gloo` and `nccl` are this module and `vllm_broadcast.py`, each with its own communicator (`gloo.py`, `nccl.py`). Who is
-in the group, and when it is formed anew, `weights/membership.py` decides; the instances are reached through the
-controller and the site's service (`generation/site/pushed_weights.py`).
+`gloo`, `nccl` and `ipc` are this module and `vllm_broadcast.py`, each with its own communicator (`gloo.py`, `nccl.py`,
+`ipc.py`). Who is in the group, and when it is formed anew, `weights/membership.py` decides; the instances are reached
+through the controller and the site's service (`generation/site/pushed_weights.py`).
 
     rank 0                  controller -> service -> instances
     members, join, pause    each answered

@@ -1,9 +1,10 @@
 """The vLLM weight-transfer engine of the weight paths that push: it loads what the trainer sends in their group.
 
-`gloo` and `nccl` differ in their communicator alone. Every worker of an instance is a member of the group. vLLM's
-executor of several workers stops at the first that raises and leaves the answers of the others in their queues, where
-the next call would take them for its own. So a group that breaks, after which an instance goes on, is an answer of
-`GroupWorker` and no exception.
+`gloo`, `nccl` and `ipc` differ in their communicator alone. Every worker of an instance is a member of the group.
+
+vLLM's executor of several workers stops at the first that raises and leaves the answers of the others in their queues,
+where the next call would take them for its own. So a group that breaks, after which an instance goes on, is an answer
+of `GroupWorker` and no exception.
 """
 
 from __future__ import annotations
