@@ -168,6 +168,8 @@ class TrainerLayout:
     tensor_parallel: int = 1
     whole_gradients: bool = False
     """Whether a rank keeps the gradients of all its layers until the step's end, to reduce them once."""
+    sequence_parallel: int = 1
+    """Ranks that share each row of tokens (`trainer.sequence_parallel`); they are part of the shards."""
 
 
 def reduces_once(weights: float, memory_bytes: float) -> bool:
@@ -193,16 +195,18 @@ def memory_per_gpu(model: Transformer, work: TrainingWork, layout: TrainerLayout
         model: one size for all roles.
         work: models that are held.
         layout: how they are spread.
-        micro_tokens: tokens of a rank's micro-batch.
+        micro_tokens: tokens of a rank's micro-batch, or of that of the ranks that share its rows.
     """
     tp, parts = layout.tensor_parallel, layout.tensor_parallel * layout.shard
     states = (work.trained * TRAINED_BYTES + work.frozen * FROZEN_BYTES) * model.parameters / parts
     gathered = 2 * GATHER_BYTES * model.parameters / model.layers if layout.shard > 1 else 2.0 * model.parameters
     if layout.whole_gradients:
         states += work.trained * REDUCE_BYTES * model.parameters / tp * (1 - 1 / layout.shard)
-    kept, again = _activation_bytes(model, work, tp)
-    head, held = _head_bytes(model, micro_tokens) / tp, _held_gradient(model, micro_tokens) / tp
-    return states + gathered / tp + micro_tokens * kept + max(head, held + micro_tokens * again)
+    copies = max(1.0, layout.sequence_parallel / model.kv_heads)
+    kept, again = _activation_bytes(model, work, tp, copies)
+    own = micro_tokens / layout.sequence_parallel
+    head, held = _head_bytes(model, own) / tp, _held_gradient(model, own) / tp
+    return states + gathered / tp + own * kept + max(head, held + own * again)
 
 
 def _head_bytes(model: Transformer, tokens: float) -> float:
@@ -217,14 +221,23 @@ def _held_gradient(model: Transformer, tokens: float) -> float:
     return min(1.0, tokens) * GATHER_BYTES * model.vocabulary * model.hidden
 
 
-def _activation_bytes(model: Transformer, work: TrainingWork, tp: int) -> tuple[float, float]:
+def _activation_bytes(model: Transformer, work: TrainingWork, tp: int, key_copies: float = 1.0) -> tuple[float, float]:
     """Return the bytes of activations per token: kept for the backward pass, and of one layer's backward pass.
 
     Tensor parallelism splits what is between the projections, not the norms (Korthikanti et al., arXiv 2205.05198,
     table 2, without the attention matrix and without sequence parallelism). A layer's backward pass comes when the head
     is done; it has some gradients at a time, and the whole layer, if that is computed again.
+
+    Ranks that share rows keep what attention needs by heads instead of by tokens. That is as much, but for the copies
+    of key-value heads where there are fewer of these than ranks.
+
+    Args:
+        model: the model.
+        work: models that are held.
+        tp: degree of tensor parallelism.
+        key_copies: ranks that hold each key-value head.
     """
-    queries, keys = model.heads * model.head_size, model.kv_heads * model.head_size
+    queries, keys = model.heads * model.head_size, key_copies * model.kv_heads * model.head_size
     every = QUERY_BYTES * queries + KEY_BYTES * keys + MLP_BYTES * model.intermediate
     whole = NORM_BYTES * model.hidden + every / tp
     gradients = GRADIENT_BYTES * (model.hidden + model.intermediate / tp)
