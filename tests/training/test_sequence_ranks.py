@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +28,7 @@ from tests.training.conftest import free_port, random_groups, relative_error, ru
 
 BATCHES = {
     "different lengths": proof_groups,
-    "masked": partial(lambda: with_masks(random_groups(5))),
+    "masked": lambda: with_masks(random_groups(5)),
     # all tokens with a loss are predicted in the second half of the row, or in the first one
     "late": lambda: [lone(20, 5)],
     "early": lambda: [lone(2, 3), lone(20, 0)],
@@ -65,12 +65,17 @@ class Errors:
     gradient: float
 
 
+REFUSED = {("Gemma 2", SDPA), ("gpt-oss", SDPA), ("Qwen3-Next", SDPA), ("Qwen3-Next", SHARED_PREFIX)}
+"""Families and packings that `choose_packing` says ranks cannot share (`test_packing_proof.py`)."""
 CASES = {
     2: {
-        "shared prompts": Case(),
+        **{
+            f"{family}, {attention}": Case(family, attention)
+            for family, attention in itertools.product(FAMILIES, (SHARED_PREFIX, SDPA))
+            if (family, attention) not in REFUSED
+        },
         "shared prompts in fp64": Case(dtype=torch.float64),
         "the kernels of long rows": Case(attention=SHARED_PREFIX_LONG),
-        "rows of their own": Case(attention=SDPA),
         "tokens without a loss": Case(batch="masked"),
         "tokens without a loss in rows of their own": Case(attention=SDPA, batch="masked"),
         "a first rank without a loss": Case(batch="late"),
@@ -82,15 +87,8 @@ CASES = {
         "an entropy bonus and a truncation": Case(every_entropy=True, truncation=Truncation(20, 0.9, 0.01)),
         "a critic": Case(critic=True),
         "a critic in rows of their own": Case(attention=SDPA, critic=True),
-        "windows": Case("Mistral (windowed)"),
         "windows by kernels": Case("Mistral (windowed)", SHARED_PREFIX_LONG),
-        "windows in rows of their own": Case("Mistral (windowed)", SDPA),
-        "some windows and soft caps": Case("Gemma 2"),
-        "values of another width than keys": Case("DeepSeek-V3"),
-        "experts and sinks": Case("gpt-oss"),
         "experts and sinks by kernels": Case("gpt-oss", SHARED_PREFIX_LONG),
-        "experts": Case("Qwen3-MoE"),
-        "experts in rows of their own": Case("Qwen3-MoE", SDPA),
     },
     4: {
         "a key-value head for two ranks": Case(),
