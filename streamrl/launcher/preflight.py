@@ -116,7 +116,8 @@ def check_files(cluster: ClusterConfig, run: RunConfig) -> list[str]:
     checks.append(check_weight_path(cluster, run))
     try:
         resolve_model(run.model.path)
-        checks = [check_model(run), check_heads(cluster, run), check_router_replay(cluster, run), *checks]
+        of_model = [check_model(run), check_heads(cluster, run), check_router_replay(cluster, run)]
+        checks = [*of_model, check_sequence_parallel(cluster, run), *checks]
     except UserError as error:
         missing.append(f"on this machine: {error}")
     _refuse(checks)
