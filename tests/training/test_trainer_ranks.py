@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from streamrl.config.optimizer import Recomputation
 from streamrl.controller.value_estimation import ValueEstimation
 from streamrl.errors import RunFailed
 from streamrl.rollouts.micro_batch import (
@@ -68,11 +69,13 @@ def _rank(
     algorithm: dict[str, Any],
     division: Division,
     batch: dict[str, Any],
+    recomputation: Recomputation,
 ) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     schedule = {"name": "stream", "sync_every": 2}
-    config = run_config(Path(model), algorithm=algorithm, schedule=schedule, batch=batch)
+    optimizer = {"lr": 1e-3, "max_grad_norm": 1e9, "gradient_checkpointing": recomputation}
+    config = run_config(Path(model), algorithm=algorithm, schedule=schedule, batch=batch, optimizer=optimizer)
     trainer = Trainer(config, model, CPU, division=division)
     if resume:
         trainer.load(Path(resume))
@@ -123,6 +126,7 @@ def _spawn(
     resume: Path | None = None,
     division: Division | None = None,
     batch: dict[str, Any] | None = None,
+    recomputation: Recomputation = False,
 ) -> dict[str, torch.Tensor]:
     arguments = (
         ranks,
@@ -133,6 +137,7 @@ def _spawn(
         algorithm,
         division or Division(),
         batch or {},
+        recomputation,
     )
     run_ranks(ranks, _rank, *arguments)
     return torch.load(out / "weights.pt")
@@ -238,7 +243,8 @@ def test_ranks_that_share_rows_equal_one_and_checkpoints_load_on_either(alone: A
     )
     # two pairs, from its checkpoint on; one of them has nothing to do in the second step
     again = _spawn(1, alone.model, tmp_path / "again", EVERYTHING, tmp_path / "pair")
-    pairs = _spawn(4, alone.model, tmp_path / "pairs", EVERYTHING, tmp_path / "pair", Division(rows=2))
+    halves = tmp_path / "pair", Division(rows=2), {}, "selective"
+    pairs = _spawn(4, alone.model, tmp_path / "pairs", EVERYTHING, *halves)
     assert relative_error(gradient_of(tmp_path / "pairs"), gradient_of(tmp_path / "again")) < 1e-5
     same_updates(pairs, again, pair)
 
