@@ -108,7 +108,7 @@ SOURCES: dict[ModuleType, dict[str, str]] = {
 OF_THE_SEARCH = {
     generation_cost: ("LENGTHS", "GRID"),
     allocation: ("COARSE", "FINE", "SYNC_SIZES", "SYNC_KEPT"),
-    gpu_memory: ("GIB", "FRACTION_STEP", "MICRO_STEP", "MOST_GPUS"),
+    gpu_memory: ("GIB", "FRACTION_STEP", "MICRO_STEP", "MOST_GPUS", "MOST_SHARING"),
 }
 """Numbers that say how finely plans are searched, not what hardware does."""
 DEVICE_SOURCES = {

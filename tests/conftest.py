@@ -57,6 +57,7 @@ SLOW = (
     "agents/test_example_agents.py",
     "training/test_training_graph.py",
     "training/test_mixtures.py",
+    "training/test_sequence_ranks.py",
     "training/test_not_finite_ranks.py",
     "generation/test_few_rows_vllm.py",
     "generation/test_replayed_experts.py",

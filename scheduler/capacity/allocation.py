@@ -181,11 +181,15 @@ class Allocator:
         step = problem.batch.step_tokens
         self.trainers: dict[int, tuple[TrainerTime | None, ...]] = {}
         self.kinds: dict[int, list[ReplicaKind]] = {}
+        for by_rows in (False, True):  # GPUs share rows of tokens only where no offer holds the trainer otherwise
+            for number, offer in enumerate(problem.offers):
+                if offer.trains:
+                    times = trainer_times(problem.model, problem.work, offer.device, offer.count, step, by_rows)
+                    if times[-1] is not None:
+                        self.trainers[number] = times
+            if self.trainers:
+                break
         for number, offer in enumerate(problem.offers):
-            if offer.trains:
-                times = trainer_times(problem.model, problem.work, offer.device, offer.count, step)
-                if times[-1] is not None:
-                    self.trainers[number] = times
             if offer.generates:
                 fits = (
                     replica_kind(problem.model, offer.device, tp, problem.batch, offer.max_batch)

@@ -16,7 +16,7 @@ from itertools import combinations
 from typing import Any
 
 from scheduler.cost.generation_cost import ENGINE_BYTES
-from scheduler.cost.model_shapes import Transformer
+from scheduler.cost.model_shapes import Transformer, undivided_heads
 from scheduler.cost.training_cost import USABLE_MEMORY, TrainerLayout, TrainingWork, memory_per_gpu
 
 GIB = 2**30
@@ -30,6 +30,9 @@ MICRO_STEP = 256
 """Tokens by which `batch.micro_batch_tokens` is made smaller."""
 MOST_GPUS = 64
 """Largest number of GPUs that a proposal asks for."""
+MOST_SHARING = 8
+"""Largest number of ranks that a proposal lets share rows: the GPUs of a usual machine, between which the exchanges of
+every layer are fast."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,17 @@ class MemoryShape:
     """Memory of a GPU of the trainer; inf: it is elsewhere, and not asked about."""
     engine_gpu_bytes: float
     """Memory of a GPU of an instance."""
+    sequence_parallel: int = 1
+    """GPUs of the trainer that share each row of tokens."""
+    nodes: int = 1
+    """Machines over which `ranks` are spread."""
+
+    @property
+    def consistent(self) -> bool:
+        """Whether the trainer's ranks can be divided like this."""
+        heads, kv_heads, sharing = self.model.heads, self.model.kv_heads, self.sequence_parallel
+        one_way = sharing == 1 or self.tensor_parallel == 1
+        return one_way and self.ranks // self.nodes % sharing == 0 and not undivided_heads(heads, kv_heads, sharing)
 
 
 @dataclass(frozen=True)
@@ -88,14 +102,15 @@ class MemoryPhase:
 
 def phases(shape: MemoryShape) -> tuple[MemoryPhase, ...]:
     """Return the phases of the trainer's GPUs and of an instance's; of both together if they share their GPUs."""
-    layout = TrainerLayout(max(1, shape.ranks // shape.tensor_parallel), shape.tensor_parallel)
+    tp, sharing = shape.tensor_parallel, shape.sequence_parallel
+    layout = TrainerLayout(max(1, shape.ranks // tp), tp, sequence_parallel=sharing)
     states = memory_per_gpu(shape.model, shape.work, layout, 0.0)
     tokens = max(shape.micro_tokens, shape.longest)
     activations = memory_per_gpu(shape.model, shape.work, layout, tokens) - states
     asleep = (("asleep engine", ASLEEP_BYTES),) if shape.shared else ()
     trains = MemoryPhase(
         "while training",
-        (("states and weights", states), (f"{tokens} tokens", activations), *asleep),
+        (("states and weights", states), (_share(tokens, sharing), activations), *asleep),
         USABLE_MEMORY * shape.trainer_gpu_bytes,
     )
     copies = max(1.0, shape.gpus_per_replica / shape.model.kv_heads)  # more ranks than KV heads hold copies of them
@@ -116,16 +131,20 @@ def phases(shape: MemoryShape) -> tuple[MemoryPhase, ...]:
     return trains, generates, together
 
 
+def _share(tokens: int, sharing: int) -> str:
+    return f"{tokens} tokens" + (f" shared by {sharing} GPUs" if sharing > 1 else "")
+
+
 def fits(shape: MemoryShape) -> bool:
-    """Return whether every phase fits."""
-    return all(phase.over <= 0 for phase in phases(shape))
+    """Return whether every phase fits, and ranks can be divided like this."""
+    return shape.consistent and all(phase.over <= 0 for phase in phases(shape))
 
 
 def smallest_change(shape: MemoryShape) -> str:
     """Return the smallest change of a shape that fits, in keys of the run and the cluster file; '': none that is known.
 
-    Changes of one key come before those of two. Of the former, cheap ones come first: smaller micro-batches and
-    recomputation cost time, GPUs cost money, a shorter context changes what is learned.
+    Changes of one key come before those of two. Of the former, cheap ones come first: smaller micro-batches,
+    recomputation and rows that ranks share cost time, GPUs cost money, a shorter context changes what is learned.
     """
     singles = list(_changes(shape))
     for words, change in singles:
@@ -155,9 +174,23 @@ def _changes(shape: MemoryShape) -> Iterator[tuple[str, dict[str, Any]]]:
     each = shape.gpus_per_replica
     while (each := 2 * each) <= 8 and shape.model.heads % each == 0:
         yield f"gpus_per_replica: {each}", {"gpus_per_replica": each}
-    ranks = shape.ranks
-    while (ranks := 2 * ranks) <= MOST_GPUS:
+    shared = _doubled(shape.sequence_parallel, MOST_SHARING)
+    for sharing in shared:
+        yield f"trainer.sequence_parallel: {sharing}", {"sequence_parallel": sharing}
+    for ranks in _doubled(shape.ranks, MOST_GPUS):
         yield f"trainer.ranks: {ranks}", {"ranks": ranks}
+    for ranks in _doubled(shape.ranks, MOST_GPUS):  # one change, as a single rank has nobody to share rows with
+        for sharing in shared:
+            words = f"trainer.ranks: {ranks} with trainer.sequence_parallel: {sharing}"
+            yield words, {"ranks": ranks, "sequence_parallel": sharing}
     longest = shape.longest
     while (longest := longest // 2) >= 256:
         yield f"model.max_context: {longest}", {"longest": longest}
+
+
+def _doubled(count: int, most: int) -> list[int]:
+    """Return 2, 4, 8, .. times a number, up to `most`."""
+    found = []
+    while (count := 2 * count) <= most:
+        found.append(count)
+    return found

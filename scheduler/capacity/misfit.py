@@ -8,7 +8,13 @@ from dataclasses import replace
 from scheduler.capacity.allocation import Allocator, Problem
 from scheduler.cost.generation_cost import GPU_MEMORY_FRACTION, free_bytes, slots_of
 from scheduler.cost.hardware import tensor_parallel_degrees
-from scheduler.cost.training_cost import layout_on, memory_per_gpu, smallest_trainer, usable
+from scheduler.cost.training_cost import (
+    layout_on,
+    memory_per_gpu,
+    sequence_parallel_degrees,
+    smallest_trainer,
+    usable,
+)
 
 
 def explain(problem: Problem, allocator: Allocator) -> str:
@@ -60,12 +66,12 @@ def _training(problem: Problem) -> str:
 def _longest_that_fits(problem: Problem, memory_gb: float) -> str:
     """Describe the longest sample that any number of GPUs of that memory holds."""
     device = max((offer.device for offer in problem.offers if offer.device.memory_gb == memory_gb), key=usable)
+    sharing = max(sequence_parallel_degrees(device, problem.model), default=1)
+    layout = layout_on(device, problem.model, 10**9, sequence_parallel=sharing)
     low, high = 0.0, problem.batch.most_tokens
     for _ in range(40):
         middle = (low + high) / 2
-        if memory_per_gpu(problem.model, problem.work, layout_on(device, problem.model, 10**9), middle) < usable(
-            device
-        ):
+        if memory_per_gpu(problem.model, problem.work, layout, middle) < usable(device):
             low = middle
         else:
             high = middle

@@ -98,6 +98,19 @@ class Transformer:
         return cls(name, layers, hidden, heads, kv_heads, size, intermediate, vocabulary, tied, "its config.json")
 
 
+def undivided_heads(heads: int, kv_heads: int, ranks: int) -> str:
+    """Return why ranks cannot share attention's heads (`trainer.sequence_parallel`); '': they can.
+
+    Each rank takes as many query heads, and the key-value heads that these use. Where there are fewer of the latter
+    than ranks, several ranks get the same one.
+    """
+    if heads % ranks:
+        return f"expected a divisor of the {heads} attention heads"
+    if kv_heads % ranks and ranks % kv_heads:
+        return f"expected a divisor or a multiple of the {kv_heads} key-value heads"
+    return ""
+
+
 def square_cost(values: Mapping[str, Any]) -> float:
     """Return `Transformer.square_cost` of a `config.json`; 0 if the model's kind is unknown.
 

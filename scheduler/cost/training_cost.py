@@ -1,7 +1,7 @@
 """Cost of an optimizer step: time and memory of FSDP training on GPUs of one type. Pure functions.
 
     compute = (products / matmul rate + attention / attention rate + bytes of activations / bandwidth) / GPUs
-              / REACHED + all-reduces of tensor parallelism
+              / REACHED + all-reduces of tensor parallelism, or all-to-alls of sequence parallelism
     step    = max(compute, communication) + optimizer + gradients between replicas
 
 The rates are what kernels of each type reach (`hardware.Device`), so a shape with long samples, small layers or a GPU
@@ -13,8 +13,8 @@ sharding). Every micro-batch gathers the weights of all layers for the forward a
 gradients are scattered once per step where the whole of them is small (`reduces_once`), else by every micro-batch.
 These overlap with compute (FSDP prefetches the next layer), so the slower of both counts.
 A trained model costs a forward pass and a backward pass of twice that, and with recomputed activations one more
-forward; a model that is only evaluated costs one forward. Samples are not split: no rank is done before the longest
-sample is.
+forward; a model that is only evaluated costs one forward. Samples are split over ranks that share rows alone: none of
+these is done before the longest sample is.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from scheduler.cost.hardware import Device, tensor_parallel_degrees
-from scheduler.cost.model_shapes import Transformer
+from scheduler.cost.hardware import TENSOR_PARALLEL, Device, tensor_parallel_degrees
+from scheduler.cost.model_shapes import Transformer, undivided_heads
 
 REACHED = 0.75
 """Share of that roofline that whole steps reach: what kernel launches, unhidden communication and power limits leave.
@@ -141,9 +141,11 @@ class TrainerTime:
     """Seconds of the optimizer, including the exchange of gradients between replicas."""
     tensor_parallel: int = 1
     """GPUs that split each layer; FSDP shards over the others (`trainer.tensor_parallel`)."""
+    sequence_parallel: int = 1
+    """GPUs that share each row of tokens (`trainer.sequence_parallel`)."""
 
     def busy_ranks(self, tokens: float, longest: float) -> float:
-        """Return the data-parallel ranks, each of which processes samples of its own.
+        """Return the data-parallel ranks, or sets of ranks, each of which processes samples of its own.
 
         At most as many as the longest sample leaves busy: no sample takes longer than the whole step.
 
@@ -151,7 +153,7 @@ class TrainerTime:
             tokens: of a step.
             longest: tokens of its longest sample.
         """
-        return min(self.gpus / self.tensor_parallel, tokens / longest)
+        return min(self.gpus / self.tensor_parallel / self.sequence_parallel, tokens / longest)
 
     @property
     def seconds(self) -> float:
@@ -168,6 +170,8 @@ class TrainerLayout:
     tensor_parallel: int = 1
     whole_gradients: bool = False
     """Whether a rank keeps the gradients of all its layers until the step's end, to reduce them once."""
+    sequence_parallel: int = 1
+    """Ranks that share each row of tokens (`trainer.sequence_parallel`); they are part of the shards."""
 
 
 def reduces_once(weights: float, memory_bytes: float) -> bool:
@@ -180,10 +184,21 @@ def reduces_once(weights: float, memory_bytes: float) -> bool:
     return REDUCE_BYTES * weights <= WHOLE_GRADIENT_SHARE * memory_bytes
 
 
-def layout_on(device: Device, model: Transformer, shard: int, tensor_parallel: int = 1) -> TrainerLayout:
+def layout_on(
+    device: Device, model: Transformer, shard: int, tensor_parallel: int = 1, sequence_parallel: int = 1
+) -> TrainerLayout:
     """Return the layout that a trainer takes on devices of a kind."""
     once = shard > 1 and reduces_once(model.parameters / tensor_parallel, device.memory_gb * 1e9)
-    return TrainerLayout(shard, tensor_parallel, once)
+    return TrainerLayout(shard, tensor_parallel, once, sequence_parallel)
+
+
+def sequence_parallel_degrees(device: Device, model: Transformer) -> list[int]:
+    """Return the numbers of ranks inside a machine, 2 and more, that can share rows of tokens."""
+    return [
+        sharing
+        for sharing in TENSOR_PARALLEL
+        if 1 < sharing <= device.per_machine and not undivided_heads(model.heads, model.kv_heads, sharing)
+    ]
 
 
 def memory_per_gpu(model: Transformer, work: TrainingWork, layout: TrainerLayout, micro_tokens: float) -> float:
@@ -193,16 +208,17 @@ def memory_per_gpu(model: Transformer, work: TrainingWork, layout: TrainerLayout
         model: one size for all roles.
         work: models that are held.
         layout: how they are spread.
-        micro_tokens: tokens of a rank's micro-batch.
+        micro_tokens: tokens of a rank's micro-batch, or of that of the ranks that share its rows.
     """
     tp, parts = layout.tensor_parallel, layout.tensor_parallel * layout.shard
     states = (work.trained * TRAINED_BYTES + work.frozen * FROZEN_BYTES) * model.parameters / parts
     gathered = 2 * GATHER_BYTES * model.parameters / model.layers if layout.shard > 1 else 2.0 * model.parameters
     if layout.whole_gradients:
         states += work.trained * REDUCE_BYTES * model.parameters / tp * (1 - 1 / layout.shard)
-    kept, again = _activation_bytes(model, work, tp)
-    head, held = _head_bytes(model, micro_tokens) / tp, _held_gradient(model, micro_tokens) / tp
-    return states + gathered / tp + micro_tokens * kept + max(head, held + micro_tokens * again)
+    kept, again = _activation_bytes(model, work, tp, _key_copies(model, layout))
+    own = micro_tokens / layout.sequence_parallel
+    head, held = _head_bytes(model, own) / tp, _held_gradient(model, own) / tp
+    return states + gathered / tp + own * kept + max(head, held + own * again)
 
 
 def _head_bytes(model: Transformer, tokens: float) -> float:
@@ -217,14 +233,28 @@ def _held_gradient(model: Transformer, tokens: float) -> float:
     return min(1.0, tokens) * GATHER_BYTES * model.vocabulary * model.hidden
 
 
-def _activation_bytes(model: Transformer, work: TrainingWork, tp: int) -> tuple[float, float]:
+def _key_copies(model: Transformer, layout: TrainerLayout) -> float:
+    """Return the ranks that hold each key-value head, of those that share rows."""
+    return max(1.0, layout.sequence_parallel / model.kv_heads)
+
+
+def _activation_bytes(model: Transformer, work: TrainingWork, tp: int, key_copies: float = 1.0) -> tuple[float, float]:
     """Return the bytes of activations per token: kept for the backward pass, and of one layer's backward pass.
 
     Tensor parallelism splits what is between the projections, not the norms (Korthikanti et al., arXiv 2205.05198,
     table 2, without the attention matrix and without sequence parallelism). A layer's backward pass comes when the head
     is done; it has some gradients at a time, and the whole layer, if that is computed again.
+
+    Ranks that share rows keep what attention needs by heads instead of by tokens. That is as much, but for the copies
+    of key-value heads where there are fewer of these than ranks.
+
+    Args:
+        model: the model.
+        work: models that are held.
+        tp: degree of tensor parallelism.
+        key_copies: ranks that hold each key-value head.
     """
-    queries, keys = model.heads * model.head_size, model.kv_heads * model.head_size
+    queries, keys = model.heads * model.head_size, key_copies * model.kv_heads * model.head_size
     every = QUERY_BYTES * queries + KEY_BYTES * keys + MLP_BYTES * model.intermediate
     whole = NORM_BYTES * model.hidden + every / tp
     gradients = GRADIENT_BYTES * (model.hidden + model.intermediate / tp)
@@ -242,16 +272,27 @@ def usable(device: Device) -> float:
 
 
 def smallest_trainer(model: Transformer, work: TrainingWork, device: Device, longest: float) -> int | None:
-    """Return how many GPUs of this type hold the model and the longest sample, fully sharded; None: no number does."""
-    found = [_smallest(model, work, device, longest, tp) for tp in tensor_parallel_degrees(device, model.kv_heads)]
-    return min((gpus for gpus in found if gpus is not None), default=None)
+    """Return how many GPUs of this type hold the model and the longest sample, fully sharded; None: no number does.
+
+    Ranks share rows only if no number holds it otherwise.
+    """
+    by_layers = [(tp, 1) for tp in tensor_parallel_degrees(device, model.kv_heads)]
+    by_rows = [(1, sharing) for sharing in sequence_parallel_degrees(device, model)]
+    for degrees in (by_layers, by_rows):
+        found = [_smallest(model, work, device, longest, *degree) for degree in degrees]
+        if fitting := [gpus for gpus in found if gpus is not None]:
+            return min(fitting)
+    return None
 
 
-def _smallest(model: Transformer, work: TrainingWork, device: Device, longest: float, tp: int) -> int | None:
-    """Return the fewest GPUs, a multiple of the degree of tensor parallelism."""
+def _smallest(
+    model: Transformer, work: TrainingWork, device: Device, longest: float, tp: int, sharing: int
+) -> int | None:
+    """Return the fewest GPUs, a multiple of the degrees of tensor and sequence parallelism."""
 
-    def fits(shard: int) -> bool:
-        return memory_per_gpu(model, work, layout_on(device, model, shard, tp), longest) <= usable(device)
+    def fits(sets: int) -> bool:
+        layout = layout_on(device, model, sets * sharing, tp, sharing)
+        return memory_per_gpu(model, work, layout, longest) <= usable(device)
 
     if not fits(10**9):
         return None
@@ -262,7 +303,7 @@ def _smallest(model: Transformer, work: TrainingWork, device: Device, longest: f
     while low - lower > 1:
         middle = (low + lower) // 2
         lower, low = (lower, middle) if fits(middle) else (middle, low)
-    return low * tp
+    return low * tp * sharing
 
 
 def _shards(ranks: int, machine: int) -> list[int]:
@@ -302,13 +343,45 @@ def _all_reduce_seconds(model: Transformer, work: TrainingWork, device: Device, 
     return 2 * model.layers * passes * moved / (device.link_gb_s * 1e9 / 2)
 
 
-def exactly(model: Transformer, work: TrainingWork, device: Device, gpus: int, step: StepTokens) -> TrainerTime | None:
-    """Return the time of a step on all of these GPUs, spread in the best way; None: it does not fit into memory."""
+def _all_to_all_seconds(
+    model: Transformer, work: TrainingWork, device: Device, tokens: float, layout: TrainerLayout
+) -> float:
+    """Return the seconds of sequence parallelism's all-to-alls over a rank's own tokens.
+
+    Per layer four in a forward pass, of queries, keys, values and attention's output, and four in a backward pass
+    (DeepSpeed-Ulysses, arXiv 2309.14509, section 3.2), in bf16. A rank keeps its own part.
+    """
+    sharing = layout.sequence_parallel
+    passes = work.trained * (3 if work.recompute else 2) + work.forward_only
+    heads = 2 * model.heads + 2 * model.kv_heads * _key_copies(model, layout)
+    moved = (sharing - 1) / sharing * tokens * heads * model.head_size * GATHER_BYTES
+    return model.layers * passes * moved / (device.link_gb_s * 1e9 / 2)
+
+
+def exactly(
+    model: Transformer, work: TrainingWork, device: Device, gpus: int, step: StepTokens, by_rows: bool = False
+) -> TrainerTime | None:
+    """Return the time of a step on all of these GPUs, spread in the best way; None: it does not fit into memory.
+
+    Args:
+        model: one size for all roles.
+        work: models that are trained and evaluated.
+        device: the kind of GPU.
+        gpus: number of GPUs.
+        step: tokens of the step.
+        by_rows: whether GPUs of a machine share rows of tokens, instead of layers where that is better.
+    """
     best: TrainerTime | None = None
-    for tp in tensor_parallel_degrees(device, model.kv_heads):
-        if gpus % tp == 0:
+    degrees = [(tp, 1) for tp in tensor_parallel_degrees(device, model.kv_heads)]
+    if by_rows:
+        degrees = [(1, sharing) for sharing in sequence_parallel_degrees(device, model)]
+    for tp, sharing in degrees:
+        if gpus % (tp * sharing) == 0:
             for shard in _shards(gpus // tp, max(1, device.per_machine // tp)):
-                one = _spread_over(model, work, device, gpus, step, layout_on(device, model, shard, tp))
+                if shard % sharing:
+                    continue
+                layout = layout_on(device, model, shard, tp, sharing)
+                one = _spread_over(model, work, device, gpus, step, layout)
                 if one is not None and (best is None or one.seconds < best.seconds):
                     best = one
     return best
@@ -318,20 +391,23 @@ def _spread_over(
     model: Transformer, work: TrainingWork, device: Device, gpus: int, step: StepTokens, layout: TrainerLayout
 ) -> TrainerTime | None:
     """Return the time of a step in one layout; None: it does not fit into memory."""
-    tp, shard = layout.tensor_parallel, layout.shard
+    tp, shard, sharing = layout.tensor_parallel, layout.shard, layout.sequence_parallel
     free = usable(device) - memory_per_gpu(model, work, layout, 0.0)
-    kept, again = _activation_bytes(model, work, tp)
+    kept, again = _activation_bytes(model, work, tp, _key_copies(model, layout))
     head = _head_bytes(model, math.inf) / tp
     held = _held_gradient(model, step.longest) / tp
-    micro = min((free - head) / kept, (free - held) / (kept + again), max(MICRO_BATCH_TOKENS, step.longest))
-    if micro < step.longest:
+    part = step.longest / sharing  # of the longest sample, on each rank
+    micro = min((free - head) / kept, (free - held) / (kept + again), max(MICRO_BATCH_TOKENS, part))
+    if micro < part:
         return None
     ranks = gpus // tp
     whole = compute_seconds(model, work, device, step.tokens, step.squares) / gpus
-    longest = compute_seconds(model, work, device, step.longest, step.longest**2) / tp if step.samples else 0.0
-    compute = max(whole, longest)
+    longest = compute_seconds(model, work, device, step.longest, step.longest**2) if step.samples else 0.0
+    compute = max(whole, longest / tp / sharing)
     if tp > 1:
         compute += _all_reduce_seconds(model, work, device, max(step.tokens / ranks, step.longest), tp)
+    if sharing > 1:
+        compute += _all_to_all_seconds(model, work, device, max(step.tokens / ranks, part), layout)
     network, fast = device.network_gbit_s * 1e9 / 8, device.link_gb_s * 1e9 / 2
     weights = model.parameters / tp
     rounds = max(1, math.ceil(step.tokens / ranks / micro))
@@ -344,17 +420,20 @@ def _spread_over(
         share = 2 * (replicas - 1) / replicas * REDUCE_BYTES * weights / shard
         optimizer += work.trained * share / (network if gpus > device.per_machine else fast)
     between = fast if shard * tp <= device.per_machine else network
-    return TrainerTime(gpus, shard, compute, moved / between, optimizer, tp)
+    return TrainerTime(gpus, shard, compute, moved / between, optimizer, tp, sharing)
 
 
 @lru_cache(maxsize=64)
 def trainer_times(
-    model: Transformer, work: TrainingWork, device: Device, most: int, step: StepTokens
+    model: Transformer, work: TrainingWork, device: Device, most: int, step: StepTokens, by_rows: bool = False
 ) -> tuple[TrainerTime | None, ...]:
-    """Return [most + 1] the best trainer of at most so many GPUs: more are never slower, since some may stay idle."""
+    """Return [most + 1] the best trainer of at most so many GPUs: more are never slower, since some may stay idle.
+
+    Arguments as for `exactly`.
+    """
     times: list[TrainerTime | None] = [None]
     for gpus in range(1, most + 1):
-        one, before = exactly(model, work, device, gpus, step), times[-1]
+        one, before = exactly(model, work, device, gpus, step, by_rows), times[-1]
         times.append(one if before is None or (one is not None and one.seconds < before.seconds) else before)
     return tuple(times)
 

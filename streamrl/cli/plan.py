@@ -141,7 +141,8 @@ def _show(
                 f"{best.training_s:.1f}",
                 f"compute {time.compute_s:.1f}, FSDP traffic beside it {time.communication_s:.1f}, "
                 f"optimizer {time.optimizer_s:.2f}; shards of {time.shard}"
-                + (f", tensor_parallel {time.tensor_parallel}" if time.tensor_parallel > 1 else ""),
+                + (f", tensor_parallel {time.tensor_parallel}" if time.tensor_parallel > 1 else "")
+                + (f", sequence_parallel {time.sequence_parallel}" if time.sequence_parallel > 1 else ""),
             ),
             ("weights to the last site", f"{best.transfer_s:.2f}", f"1/{problem.delta_ratio:g} of them over links"),
             ("weights into replicas", f"{best.load_s:.2f}", "generation paused"),
@@ -206,6 +207,7 @@ def _split_rows(best: PlacementPlan) -> list[tuple[str, ...]]:
     price = f"{gpus * home.usd_per_hour:.2f}"
     time = best.split.time
     spread = f"FSDP {time.shard}" + (f" x TP {time.tensor_parallel}" if time.tensor_parallel > 1 else "")
+    spread += f", SP {time.sequence_parallel}" if time.sequence_parallel > 1 else ""
     rows: list[tuple[str, ...]] = [(home.site, "trainer", home.device.name, str(gpus), spread, "", "", price)]
     for one, share in zip(best.split.generation, best.shares, strict=True):
         offer = offers[one.offer]
@@ -292,6 +294,7 @@ def _plain_plan(one: PlacementPlan) -> dict[str, Any]:
             "gpus": one.split.time.gpus,
             "shard": one.split.time.shard,
             "tensor_parallel": one.split.time.tensor_parallel,
+            "sequence_parallel": one.split.time.sequence_parallel,
         },
         "generation": [
             {

@@ -60,6 +60,12 @@ class TrainerPool(StrictModel):
     tensor_parallel: int = Field(
         1, ge=1, description="ranks that split each layer, by the model's own plan; FSDP shards over the others"
     )
+    sequence_parallel: int = Field(
+        1,
+        ge=1,
+        description="ranks that share each row of tokens, for completions whose activations exceed one GPU: each has a "
+        "part of the tokens, and in attention a part of the heads (DeepSpeed-Ulysses); FSDP shards over them as well",
+    )
     reduce_gradients: Literal["auto", "step", "micro_batch"] = Field(
         "auto",
         description="step: gradients are summed over the ranks once per optimizer step, for which each rank keeps "
@@ -71,6 +77,11 @@ class TrainerPool(StrictModel):
     threads: int = Field(2, ge=1, description="CPU threads per rank (torch intra-op)")
     cores: Cores = None
     price_per_hour: float = Field(0.0, ge=0.0, description="USD per rank and hour")
+
+    @property
+    def sharing(self) -> int:
+        """Number of adjacent ranks that get the same micro-batches, as they share layers or rows."""
+        return self.tensor_parallel * self.sequence_parallel
 
 
 class GenerationPool(StrictModel):
@@ -191,6 +202,16 @@ class Site(StrictModel):
             raise ValueError(
                 f"trainer: ranks of a node ({self.trainer.ranks // self.trainer.nodes}) must be a multiple of "
                 f"tensor_parallel ({self.trainer.tensor_parallel})"
+            )
+        if self.trainer is not None and self.trainer.ranks // self.trainer.nodes % self.trainer.sequence_parallel:
+            raise ValueError(
+                f"trainer: ranks of a node ({self.trainer.ranks // self.trainer.nodes}) must be a multiple of "
+                f"sequence_parallel ({self.trainer.sequence_parallel})"
+            )
+        if self.trainer is not None and self.trainer.sequence_parallel > 1 and self.trainer.tensor_parallel > 1:
+            raise ValueError(
+                f"trainer: sequence_parallel is {self.trainer.sequence_parallel} and tensor_parallel "
+                f"{self.trainer.tensor_parallel}: expected 1 for one of them; both together are not proven"
             )
         if self.trainer is not None and self.trainer.nodes > 1 and not self.on_ray:
             raise ValueError(f"trainer.nodes is {self.trainer.nodes}: more than one needs launch: {{backend: ray}}")

@@ -103,7 +103,7 @@ class Controller:
         plan = plan_processes(context.cluster, context.run, context.run_dir)
         trainer = context.cluster.sites[context.cluster.trainer_site].trainer
         assert trainer is not None
-        self.trainers = Trainers(self.hub, self.waits, trainer.ranks, self.limits.training_s, trainer.tensor_parallel)
+        self.trainers = Trainers(self.hub, self.waits, trainer.ranks, self.limits.training_s, trainer.sharing)
         services = {spec.name: spec.site for spec in plan if spec.role == "service"}
         self.services = Services(self.hub, self.waits, services, context.cluster, context.run)
         self.hub.can_lose = lambda speaker: speaker.name in {*self.services.excluded, *self.rewarders.excluded}

@@ -48,11 +48,12 @@ class Trainers:
             waits: registry of the waits for their answers.
             ranks: number of ranks.
             limit_s: seconds for all ranks to answer a command.
-            sharing: number of adjacent ranks that share each layer (tensor parallelism) and get the same groups.
+            sharing: number of adjacent ranks that share layers or rows (tensor or sequence parallelism) and get the
+                same groups.
         """
         self.names = [rank_name(rank) for rank in range(ranks)]
         self.workers = self.names[::sharing]
-        """First rank of each set of ranks that share layers; its answer stands for the whole set."""
+        """First rank of each set of ranks that share layers or rows; its answer stands for the whole set."""
         self._sharing = sharing
         self._hub, self._waits, self._limit_s = hub, waits, limit_s
         self.progress: dict[str, Callable[[], float]] = {}

@@ -25,9 +25,8 @@ def emulated(cluster: ClusterConfig) -> ClusterConfig:
 
 def _trainer(pool: TrainerPool, options: Emulation) -> TrainerPool:
     ranks = min(pool.ranks, options.trainer_ranks)
-    return pool.model_copy(
-        update={"ranks": ranks, "nodes": 1, "tensor_parallel": 1, "threads": options.trainer_threads}
-    )
+    whole = {"nodes": 1, "tensor_parallel": 1, "sequence_parallel": 1}
+    return pool.model_copy(update={"ranks": ranks, **whole, "threads": options.trainer_threads})
 
 
 def _pool(pool: GenerationPool, options: Emulation) -> GenerationPool:

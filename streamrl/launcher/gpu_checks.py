@@ -179,6 +179,8 @@ def memory_shapes(cluster: ClusterConfig, run: RunConfig, uses: Sequence[GpuUse]
             shared=shared,
             trainer_gpu_bytes=of_trainer,
             engine_gpu_bytes=of_engine,
+            sequence_parallel=trainer.sequence_parallel,
+            nodes=1 if trainer.sharding == "hybrid" else trainer.nodes,
         )
         found.append((f"memory of a GPU ({pool})", shape))
     return found

@@ -23,6 +23,7 @@ from streamrl.errors import ErrorCode, UserError
 from streamrl.launcher.generation_check import check_generation
 from streamrl.launcher.gpu_checks import check_this_machine, sites_here, warnings_here
 from streamrl.launcher.router_check import check_router_replay
+from streamrl.launcher.sequence_check import check_sequence_parallel
 from streamrl.launcher.speculation_check import check_speculation
 from streamrl.launcher.untried_paths import untried_warning
 from streamrl.machine.installed_packages import package_problems
@@ -75,7 +76,7 @@ def check(
     ]
     if site in (None, cluster.trainer_site):
         checks += [check_chat_template(run), check_tasks(run), check_ranker(run), check_packing(run)]
-        checks.append(check_trackers(run))
+        checks += [check_sequence_parallel(cluster, run), check_trackers(run)]
     if not emulate:
         checks.append(check_ports(cluster, site or cluster.trainer_site))
     checks.append(check_metrics(cluster, site or cluster.trainer_site))
@@ -116,7 +117,8 @@ def check_files(cluster: ClusterConfig, run: RunConfig) -> list[str]:
     checks.append(check_weight_path(cluster, run))
     try:
         resolve_model(run.model.path)
-        checks = [check_model(run), check_heads(cluster, run), check_router_replay(cluster, run), *checks]
+        of_model = [check_model(run), check_heads(cluster, run), check_router_replay(cluster, run)]
+        checks = [*of_model, check_sequence_parallel(cluster, run), *checks]
     except UserError as error:
         missing.append(f"on this machine: {error}")
     _refuse(checks)

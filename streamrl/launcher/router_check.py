@@ -25,11 +25,16 @@ def check_router_replay(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]
     except UserError as error:
         yield str(error)
     trainer = cluster.sites[cluster.trainer_site].trainer
-    if trainer is not None and trainer.tensor_parallel > 1:
-        yield (
-            f"algorithm.router_replay: sites.{cluster.trainer_site}.trainer.tensor_parallel is "
-            f"{trainer.tensor_parallel}, expected 1: replay is not proven for layers that ranks share"
-        )
+    assert trainer is not None
+    for key, ranks, shared in (
+        ("tensor_parallel", trainer.tensor_parallel, "layers"),
+        ("sequence_parallel", trainer.sequence_parallel, "rows"),
+    ):
+        if ranks > 1:
+            yield (
+                f"algorithm.router_replay: sites.{cluster.trainer_site}.trainer.{key} is {ranks}, expected 1: replay "
+                f"is not proven for {shared} that ranks share"
+            )
     for name, site in cluster.sites.items():
         for pool in site.generation:
             if cluster.hardware == "cpu" and pool.gpus_per_replica > 1:

@@ -31,6 +31,8 @@ def untried(cluster: ClusterConfig, run: RunConfig) -> list[str]:
         found.append(f"{trainer.ranks} trainer ranks over NCCL (over gloo)")
     if trainer.tensor_parallel > 1:
         found.append("trainer.tensor_parallel over NCCL (over gloo)")
+    if trainer.sequence_parallel > 1:
+        found.append("trainer.sequence_parallel over NCCL (over gloo)")
     if run.schedule.exclusive:
         found.append("trainer and instance in turns on a GPU: offload, vLLM's sleep and wake (offload between tensors)")
     if any(pool.gpus_per_replica > 1 for pool in pools):

@@ -11,6 +11,7 @@ from streamrl.training.attention import SHARED_PREFIX
 from streamrl.training.hidden_states import predicting_states
 from streamrl.training.packing import PackedBatch
 from streamrl.training.policy_model import load_model
+from streamrl.training.sequence_parallel import SequenceRanks
 from streamrl.training.tensor_parallel import whole
 
 
@@ -21,29 +22,40 @@ class Critic(nn.Module):
     0, so a fresh critic gives 0 everywhere and the first advantages come from the rewards alone.
     """
 
-    def __init__(self, model: PreTrainedModel, separate: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, separate: bool = False, ranks: SequenceRanks | None = None) -> None:
         super().__init__()
         self.model = model
         self.separate = separate
         """Whether every completion runs in a row of its own (`hidden_states.py`)."""
+        self.ranks = ranks
+        """Ranks that share every row with this one (`sequence_parallel.py`); None: it has them to itself."""
         self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
         nn.init.zeros_(self.head.weight)
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Return the values [N], fp32."""
-        hidden = predicting_states(self.model, batch, self.separate)
+        states = predicting_states(self.model, batch, self.separate, ranks=self.ranks)
         # a product with a vector, because FSDP warns of outputs that are views, such as the column of a matrix
-        values: torch.Tensor = (hidden @ whole(self.head.weight)[0]).float()
-        return values
+        values: torch.Tensor = (states.hidden @ whole(self.head.weight)[0]).float()
+        return values if states.shares is None else states.shares.whole(values)
 
 
-def load_critic(path: str, recomputation: Recomputation = False, attention: str = SHARED_PREFIX) -> Critic:
+def load_critic(
+    path: str,
+    recomputation: Recomputation = False,
+    attention: str = SHARED_PREFIX,
+    ranks: SequenceRanks | None = None,
+) -> Critic:
     """Load a Hugging Face model's trunk in fp32, with a value head of zeros.
 
     Args:
         path: folder or hub id.
         recomputation: what the backward pass computes again.
         attention: see `load_model`.
+        ranks: the ranks that share every row; None: this one has them to itself.
+
+    Raises:
+        RunFailed: as `load_model`.
     """
-    model = load_model(AutoModel, path, recomputation, attention)
-    return Critic(model, attention != SHARED_PREFIX)
+    model = load_model(AutoModel, path, recomputation, attention, ranks)
+    return Critic(model, attention != SHARED_PREFIX, ranks)

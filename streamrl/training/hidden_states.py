@@ -5,7 +5,8 @@
     separate    a padded row for each completion, its prompt included, through the model's own attention: right for any
                 causal language model, also with recurrent layers, but a prompt is computed once per completion
 
-`packing_proof.py` decides which one a model gets.
+`packing_proof.py` decides which one a model gets. Either way, several ranks may share the rows: then each has the
+tokens of its part (`sequence_parallel.py`).
 """
 
 from __future__ import annotations
@@ -13,18 +14,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 
+from streamrl.training.attention_in_parts import RANKS
 from streamrl.training.packing import GroupLayout, PackedBatch
 from streamrl.training.router_replay import EXPERTS
+from streamrl.training.sequence_parallel import SequenceRanks, TokenShares, filled, local_places
 
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """The completions of a batch as rows of their own, padded on the right: B rows, the longest has L tokens.
+    """The completions of a batch as rows of their own, padded on the right: B rows of L places.
 
     A completion's last token predicts nothing and is left out.
     """
@@ -35,11 +39,18 @@ class PaddedRows:
     """1 for tokens, 0 for padding, [B, L] int64."""
     sources: torch.Tensor
     """Place in [B L] of the hidden state before each completion token, with a loss or without, [all of them] int64."""
+    longest: int
+    """Tokens of the longest row."""
 
 
 @lru_cache(maxsize=4)  # the policy, the reference, the critic pass over the same batch
-def padded_rows(layout: tuple[GroupLayout, ...]) -> PaddedRows:
-    """Return the rows of a packed batch; at least one, so that a batch without completions runs as well."""
+def padded_rows(layout: tuple[GroupLayout, ...], multiple: int = 1) -> PaddedRows:
+    """Return the rows of a packed batch; at least one, so that a batch without completions runs as well.
+
+    Args:
+        layout: layout of the batch.
+        multiple: what the length of the rows, L, is a multiple of.
+    """
     rows: list[tuple[torch.Tensor, int]] = []
     for group in layout:
         prompt = torch.arange(group.start, group.start + group.prompt_length)
@@ -48,46 +59,86 @@ def padded_rows(layout: tuple[GroupLayout, ...]) -> PaddedRows:
             rows.append((torch.cat([prompt, torch.arange(begin, begin + length - 1)]), length))
     rows = rows or [(torch.zeros(1, dtype=torch.int64), 0)]
     longest = max(len(places) for places, _ in rows)
-    places = torch.stack([torch.cat([row, row[:1].expand(longest - len(row))]) for row, _ in rows])
-    mask = torch.stack([(torch.arange(longest) < len(row)).long() for row, _ in rows])
-    sources = [torch.arange(len(row) - count, len(row)) + at * longest for at, (row, count) in enumerate(rows)]
-    return PaddedRows(places, mask, torch.cat(sources))
+    columns = longest + -longest % multiple
+    places = torch.stack([torch.cat([row, row[:1].expand(columns - len(row))]) for row, _ in rows])
+    mask = torch.stack([(torch.arange(columns) < len(row)).long() for row, _ in rows])
+    sources = [torch.arange(len(row) - count, len(row)) + at * columns for at, (row, count) in enumerate(rows)]
+    return PaddedRows(places, mask, torch.cat(sources), longest)
+
+
+class PredictingStates(NamedTuple):
+    """The last hidden states before the tokens with a loss that this rank computes."""
+
+    hidden: torch.Tensor
+    """[n, d]."""
+    shares: TokenShares | None
+    """Which tokens each rank computes; None: this one computes all, n = N."""
+
+    def own(self, values: torch.Tensor) -> torch.Tensor:
+        """Return those of all tokens' values, [N], that belong to the hidden states, [n]."""
+        return values if self.shares is None else values[self.shares.mine]
 
 
 def predicting_states(
-    trunk: nn.Module, batch: PackedBatch, separate: bool, experts: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return the trunk's last hidden state before each token with a loss, [N, d].
+    trunk: nn.Module,
+    batch: PackedBatch,
+    separate: bool,
+    experts: torch.Tensor | None = None,
+    ranks: SequenceRanks | None = None,
+) -> PredictingStates:
+    """Return the trunk's last hidden state before each token with a loss.
 
     Args:
-        trunk: the model without its head; with `separate: False` it has the attention of `attention.py`.
+        trunk: the model without its head; with `separate: False` it has the attention of `attention.py`, with `ranks`
+            that of `attention_in_parts.py`.
         batch: the packed batch.
         separate: run every completion in a row of its own.
         experts: recorded experts of each token of the packed row (`router_replay.EXPERTS`); None: routers choose. The
             trunk must have been prepared by `RouterReplay`.
+        ranks: the ranks that share the rows; None: this one has them to itself. Not together with `experts`.
     """
-    replayed: dict[str, Any] = {}
-    if not separate:
-        if experts is not None:
-            replayed[EXPERTS] = experts
-        packed: torch.Tensor = trunk(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            use_cache=False,
-            layout=batch.layout,
-            **replayed,
-        ).last_hidden_state
-        return packed[0, batch.source_index]
-    rows, device = padded_rows(batch.layout), batch.input_ids.device
-    places = rows.places.to(device)
+    inputs, sources = (_separate_rows if separate else _packed_row)(batch, experts, 1 if ranks is None else ranks.size)
+    columns = inputs["input_ids"].shape[1]
+    shares = None
+    if ranks is not None:
+        owners, sources = local_places(sources, columns, ranks.size)
+        shares = TokenShares.of(ranks, owners)
+        sources = sources[shares.mine]
+        inputs |= {name: ranks.part(inputs[name], 1) for name in ("input_ids", "position_ids")} | {RANKS: ranks}
+    hidden: torch.Tensor = trunk(use_cache=False, **inputs).last_hidden_state
+    return PredictingStates(hidden.flatten(0, 1)[sources], shares)
+
+
+def _packed_row(batch: PackedBatch, experts: torch.Tensor | None, parts: int) -> tuple[dict[str, Any], torch.Tensor]:
+    """Return the trunk's arguments for the packed row, and the place before each token with a loss, [N].
+
+    With several parts the row is filled up until these are equal.
+    """
+    inputs: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "layout": batch.layout}
+    if parts > 1:
+        tokens = batch.input_ids.shape[1]
+        layout, columns = filled(batch.layout, tokens, parts)
+        inputs = {name: pad(inputs[name], (0, columns - tokens)) for name in ("input_ids", "position_ids")}
+        inputs["layout"] = layout
     if experts is not None:
-        replayed[EXPERTS] = experts[places.flatten()]
-    hidden: torch.Tensor = trunk(
-        input_ids=batch.input_ids[0, places],
-        attention_mask=rows.mask.to(device),
-        position_ids=torch.arange(places.shape[1], device=device).expand(places.shape),
-        use_cache=False,
-        **replayed,
-    ).last_hidden_state
+        inputs[EXPERTS] = experts
+    return inputs, batch.source_index
+
+
+def _separate_rows(batch: PackedBatch, experts: torch.Tensor | None, parts: int) -> tuple[dict[str, Any], torch.Tensor]:
+    """Return the trunk's arguments for the padded rows, and the place in [B L] before each token with a loss, [N].
+
+    With several parts the rows are filled up until these are equal.
+    """
+    rows, device = padded_rows(batch.layout, parts), batch.input_ids.device
+    places = rows.places.to(device)
+    columns = places.shape[1]
+    inputs: dict[str, Any] = {
+        "input_ids": batch.input_ids[0, places],
+        "attention_mask": rows.mask.to(device),
+        "position_ids": torch.arange(columns, device=device).clamp(max=rows.longest - 1).expand(places.shape),
+    }
+    if experts is not None:
+        inputs[EXPERTS] = experts[places.flatten()]
     sources = rows.sources.to(device)
-    return hidden.flatten(0, 1)[sources if batch.with_loss is None else sources[batch.with_loss]]
+    return inputs, sources if batch.with_loss is None else sources[batch.with_loss]

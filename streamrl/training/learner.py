@@ -45,18 +45,11 @@ def compute_type(run: RunConfig) -> torch.dtype:
     return torch.bfloat16 if run.model.dtype == "bfloat16" else torch.float32
 
 
-def agreed_type(dtype: str) -> str:
-    """Return the type that all ranks compute in: the one that each has chosen, or fp32 if they differ."""
-    chosen: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(chosen, dtype)
-    return dtype if len(set(chosen)) == 1 else "float32"
-
-
 @dataclass(frozen=True)
 class Division:
     """The division of a model and its work among the ranks: copies x shards x layers = all ranks.
 
-    Ranks that share layers are adjacent.
+    Ranks that share layers or rows are adjacent. Those that share rows have different shards.
     """
 
     copies: int = 1
@@ -66,10 +59,26 @@ class Division:
     """Ranks that share each layer (tensor parallel) and work on the same micro-batches."""
     reduction: Literal["auto", "step", "micro_batch"] = "auto"
     """How often the ranks sum their gradients (`trainer.reduce_gradients`)."""
+    rows: int = 1
+    """Ranks that share each row of tokens (sequence parallel, `sequence_parallel.py`) and so work on the same
+    micro-batches."""
+
+    @property
+    def sharing(self) -> int:
+        """Number of adjacent ranks that work on the same micro-batches."""
+        return self.layers * self.rows
 
     @property
     def workers(self) -> int:
-        """Number of ranks, or groups of ranks, with their own micro-batches."""
+        """Number of ranks, or sets of ranks, with their own micro-batches."""
+        return dist.get_world_size() // self.sharing
+
+    @property
+    def averaged(self) -> int:
+        """Number of ranks, or sets that share layers, of whose gradients FSDP takes the mean.
+
+        Those that share rows count one by one, as each has the gradient of its own tokens.
+        """
         return dist.get_world_size() // self.layers
 
     def reduces_once(self, weights: int, device: torch.device) -> bool:
@@ -79,8 +88,8 @@ class Division:
             weights: number of a model's weights.
             device: this rank's device.
         """
-        if self.workers == 1 or self.reduction != "auto":
-            return self.workers == 1 or self.reduction == "step"
+        if self.averaged == 1 or self.reduction != "auto":
+            return self.averaged == 1 or self.reduction == "step"
         if device.type == "cuda":
             memory = torch.cuda.get_device_properties(device).total_memory
         else:
@@ -91,7 +100,7 @@ class Division:
 
     def mesh(self, device: torch.device) -> DeviceMesh:
         """Return the device mesh with the dimensions copies, shards, layers."""
-        shape = self.copies, self.workers // self.copies, self.layers
+        shape = self.copies, self.averaged // self.copies, self.layers
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("copies", "shards", "layers"))
         if self.layers > 1:
             mesh[
@@ -214,7 +223,7 @@ class Learner(Generic[Model]):
         Args:
             is_last: whether it is the last pass of a batch.
         """
-        if self.division.workers > self.division.copies:
+        if self.division.averaged > self.division.copies:
             return False
         if not is_last:
             return True
@@ -230,8 +239,8 @@ class Learner(Generic[Model]):
         Returns:
             The L2 norm of the divided gradient over all ranks, to the same bits on each; NaN or inf if some entry is.
         """
-        # FSDP has averaged the workers' sums, so multiplying by their number gives the batch's sum
-        scale = self.division.workers / normalizer
+        # FSDP has averaged the ranks' sums, so multiplying by their number gives the batch's sum
+        scale = self.division.averaged / normalizer
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         for gradient in gradients:
             gradient.mul_(scale)

@@ -38,6 +38,9 @@ class Packing:
     attention: str
     """transformers' name of the attention."""
     why: str
+    undivided: str = ""
+    """Why several ranks cannot share rows (`trainer.sequence_parallel`); '': they can, as the proof of shared packing
+    shows that tokens meet in the attention function alone."""
 
     def __str__(self) -> str:
         return f"{self.kind} ({self.why})"
@@ -65,7 +68,8 @@ def choose_packing(asked: Literal["auto"] | PackingKind, proof: PackingProof, ma
         )
     if proof.unproven:
         if asked == "separate":
-            return Packing("separate", "eager", f"set by hand; not proven: {proof.unproven}")
+            undivided = f"nothing is proven for {name}"
+            return Packing("separate", "eager", f"set by hand; not proven: {proof.unproven}", undivided)
         raise UserError(
             f"batch.packing: {asked}: nothing is proven for {name}, because its architecture {proof.unproven}. "
             "batch.packing: separate trains it with its own attention, unproven"
@@ -84,7 +88,10 @@ def choose_packing(asked: Literal["auto"] | PackingKind, proof: PackingProof, ma
         raise UserError(f"model.path: {name} cannot be trained: with its own attention, {differs[-1]}")
     own = f"{separate.attention}, {_figures(separate.logprob_error, separate.gradient_error)}"
     reason = "set by hand" if asked == "separate" else f"shared is wrong for {name}: {wrong}"
-    return Packing("separate", separate.attention, f"{reason}; {own}")
+    undivided = wrong and f"tokens of {name} meet outside of what attention decides: {wrong}"
+    if not undivided and separate.attention != "sdpa":
+        undivided = f"the padded rows of {name} are computed by its {separate.attention} attention, not by sdpa"
+    return Packing("separate", separate.attention, f"{reason}; {own}", undivided)
 
 
 def decide_packing(run: RunConfig, folder: str) -> Packing | None:

@@ -49,6 +49,8 @@ ENTROPY_STRIDE = 8
 With an entropy bonus it is measured at every token.
 """
 
+EVERY_TOKEN, SOME_TOKENS = slice(None), slice(None, None, ENTROPY_STRIDE)
+
 LEAST_LOGPROB = -200.0
 """Bound of log p_v in the gradient of the entropy, where p_v is 0 in fp32 and so p_v log p_v."""
 
@@ -91,6 +93,7 @@ def token_logprobs(
     targets: torch.Tensor,
     distribution: TokenDistribution,
     every_entropy: bool = False,
+    measured: torch.Tensor | None = None,
 ) -> HeadOutput:
     """Return log-probabilities of the targets, entropies, and which targets a truncation would have dropped.
 
@@ -101,8 +104,9 @@ def token_logprobs(
         targets: token ids [N].
         distribution: what the logits become before a token is drawn.
         every_entropy: whether the entropies of all tokens are returned, with gradient.
+        measured: tokens whose entropy is returned otherwise, bool [N]; None: every 8th.
     """
-    return HeadOutput(*TokenLogprobs.apply(hidden, weight, bias, targets, distribution, every_entropy))
+    return HeadOutput(*TokenLogprobs.apply(hidden, weight, bias, targets, distribution, every_entropy, measured))
 
 
 class TokenLogprobs(torch.autograd.Function):
@@ -117,6 +121,7 @@ class TokenLogprobs(torch.autograd.Function):
         targets: torch.Tensor,
         distribution: TokenDistribution,
         every_entropy: bool,
+        measured: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute (logprobs [N], entropy [ceil(N / 8)] or [N], outside [N]); see `token_logprobs`."""
         hidden = hidden.to(weight.dtype)
@@ -125,7 +130,6 @@ class TokenLogprobs(torch.autograd.Function):
         totals = torch.empty_like(logprobs)
         outside = torch.zeros(count, dtype=torch.bool, device=hidden.device)
         entropies: list[torch.Tensor] = []
-        stride = 1 if every_entropy else ENTROPY_STRIDE
         keeps = any(ctx.needs_input_grad[:3]) and _may_keep(count, weight, distribution)
         logits: torch.Tensor | None = None
         for slab in _parts(0, count, count if keeps else _slab_tokens(weight)):
@@ -135,7 +139,11 @@ class TokenLogprobs(torch.autograd.Function):
                 _transform_(here, distribution)
                 if distribution.truncation:
                     outside[part] = truncate_(here, targets[part], distribution.truncation)
-                logprobs[part], totals[part], entropy = _exponentials_(here, targets[part], stride)
+                if every_entropy:
+                    rows: slice | torch.Tensor = EVERY_TOKEN
+                else:
+                    rows = SOME_TOKENS if measured is None else measured[part]
+                logprobs[part], totals[part], entropy = _exponentials_(here, targets[part], rows)
                 entropies.append(entropy)
                 del here
             if not keeps:
@@ -170,7 +178,7 @@ class TokenLogprobs(torch.autograd.Function):
                     slope = _transform_(here, distribution)
                     if distribution.truncation:
                         truncate_(here, targets[part], distribution.truncation)
-                    _exponentials_(here, targets[part], ENTROPY_STRIDE)
+                    _exponentials_(here, targets[part], SOME_TOKENS)
                     slopes.apply_(here, part)
                     if slope is not None:
                         here.mul_(slope)
@@ -193,9 +201,7 @@ class TokenLogprobs(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
+            *(None, None, None, None),
         )
 
 
@@ -285,22 +291,22 @@ def _transform_(logits: torch.Tensor, distribution: TokenDistribution) -> torch.
 
 
 def _exponentials_(
-    logits: torch.Tensor, targets: torch.Tensor, stride: int
+    logits: torch.Tensor, targets: torch.Tensor, measured: slice | torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Turn logits z [n, V], -inf for dropped tokens, into exp(z - max z), in place, with 0 in place of the targets.
 
     Returns:
-        (log-probabilities of the targets [n], sums of the exponentials with the targets' [n], entropy of every
-        `stride`-th row).
+        (log-probabilities of the targets [n], sums of the exponentials with the targets' [n], entropy of each
+        measured row).
     """
     logits.sub_(logits.amax(-1, keepdim=True))
     of_targets = logits.gather(-1, targets[:, None])
-    some = logits[::stride].clamp(min=-1e4)  # where the exponential is 0; its product with -inf is not
+    some = logits[measured].clamp(min=-1e4)  # where the exponential is 0; its product with -inf is not
     logits.exp_()
-    mean = (logits[::stride] * some).sum(-1)
+    mean = (logits[measured] * some).sum(-1)
     logits.scatter_(-1, targets[:, None], 0.0)
     excess = logits.sum(-1, keepdim=True) + torch.expm1(of_targets)  # of the sum over 1, the likeliest token's
     log_total = torch.log1p(excess)
     totals = (1.0 + excess)[:, 0]
-    entropy = log_total[::stride, 0] - mean / totals[::stride]
+    entropy = log_total[measured, 0] - mean / totals[measured]
     return (of_targets - log_total)[:, 0], totals, entropy

@@ -32,11 +32,12 @@ import torch.distributed.checkpoint as dcp
 
 from streamrl.config.algorithm import PPOConfig
 from streamrl.config.run import RunConfig
-from streamrl.errors import RunFailed, UserError
+from streamrl.errors import RunFailed
 from streamrl.protocol.controller_trainer import Refusal
 from streamrl.rollouts.canary import Canary
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, split_into_rows
 from streamrl.rollouts.types import FloatArray
+from streamrl.training.agreements import agreed_packing
 from streamrl.training.critic import Critic, load_critic
 from streamrl.training.host_offload import HostOffload
 from streamrl.training.learner import AnyLearner, Division, Learner, compute_type, copy_weights, reshard, shard
@@ -51,8 +52,9 @@ from streamrl.training.objective import (
 )
 from streamrl.training.operations import TrainingOperations
 from streamrl.training.packing import PackedBatch, PackedShare, pack, pack_share
-from streamrl.training.packing_choice import Packing, decide_packing
+from streamrl.training.packing_choice import Packing
 from streamrl.training.policy_model import Policy, load_policy
+from streamrl.training.sequence_parallel import SequenceRanks
 from streamrl.training.step_guard import refusal
 from streamrl.training.token_logprobs import HeadOutput
 from streamrl.training.truncation import Truncation
@@ -85,24 +87,6 @@ class StepResult:
     """What was not finite, so that the gradient was discarded and nothing changed; None: everything was finite."""
 
 
-def agreed_packing(run: RunConfig, model_path: str) -> Packing:
-    """Return how a model is packed (`packing_choice.py`): rank 0 decides for all. A collective.
-
-    Raises:
-        RunFailed: on every rank, if nothing is proven right.
-    """
-    found: list[Packing | str | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            found[0] = decide_packing(run, model_path)
-        except UserError as error:
-            found[0] = str(error)
-    dist.broadcast_object_list(found)
-    if not isinstance(found[0], Packing):
-        raise RunFailed(str(found[0]))
-    return found[0]
-
-
 class Trainer:
     """One trainer rank; torch.distributed must be initialised."""
 
@@ -131,15 +115,17 @@ class Trainer:
         self.truncation = Truncation(run.sampling.top_k, run.sampling.top_p, run.sampling.min_p)
         self.rank = dist.get_rank()
         algorithm, checkpointing = run.algorithm, run.optimizer.gradient_checkpointing
-        self.packing = packing or agreed_packing(run, model_path)
+        rows = division.rows if division else 1
+        ranks = SequenceRanks.of(rows)
+        self.packing = packing or agreed_packing(run, model_path, rows)
         replays = algorithm.router_replay
-        policy = load_policy(model_path, checkpointing, self.packing.attention, replays)
+        policy = load_policy(model_path, checkpointing, self.packing.attention, replays, ranks)
         self.learner: Learner[Policy] = Learner(policy, run.optimizer.lr, run, device, division)
         self.policy: Policy = self.learner.model
         self.layout = ShardedLayout(self.policy.model, published or compute_type(run), run.weights.generation_dtype)
 
         def frozen(replays: bool) -> Policy:
-            policy = load_policy(model_path, attention=self.packing.attention, replays=replays)
+            policy = load_policy(model_path, False, self.packing.attention, replays, ranks)
             return shard(policy, run, device, False, division)
 
         # the reference is a policy of its own, which no generator has routed for
@@ -148,8 +134,8 @@ class Trainer:
         self.ppo = algorithm if isinstance(algorithm, PPOConfig) else None
         self.critic: Learner[Critic] | None = None
         if self.ppo:
-            own = agreed_packing(run, critic_path) if critic_path else self.packing
-            critic = load_critic(critic_path or model_path, checkpointing, own.attention)
+            own = agreed_packing(run, critic_path, rows) if critic_path else self.packing
+            critic = load_critic(critic_path or model_path, checkpointing, own.attention, ranks)
             self.critic = Learner(critic, self.ppo.critic.lr, run, device, division)
         self.operations = TrainingOperations.of(
             self.policy, self.reference is not None, self.proximal is not None, self.critic is not None
@@ -395,11 +381,11 @@ class Trainer:
             return {}
         counts: list[int] = [0] * dist.get_world_size()
         dist.all_gather_object(counts, len(groups))
-        layers, rank = self.learner.division.layers, dist.get_rank()
+        sharing, rank = self.learner.division.sharing, dist.get_rank()
         found = {}
-        for first in range(0, len(counts), layers):  # ranks that share layers compute the same groups together
+        for first in range(0, len(counts), sharing):  # ranks that share layers or rows compute the same groups together
             for index in range(counts[first]):
-                mine = groups[index] if first <= rank < first + layers else None
+                mine = groups[index] if first <= rank < first + sharing else None
                 bad = self._alone([mine] if mine else [], reference_given)
                 if mine and bad:
                     found[mine.group_id] = Refusal("loss", "the group") if bad.what == "loss" else bad

@@ -62,11 +62,12 @@ from streamrl.run_dir.start_stages import READY, say, waiting_for
 from streamrl.runtime.device_turns import DeviceTurns, takes_turns
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.site_connections import CONTROLLER, PUBLISHER, bind_home, connect_inside, home_hub
-from streamrl.training.learner import Division, agreed_type
+from streamrl.training.agreements import agreed_packing, agreed_type
+from streamrl.training.learner import Division
 from streamrl.training.packing import PackedShare
 from streamrl.training.rank_store import join_ranks
 from streamrl.training.received_ahead import ReceivedAhead
-from streamrl.training.trainer import Trainer, agreed_packing
+from streamrl.training.trainer import Trainer
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Link
 from streamrl.transport.wire import Arrays
@@ -174,11 +175,11 @@ class TrainerWorker:
         pool = self.context.cluster.sites[self.context.cluster.trainer_site].trainer
         assert pool is not None
         copies = pool.nodes if pool.sharding == "hybrid" else 1
-        division = Division(copies, pool.tensor_parallel, pool.reduce_gradients)
+        division = Division(copies, pool.tensor_parallel, pool.reduce_gradients, pool.sequence_parallel)
         model = resolve_model(self.run_config.model.path)
         published = getattr(torch, self.context.wire_type)
         self._say("deciding how to pack groups")
-        packing = agreed_packing(self.run_config, model)
+        packing = agreed_packing(self.run_config, model, division.rows)
         self.packing = {"packing": packing.kind, "packing_why": packing.why}
         log.info("packs groups: %s", packing)
         self._say("loading the model")

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from scheduler.cost.model_shapes import undivided_heads
 from streamrl.errors import RunFailed, UserError
 from streamrl.training.packing import pack
 from streamrl.training.packing_choice import Packing, choose_packing
@@ -18,6 +19,8 @@ from streamrl.training.tensor_parallel import plan_of
 from streamrl.verify.findings import Finding
 
 PACKING = "packing"
+SHARING = (2, 4, 8)
+"""Numbers of ranks of a machine that may share rows."""
 ROUNDING = 0.5
 """Largest mean difference of log-probabilities in bf16, in nats, that counts as rounding in a small random model."""
 
@@ -57,6 +60,7 @@ def check_settings(config: PretrainedConfig, packing: Packing) -> list[Finding]:
         _checkpointing(model, policy, gradient),
         _sharding(model),
         _tensor_parallel(config),
+        _sequence_parallel(config, packing),
     ]
 
 
@@ -94,3 +98,15 @@ def _tensor_parallel(config: PretrainedConfig) -> Finding:
     except RunFailed as error:
         return Finding("tensor parallel", "refused", str(error), optional=True)
     return Finding("tensor parallel", "works", f"{len(plan)} kinds of modules are shared by its plan", optional=True)
+
+
+def _sequence_parallel(config: PretrainedConfig, packing: Packing) -> Finding:
+    name, text = "sequence parallel", config.get_text_config()
+    if packing.undivided:
+        return Finding(name, "refused", packing.undivided, optional=True)
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    possible = [str(ranks) for ranks in SHARING if not undivided_heads(heads, kv_heads, ranks)]
+    if not possible:
+        return Finding(name, "refused", f"its {heads} attention heads cannot be divided", optional=True)
+    return Finding(name, "works", f"its heads can be divided by {', '.join(possible)} ranks", optional=True)

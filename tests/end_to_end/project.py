@@ -21,7 +21,7 @@ CLUSTER = """
 hardware: cpu
 sites:
   here:
-    trainer: {ranks: RANKS, threads: 1}
+    trainer: {ranks: RANKS, sequence_parallel: SHARING, threads: 1}
     generation:
       - {name: regular, replicas: 1, max_replicas: 2, threads: 1, max_batch: 8, kv_cache_gb: 0.05}
       - {name: tail, replicas: 1, threads: 1, max_batch: 6, kv_cache_gb: 0.05}
@@ -78,8 +78,10 @@ class Project:
         paths = [str(self.folder), *filter(None, [os.environ.get("PYTHONPATH")])]
         return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
-    def command(self, *extra: str, ranks: int = 1, **changes: object) -> list[str]:
-        (self.folder / "cluster.yaml").write_text(self.cluster.replace("RANKS", str(ranks)))
+    def command(self, *extra: str, ranks: int = 1, sharing: int = 1, **changes: object) -> list[str]:
+        """The command that launches a run: `ranks` of the trainer, `sharing` of them for each row."""
+        cluster = self.cluster.replace("RANKS", str(ranks)).replace("SHARING", str(sharing))
+        (self.folder / "cluster.yaml").write_text(cluster)
         run = {
             "name": "tiny",
             "steps": 3,

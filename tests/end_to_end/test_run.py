@@ -236,12 +236,12 @@ def test_no_process_and_no_shared_memory_is_left(finished: tuple[Project, str]) 
     assert not layout.weights_folder(finished[0].run_dir()).exists()
 
 
-def test_sync_trains_the_same_samples_as_stream_with_two_ranks_and_gives_the_same_gradient(
+def test_sync_with_two_pairs_of_ranks_that_share_rows_trains_the_samples_of_stream_and_gives_the_same_gradient(
     resumed: tuple[Project, list[list[str]], int, str], tmp_path: Path
 ) -> None:
     """It runs in fp32: with bf16's rounding a rare token differs at other batch sizes, and so do the gradients."""
     other = Project(tmp_path, tail=False)
-    other.launch("--steps", "1", ranks=2, schedule={"name": "sync"})
+    other.launch("--steps", "1", ranks=4, sharing=2, schedule={"name": "sync"})
 
     def first_step(project: Project) -> dict[str, list[int]]:
         rows = [row for row in trained_rows(project.run_dir()) if row["step"] == 1]

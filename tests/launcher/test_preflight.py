@@ -7,10 +7,11 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 from torch.distributed.constants import default_pg_timeout
-from transformers import Qwen3NextConfig
+from transformers import LlamaConfig, Qwen3NextConfig
 
-from streamrl.config.algorithm import GRPOConfig
+from streamrl.config.algorithm import GRPOConfig, PPOConfig
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.config.speculation import SpeculationConfig
@@ -20,6 +21,7 @@ from streamrl.generation.instance import eight_bits
 from streamrl.launcher import gpu_checks, preflight
 from streamrl.launcher.generation_check import check_generation
 from streamrl.launcher.router_check import check_router_replay
+from streamrl.launcher.sequence_check import check_sequence_parallel
 from streamrl.launcher.speculation_check import check_speculation
 from streamrl.launcher.untried_paths import untried, untried_warning
 from streamrl.machine import installed_packages
@@ -95,6 +97,59 @@ def test_heads_that_cannot_be_shared_out_are_told(tmp_path: Path) -> None:
     ]
 
 
+def sharing_rows(ranks: int, hardware: str = "cpu") -> ClusterConfig:
+    values = cluster(hardware).model_dump()
+    values["sites"]["here"]["trainer"] = {"ranks": ranks, "sequence_parallel": ranks}
+    return ClusterConfig.model_validate(values)
+
+
+def test_ranks_that_cannot_share_rows_are_told(tmp_path: Path) -> None:
+    llama = LlamaConfig(
+        hidden_size=384, num_attention_heads=12, num_key_value_heads=4, architectures=["LlamaForCausalLM"]
+    ).to_dict()
+    run = make_model(tmp_path / "llama", **llama)
+    for ranks in (1, 2, 4, 12):
+        assert list(check_sequence_parallel(sharing_rows(ranks), run)) == []
+    asked = "sites.here.trainer.sequence_parallel is"
+    assert [*check_sequence_parallel(sharing_rows(8), run), *check_sequence_parallel(sharing_rows(6), run)] == [
+        f"{asked} 8: expected a divisor of the 12 attention heads of {run.model.path}",
+        f"{asked} 6: expected a divisor or a multiple of the 4 key-value heads of {run.model.path}",
+    ]
+    hybrid = Qwen3NextConfig(num_hidden_layers=4).to_dict() | {"architectures": ["Qwen3NextForCausalLM"]}
+    run = make_model(tmp_path / "hybrid", **hybrid)
+    (problem,) = check_sequence_parallel(sharing_rows(2), run)
+    outside = "tokens of qwen3_next meet outside of what attention decides: layer 0 (linear_attention"
+    assert problem.startswith(f"{asked} 2, expected 1 for {run.model.path}: {outside}"), problem
+    absent = RunConfig.model_validate({"model": {"path": "nobody/nothing"}})
+    assert list(check_sequence_parallel(sharing_rows(2), absent)) == [], "reported by the model's own check"
+
+
+def test_a_critic_that_ranks_cannot_share_is_told(tmp_path: Path) -> None:
+    shape = LlamaConfig(num_attention_heads=4, num_key_value_heads=4, architectures=["LlamaForCausalLM"]).to_dict()
+    run = make_model(tmp_path / "policy", **shape)
+    critic = make_model(
+        tmp_path / "critic", **(shape | {"hidden_size": 384, "num_attention_heads": 6, "num_key_value_heads": 6})
+    )
+    ppo = PPOConfig.model_validate({"name": "ppo", "critic": {"path": critic.model.path}})
+    (problem,) = check_sequence_parallel(sharing_rows(4), run.model_copy(update={"algorithm": ppo}))
+    assert problem.endswith(f"is 4: expected a divisor of the 6 attention heads of {critic.model.path}")
+
+
+def test_ranks_of_a_node_are_divided_evenly_and_in_one_way() -> None:
+    for trainer, message in (
+        ({"ranks": 3, "sequence_parallel": 2}, r"ranks of a node \(3\) must be a multiple of sequence_parallel \(2\)"),
+        ({"ranks": 3, "tensor_parallel": 2}, r"ranks of a node \(3\) must be a multiple of tensor_parallel \(2\)"),
+        (
+            {"ranks": 4, "sequence_parallel": 2, "tensor_parallel": 2},
+            "sequence_parallel is 2 and tensor_parallel 2: expected 1 for one of them",
+        ),
+    ):
+        values = cluster().model_dump()
+        values["sites"]["here"]["trainer"] = trainer
+        with pytest.raises(ValidationError, match=message):
+            ClusterConfig.model_validate(values)
+
+
 def test_router_replay_is_refused_where_it_is_not_proven(tmp_path: Path) -> None:
     mixture = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2}
     replays = {"algorithm": GRPOConfig(router_replay=True)}
@@ -112,6 +167,8 @@ def test_router_replay_is_refused_where_it_is_not_proven(tmp_path: Path) -> None
     values["sites"]["here"]["trainer"] = {"ranks": 2, "tensor_parallel": 2}
     (problem,) = check_router_replay(ClusterConfig.model_validate(values), run)
     assert "tensor_parallel is 2, expected 1" in problem
+    (problem,) = check_router_replay(sharing_rows(2), run)
+    assert "sequence_parallel is 2, expected 1: replay is not proven for rows that ranks share" in problem
     absent = RunConfig.model_validate({"model": {"path": "nobody/nothing"}}).model_copy(update=replays)
     assert list(check_router_replay(cluster(), absent)) == [], "reported by the model's own check"
 
@@ -237,6 +294,9 @@ def test_what_has_never_been_run_is_named_in_the_plan() -> None:
     assert untried(cluster(), shared) == []  # between CPUs it has run
     (handles,) = (path for path in untried(cluster("cuda"), shared) if path not in plain)
     assert handles.startswith("weights.backend: ipc (GPU memory shared by CUDA IPC handles")
+    assert [path for path in untried(sharing_rows(2, "cuda"), RunConfig()) if path not in plain] == [
+        "trainer.sequence_parallel over NCCL (over gloo)"
+    ]
     (turns,) = untried_warning(cluster("cuda"), RunConfig.model_validate({"schedule": {"name": "colocated"}}))
     assert turns.startswith("never run so far: training on CUDA") and "vLLM's sleep and wake" in turns
 

@@ -77,6 +77,16 @@ def test_the_shipped_files_are_valid_and_can_be_emulated(name: str) -> None:
     assert "this machine has 0; --emulate runs all sites here on CPU" in problem
 
 
+@pytest.mark.parametrize("key", ["tensor_parallel", "sequence_parallel"])
+def test_emulated_ranks_share_nothing(key: str) -> None:
+    values = load_cluster(FILES / "cross_datacenter.yaml").model_dump()
+    home = next(site for site in values["sites"].values() if site["trainer"])
+    home["trainer"] |= {"ranks": 4, key: 4}
+    small = emulated(ClusterConfig.model_validate(values))
+    trainer = small.sites[small.trainer_site].trainer
+    assert trainer is not None and trainer.sharing == 1
+
+
 def test_one_site_has_nothing_to_emulate() -> None:
     with pytest.raises(UserError, match="this one has one"):
         emulated(load_cluster(FILES / "local.yaml"))

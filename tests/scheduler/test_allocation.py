@@ -46,6 +46,17 @@ def problem(*offers: Offer, **more: object) -> Problem:
     return Problem(MODEL, BATCH, GRPO, offers, **more)  # type: ignore[arg-type]
 
 
+def test_gpus_share_rows_of_tokens_only_where_no_offer_holds_the_trainer_otherwise() -> None:
+    lengths = np.full(64, 500_000.0)
+    very_long = replace(problem(offer("a", "L40S", 16)), batch=Batch.of(lengths, 64, 200), work=GRPO)
+    (times,) = Allocator(very_long).trainers.values()
+    assert times[-1] is not None and times[-1].sequence_parallel > 1
+    roomy = replace(very_long, offers=(*very_long.offers, offer("a", "H200", 16)))
+    (number,) = Allocator(roomy).trainers
+    last = Allocator(roomy).trainers[number][-1]
+    assert roomy.offers[number].device.name == "H200" and last is not None and last.sequence_parallel == 1
+
+
 def offer(site: str, gpu: str, count: int, usd: float | None = None) -> Offer:
     found = device(gpu)
     assert found.price is not None

@@ -70,3 +70,28 @@ def test_no_larger_micro_batch_would_fit() -> None:
 def test_two_changes_are_named_where_one_is_not_enough() -> None:
     shape = replace(SHAPE, longest=65_536, fraction=0.99)
     assert smallest_change(shape) == "gpu_memory_fraction: 0.95 and optimizer.gradient_checkpointing: true"
+
+
+LONG = replace(SHAPE, work=TrainingWork(recompute=True), longest=393_216)
+"""Completions whose activations exceed one GPU, whatever is computed again."""
+
+
+def test_rows_that_gpus_share_take_their_part_of_the_memory_on_each() -> None:
+    def tokens(sharing: int) -> tuple[str, float]:
+        return phases(replace(LONG, ranks=4, sequence_parallel=sharing))[0].parts[1]
+
+    (whole, one), (half, two) = tokens(1), tokens(2)
+    assert (whole, half) == ("393216 tokens", "393216 tokens shared by 2 GPUs")
+    head = 2 * MODEL.vocabulary * MODEL.hidden  # its gradient is that of the whole weight on each
+    assert two - head == pytest.approx((one - head) / 2)
+    assert tokens(4)[1] > two / 2, "two copies of each of two key-value heads"
+
+
+def test_ranks_that_share_rows_are_proposed_where_they_can() -> None:
+    asked = "trainer.sequence_parallel: 2"
+    assert smallest_change(replace(LONG, ranks=4)) == asked
+    assert smallest_change(LONG) == f"trainer.ranks: 2 with {asked}"
+    assert smallest_change(replace(LONG, ranks=2, tensor_parallel=2)) == "trainer.ranks: 4", "not both"
+    assert smallest_change(replace(LONG, ranks=2, nodes=2)) == f"trainer.ranks: 4 with {asked}"
+    odd = replace(MODEL, heads=9, kv_heads=3)
+    assert smallest_change(replace(LONG, model=odd, ranks=4)).startswith("model.max_context")

@@ -19,6 +19,7 @@ from scheduler.cost.training_cost import (
     exactly,
     layout_on,
     memory_per_gpu,
+    sequence_parallel_degrees,
     smallest_trainer,
     switch_seconds,
     trainer_times,
@@ -213,7 +214,34 @@ def test_tensor_parallelism_costs_two_all_reduces_a_layer_and_pass() -> None:
 
 
 def test_no_number_of_small_gpus_holds_a_very_long_sample() -> None:
-    assert smallest_trainer(MODELS["72b"], GRPO, device("RTX4090"), 60_000) is None
+    assert smallest_trainer(MODELS["72b"], GRPO, device("RTX4090"), 600_000) is None
+
+
+VERY_LONG = StepTokens(64 * 60_000.0, 64 * 60_000.0**2, 60_000.0, 64)
+
+
+def test_gpus_share_rows_of_tokens_where_no_number_holds_a_sample_otherwise() -> None:
+    model, gpu = MODELS["72b"], device("RTX4090")
+    assert sequence_parallel_degrees(gpu, model) == [2, 4, 8]
+    assert exactly(model, GRPO, gpu, 10_000, VERY_LONG) is None
+    enough = smallest_trainer(model, GRPO, gpu, VERY_LONG.longest)
+    assert enough is not None and enough % 8 == 0
+    found = exactly(model, GRPO, gpu, enough, VERY_LONG, by_rows=True)
+    assert found is not None and (found.sequence_parallel, found.tensor_parallel) == (8, 1)
+    assert found.busy_ranks(VERY_LONG.tokens, VERY_LONG.longest) == min(enough / 8, 64)
+    assert exactly(model, GRPO, gpu, enough - 8, VERY_LONG, by_rows=True) is None
+
+
+def test_sequence_parallelism_costs_four_all_to_alls_a_layer_and_pass() -> None:
+    gpu, model = device("H100"), MODELS["7b"]
+    step = StepTokens(64 * 50_000.0, 64 * 50_000.0**2, 50_000.0, 64)
+    slow, fast = (exactly(model, GRPO, replace(gpu, link_gb_s=rate), 4, step, True) for rate in (900.0, 1800.0))
+    assert slow is not None and fast is not None and slow.sequence_parallel == fast.sequence_parallel
+    sharing, own = slow.sequence_parallel, step.tokens / 4
+    widths = 2 * 128 * (28 + max(4, sharing))  # queries and output, keys and values
+    moved = 3 * 28 * (sharing - 1) / sharing * own * widths * 2  # passes, layers, a rank's tokens, in bf16
+    assert slow.compute_s - fast.compute_s == pytest.approx(moved / 450e9 - moved / 900e9)
+    assert slow.compute_s > compute_seconds(model, GRPO, gpu, step.tokens, step.squares) / 4
 
 
 def test_a_slower_network_makes_sharding_across_machines_slower() -> None:

@@ -35,7 +35,8 @@ NOBODYS = "192.0.2.1"
 
 
 def test_no_process_of_a_one_node_trainer_listens_where_another_machine_could_reach_it(tmp_path: Path) -> None:
-    site = {"trainer": {"ranks": 2, "threads": 1}, "generation": [{"name": "regular"}], "rewards": {"workers": 1}}
+    ranks = {"ranks": 2, "sequence_parallel": 2, "threads": 1}
+    site = {"trainer": ranks, "generation": [{"name": "regular"}], "rewards": {"workers": 1}}
     cluster = ClusterConfig.model_validate({"hardware": "cpu", "sites": {"here": site}})
     model = {"path": str(save_tiny_model(tmp_path / "model")), "max_context": 96, "dtype": "float32"}
     run = RunConfig.model_validate({"model": model, "batch": {"packing": "separate"}, "sampling": {"max_tokens": 16}})

@@ -47,6 +47,8 @@ def test_a_family_is_computed_as_lone_sequences_are(family: str) -> None:
     assert choice.kind == ("separate" if family in SEPARATE else "shared")
     separate = choose_packing("separate", proof, 512)
     assert separate.attention == ("eager" if family in EAGER else "sdpa") and "set by hand" in separate.why
+    assert bool(choice.undivided) == (family in SEPARATE), choice.undivided
+    assert bool(separate.undivided) == (family in SEPARATE or family in EAGER), separate.undivided
 
 
 def test_the_layer_type_that_a_packed_row_cannot_serve_is_named() -> None:
@@ -77,7 +79,8 @@ def test_what_nothing_proves_is_refused_with_what_differs() -> None:
     unproven = PackingProof("odd", (), unproven="cannot be built and run small: no head")
     with pytest.raises(UserError, match="nothing is proven for odd, because its architecture cannot be built"):
         choose_packing("auto", unproven, 512)
-    assert choose_packing("separate", unproven, 512).attention == "eager"
+    by_hand = choose_packing("separate", unproven, 512)
+    assert by_hand.attention == "eager" and by_hand.undivided == "nothing is proven for odd"
 
 
 def test_rotations_that_depend_on_the_longest_row_bound_the_context() -> None:
@@ -107,6 +110,7 @@ def test_recurrent_layers_and_convolutions_get_rows_of_their_own(kind: str, valu
     proof = prove(config)
     choice = choose_packing("auto", proof, 512)
     assert choice.kind == "separate" and f"shared is wrong for {kind}: layer 0 (" in choice.why
+    assert f"tokens of {kind} meet outside of what attention decides: layer 0 (" in choice.undivided
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from streamrl.config.optimizer import Recomputation
 from streamrl.controller.value_estimation import ValueEstimation
 from streamrl.errors import RunFailed
 from streamrl.rollouts.micro_batch import (
@@ -20,6 +22,7 @@ from streamrl.rollouts.micro_batch import (
 from streamrl.rollouts.rank_shares import balance
 from streamrl.training.critic import load_critic
 from streamrl.training.learner import Division
+from streamrl.training.objective import merged
 from streamrl.training.policy_model import load_policy
 from streamrl.training.tensor_parallel import plan_of
 from streamrl.training.trainer import Trainer
@@ -66,30 +69,32 @@ def _rank(
     algorithm: dict[str, Any],
     division: Division,
     batch: dict[str, Any],
+    recomputation: Recomputation,
 ) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     schedule = {"name": "stream", "sync_every": 2}
-    config = run_config(Path(model), algorithm=algorithm, schedule=schedule, batch=batch)
+    optimizer = {"lr": 1e-3, "max_grad_norm": 1e9, "gradient_checkpointing": recomputation}
+    config = run_config(Path(model), algorithm=algorithm, schedule=schedule, batch=batch, optimizer=optimizer)
     trainer = Trainer(config, model, CPU, division=division)
     if resume:
         trainer.load(Path(resume))
     for step in range(2):
         groups = random_groups(5, seed=step)
+        workers, worker = division.workers, rank // division.sharing
         if config.needs_estimates:
-            groups = _estimated(trainer, groups, ranks // division.layers, rank // division.layers)
-        workers, worker = ranks // division.layers, rank // division.layers
+            groups = _estimated(trainer, groups, workers, worker)
         shares = balance(groups, workers)
         if workers == 2 and step == 1:
             shares = [groups, []]  # one rank may have nothing to do, the other nothing to prepare
             trainer.accumulate(_prepared_by_others(trainer, worker, shares), is_last=True, reference_given=True)
         else:
             with patch.object(dist, "reduce_scatter_single", wraps=dist.reduce_scatter_single) as reduced:
-                trainer.accumulate(shares[worker][:1], is_last=False)
-                trainer.accumulate(shares[worker][1:], is_last=True)
+                first = trainer.accumulate(shares[worker][:1], is_last=False)
+                stats = merged([first, trainer.accumulate(shares[worker][1:], is_last=True)])
             reductions = reduced.call_count
         if step == 0:
-            gradient = torch.cat([workers * full(p.grad).flatten() for p in trainer.policy.parameters()])
+            gradient = torch.cat([division.averaged * full(p.grad).flatten() for p in trainer.policy.parameters()])
         for update in range(config.batch.updates):
             if update:
                 trainer.accumulate(shares[worker], is_last=True)
@@ -109,6 +114,7 @@ def _rank(
         torch.save(weights, directory / "weights.pt")
         torch.save(gradient, directory / "gradient.pt")
         (directory / "reductions").write_text(str(reductions))
+        (directory / "stats.json").write_text(json.dumps(asdict(stats)))
     dist.destroy_process_group()
 
 
@@ -120,6 +126,7 @@ def _spawn(
     resume: Path | None = None,
     division: Division | None = None,
     batch: dict[str, Any] | None = None,
+    recomputation: Recomputation = False,
 ) -> dict[str, torch.Tensor]:
     arguments = (
         ranks,
@@ -130,6 +137,7 @@ def _spawn(
         algorithm,
         division or Division(),
         batch or {},
+        recomputation,
     )
     run_ranks(ranks, _rank, *arguments)
     return torch.load(out / "weights.pt")
@@ -194,17 +202,51 @@ def test_two_ranks_equal_one_and_checkpoints_load_on_either(tiny_model: Path, tm
     same_updates(again, again_one, hybrid)
 
 
-def test_ranks_that_share_layers_equal_one_and_checkpoints_load_on_either(tmp_path: Path) -> None:
-    model = save_tiny_model(tmp_path / "model", kv_heads=2)
-    one = _spawn(1, model, tmp_path / "one", EVERYTHING)
+@dataclass(frozen=True)
+class Alone:
+    """What one rank has made of a model with two key-value heads."""
+
+    model: Path
+    run: Path
+    weights: Weights
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    folder = tmp_path_factory.mktemp("alone")
+    model = save_tiny_model(folder / "model", kv_heads=2)
+    return Alone(model, folder / "one", _spawn(1, model, folder / "one", EVERYTHING))
+
+
+def test_ranks_that_share_layers_equal_one_and_checkpoints_load_on_either(alone: Alone, tmp_path: Path) -> None:
+    model, one = alone.model, alone.weights
     shared = _spawn(2, model, tmp_path / "shared", EVERYTHING, division=Division(layers=2))
-    assert relative_error(gradient_of(tmp_path / "shared"), gradient_of(tmp_path / "one")) < 1e-5
+    assert relative_error(gradient_of(tmp_path / "shared"), gradient_of(alone.run)) < 1e-5
     same_updates(shared, one, start_of(model), 1e-2)  # sums over units are cut otherwise
     # its checkpoint on one rank, and on four: layers shared by two, in two shards
     again = _spawn(1, model, tmp_path / "again", EVERYTHING, tmp_path / "shared")
     both = _spawn(4, model, tmp_path / "both", EVERYTHING, tmp_path / "shared", Division(layers=2))
     assert relative_error(gradient_of(tmp_path / "both"), gradient_of(tmp_path / "again")) < 1e-5
     same_updates(both, again, shared, 1e-2)
+
+
+def test_ranks_that_share_rows_equal_one_and_checkpoints_load_on_either(alone: Alone, tmp_path: Path) -> None:
+    start = start_of(alone.model)
+    division, rows = Division(rows=2, reduction="micro_batch"), {"packing": "separate"}
+    pair = _spawn(2, alone.model, tmp_path / "pair", EVERYTHING, None, division, rows)
+    assert relative_error(gradient_of(tmp_path / "pair"), gradient_of(alone.run)) < 1e-5
+    same_updates(pair, alone.weights, start)
+    ours, theirs = (json.loads((run / "stats.json").read_text()) for run in (tmp_path / "pair", alone.run))
+    repeated = {"row_tokens", "flops"}  # prompts, in rows of their own
+    assert {name: ours[name] for name in theirs.keys() - repeated} == pytest.approx(
+        {name: theirs[name] for name in theirs.keys() - repeated}, rel=1e-5, abs=1e-4
+    )
+    # two pairs, from its checkpoint on; one of them has nothing to do in the second step
+    again = _spawn(1, alone.model, tmp_path / "again", EVERYTHING, tmp_path / "pair")
+    halves = tmp_path / "pair", Division(rows=2), {}, "selective"
+    pairs = _spawn(4, alone.model, tmp_path / "pairs", EVERYTHING, *halves)
+    assert relative_error(gradient_of(tmp_path / "pairs"), gradient_of(tmp_path / "again")) < 1e-5
+    same_updates(pairs, again, pair)
 
 
 def test_layers_that_cannot_be_shared_are_refused(tiny_model: Path) -> None:

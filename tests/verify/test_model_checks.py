@@ -106,8 +106,11 @@ def test_separate_rows_work_slower_and_neither_is_refused() -> None:
 
 def test_the_settings_of_a_run_are_tried_on_the_small_model() -> None:
     found = {one.check: one.verdict for one in check_settings(MistralConfig(), OWN)}
-    assert set(found) >= {"precision bfloat16", "gradient checkpointing", "sharding (FSDP)", "tensor parallel"}
+    ways = {"sharding (FSDP)", "tensor parallel", "sequence parallel"}
+    assert set(found) >= {"precision bfloat16", "gradient checkpointing"} | ways
     assert set(found.values()) == {"works"}, found
+    alone = check_settings(MistralConfig(), replace(OWN, undivided="tokens meet elsewhere"))[-1]
+    assert (alone.verdict, alone.reason) == ("refused", "tokens meet elsewhere")
 
 
 def test_small_models_differ_as_after_a_few_steps(tmp_path: Path) -> None:

@@ -1,0 +1,39 @@
+"""Checks whether the trainer's ranks can share rows of tokens (`trainer.sequence_parallel`) with a run's models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from scheduler.cost.model_shapes import undivided_heads
+from streamrl.config.algorithm import PPOConfig
+from streamrl.config.cluster import ClusterConfig
+from streamrl.config.run import RunConfig
+from streamrl.errors import UserError
+from streamrl.machine.model_files import resolve_model
+from streamrl.training.packing_choice import decide_packing
+
+
+def check_sequence_parallel(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
+    """Check that heads can be divided, and that tokens meet in attention alone, of the policy and of the critic."""
+    trainer = cluster.sites[cluster.trainer_site].trainer
+    assert trainer is not None
+    if trainer.sequence_parallel == 1:
+        return
+    asked = f"sites.{cluster.trainer_site}.trainer.sequence_parallel is {trainer.sequence_parallel}"
+    critic = run.algorithm.critic.path if isinstance(run.algorithm, PPOConfig) else None
+    for path in filter(None, (run.model.path, critic)):
+        try:
+            folder = resolve_model(path)
+            values = json.loads((Path(folder) / "config.json").read_text())
+            packing = decide_packing(run, folder)
+        except UserError:
+            continue  # reported by `check_model` and `check_packing`
+        values = values.get("text_config") or values
+        heads = values.get("num_attention_heads")
+        kv_heads = values.get("num_key_value_heads") or heads
+        if isinstance(heads, int) and (problem := undivided_heads(heads, kv_heads, trainer.sequence_parallel)):
+            yield f"{asked}: {problem} of {path}"
+        if packing is not None and packing.undivided:
+            yield f"{asked}, expected 1 for {path}: {packing.undivided}"
