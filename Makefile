@@ -1,6 +1,6 @@
 # make demo    train a real model on this machine, from nothing (six minutes after installation; MINUTES=15 MEMORY=8 to change that)
 # make test    style, types and tests (about a quarter of an hour)
-# make test-quick   the tests without vLLM, whole runs and ranks of a trainer (about three minutes)
+# make test-quick   the tests without vLLM, whole runs and ranks of a trainer (under three minutes)
 # make test-stress  whatever starts processes 10 times beside two busy processes (hours; FILES=... for some of it)
 # make test-browser  the dashboard in a headless browser (needs Chromium; PICTURES_OF=runs/demo renews docs/pictures/)
 # make test-trackers  TensorBoard, W&B, MLflow and Trackio with their real packages; dashboards and alerts (two minutes)
@@ -88,8 +88,9 @@ test: style
 	@$(MAKE) --no-print-directory -j 3 types audit test-quick
 	$(BIN)/python -m pytest -n 2 --durations 20 --dist loadfile --no-loadscope-reorder -m slow
 
+# one worker more than cores: a third of what the tests take is waiting
 test-quick: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m "not slow" --durations 10
+	$(BIN)/python -m pytest -n 3 -m "not slow" --durations 10
 
 test-stress: $(STAMP)
 	$(BIN)/python tools/stress.py --count $(or $(COUNT),10) $(FILES)
