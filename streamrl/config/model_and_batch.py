@@ -85,7 +85,7 @@ class BatchConfig(StrictModel):
     packing: Literal["auto", "shared", "separate"] = Field(
         "auto",
         description="shared: a prompt is computed once for all its completions; separate: every completion with its "
-        "prompt by the model's own attention, slower; auto: shared where it is proven for the model's architecture "
+        "prompt, slower; auto: shared where it is proven for the model's architecture "
         "(see `streamrl verify`), else separate",
     )
 

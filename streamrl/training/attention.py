@@ -23,6 +23,10 @@ SHARED_PREFIX = "streamrl_shared_prefix"
 SHARED_PREFIX_LONG = "streamrl_shared_prefix_long"
 """The same attention as GPUs and long rows compute it, on any device: to compare the formulas."""
 
+OWN_ROWS = "streamrl_own_rows"
+"""The same attention for completions that repeat their prompts: each is a sequence of its own in a row without padding
+(`hidden_states.py`)."""
+
 PLAIN_SCORES = 2**22
 """Most attention scores of a group (16 MB in fp32, for a moment) for which a CPU uses `PlainAttention`.
 
@@ -254,4 +258,5 @@ class Unpadded(torch.autograd.Function):
 
 
 AttentionInterface.register(SHARED_PREFIX, shared_prefix_attention)
+AttentionInterface.register(OWN_ROWS, shared_prefix_attention)
 AttentionInterface.register(SHARED_PREFIX_LONG, functools.partial(shared_prefix_attention, plain_scores=0))

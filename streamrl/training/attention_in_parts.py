@@ -2,6 +2,7 @@
 
     streamrl_shared_prefix_in_parts        packed rows, by `attention.py`
     streamrl_shared_prefix_long_in_parts   the same, as GPUs and long rows compute it
+    streamrl_own_rows_in_parts             the same for completions that repeat their prompts
     streamrl_sdpa_in_parts                 padded rows, by transformers' `sdpa`, with the model's own mask
 
 They are registered with transformers' attention interface, as the functions that they call.
@@ -19,14 +20,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from streamrl.training.attention import SHARED_PREFIX, SHARED_PREFIX_LONG, shared_prefix_attention
+from streamrl.training.attention import OWN_ROWS, SHARED_PREFIX, SHARED_PREFIX_LONG, shared_prefix_attention
 from streamrl.training.sequence_parallel import SequenceRanks
 
 RANKS = "sequence_ranks"
 """Argument of a trunk and its layers: the `SequenceRanks` that share its rows."""
 
 SDPA = "sdpa"
-IN_PARTS = {name: f"{name}_in_parts" for name in (SHARED_PREFIX, SHARED_PREFIX_LONG)} | {SDPA: "streamrl_sdpa_in_parts"}
+IN_PARTS = {name: f"{name}_in_parts" for name in (SHARED_PREFIX, SHARED_PREFIX_LONG, OWN_ROWS)} | {
+    SDPA: "streamrl_sdpa_in_parts"
+}
 """Name of the attention of shared rows, by that of rows which a rank has to itself."""
 
 
@@ -92,6 +95,7 @@ def _mask_of_whole_rows(
 
 
 AttentionInterface.register(IN_PARTS[SHARED_PREFIX], partial(_in_parts, shared_prefix_attention))
+AttentionInterface.register(IN_PARTS[OWN_ROWS], partial(_in_parts, shared_prefix_attention))
 AttentionInterface.register(
     IN_PARTS[SHARED_PREFIX_LONG], partial(_in_parts, partial(shared_prefix_attention, plain_scores=0))
 )

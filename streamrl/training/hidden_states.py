@@ -1,9 +1,11 @@
-"""Hidden states that predict the completion tokens of a batch, by one of two ways that give the same numbers.
+"""Hidden states that predict the completion tokens of a batch, by one of three ways that give the same numbers.
 
     shared      one packed row: a prompt is computed once for all its completions (`attention.py`). Right only for
                 layers that let the attention function decide what a token sees
-    separate    a padded row for each completion, its prompt included, through the model's own attention: right for any
-                causal language model, also with recurrent layers, but a prompt is computed once per completion
+    separate    a prompt is computed once per completion
+      own rows  every completion with its prompt is a sequence of one row without padding, by the same attention
+      padded    a padded row for each, through the model's own attention: right for any causal language model, also
+                with recurrent layers
 
 `packing_proof.py` decides which one a model gets. Either way, several ranks may share the rows: then each has the
 tokens of its part (`sequence_parallel.py`).
@@ -20,7 +22,8 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from streamrl.training.attention_in_parts import RANKS
+from streamrl.training.attention import OWN_ROWS
+from streamrl.training.attention_in_parts import IN_PARTS, RANKS
 from streamrl.training.packing import GroupLayout, PackedBatch
 from streamrl.training.router_replay import EXPERTS
 from streamrl.training.sequence_parallel import SequenceRanks, TokenShares, filled, local_places
@@ -66,6 +69,47 @@ def padded_rows(layout: tuple[GroupLayout, ...], multiple: int = 1) -> PaddedRow
     return PaddedRows(places, mask, torch.cat(sources), longest)
 
 
+@dataclass(frozen=True)
+class OwnRows:
+    """The completions of a batch, each with its prompt, as sequences of one row of L places without padding.
+
+    A completion's last token predicts nothing and is left out.
+    """
+
+    places: torch.Tensor
+    """Position in the packed row of each token, [L] int64; what fills the row up repeats the first token."""
+    positions: torch.Tensor
+    """Position of each token in its sequence, [L] int64."""
+    sources: torch.Tensor
+    """Place in [L] of the hidden state before each completion token, with a loss or without, [all of them] int64."""
+    layout: tuple[GroupLayout, ...]
+    """The sequences, as prompts without completions."""
+
+
+@lru_cache(maxsize=4)
+def own_rows(layout: tuple[GroupLayout, ...], parts: int = 1) -> OwnRows:
+    """Return the sequences of a packed batch; at least one, so that a batch without completions runs as well.
+
+    Args:
+        layout: layout of the batch.
+        parts: number of equal parts that the row is filled up to.
+    """
+    rows = padded_rows(layout)
+    lengths = rows.mask.sum(1)
+    ends = lengths.cumsum(0)
+    sequences = tuple(
+        GroupLayout(end - length, length, ()) for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)
+    )
+    filled_up, total = filled(sequences, int(ends[-1]), parts)
+    there = rows.mask.bool()
+    column = torch.arange(rows.places.shape[1])
+    fill = total - int(ends[-1])
+    places = torch.cat([rows.places[there], rows.places[:1, 0].expand(fill)])
+    positions = torch.cat([column.expand(there.shape)[there], torch.arange(fill)])
+    row, at = rows.sources // len(column), rows.sources % len(column)
+    return OwnRows(places, positions, (ends - lengths)[row] + at, filled_up)
+
+
 class PredictingStates(NamedTuple):
     """The last hidden states before the tokens with a loss that this rank computes."""
 
@@ -92,12 +136,13 @@ def predicting_states(
         trunk: the model without its head; with `separate: False` it has the attention of `attention.py`, with `ranks`
             that of `attention_in_parts.py`.
         batch: the packed batch.
-        separate: run every completion in a row of its own.
+        separate: run every completion in a row of its own: without padding if the trunk has the attention `OWN_ROWS`.
         experts: recorded experts of each token of the packed row (`router_replay.EXPERTS`); None: routers choose. The
             trunk must have been prepared by `RouterReplay`.
         ranks: the ranks that share the rows; None: this one has them to itself. Not together with `experts`.
     """
-    inputs, sources = (_separate_rows if separate else _packed_row)(batch, experts, 1 if ranks is None else ranks.size)
+    rows = (_own_rows if has_own_rows(trunk) else _padded_rows) if separate else _packed_row
+    inputs, sources = rows(batch, experts, 1 if ranks is None else ranks.size)
     columns = inputs["input_ids"].shape[1]
     shares = None
     if ranks is not None:
@@ -125,7 +170,31 @@ def _packed_row(batch: PackedBatch, experts: torch.Tensor | None, parts: int) ->
     return inputs, batch.source_index
 
 
-def _separate_rows(batch: PackedBatch, experts: torch.Tensor | None, parts: int) -> tuple[dict[str, Any], torch.Tensor]:
+def has_own_rows(trunk: nn.Module) -> bool:
+    """Return whether completions that repeat their prompts are computed without padding."""
+    name = getattr(getattr(trunk, "config", None), "_attn_implementation", "")
+    return name in (OWN_ROWS, IN_PARTS[OWN_ROWS])
+
+
+def _own_rows(batch: PackedBatch, experts: torch.Tensor | None, parts: int) -> tuple[dict[str, Any], torch.Tensor]:
+    """Return the trunk's arguments for sequences of their own, and the place in [L] before each token with a loss.
+
+    With several parts the row is filled up until these are equal.
+    """
+    rows, device = own_rows(batch.layout, parts), batch.input_ids.device
+    places = rows.places.to(device)
+    inputs: dict[str, Any] = {
+        "input_ids": batch.input_ids[:, places],
+        "position_ids": rows.positions[None].to(device),
+        "layout": rows.layout,
+    }
+    if experts is not None:
+        inputs[EXPERTS] = experts[places]
+    sources = rows.sources.to(device)
+    return inputs, sources if batch.with_loss is None else sources[batch.with_loss]
+
+
+def _padded_rows(batch: PackedBatch, experts: torch.Tensor | None, parts: int) -> tuple[dict[str, Any], torch.Tensor]:
     """Return the trunk's arguments for the padded rows, and the place in [B L] before each token with a loss, [N].
 
     With several parts the rows are filled up until these are equal.

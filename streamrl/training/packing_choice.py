@@ -89,8 +89,8 @@ def choose_packing(asked: Literal["auto"] | PackingKind, proof: PackingProof, ma
     own = f"{separate.attention}, {_figures(separate.logprob_error, separate.gradient_error)}"
     reason = "set by hand" if asked == "separate" else f"shared is wrong for {name}: {wrong}"
     undivided = wrong and f"tokens of {name} meet outside of what attention decides: {wrong}"
-    if not undivided and separate.attention != "sdpa":
-        undivided = f"the padded rows of {name} are computed by its {separate.attention} attention, not by sdpa"
+    if not undivided and separate.attention == "eager":
+        undivided = f"the padded rows of {name} are computed by its eager attention, not by sdpa"
     return Packing("separate", separate.attention, f"{reason}; {own}", undivided)
 
 

@@ -2,7 +2,8 @@
 
     reference   every sequence alone, through transformers' eager attention and its own head: the model's definition
     shared      packed groups with shared prompts, by both formulas of `attention.py`
-    separate    a padded row per completion, with transformers' `sdpa` or, where that leaves something out, `eager`
+    separate    each completion with its prompt in a row of its own: without padding, by `attention.py`; padded, with
+                transformers' `sdpa` or, where that leaves something out, `eager`
 
 All in fp32. Log-probabilities and gradients must agree to rounding, else the reason names the layer where they part.
 `packing_choice.py` keeps the result and decides by it.
@@ -21,8 +22,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
-from streamrl.training.attention import SHARED_PREFIX, SHARED_PREFIX_LONG
-from streamrl.training.hidden_states import padded_rows
+from streamrl.training.attention import OWN_ROWS, SHARED_PREFIX, SHARED_PREFIX_LONG
+from streamrl.training.hidden_states import own_rows, padded_rows
 from streamrl.training.packing import PackedBatch, pack
 from streamrl.training.packing_ways import PackingKind, PackingProof, PackingWay
 from streamrl.training.policy_model import Policy, in_training
@@ -37,6 +38,7 @@ TEMPERATURE = 0.8
 WAYS: tuple[tuple[PackingKind, str], ...] = (
     ("shared", SHARED_PREFIX),
     ("shared", SHARED_PREFIX_LONG),
+    ("separate", OWN_ROWS),
     ("separate", "sdpa"),
     ("separate", "eager"),
 )
@@ -162,7 +164,9 @@ def _compare(model: PreTrainedModel, kind: PackingKind, attention: str, referenc
     name, worst = _worst_gradient(gradients, reference.gradients)
     differs = ""
     if not largest <= LOGPROB_BOUND:
-        where = _first_layer_that_differs(model, layers.outputs, reference, separate)
+        separated = (own_rows if attention == OWN_ROWS else padded_rows)(reference.batch.layout).sources
+        sources = separated if separate else reference.batch.source_index
+        where = _first_layer_that_differs(model, layers.outputs, reference, sources)
         differs = f"{where}; log-probabilities differ by up to {largest:.2g} nats"
     elif not worst <= GRADIENT_BOUND:
         differs = f"the gradient of {name} differs by {worst:.1%}"
@@ -190,10 +194,16 @@ def _worst_gradient(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tenso
 
 
 def _first_layer_that_differs(
-    model: PreTrainedModel, outputs: Sequence[torch.Tensor], reference: _Reference, separate: bool
+    model: PreTrainedModel, outputs: Sequence[torch.Tensor], reference: _Reference, rows: torch.Tensor
 ) -> str:
-    """Name the first layer whose output differs, by its type in the configuration, else the head."""
-    rows = padded_rows(reference.batch.layout).sources if separate else reference.batch.source_index
+    """Name the first layer whose output differs, by its type in the configuration, else the head.
+
+    Args:
+        model: the model.
+        outputs: output of each layer.
+        reference: what it should be.
+        rows: place in an output before each completion token, [N].
+    """
     types = getattr(model.config.get_text_config(), "layer_types", None) or ()
     layers = _layers(model)
     for number, (ours, theirs) in enumerate(zip(outputs, reference.states, strict=False)):

@@ -19,8 +19,9 @@ from streamrl.config.optimizer import Recomputation
 from streamrl.errors import RunFailed
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, split_into_micro_batches, split_into_rows
 from streamrl.training import attention
-from streamrl.training.attention import PLAIN_SCORES, SHARED_PREFIX
-from streamrl.training.packing import ROW_MULTIPLE, pack
+from streamrl.training.attention import OWN_ROWS, PLAIN_SCORES, SHARED_PREFIX
+from streamrl.training.hidden_states import own_rows, padded_rows
+from streamrl.training.packing import ROW_MULTIPLE, GroupLayout, pack
 from streamrl.training.policy_model import in_training, load_policy
 from tests.training.conftest import random_groups, relative_error, with_masks
 
@@ -83,13 +84,13 @@ def test_entropy_is_that_of_the_full_distribution(tiny_model: Path) -> None:
     assert len(entropy) == -(-batch.loss_tokens // 8)
 
 
-@pytest.mark.parametrize("way", ["products", "kernels", "sdpa", "eager"])
+@pytest.mark.parametrize("way", ["products", "kernels", OWN_ROWS, "sdpa", "eager"])
 def test_recomputation_changes_no_gradient_and_selective_repeats_no_product(
     tiny_model: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way == "kernels":
         monkeypatch.setattr(attention, "PLAIN_SCORES", 0)
-    name = way if way in ("sdpa", "eager") else SHARED_PREFIX
+    name = SHARED_PREFIX if way in ("products", "kernels") else way
     batch = pack(random_groups(2))
     every: list[Recomputation] = [False, "selective", True]
     grads, flops = [], []
@@ -208,6 +209,28 @@ def test_rows_of_their_own_are_cut_by_their_padded_tokens() -> None:
     assert all((len(one) + 1) * max(two[0], *one) > 40 for one, two in itertools.pairwise(lengths))
     seen = [(g.group_id, id(s)) for part in parts for g in part for s in g.sequences]
     assert seen == [(g.group_id, id(s)) for g in groups for s in g.sequences]
+
+
+def test_rows_of_their_own_without_padding_have_the_tokens_of_the_padded_ones() -> None:
+    for groups, parts in ((random_groups(4), 1), (random_groups(9, samples=5), 1), (random_groups(9, samples=5), 4)):
+        layout = pack(groups).layout
+        own, padded = own_rows(layout, parts), padded_rows(layout)
+        assert len(own.places) == len(own.positions) == own.layout[-1].stop
+        assert len(own.places) % (parts * ROW_MULTIPLE) == 0
+        assert len(own.places) < int(padded.mask.sum()) + parts * ROW_MULTIPLE
+        for row, mask, sequence in zip(padded.places, padded.mask, own.layout, strict=False):
+            tokens = slice(sequence.start, sequence.stop)
+            assert torch.equal(own.places[tokens], row[mask.bool()]) and sequence.completion_lengths == ()
+            assert torch.equal(own.positions[tokens], torch.arange(sequence.prompt_length))
+        columns = padded.places.shape[1]
+        assert torch.equal(own.places[own.sources], padded.places.flatten()[padded.sources])
+        assert torch.equal(own.positions[own.sources], padded.sources % columns)
+        assert bool((own.sources.diff() > 0).all())
+
+
+def test_a_batch_without_completions_has_a_row_as_well() -> None:
+    own = own_rows((GroupLayout(0, 5, ()),))
+    assert len(own.places) == ROW_MULTIPLE and own.sources.numel() == 0
 
 
 def test_dropout_and_noise_of_training_are_off(tiny_model: Path) -> None:

@@ -21,6 +21,7 @@ from transformers import (
 
 from streamrl.errors import UserError
 from streamrl.training import merged_attention, packing_choice, packing_proof
+from streamrl.training.attention import OWN_ROWS
 from streamrl.training.packing_choice import choose_packing
 from streamrl.training.packing_choice import packing_proof as proof_of
 from streamrl.training.packing_proof import prove
@@ -40,15 +41,16 @@ def test_a_family_is_computed_as_lone_sequences_are(family: str) -> None:
     proof = prove(FAMILIES[family]())
     assert not proof.unproven and not proof.refuted
     wrong = {(way.kind, way.attention): way.differs for way in proof.ways if way.differs}
-    expected = {(kind, name) for kind, name in packing_proof.WAYS if kind == "shared" and family in SEPARATE}
+    packed = {way for way in packing_proof.WAYS if way[1] not in ("sdpa", "eager")}
+    expected = packed if family in SEPARATE else set()
     expected |= {("separate", "sdpa")} if family in EAGER else set()
     assert set(wrong) == expected, wrong
     choice = choose_packing("auto", proof, 512)
     assert choice.kind == ("separate" if family in SEPARATE else "shared")
     separate = choose_packing("separate", proof, 512)
-    assert separate.attention == ("eager" if family in EAGER else "sdpa") and "set by hand" in separate.why
+    assert separate.attention == ("sdpa" if family in SEPARATE else OWN_ROWS) and "set by hand" in separate.why
     assert bool(choice.undivided) == (family in SEPARATE), choice.undivided
-    assert bool(separate.undivided) == (family in SEPARATE or family in EAGER), separate.undivided
+    assert bool(separate.undivided) == (family in SEPARATE), separate.undivided
 
 
 def test_the_layer_type_that_a_packed_row_cannot_serve_is_named() -> None:
@@ -162,7 +164,7 @@ def test_a_wrong_formula_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merged_attention, "_share", lambda lse, total: torch.ones_like(lse).T[..., None])
     proof = prove(FAMILIES["Llama"]())
     wrong = {way.attention for way in proof.ways if way.differs}
-    assert wrong == {"streamrl_shared_prefix_long", "sdpa"}
+    assert wrong == {"streamrl_shared_prefix_long", "sdpa"}  # short rows of their own are computed by products
     assert "layer 0 (LlamaDecoderLayer) differs" in next(way.differs for way in proof.ways if way.differs)
 
 

@@ -19,7 +19,7 @@ from streamrl.config.optimizer import Recomputation
 from streamrl.errors import RunFailed, UserError
 from streamrl.machine.router_shape import RouterShape, shape_of
 from streamrl.rollouts.micro_batch import TrainGroup, split_into_micro_batches
-from streamrl.training.attention import SHARED_PREFIX
+from streamrl.training.attention import OWN_ROWS, SHARED_PREFIX
 from streamrl.training.packing import pack
 from streamrl.training.packing_proof import GRADIENT_BOUND, LOGPROB_BOUND, proof_groups, small_model
 from streamrl.training.policy_model import Policy, in_training
@@ -159,7 +159,7 @@ def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor],
         assert float((ours[name] - one).norm()) <= bound * (float(one.norm()) + 1e-3 * largest), name
 
 
-@pytest.mark.parametrize("attention", [SHARED_PREFIX, "eager"])
+@pytest.mark.parametrize("attention", [SHARED_PREFIX, OWN_ROWS, "eager"])
 @pytest.mark.parametrize("family", REPLAYED)
 def test_packed_or_apart_every_pass_has_the_recorded_experts_and_their_gradient(family: str, attention: str) -> None:
     shape, groups = recorded(family)

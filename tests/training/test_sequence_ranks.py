@@ -15,7 +15,7 @@ from torch import nn
 
 from streamrl.config.optimizer import Recomputation
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
-from streamrl.training.attention import SHARED_PREFIX, SHARED_PREFIX_LONG
+from streamrl.training.attention import OWN_ROWS, SHARED_PREFIX, SHARED_PREFIX_LONG
 from streamrl.training.attention_in_parts import IN_PARTS, SDPA
 from streamrl.training.critic import Critic
 from streamrl.training.packing import pack
@@ -65,13 +65,19 @@ class Errors:
     gradient: float
 
 
-REFUSED = {("Gemma 2", SDPA), ("gpt-oss", SDPA), ("Qwen3-Next", SDPA), ("Qwen3-Next", SHARED_PREFIX)}
+REFUSED = {
+    ("Gemma 2", SDPA),
+    ("gpt-oss", SDPA),
+    ("Qwen3-Next", SDPA),
+    ("Qwen3-Next", SHARED_PREFIX),
+    ("Qwen3-Next", OWN_ROWS),
+}
 """Families and packings that `choose_packing` says ranks cannot share (`test_packing_proof.py`)."""
 CASES = {
     2: {
         **{
             f"{family}, {attention}": Case(family, attention)
-            for family, attention in itertools.product(FAMILIES, (SHARED_PREFIX, SDPA))
+            for family, attention in itertools.product(FAMILIES, (SHARED_PREFIX, OWN_ROWS, SDPA))
             if (family, attention) not in REFUSED
         },
         "shared prompts in fp64": Case(dtype=torch.float64),
@@ -121,7 +127,7 @@ def _errors(case: Case, ranks: SequenceRanks) -> Errors:
     model = in_training(small_model(FAMILIES[case.family]()), case.recomputation).to(case.dtype)
 
     def wrapped(ranks: SequenceRanks | None) -> nn.Module:
-        separate = case.attention == SDPA
+        separate = case.attention in (SDPA, OWN_ROWS)
         model.set_attn_implementation(case.attention if ranks is None else IN_PARTS[case.attention])
         if not case.critic:
             return Policy(model, separate, ranks=ranks)
