@@ -95,10 +95,10 @@ def beside(count: int) -> Iterator[None]:
             process.wait()
 
 
-def run(files: list[str], workers: int, number: int) -> dict[str, bool]:
+def run(files: list[str], workers: int, number: int, kept: Path) -> dict[str, bool]:
     """Run the tests of these files once, the tests of a file by one worker, as `make test` does."""
-    KEPT.mkdir(parents=True, exist_ok=True)
-    report, log = KEPT / "report.xml", KEPT / f"round-{number}.log"
+    kept.mkdir(parents=True, exist_ok=True)
+    report, log = kept / "report.xml", kept / f"round-{number}.log"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", *files, "-p", "no:cacheprovider", f"--junitxml={report}"]
     command += ["-n", f"{workers}", "--dist", "loadfile", "--no-loadscope-reorder", "-o", "junit_family=xunit1"]
@@ -117,7 +117,7 @@ def run(files: list[str], workers: int, number: int) -> dict[str, bool]:
     failed = [test for test, passed in found.items() if not passed]
     print(f"{number:3}: {len(found)} tests, {time.monotonic() - began:.0f} s, {len(failed)} failed", flush=True)
     for test in failed:
-        print(f"    {test} (see {log.relative_to(ROOT)})", flush=True)
+        print(f"    {test} (see {log})", flush=True)
     report.unlink(missing_ok=True)
     if not failed:
         log.unlink()
@@ -131,6 +131,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=10, help="runs of each file (default: 10)")
     parser.add_argument("--busy", type=int, default=2, help="busy processes meanwhile (default: 2)")
     parser.add_argument("--workers", type=int, default=2, help="tests that run at once (default: 2)")
+    parser.add_argument("--kept", type=Path, default=KEPT, help="folder for the output of rounds with failures")
     parser.add_argument("--list", action="store_true", help="only list the files")
     args = parser.parse_args()
     files = args.files or files_that_start_processes()
@@ -141,7 +142,7 @@ def main() -> int:
     try:
         with beside(args.busy):
             for number in range(1, args.count + 1):
-                found.add(run(files, args.workers, number))
+                found.add(run(files, args.workers, number, args.kept))
     except KeyboardInterrupt:
         print("stopped; so far:")
     print(found.table())
