@@ -66,7 +66,7 @@ class MemoryShape:
     def consistent(self) -> bool:
         """Whether the trainer's ranks can be divided like this."""
         heads, kv_heads, sharing = self.model.heads, self.model.kv_heads, self.sequence_parallel
-        one_way = sharing == 1 or self.tensor_parallel == 1
+        one_way = sharing == 1 or (self.tensor_parallel == 1 and self.model.attends_alone)
         return one_way and self.ranks // self.nodes % sharing == 0 and not undivided_heads(heads, kv_heads, sharing)
 
 

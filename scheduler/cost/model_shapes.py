@@ -10,6 +10,8 @@ from typing import Any
 from scheduler.cost.decode import ModelShape
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+OTHER_LAYERS = ("mamba", "ssm", "conv", "linear_", "lru_", "block_types", "layers_block_type", "hybrid_")
+"""Beginnings of the keys of a `config.json` that describe recurrent layers or convolutions."""
 """Keys of a `config.json` that make a model a mixture of experts."""
 
 
@@ -28,6 +30,8 @@ class Transformer:
     tied: bool
     """Whether the output head is the embedding."""
     source: str
+    attends_alone: bool = True
+    """Whether tokens meet in attention and nowhere else, as far as the configuration says."""
 
     def __post_init__(self) -> None:
         for key in ("layers", "hidden", "heads", "kv_heads", "head_size", "intermediate", "vocabulary"):
@@ -95,7 +99,18 @@ class Transformer:
         kv_heads = values.get("num_key_value_heads") or heads
         size = values.get("head_dim") or hidden // heads
         tied = bool(values.get("tie_word_embeddings", False))
-        return cls(name, layers, hidden, heads, kv_heads, size, intermediate, vocabulary, tied, "its config.json")
+        alone = _attends_alone(values)
+        return cls(
+            name, layers, hidden, heads, kv_heads, size, intermediate, vocabulary, tied, "its config.json", alone
+        )
+
+
+def _attends_alone(values: Mapping[str, Any]) -> bool:
+    """Return whether a `config.json` speaks of no layers but those in which tokens meet in attention."""
+    types = values.get("layer_types") or ()
+    if any("attention" not in str(kind) or "linear" in str(kind) for kind in types):
+        return False
+    return not any(value and key.startswith(OTHER_LAYERS) for key, value in values.items())
 
 
 def undivided_heads(heads: int, kv_heads: int, ranks: int) -> str:

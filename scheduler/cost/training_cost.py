@@ -197,7 +197,9 @@ def sequence_parallel_degrees(device: Device, model: Transformer) -> list[int]:
     return [
         sharing
         for sharing in TENSOR_PARALLEL
-        if 1 < sharing <= device.per_machine and not undivided_heads(model.heads, model.kv_heads, sharing)
+        if model.attends_alone
+        and 1 < sharing <= device.per_machine
+        and not undivided_heads(model.heads, model.kv_heads, sharing)
     ]
 
 

@@ -224,21 +224,27 @@ def _split_group(group: TrainGroup, max_tokens: int) -> list[TrainGroup]:
     return parts
 
 
-def split_into_rows(groups: list[TrainGroup], max_tokens: int) -> list[list[TrainGroup]]:
-    """Cut groups into runs whose completions, each in a padded row with its prompt, take at most `max_tokens`.
+def split_into_rows(groups: list[TrainGroup], max_tokens: int, padded: bool = True) -> list[list[TrainGroup]]:
+    """Cut groups into runs whose completions, each in a row with its prompt, take at most `max_tokens`.
 
     Their order is kept, every sequence appears exactly once, and one that is longer has a run of its own, as have the
     rows of an episode that must stay together (`TrainGroup.trajectory`).
+
+    Args:
+        groups: the groups.
+        max_tokens: most tokens of a run.
+        padded: whether rows are as long as the longest one of their run.
     """
     batches: list[list[TrainGroup]] = []
-    longest = rows = 0
+    longest = rows = used = 0
     for unit in (unit for one in units_of(groups) for unit in _single_rows(one)):
         lengths = [len(one.prompt_tokens) + len(seq.completion_tokens) for one in unit for seq in one.sequences]
-        if not batches or (rows + len(lengths)) * max(longest, *lengths) > max_tokens:
+        tokens = (rows + len(lengths)) * max(longest, *lengths) if padded else used + sum(lengths)
+        if not batches or tokens > max_tokens:
             batches.append([])
-            longest = rows = 0
+            longest = rows = used = 0
         batches[-1] += unit
-        longest, rows = max(longest, *lengths), rows + len(lengths)
+        longest, rows, used = max(longest, *lengths), rows + len(lengths), used + sum(lengths)
     return [_joined_again(batch) for batch in batches]
 
 

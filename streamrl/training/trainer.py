@@ -39,6 +39,7 @@ from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, split_into_
 from streamrl.rollouts.types import FloatArray
 from streamrl.training.agreements import agreed_packing
 from streamrl.training.critic import Critic, load_critic
+from streamrl.training.hidden_states import has_own_rows
 from streamrl.training.host_offload import HostOffload
 from streamrl.training.learner import AnyLearner, Division, Learner, compute_type, copy_weights, reshard, shard
 from streamrl.training.learning_rate import learning_rate, warm_up
@@ -143,7 +144,9 @@ class Trainer:
         self._nothing = pack([NOTHING]).to(device)
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         """Stream of the copies to a GPU."""
-        self._separate = self.policy.separate or (self.critic is not None and self.critic.model.separate)
+        computing: list[Policy | Critic] = [self.policy, *([] if self.critic is None else [self.critic.model])]
+        self._separate = any(one.separate for one in computing)
+        self._padded = any(one.separate and not has_own_rows(one.model) for one in computing)
         self._offload = HostOffload()
         self._micro_batches = 0
         """Micro-batches accumulated for the next step."""
@@ -205,7 +208,7 @@ class Trainer:
                 that more tokens and several passes may come of it.
         """
         rows = self.run.batch.micro_batch_tokens
-        parts = split_into_rows(groups, rows) if self._separate else [groups] if groups else []
+        parts = split_into_rows(groups, rows, self._padded) if self._separate else [groups] if groups else []
         return pack_share(parts, self.device, self._copies)
 
     def accumulate(

@@ -19,7 +19,7 @@ from streamrl.training.tensor_parallel import plan_of
 from streamrl.verify.findings import Finding
 
 PACKING = "packing"
-SHARING = (2, 4, 8)
+SHARING = range(2, 9)
 """Numbers of ranks of a machine that may share rows."""
 ROUNDING = 0.5
 """Largest mean difference of log-probabilities in bf16, in nats, that counts as rounding in a small random model."""
@@ -108,5 +108,5 @@ def _sequence_parallel(config: PretrainedConfig, packing: Packing) -> Finding:
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     possible = [str(ranks) for ranks in SHARING if not undivided_heads(heads, kv_heads, ranks)]
     if not possible:
-        return Finding(name, "refused", f"its {heads} attention heads cannot be divided", optional=True)
+        return Finding(name, "refused", f"its {heads} attention heads cannot be divided by 2 to 8 ranks", optional=True)
     return Finding(name, "works", f"its heads can be divided by {', '.join(possible)} ranks", optional=True)

@@ -102,7 +102,9 @@ def test_norms_that_do_not_fit_are_left_to_vllm() -> None:
     assert not rms_norm.supports_args(x, weight, 1e-5, 8)
     assert not rms_norm.supports_args(x.bfloat16(), weight, 1e-5)
     assert not rms_norm.supports_args(x.half(), weight.half(), 1e-5)
-    assert not rms_norm.supports_args(x.T, weight[:3], 1e-5)
+    assert not rms_norm.supports_args(torch.randn(8, 16).T, weight[:8], 1e-5)
+    assert not rms_norm.supports_args(torch.randn(3, 100), torch.randn(100), 1e-5)  # they refuse such a size
+    assert not fused_add_rms_norm.supports_args(x.bfloat16(), x, weight.bfloat16(), 1e-5)
     assert not fused_add_rms_norm.supports_args(x, torch.randn(64, 3).T, weight, 1e-5)
 
 

@@ -93,5 +93,7 @@ def test_ranks_that_share_rows_are_proposed_where_they_can() -> None:
     assert smallest_change(LONG) == f"trainer.ranks: 2 with {asked}"
     assert smallest_change(replace(LONG, ranks=2, tensor_parallel=2)) == "trainer.ranks: 4", "not both"
     assert smallest_change(replace(LONG, ranks=2, nodes=2)) == f"trainer.ranks: 4 with {asked}"
+    hybrid = replace(MODEL, attends_alone=False)
+    assert smallest_change(replace(LONG, model=hybrid, ranks=4)).startswith("model.max_context")
     odd = replace(MODEL, heads=9, kv_heads=3)
     assert smallest_change(replace(LONG, model=odd, ranks=4)).startswith("model.max_context")

@@ -207,6 +207,10 @@ def test_rows_of_their_own_are_cut_by_their_padded_tokens() -> None:
     lengths = [[len(g.prompt_tokens) + len(s.completion_tokens) for g in part for s in g.sequences] for part in parts]
     assert all(len(part) * max(part) <= 40 or len(part) == 1 for part in lengths)
     assert all((len(one) + 1) * max(two[0], *one) > 40 for one, two in itertools.pairwise(lengths))
+    without = split_into_rows(groups, max_tokens=40, padded=False)
+    lengths = [[len(g.prompt_tokens) + len(s.completion_tokens) for g in part for s in g.sequences] for part in without]
+    assert all(sum(part) <= 40 or len(part) == 1 for part in lengths) and len(without) < len(parts)
+    assert all(sum(one) + two[0] > 40 for one, two in itertools.pairwise(lengths))
     seen = [(g.group_id, id(s)) for part in parts for g in part for s in g.sequences]
     assert seen == [(g.group_id, id(s)) for g in groups for s in g.sequences]
 

@@ -15,12 +15,14 @@ from streamrl.generation.instance.engine_variables import NORMS
 
 TYPES = (torch.float32, torch.bfloat16)
 """Types for which the C functions were tried."""
+MULTIPLE = 8
+"""The C functions take sizes that are multiples of this."""
 
 
 def _fits(x: torch.Tensor, weight: torch.Tensor | None, variance_size: int | None) -> bool:
     """Return whether the C functions support these arguments; they need contiguous rows."""
     alike = weight is None or weight.dtype == x.dtype
-    return variance_size is None and alike and x.dtype in TYPES and x.is_contiguous()
+    return variance_size is None and alike and x.dtype in TYPES and x.shape[-1] % MULTIPLE == 0 and x.is_contiguous()
 
 
 def _normalized(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, out: torch.Tensor) -> torch.Tensor:
@@ -40,7 +42,7 @@ def rms_norm(
 @ir.ops.fused_add_rms_norm.register_impl(
     NORMS,
     supports_args=lambda x, x_residual, weight, epsilon, variance_size=None: (
-        _fits(x, weight, variance_size) and _fits(x_residual, None, None)
+        _fits(x, weight, variance_size) and _fits(x_residual, None, None) and x.dtype == x_residual.dtype
     ),
     inplace=True,
 )
