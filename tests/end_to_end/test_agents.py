@@ -101,12 +101,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, str]:
     def done(state: str) -> int:
         return Ledger(run_dir / "ledger.sqlite").counts().get(state, 0)
 
-    def kin(role: str) -> psutil.Process:
+    def kin(word: str) -> psutil.Process:
         started = psutil.Process(process.pid).children(recursive=True)
-        return next(one for one in started if ROLES in (line := one.cmdline()) and role in line)
+        return next(one for one in started if ROLES in (line := one.cmdline()) and word in line)
 
     wait_for(lambda: (run_dir / "ledger.sqlite").exists() and done("scored") > 2, 400, process)
-    kin("instance").kill()
+    kin("here-regular-0").kill()  # by its name: pids come in order of their start only until they begin anew
     wait_for(
         lambda: (run_dir / "metrics.jsonl").exists() and bool(read_metrics(run_dir / "metrics.jsonl")), 400, process
     )

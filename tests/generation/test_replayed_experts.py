@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,21 +75,30 @@ async def draw(engine: Engine, folder: Path, second: Path) -> tuple[object, ...]
         assert isinstance(drawn, Sample)
         return drawn
 
-    async def running(name: str) -> None:
-        await until(lambda: engine.produced().get(name, 0) >= 5)
+    async def running(prompt: int) -> AsyncIterator[tuple[SampleRequest, asyncio.Task[Sample | PartialSample]]]:
+        """Requests that are running now: an engine may be done with one before anybody looks, so there are several."""
+        for number in range(20, 60):
+            asked = request(number, prompt)
+            begun = asyncio.create_task(engine.generate(asked, "regular"))
+            await until(lambda name=asked.sample_id, begun=begun: begun.done() or engine.produced().get(name, 0) >= 5)
+            if not begun.done():
+                yield asked, begun
+                await begun
+        raise AssertionError("40 requests have ended before anybody looked")
 
     await engine.set_up_weights({"directory": str(folder)}, 0)
     await engine.warm_up()
     siblings = [await sample(request(n)) for n in range(2)]
     crowd = await asyncio.gather(*(sample(request(10 + n, prompt=n + 1)) for n in range(4)))
 
-    asked = request(20, prompt=5)
-    begun = asyncio.create_task(engine.generate(asked, "regular"))
-    await running(asked.sample_id)
-    [(start, reported)] = engine.progress({})
+    async for asked, begun in running(5):
+        told = engine.progress({})
+        await engine.release(asked.sample_id)
+        kept = await begun
+        if isinstance(kept, PartialSample) and told:
+            break
+    [(start, reported)] = told
     assert start == 0
-    await engine.release(asked.sample_id)
-    kept = await begun
     assert isinstance(kept, PartialSample) and 0 < len(kept.completion_tokens) < TOKENS
     moved = await sample(SampleRequest(**asked.__dict__ | {"kept": kept}))
     lost = PartialSample(**kept.__dict__ | {"experts": None})
@@ -98,10 +107,11 @@ async def draw(engine: Engine, folder: Path, second: Path) -> tuple[object, ...]
     weights = list(AutoModelForCausalLM.from_pretrained(second, dtype=torch.bfloat16).named_parameters())
     manifest, buffer = lay_out(1, weights)
     fill(WeightStore(folder), manifest, buffer)
-    asked = request(30, prompt=6)
-    begun = asyncio.create_task(engine.generate(asked, "regular"))
-    await running(asked.sample_id)
-    await engine.pause("recompute_kv", 1)
+    async for _, begun in running(6):
+        await engine.pause("recompute_kv", 1)
+        if not begun.done():
+            break
+        await engine.resume()
     await engine.start_weight_update()
     await engine.update_weights({"number": 1, "content_hash": manifest.version.content_hash})
     await engine.finish_weight_update(1)
