@@ -10,9 +10,9 @@ from typing import Any
 from scheduler.cost.decode import ModelShape
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of a `config.json` that make a model a mixture of experts."""
 OTHER_LAYERS = ("mamba", "ssm", "conv", "linear_", "lru_", "block_types", "layers_block_type", "hybrid_")
 """Beginnings of the keys of a `config.json` that describe recurrent layers or convolutions."""
-"""Keys of a `config.json` that make a model a mixture of experts."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,8 @@ class Transformer:
         kv_heads = values.get("num_key_value_heads") or heads
         size = values.get("head_dim") or hidden // heads
         tied = bool(values.get("tie_word_embeddings", False))
-        alone = _attends_alone(values)
-        return cls(
-            name, layers, hidden, heads, kv_heads, size, intermediate, vocabulary, tied, "its config.json", alone
-        )
+        source, alone = "its config.json", _attends_alone(values)
+        return cls(name, layers, hidden, heads, kv_heads, size, intermediate, vocabulary, tied, source, alone)
 
 
 def _attends_alone(values: Mapping[str, Any]) -> bool:
@@ -113,12 +111,18 @@ def _attends_alone(values: Mapping[str, Any]) -> bool:
     return not any(value and key.startswith(OTHER_LAYERS) for key, value in values.items())
 
 
-def undivided_heads(heads: int, kv_heads: int, ranks: int) -> str:
+def undivided_heads(heads: int, kv_heads: int | None, ranks: int) -> str:
     """Return why ranks cannot share attention's heads (`trainer.sequence_parallel`); '': they can.
 
     Each rank takes as many query heads, and the key-value heads that these use. Where there are fewer of the latter
     than ranks, several ranks get the same one.
+
+    Args:
+        heads: query heads.
+        kv_heads: key-value heads; None or 0, as a configuration may leave them out: as many.
+        ranks: ranks that share rows.
     """
+    kv_heads = kv_heads or heads
     if heads % ranks:
         return f"expected a divisor of the {heads} attention heads"
     if kv_heads % ranks and ranks % kv_heads:

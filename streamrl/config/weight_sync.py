@@ -36,6 +36,20 @@ class WeightPath:
     """What of it has never been run on GPUs, and what has run in its place; '': nothing that is its own."""
 
 
+def _pushed(summary: str, name: str, kind: str, *, one_machine: bool = False, untried: str = "") -> WeightPath:
+    """Return a path on which the trainer pushes: these differ in their communicators, each in a module of its name."""
+    return WeightPath(
+        summary,
+        engine=f"streamrl_{name}",
+        fetched=False,
+        module="streamrl.weights.backends.broadcast",
+        engine_class=("streamrl.weights.backends.vllm_broadcast", "BroadcastWeightTransferEngine"),
+        communicator=(f"streamrl.weights.backends.{name}", f"{kind}Communicator"),
+        one_machine=one_machine,
+        untried=untried,
+    )
+
+
 WEIGHT_PATHS = {
     "stream": WeightPath(
         "over ZeroMQ to one relay per site",
@@ -45,30 +59,17 @@ WEIGHT_PATHS = {
         engine_class=("streamrl.weights.backends.vllm_store", "StoreWeightTransferEngine"),
         eight_bits=True,
     ),
-    "gloo": WeightPath(
-        "broadcast by gloo into a group of trainer and instances, inside one site",
-        engine="streamrl_gloo",
-        fetched=False,
-        module="streamrl.weights.backends.broadcast",
-        engine_class=("streamrl.weights.backends.vllm_broadcast", "BroadcastWeightTransferEngine"),
-        communicator=("streamrl.weights.backends.gloo", "GlooCommunicator"),
-    ),
-    "nccl": WeightPath(
+    "gloo": _pushed("broadcast by gloo into a group of trainer and instances, inside one site", "gloo", "Gloo"),
+    "nccl": _pushed(
         "the same by NCCL between GPUs, which has not been run so far",
-        engine="streamrl_nccl",
-        fetched=False,
-        module="streamrl.weights.backends.broadcast",
-        engine_class=("streamrl.weights.backends.vllm_broadcast", "BroadcastWeightTransferEngine"),
-        communicator=("streamrl.weights.backends.nccl", "NcclCommunicator"),
+        "nccl",
+        "Nccl",
         untried="broadcast by NCCL; gloo, which differs in the communicator alone, has run on CPUs",
     ),
-    "ipc": WeightPath(
+    "ipc": _pushed(
         "the same through memory that the processes of one machine share; on GPUs, by CUDA IPC, it has not been run",
-        engine="streamrl_ipc",
-        fetched=False,
-        module="streamrl.weights.backends.broadcast",
-        engine_class=("streamrl.weights.backends.vllm_broadcast", "BroadcastWeightTransferEngine"),
-        communicator=("streamrl.weights.backends.ipc", "IpcCommunicator"),
+        "ipc",
+        "Ipc",
         one_machine=True,
         untried="GPU memory shared by CUDA IPC handles; the same protocol has run with host memory, on CPUs",
     ),

@@ -32,8 +32,8 @@ def check_sequence_parallel(cluster: ClusterConfig, run: RunConfig) -> Iterable[
             continue  # reported by `check_model` and `check_packing`
         values = values.get("text_config") or values
         heads = values.get("num_attention_heads")
-        kv_heads = values.get("num_key_value_heads") or heads
-        if isinstance(heads, int) and (problem := undivided_heads(heads, kv_heads, trainer.sequence_parallel)):
+        kv_heads, ranks = values.get("num_key_value_heads"), trainer.sequence_parallel
+        if isinstance(heads, int) and (problem := undivided_heads(heads, kv_heads, ranks)):
             yield f"{asked}: {problem} of {path}"
         if packing is not None and packing.undivided:
             yield f"{asked}, expected 1 for {path}: {packing.undivided}"

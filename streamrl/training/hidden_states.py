@@ -190,8 +190,7 @@ def _own_rows(batch: PackedBatch, experts: torch.Tensor | None, parts: int) -> t
     }
     if experts is not None:
         inputs[EXPERTS] = experts[places]
-    sources = rows.sources.to(device)
-    return inputs, sources if batch.with_loss is None else sources[batch.with_loss]
+    return inputs, _with_loss(rows.sources, batch)
 
 
 def _padded_rows(batch: PackedBatch, experts: torch.Tensor | None, parts: int) -> tuple[dict[str, Any], torch.Tensor]:
@@ -209,5 +208,10 @@ def _padded_rows(batch: PackedBatch, experts: torch.Tensor | None, parts: int) -
     }
     if experts is not None:
         inputs[EXPERTS] = experts[places.flatten()]
-    sources = rows.sources.to(device)
-    return inputs, sources if batch.with_loss is None else sources[batch.with_loss]
+    return inputs, _with_loss(rows.sources, batch)
+
+
+def _with_loss(sources: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """Return those of all completion tokens' values that belong to tokens with a loss, on the batch's device, [N]."""
+    sources = sources.to(batch.input_ids.device)
+    return sources if batch.with_loss is None else sources[batch.with_loss]

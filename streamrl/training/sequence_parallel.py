@@ -80,8 +80,7 @@ def check_heads(config: PretrainedConfig, ranks: int) -> None:
         RunFailed: they cannot (`undivided_heads`).
     """
     text = config.get_text_config()
-    heads = text.num_attention_heads
-    if problem := undivided_heads(heads, getattr(text, "num_key_value_heads", None) or heads, ranks):
+    if problem := undivided_heads(text.num_attention_heads, getattr(text, "num_key_value_heads", None), ranks):
         raise RunFailed(f"trainer.sequence_parallel is {ranks}: {problem} of {text.model_type}")
 
 

@@ -104,8 +104,7 @@ def _sequence_parallel(config: PretrainedConfig, packing: Packing) -> Finding:
     name, text = "sequence parallel", config.get_text_config()
     if packing.undivided:
         return Finding(name, "refused", packing.undivided, optional=True)
-    heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None)
     possible = [str(ranks) for ranks in SHARING if not undivided_heads(heads, kv_heads, ranks)]
     if not possible:
         return Finding(name, "refused", f"its {heads} attention heads cannot be divided by 2 to 8 ranks", optional=True)

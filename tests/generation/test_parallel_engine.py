@@ -192,7 +192,7 @@ class PushingTrainer:
 def test_a_mixture_pushed_to_two_workers_is_in_each_what_the_stream_path_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a group that broke in the middle, too."""
+    """This holds for a push after a group that broke in the middle as well."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     first, second = save_small_models(FAMILIES["Qwen3-MoE"](), tmp_path)
     expected = digests_of_stream(first, second, WeightStore(tmp_path / "store"))

@@ -9,4 +9,4 @@ __all__ = ["DrafterWorker", "DraftingGroupWorker", "GroupWorker"]
 
 
 class DraftingGroupWorker(DrafterWorker, GroupWorker):
-    """For a drafter, and weights that the trainer pushes."""
+    """Extension for an instance with a drafter whose weights the trainer pushes."""

@@ -42,7 +42,7 @@ class SlotsOffer(msgspec.Struct, frozen=True):
     size: int
     """Bytes of each slot."""
     handles: list[CudaHandle] = []
-    """Of each slot on a GPU."""
+    """What opens each slot on a GPU; []: they are in host memory."""
 
 
 class SharedSlots(ABC):
