@@ -149,8 +149,9 @@ def _bubblewrap_options() -> list[str]:
     folders = [word for path in dict.fromkeys(shown) for word in ("--ro-bind-try", path, path)]
     return [
         *("--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
+        *("--tmpfs", "/tmp"),  # first, as this Python may be below it
         *folders,
-        *("--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--chdir", "/tmp"),
+        *("--proc", "/proc", "--dev", "/dev", "--chdir", "/tmp"),
     ]
 
 
