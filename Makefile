@@ -93,7 +93,7 @@ test-quick: $(STAMP)
 	$(BIN)/python -m pytest -n 3 -m "not slow" --durations 10
 
 test-stress: $(STAMP)
-	$(BIN)/python tools/stress.py --count $(or $(COUNT),10) $(FILES)
+	$(BIN)/python tools/stress.py --count $(or $(COUNT),10) $(if $(RECORD),--record $(RECORD)) $(FILES)
 
 test-environments: $(STAMP)
 	STREAMRL_TEST_ENVIRONMENTS=build/environments $(BIN)/python -m pytest tests/environments/test_real_environments.py

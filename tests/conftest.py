@@ -14,6 +14,7 @@ from tests import warm
 from tests.leaks import Leaks
 from tests.waiting import scaled, slowness
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for each other keep busy the cores of other tests
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -68,9 +69,6 @@ the order in which they run.
 Those that take longest come first: a worker of pytest-xdist (`--dist loadfile --no-loadscope-reorder`) that has
 finished a file takes the next one, so both end at about the same time. A file's fixtures are made once.
 """
-COLD = ("generation/test_engine.py", "generation/test_speculating_engine.py")
-"""Slow files whose engines start in the ordinary way: those of the template (`tests/warm.py`) compute on one thread, so
-fast that requests may end before the update that should meet them."""
 ELSEWHERE = (
     "dashboard/test_in_browser.py",
     "environments/test_real_environments.py",
@@ -124,7 +122,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.fixture(scope="module", autouse=True)
 def _spawned_warm(request: pytest.FixtureRequest) -> Iterator[None]:
     """Let vLLM's engines, trainer ranks and the like begin with everything imported, in files that start many."""
-    if request.path.relative_to(TESTS).as_posix() not in set(SLOW) - set(COLD):
+    if request.path.relative_to(TESTS).as_posix() not in SLOW:
         yield
         return
     with warm.multiprocessing_warm():

@@ -6,6 +6,8 @@ import contextlib
 import os
 from collections.abc import Iterator
 
+import psutil
+
 MARK = "STREAMRL_STARTED_BY"
 """Environment variable that names the test or fixture that started a process (`tests/leaks.py`)."""
 WARM = "tests.warm"
@@ -34,3 +36,12 @@ def mark_of(environment: bytes, begin: str = "") -> str | None:
     """
     key = f"{MARK}={begin}".encode()
     return next((one[len(key) :].decode() for one in environment.split(b"\0") if one.startswith(key)), None)
+
+
+def family(pid: int | None = None) -> list[tuple[psutil.Process, list[str]]]:
+    """Return the living processes that descend from one (None: this one), each with its command line."""
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since, or is a zombie, which has no line
+            found.append((process, process.cmdline()))
+    return found

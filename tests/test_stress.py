@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.waiting import scaled
+from tests.marks import family
+from tests.waiting import scaled, wait_for
 
 SPEC = importlib.util.spec_from_file_location("stress", Path(__file__).parents[1] / "tools" / "stress.py")
 assert SPEC is not None and SPEC.loader is not None
@@ -52,6 +54,37 @@ def test_what_ever_failed_is_listed_first_and_told_by_the_exit_code(tmp_path: Pa
     assert done.returncode == 1 and "1 tests ever failed" in done.stdout
     done = subprocess.run([*command, "--count", "1", f"{flaky}::test_passes"], **options)  # type: ignore[call-overload]
     assert done.returncode == 0 and done.stdout.endswith("1 tests, 1 runs, 0 tests ever failed\n")
+
+
+def test_what_it_started_ends_with_it_and_it_tells_what_it_found_so_far(tmp_path: Path) -> None:
+    (tmp_path / "test_long.py").write_text(
+        "import subprocess\n\ndef test_long():\n    subprocess.run(['sleep', '600'])\n"
+    )
+    command = [
+        sys.executable,
+        "tools/stress.py",
+        "--busy",
+        "1",
+        "--kept",
+        str(tmp_path),
+        str(tmp_path / "test_long.py"),
+    ]
+    with subprocess.Popen(command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True) as told:
+        wait_for(lambda: any(words[:1] == ["sleep"] for _, words in family(told.pid)), 120)
+        started = [process for process, _ in family(told.pid)]
+        told.terminate()
+        output, _ = told.communicate(timeout=scaled(60))
+    assert output.startswith("stopped; so far:") and told.returncode == 1
+    wait_for(lambda: not any(process.is_running() for process in started), 20)
+
+
+def test_a_round_is_added_to_those_before_with_its_failures(tmp_path: Path) -> None:
+    file = tmp_path / "rounds.json"
+    stress.record(file, {"a": True, "b": False}, 61.7)
+    stress.record(file, {"a": True}, 5)
+    first, second = json.loads(file.read_text())
+    assert (first["seconds"], first["tests"], first["failed"]) == (62, 2, ["b"])
+    assert (second["tests"], second["failed"]) == (1, []) and second["machine"] == first["machine"]
 
 
 def test_the_files_that_start_processes_are_found_by_what_they_contain() -> None:

@@ -1,25 +1,29 @@
 """Repeat tests that start processes while other processes keep the machine busy, and list the tests that ever failed.
 
-    python tools/stress.py [--count 10] [--busy 2] [--workers 2] [FILE ...]
+    python tools/stress.py [--count 10] [--busy 2] [--workers 2] [--record FILE] [FILE ...]
 
 A test that depends on the exact timing of a process, or on a fast machine, fails here sooner or later. All files run
 once, then all again, so that rare failures are seen under different conditions. The output of rounds in which a test
-failed is kept in build/stress/.
+failed is kept in build/stress/; `--record` adds each whole round to a file, with its commit and its machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "build" / "stress"
@@ -77,6 +81,30 @@ def results(report: Path, code: int) -> dict[str, bool]:
     return found
 
 
+@dataclass(frozen=True)
+class Round:
+    """A round of all files, as `--record` keeps it."""
+
+    commit: str
+    day: str
+    machine: str
+    seconds: int
+    tests: int
+    failed: list[str]
+
+
+def record(file: Path, found: dict[str, bool], seconds: float) -> None:
+    """Add a round to the rounds in a JSON file."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    info = Path("/proc/cpuinfo")
+    model = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+    this = f"{os.cpu_count()} cores of {model[1] if model else 'an unknown CPU'}"
+    failed = [test for test, passed in found.items() if not passed]
+    last = Round(commit.stdout.strip(), time.strftime("%Y-%m-%d"), this, round(seconds), len(found), failed)
+    rounds = json.loads(file.read_text()) if file.exists() else []
+    file.write_text(json.dumps([*rounds, asdict(last)], indent=1) + "\n")
+
+
 def files_that_start_processes() -> list[str]:
     """Return all test files that start processes, by their contents."""
     paths = sorted((ROOT / "tests").rglob("test_*.py"))
@@ -108,11 +136,15 @@ def run(files: list[str], workers: int, number: int, kept: Path) -> dict[str, bo
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pytest,
     ):
         assert pytest.stdout is not None
-        for line in pytest.stdout:
-            output.write(line)
-            output.flush()
-            if share := re.search(r"\[ *(\d+%)\]$", line):
-                print(f"{number:3}: {share[1]:>4} after {time.monotonic() - began:.0f} s", flush=True)
+        try:
+            for line in pytest.stdout:
+                output.write(line)
+                output.flush()
+                if share := re.search(r"\[ *(\d+%)\]$", line):
+                    print(f"{number:3}: {share[1]:>4} after {time.monotonic() - began:.0f} s", flush=True)
+        except KeyboardInterrupt:
+            pytest.send_signal(signal.SIGINT)
+            raise
     found = results(report, pytest.returncode)
     failed = [test for test, passed in found.items() if not passed]
     print(f"{number:3}: {len(found)} tests, {time.monotonic() - began:.0f} s, {len(failed)} failed", flush=True)
@@ -124,14 +156,20 @@ def run(files: list[str], workers: int, number: int, kept: Path) -> dict[str, bo
     return found
 
 
+def _told_to_end(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
 def main() -> int:
-    """Run the tests; return 1 if any test has failed in any run."""
+    """Run the tests; return 1 if any test has failed in any run, or if they were stopped."""
+    signal.signal(signal.SIGTERM, _told_to_end)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", help="test files (default: all that start processes)")
     parser.add_argument("--count", type=int, default=10, help="runs of each file (default: 10)")
     parser.add_argument("--busy", type=int, default=2, help="busy processes meanwhile (default: 2)")
     parser.add_argument("--workers", type=int, default=2, help="tests that run at once (default: 2)")
     parser.add_argument("--kept", type=Path, default=KEPT, help="folder for the output of rounds with failures")
+    parser.add_argument("--record", type=Path, help="JSON file to which each round of all files is added")
     parser.add_argument("--list", action="store_true", help="only list the files")
     args = parser.parse_args()
     files = args.files or files_that_start_processes()
@@ -142,11 +180,16 @@ def main() -> int:
     try:
         with beside(args.busy):
             for number in range(1, args.count + 1):
-                found.add(run(files, args.workers, number, args.kept))
+                began = time.monotonic()
+                found.add(last := run(files, args.workers, number, args.kept))
+                if args.record is not None and not args.files:
+                    record(args.record, last, time.monotonic() - began)
+        stopped = False
     except KeyboardInterrupt:
         print("stopped; so far:")
+        stopped = True
     print(found.table())
-    return 1 if any(found.failures.values()) else 0
+    return 1 if stopped or any(found.failures.values()) else 0
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from streamrl.agents.episode import EpisodeOrder, EpisodeOutcome
@@ -20,6 +19,7 @@ from streamrl.rollouts.void import VoidCause
 from streamrl.tasks.source import PromptSource
 from tests.agents.model_server import ModelServer
 from tests.environments.own_environment import install
+from tests.marks import family
 from tests.waiting import scaled, until
 
 
@@ -104,8 +104,8 @@ def test_a_process_that_is_killed_costs_only_another_attempt(room: InstalledEnvi
         async with started(task(room)) as (owner, server):
             together = asyncio.gather(*(play(owner, server, name, "together 3") for name in "ab"))
             await until(lambda: len(server.calls) == 2, scaled(20))  # both wait for the model
-            for one in psutil.Process().children(recursive=True):
-                if one.cmdline()[:1] == [str(room.python)]:
+            for one, words in family():
+                if words[:1] == [str(room.python)]:
                     one.kill()
             last = await play(owner, server, "c", "together 3")
             while last.void:  # its place may be in the process that has just been killed

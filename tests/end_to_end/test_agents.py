@@ -63,6 +63,7 @@ async def run(task, client):
 
 ALONE = """
 import json, os
+from tests.marks import family
 from openai import OpenAI
 
 client = OpenAI(max_retries=2)
@@ -102,8 +103,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, str]:
         return Ledger(run_dir / "ledger.sqlite").counts().get(state, 0)
 
     def kin(word: str) -> psutil.Process:
-        started = psutil.Process(process.pid).children(recursive=True)
-        return next(one for one in started if ROLES in (line := one.cmdline()) and word in line)
+        return next(one for one, words in family(process.pid) if ROLES in words and word in words)
 
     wait_for(lambda: (run_dir / "ledger.sqlite").exists() and done("scored") > 2, 400, process)
     kin("here-regular-0").kill()  # by its name: pids come in order of their start only until they begin anew

@@ -29,9 +29,8 @@ from streamrl.rollouts.canary import difference, mismatch_bound
 from streamrl.rollouts.types import PartialSample, Sample, SampleRequest
 from streamrl.training.truncation import Truncation, truncate_
 from streamrl.weights.version_store import WeightStore
-from tests.generation.test_engine import canary_by_torch, logprobs_of, stored, update
+from tests.generation.test_engine import ENDLESS, canary_by_torch, logprobs_of, longer, stored, taken_off, update
 from tests.tiny_model import save_tiny_model
-from tests.waiting import until
 
 FREE_ROWS = StepCurve((1, 1000), (1.0, 1.0))
 """Step times with which every draft pays."""
@@ -45,13 +44,13 @@ class Speculating:
     """An engine that speculates, at version 0 with the weights of model 0; what it does must run in its loop."""
 
     def __init__(self, folder: Path) -> None:
-        self.models = [save_tiny_model(folder / f"model-{seed}", seed=seed) for seed in range(2)]
+        self.models = [save_tiny_model(folder / f"model-{seed}", seed, endless=True) for seed in range(2)]
         self.store = WeightStore(folder / "store")
         self.loop = asyncio.Runner()
         self.loop.run(self._start())
 
     def config(self, **sampling: object) -> RunConfig:
-        model = {"path": str(self.models[0]), "max_context": 128, "dtype": "float32"}
+        model = {"path": str(self.models[0]), "max_context": ENDLESS + 96, "dtype": "float32"}
         some = {"model": model, "sampling": {"max_tokens": 24} | sampling, "speculation": {"method": "auto"}}
         return RunConfig.model_validate(some)
 
@@ -162,58 +161,55 @@ def test_greedy_tokens_are_those_without_drafts(world: Speculating) -> None:
 
 
 def test_a_moved_sample_goes_on_with_drafts_and_right_logprobs(world: Speculating) -> None:
-    world.engine.run = world.config(temperature=0.6, max_tokens=90)
 
-    async def moved(first: int) -> list[Sample]:
-        requests = [SampleRequest(f"moved.{n}", "g", PROMPT, 123 + n, 0.0) for n in range(first, first + 6)]
+    async def moved() -> list[Sample]:
+        world.engine.run = world.config(temperature=0.2, max_tokens=90)
+        await world.samples(8, "before")
+        world.engine.run = world.config(temperature=0.2, max_tokens=ENDLESS)
+        requests = [SampleRequest(f"moved.{n}", "g", PROMPT, 123 + n, 0.0) for n in range(6)]
         running = [asyncio.create_task(world.engine.generate(one, "regular")) for one in requests]
-        produced = world.engine.produced
-        await until(lambda: min(produced().values(), default=0) >= 15 or all(one.done() for one in running))
-        for one in requests:
-            await world.engine.release(one.sample_id)
+        await longer(world.engine)
+        partials = await taken_off(world.engine, requests, running)
+        begun = max(len(partial.completion_tokens) for partial in partials)
+        world.engine.run = world.config(temperature=0.2, max_tokens=begun + 60)
         found = []
-        for one, partial in zip(requests, await asyncio.gather(*running), strict=True):
-            if isinstance(partial, PartialSample):  # else it has ended before
-                whole = await world.engine.generate(replace(one, kept=partial), "regular")
-                assert isinstance(whole, Sample)
-                begun = len(partial.completion_tokens)
-                assert whole.completion_tokens[:begun].tolist() == partial.completion_tokens.tolist()
-                found.append(whole)
+        for one, partial in zip(requests, partials, strict=True):
+            whole = await world.engine.generate(replace(one, kept=partial), "regular")
+            assert isinstance(whole, Sample)
+            begun = len(partial.completion_tokens)
+            assert whole.completion_tokens[:begun].tolist() == partial.completion_tokens.tolist()
+            found.append(whole)
         return found
 
-    world.loop.run(world.samples(8, "before"))
-    for first in range(0, 180, 6):  # where the engine is quicker than this test, all may have ended before
-        wholes = world.loop.run(moved(first))
-        if sum(whole.drafted_tokens for whole in wholes) > 0:
-            break
-    else:
-        raise AssertionError("no moved sample got drafts")
+    wholes = world.loop.run(moved())
+    assert sum(whole.drafted_tokens for whole in wholes) > 0
     for whole in wholes:
-        assert np.abs(logprobs_of(world.models[0], PROMPT, whole, 0.6) - whole.logprobs).max() < 1e-3
+        assert np.abs(logprobs_of(world.models[0], PROMPT, whole, 0.2) - whole.logprobs).max() < 1e-3
 
 
 def test_weights_that_come_in_mid_sequence_draw_what_follows(world: Speculating) -> None:
     old, new = world.models
-    world.engine.run = world.config(temperature=0.8, max_tokens=100)
     content_hash = stored(world.store, 1, new, torch.float32)
 
-    async def crossing() -> list[Sample]:
+    async def crossing() -> list[PartialSample]:
+        world.engine.run = world.config(temperature=0.8, max_tokens=100)
         await world.samples(8, "known")
+        world.engine.run = world.config(temperature=0.8, max_tokens=ENDLESS)
         requests = [SampleRequest(f"crossing.{n}", "g", PROMPT, 50 + n, 0.0) for n in range(6)]
         running = [asyncio.create_task(world.engine.generate(one, "regular")) for one in requests]
-        await until(lambda: min(world.engine.produced().values(), default=0) >= 15)
+        await longer(world.engine)
         await update(world.engine, "recompute_kv", 1, content_hash)
-        found = await asyncio.gather(*running)
+        await longer(world.engine)
+        found = await taken_off(world.engine, requests, running)
         canary = await world.engine.measure_canary()
         assert canary is not None
         assert difference(canary, canary_by_torch(new)) < mismatch_bound("float32", "float32")
-        return [one for one in found if isinstance(one, Sample)]
+        return found
 
-    drawn = world.loop.run(crossing())
-    assert any(set(s.token_versions.tolist()) == {0, 1} for s in drawn)
-    for sample in drawn:
+    for sample in world.loop.run(crossing()):
+        assert set(sample.token_versions.tolist()) == {0, 1}
         by_version = np.stack([logprobs_of(model, PROMPT, sample, 0.8) for model in (old, new)])
-        own = by_version[sample.token_versions, np.arange(sample.output_length)]
+        own = by_version[sample.token_versions, np.arange(len(sample.completion_tokens))]
         assert np.abs(own - sample.logprobs).max() < 1e-3
 
 
