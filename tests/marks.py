@@ -38,7 +38,7 @@ def mark_of(environment: bytes, begin: str = "") -> str | None:
     return next((one[len(key) :].decode() for one in environment.split(b"\0") if one.startswith(key)), None)
 
 
-def family(pid: int | None = None) -> list[tuple[psutil.Process, list[str]]]:
+def descendants(pid: int | None = None) -> list[tuple[psutil.Process, list[str]]]:
     """Return the living processes that descend from one (None: this one), each with its command line."""
     found = []
     for process in psutil.Process(pid).children(recursive=True):

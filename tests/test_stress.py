@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.marks import family
+from tests.marks import descendants
 from tests.waiting import scaled, wait_for
 
 SPEC = importlib.util.spec_from_file_location("stress", Path(__file__).parents[1] / "tools" / "stress.py")
@@ -70,8 +70,8 @@ def test_what_it_started_ends_with_it_and_it_tells_what_it_found_so_far(tmp_path
         str(tmp_path / "test_long.py"),
     ]
     with subprocess.Popen(command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True) as told:
-        wait_for(lambda: any(words[:1] == ["sleep"] for _, words in family(told.pid)), 120)
-        started = [process for process, _ in family(told.pid)]
+        wait_for(lambda: any(words[:1] == ["sleep"] for _, words in descendants(told.pid)), 120)
+        started = [process for process, _ in descendants(told.pid)]
         told.terminate()
         output, _ = told.communicate(timeout=scaled(60))
     assert output.startswith("stopped; so far:") and told.returncode == 1

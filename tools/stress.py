@@ -133,7 +133,9 @@ def run(files: list[str], workers: int, number: int, kept: Path) -> dict[str, bo
     began = time.monotonic()
     with (
         log.open("w") as output,
-        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pytest,
+        subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        ) as pytest,
     ):
         assert pytest.stdout is not None
         try:
@@ -143,7 +145,9 @@ def run(files: list[str], workers: int, number: int, kept: Path) -> dict[str, bo
                 if share := re.search(r"\[ *(\d+%)\]$", line):
                     print(f"{number:3}: {share[1]:>4} after {time.monotonic() - began:.0f} s", flush=True)
         except KeyboardInterrupt:
-            pytest.send_signal(signal.SIGINT)
+            os.killpg(pytest.pid, signal.SIGINT)  # as a terminal does: its workers wait for the tests that run
+            for line in pytest.stdout:
+                output.write(line)
             raise
     found = results(report, pytest.returncode)
     failed = [test for test, passed in found.items() if not passed]

@@ -19,7 +19,7 @@ from streamrl.rollouts.void import VoidCause
 from streamrl.tasks.source import PromptSource
 from tests.agents.model_server import ModelServer
 from tests.environments.own_environment import install
-from tests.marks import family
+from tests.marks import descendants
 from tests.waiting import scaled, until
 
 
@@ -104,7 +104,7 @@ def test_a_process_that_is_killed_costs_only_another_attempt(room: InstalledEnvi
         async with started(task(room)) as (owner, server):
             together = asyncio.gather(*(play(owner, server, name, "together 3") for name in "ab"))
             await until(lambda: len(server.calls) == 2, scaled(20))  # both wait for the model
-            for one, words in family():
+            for one, words in descendants():
                 if words[:1] == [str(room.python)]:
                     one.kill()
             last = await play(owner, server, "c", "together 3")

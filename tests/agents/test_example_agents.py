@@ -25,7 +25,7 @@ from streamrl.config.load import load_run
 from streamrl.config.tasks import AgentTask
 from streamrl.tasks.source import PromptSource
 from tests.agents.random_sessions import small_tokenizer
-from tests.marks import family
+from tests.marks import descendants
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -107,7 +107,7 @@ def test_episodes_whose_worker_is_killed_are_played_again_in_sessions_of_their_o
             model.hold.clear()
             playing = [asyncio.ensure_future(host.run(order)) for order in orders[:3]]
             await until(lambda: model.turns == 3, 30)
-            (worker,) = [one for one, words in family() if "streamrl.agents.worker" in words]
+            (worker,) = [one for one, words in descendants() if "streamrl.agents.worker" in words]
             os.kill(worker.pid, signal.SIGKILL)
             await until(lambda: model.turns > 3, 60)
             model.hold.set()

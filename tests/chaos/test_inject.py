@@ -17,7 +17,7 @@ from streamrl.chaos.faults import Fault, FaultKind
 from streamrl.chaos.follow import Observation, SeenProcess
 from streamrl.chaos.inject import DAMAGED_BYTES, ENVIRONMENT, Injector, NotPossible, _damage
 from streamrl.config.load import load_cluster, load_run
-from tests.marks import family
+from tests.marks import descendants
 from tests.waiting import scaled, wait_for
 
 CLUSTER = Path(__file__).parents[2] / "cluster_configs" / "local.yaml"
@@ -75,7 +75,7 @@ def agents() -> Iterator[tuple[psutil.Process, ...]]:
     command = [sys.executable, "-c", starts, "streamrl.launcher.entry_point", "agents"]
     with subprocess.Popen(command, start_new_session=True) as process:
         owner = psutil.Process(process.pid)
-        named = lambda: {words[-2]: one for one, words in family(owner.pid)}  # noqa: E731
+        named = lambda: {words[-2]: one for one, words in descendants(owner.pid)}  # noqa: E731
         wait_for(lambda: named().keys() == {worker[-2], environment[-2]}, 20)
         yield owner, named()[worker[-2]], named()[environment[-2]]
         for one in (*owner.children(), owner):

@@ -24,6 +24,7 @@ from streamrl.run_dir.metrics import read_metrics
 from streamrl.run_dir.status import read_status
 from tests.end_to_end.project import Project, trained_rows, wait_for
 from tests.environments.own_environment import install
+from tests.marks import descendants
 from tests.security.endless_requests import ENDLESS, ENOUGH, taken
 from tests.security.sockets_of import family, listeners, open_to_others, reachable
 from tests.waiting import finish, scaled
@@ -63,7 +64,6 @@ async def run(task, client):
 
 ALONE = """
 import json, os
-from tests.marks import family
 from openai import OpenAI
 
 client = OpenAI(max_retries=2)
@@ -103,7 +103,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, str]:
         return Ledger(run_dir / "ledger.sqlite").counts().get(state, 0)
 
     def kin(word: str) -> psutil.Process:
-        return next(one for one, words in family(process.pid) if ROLES in words and word in words)
+        return next(one for one, words in descendants(process.pid) if ROLES in words and word in words)
 
     wait_for(lambda: (run_dir / "ledger.sqlite").exists() and done("scored") > 2, 400, process)
     kin("here-regular-0").kill()  # by its name: pids come in order of their start only until they begin anew
@@ -206,8 +206,9 @@ def test_episodes_are_resumed_by_the_successor_of_an_agents_process(finished: tu
     resumed = 0
     for rows in rows_of(finished[0]).values():
         steps = [one for one in json.loads(rows[0]["conversation"])["steps"] if one["kind"] == "generate"]
+        # not always its first calls: until a new service knows the run's weights, turns of newer ones than the first
+        # are generated again, and what then has the same prompt as before is the same call
         before = [FROM_BEFORE in one["detail"] for one in steps]
-        assert before == sorted(before, reverse=True)  # once an agent's call is a new one, so are those after it
         resumed += any(before) and rows[0]["t_trained"] is not None
     assert resumed > 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
@@ -40,7 +41,8 @@ ENDLESS = 4000
 
 
 def config(model: Path, **sampling: object) -> RunConfig:
-    folder = {"path": str(model), "max_context": ENDLESS + 96, "dtype": "bfloat16"}
+    positions = json.loads((model / "config.json").read_text())["max_position_embeddings"]
+    folder = {"path": str(model), "max_context": min(positions, ENDLESS + 96), "dtype": "bfloat16"}
     return RunConfig.model_validate({"model": folder, "sampling": {"max_tokens": 24} | sampling})
 
 

@@ -20,7 +20,7 @@ from streamrl.errors import RunFailed, UserError
 from streamrl.rollouts.void import Void, VoidCause
 from streamrl.tasks.procedural import ProceduralItems
 from streamrl.tasks.reward_pool import RewardPool, RewardResult
-from tests.marks import family
+from tests.marks import descendants
 from tests.waiting import scaled, settled, until, wait_for
 
 TIMEOUT_S = scaled(0.7)
@@ -102,7 +102,7 @@ def ask(pool: RewardPool, completion: str) -> asyncio.Task[RewardResult]:
 def workers() -> list[psutil.Process]:
     """Worker processes of pools in this process (not what forks them, nor the resource tracker: both stay)."""
     found = []
-    for child, words in family():
+    for child, words in descendants():
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
             forked = child.ppid() != os.getpid() and "multiprocessing.forkserver" in " ".join(words)
             if alive(child) and (forked or "spawn_main" in " ".join(words)):
