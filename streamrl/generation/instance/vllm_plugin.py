@@ -35,13 +35,13 @@ def register() -> None:
         import torch
 
         import streamrl.generation.instance.norms_vllm
+        from streamrl.generation.instance import sampling_vllm
 
+        sampling_vllm.install()
         # vLLM's attention uses AMX without asking the kernel for it, which ends a forked engine unless a matrix product
         # has asked before
         torch.cpu._init_amx()
-        # vLLM's sampler compiles a function that computes the rank of each sampled token, which nothing here reads: 7 s
-        # of an instance's start with an empty cache, 1.5 s with a full one. Uncompiled, it takes 0.04 ms of a step for
-        # one request, and 3 ms for 64 requests with a vocabulary of 49,152
+        # a few functions of vLLM are compiled even in an engine that compiles nothing, when they are first called
         torch.compiler.set_stance("force_eager" if os.environ[EAGER] == "1" else "default")
     if os.environ.get(QUANTIZATION) == FEW_ROWS:
         import streamrl.generation.instance.few_rows_vllm

@@ -1,0 +1,95 @@
+"""Tokens are drawn by their probabilities, exactly, by one number each."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+from vllm.v1.sample.sampler import Sampler
+
+from streamrl.generation.instance import sampling_vllm
+from streamrl.generation.instance.sampling_vllm import PART, draw, gather_logprobs, sample
+
+JUST_BELOW_1 = float(np.nextafter(1.0, 0.0))
+
+
+def distributions(vocabulary: int) -> torch.Tensor:
+    """Flat, skewed, with many tokens that cannot be, and with a single one that can."""
+    logits = torch.randn(4, vocabulary, generator=torch.Generator().manual_seed(vocabulary))
+    logits[1] *= 8
+    logits[2] = logits[2].where(torch.arange(vocabulary) % 7 == vocabulary % 7 - 1, -torch.inf)
+    logits[2, 0] = 0.0
+    logits[3] = -torch.inf
+    logits[3, vocabulary // 2] = 0.0
+    return logits.softmax(-1)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, PART - 1, PART, PART + 1, 3 * PART, 5000])
+def test_each_token_has_its_share_of_the_numbers(vocabulary: int) -> None:
+    every = 20_001
+    numbers = (torch.arange(every, dtype=torch.float64) + 0.5) / every
+    for row in distributions(vocabulary):
+        drawn = draw(row.expand(every, -1), numbers)
+        share = torch.bincount(drawn, minlength=vocabulary) / every
+        exact = row.double() / row.double().sum()
+        assert float((share - exact).abs().max()) < 2 / every
+        assert float(share[row == 0].sum()) == 0
+        assert torch.equal(drawn, drawn.sort().values)  # tokens in the order of their numbers: none has two shares
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, PART - 1, PART, PART + 1, 3 * PART, 5000])
+@pytest.mark.parametrize("number", [0.0, 1e-300, JUST_BELOW_1])
+def test_the_ends_of_the_range_draw_tokens_that_can_be(vocabulary: int, number: float) -> None:
+    rows = distributions(vocabulary)
+    drawn = draw(rows, torch.full((len(rows),), number, dtype=torch.float64))
+    assert bool((rows.gather(-1, drawn[:, None]) > 0).all())
+
+
+def test_a_rare_token_at_the_end_of_a_large_vocabulary_is_drawn_as_often_as_it_should() -> None:
+    row = torch.full((1, 50_000), 1e-4)  # ten whole ones, beside which fp32 forgets what comes last
+    row[0, -1] = 1e-7
+    total = float(row.double().sum())
+    for share, token in ((0.25, 49_999), (0.75, 49_999), (-0.5, 49_998)):
+        wanted = (total - 1e-7 * (1 - share)) / total if share > 0 else (total - 1e-7 - 5e-5) / total
+        assert int(draw(row, torch.tensor([wanted], dtype=torch.float64))) == token
+
+
+def test_a_request_with_a_seed_draws_by_it_alone_and_log_probabilities_are_those_it_was_drawn_from() -> None:
+    sampler = TopKTopPSampler("processed_logprobs")
+    logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
+
+    def drawn(seeds: dict[int, int], rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        generators = {row: torch.Generator().manual_seed(seed) for row, seed in seeds.items()}
+        tokens, logprobs = sample(sampler, logits[rows].clone(), generators, None, None)
+        assert logprobs is not None
+        return tokens, logprobs
+
+    many = [drawn({0: seed, 2: 7}, [0, 1, 2])[0] for seed in range(40)]
+    assert len({int(one[0]) for one in many}) > 20
+    assert len({int(one[1]) for one in many}) > 20  # it has no seed
+    assert {int(one[2]) for one in many} == {int(drawn({0: 7}, [2])[0])}  # in whatever row it is
+    torch.testing.assert_close(drawn({}, [0, 1, 2])[1], logits.log_softmax(-1))
+    k = torch.tensor([1, 2, 1000])
+    tokens, cut = sample(sampler, logits.clone(), {}, k, None)
+    assert cut is not None and cut.isfinite().sum(-1).tolist() == [1, 2, 1000]
+    assert bool(cut.gather(-1, tokens[:, None]).isfinite().all())
+    for mode in ("processed_logits", "raw_logprobs"):
+        _, returned = sample(TopKTopPSampler(mode), logits.clone(), {}, None, None)
+        assert returned is None if mode == "raw_logprobs" else torch.equal(returned, logits)
+
+
+def test_of_a_sampled_token_alone_no_rank_is_counted_and_of_others_vllm_tells_all() -> None:
+    logprobs = torch.randn(3, 50).log_softmax(-1)
+    tokens = torch.tensor([4, 49, 0])
+    ours, theirs = gather_logprobs(logprobs, 0, tokens), gather_logprobs(logprobs, 2, tokens)
+    assert ours.logprob_token_ids.tolist() == [[4], [49], [0]] and ours.logprob_token_ids.dtype == torch.int32
+    assert torch.equal(ours.logprobs, theirs.logprobs[:, :1])
+    assert ours.selected_token_ranks.tolist() == [0, 0, 0]
+    assert theirs.logprobs.shape == (3, 3) and bool((theirs.selected_token_ranks > 0).all())
+
+
+def test_a_vllm_that_samples_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Sampler, "gather_logprobs")
+    with pytest.raises(RuntimeError, match=r"has no Sampler\.gather_logprobs"):
+        sampling_vllm.install()
