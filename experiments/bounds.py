@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,8 @@ import torch
 from transformers import AutoConfig
 
 from scheduler.cost.model_shapes import Transformer
-from streamrl.runtime.process_plan import KEPT_HEAP, PASSIVE_WAITING
+from streamrl.machine.cpu import this_cpu
+from streamrl.runtime.process_plan import KEPT_HEAP, ONE_BLAS_THREAD, PASSIVE_WAITING
 from streamrl.verify.hardware_stages import quickest
 
 SIDE = 1024
@@ -25,12 +26,28 @@ TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def like_a_trainer() -> None:
-    """Starts this script again with the environment that `streamrl launch` gives a trainer, unless it has it: glibc and
-    OpenMP read it when a process starts."""
-    wanted = PASSIVE_WAITING | KEPT_HEAP
+    """Starts this script again with the environment that `streamrl launch` gives a trainer, unless it has it."""
+    begun_with(PASSIVE_WAITING | KEPT_HEAP)
+
+
+def like_an_instance() -> None:
+    """Starts this script again with the environment of an instance of one thread, unless it has it."""
+    begun_with(PASSIVE_WAITING | KEPT_HEAP | ONE_BLAS_THREAD | {"OMP_NUM_THREADS": "1"})
+
+
+def begun_with(wanted: Mapping[str, str]) -> None:
+    """Starts this script again with these variables, unless it has them: glibc and OpenMP read theirs when a process
+    starts."""
     if any(os.environ.get(name) != value for name, value in wanted.items()):
         sys.stdout.flush()
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
+
+
+def result_name(study: str, dtype: str) -> str:
+    """Name of the files of a study of this CPU in a type: one's own for each kind of CPU."""
+    if dtype == "float32":
+        return study
+    return f"{study}_amx" if "amx_bf16" in this_cpu().flags else f"{study}_{dtype}"
 
 
 @contextlib.contextmanager

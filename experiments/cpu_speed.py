@@ -28,7 +28,7 @@ import click
 import numpy as np
 import torch
 import torch.distributed as dist
-from bounds import GFLOP, gemm_peak, like_a_trainer, read_bandwidth, shape_of, threads
+from bounds import GFLOP, gemm_peak, like_a_trainer, read_bandwidth, result_name, shape_of, threads
 from running import HERE, ROOT, Sheet, machine, terminal, write_results
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -242,10 +242,7 @@ def main(steps: int, dtype: str, model: str) -> None:
         sheets += half.sheets
         for sheet in half.sheets:
             sheet.show(console)
-    kind = "" if run.model.dtype == "float32" else f"_{run.model.dtype}"  # a CPU's own type is its kind
-    if kind and "amx_bf16" in this_cpu().flags:
-        kind = "_amx"
-    target = HERE / "results" / f"cpu_speed{kind}.json"
+    target = HERE / "results" / f"{result_name('cpu_speed', run.model.dtype)}.json"
     write_results(target, record, "Speed of this CPU and what is made of it", sheets)
     console.print(f"written to {target} and .md")
 

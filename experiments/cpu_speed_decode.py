@@ -1,16 +1,17 @@
 """Compare decoding with what this CPU can do: the part of `cpu_speed.py` that runs vLLM.
 
     .venv/bin/python experiments/cpu_speed_decode.py      # a minute, on a machine that does nothing else
+    .venv/bin/python experiments/cpu_speed_decode.py --dtype float32
 
 One engine as `streamrl launch` sets it up, with one thread, in this process; a step of all its requests is timed, and a
 few more run under torch's profiler. At batch 1 a step cannot be shorter than the weights take to be read, at batch 64
-than the products take at the GEMM peak.
+than the products take at the GEMM peak. Writes experiments/results/cpu_speed_decode.json and .md, or
+cpu_speed_decode_bfloat16 where the engine computes in that type, with AMX cpu_speed_decode_amx.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass
@@ -19,17 +20,21 @@ from typing import Any
 
 import click
 import numpy as np
+from bounds import gemm_peak, like_an_instance, read_bandwidth, result_name, shape_of
+from running import HERE, ROOT, Sheet, machine, terminal, write_results
 
 from streamrl.config.cluster import GenerationPool
+from streamrl.config.load import load_run
 from streamrl.config.run import RunConfig
-from streamrl.runtime.process_plan import ONE_BLAS_THREAD, PASSIVE_WAITING
+from streamrl.machine.compute_type import decided
+from streamrl.machine.cpu import this_cpu
 
 PROMPT = 32
 STEPS, PROFILED = 16, 4
 KINDS = {
     "products": ("_C::onednn_mm", "aten::addmm", "aten::mm", "few_rows"),
     "attention": ("_C::cpu_attention_with_kv_cache", "_C::cpu_attn_reshape_and_cache"),
-    "sampling": ("_C::fused_gumbel_argmax", "_C::greedy_argmax", "aten::_log_softmax", "aten::ge"),
+    "sampling": ("sampling",),
 }
 
 
@@ -52,7 +57,7 @@ class Decoding:
 def measure_decoding(
     run: RunConfig, gemm_gflops: float, read_gb_s: float, batches: tuple[int, ...] = (1, 64)
 ) -> list[Decoding]:
-    """Times decoding with one thread; the environment must be `as_an_instance()` before torch is loaded.
+    """Times decoding with one thread, in an environment that is `like_an_instance`.
 
     Args:
         run: with its type decided.
@@ -64,12 +69,11 @@ def measure_decoding(
         A `Decoding` for each batch size.
     """
     import torch
-    from bounds import shape_of
     from torch.profiler import ProfilerActivity, profile
     from vllm import SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from streamrl.generation.instance import few_rows_vllm
+    from streamrl.generation.instance import few_rows_vllm, sampling_vllm
     from streamrl.generation.instance.engine_config import engine_config
     from streamrl.machine.model_files import resolve_model
 
@@ -77,11 +81,15 @@ def measure_decoding(
     shape = shape_of(Path(resolve_model(run.model.path)))
     engine = LLMEngine.from_vllm_config(engine_config(pool, run, cuda=False))
     rng, count = np.random.default_rng(0), 0
-    plain = few_rows_vllm.multiply
+    watched = ((few_rows_vllm, "multiply", "few_rows"), (sampling_vllm, "draw", "sampling"))
+    plain = [getattr(module, name) for module, name, _ in watched]
 
-    def named(*arguments: Any) -> Any:
-        with torch.profiler.record_function("few_rows"):
-            return plain(*arguments)
+    def named(called: Any, kind: str) -> Any:
+        def work(*arguments: Any) -> Any:
+            with torch.profiler.record_function(kind):
+                return called(*arguments)
+
+        return work
 
     def steps(batch: int, number: int, watch: Any = None) -> list[float]:
         """Seconds of each step that only decodes; the profiler `watch` sees no others."""
@@ -107,17 +115,19 @@ def measure_decoding(
     for batch in batches:
         steps(batch, 2)
         step_s = float(np.median(steps(batch, STEPS)))
-        few_rows_vllm.multiply = named
+        for (module, name, kind), called in zip(watched, plain, strict=True):
+            setattr(module, name, named(called, kind))
         profiled = profile(activities=[ProfilerActivity.CPU])
         told = steps(batch, PROFILED, profiled)
-        few_rows_vllm.multiply = plain
+        for (module, name, _), called in zip(watched, plain, strict=True):
+            setattr(module, name, called)
         flops = shape.forward_flops(batch, 0, batch)
         reading_s = shape.forward_flops(1, 0, 1) / 2 * width / (read_gb_s * 1e9)
         kinds: dict[str, float] = defaultdict(float)
         for event in profiled.key_averages():
             kind = next((kind for kind, names in KINDS.items() if event.key in names), None)
             if kind is not None:
-                own = event.cpu_time_total if event.key == "few_rows" else event.self_cpu_time_total
+                own = event.cpu_time_total if event.key in ("few_rows", "sampling") else event.self_cpu_time_total
                 kinds[kind] += own / 1e3 / len(told)
         kinds["other"] = max(0.0, step_s * 1e3 - sum(kinds.values()))
         found.append(
@@ -133,39 +143,43 @@ def measure_decoding(
     return found
 
 
-def as_an_instance() -> None:
-    """The environment of an instance's process."""
-    os.environ.update(PASSIVE_WAITING | ONE_BLAS_THREAD | {"OMP_NUM_THREADS": "1"})
+def sheets(found: list[Decoding], peaks: dict[str, float], dtype: str) -> list[Sheet]:
+    """What was measured as tables."""
+    rows = [
+        [
+            str(one.batch),
+            f"{one.step_ms:.1f}",
+            f"{one.bound_ms:.1f}",
+            f"{one.times_reading:.2f}",
+            f"{one.share_of_peak:.0%}",
+            *[f"{one.kinds_ms[kind]:.1f}" for kind in (*KINDS, "other")],
+        ]
+        for one in found
+    ]
+    columns = ("requests", "step ms", "bound ms", "x reading", "of peak", *[f"{kind} ms" for kind in (*KINDS, "other")])
+    notes = [
+        f"one thread, {dtype}: products {peaks['gemm_gflops']:.0f} GFLOP/s, memory reads {peaks['read_gb_s']:.1f} GB/s",
+        "bound: the longer one of reading the weights and the products at their peak; x reading: times the former",
+        "by kind as profiled; other: log-probabilities, small operations, vLLM's Python, the profiler",
+    ]
+    return [Sheet("A step that decodes", columns, rows, notes)]
 
 
-def lines(found: list[Decoding]) -> list[str]:
-    """What was measured, for people."""
-    told = []
-    for one in found:
-        kinds = ", ".join(f"{kind} {ms:.1f}" for kind, ms in one.kinds_ms.items())
-        told.append(
-            f"batch {one.batch}: {one.step_ms:.1f} ms a step (bound {one.bound_ms:.1f}), {one.times_reading:.2f} x the "
-            f"reading of the weights, {one.share_of_peak:.0%} of the GEMM peak; ms by profile: {kinds}"
-        )
-    return told
-
-
-@click.command()
-@click.option("--run", "run_file", type=click.Path(path_type=Path), default=Path("examples/demo.yaml"))
-def main(run_file: Path) -> None:
-    """Measures the machine's peaks on one thread, then decoding."""
-    as_an_instance()
-    from bounds import gemm_peak, read_bandwidth
-
-    from streamrl.config.load import load_run
-    from streamrl.machine.compute_type import decided
-
-    run = decided(load_run(run_file, ()), cuda=False)
-    gemm, read = gemm_peak(run.model.dtype, 1), read_bandwidth(1)
-    click.echo(f"one thread: {gemm:.1f} GFLOP/s in {run.model.dtype}, reads {read:.1f} GB/s")
-    found = measure_decoding(run, gemm, read)
-    click.echo("\n".join(lines(found)))
-    click.echo([asdict(one) for one in found])
+@click.command(help=__doc__)
+@click.option("--dtype", default="auto", show_default=True, type=click.Choice(["auto", "float32", "bfloat16"]))
+@click.option("--model", default="smollm2-135m", show_default=True)
+def main(dtype: str, model: str) -> None:
+    like_an_instance()
+    run = decided(
+        load_run(ROOT / "examples" / "demo.yaml", [f"model.dtype={dtype}", f"model.path={model}"]), cuda=False
+    )
+    peaks = {"gemm_gflops": gemm_peak(run.model.dtype, 1), "read_gb_s": read_bandwidth(1)}
+    found = measure_decoding(run, **peaks)
+    record = {"machine": machine(), "cpu": str(this_cpu()), "peaks": peaks, "decoding": [asdict(one) for one in found]}
+    tables = sheets(found, peaks, run.model.dtype)
+    tables[0].show(terminal())
+    target = HERE / "results" / f"{result_name('cpu_speed_decode', run.model.dtype)}.json"
+    write_results(target, record, "Decoding on this CPU", tables)
 
 
 if __name__ == "__main__":

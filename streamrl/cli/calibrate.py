@@ -53,7 +53,7 @@ def command(
       streamrl simulate --trace runs/demo --curve local.json --instances 2 --slots 32
     """
     from streamrl.config.load import load_cluster, load_run
-    from streamrl.runtime.process_plan import PASSIVE_WAITING
+    from streamrl.runtime.process_plan import KEPT_HEAP, PASSIVE_WAITING
 
     cluster, run = load_cluster(cluster_file), load_run(run_file, overrides)
     pools = {pool.name: (site, pool) for site, values in cluster.sites.items() for pool in values.generation}
@@ -64,8 +64,8 @@ def command(
     site, chosen = pools[pool] if pool else next(iter(pools.values()))
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: its folder does not exist")
-    # before torch is imported: use the same threads as an instance of a run
-    os.environ.update(PASSIVE_WAITING | {"OMP_NUM_THREADS": str(chosen.threads)})
+    # before torch is imported: use the same threads and memory as an instance of a run
+    os.environ.update(PASSIVE_WAITING | KEPT_HEAP | {"OMP_NUM_THREADS": str(chosen.threads)})
     from streamrl.machine.compute_type import choose, with_type
 
     types = choose(run.model, cluster.hardware == "cuda")

@@ -22,7 +22,7 @@ from streamrl.errors import UserError
 from streamrl.machine.cpu import this_cpu
 from streamrl.machine.engine_settings import CANDIDATES, EngineSettings, EngineTrial, choose, keep, table
 from streamrl.machine.model_files import resolve_model
-from streamrl.runtime.process_plan import ONE_BLAS_THREAD, PASSIVE_WAITING
+from streamrl.runtime.process_plan import KEPT_HEAP, ONE_BLAS_THREAD, PASSIVE_WAITING
 
 SIZES = (1, 16, 64)
 """Batch sizes that are timed, up to the pool's largest: a last long answer, a small batch and a large one."""
@@ -65,7 +65,7 @@ def try_settings(pool: GenerationPool, run: RunConfig, site: str, say: Callable[
 def _try(settings: EngineSettings, pool: GenerationPool, run: RunConfig, site: str) -> EngineTrial:
     order = {"settings": asdict(settings), "pool": pool.model_dump(mode="json"), "run": run.model_dump(mode="json")}
     # set before torch is loaded, as for an instance of a run
-    env = os.environ | PASSIVE_WAITING | ONE_BLAS_THREAD | {"OMP_NUM_THREADS": str(pool.threads)}
+    env = os.environ | PASSIVE_WAITING | KEPT_HEAP | ONE_BLAS_THREAD | {"OMP_NUM_THREADS": str(pool.threads)}
     if settings.bound:
         env |= {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
     try:
