@@ -253,6 +253,25 @@ def _training_share_amx() -> str:
     )
 
 
+@named(FIGURES, "decoding-float32")
+def _decoding_float32() -> str:
+    return _decoding(read("cpu_speed_decode"))
+
+
+@named(FIGURES, "decoding-amx")
+def _decoding_amx() -> str:
+    return _decoding(read("cpu_speed_decode_amx"))
+
+
+def _decoding(found: dict[str, Any]) -> str:
+    one, many = found["decoding"]
+    return (
+        f"{one['step_ms']:.0f} ms at 1 request, {one['times_reading']:.1f} times the reading of the weights at "
+        f"{found['peaks']['read_gb_s']:.0f} GB/s; {many['step_ms']:.0f} ms at {many['batch']}, "
+        f"{100 * many['share_of_peak']:.0f} % of the {found['peaks']['gemm_gflops']:.0f} GFLOP/s of large products"
+    )
+
+
 def _shares_of(training: dict[str, Any]) -> float:
     kinds = ("attention", "elementwise", "head")
     return float(sum(training["profile_s"][kind] for kind in kinds) / training["profiled_s"])

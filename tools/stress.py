@@ -145,9 +145,7 @@ def run(files: list[str], workers: int, number: int, kept: Path) -> dict[str, bo
                 if share := re.search(r"\[ *(\d+%)\]$", line):
                     print(f"{number:3}: {share[1]:>4} after {time.monotonic() - began:.0f} s", flush=True)
         except KeyboardInterrupt:
-            os.killpg(pytest.pid, signal.SIGINT)  # as a terminal does: its workers wait for the tests that run
-            for line in pytest.stdout:
-                output.write(line)
+            os.killpg(pytest.pid, signal.SIGKILL)  # what its tests started in sessions of their own ends by itself
             raise
     found = results(report, pytest.returncode)
     failed = [test for test, passed in found.items() if not passed]
