@@ -7,7 +7,7 @@ it alone listens for outside connections.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -17,9 +17,25 @@ GpuType = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._:+-]{0,63}$")]
 
 
 class StrictModel(BaseModel):
-    """Base of all configuration models: unknown keys are errors, values are read-only."""
+    """Base of all configuration models: unknown keys are errors, yes and no are no numbers, values are read-only."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, values: object) -> object:
+        """Turn yes and no into text where a number is expected: they would be taken for 1 and 0."""
+        if not isinstance(values, dict):
+            return values
+        fields = {name: cls.model_fields[name].annotation for name in values if name in cls.model_fields}
+        numbers = {name for name, one in fields.items() if _takes(one, (int, float)) and not _takes(one, (bool, Any))}
+        wrong = {name for name in numbers if isinstance(values[name], bool)}
+        return {name: str(value).lower() if name in wrong else value for name, value in values.items()}
+
+
+def _takes(annotation: object, types: tuple[object, ...]) -> bool:
+    """Return whether a field's annotation, or a part of it if it is a union, is one of these types."""
+    return annotation in types or any(_takes(part, types) for part in get_args(annotation))
 
 
 Cores = Annotated[

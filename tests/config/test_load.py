@@ -151,6 +151,8 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
             "F:4: optimizer.decay_steps (8) and warmup_steps (2) need at least as many steps",
         ),
         ("sampling:\n  temperature: 0\n", "F:2: 'sampling.temperature' is 0, expected at least 0.01"),
+        ("optimizer:\n  lr: yes\n", "F:2: 'optimizer.lr' is 'true', expected a number"),
+        ("steps: off\n", "F:1: 'steps' is 'false', expected a whole number"),
         ("sampling:\n  temperature: 2.5\n", "F:2: 'sampling.temperature' is 2.5, expected at most 2"),
         (
             "sampling:\n  repetition_penalty: 1.1\n",
@@ -185,12 +187,21 @@ def test_a_mistake_in_a_run_file(write: Write, text: str, expected: str) -> None
             "hardware: cpu\nsites:\n  a:\n    trainer: {}\n    generation:\n    - {}\n    - max_batch: lots\n",
             "F:7: 'sites.a.generation.1.max_batch' is 'lots', expected a whole number",
         ),
+        (
+            "hardware: cpu\nsites:\n  a:\n    trainer: {sequence_parallel: true}\n    generation: [{}]\n",
+            "F:4: 'sites.a.trainer.sequence_parallel' is 'true', expected a whole number",
+        ),
     ],
 )
 def test_a_mistake_in_a_cluster_file(write: Write, text: str, expected: str) -> None:
     errors = cluster_errors(write(text))
     assert len(errors) == 1
     assert errors[0].startswith(expected)
+
+
+def test_yes_and_no_are_what_they_say_where_they_are_among_the_values(write: Write) -> None:
+    run = load_run(write("optimizer: {gradient_checkpointing: yes}\nevaluation: {at_start: no}\n"))
+    assert run.optimizer.gradient_checkpointing is True and run.evaluation.at_start is False
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
