@@ -247,6 +247,18 @@ def _engines(cluster: ClusterConfig, run: RunConfig, site: str | None, types: Ty
     return {"instances": "; ".join(said)} if said else {}
 
 
+def _ranks(cluster: ClusterConfig, site: str | None) -> dict[str, str]:
+    """Return how the trainer's ranks divide the work, if there are several and the site has them."""
+    trainer = cluster.sites[cluster.trainer_site].trainer
+    if site not in (None, cluster.trainer_site) or trainer is None or trainer.ranks == 1:
+        return {}
+    if trainer.sharing == 1:
+        return {"ranks": f"{trainer.ranks}, each with micro-batches of its own"}
+    what = "row of tokens" if trainer.sequence_parallel > 1 else "layer"
+    sets = trainer.ranks // trainer.sharing
+    return {"ranks": f"{trainer.ranks}: {sets} set(s) of {trainer.sharing} that share each {what} of a micro-batch"}
+
+
 def _print_plan(
     cluster: ClusterConfig, run: RunConfig, run_dir: Path, site: str | None, emulate: bool, types: TypeChoice | None
 ) -> None:
@@ -259,7 +271,10 @@ def _print_plan(
     table = Table("process", "role", "site", "pool", "runs on", "USD/h", title=f"plan of {run_dir} (nothing started)")
     specs = plan_processes(cluster, run, run_dir, None if site is None else [site])
     for spec in specs:
-        on = f"GPU {','.join(map(str, spec.gpu_ids))} ({spec.gpu})" if spec.gpu_ids else f"{spec.threads} CPU thread(s)"
+        each = f"{spec.ranks} x " if spec.ranks > 1 else ""
+        on = f"{each}{spec.threads} CPU thread(s)"
+        if spec.gpu_ids:
+            on = f"GPU {','.join(map(str, spec.gpu_ids))} ({spec.gpu})"
         table.add_row(spec.name, spec.role, spec.site, spec.pool or "", on, f"{spec.price_per_hour:.2f}")
     console.print(table)
     batch, sampling = run.batch, run.sampling
@@ -268,6 +283,7 @@ def _print_plan(
         "model": f"{run.model.path} -> {_model_folder(run)}",
         "computes in": _types(cluster, run, site, emulate, types),
         **_engines(cluster, run, site, types),
+        **_ranks(cluster, site),
         **({"packing": _packing(run)} if types is not None and site in (None, cluster.trainer_site) else {}),
         "tasks": tasks,
         "steps": f"{run.steps} of {batch.prompts_per_step} prompts x {batch.samples_per_prompt} samples, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import sys
 from pathlib import Path
@@ -173,6 +174,24 @@ def test_dry_run_prints_every_process_and_starts_nothing(terminal: Terminal) -> 
         assert word in result.out
     assert terminal.launched == []
     assert not (terminal.folder / "runs").exists()
+
+
+def test_dry_run_says_how_the_trainers_ranks_divide_the_work(terminal: Terminal) -> None:
+    save_tiny_model(terminal.folder / "model", kv_heads=2)
+    alone = (terminal.folder / "cluster.yaml").read_text()
+    shown = {}
+    for keys in ("{}", "{ranks: 4}", "{ranks: 4, sequence_parallel: 2}", "{ranks: 4, tensor_parallel: 2}"):
+        (terminal.folder / "cluster.yaml").write_text(re.sub(r"trainer: *\{[^}]*\}", f"trainer: {keys}", alone))
+        result = terminal.launch("--dry-run", "--set", "schedule={name: sync}")
+        assert result.code == 0, result.err
+        assert ("4 x 2 CPU thread(s)" in result.out) == (keys != "{}")
+        shown[keys] = [line.split(maxsplit=1)[1] for line in result.out.splitlines() if line.startswith("ranks ")]
+    assert list(shown.values()) == [
+        [],
+        ["4, each with micro-batches of its own"],
+        ["4: 2 set(s) of 2 that share each row of tokens of a micro-batch"],
+        ["4: 2 set(s) of 2 that share each layer of a micro-batch"],
+    ]
 
 
 SEVERAL = """
