@@ -55,6 +55,14 @@ def test_a_rare_token_at_the_end_of_a_large_vocabulary_is_drawn_as_often_as_it_s
         assert int(draw(row, torch.tensor([wanted], dtype=torch.float64))) == token
 
 
+@pytest.mark.parametrize("vocabulary", [1, PART - 1, PART + 1, 1000])
+def test_a_row_that_is_not_finite_draws_some_token_and_leaves_other_rows_alone(vocabulary: int) -> None:
+    rows = torch.full((3, vocabulary), torch.nan)
+    rows[1] = 1.0
+    drawn = draw(rows, torch.full((3,), JUST_BELOW_1, dtype=torch.float64))
+    assert drawn[1] == vocabulary - 1 and bool((drawn >= 0).all()) and bool((drawn < vocabulary).all())
+
+
 def test_a_request_with_a_seed_draws_by_it_alone_and_log_probabilities_are_those_it_was_drawn_from() -> None:
     sampler = TopKTopPSampler("processed_logprobs")
     logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))

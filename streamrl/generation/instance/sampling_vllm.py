@@ -31,7 +31,7 @@ def draw(probabilities: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         numbers: [rows] fp64, uniform in [0, 1).
 
     Returns:
-        [rows] int64; never a token of probability 0.
+        [rows] int64; never a token of probability 0, and any token of a row that is not finite.
     """
     rows, vocabulary = probabilities.shape
     whole = vocabulary - vocabulary % PART
@@ -45,13 +45,14 @@ def draw(probabilities: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     places = part * PART + torch.arange(PART)
     inside = probabilities.gather(-1, places.clamp_max(vocabulary - 1)).double()
     inside = inside.masked_fill_(places >= vocabulary, 0.0).cumsum(-1)
-    return (part * PART + _first_beyond(inside, wanted - before))[:, 0]
+    return (part * PART + _first_beyond(inside, wanted - before))[:, 0].clamp_max(vocabulary - 1)
 
 
 def _first_beyond(ends: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Return the first place of each row whose end is beyond a value; the last one that adds something, if none is."""
     most = torch.nextafter(ends[:, -1:], torch.zeros((), dtype=ends.dtype))  # both sums are rounded
-    return torch.searchsorted(ends, torch.minimum(wanted, most), right=True)
+    found = torch.searchsorted(ends, torch.minimum(wanted, most), right=True)
+    return found.clamp_max(ends.shape[-1] - 1)  # beyond the end where sums are NaN
 
 
 def sample(
