@@ -41,7 +41,7 @@ def register() -> None:
         # vLLM's attention uses AMX without asking the kernel for it, which ends a forked engine unless a matrix product
         # has asked before
         torch.cpu._init_amx()
-        # a few functions of vLLM are compiled even in an engine that compiles nothing, when they are first called
+        # some functions of vLLM are compiled at their first call even in an engine that compiles nothing
         torch.compiler.set_stance("force_eager" if os.environ[EAGER] == "1" else "default")
     if os.environ.get(QUANTIZATION) == FEW_ROWS:
         import streamrl.generation.instance.few_rows_vllm
