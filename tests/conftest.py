@@ -12,7 +12,7 @@ from hypothesis import settings
 
 from tests import warm
 from tests.leaks import Leaks
-from tests.waiting import scaled, slowness
+from tests.waiting import FACTOR, scaled, slowness
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for each other keep busy the cores of other tests
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -79,9 +79,15 @@ ELSEWHERE = (
 `make test-browser`, `make test-environments` and `make test-trackers` do."""
 
 
+GIVEN = FACTOR in os.environ
+"""Whether this session is given its slowness by another one, as xdist's workers are."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Measure the machine's slowness once, before xdist's workers start; they inherit it by their environment."""
+    if FACTOR in os.environ and not GIVEN:
+        raise pytest.UsageError("a conftest or what it imports scales a deadline before the number of workers is known")
     factor = slowness(len(session.config.getoption("tx", None) or [0]))
     if (reporter := session.config.pluginmanager.get_plugin("terminalreporter")) is not None:
         reporter.write_line(f"deadlines of tests: {factor:g} x those of an idle machine")

@@ -77,7 +77,7 @@ def test_each_door_lets_in_those_whose_keys_it_has(place: Place) -> None:
             assert hub.refused() == {}
             stranger = Link("rewards-here", "rewards", WaitRegistry("stranger"))
             with pytest.raises(DeadlineExpired):
-                await stranger.connect(inner, PATIENCE_S, ClientSecurity(new_key(), place.key_of("controller")))
+                await stranger.connect(inner, scaled(PATIENCE_S), ClientSecurity(new_key(), place.key_of("controller")))
             await until(lambda: hub.refused())
             assert list(hub.refused()) == ["unknown key"]
             for end in (near, away, stranger):
@@ -275,7 +275,7 @@ def test_between_nodes_weights_are_deltas_so_that_little_has_to_be_encrypted(pla
 def test_a_node_that_cannot_reach_the_stated_address_names_the_process_and_the_address(place: Place) -> None:
     async def body() -> None:
         context = place.context("rewards-here")
-        soon = RunConfig.model_validate({"deadlines": {"startup_s": PATIENCE_S}})
+        soon = RunConfig.model_validate({"deadlines": {"startup_s": scaled(PATIENCE_S)}})
         context = replace(context, run=soon, cluster=one_site())
         link = to_home(context, "rewards", WaitRegistry("rewards-here"))
         with pytest.raises(DeadlineExpired, match=rf"rewards-here .*an answer of controller at tcp://{NOBODYS}:5600"):
@@ -283,7 +283,7 @@ def test_a_node_that_cannot_reach_the_stated_address_names_the_process_and_the_a
         await link.close()
         async with hub_of(place, CONTROLLER) as (hub, _):
             with pytest.raises(DeadlineExpired, match=r"controller .*rewards-here, trainer-0 to start"):
-                await hub.wait_for({"trainer-0", "rewards-here"}, PATIENCE_S)
+                await hub.wait_for({"trainer-0", "rewards-here"}, scaled(PATIENCE_S))
 
     run(body)
 
