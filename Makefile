@@ -1,7 +1,7 @@
 # make demo    train a real model on this machine, from nothing (six minutes after installation; MINUTES=15 MEMORY=8 to change that)
 # make test    style, types and tests (about a quarter of an hour)
 # make test-quick   the tests without vLLM, whole runs and ranks of a trainer (under three minutes)
-# make test-stress  whatever starts processes 10 times beside two busy processes (hours; FILES=... for some of it)
+# make test-stress  whatever starts processes 10 times beside two busy processes (hours; FILES=..., COUNT=1, RECORD=FILE)
 # make test-browser  the dashboard in a headless browser (needs Chromium; PICTURES_OF=runs/demo renews docs/pictures/)
 # make test-trackers  TensorBoard, W&B, MLflow and Trackio with their real packages; dashboards and alerts (two minutes)
 # make test-environments  environments of gymnasium and verifiers, each in a venv (needs PyPI or an index; minutes)

@@ -52,6 +52,19 @@ def family_cells(row: dict[str, Any]) -> list[str]:
     return [row["family"], *ways, found["packing"]["verdict"], *map(told, FAMILY_CHECKS.values())]
 
 
+@named(FIGURES, "stress")
+def _stress() -> str:
+    rounds = read("stress")
+    failed = [test for one in rounds for test in one["failed"]]
+    unbroken = next((n for n, one in enumerate(reversed(rounds)) if one["failed"]), len(rounds))
+    minutes = median(one["seconds"] for one in rounds) / 60
+    others = f"; in the others {len(failed)} failed, mended since" if failed else ""
+    return (
+        f"{len(rounds)} rounds of {rounds[-1]['tests']} tests, {minutes:.0f} min each on {rounds[-1]['machine']}: "
+        f"{sum(not one['failed'] for one in rounds)} without a failure, the last {unbroken} in a row{others}"
+    )
+
+
 @named(FIGURES, "families")
 def _families() -> str:
     found = read("verify_families")

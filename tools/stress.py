@@ -1,6 +1,6 @@
 """Repeat tests that start processes while other processes keep the machine busy, and list the tests that ever failed.
 
-    python tools/stress.py [--count 10] [--busy 2] [--workers 2] [--record FILE] [FILE ...]
+    python tools/stress.py [--count 10] [--busy 2] [--workers 3] [--record FILE] [FILE ...]
 
 A test that depends on the exact timing of a process, or on a fast machine, fails here sooner or later. All files run
 once, then all again, so that rare failures are seen under different conditions. The output of rounds in which a test
@@ -169,7 +169,7 @@ def main() -> int:
     parser.add_argument("files", nargs="*", help="test files (default: all that start processes)")
     parser.add_argument("--count", type=int, default=10, help="runs of each file (default: 10)")
     parser.add_argument("--busy", type=int, default=2, help="busy processes meanwhile (default: 2)")
-    parser.add_argument("--workers", type=int, default=2, help="tests that run at once (default: 2)")
+    parser.add_argument("--workers", type=int, default=3, help="tests that run at once (default: 3)")
     parser.add_argument("--kept", type=Path, default=KEPT, help="folder for the output of rounds with failures")
     parser.add_argument("--record", type=Path, help="JSON file to which each round of all files is added")
     parser.add_argument("--list", action="store_true", help="only list the files")
