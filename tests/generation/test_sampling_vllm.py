@@ -46,6 +46,16 @@ def test_the_ends_of_the_range_draw_tokens_that_can_be(vocabulary: int, number: 
     assert bool((rows.gather(-1, drawn[:, None]) > 0).all())
 
 
+def test_a_number_beyond_what_a_parts_tokens_add_up_to_draws_the_last_that_can_be() -> None:
+    beyond = 0
+    for seed in range(20):
+        row = torch.zeros(1, 2 * PART)
+        row[0, :200] = torch.rand(200, generator=torch.Generator().manual_seed(seed))
+        beyond += bool(row[0, :PART].sum().double() > row.double().sum())  # rounded up
+        assert int(draw(row, torch.tensor([JUST_BELOW_1], dtype=torch.float64))) == 199
+    assert beyond > 3
+
+
 def test_a_rare_token_at_the_end_of_a_large_vocabulary_is_drawn_as_often_as_it_should() -> None:
     row = torch.full((1, 50_000), 1e-4)  # ten whole ones, beside which fp32 forgets what comes last
     row[0, -1] = 1e-7

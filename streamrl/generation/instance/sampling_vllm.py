@@ -35,24 +35,20 @@ def draw(probabilities: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """
     rows, vocabulary = probabilities.shape
     whole = vocabulary - vocabulary % PART
-    parts = [probabilities[:, :whole].view(rows, -1, PART).sum(-1, dtype=torch.float32)]
-    if whole < vocabulary:
-        parts.append(probabilities[:, whole:].sum(-1, keepdim=True))
-    ends = torch.cat(parts, dim=-1).double().cumsum(-1)
+    parts = probabilities[:, :whole].view(rows, -1, PART).sum(-1)
+    ends = torch.cat([parts, probabilities[:, whole:].sum(-1, keepdim=True)], dim=-1).double().cumsum(-1)
     wanted = (numbers * ends[:, -1])[:, None]
     part = _first_beyond(ends, wanted)
     before = torch.where(part > 0, ends.gather(-1, (part - 1).clamp_min(0)), 0.0)
-    places = part * PART + torch.arange(PART)
-    inside = probabilities.gather(-1, places.clamp_max(vocabulary - 1)).double()
-    inside = inside.masked_fill_(places >= vocabulary, 0.0).cumsum(-1)
-    return (part * PART + _first_beyond(inside, wanted - before))[:, 0].clamp_max(vocabulary - 1)
+    places = (part * PART + torch.arange(PART)).clamp_max(vocabulary - 1)
+    inside = probabilities.gather(-1, places).double().cumsum(-1)
+    return places.gather(-1, _first_beyond(inside, wanted - before).clamp_max(PART - 1))[:, 0]
 
 
 def _first_beyond(ends: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Return the first place of each row whose end is beyond a value; the last one that adds something, if none is."""
-    most = torch.nextafter(ends[:, -1:], torch.zeros((), dtype=ends.dtype))  # both sums are rounded
-    found = torch.searchsorted(ends, torch.minimum(wanted, most), right=True)
-    return found.clamp_max(ends.shape[-1] - 1)  # beyond the end where sums are NaN
+    most = torch.nextafter(ends[:, -1:], torch.zeros((), dtype=ends.dtype))  # the sum of a part is rounded
+    return torch.searchsorted(ends, torch.minimum(wanted, most), right=True)
 
 
 def sample(
