@@ -28,6 +28,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     """A process whose command line is that of a role."""
     command = [sys.executable, "-c", "import time; time.sleep(60)", "streamrl.launcher.entry_point"]
     with subprocess.Popen(command, start_new_session=True) as process:
+        wait_for(lambda: psutil.Process(process.pid).cmdline()[1:] == command[1:], 20)  # none at first
         yield process
         process.kill()
 
