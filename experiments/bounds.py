@@ -27,24 +27,24 @@ TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def like_a_trainer() -> None:
     """Starts this script again with the environment that `streamrl launch` gives a trainer, unless it has it."""
-    begun_with(PASSIVE_WAITING | KEPT_HEAP)
+    restart_with(PASSIVE_WAITING | KEPT_HEAP)
 
 
 def like_an_instance() -> None:
     """Starts this script again with the environment of an instance of one thread, unless it has it."""
-    begun_with(PASSIVE_WAITING | KEPT_HEAP | ONE_BLAS_THREAD | {"OMP_NUM_THREADS": "1"})
+    restart_with(PASSIVE_WAITING | KEPT_HEAP | ONE_BLAS_THREAD | {"OMP_NUM_THREADS": "1"})
 
 
-def begun_with(wanted: Mapping[str, str]) -> None:
-    """Starts this script again with these variables, unless it has them: glibc and OpenMP read theirs when a process
-    starts."""
+def restart_with(wanted: Mapping[str, str]) -> None:
+    """Replaces this process by one of the same script with these variables, unless it has them: glibc and OpenMP read
+    theirs when a process starts."""
     if any(os.environ.get(name) != value for name, value in wanted.items()):
         sys.stdout.flush()
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
 
 
 def result_name(study: str, dtype: str) -> str:
-    """Name of the files of a study of this CPU in a type: one's own for each kind of CPU."""
+    """Name of the files of a study of this CPU in a type: a separate one for each kind of CPU."""
     if dtype == "float32":
         return study
     return f"{study}_amx" if "amx_bf16" in this_cpu().flags else f"{study}_{dtype}"

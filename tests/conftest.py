@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests import warm
-from tests.leaks import Leaks
-from tests.waiting import FACTOR, scaled, slowness
+GIVEN = "STREAMRL_TEST_SLOWNESS" in os.environ  # before anything is imported that might measure it
+"""Whether this session is given its slowness by another one, as xdist's workers are."""
+
+from tests import warm  # noqa: E402
+from tests.leaks import Leaks  # noqa: E402
+from tests.waiting import FACTOR, scaled, slowness  # noqa: E402
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for each other keep busy the cores of other tests
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -61,6 +64,7 @@ SLOW = (
     "training/test_sequence_ranks.py",
     "training/test_not_finite_ranks.py",
     "generation/test_few_rows_vllm.py",
+    "generation/test_sampling_vllm.py",
     "generation/test_replayed_experts.py",
 )
 """Files of tests marked `slow` (whole runs, vLLM, a Ray cluster, TRL, several processes that work, or large fits), in
@@ -77,10 +81,6 @@ ELSEWHERE = (
 )
 """Files that need programs or packages which the environment of the tests has not: collected only if they are named, as
 `make test-browser`, `make test-environments` and `make test-trackers` do."""
-
-
-GIVEN = FACTOR in os.environ
-"""Whether this session is given its slowness by another one, as xdist's workers are."""
 
 
 @pytest.hookimpl(tryfirst=True)

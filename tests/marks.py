@@ -39,9 +39,13 @@ def mark_of(environment: bytes, begin: str = "") -> str | None:
 
 
 def descendants(pid: int | None = None) -> list[tuple[psutil.Process, list[str]]]:
-    """Return the living processes that descend from one (None: this one), each with its command line."""
+    """Return the living processes that descend from one (None: this one) and have a command line, each with it.
+
+    A process has none just after it has begun, and when it has ended.
+    """
     found = []
     for process in psutil.Process(pid).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since, or is a zombie, which has no line
-            found.append((process, process.cmdline()))
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if words := process.cmdline():
+                found.append((process, words))
     return found

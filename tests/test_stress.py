@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from streamrl.runtime.processes import is_alive
 from tests.marks import descendants
 from tests.waiting import scaled, wait_for
 
@@ -71,20 +72,33 @@ def test_what_it_started_ends_with_it_and_it_tells_what_it_found_so_far(tmp_path
     ]
     with subprocess.Popen(command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True) as told:
         wait_for(lambda: any(words[:1] == ["sleep"] for _, words in descendants(told.pid)), 120)
-        started = [process for process, _ in descendants(told.pid)]
+        started = [process.pid for process, _ in descendants(told.pid)]
         told.terminate()
         output, _ = told.communicate(timeout=scaled(60))
     assert output.startswith("stopped; so far:") and told.returncode == 1
-    wait_for(lambda: not any(process.is_running() for process in started), 20)
+    wait_for(lambda: not any(map(is_alive, started)), 20)
 
 
 def test_a_round_is_added_to_those_before_with_its_failures(tmp_path: Path) -> None:
     file = tmp_path / "rounds.json"
-    stress.record(file, {"a": True, "b": False}, 61.7)
-    stress.record(file, {"a": True}, 5)
+    stress.record(file, {"a": True, "b": False}, 61.7, 3, 2)
+    stress.record(file, {"a": True}, 5, 3, 2)
     first, second = json.loads(file.read_text())
     assert (first["seconds"], first["tests"], first["failed"]) == (62, 2, ["b"])
     assert (second["tests"], second["failed"]) == (1, []) and second["machine"] == first["machine"]
+    assert (first["workers"], first["busy"]) == (3, 2)
+
+
+def test_rounds_that_could_not_be_recorded_are_refused_before_the_first(tmp_path: Path) -> None:
+    (tmp_path / "broken.json").write_text("[")
+    for options, words in (
+        (["--record", str(tmp_path / "a.json"), "tests/test_sleeps.py"], "--record is for rounds of all files"),
+        (["--record", str(tmp_path / "none" / "a.json")], "no folder"),
+        (["--record", str(tmp_path / "broken.json")], "no list of rounds"),
+    ):
+        command = [sys.executable, "tools/stress.py", *options]
+        done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+        assert done.returncode == 2 and words in done.stderr, done.stderr
 
 
 def test_the_files_that_start_processes_are_found_by_what_they_contain() -> None:

@@ -55,14 +55,20 @@ def family_cells(row: dict[str, Any]) -> list[str]:
 @named(FIGURES, "stress")
 def _stress() -> str:
     rounds = read("stress")
-    failed = [test for one in rounds for test in one["failed"]]
+    last, failed = rounds[-1], {test for one in rounds for test in one["failed"]}
     unbroken = next((n for n, one in enumerate(reversed(rounds)) if one["failed"]), len(rounds))
     minutes = median(one["seconds"] for one in rounds) / 60
-    others = f"; in the others {len(failed)} failed, mended since" if failed else ""
-    return (
-        f"{len(rounds)} rounds of {rounds[-1]['tests']} tests, {minutes:.0f} min each on {rounds[-1]['machine']}: "
-        f"{sum(not one['failed'] for one in rounds)} without a failure, the last {unbroken} in a row{others}"
+    text = (
+        f"{len(rounds)} rounds of {last['tests']} tests, {last['workers']} at once beside {last['busy']} busy "
+        f"processes, {minutes:.0f} min each on {last['machine']}: {sum(not one['failed'] for one in rounds)} without a "
+        "failure"
     )
+    text += f", the last {unbroken} in a row" if 1 < unbroken < len(rounds) else ""
+    if failed:
+        recent = [n for n, one in enumerate(rounds) if one["failed"]][-1]
+        since = "all of which have passed since" if recent < len(rounds) - 1 else "not all of which have passed since"
+        text += f"; {len(failed)} tests ever failed, {since}"
+    return text
 
 
 @named(FIGURES, "families")

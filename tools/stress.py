@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "build" / "stress"
@@ -88,21 +88,42 @@ class Round:
     commit: str
     day: str
     machine: str
+    workers: int
+    """Tests at once."""
+    busy: int
+    """Processes that keep a core busy meanwhile."""
     seconds: int
     tests: int
     failed: list[str]
 
 
-def record(file: Path, found: dict[str, bool], seconds: float) -> None:
+def recorded(file: Path) -> list[dict[str, Any]]:
+    """Return the rounds in a file; none if there is no such file.
+
+    Raises:
+        ValueError: it is something else, or it could not be made.
+    """
+    if not file.parent.is_dir():
+        raise ValueError(f"{file}: no folder {file.parent}")
+    try:
+        rounds = json.loads(file.read_text()) if file.exists() else []
+    except ValueError:
+        rounds = None
+    if not isinstance(rounds, list):
+        raise ValueError(f"{file} is no list of rounds")
+    return rounds
+
+
+def record(file: Path, found: dict[str, bool], seconds: float, workers: int, busy: int) -> None:
     """Add a round to the rounds in a JSON file."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     info = Path("/proc/cpuinfo")
     model = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
     this = f"{os.cpu_count()} cores of {model[1] if model else 'an unknown CPU'}"
     failed = [test for test, passed in found.items() if not passed]
-    last = Round(commit.stdout.strip(), time.strftime("%Y-%m-%d"), this, round(seconds), len(found), failed)
-    rounds = json.loads(file.read_text()) if file.exists() else []
-    file.write_text(json.dumps([*rounds, asdict(last)], indent=1) + "\n")
+    day = time.strftime("%Y-%m-%d")
+    last = Round(commit.stdout.strip(), day, this, workers, busy, round(seconds), len(found), failed)
+    file.write_text(json.dumps([*recorded(file), asdict(last)], indent=1) + "\n")
 
 
 def files_that_start_processes() -> list[str]:
@@ -144,6 +165,7 @@ def run(files: list[str], workers: int, number: int, kept: Path) -> dict[str, bo
                 output.flush()
                 if share := re.search(r"\[ *(\d+%)\]$", line):
                     print(f"{number:3}: {share[1]:>4} after {time.monotonic() - began:.0f} s", flush=True)
+            pytest.wait()
         except KeyboardInterrupt:
             os.killpg(pytest.pid, signal.SIGKILL)  # what its tests started in sessions of their own ends by itself
             raise
@@ -178,14 +200,21 @@ def main() -> int:
     if args.list:
         print("\n".join(files))
         return 0
+    if args.record is not None:
+        if args.files:
+            parser.error("--record is for rounds of all files")
+        try:
+            recorded(args.record)
+        except ValueError as error:
+            parser.error(f"--record {error}")
     found = Found()
     try:
         with beside(args.busy):
             for number in range(1, args.count + 1):
                 began = time.monotonic()
                 found.add(last := run(files, args.workers, number, args.kept))
-                if args.record is not None and not args.files:
-                    record(args.record, last, time.monotonic() - began)
+                if args.record is not None:
+                    record(args.record, last, time.monotonic() - began, args.workers, args.busy)
         stopped = False
     except KeyboardInterrupt:
         print("stopped; so far:")

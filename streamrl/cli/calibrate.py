@@ -64,8 +64,10 @@ def command(
     site, chosen = pools[pool] if pool else next(iter(pools.values()))
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: its folder does not exist")
-    # before torch is imported: use the same threads and memory as an instance of a run
-    os.environ.update(PASSIVE_WAITING | KEPT_HEAP | {"OMP_NUM_THREADS": str(chosen.threads)})
+    # those of an instance: torch reads its number of threads when it is imported, glibc how it keeps memory when vLLM's
+    # process starts
+    heap = {} if cluster.hardware == "cuda" else KEPT_HEAP
+    os.environ.update(PASSIVE_WAITING | heap | {"OMP_NUM_THREADS": str(chosen.threads)})
     from streamrl.machine.compute_type import choose, with_type
 
     types = choose(run.model, cluster.hardware == "cuda")

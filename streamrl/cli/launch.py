@@ -254,9 +254,9 @@ def _ranks(cluster: ClusterConfig, site: str | None) -> dict[str, str]:
         return {}
     if trainer.sharing == 1:
         return {"ranks": f"{trainer.ranks}, each with micro-batches of its own"}
-    what = "row of tokens" if trainer.sequence_parallel > 1 else "layer"
-    sets = trainer.ranks // trainer.sharing
-    return {"ranks": f"{trainer.ranks}: {sets} set(s) of {trainer.sharing} that share each {what} of a micro-batch"}
+    what = "share each row of tokens" if trainer.sequence_parallel > 1 else "split each layer"
+    groups = trainer.ranks // trainer.sharing
+    return {"ranks": f"{trainer.ranks} in {groups} group(s) of {trainer.sharing} that {what}"}
 
 
 def _print_plan(

@@ -17,24 +17,30 @@ GpuType = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._:+-]{0,63}$")]
 
 
 class StrictModel(BaseModel):
-    """Base of all configuration models: unknown keys are errors, yes and no are no numbers, values are read-only."""
+    """Base of all configuration models: unknown keys are errors, booleans are no numbers, values are read-only."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _truth_is_no_number(cls, values: object) -> object:
-        """Turn yes and no into text where a number is expected: they would be taken for 1 and 0."""
+    def _no_booleans_for_numbers(cls, values: object) -> object:
+        """Turn booleans into text where numbers are expected: they would be taken for 1 and 0."""
         if not isinstance(values, dict):
             return values
         fields = {name: cls.model_fields[name].annotation for name in values if name in cls.model_fields}
         numbers = {name for name, one in fields.items() if _takes(one, (int, float)) and not _takes(one, (bool, Any))}
-        wrong = {name for name in numbers if isinstance(values[name], bool)}
-        return {name: str(value).lower() if name in wrong else value for name, value in values.items()}
+        return {name: _as_text(value) if name in numbers else value for name, value in values.items()}
+
+
+def _as_text(value: object) -> object:
+    """Return a boolean, or those in a list, as text; anything else as it is."""
+    if isinstance(value, list | tuple):
+        return [_as_text(one) for one in value]
+    return str(value).lower() if isinstance(value, bool) else value
 
 
 def _takes(annotation: object, types: tuple[object, ...]) -> bool:
-    """Return whether a field's annotation, or a part of it if it is a union, is one of these types."""
+    """Return whether a field's annotation is one of these types, or has one among its parts (unions, lists)."""
     return annotation in types or any(_takes(part, types) for part in get_args(annotation))
 
 

@@ -189,8 +189,8 @@ def test_dry_run_says_how_the_trainers_ranks_divide_the_work(terminal: Terminal)
     assert list(shown.values()) == [
         [],
         ["4, each with micro-batches of its own"],
-        ["4: 2 set(s) of 2 that share each row of tokens of a micro-batch"],
-        ["4: 2 set(s) of 2 that share each layer of a micro-batch"],
+        ["4 in 2 group(s) of 2 that share each row of tokens"],
+        ["4 in 2 group(s) of 2 that split each layer"],
     ]
 
 

@@ -152,6 +152,7 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
         ),
         ("sampling:\n  temperature: 0\n", "F:2: 'sampling.temperature' is 0, expected at least 0.01"),
         ("optimizer:\n  lr: yes\n", "F:2: 'optimizer.lr' is 'true', expected a number"),
+        ("optimizer:\n  betas: [yes, 0.9]\n", "F:2: 'optimizer.betas.0' is 'true', expected a number"),
         ("steps: off\n", "F:1: 'steps' is 'false', expected a whole number"),
         ("sampling:\n  temperature: 2.5\n", "F:2: 'sampling.temperature' is 2.5, expected at most 2"),
         (

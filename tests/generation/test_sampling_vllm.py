@@ -108,6 +108,8 @@ def test_of_a_sampled_token_alone_no_rank_is_counted_and_of_others_vllm_tells_al
 
 
 def test_a_vllm_that_samples_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = TopKTopPSampler.forward_cpu
     monkeypatch.delattr(Sampler, "gather_logprobs")
     with pytest.raises(RuntimeError, match=r"has no Sampler\.gather_logprobs"):
         sampling_vllm.install()
+    assert TopKTopPSampler.forward_cpu is before
