@@ -25,6 +25,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from streamrl.machine.cpu import this_cpu
+
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "build" / "stress"
 STARTS = re.compile(
@@ -117,9 +119,7 @@ def recorded(file: Path) -> list[dict[str, Any]]:
 def record(file: Path, found: dict[str, bool], seconds: float, workers: int, busy: int) -> None:
     """Add a round to the rounds in a JSON file."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    info = Path("/proc/cpuinfo")
-    model = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
-    this = f"{os.cpu_count()} cores of {model[1] if model else 'an unknown CPU'}"
+    this = f"{os.cpu_count()} cores of {this_cpu().name}"
     failed = [test for test, passed in found.items() if not passed]
     day = time.strftime("%Y-%m-%d")
     last = Round(commit.stdout.strip(), day, this, workers, busy, round(seconds), len(found), failed)

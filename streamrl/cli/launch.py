@@ -272,9 +272,8 @@ def _print_plan(
     specs = plan_processes(cluster, run, run_dir, None if site is None else [site])
     for spec in specs:
         each = f"{spec.ranks} x " if spec.ranks > 1 else ""
-        on = f"{each}{spec.threads} CPU thread(s)"
-        if spec.gpu_ids:
-            on = f"GPU {','.join(map(str, spec.gpu_ids))} ({spec.gpu})"
+        cores = f"{each}{spec.threads} CPU thread(s)"
+        on = f"GPU {','.join(map(str, spec.gpu_ids))} ({spec.gpu})" if spec.gpu_ids else cores
         table.add_row(spec.name, spec.role, spec.site, spec.pool or "", on, f"{spec.price_per_hour:.2f}")
     console.print(table)
     batch, sampling = run.batch, run.sampling

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import multiprocessing
 import os
@@ -14,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -293,7 +292,7 @@ def open_now() -> Counter[str]:
     """Open files and threads of this process by kind, without the threads of the site's end."""
     found: Counter[str] = Counter()
     for place in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the one by which the folder is read
+        with suppress(FileNotFoundError):  # the one by which the folder is read
             found[re.sub(r"\d+", "N", os.readlink(place))] += 1
     names = {str(one.native_id): one.name for one in threading.enumerate()}
     for task in os.listdir("/proc/self/task"):
@@ -305,7 +304,7 @@ def open_now() -> Counter[str]:
 async def no_more_open_than(before: Counter[str]) -> None:
     """Waits until what threads close in their own time is closed."""
     try:
-        await until(lambda: not open_now() - before)
+        await until(lambda: not open_now() - before, 10)
     except AssertionError as error:
         raise AssertionError(f"left open: {open_now() - before}, beside {before}") from error
 
