@@ -88,7 +88,7 @@ def test_nothing_imports_the_command_line() -> None:
 ORDERS = {
     "streamrl": [
         {"errors", "atomic_files"},
-        {"plain_files", "surrogates"},
+        {"plain_files", "scratch_folders", "surrogates"},
         {"config", "transport", "emulation"},
         {"machine", "rollouts"},
         {"run_dir", "protocol"},

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from streamrl.runtime.inside_keys import inside_roles, make_inside_keys, remove_
 from streamrl.runtime.interfaces import free_ports
 from streamrl.runtime.process_context import Addresses
 from streamrl.runtime.process_plan import HIDDEN, MEETING, ProcessSpec, plan_processes, possible_instances
+from streamrl.scratch_folders import ScratchFolder
 from streamrl.transport.curve import make_keys, secret_file
 from streamrl.weights.version_store import WeightStore
 
@@ -131,7 +131,7 @@ def prepare(
         WeightStore(layout.weights_folder(path, not cluster.sites[name].on_ray)) for name, path in folders.items()
     ]
     with contextlib.ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="streamrl-")))  # mode 0700
+        scratch = stack.enter_context(ScratchFolder())
         network = None
         if emulate:
             cluster = _with_keys(cluster, run_dir / layout.KEYS)

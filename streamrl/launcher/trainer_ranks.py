@@ -20,10 +20,8 @@ import resource
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import FrameType
 
 from streamrl.errors import UserError
@@ -32,6 +30,7 @@ from streamrl.runtime.interfaces import LOOPBACK_INTERFACE, collectives_on, inte
 from streamrl.runtime.process_plan import RANK_MEETING
 from streamrl.runtime.processes import end_with_parent
 from streamrl.runtime.warden import wait_for_an_end
+from streamrl.scratch_folders import ScratchFolder
 
 END_S = 3.0
 """Seconds from SIGTERM to SIGKILL for the ranks that outlive a failed one."""
@@ -113,8 +112,8 @@ def main() -> int:
         print(f"{LAST_WORDS}{error}", file=sys.stderr, flush=True)
         return 1
     os.environ.update(collectives_on(interface))
-    with tempfile.TemporaryDirectory(prefix="streamrl-ranks-") as folder:  # mode 0700
-        meeting = args.meeting if args.nodes > 1 else str(Path(folder) / "store")
+    with ScratchFolder() as folder:
+        meeting = args.meeting if args.nodes > 1 else str(folder / "store")
         first = args.node * args.ranks
         places = [rank_environment(first + n, n, args.ranks, args.nodes, meeting) for n in range(args.ranks)]
         code = run_ranks(args.command, places)

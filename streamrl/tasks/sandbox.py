@@ -46,6 +46,7 @@ from streamrl.config.tasks import Sandbox
 from streamrl.rollouts.void import VoidCause
 from streamrl.runtime.process_plan import HIDDEN
 from streamrl.runtime.processes import end_with_parent
+from streamrl.scratch_folders import ScratchFolder
 from streamrl.tasks import sandbox_driver
 from streamrl.tasks.void_reward import VoidReward
 
@@ -115,7 +116,7 @@ def may_change_user(command: tuple[str, ...]) -> bool:
     if os.geteuid():
         return False
     given = _first_words("python", "import sys; print(sys.base_prefix)", command)
-    with tempfile.TemporaryDirectory(prefix="streamrl-") as folder:
+    with ScratchFolder() as folder:
         try:
             os.chown(folder, FIRST_USER, FIRST_USER)
             tried = subprocess.run(
@@ -243,7 +244,7 @@ class Boxed:
         self.pending = _first_words(side, source, isolation.command)
         """Bytes that it has not taken yet."""
         self._read = b""
-        self._folder = tempfile.TemporaryDirectory(prefix="streamrl-", ignore_cleanup_errors=True)
+        self._folder = ScratchFolder()
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `_close`)
 
     def __enter__(self) -> Boxed:
@@ -256,7 +257,7 @@ class Boxed:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
 
-        folder = self._folder.name
+        folder = self._folder.path
         try:
             if self.user is not None:
                 os.chown(folder, self.user, self.user)
@@ -267,7 +268,7 @@ class Boxed:
                 stderr=self._complaints,
                 bufsize=0,
                 cwd=folder,
-                env={"PATH": os.environ.get("PATH", os.defpath), "HOME": folder},
+                env={"PATH": os.environ.get("PATH", os.defpath), "HOME": str(folder)},
                 start_new_session=True,
                 user=self.user,
                 group=self.user,
@@ -356,7 +357,7 @@ class Boxed:
 
     def _close(self) -> None:
         self._complaints.close()
-        self._folder.cleanup()
+        self._folder.close()
 
     def __exit__(self, *_: Any) -> None:
         self.kill()

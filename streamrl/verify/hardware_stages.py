@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -22,6 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from streamrl.machine.cpu import this_cpu
+from streamrl.scratch_folders import ScratchFolder
 from streamrl.verify.hardware_measurement import Measurement, Size, sheet_peak
 
 SECONDS = 0.5
@@ -139,8 +139,8 @@ def collectives() -> Iterator[Measurement]:
         yield Measurement("all-reduce", None, "", "1 GPU: nothing to sum over")
         return
     ranks, megabytes = (gpus, 512) if gpus else (2, 16)
-    with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder, "seconds")
+    with ScratchFolder() as folder:
+        results = folder / "seconds"
         mp.start_processes(
             _all_reduce, (ranks, megabytes, f"file://{folder}/meet", str(results)), nprocs=ranks, start_method="spawn"
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import resource
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from scheduler.cost.training_cost import USABLE_MEMORY, TrainerLayout, TrainingW
 from streamrl.config.optimizer import Recomputation
 from streamrl.config.run import RunConfig
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
+from streamrl.scratch_folders import ScratchFolder
 from streamrl.training.attention import SHARED_PREFIX
 from streamrl.training.packing_choice import Packing
 from streamrl.training.trainer import Trainer
@@ -39,9 +39,9 @@ def train(size: Size, device: torch.device) -> Iterator[Measurement]:
         size: shape of the model and contexts.
         device: where it is trained.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with ScratchFolder() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
-        model = save_model(size, Path(folder, "model"), max(size.contexts))
+        model = save_model(size, folder / "model", max(size.contexts))
         one: Trainer | None = None
         for context in size.contexts:
             group = random_group(context, size.vocabulary)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from streamrl.errors import UserError
+from streamrl.scratch_folders import ScratchFolder
 from streamrl.training.packing_choice import Packing, packing_proof
 from streamrl.verify.findings import Finding
 from streamrl.verify.generator_checks import check_generators
@@ -53,9 +53,9 @@ def verify(
 
 
 def _in_vllm(config: PretrainedConfig, weights: Path | None, packing: Packing) -> list[Finding]:
-    with tempfile.TemporaryDirectory(prefix="streamrl-verify-") as name:
+    with ScratchFolder() as folder:
         if weights is None:
-            order = small_order(config, packing, Path(name))
+            order = small_order(config, packing, folder)
         else:  # the second version is the first: a reload that changes nothing must change nothing
-            order = Order((str(weights), str(weights)), packing.attention, name, codes=(), in_int8=False)
+            order = Order((str(weights), str(weights)), packing.attention, str(folder), codes=(), in_int8=False)
         return check_generators([order])[0]

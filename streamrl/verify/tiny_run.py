@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from streamrl.machine.gpus import gpu_names
 from streamrl.run_dir import layout
 from streamrl.run_dir.metrics import read_metrics
 from streamrl.run_dir.status import read_status
+from streamrl.scratch_folders import ScratchFolder
 from streamrl.verify.hardware_measurement import Measurement
 
 TINY_RUN = "tiny run"
@@ -61,8 +61,7 @@ def tiny_run() -> tuple[list[Measurement], str]:
         gpus = len(gpu_names())
     except UserError as error:
         return [], str(error)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with ScratchFolder() as folder:
         tiny_files(folder, gpus)
         command = ["launch", "--cluster", "cluster.yaml", "--run", "run.yaml"]
         try:

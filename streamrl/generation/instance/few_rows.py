@@ -18,7 +18,6 @@ import secrets
 import shutil
 import stat
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +26,7 @@ import torch
 
 from streamrl.machine.cpu import this_cpu
 from streamrl.machine.model_files import cache_directory
+from streamrl.scratch_folders import ScratchFolder
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +79,8 @@ def _own_folder(folder: Path) -> Iterator[Path]:
     if _is_own(folder):
         yield folder
         return
-    with tempfile.TemporaryDirectory() as name:
-        yield Path(name)
+    with ScratchFolder() as private:
+        yield private
 
 
 def _is_own(path: Path) -> bool:

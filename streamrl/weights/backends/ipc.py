@@ -30,7 +30,6 @@ import os
 import select
 import socket
 import struct
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,6 +40,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from streamrl.scratch_folders import ScratchFolder
 from streamrl.weights.backends.communicator import MEET_S, POLL_S, Communicator, GroupBroken
 from streamrl.weights.backends.shared_ring import Ring
 from streamrl.weights.backends.shared_slots import SharedSlots, SlotsOffer, kind_here
@@ -248,9 +248,9 @@ def _let_in(store: dist.Store, slots: SharedSlots, world: int) -> dict[int, sock
     with (
         ExitStack() as undone,
         socket.socket(socket.AF_UNIX) as door,
-        tempfile.TemporaryDirectory(prefix="streamrl-weights-") as folder,  # mode 0700
+        ScratchFolder() as folder,
     ):
-        path = f"{folder}/door"
+        path = str(folder / "door")
         door.bind(path)
         door.listen(world)
         store.set(DOOR, path)

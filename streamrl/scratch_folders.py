@@ -1,0 +1,95 @@
+"""Folders for what a process needs only while it lives: gone with it, even if it is killed.
+
+A killed process removes nothing. So each folder is locked by the process that made it. The kernel drops the lock when
+the process ends, and the first folder that another process makes takes those away that nobody holds any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+PREFIX, SUFFIX = "streamrl-", ".scratch"
+NAME = re.compile(rf"{PREFIX}[a-z0-9_]{{8}}{re.escape(SUFFIX)}")
+"""Names of these folders in the system's folder for temporary files."""
+
+
+class ScratchFolder:
+    """A new, empty folder with mode 0700; a context manager that gives its path.
+
+    Where the file system has no locks, a killed process's folder stays.
+    """
+
+    def __init__(self) -> None:
+        """Make it, and remove those of killed processes.
+
+        Raises:
+            OSError: there is no folder for temporary files, no room in it, or too many files are open.
+        """
+        parent = tempfile.gettempdir()
+        _remove_abandoned(parent)
+        held = None
+        while held is None:
+            self._folder = tempfile.TemporaryDirectory(SUFFIX, PREFIX, parent, ignore_cleanup_errors=True)
+            held = _hold(self._folder.name)
+        self._held = held
+        self.path = Path(self._folder.name)
+
+    def close(self) -> None:
+        """Remove it with all that is in it."""
+        self._folder.cleanup()
+        if self._held >= 0:
+            os.close(self._held)
+            self._held = -1
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def _hold(folder: str) -> int | None:
+    """Open and lock a folder; None: before it was locked, another process took it for abandoned."""
+    try:
+        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(held)
+        return None
+    except OSError:  # a file system without locks, on which nobody takes it for abandoned
+        return held
+    if os.path.isdir(folder):
+        return held
+    os.close(held)
+    return None
+
+
+@functools.cache
+def _remove_abandoned(parent: str) -> None:
+    """Remove, once per process, the folders of this user that no process holds; as root, everybody's."""
+    with contextlib.suppress(OSError), os.scandir(parent) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                owner = entry.stat(follow_symlinks=False).st_uid
+                if NAME.fullmatch(entry.name) and os.geteuid() in (owner, 0):
+                    _remove_unless_held(entry.path)
+
+
+def _remove_unless_held(folder: str) -> None:
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(opened)
