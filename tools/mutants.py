@@ -75,6 +75,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "streamrl/rollouts/ledger.py": ("tests/rollouts/test_ledger.py", "tests/rollouts/test_ledger_machine.py"),
     "streamrl/transport/delivery.py": ("tests/transport/test_delivery.py", "tests/transport/test_delivery_machine.py"),
     "streamrl/weights/membership.py": ("tests/weights/test_membership.py",),
+    "streamrl/weights/backends/shared_ring.py": ("tests/weights/test_shared_ring.py",),
     "streamrl/weights/chain.py": ("tests/weights/test_chain.py", "tests/weights/test_chain_machine.py"),
     "scheduler/cost/recalibration.py": ("tests/scheduler/test_recalibration.py",),
     "scheduler/dispatch/policy.py": FLEET_TESTS,

@@ -174,7 +174,7 @@ def _changes(shape: MemoryShape) -> Iterator[tuple[str, dict[str, Any]]]:
     each = shape.gpus_per_replica
     while (each := 2 * each) <= 8 and shape.model.heads % each == 0:
         yield f"gpus_per_replica: {each}", {"gpus_per_replica": each}
-    shared = _doubled(shape.sequence_parallel, MOST_SHARING)
+    shared = range(2 * shape.sequence_parallel, MOST_SHARING + 1, shape.sequence_parallel)  # 3 ranks for 9 heads
     for sharing in shared:
         yield f"trainer.sequence_parallel: {sharing}", {"sequence_parallel": sharing}
     for ranks in _doubled(shape.ranks, MOST_GPUS):

@@ -97,3 +97,4 @@ def test_ranks_that_share_rows_are_proposed_where_they_can() -> None:
     assert smallest_change(replace(LONG, model=hybrid, ranks=4)).startswith("model.max_context")
     odd = replace(MODEL, heads=9, kv_heads=3)
     assert smallest_change(replace(LONG, model=odd, ranks=4)).startswith("model.max_context")
+    assert smallest_change(replace(LONG, model=odd, ranks=3)) == "trainer.sequence_parallel: 3"
