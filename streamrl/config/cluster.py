@@ -126,7 +126,7 @@ class GenerationPool(StrictModel):
         1, ge=1, description="machines over which an instance's GPUs are spread evenly (needs launch.backend: ray)"
     )
     gpu: GpuType = Field("cpu", description="GPU type of every instance, or 'cpu'")
-    threads: int = Field(1, ge=1, description="CPU threads per instance (hardware: cpu)")
+    threads: int = Field(1, ge=1, description="CPU threads of each process of an instance (gpu: cpu)")
     cores: Cores = None
     max_batch: int = Field(64, ge=1, description="most sequences that an instance decodes at once")
     kv_cache_gb: float = Field(0.5, gt=0, description="KV cache per instance in GiB (hardware: cpu)")
@@ -285,7 +285,7 @@ class Emulation(StrictModel):
     """The CPU processes that `launch --emulate` starts on this machine in place of each pool."""
 
     replicas: int = Field(1, ge=1, description="most instances per generation pool")
-    threads: int = Field(1, ge=1, description="CPU threads per instance")
+    threads: int = Field(1, ge=1, description="CPU threads of each process of an instance")
     trainer_ranks: int = Field(1, ge=1, description="most trainer processes")
     trainer_threads: int = Field(2, ge=1, description="CPU threads per trainer process")
     max_batch: int = Field(32, ge=1, description="upper bound on a pool's max_batch")

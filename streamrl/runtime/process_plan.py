@@ -258,9 +258,10 @@ def _instance(
 def _cores_of(pool: GenerationPool, index: int) -> tuple[int, ...]:
     """Return an instance's CPU cores: its own share if the pool has enough for all, else all of the pool's."""
     cores = tuple(pool.cores or ())
-    if len(cores) < pool.most_replicas * pool.threads:
+    each = pool.threads * pool.gpus_per_replica // pool.nodes  # on one machine
+    if len(cores) < pool.most_replicas * each:
         return cores
-    return cores[index * pool.threads : (index + 1) * pool.threads]
+    return cores[index * each : (index + 1) * each]
 
 
 def _computing(pool: GenerationPool | TrainerPool, cores: Iterable[int], cuda: bool) -> dict[str, str]:

@@ -93,7 +93,12 @@ REFUSED = [
     ({"name": "rloo", "off_policy": {"ratio_to": "proximal"}}, "correction: truncate weighs by trainer / generator"),
     ({"name": "grpp"}, "did you mean grpo?"),
     ({"clip_high": 0.3}, "key 'algorithm.name' is missing"),
+    ({"name": "grpo", "surrogate": "clipped"}, "'algorithm.surrogate' is 'clipped', expected"),
     ({"name": "grpo", "clip_low": 1.5}, "'algorithm.clip_low' is 1.5, expected at most 1"),
+    ({"name": "grpo", "clip_low": 0}, "'algorithm.clip_low' is 0, expected more than 0"),
+    ({"name": "grpo", "clip_high": 0}, "'algorithm.clip_high' is 0, expected more than 0"),
+    ({"name": "sapo", "gate_positive": 0}, "'algorithm.gate_positive' is 0, expected more than 0"),
+    ({"name": "sapo", "gate_negative": 0}, "'algorithm.gate_negative' is 0, expected more than 0"),
     ({"name": "grpo", "kl": {"coeff": 0.1}}, "did you mean 'coef'?"),
     ({"name": "grpo", "off_policy": {"high": 0.5}}, "'algorithm.off_policy.high' is 0.5, expected at least 1"),
 ]
@@ -117,6 +122,8 @@ def test_refused_with_the_reason_and_the_nearest_choice(tmp_path: Path, keys: di
         {"name": "grpo", "off_policy": {"ratio_to": "proximal", "correction": "truncate", "level": "geometric"}},
         {"name": "ppo", "critic": {"lr": 1e-4}, "kl": {"coef": 0.1, "estimator": "k1", "placement": "reward"}},
         {"name": "dapo", "overlong": None, "dynamic_sampling": False},
+        {"name": "sapo", "gate_positive": 0.5, "gate_negative": 0.5},
+        {"name": "gspo", "clip_low": 1, "clip_high": 2},
     ],
 )
 def test_accepted(tmp_path: Path, keys: dict[str, Any]) -> None:

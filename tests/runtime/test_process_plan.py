@@ -66,6 +66,25 @@ def test_the_agents_of_a_site_have_room_for_the_processes_of_their_environments(
         assert agents.env.get(CORES) == env
 
 
+@pytest.mark.parametrize(
+    ("pool", "pinned"),
+    [
+        ({"replicas": 2, "threads": 2}, ["0,1", "2,3"]),
+        ({"replicas": 2, "threads": 1, "gpus_per_replica": 2}, ["0,1", "2,3"]),
+        ({"replicas": 1, "max_replicas": 2, "threads": 2}, ["0,1"]),
+        ({"replicas": 3, "threads": 1}, ["0", "1", "2"]),
+        ({"replicas": 3, "threads": 2}, ["0,1,2,3"] * 3),
+        ({"replicas": 2, "threads": 2, "gpus_per_replica": 2}, ["0,1,2,3"] * 2),
+    ],
+)
+def test_cores_are_divided_among_instances_if_they_are_enough_for_all_their_threads(
+    pool: dict[str, int], pinned: list[str]
+) -> None:
+    values = {"hardware": "cpu", "sites": {"here": {"trainer": {}, "generation": [{"cores": [0, 1, 2, 3]} | pool]}}}
+    specs = plan_processes(ClusterConfig.model_validate(values), RunConfig(), Path("runs/x"))
+    assert [spec.env[CORES] for spec in specs if spec.role == "instance"] == pinned
+
+
 def test_every_instance_that_may_come_has_its_gpus_from_the_start() -> None:
     values = cluster().model_dump()
     values["sites"]["here"]["generation"][0]["max_replicas"] = 3
