@@ -69,6 +69,10 @@ REFUSED = [
     ({"name": "ppo", "critic": {}, "surrogate": "sequence_clip"}, "choose clip, or `name: gspo`"),
     ({"name": "reinforce_pp", "dynamic_sampling": True}, "leave it out, or choose advantage: group_std"),
     ({"name": "rloo", "clip_high": 0.2}, "reinforce has no use for clip_high: set it to null, or choose clip"),
+    (
+        {"name": "rloo", "clip_high": 0.2, "gate_positive": 1.0},
+        "reinforce has no use for clip_high and gate_positive: set them to null, or choose clip",
+    ),
     ({"name": "rloo", "surrogate": "clip"}, "surrogate: clip needs clip_low and clip_high (0.2 is usual)"),
     ({"name": "sapo", "clip_high": 0.2}, "soft_gate has no use for clip_high: set it to null, or choose clip"),
     ({"name": "grpo", "gate_positive": 2.0}, "clip has no use for gate_positive: set it to null, or choose soft_gate"),
@@ -76,7 +80,10 @@ REFUSED = [
         {"name": "sapo", "gate_negative": None},
         "soft_gate needs gate_positive and gate_negative (1.0 and 1.05 are usual)",
     ),
-    ({"name": "gspo", "clip_low": None}, "surrogate: sequence_clip needs clip_low and clip_high"),
+    (
+        {"name": "gspo", "clip_low": None},
+        "surrogate: sequence_clip needs clip_low and clip_high (3e-4 and 4e-4 are usual), or choose reinforce",
+    ),
     (
         {"name": "grpo", "kl": {"coef": 0.1, "placement": "reward"}},
         "grpo has one reward per sequence: choose placement: loss",
