@@ -129,11 +129,13 @@ def test_tokens_have_the_models_frequencies_although_most_are_drafted(world: Spe
 def test_logprobs_are_the_models_at_any_temperature(world: Speculating) -> None:
     world.engine.run = world.config(temperature=0.6, max_tokens=60)
     drawn: list[Sample] = []
+    accepted = drafted = 0
     for more in range(8):  # a drafter that rests drafts nothing for many steps, in which a whole part may end
         drawn += world.loop.run(world.samples(16, f"logprobs-{more}"))
-        if sum(s.accepted_tokens for s in drawn):
+        accepted, drafted = sum(s.accepted_tokens for s in drawn), sum(s.drafted_tokens for s in drawn)
+        if 0 < accepted < drafted:
             break
-    assert 0 < sum(s.accepted_tokens for s in drawn) < sum(s.drafted_tokens for s in drawn)
+    assert 0 < accepted < drafted, "tokens of both kinds are compared"
     for sample in drawn:
         assert np.abs(logprobs_of(world.models[0], PROMPT, sample, 0.6) - sample.logprobs).max() < 1e-3
 
@@ -150,23 +152,23 @@ def test_greedy_tokens_are_those_without_drafts(world: Speculating) -> None:
             drawn = await world.engine.generate(SampleRequest(f"greedy.{n}", "g", PROMPT, n, 0.0, 0.0), "regular")
             assert isinstance(drawn, Sample)
             found.append(drawn)
-            if n and drawn.accepted_tokens:
+            if drawn.accepted_tokens > 0.5 * drawn.output_length:  # all of it was known
                 break
             await world.engine.teach_drafter()
         return found
 
     drawn = world.loop.run(until_known())
     assert all(sample.completion_tokens.tolist() == expected[: sample.output_length] for sample in drawn)
-    assert drawn[-1].accepted_tokens > 0.5 * drawn[-1].output_length  # all of it was known
+    assert drawn[-1].accepted_tokens > 0.5 * drawn[-1].output_length
 
 
 def test_a_moved_sample_goes_on_with_drafts_and_right_logprobs(world: Speculating) -> None:
 
-    async def moved() -> list[Sample]:
+    async def moved(seeds: range) -> list[Sample]:
         world.engine.run = world.config(temperature=0.2, max_tokens=90)
         await world.samples(8, "before")
         world.engine.run = world.config(temperature=0.2, max_tokens=ENDLESS)
-        requests = [SampleRequest(f"moved.{n}", "g", PROMPT, 123 + n, 0.0) for n in range(6)]
+        requests = [SampleRequest(f"moved.{seed}", "g", PROMPT, seed, 0.0) for seed in seeds]
         running = [asyncio.create_task(world.engine.generate(one, "regular")) for one in requests]
         await longer(world.engine)
         partials = await taken_off(world.engine, requests, running)
@@ -181,7 +183,11 @@ def test_a_moved_sample_goes_on_with_drafts_and_right_logprobs(world: Speculatin
             found.append(whole)
         return found
 
-    wholes = world.loop.run(moved())
+    wholes: list[Sample] = []
+    for more in range(8):  # a drafter that rests may rest for as long as they take
+        wholes += world.loop.run(moved(range(100 + 6 * more, 106 + 6 * more)))
+        if sum(whole.drafted_tokens for whole in wholes):
+            break
     assert sum(whole.drafted_tokens for whole in wholes) > 0
     for whole in wholes:
         assert np.abs(logprobs_of(world.models[0], PROMPT, whole, 0.2) - whole.logprobs).max() < 1e-3
