@@ -10,7 +10,7 @@
 # make install only the environment (.venv)
 # make lint    style, types, and known vulnerabilities of what is locked
 # make docs    write docs/reference/ from the code, and the figures of README.md and docs/results.md from the results
-# make site    the documentation as a site in build/site, every link checked, with its notebook carried out (a minute)
+# make site    the documentation as a site in build/site, every link checked, with its notebook executed (a minute)
 # make dist    wheel and sdist in dist/, tried in a clean environment, and the Dockerfiles checked (a minute or two)
 # make lock    resolve the requirements of pyproject.toml again into locks/cpu.txt
 # make clean   remove the environment and caches (runs/ stays)

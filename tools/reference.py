@@ -57,7 +57,7 @@ def run_file() -> str:
     from streamrl.config.run import RunConfig
 
     about = """
-    What is trained, and how. Every key has a default, so an empty file is a valid run; unknown keys are errors.
+    What is trained, and how. Every section has a default, so an empty file is a valid run; unknown keys are errors.
     Combinations that make no sense are refused when the file is read, with the reason. `--set
     batch.prompts_per_step=4` changes a key, `--set tasks.0.weight=2` one of a list. `streamrl schema run` prints
     the same as JSON Schema, with which an editor completes and checks. Examples: [examples](../../examples/README.md).

@@ -44,7 +44,8 @@ def command(
     """Train a real model on this machine: two vLLM instances and a trainer, in a few minutes.
 
     Fetches SmolLM2-135M, measures how fast this CPU multiplies matrices, and chooses the number and length of the
-    answers so that everything takes at most --minutes; never fewer than 5 optimizer steps.
+    answers so that everything should take at most --minutes; never fewer than 5 optimizer steps, even if that takes
+    longer.
 
     \b
     Examples:

@@ -17,7 +17,7 @@ NAME_OF_MESSAGE = re.compile(r"^<!-- message: .* -->\n", re.MULTILINE)
 def command(code: str | None) -> None:
     """Print what an error code means and what to do; without CODE, list all codes.
 
-    The codes are at the ends of messages: `see docs: E1004`.
+    Messages contain the codes: `see docs: E1004`.
 
     \b
     Examples:

@@ -22,7 +22,9 @@ class EvaluationConfig(StrictModel):
         "with other items",
     )
     prompts: int = Field(64, ge=1, description="prompts per evaluation, the same ones each time")
-    samples: int = Field(4, ge=0, description="sampled completions per prompt: the k of pass@k (0: greedy only)")
+    samples: int = Field(
+        4, ge=0, description="sampled completions per prompt: the n of pass@k, for k up to n (0: greedy only)"
+    )
     greedy: bool = Field(True, description="also generate one greedy completion per prompt")
     temperature: float | None = Field(
         None,

@@ -22,8 +22,8 @@ from streamrl.rollouts.types import FloatArray, Group, Scored
 class StepBatch:
     """The groups of one step and the trainer's progress on them.
 
-    A group without a gradient (all rewards equal, group-relative advantages, no KL term) is not sent to the trainer;
-    only its tokens count, in the batch's normalisation.
+    A group without a gradient (all rewards equal, group-relative advantages, neither a KL term nor an entropy bonus) is
+    not sent to the trainer; only its tokens count, in the batch's normalisation.
 
     A sample with a void reward is in no mean, deviation, loss or normalisation: the step is the one that it would be
     had the sample never been drawn. A group with too few survivors is dropped, and another one takes its place.

@@ -5,7 +5,7 @@
     otherwise                                            -> it continues; each step's metrics have its void rate
 
 "The newest ones" are `rewards.void_window` steps' worth of rewards, at least `FEWEST`; nothing is judged before there
-are as many. Rewards of evaluations count like any other.
+are as many. Rewards of evaluations do not count.
 """
 
 from __future__ import annotations
