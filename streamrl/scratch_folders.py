@@ -1,7 +1,8 @@
 """Folders for what a process needs only while it lives: gone with it, even if it is killed.
 
 A killed process removes nothing. So each folder is locked by the process that made it. The kernel drops the lock when
-the process ends, and the first folder that another process makes takes those away that nobody holds any more.
+the process ends, and the first folder that another process makes in the same place takes those away that nobody holds
+any more. Their names tell the kernel that they were locked by: a node of a cluster may not see the locks of another.
 """
 
 from __future__ import annotations
@@ -9,35 +10,38 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import hashlib
 import os
+import platform
 import re
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
-PREFIX, SUFFIX = "streamrl-", ".scratch"
-NAME = re.compile(rf"{PREFIX}[a-z0-9_]{{8}}{re.escape(SUFFIX)}")
-"""Names of these folders in the system's folder for temporary files."""
+PREFIX = "streamrl-"
 
 
 class ScratchFolder:
     """A new, empty folder with mode 0700; a context manager that gives its path.
 
-    Where the file system has no locks, a killed process's folder stays.
+    Where the file system has no locks, or the machine was started anew, a killed process's folder stays.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parent: Path | None = None) -> None:
         """Make it, and remove those of killed processes.
 
+        Args:
+            parent: where it is made; None: in the system's folder for temporary files.
+
         Raises:
-            OSError: there is no folder for temporary files, no room in it, or too many files are open.
+            OSError: there is no such folder, no room in it, or too many files are open.
         """
-        parent = tempfile.gettempdir()
-        _remove_abandoned(parent)
+        place = str(parent or tempfile.gettempdir())
+        _remove_abandoned(place)
         held = None
         while held is None:
-            self._folder = tempfile.TemporaryDirectory(SUFFIX, PREFIX, parent, ignore_cleanup_errors=True)
+            self._folder = tempfile.TemporaryDirectory(f".{_kernel()}", PREFIX, place, ignore_cleanup_errors=True)
             held = _hold(self._folder.name)
         self._held = held
         self.path = Path(self._folder.name)
@@ -76,13 +80,24 @@ def _hold(folder: str) -> int | None:
 
 
 @functools.cache
+def _kernel() -> str:
+    """Return six characters that differ between running kernels: only processes of one see each other's locks."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        boot = platform.node()
+    return hashlib.blake2b(boot.encode(), digest_size=3).hexdigest()
+
+
+@functools.cache
 def _remove_abandoned(parent: str) -> None:
     """Remove, once per process, the folders of this user that no process holds; as root, everybody's."""
+    ours = re.compile(rf"{PREFIX}[a-z0-9_]{{8}}\.{_kernel()}")
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
             with contextlib.suppress(OSError):
                 owner = entry.stat(follow_symlinks=False).st_uid
-                if NAME.fullmatch(entry.name) and os.geteuid() in (owner, 0):
+                if ours.fullmatch(entry.name) and os.geteuid() in (owner, 0):
                     _remove_unless_held(entry.path)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -106,7 +108,11 @@ def test_the_folder_of_a_living_process_stays() -> None:
 
 def test_a_child_that_only_starts_another_program_does_not_hold_it(temporary: Path) -> None:
     left = ScratchFolder()
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False) as child:
+    code = "print('runs', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, close_fds=False
+    ) as child:
+        assert child.stdout and child.stdout.readline() == b"runs\n"
         os.close(left._held)  # as if this process were killed
         left._held = -1
         scratch_folders._remove_abandoned.cache_clear()
@@ -119,14 +125,39 @@ def test_nothing_else_is_removed(temporary: Path) -> None:
     elsewhere = temporary / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "file").write_text("kept")
-    (temporary / "streamrl-abcdefgh.scratch").symlink_to(elsewhere)
-    (temporary / "streamrl-abcdefgi.scratch").write_text("a file")
-    for name in ("streamrl-abcdefgh", "streamrl-mine.scratch", "streamrl-abcdefgh.scratch.old", "other"):
+    kernel = scratch_folders._kernel()
+    (temporary / f"streamrl-abcdefgh.{kernel}").symlink_to(elsewhere)
+    (temporary / f"streamrl-abcdefgi.{kernel}").write_text("a file")
+    for name in ("streamrl-abcdefgh", f"streamrl-mine.{kernel}", f"streamrl-abcdefgh.{kernel}.old", "other"):
         (temporary / name).mkdir()
     before = sorted(temporary.iterdir())
     ScratchFolder().close()
     assert sorted(temporary.iterdir()) == before
     assert (elsewhere / "file").read_text() == "kept"
+
+
+def test_folders_that_another_kernel_has_locked_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = killed()
+    monkeypatch.setattr(scratch_folders, "_kernel", lambda: "abcdef")
+    with ScratchFolder() as folder:
+        assert folder.name.endswith(".abcdef")
+        assert left.exists()
+
+
+def test_kernels_are_told_apart() -> None:
+    assert re.fullmatch("[0-9a-f]{6}", scratch_folders._kernel())
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    assert scratch_folders._kernel() == hashlib.blake2b(boot.encode(), digest_size=3).hexdigest()
+
+
+def test_each_place_has_folders_of_its_own(temporary: Path) -> None:
+    memory = temporary / "memory"
+    memory.mkdir()
+    left = killed()
+    with ScratchFolder(memory) as folder:
+        assert folder.parent == memory
+        assert left.exists()
+    assert list(memory.iterdir()) == []
 
 
 @pytest.mark.parametrize(("reader", "removed"), [("its owner", True), ("another", False), ("root", True)])

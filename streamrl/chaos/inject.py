@@ -28,6 +28,7 @@ from streamrl.emulation.network import set_link_in
 from streamrl.environments.in_venv import environment_main
 from streamrl.errors import RunFailed
 from streamrl.run_dir import layout
+from streamrl.runtime.process_context import Addresses
 from streamrl.runtime.processes import is_alive
 
 ROLE_MODULE = "streamrl.launcher.entry_point"
@@ -244,7 +245,8 @@ class Injector:
         A version is damaged once it is some seconds old. The new process has to load one of them.
         """
         process = self._process(instance, seen)
-        store = layout.weights_folder(self._site_folder(instance, seen))
+        folder = self._site_folder(instance, seen)
+        store = Addresses.load(folder).weights_folder(folder)
         done = Injected(frozenset({instance}))
 
         def damage() -> None:

@@ -26,6 +26,7 @@ from streamrl.launcher.router_check import check_router_replay
 from streamrl.launcher.sequence_check import check_sequence_parallel
 from streamrl.launcher.speculation_check import check_speculation
 from streamrl.launcher.untried_paths import untried_warning
+from streamrl.launcher.version_folder import shared_memory_warnings
 from streamrl.machine.installed_packages import package_problems
 from streamrl.machine.model_files import resolve_model, weight_bytes
 from streamrl.runtime.process_plan import plan_processes
@@ -89,6 +90,8 @@ def check(
         *ray_warnings(cluster, os.environ, site),
         *thread_warnings(cluster, run, usable_cores(), site),
         *memory_warnings(cluster, run, free_memory(), site),
+        *numa_warnings(cluster, numa_nodes(), site),
+        *shared_memory_warnings(cluster, run, len(sites_here(cluster, site))),
         *warnings_here(cluster, run, site),
     ]
 
@@ -392,6 +395,32 @@ def memory_warnings(cluster: ClusterConfig, run: RunConfig, free: float, site: s
         return []
     figures = f"the run needs about {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free"
     return [ErrorCode.MEMORY.refer(f"{figures}, {(needed - free) / 2**30:.1f} GiB are missing: it may be killed")]
+
+
+def numa_warnings(cluster: ClusterConfig, nodes: int, site: str | None = None) -> list[str]:
+    """Warn about instances that all would get the memory of one NUMA node.
+
+    vLLM's CPU worker binds its memory to the node of the first core that it may use, which is the same for all
+    instances without cores of their own.
+
+    Args:
+        nodes: NUMA nodes of this machine.
+        site: the only site started here; None: all.
+    """
+    if cluster.hardware != "cpu" or nodes < 2:
+        return []
+    anywhere = [pool.name for one in sites_here(cluster, site) for pool in one.generation if pool.cores is None]
+    if not anywhere:
+        return []
+    return [
+        f"this machine has {nodes} NUMA nodes, and the instances of {', '.join(anywhere)} would all keep their memory on "
+        "the first: give these pools `cores` of a node each"
+    ]
+
+
+def numa_nodes() -> int:
+    """Return the number of NUMA nodes of this machine; 1 if it lists none."""
+    return len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
 
 
 def usable_cores() -> int:

@@ -21,6 +21,7 @@ from streamrl.emulation.network import EmulatedNetwork
 from streamrl.emulation.shaping import LinkShape
 from streamrl.errors import RunFailed
 from streamrl.launcher.port_forward import Forwarder
+from streamrl.launcher.version_folder import fits_into_shared_memory
 from streamrl.run_dir import layout, start_stages
 from streamrl.run_dir.instance_files import forget
 from streamrl.runtime.inside_keys import inside_roles, make_inside_keys, remove_inside_keys
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 LONGEST_SOCKET_PATH = 107
 """Most bytes of a Unix socket's path on Linux."""
+SOCKET_OF_VLLM = "x" * 36
+"""As long as the names of vLLM's sockets (a UUID), the longest in the launcher's folder for sockets."""
 EMULATED_ENV = {"VLLM_HOST_IP": LOOPBACK, "GLOO_SOCKET_IFNAME": "lo"}
 """Environment inside an emulated site, where a process cannot find its own address by an outside route."""
 
@@ -127,11 +130,11 @@ def prepare(
     home = cluster.trainer_site
     names = [site or home, *(cluster.remote_sites if emulate else [])]
     folders = {name: run_dir if not index else run_dir / layout.SITES / name for index, name in enumerate(names)}
-    stores = [
-        WeightStore(layout.weights_folder(path, not cluster.sites[name].on_ray)) for name, path in folders.items()
-    ]
+    local = [name for name in folders if not cluster.sites[name].on_ray]
+    in_memory = local if fits_into_shared_memory(cluster, run, len(local)) else []
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(ScratchFolder())
+        _unix_socket(scratch / SOCKET_OF_VLLM)
         network = None
         if emulate:
             cluster = _with_keys(cluster, run_dir / layout.KEYS)
@@ -156,11 +159,12 @@ def prepare(
             addresses = choose_addresses(cluster, name, scratch, network, node)
             stack.callback(remove_inside_keys, folder, name)
             made = make_inside_keys(folder, name, inside_roles(cluster, run, name))
-            replace(addresses, inside_keys=made).save(folder)
-        (run_dir / layout.LOGS).mkdir(exist_ok=True)
-        for store in stores:
+            memory = str(stack.enter_context(ScratchFolder(layout.SHARED_MEMORY))) if name in in_memory else ""
+            replace(addresses, inside_keys=made, shared_memory=memory).save(folder)
+            store = WeightStore(folder / layout.WEIGHTS)
             store.clear()
             stack.callback(store.clear)
+        (run_dir / layout.LOGS).mkdir(exist_ok=True)
         forwarder = None
         if home in hosts and cluster.remote_sites:
             here = cluster.sites[home]

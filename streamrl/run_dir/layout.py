@@ -6,9 +6,7 @@ sites' folders into `sites/` of the trainer's.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import os
 from pathlib import Path
 
 from streamrl.plain_files import plain_names
@@ -44,6 +42,9 @@ LOGS = "logs"
 REPORT = "report.html"
 SITES = "sites"
 """Folder: the other sites' folders, under --emulate."""
+SHARED_MEMORY = Path("/dev/shm")
+WEIGHTS = "weights"
+"""Folder: the versions of the weights, where they are not in shared memory."""
 KEYS = "keys"
 """Folder: the keys of this launch, a pair for each process; under --emulate the sites' keys as well."""
 NETWORK = "network"
@@ -66,21 +67,6 @@ LARGEST_ROWS = 512 << 20
 """Most bytes that are read of a file with a row per step at once: some 200,000 steps."""
 FOREIGN = (f"{TRACKERS}/wandb",)
 """What packages of others write, with links of their own; nothing here reads it."""
-
-SHARED_MEMORY = Path("/dev/shm")
-WEIGHTS = "weights"
-
-
-def weights_folder(run_dir: Path, one_machine: bool = True) -> Path:
-    """Return where a site keeps its versions of the weights: shared memory if the machine has it, else the run folder.
-
-    Args:
-        run_dir: the site's run folder.
-        one_machine: whether all processes of the site are on this machine; shared memory is no use to others.
-    """
-    if one_machine and SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK):
-        return SHARED_MEMORY / f"streamrl-{hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:12]}"
-    return run_dir / WEIGHTS
 
 
 def site_folders(run_dir: Path) -> dict[str, Path]:

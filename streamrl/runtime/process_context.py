@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Addresses:
-    """ZeroMQ addresses of a run's hubs, as seen by the processes of one site."""
+    """Where the processes of one site find each other: ZeroMQ addresses of a run's hubs, and their shared memory."""
 
     controller: str
     """Address at which this site's processes reach the controller."""
@@ -43,10 +43,16 @@ class Addresses:
     """Address at which this site reaches another site's relay, by site."""
     inside_keys: dict[str, str] = field(default_factory=dict)
     """Public key of each process of this site and launch, by its name."""
+    shared_memory: str = ""
+    """Folder in shared memory for weight versions; '': they are in the run folder."""
 
     def save(self, run_dir: Path) -> None:
         """Write the addresses into the run folder."""
         (run_dir / layout.ADDRESSES).write_text(json.dumps(asdict(self)))
+
+    def weights_folder(self, run_dir: Path) -> Path:
+        """Return where all processes of this site find weight versions."""
+        return Path(self.shared_memory or run_dir / layout.WEIGHTS)
 
     @staticmethod
     def load(run_dir: Path) -> Addresses:
@@ -134,7 +140,7 @@ class RoleContext:
     @property
     def weights_folder(self) -> Path:
         """Folder in which all processes of this site find weight versions."""
-        return layout.weights_folder(self.run_dir, self.one_machine)
+        return self.addresses.weights_folder(self.run_dir)
 
     @property
     def remote(self) -> bool:

@@ -71,9 +71,11 @@ class WeightStore:
         Raises:
             RunFailed: the folder belongs to another user, or others may enter it.
         """
-        self.clear()
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._check_folder()
+        for path in self.directory.iterdir():  # the folder itself may be locked by whoever made it
+            path.unlink()
+        self._verified.clear()
 
     def begin(self, manifest: Manifest, base: int | None = None, file: str | None = None) -> WeightDraft:
         """Return a draft of a version that will be received.

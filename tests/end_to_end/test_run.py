@@ -22,6 +22,7 @@ from streamrl.run_dir import layout, start_stages
 from streamrl.run_dir.metrics import read_metrics
 from streamrl.run_dir.status import read_status
 from streamrl.run_dir.trace import read_trace
+from streamrl.runtime.process_context import Addresses
 from streamrl.runtime.warden import ENDS_WITHIN_S
 from tests import warm
 from tests.end_to_end.project import Project, trained_rows, wait_for
@@ -233,7 +234,10 @@ def test_no_process_and_no_shared_memory_is_left(finished: tuple[Project, str]) 
     run_dir = str(finished[0].run_dir())
     left = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"]) if run_dir in " ".join(p.info["cmdline"] or [])]
     assert left == []
-    assert not layout.weights_folder(finished[0].run_dir()).exists()
+    addresses = Addresses.load(finished[0].run_dir())
+    store = Path(addresses.shared_memory)
+    assert store.parent == layout.SHARED_MEMORY and not store.exists()
+    assert not (finished[0].run_dir() / layout.WEIGHTS).exists()
 
 
 def test_sync_with_two_pairs_of_ranks_that_share_rows_trains_the_samples_of_stream_and_gives_the_same_gradient(

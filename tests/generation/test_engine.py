@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import json
 import shutil
@@ -497,6 +498,20 @@ def test_a_request_that_is_taken_off_goes_on_with_its_tokens(engines: Engines) -
     more = whole.completion_tokens[had:]
     assert more[:had].tolist() != partial.completion_tokens[: len(more)].tolist()
     assert_logprobs_are_the_models(model, request(0).prompt_tokens, whole, 1.0)
+
+
+def test_made_up_prompts_have_no_token_that_the_model_lacks(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(engine: Engine) -> tuple[int, int]:
+        larger = copy.deepcopy(engine._tokenizer)
+        larger.add_tokens([f"<added {n}>" for n in range(1000)])
+        before = engine.vocabulary
+        monkeypatch.setattr(engine, "_tokenizer", larger)
+        return before, engine.vocabulary
+
+    known = AutoModelForCausalLM.from_pretrained(engines.models[0]).config.vocab_size
+    before, after = engines.run(config(engines.models[0]), work)
+    assert before <= known
+    assert after == known
 
 
 def test_a_stop_string_ends_a_completion_and_text_is_decoded(engines: Engines) -> None:

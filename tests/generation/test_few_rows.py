@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
+import re
 from pathlib import Path
 
 import pytest
@@ -59,6 +62,28 @@ def test_a_compiler_that_fails_is_told_and_leaves_no_product(
     monkeypatch.setattr(few_rows, "FLAGS", ("-not-a-flag",))
     assert product.__wrapped__() is None
     assert "use vLLM's matrix products" in caplog.text
+
+
+def test_the_buffer_pool_gets_huge_pages() -> None:
+    taken = Shelf().take(torch.Size([1]))
+    assert taken is not None
+    maps = Path("/proc/self/smaps").read_text()
+    areas = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) (\S+) (?:.*\n)+?VmFlags: (.*)$", maps, re.MULTILINE)
+    (area,) = [one for one in areas if int(one[0], 16) <= taken.data_ptr() < int(one[1], 16)]
+    assert area[2] == "rw-p", "the kernel has no huge pages for shared memory, unless told"
+    assert "hg" in area[3].split(), "advised"
+
+
+def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Small(mmap.mmap):
+        def madvise(self, *_: object) -> None:
+            raise OSError(errno.EINVAL, "no huge pages")
+
+    monkeypatch.setattr(mmap, "mmap", Small)
+    taken = Shelf().take(torch.Size([4]))
+    assert taken is not None
+    taken.fill_(1.0)
+    assert taken.sum() == 4
 
 
 def test_the_buffer_pool_hands_out_distinct_tensors_up_to_its_size() -> None:

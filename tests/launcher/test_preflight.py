@@ -232,6 +232,16 @@ def test_computing_threads_far_above_the_cores_are_warned_of() -> None:
     assert "8 computing threads, this machine has 3 cores" in preflight.thread_warnings(eight, RunConfig(), cores=3)[0]
 
 
+def test_instances_that_would_share_the_memory_of_one_numa_node_are_warned_of() -> None:
+    free, pinned = cluster(), cluster(cores=[0, 1])
+    (warning,) = preflight.numa_warnings(free, 2)
+    assert "has 2 NUMA nodes, and the instances of regular would all" in warning
+    assert preflight.numa_warnings(free, 1) == []
+    assert preflight.numa_warnings(pinned, 2) == []
+    assert preflight.numa_warnings(cluster("cuda"), 2) == []
+    assert preflight.numa_nodes() >= 1
+
+
 def test_memory_counts_the_trainer_and_every_instance(tmp_path: Path) -> None:
     run = make_model(tmp_path / "m", megabytes=1024)
     one = cluster(kv_cache_gb=1.5)

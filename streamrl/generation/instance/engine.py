@@ -135,8 +135,8 @@ class Engine:
 
     @property
     def vocabulary(self) -> int:
-        """Number of the tokenizer's token ids."""
-        return len(self._tokenizer)
+        """Number of the token ids that both the tokenizer and the model know."""
+        return min(len(self._tokenizer), self._llm.vllm_config.model_config.get_vocab_size())
 
     @property
     def caches_prefixes(self) -> bool:

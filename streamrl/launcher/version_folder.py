@@ -1,0 +1,64 @@
+"""Where the sites on this machine keep versions of the weights: in shared memory if they fit, else in run folders."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from streamrl.config.cluster import ClusterConfig
+from streamrl.config.run import RunConfig
+from streamrl.errors import UserError
+from streamrl.machine.model_files import resolve_model, weight_bytes
+from streamrl.run_dir.layout import SHARED_MEMORY
+
+VERSIONS = 2
+"""Versions that a site has at once: the one that instances load from, and the next one, which is being received."""
+FP32_OVER_BF16 = 2
+"""Bytes of a version in fp32 over those of a model's files, which usually are in bf16."""
+
+
+def fits_into_shared_memory(cluster: ClusterConfig, run: RunConfig, sites: int, folder: Path = SHARED_MEMORY) -> bool:
+    """Return whether a folder in memory can be written to and has room for the versions of so many sites.
+
+    Args:
+        cluster: the cluster file, for its hardware and sites.
+        run: the run file, for its model.
+        sites: sites of which all processes are on this machine.
+        folder: that folder.
+    """
+    return os.access(folder, os.W_OK | os.X_OK) and room_needed(cluster, run, sites) <= shutil.disk_usage(folder).free
+
+
+def room_needed(cluster: ClusterConfig, run: RunConfig, sites: int) -> int:
+    """Return the most bytes that the versions of so many sites take.
+
+    0 if the trainer pushes weights into instances, or the model is missing, which is told elsewhere.
+    """
+    try:
+        weights = weight_bytes(Path(resolve_model(run.model.path))) if run.weights.path.fetched else 0
+    except UserError:
+        return 0
+    may_be_fp32 = run.model.dtype == "auto" and cluster.hardware == "cpu" and not cluster.remote_sites
+    in_fp32 = run.model.dtype == "float32" or may_be_fp32
+    return sites * VERSIONS * weights * (FP32_OVER_BF16 if in_fp32 else 1)
+
+
+def shared_memory_warnings(
+    cluster: ClusterConfig, run: RunConfig, sites: int, folder: Path = SHARED_MEMORY
+) -> list[str]:
+    """Warn if a machine has shared memory, as containers do, but too little of it.
+
+    Args:
+        cluster: the cluster file, for its hardware and sites.
+        run: the run file, for its model.
+        sites: sites of which all processes are on this machine.
+        folder: the folder in memory.
+    """
+    if not folder.is_dir() or not sites or fits_into_shared_memory(cluster, run, sites, folder):
+        return []
+    free, needed = shutil.disk_usage(folder).free / 2**20, room_needed(cluster, run, sites) / 2**20
+    return [
+        f"{folder} has {free:.0f} MiB free and versions of the weights take {needed:.0f} MiB: they go through the run "
+        f"folder instead, which is slower (a container gets more by --shm-size {needed / 1024 + 1:.0f}g)"
+    ]
