@@ -413,8 +413,8 @@ def numa_warnings(cluster: ClusterConfig, nodes: int, site: str | None = None) -
     if not anywhere:
         return []
     return [
-        f"this machine has {nodes} NUMA nodes, and the instances of {', '.join(anywhere)} would all keep their memory on "
-        "the first: give these pools `cores` of a node each"
+        f"this machine has {nodes} NUMA nodes, and the instances of {', '.join(anywhere)} would all keep their memory "
+        "on the first: give these pools `cores` of a node each"
     ]
 
 
