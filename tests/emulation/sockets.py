@@ -51,6 +51,8 @@ class Home:
 
     def __init__(self, network: EmulatedNetwork, port: int) -> None:
         self.received: list[Received] = []
+        self.asked = threading.Event()
+        """A connection that wants to be given something is through."""
         self.given = threading.Event()
         """Home has closed its half of a connection that wanted to be given something."""
         self._open: list[socket.socket] = []
@@ -83,6 +85,7 @@ class Home:
                 case b"s":
                     self._sink(sock)
                 case b"g":
+                    self.asked.set()
                     (nbytes,) = struct.unpack("!Q", exactly(sock, 8))
                     sock.sendall(bytes(nbytes))
                     sock.close()
@@ -159,14 +162,16 @@ def upload(network: EmulatedNetwork, home: Home, port: int, data: bytes) -> floa
         return got.last - begun
 
 
-def download(network: EmulatedNetwork, port: int, nbytes: int) -> float:
-    """Seconds from the first to the last byte."""
+def download(network: EmulatedNetwork, home: Home, port: int, nbytes: int) -> float:
+    """Asks for bytes; seconds from the request, in which a late reader makes none shorter, to the last byte."""
     with connect(network, port) as sock:
-        sock.sendall(b"g" + struct.pack("!Q", nbytes))
-        exactly(sock, 1)
         buffer = bytearray(1 << 18)
+        missing = nbytes
+        home.asked.clear()
+        sock.sendall(b"g")
+        wait_for(home.asked.is_set)  # the handshake's round trip is over
         begun = time.monotonic()
-        missing = nbytes - 1
+        sock.sendall(struct.pack("!Q", nbytes))
         while missing:
             missing -= sock.recv_into(buffer)
         return time.monotonic() - begun
