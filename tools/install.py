@@ -42,14 +42,14 @@ def main() -> int:
     try:
         check_machine(options.venv)
         requirements = read_lock(options.lock)
-        fresh = not (options.venv / "bin" / "python").exists()
+        was_there, fresh = options.venv.exists(), not (options.venv / "bin" / "python").exists()
         python = make_venv(options.venv)
         torch = next((line for line in requirements if line.startswith("torch==")), None)
         try:
             extra = find_torch(python, torch) if torch else None
         except InstallError:
             if fresh:  # else a later try with another Python would use it
-                shutil.rmtree(options.venv, ignore_errors=True)
+                remove(options.venv, was_there)
             raise
         install_locked(python, options.venv / ".downloads", requirements, torch, extra)
         byte_compile(python)
@@ -87,20 +87,44 @@ def size(folder: Path) -> int:
 
 
 def make_venv(folder: Path) -> Path:
-    """Return the environment's interpreter; create the environment if there is none."""
+    """Return the environment's interpreter; create the environment if there is none.
+
+    Raises:
+        InstallError: the folder holds something else than an environment, or none can be made.
+    """
     python = folder / "bin" / "python"
+    was_there = folder.exists()
+    if was_there and not is_for_environment(folder):
+        raise InstallError(
+            f"VENV={folder} holds something else than a Python environment, and nothing of it was touched.\n"
+            f"  Name a folder inside it with: make VENV={folder / 'streamrl-env'}"
+        )
     if not python.exists():
         say(f"environment {folder} with Python {platform.python_version()}")
         try:
-            venv.create(folder, with_pip=True, clear=folder.exists())
+            venv.create(folder, with_pip=True, clear=was_there)
         except (subprocess.CalledProcessError, ImportError) as error:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove(folder, was_there)
             version = f"{sys.version_info.major}.{sys.version_info.minor}"
             raise InstallError(
                 f"{sys.executable} cannot make an environment with pip ({error}).\n"
                 f"  Debian/Ubuntu: apt install python{version}-venv"
             ) from error
     return python.absolute()
+
+
+def is_for_environment(folder: Path) -> bool:
+    """Whether what exists there may become, or is, an environment: an empty folder, or one with pyvenv.cfg."""
+    return folder.is_dir() and ((folder / "pyvenv.cfg").exists() or not any(folder.iterdir()))
+
+
+def remove(folder: Path, was_there: bool) -> None:
+    """Remove the environment that this run made; a folder that was there before stays, empty."""
+    for path in list(folder.iterdir()) if was_there else [folder]:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def read_lock(path: Path) -> list[str]:
