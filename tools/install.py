@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,8 @@ NOT_COMPILED = (
     r"/(tests?|testing|pip|anthropic|mcp|mypyc?|numba|fontTools|sentry_sdk|dns)/|/openai/types/|/pygments/lexers/"
     r"|/sympy/physics/|/ray/(data|llm|rllib|serve|train|tune)/|/(transformers|vllm|vllm/model_executor)/models/"
 )
+MACHINE = re.compile(r'platform_machine == "(\w+)"')
+"""What tools/lock.py writes for a package that only some kinds of machine need."""
 PATIENCE = Patience()
 
 
@@ -128,9 +131,21 @@ def remove(folder: Path, was_there: bool) -> None:
 
 
 def read_lock(path: Path) -> list[str]:
-    """Return the requirements of a lock file, without comments."""
+    """Return the requirements of a lock file that this machine needs, without comments and markers.
+
+    Raises:
+        InstallError: a marker is not of the form that tools/lock.py writes.
+    """
     lines = (line.split("#")[0].strip() for line in path.read_text().splitlines())
-    return [line for line in lines if line]
+    requirements = []
+    for line in filter(None, lines):
+        requirement, _, marker = (part.strip() for part in line.partition(";"))
+        machines = MACHINE.findall(marker)
+        if " or ".join(f'platform_machine == "{machine}"' for machine in machines) != marker:
+            raise InstallError(f"{path}: the marker of {requirement} is not understood; write the file by: make lock")
+        if not machines or platform.machine() in machines:
+            requirements.append(requirement)
+    return requirements
 
 
 def pip(python: Path, *arguments: str) -> list[str]:
