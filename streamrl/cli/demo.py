@@ -57,11 +57,11 @@ def command(
     from streamrl.cli.fetch_model import fetch_with_progress
     from streamrl.cli.launch import start
     from streamrl.config.load import load_cluster, load_run
-    from streamrl.launcher.preflight import free_memory, usable_cores
     from streamrl.machine.compute_type import choose
     from streamrl.machine.cpu import this_cpu
     from streamrl.machine.demo_size import MICRO_BATCHES, choose_micro_batch, choose_size, peak_bytes
     from streamrl.machine.installed_packages import package_problems
+    from streamrl.machine.own_share import free_memory, usable_cores
     from streamrl.machine.probe import probe
     from streamrl.scaffold.project_files import shipped
 

@@ -11,8 +11,6 @@ import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import psutil
-
 from scheduler.schedule.schedules import KINDS
 from streamrl.config.algorithm import PPOConfig
 from streamrl.config.cluster import ClusterConfig
@@ -28,6 +26,7 @@ from streamrl.launcher.speculation_check import check_speculation
 from streamrl.launcher.untried_paths import untried_warning
 from streamrl.machine.installed_packages import package_problems
 from streamrl.machine.model_files import resolve_model, weight_bytes
+from streamrl.machine.own_share import free_memory, usable_cores
 from streamrl.runtime.process_plan import plan_processes
 from streamrl.tasks.chat_template import load_chat_template
 from streamrl.tasks.sandbox import isolation_of
@@ -392,13 +391,3 @@ def memory_warnings(cluster: ClusterConfig, run: RunConfig, free: float, site: s
         return []
     figures = f"the run needs about {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free"
     return [ErrorCode.MEMORY.refer(f"{figures}, {(needed - free) / 2**30:.1f} GiB are missing: it may be killed")]
-
-
-def usable_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def free_memory() -> float:
-    """Return the bytes of memory available without swapping."""
-    return float(psutil.virtual_memory().available)
