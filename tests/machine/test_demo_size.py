@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 from scheduler.cost.model_shapes import MODELS
 from streamrl.cli.demo import command
 from streamrl.config.load import load_run
+from streamrl.errors import UserError
 from streamrl.machine.cgroups import GroupLimits
 from streamrl.machine.demo_size import (
     GENERATION_SHARE,
@@ -24,7 +26,7 @@ from streamrl.machine.demo_size import (
     sizes,
 )
 from streamrl.machine.own_share import free_memory
-from streamrl.machine.probe import Probe
+from streamrl.machine.probe import Probe, ProbeFailed
 
 MODEL = MODELS["smollm2-135m"]
 ROOT = Path(__file__).parents[2]
@@ -90,8 +92,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("streamrl.cli.fetch_model.fetch_with_progress", lambda name, out: folder)
     monkeypatch.setattr("streamrl.machine.own_share.free_memory", lambda: 16e9)  # others may have this machine's
     monkeypatch.setattr("streamrl.machine.compute_type.resolve_model", lambda path: str(folder))
-    for module in ("probe", "compute_type"):
-        monkeypatch.setattr(f"streamrl.machine.{module}.probe", lambda folder: Probe(2.0, 60.0))
+    for name in ("probe.rates", "compute_type.probe"):
+        monkeypatch.setattr(f"streamrl.machine.{name}", lambda folder: Probe(2.0, 60.0))
     monkeypatch.chdir(ROOT)
     return folder
 
@@ -126,6 +128,20 @@ def test_the_limits_of_a_container_count(machine: Path, monkeypatch: pytest.Monk
     done = CliRunner().invoke(command, [])
     assert "1 cores, 3 GB of memory free" in done.output
     assert done.exit_code == 1 and ", 3.4 GB are there: " in str(done.exception)
+
+
+def test_a_cpu_that_cannot_be_measured_is_told_with_the_reason_and_what_to_do(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(folder: Path) -> Probe:
+        raise ProbeFailed("OSError: libgomp.so.1: cannot open shared object file")
+
+    monkeypatch.setattr("streamrl.machine.probe.rates", fails)
+    done = CliRunner().invoke(command, [])
+    assert isinstance(done.exception, UserError)
+    said = str(done.exception)
+    assert "the demo could not measure this CPU with torch: OSError: libgomp.so.1: cannot open" in said
+    assert f"{sys.executable} -c 'import torch' shows the whole error; start the demo again" in said
 
 
 def test_too_little_memory_is_told_with_what_is_missing_before_anything_starts(machine: Path) -> None:
