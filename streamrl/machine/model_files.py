@@ -22,6 +22,7 @@ from typing import Any
 
 from streamrl.errors import ErrorCode, UserError
 from streamrl.machine.installed_packages import package_problems
+from streamrl.machine.user_folders import user_folder
 
 Say = Callable[[str], None]
 """Callback that receives progress messages."""
@@ -61,10 +62,14 @@ KNOWN_MODELS = {
 
 
 def cache_directory() -> Path:
-    """Return the cache folder: $STREAMRL_CACHE, or streamrl/ in the user's cache folder."""
+    """Return the cache folder: $STREAMRL_CACHE, or streamrl/ in the user's cache folder.
+
+    Raises:
+        UserError: this user has no home folder, and none can be used in its place.
+    """
     if own := os.environ.get("STREAMRL_CACHE"):
         return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "streamrl"
+    return user_folder("XDG_CACHE_HOME", ".cache")
 
 
 def resolve_model(path: str) -> str:
