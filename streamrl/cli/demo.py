@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 
 import click
 
-from streamrl.errors import UserError
+from streamrl.errors import ErrorCode, UserError
 
 MODEL = "smollm2-135m"
 PACKAGES = ("torch", "vllm", "transformers", "gguf", "reasoning_gym")
@@ -57,12 +58,12 @@ def command(
     from streamrl.cli.fetch_model import fetch_with_progress
     from streamrl.cli.launch import start
     from streamrl.config.load import load_cluster, load_run
-    from streamrl.launcher.preflight import free_memory, usable_cores
     from streamrl.machine.compute_type import choose
     from streamrl.machine.cpu import this_cpu
     from streamrl.machine.demo_size import MICRO_BATCHES, choose_micro_batch, choose_size, peak_bytes
     from streamrl.machine.installed_packages import package_problems
-    from streamrl.machine.probe import probe
+    from streamrl.machine.own_share import free_memory, usable_cores
+    from streamrl.machine.probe import ProbeFailed, rates
     from streamrl.scaffold.project_files import shipped
 
     began = time.monotonic()
@@ -73,9 +74,16 @@ def command(
     cores = usable_cores()
     click.echo(f"demo: this machine has {this_cpu()}, {cores} cores, {free_memory() / GB:.0f} GB of memory free")
     folder = fetch_with_progress(MODEL, None)
+    try:
+        found = rates(folder)
+    except ProbeFailed as error:
+        raise UserError(
+            ErrorCode.INSTALLATION.refer(
+                f"the demo could not measure this CPU with torch: {error}\n"
+                f"{sys.executable} -c 'import torch' shows the whole error; start the demo again once that has none"
+            )
+        ) from error
     types = choose(run.model, cuda=False)
-    found = probe(folder)
-    assert found is not None, "torch is installed"
     model = Transformer.from_config(MODEL, json.loads((folder / "config.json").read_text()))
     rate = found.bf16_gflops if types.dtype == "bfloat16" else found.fp32_gflops
     gflops = rate * min(2, cores)  # the cluster file gives trainer and instances this many threads

@@ -22,6 +22,7 @@ from typing import Any
 
 from streamrl.atomic_files import replace_text
 from streamrl.errors import UserError
+from streamrl.machine.user_folders import user_folder
 
 MANIFEST, LOCK, VENV = "environment.json", "requirements.lock", "venv"
 FOLDER = "STREAMRL_ENVIRONMENTS"
@@ -68,10 +69,14 @@ class InstalledEnvironment:
 
 
 def environments_folder() -> Path:
-    """Return where environments are: $STREAMRL_ENVIRONMENTS, or streamrl/environments in the user's data folder."""
+    """Return where environments are: $STREAMRL_ENVIRONMENTS, or streamrl/environments in the user's data folder.
+
+    Raises:
+        UserError: this user has no home folder, and none can be used in its place.
+    """
     if own := os.environ.get(FOLDER):
         return Path(own)
-    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "streamrl" / "environments"
+    return user_folder("XDG_DATA_HOME", ".local/share") / "environments"
 
 
 def folder_of(name: str, directory: Path | None) -> Path:

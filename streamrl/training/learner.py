@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from scheduler.cost.training_cost import reduces_once
 from streamrl.config.optimizer import OptimizerConfig
 from streamrl.config.run import RunConfig
+from streamrl.machine.own_share import total_memory
 from streamrl.protocol.controller_trainer import Refusal
 from streamrl.training.critic import Critic
 from streamrl.training.policy_model import Policy
@@ -91,9 +91,9 @@ class Division:
         if self.averaged == 1 or self.reduction != "auto":
             return self.averaged == 1 or self.reduction == "step"
         if device.type == "cuda":
-            memory = torch.cuda.get_device_properties(device).total_memory
+            memory: float = torch.cuda.get_device_properties(device).total_memory
         else:
-            memory = psutil.virtual_memory().total // dist.get_world_size()
+            memory = total_memory() / dist.get_world_size()
         agreed = torch.tensor(float(reduces_once(weights / self.layers, memory)), device=device)
         dist.all_reduce(agreed, dist.ReduceOp.MIN)
         return bool(agreed)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
+from streamrl.machine.own_share import usable_cores
 from streamrl.protocol.message import MessageReader, wire
 from streamrl.protocol.speakers import RIGHTS
 from streamrl.protocol.weights import Chunk, Fetch, FetchAgain, Have, ManifestOf, NoVersion
@@ -369,7 +369,7 @@ def code(manifest: Manifest, buffer: np.ndarray, old: tuple[int, np.ndarray] | N
         t = manifest.tensors[index]
         return encode_tensor(bytes_of(t, buffer), None if old is None else bytes_of(t, old[1]), t.dtype)
 
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     with ThreadPoolExecutor(max(1, min(MAX_CODING_THREADS, cores // CODING_SHARE))) as pool:
         payloads = list(pool.map(one, range(len(manifest.tensors))))
     stream = np.concatenate([*payloads, np.empty(0, dtype=np.uint8)])

@@ -30,7 +30,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -39,6 +38,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from streamrl.errors import RunFailed
+from streamrl.machine.own_share import free_memory
 from streamrl.weights.finite import first_not_finite, whole
 from streamrl.weights.quantize import SCALE_SUFFIX, CodeKind, is_quantized, quantize, quantized
 from streamrl.weights.version import (
@@ -360,7 +360,7 @@ def agree(problem: str | None) -> None:
 
 def _anonymous_file(nbytes: int) -> int:
     """Return the descriptor of a new file in memory."""
-    free = psutil.virtual_memory().available
+    free = free_memory()
     if free < nbytes:  # pages are allocated when they are written, which is too late to report a problem
         raise MemoryError(f"{free / 2**20:.0f} MiB free")
     descriptor = os.memfd_create("streamrl-weights")

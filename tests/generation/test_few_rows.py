@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import errno
 import mmap
+import os
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from streamrl.errors import UserError
 from streamrl.generation.instance import few_rows
 from streamrl.generation.instance.few_rows import HUGE_PAGE, MOST_ROWS, Shelf, multiply, product
+from streamrl.scratch_folders import ScratchFolder
+
+ACCESS = os.access
 
 
 @pytest.mark.parametrize("rows", range(1, MOST_ROWS + 1))
@@ -53,6 +58,55 @@ def test_a_library_that_others_could_have_put_into_a_shared_cache_is_not_loaded(
     x, weight = torch.ones(1, 4), torch.ones(2, 4)
     assert multiply(function, x, weight).tolist() == [[4.0, 4.0]]
     assert (library.read_bytes() == b"of somebody else") == (folder_mode == 0o777)
+
+
+def scratch(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The temporary folders that are made from now on."""
+    made: list[Path] = []
+
+    class Noted(ScratchFolder):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self.path)
+
+    monkeypatch.setattr(few_rows, "ScratchFolder", Noted)
+    return made
+
+
+def test_a_cache_that_cannot_be_made_is_replaced_by_a_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(few_rows, "cache_directory", lambda: tmp_path / "file")
+    made = scratch(monkeypatch)
+    function = product.__wrapped__()
+    assert function is not None and len(made) == 1
+    assert multiply(function, torch.ones(1, 4), torch.ones(2, 4)).tolist() == [[4.0, 4.0]]
+
+
+def test_a_cache_that_is_only_read_is_used_if_it_has_the_library_and_replaced_if_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(few_rows, "cache_directory", lambda: tmp_path)
+    made = scratch(monkeypatch)
+    assert product.__wrapped__() is not None
+    monkeypatch.setattr(few_rows.os, "access", lambda path, mode: False if mode == os.W_OK else ACCESS(path, mode))
+    assert product.__wrapped__() is not None and made == []
+    (library,) = (tmp_path / "compiled").iterdir()
+    library.unlink()
+    assert product.__wrapped__() is not None and len(made) == 1
+    assert list((tmp_path / "compiled").iterdir()) == []
+
+
+def test_without_a_folder_for_the_cache_there_is_no_product_and_no_failure(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused() -> Path:
+        raise UserError("this user has no home folder; set HOME to a folder of yours")
+
+    monkeypatch.setattr(few_rows, "cache_directory", refused)
+    assert product.__wrapped__() is None
+    assert "set HOME to a folder of yours" in caplog.text
 
 
 def test_a_compiler_that_fails_is_told_and_leaves_no_product(

@@ -29,3 +29,8 @@ def run() -> ModuleType:
 @pytest.fixture
 def install() -> ModuleType:
     return importlib.import_module("install")
+
+
+@pytest.fixture
+def lock() -> ModuleType:
+    return importlib.import_module("lock")

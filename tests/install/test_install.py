@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
+import venv
 from pathlib import Path
 from types import ModuleType
 
@@ -272,3 +275,143 @@ def test_a_torch_that_is_installed_already_is_not_asked_for(install: ModuleType)
     code = "import importlib.metadata as m; print(m.version('torch'))"
     version = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert install.find_torch(Path(sys.executable), f"torch=={version}") is None
+
+
+# the folder of the environment
+
+
+def install_into(
+    install: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> str:
+    """Carry out the installer for a folder, with a lock whose torch no index has; return what it says as it fails."""
+    lock = folder.parent / "lock.txt"
+    lock.write_text("torch==2.13.0+cpu\n")
+    monkeypatch.setattr(sys, "argv", ["install.py", "--venv", str(folder), "--lock", str(lock)])
+
+    def nowhere(python: Path, torch: str) -> None:
+        assert python.exists()
+        raise install.InstallError(f"no {torch}")
+
+    monkeypatch.setattr(install, "find_torch", nowhere)
+    assert install.main() == 1
+    return capsys.readouterr().err
+
+
+@pytest.fixture
+def quick_venv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Environments without pip, which takes seconds to copy."""
+    real = venv.create
+    monkeypatch.setattr(venv, "create", lambda folder, with_pip, clear: real(folder, clear=clear))
+
+
+@pytest.mark.parametrize("others", [["letter.txt"], ["letter.txt", "bin/python"]])
+def test_a_folder_with_other_things_is_refused_and_keeps_them(
+    install: ModuleType,
+    quick_venv: None,
+    others: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "mine"
+    for name in others:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("dear")
+    said = install_into(install, folder, monkeypatch, capsys)
+    assert f"VENV={folder} holds something else than a Python environment" in said
+    assert f"make VENV={folder}/" in said
+    assert sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()) == sorted(others)
+
+
+def test_a_file_in_place_of_the_folder_is_refused(
+    install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").write_text("dear")
+    assert "something else" in install_into(install, tmp_path / "mine", monkeypatch, capsys)
+    assert (tmp_path / "mine").read_text() == "dear"
+
+
+@pytest.mark.parametrize("was_there", [False, True])
+def test_a_new_environment_goes_if_there_is_no_torch_and_an_empty_folder_stays(
+    install: ModuleType,
+    quick_venv: None,
+    was_there: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "env"
+    if was_there:
+        folder.mkdir()
+    assert "no torch==2.13.0+cpu" in install_into(install, folder, monkeypatch, capsys)
+    assert folder.exists() == was_there
+    assert not was_there or list(folder.iterdir()) == []
+
+
+def test_an_environment_that_works_stays_if_there_is_no_torch(
+    install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    venv.create(tmp_path / "env")
+    (tmp_path / "env" / "own.txt").write_text("kept")
+    assert "no torch==2.13.0+cpu" in install_into(install, tmp_path / "env", monkeypatch, capsys)
+    assert (tmp_path / "env" / "own.txt").exists()
+
+
+def test_a_broken_environment_is_made_anew(install: ModuleType, quick_venv: None, tmp_path: Path) -> None:
+    folder = tmp_path / "env"
+    folder.mkdir()
+    for name in ("pyvenv.cfg", "left.txt"):
+        (folder / name).write_text("home = /gone\n")
+    assert install.make_venv(folder) == folder / "bin" / "python"
+    assert (folder / "bin" / "python").exists() and not (folder / "left.txt").exists()
+
+
+@pytest.mark.parametrize("was_there", [False, True])
+def test_what_is_half_made_goes_and_the_package_with_pip_is_named(
+    install: ModuleType, was_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "env"
+    if was_there:
+        folder.mkdir()
+
+    def no_ensurepip(folder: Path, with_pip: bool, clear: bool) -> None:
+        (folder / "lib").mkdir(parents=True)
+        (folder / "pyvenv.cfg").touch()
+        (folder / "lib64").symlink_to("lib")
+        raise subprocess.CalledProcessError(1, "ensurepip")
+
+    monkeypatch.setattr(venv, "create", no_ensurepip)
+    with pytest.raises(install.InstallError, match=r"apt install python3.*-venv"):
+        install.make_venv(folder)
+    assert folder.exists() == was_there
+    assert not was_there or list(folder.iterdir()) == []
+
+
+def make(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run this project's Makefile in another folder, without what a `make` around the tests hands down."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("VENV", "MAKEFLAGS", "MAKELEVEL")}
+    command = ["make", "--directory", str(folder), "--file", str(TOOLS.parent / "Makefile"), *words]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_clean_removes_environments_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("env/pyvenv.cfg", "mine/letter.txt", "build/old"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    done = make(tmp_path, "clean", "VENV=mine")
+    assert done.returncode == 0 and "mine stays: it holds no environment" in done.stderr
+    assert (tmp_path / "mine" / "letter.txt").exists() and not (tmp_path / "build").exists()
+    assert make(tmp_path, "clean", "VENV=env").returncode == 0
+    assert not (tmp_path / "env").exists()
+    assert make(tmp_path, "clean", "VENV=gone").stderr == ""
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize("name", ["", "a b"])
+def test_make_refuses_an_environment_that_it_cannot_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    done = make(tmp_path, "clean", f"VENV={name}")
+    assert done.returncode == 2 and "choose another with: make VENV=" in done.stderr
+    assert (tmp_path / "a").exists() and (tmp_path / "b").exists()

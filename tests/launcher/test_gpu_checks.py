@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
-from streamrl.launcher import gpu_checks
+from streamrl.errors import UserError
+from streamrl.launcher import gpu_checks, preflight
 from streamrl.launcher.gpu_checks import GpuUse
 from streamrl.machine.gpus import Gpu, gpus_here, pairs_without_peer_access, parse_gpus
 
@@ -138,3 +141,25 @@ def test_the_plan_of_this_machine_has_every_phase_of_a_shared_gpu(tmp_path: Path
         list(gpu_checks.check_this_machine(configuration(tmp_path)[0].model_copy(update={"hardware": "cpu"}), run))
         == []
     )
+
+
+def test_a_machine_with_gpus_and_without_torch_is_told_what_to_install(
+    tmp_path: Path, two_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, run = configuration(tmp_path, "colocated")
+    for package in ("torch", "vllm", "transformers"):
+        monkeypatch.setitem(sys.modules, package, None)  # importing it fails, and it is not found
+    with pytest.raises(UserError) as refused:
+        preflight.check(cluster, run, tmp_path, emulate=True)
+    said = str(refused.value)
+    assert "not installed: torch, vllm, transformers; install with: pip install 'streamrl[gpu,tasks]'" in said
+    assert "30.0 GiB of it are in use" in said and "built without CUDA" not in said
+
+
+def test_the_driver_is_checked_where_there_is_a_torch(
+    tmp_path: Path, two_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str | None]] = []
+    monkeypatch.setattr(gpu_checks, "check_driver", lambda driver, cuda: asked.append((driver, cuda)) or [])
+    assert list(gpu_checks.check_this_machine(*configuration(tmp_path, "colocated")))
+    assert asked == [("570.9", torch.version.cuda)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,11 @@ from streamrl.config.model_and_batch import ModelConfig
 from streamrl.config.run import RunConfig
 from streamrl.machine.compute_type import choose_for_cpu, choose_for_cuda, choose_in_process, wire_type
 from streamrl.machine.cpu import Cpu, parse_cpuinfo
-from streamrl.machine.probe import LARGEST, ROWS, Probe, measure, probe, product_shapes
+from streamrl.machine.probe import LARGEST, ROWS, Probe, ProbeFailed, measure, probe, product_shapes, rates
 from streamrl.run_dir.status import RunStatus
 from streamrl.runtime.process_context import Addresses, RoleContext
 from tests.runtime.test_process_plan import cluster
+from tests.waiting import scaled
 
 OLD = Cpu("old", frozenset({"avx2", "fma"}))
 WIDE = Cpu("wide", frozenset({"avx2", "avx512f", "avx512_bf16"}))
@@ -131,6 +134,51 @@ def test_a_real_probe_measures_both_types_and_is_kept_for_the_next_caller(
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 96, "intermediate_size": 128}))
     probe(tmp_path)
     assert len(list((tmp_path / "cache" / "machine").glob("products-*.json"))) == 2  # other shapes, another file
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (
+            "echo 'Traceback' >&2; echo 'ImportError: libgomp.so.1: no such file' >&2; exit 1",
+            "ImportError: libgomp.so.1",
+        ),
+        ("kill -ILL $$", "it was ended by SIGILL"),
+        ("echo 'torch 2.13' >&2; kill -ILL $$", "it was ended by SIGILL, after: torch 2.13"),
+        ("exit 3", "it ended with exit code 3, without a word"),
+        ("exec tail -f /dev/null", "importing torch and multiplying took more than 0.5 s"),
+        ("echo hello", "the measuring process printed no rates, but 'hello"),
+        ("true", "the measuring process printed no rates, but ''"),
+        ("echo '{\"bf16_gflops\": 1}'", "the measuring process printed no rates, but "),
+    ],
+)
+def test_a_probe_that_fails_hands_on_the_last_words_of_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, said: str
+) -> None:
+    monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path / "cache"))
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{program}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr("streamrl.machine.probe.LIMIT_S", 0.5 if "tail" in program else scaled(20))
+    monkeypatch.delitem(sys.modules, "torch")  # so that it is measured in a process of its own
+    with pytest.raises(ProbeFailed, match=re.escape(said)):
+        rates(tmp_path)
+    assert probe(tmp_path) is None
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_python_that_is_not_there_and_a_missing_torch_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "gone"))
+    with pytest.raises(ProbeFailed, match=r"gone could not be started: No such file"):
+        rates(tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ProbeFailed, match="torch is not installed"):
+        rates(tmp_path)
 
 
 def test_rates_are_operations_by_seconds_over_the_three_products_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:

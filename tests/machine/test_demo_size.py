@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from click.testing import CliRunner
 from scheduler.cost.model_shapes import MODELS
 from streamrl.cli.demo import command
 from streamrl.config.load import load_run
+from streamrl.errors import UserError
+from streamrl.machine.cgroups import GroupLimits
 from streamrl.machine.demo_size import (
     GENERATION_SHARE,
     MICRO_BATCHES,
@@ -22,7 +25,8 @@ from streamrl.machine.demo_size import (
     peak_bytes,
     sizes,
 )
-from streamrl.machine.probe import Probe
+from streamrl.machine.own_share import free_memory
+from streamrl.machine.probe import Probe, ProbeFailed
 
 MODEL = MODELS["smollm2-135m"]
 ROOT = Path(__file__).parents[2]
@@ -86,10 +90,10 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shape |= {"intermediate_size": 1536, "vocab_size": 49152, "tie_word_embeddings": True}
     (folder / "config.json").write_text(json.dumps(shape))
     monkeypatch.setattr("streamrl.cli.fetch_model.fetch_with_progress", lambda name, out: folder)
-    monkeypatch.setattr("streamrl.launcher.preflight.free_memory", lambda: 16e9)  # others may have this machine's
+    monkeypatch.setattr("streamrl.machine.own_share.free_memory", lambda: 16e9)  # others may have this machine's
     monkeypatch.setattr("streamrl.machine.compute_type.resolve_model", lambda path: str(folder))
-    for module in ("probe", "compute_type"):
-        monkeypatch.setattr(f"streamrl.machine.{module}.probe", lambda folder: Probe(2.0, 60.0))
+    for name in ("probe.rates", "compute_type.probe"):
+        monkeypatch.setattr(f"streamrl.machine.{name}", lambda folder: Probe(2.0, 60.0))
     monkeypatch.chdir(ROOT)
     return folder
 
@@ -116,6 +120,28 @@ def test_what_is_set_by_hand_wins(machine: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("streamrl.cli.launch.start", lambda cluster, run, runs_dir, plain: started.append(run))
     CliRunner().invoke(command, ["--set", "steps=3", "--set", "sampling.max_tokens=16"], catch_exceptions=False)
     assert (started[0].steps, started[0].sampling.max_tokens) == (3, 16)
+
+
+def test_the_limits_of_a_container_count(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.machine.own_share.free_memory", free_memory)
+    monkeypatch.setattr("streamrl.machine.own_share.read_limits", lambda: GroupLimits(8e9, 3.4e9, 1.0))
+    done = CliRunner().invoke(command, [])
+    assert "1 cores, 3 GB of memory free" in done.output
+    assert done.exit_code == 1 and ", 3.4 GB are there: " in str(done.exception)
+
+
+def test_a_cpu_that_cannot_be_measured_is_told_with_the_reason_and_what_to_do(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(folder: Path) -> Probe:
+        raise ProbeFailed("OSError: libgomp.so.1: cannot open shared object file")
+
+    monkeypatch.setattr("streamrl.machine.probe.rates", fails)
+    done = CliRunner().invoke(command, [])
+    assert isinstance(done.exception, UserError)
+    said = str(done.exception)
+    assert "the demo could not measure this CPU with torch: OSError: libgomp.so.1: cannot open" in said
+    assert f"{sys.executable} -c 'import torch' shows the whole error; start the demo again" in said
 
 
 def test_too_little_memory_is_told_with_what_is_missing_before_anything_starts(machine: Path) -> None:

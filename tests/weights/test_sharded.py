@@ -24,6 +24,7 @@ from streamrl.errors import RunFailed
 from streamrl.training.packing_proof import small_model
 from streamrl.training.trainer import Trainer
 from streamrl.verify.families import FAMILIES
+from streamrl.weights import sharded as sharded_module
 from streamrl.weights.local_model import expected_tensors, initial_version
 from streamrl.weights.quantize import CODE_TYPES, CodeKind, full_precision, is_quantized, quantize
 from streamrl.weights.sharded import ShardedLayout, conversions, deal
@@ -238,3 +239,12 @@ def test_nccl_does_not_send_8_bit_weights() -> None:
     assert RunConfig().weights.generation_dtype == "same"
     with pytest.raises(ValueError, match="generation_dtype"):
         WeightSyncConfig(backend="nccl", generation_dtype="fp8")
+
+
+def test_memory_for_a_version_that_a_container_has_not_is_refused_before_it_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sharded_module, "free_memory", lambda: 3.0 * 2**20)
+    os.close(sharded_module._anonymous_file(3 * 2**20))
+    with pytest.raises(MemoryError, match="3 MiB free"):
+        sharded_module._anonymous_file(3 * 2**20 + 1)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from streamrl.weights import publisher
 from streamrl.weights.publisher import code
 from streamrl.weights.version import CorruptWeights, Manifest, Part, lay_out
 from streamrl.weights.version_store import WeightStore
@@ -186,3 +187,16 @@ def test_a_part_that_does_not_fit_its_manifest_is_refused() -> None:
         Part.from_dict({"number": 1, "base": None, "payloads": None}, manifest)
     with pytest.raises(CorruptWeights, match="malformed"):
         Part.from_dict({"number": 1}, manifest)
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (8, 2), (100, 8)])
+def test_a_quarter_of_the_cores_that_may_be_used_code_a_version(
+    monkeypatch: pytest.MonkeyPatch, cores: int, threads: int
+) -> None:
+    asked: list[int] = []
+    pool = publisher.ThreadPoolExecutor
+    monkeypatch.setattr(publisher, "usable_cores", lambda: cores)
+    monkeypatch.setattr(publisher, "ThreadPoolExecutor", lambda most: asked.append(most) or pool(most))
+    manifest, buffer = lay_out(1, some_tensors().items())
+    code(manifest, buffer, None)
+    assert asked == [threads]

@@ -17,16 +17,17 @@ import os
 import platform
 import secrets
 import shutil
-import stat
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 
+from streamrl.errors import UserError
 from streamrl.machine.cpu import this_cpu
 from streamrl.machine.model_files import cache_directory
+from streamrl.machine.user_folders import is_own
 from streamrl.scratch_folders import ScratchFolder
 
 log = logging.getLogger(__name__)
@@ -54,18 +55,19 @@ def product() -> Product | None:
         return None
     cpu = this_cpu()
     facts = [SOURCE.read_text(), *FLAGS, compiler, platform.machine(), cpu.name, *sorted(cpu.flags)]
-    name = hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
+    digest = hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
+    name = f"few-rows-{digest}.so"
     try:
-        with _own_folder(cache_directory() / "compiled") as folder:
-            library = folder / f"few-rows-{name}.so"
-            if not _is_own(library):
+        with _own_folder(cache_directory() / "compiled", name) as folder:
+            library = folder / name
+            if not is_own(library):
                 part = library.with_suffix(f".{secrets.token_hex(8)}")
                 command = [compiler, *FLAGS, str(SOURCE), "-o", str(part)]
                 subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
                 part.chmod(0o700)
                 part.replace(library)
             function = ctypes.CDLL(str(library)).few_rows
-    except (OSError, subprocess.SubprocessError, AttributeError) as error:
+    except (OSError, subprocess.SubprocessError, AttributeError, UserError) as error:
         log.warning("small batches use vLLM's matrix products, because few_rows.c could not be compiled: %s", error)
         return None
     function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_long] * 3
@@ -74,23 +76,16 @@ def product() -> Product | None:
 
 
 @contextmanager
-def _own_folder(folder: Path) -> Iterator[Path]:
-    """Give a folder to which nobody else can write: this one, or a temporary one if others can (a shared cache)."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if _is_own(folder):
+def _own_folder(folder: Path, name: str) -> Iterator[Path]:
+    """Give a folder that can have a file and to which nobody else can write: this one, or a temporary one if others can
+    write to it (a shared cache) or this process cannot (a home folder that is only read)."""
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if is_own(folder) and (os.access(folder, os.W_OK) or is_own(folder / name)):
         yield folder
         return
     with ScratchFolder() as private:
         yield private
-
-
-def _is_own(path: Path) -> bool:
-    """Whether it is there, is this user's, and no link, and nobody else may write to it: it will be run."""
-    try:
-        found = path.lstat()
-    except FileNotFoundError:
-        return False
-    return found.st_uid == os.geteuid() and not stat.S_ISLNK(found.st_mode) and not found.st_mode & 0o022
 
 
 def multiply(function: Product, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,27 @@
+"""Memory and cores that this process may use: those of the machine, or of its container if that has less."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import psutil
+
+from streamrl.machine.cgroups import read_limits
+
+
+def usable_cores() -> int:
+    """Return the number of CPU cores that this process may use: whole ones, at least one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = read_limits().cores
+    return cores if math.isinf(limit) else min(cores, max(1, int(limit)))
+
+
+def free_memory() -> float:
+    """Return the bytes of memory that this process may still take without swapping."""
+    return min(float(psutil.virtual_memory().available), read_limits().memory_left)
+
+
+def total_memory() -> float:
+    """Return the bytes of memory that this process and those beside it may use together."""
+    return min(float(psutil.virtual_memory().total), read_limits().memory)

@@ -1,0 +1,56 @@
+"""Folders of this user outside of runs: for what is kept between commands."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from streamrl.errors import UserError
+
+REMEDY = "set HOME to a folder of yours"
+
+
+def user_folder(variable: str, below_home: str) -> Path:
+    """Return the folder streamrl/ in one of the user's folders; `streamrl-UID` in that for temporary files if there is
+    no home folder, as for a user id of a container that is in no list of users.
+
+    Args:
+        variable: environment variable that names the user's folder, such as XDG_CACHE_HOME.
+        below_home: the user's folder, seen from the home folder, if the variable is not set.
+
+    Raises:
+        UserError: there is no home folder, and somebody else has made or could write to the folder in its place.
+    """
+    if given := os.environ.get(variable):
+        return Path(given) / "streamrl"
+    try:
+        return Path.home() / below_home / "streamrl"
+    except RuntimeError:
+        return _without_home()
+
+
+def is_own(path: Path) -> bool:
+    """Whether it is there, is this user's, and no link, and nobody else may write to it."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return found.st_uid == os.geteuid() and not stat.S_ISLNK(found.st_mode) and not found.st_mode & 0o022
+
+
+def _without_home() -> Path:
+    """Make the folder of a user without a home folder, or take the one that is there."""
+    try:
+        folder = Path(tempfile.gettempdir()) / f"streamrl-{os.geteuid()}"
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+    except OSError as error:
+        raise UserError(f"this user has no home folder, nor one for temporary files ({error}); {REMEDY}") from error
+    if not is_own(folder) or not folder.is_dir():
+        raise UserError(
+            f"this user has no home folder, and {folder} is no folder to which this user alone can write; {REMEDY}"
+        )
+    return folder

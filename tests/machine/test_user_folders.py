@@ -1,0 +1,81 @@
+"""Folders for what is kept between commands, where there is a home folder and where there is none."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from streamrl.environments.installed import environments_folder
+from streamrl.errors import UserError
+from streamrl.machine.model_files import cache_directory
+from streamrl.machine.user_folders import is_own
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files of a user without a home folder: neither HOME nor an entry in /etc/passwd."""
+    for name in ("HOME", "STREAMRL_CACHE", "STREAMRL_ENVIRONMENTS", "XDG_CACHE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_a_user_with_a_home_folder_has_its_usual_ones(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert cache_directory() == Path("/home/me/.cache/streamrl")
+    assert environments_folder() == Path("/home/me/.local/share/streamrl/environments")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/c")
+    monkeypatch.setenv("XDG_DATA_HOME", "/d")
+    assert (cache_directory(), environments_folder()) == (Path("/c/streamrl"), Path("/d/streamrl/environments"))
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_user_without_a_home_folder_has_one_among_temporary_files(temporary: Path) -> None:
+    own = temporary / f"streamrl-{os.geteuid()}"
+    assert cache_directory() == own
+    assert own.stat().st_mode & 0o777 == 0o700
+    (own / "kept").touch()
+    assert cache_directory() == own and (own / "kept").exists()
+    assert environments_folder() == own / "environments"
+
+
+@pytest.mark.parametrize("what", ["link", "file", "writable", "of another user"])
+def test_a_folder_that_is_not_this_users_alone_is_refused(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    own = temporary / f"streamrl-{os.geteuid()}"
+    if what == "link":
+        (temporary / "mine").mkdir(mode=0o700)
+        own.symlink_to("mine")
+    elif what == "file":
+        own.touch(mode=0o600)
+    else:
+        own.mkdir()
+        own.chmod(0o720 if what == "writable" else 0o700)
+    if what == "of another user":
+        other = os.geteuid() + 1
+        own.rename(temporary / f"streamrl-{other}")
+        monkeypatch.setattr(os, "geteuid", lambda: other)
+    with pytest.raises(UserError, match="to which this user alone can write; set HOME to a folder of yours"):
+        cache_directory()
+
+
+def test_without_any_folder_the_remedy_is_told(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary / "gone"))
+    with pytest.raises(UserError, match=r"nor one for temporary files .*; set HOME to a folder of yours"):
+        cache_directory()
+
+
+def test_what_is_missing_or_below_a_file_is_nobodys(tmp_path: Path) -> None:
+    (tmp_path / "file").touch(mode=0o600)
+    assert is_own(tmp_path / "file")
+    assert not is_own(tmp_path / "gone") and not is_own(tmp_path / "file" / "below")
