@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from streamrl.errors import RunFailed, UserError
+from streamrl.runtime.stop_signals import on_stop
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -79,7 +80,7 @@ def command(
         raise UserError("give either --cluster FILE, to start a run, or --attach DIR, for one that goes on")
     if attach is not None and (run_file is not None or overrides):
         raise UserError("--run and --set are for a run that is started: --attach takes one as it is")
-    signal.signal(signal.SIGTERM, _interrupt)
+    on_stop(_interrupt, signal.SIGTERM)
     launcher = None
     if cluster_file is not None:
         launcher = _launcher(cluster_file, run_file, overrides, runs_dir)
@@ -96,7 +97,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def _hold() -> None:
     """Ignore further signals while the run is ended and its results are written."""
-    for each in (signal.SIGTERM, signal.SIGINT):
+    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
 
 
