@@ -122,21 +122,22 @@ def _kinds(names: str | None) -> list[FaultKind]:
 
 
 def _launcher(cluster_file: Path, run_file: Path | None, overrides: tuple[str, ...], runs_dir: Path) -> Launcher:
-    """Create the launcher of a new run; not yet started.
+    """Create the launcher of a new run, which is not yet started, and the run's folder, so that it is no other run's.
 
     Raises:
-        UserError: a file or a --set is wrong.
+        UserError: a file or a --set is wrong, or the folder cannot be made.
     """
     from streamrl.chaos.own_launcher import Launcher
     from streamrl.config.load import load_cluster, load_run
-    from streamrl.run_dir.layout import new_folder
+    from streamrl.run_dir.layout import make_folder
 
     sets = (f"steps={MANY_STEPS}", *OFTEN, *overrides)
     cluster, run = load_cluster(cluster_file), load_run(run_file, sets)
-    arguments = ["--cluster", str(cluster_file), "--runs-dir", str(runs_dir)]
+    folder = make_folder(runs_dir, run.name)
+    arguments = ["--cluster", str(cluster_file), "--folder", str(folder)]
     arguments += ["--run", str(run_file)] if run_file is not None else []
     arguments += [word for one in sets for word in ("--set", one)]
-    return Launcher(new_folder(runs_dir, run.name), arguments, bool(cluster.remote_sites))
+    return Launcher(folder, arguments, bool(cluster.remote_sites))
 
 
 def _study(
