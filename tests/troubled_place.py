@@ -98,8 +98,8 @@ class Place:
         """What `streamrl launch --dry-run` prints to stderr."""
         return self.say("launch", "--cluster", "cluster.yaml", "--run", "run.yaml", "--dry-run", *arguments, code=code)
 
-    def supervise(self, scripts: dict[str, str], **run: Any) -> str:
-        """What a launch prints, all of it, whose processes are scripts; it fails."""
+    def supervise(self, scripts: dict[str, str], code: int = 1, **run: Any) -> str:
+        """What a launch prints, all of it, whose processes are scripts; it fails, or is interrupted."""
         self.write_run(**run)
 
         @contextlib.contextmanager
@@ -112,7 +112,7 @@ class Place:
         self.monkeypatch.setattr(supervisor, "write_report", lambda run_dir: None)
         self.capfd.readouterr()
         command = ("launch", "--cluster", "cluster.yaml", "--run", "run.yaml", "--plain")
-        assert streamrl(self.monkeypatch, *command) == 1
+        assert streamrl(self.monkeypatch, *command) == code
         printed = self.capfd.readouterr()
         return printed.out + printed.err
 

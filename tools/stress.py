@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from streamrl.machine.cpu import this_cpu
+from streamrl.runtime.stop_signals import on_stop
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "build" / "stress"
@@ -186,7 +187,7 @@ def _told_to_end(*_: object) -> NoReturn:
 
 def main() -> int:
     """Run the tests; return 1 if any test has failed in any run, or if they were stopped."""
-    signal.signal(signal.SIGTERM, _told_to_end)
+    on_stop(_told_to_end, signal.SIGTERM)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", help="test files (default: all that start processes)")
     parser.add_argument("--count", type=int, default=10, help="runs of each file (default: 10)")

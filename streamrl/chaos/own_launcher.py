@@ -23,7 +23,7 @@ STOP_S = 30.0
 ENDS_S = 60.0
 """Seconds for all processes of a killed launcher to end; their wardens stop them at once."""
 FOLDER_S = 60.0
-"""Seconds for a launcher to make the run's folder; it first checks the files and the model."""
+"""Seconds for a launcher to begin the run in its folder; it first checks the files and the model."""
 POLL_S = 0.1
 LAST_LINES = 6
 """Lines of output quoted when there is no error line."""
@@ -36,7 +36,7 @@ class Launcher:
         """Prepare the command; `start` runs it.
 
         Args:
-            run_dir: the folder that the launcher will make.
+            run_dir: the run's folder, made for it and empty; the launcher will fill it.
             arguments: arguments of `streamrl launch`, without --emulate.
         """
         self.run_dir, self._arguments = run_dir, list(arguments)
@@ -47,7 +47,7 @@ class Launcher:
         """Start the run, or resume it if it was started before.
 
         Raises:
-            RunFailed: the launcher ended at once, or made no folder.
+            RunFailed: the launcher ended at once, or began no run in the folder.
         """
         resumes = self._process is not None
         arguments = ["--resume", str(self.run_dir)] if resumes else self._arguments
@@ -63,7 +63,7 @@ class Launcher:
                 words = self.last_words()
                 self.end()
                 self._output.unlink(missing_ok=True)
-                raise RunFailed(words or f"the launcher has made no folder {self.run_dir}")
+                raise RunFailed(words or f"the launcher has begun no run in {self.run_dir}")
             time.sleep(POLL_S)
         if not resumes:
             self._output = early.rename(final)
@@ -99,12 +99,19 @@ class Launcher:
         return sorted(left)
 
     def end(self) -> bool:
-        """Send SIGINT, and SIGKILL if it does not help in time; return whether SIGINT sufficed."""
-        if self._process is None:
-            return True
-        self._process.send_signal(signal.SIGINT)  # a no-op if it has ended
+        """Send SIGINT, and SIGKILL if it does not help in time; return whether SIGINT sufficed.
+
+        A folder that is still empty is removed.
+        """
+        ended_well = self._process is None or self._interrupt(self._process)
+        with contextlib.suppress(OSError):
+            self.run_dir.rmdir()
+        return ended_well
+
+    def _interrupt(self, process: subprocess.Popen[bytes]) -> bool:
+        process.send_signal(signal.SIGINT)  # a no-op if it has ended
         try:
-            self._process.wait(STOP_S)
+            process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             self.kill()
             self.wait_for_end()

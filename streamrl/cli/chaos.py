@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from streamrl.errors import RunFailed, UserError
+from streamrl.runtime.stop_signals import on_stop
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -79,7 +80,7 @@ def command(
         raise UserError("give either --cluster FILE, to start a run, or --attach DIR, for one that goes on")
     if attach is not None and (run_file is not None or overrides):
         raise UserError("--run and --set are for a run that is started: --attach takes one as it is")
-    signal.signal(signal.SIGTERM, _interrupt)
+    on_stop(_interrupt, signal.SIGTERM)
     launcher = None
     if cluster_file is not None:
         launcher = _launcher(cluster_file, run_file, overrides, runs_dir)
@@ -96,7 +97,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def _hold() -> None:
     """Ignore further signals while the run is ended and its results are written."""
-    for each in (signal.SIGTERM, signal.SIGINT):
+    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
 
 
@@ -121,21 +122,22 @@ def _kinds(names: str | None) -> list[FaultKind]:
 
 
 def _launcher(cluster_file: Path, run_file: Path | None, overrides: tuple[str, ...], runs_dir: Path) -> Launcher:
-    """Create the launcher of a new run; not yet started.
+    """Create the launcher of a new run, which is not yet started, and the run's folder, so that it is no other run's.
 
     Raises:
-        UserError: a file or a --set is wrong.
+        UserError: a file or a --set is wrong, or the folder cannot be made.
     """
     from streamrl.chaos.own_launcher import Launcher
     from streamrl.config.load import load_cluster, load_run
-    from streamrl.run_dir.layout import new_folder
+    from streamrl.run_dir.layout import make_folder
 
     sets = (f"steps={MANY_STEPS}", *OFTEN, *overrides)
     cluster, run = load_cluster(cluster_file), load_run(run_file, sets)
-    arguments = ["--cluster", str(cluster_file), "--runs-dir", str(runs_dir)]
+    folder = make_folder(runs_dir, run.name)
+    arguments = ["--cluster", str(cluster_file), "--folder", str(folder)]
     arguments += ["--run", str(run_file)] if run_file is not None else []
     arguments += [word for one in sets for word in ("--set", one)]
-    return Launcher(new_folder(runs_dir, run.name), arguments, bool(cluster.remote_sites))
+    return Launcher(folder, arguments, bool(cluster.remote_sites))
 
 
 def _study(

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     "--emulate", is_flag=True, help="start all sites on this machine, on CPU, with links emulated as declared"
 )
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+@click.option("--folder", type=click.Path(path_type=Path), hidden=True)  # of `streamrl chaos`: made for this run, empty
 @click.option("--plain", is_flag=True, help="print plain lines instead of the live view")
 @click.option("--dashboard", is_flag=True, help="show the run in a browser, too, while it runs; prints the address")
 def command(
@@ -43,6 +44,7 @@ def command(
     site: str | None,
     emulate: bool,
     runs_dir: Path,
+    folder: Path | None,
     plain: bool,
     dashboard: bool,
 ) -> None:
@@ -84,7 +86,8 @@ def command(
         if cluster_file is None:
             raise UserError("--cluster FILE is needed (or --resume DIR)")
         run = load_run(run_file, overrides)
-        run_dir = new_folder(runs_dir, run.name if site is None else f"{run.name}-{site}")
+        name = run.name if site is None else f"{run.name}-{site}"
+        run_dir = folder or new_folder(runs_dir, name)
     if cluster_file is not None:
         cluster = load_cluster(cluster_file)
     _check_share(cluster, site, emulate, dry_run)
@@ -98,6 +101,8 @@ def command(
     click.echo(f"computes in {types}")
     if not elsewhere and site in (None, cluster.trainer_site):
         click.echo(f"packs groups: {_packing(run)}")
+    if resume_dir is None:
+        run_dir = _claimed(folder) if folder is not None else _made(run_dir, name)
     from streamrl.launcher import supervisor
 
     with ExitStack() as beside:
@@ -114,10 +119,31 @@ def start(cluster: ClusterConfig, run: RunConfig, runs_dir: Path, plain: bool) -
         RunFailed: the run failed; the message ends with the cause.
     """
     from streamrl.launcher import supervisor
-    from streamrl.run_dir.layout import new_folder
+    from streamrl.run_dir.layout import make_folder
 
     _check(cluster, run, runs_dir)
-    supervisor.run(cluster, run, new_folder(runs_dir, run.name), False, plain)
+    supervisor.run(cluster, run, make_folder(runs_dir, run.name), False, plain)
+
+
+def _made(planned: Path, name: str) -> Path:
+    """Make the folder of a new run, which another launch may have made since it was planned: checks take minutes."""
+    from streamrl.run_dir.layout import make_folder
+
+    made = make_folder(planned.parent, name)
+    if made != planned:
+        click.echo(f"{planned} is another run's by now: this one is in {made}")
+    return made
+
+
+def _claimed(folder: Path) -> Path:
+    """Return a folder that was made for this run.
+
+    Raises:
+        UserError: it is none, or not empty.
+    """
+    if not folder.is_dir() or any(folder.iterdir()):
+        raise UserError(f"--folder {folder}: expected an empty folder; without the option a new one is made")
+    return folder
 
 
 def _check(

@@ -9,6 +9,8 @@ from streamrl.errors import UserError
 def emulated(cluster: ClusterConfig) -> ClusterConfig:
     """Shrink a cluster to the CPU processes of its `emulation` section; sites, links, GPU names and prices stay.
 
+    No process is pinned: the numbers of cores in the file are those of other machines.
+
     Raises:
         UserError: the cluster has only one site.
     """
@@ -18,7 +20,8 @@ def emulated(cluster: ClusterConfig) -> ClusterConfig:
     for name, site in cluster.sites.items():
         trainer = site.trainer and _trainer(site.trainer, options)
         generation = [_pool(pool, options) for pool in site.generation]
-        update = {"trainer": trainer, "generation": generation, "launch": LaunchConfig()}
+        agents = site.agents.model_copy(update={"cores": None})
+        update = {"trainer": trainer, "generation": generation, "agents": agents, "launch": LaunchConfig()}
         sites[name] = site.model_copy(update=update)
     return cluster.model_copy(update={"hardware": "cpu", "sites": sites})
 
@@ -26,7 +29,7 @@ def emulated(cluster: ClusterConfig) -> ClusterConfig:
 def _trainer(pool: TrainerPool, options: Emulation) -> TrainerPool:
     ranks = min(pool.ranks, options.trainer_ranks)
     whole = {"nodes": 1, "tensor_parallel": 1, "sequence_parallel": 1}
-    return pool.model_copy(update={"ranks": ranks, **whole, "threads": options.trainer_threads})
+    return pool.model_copy(update={"ranks": ranks, **whole, "threads": options.trainer_threads, "cores": None})
 
 
 def _pool(pool: GenerationPool, options: Emulation) -> GenerationPool:
@@ -36,6 +39,7 @@ def _pool(pool: GenerationPool, options: Emulation) -> GenerationPool:
             "gpus_per_replica": 1,
             "nodes": 1,
             "threads": options.threads,
+            "cores": None,
             "max_batch": min(pool.max_batch, options.max_batch),
             "kv_cache_gb": min(pool.kv_cache_gb, options.kv_cache_gb),
         }

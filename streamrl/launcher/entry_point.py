@@ -47,9 +47,21 @@ def end_with_starter() -> None:
 
 
 def _pin() -> None:
-    """Pin this process, and all that it starts, to the CPU cores that the cluster file gives it."""
-    if (cores := os.environ.get(CORES)) and hasattr(os, "sched_setaffinity"):
+    """Pin this process, and all that it starts, to the CPU cores that the cluster file gives it.
+
+    Raises:
+        UserError: this machine has none of them.
+    """
+    if not (cores := os.environ.get(CORES)) or not hasattr(os, "sched_setaffinity"):
+        return
+    try:
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+    except (OSError, ValueError, OverflowError) as error:
+        usable = ", ".join(map(str, sorted(os.sched_getaffinity(0))))
+        raise UserError(
+            f"the cluster file pins this process to the CPU cores {cores}, and that failed: {error}; change `cores` to "
+            f"some of those that it may use here ({usable}), or leave it out"
+        ) from error
 
 
 def _name(args: argparse.Namespace) -> str:
@@ -157,11 +169,11 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true", default=os.environ.get("STREAMRL_RESUME") == "1")
     args = parser.parse_args()
     end_with_starter()
-    _pin()
-    _say(args, "importing torch" if args.role == "trainer" else "importing libraries")
-    answer_requests(args.run_dir, _name(args))
     log_to_stderr(os.environ.get("STREAMRL_LOG_LEVEL", "INFO"))
     try:
+        _pin()  # before there are other threads, which would stay as they are
+        _say(args, "importing torch" if args.role == "trainer" else "importing libraries")
+        answer_requests(args.run_dir, _name(args))
         asyncio.run(_until_told_to_stop(_role(args)))
     except BaseException as error:
         found = cause(error)

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from scheduler.schedule.schedules import KINDS
@@ -27,7 +27,7 @@ from streamrl.launcher.untried_paths import untried_warning
 from streamrl.launcher.version_folder import shared_memory_warnings
 from streamrl.machine.installed_packages import package_problems
 from streamrl.machine.model_files import resolve_model, weight_bytes
-from streamrl.machine.own_share import free_memory, usable_cores
+from streamrl.machine.own_share import core_numbers, free_memory, usable_cores
 from streamrl.runtime.process_plan import plan_processes
 from streamrl.tasks.chat_template import load_chat_template
 from streamrl.tasks.sandbox import isolation_of
@@ -73,6 +73,7 @@ def check(
         check_this_machine(cluster, run, site),
         check_disk(run, runs_root),
         check_ray(cluster, run, site),
+        check_cores(cluster, run, core_numbers(), site),
     ]
     if site in (None, cluster.trainer_site):
         checks += [check_chat_template(run), check_tasks(run), check_ranker(run), check_packing(run)]
@@ -178,6 +179,33 @@ def check_ray(cluster: ClusterConfig, run: RunConfig, site: str | None = None) -
         from streamrl.launcher.ray_backend import problems
 
         yield from problems(cluster, name, plan_processes(cluster, run, Path(), [name]))
+
+
+def check_cores(
+    cluster: ClusterConfig, run: RunConfig, usable: Collection[int], site: str | None = None
+) -> Iterable[str]:
+    """Check that this process may use the CPU cores to which processes here are to be pinned.
+
+    Args:
+        usable: the numbers of those that it may use.
+        site: the only site started here; None: all.
+    """
+    if cluster.hardware != "cpu":
+        return
+    for name in [site] if site is not None else cluster.sites:
+        one = cluster.sites[name]
+        if one.on_ray:
+            continue
+        pinned = [(f"generation ({pool.name})", pool.cores) for pool in one.generation]
+        pinned += [("trainer", one.trainer.cores)] if one.trainer else []
+        pinned += [("agents", one.agents.cores)] if run.agent_tasks and one.generation else []
+        for part, cores in pinned:
+            if others := [core for core in cores or () if core not in usable]:
+                asked, there = (", ".join(map(str, some)) for some in (others, sorted(usable)))
+                yield (
+                    f"sites.{name}.{part}.cores: this process may not use {asked}; expected some of the CPU cores "
+                    f"{there}, or no such key"
+                )
 
 
 def check_keys(cluster: ClusterConfig, site: str) -> Iterable[str]:

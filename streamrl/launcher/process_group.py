@@ -134,7 +134,7 @@ class ProcessGroup:
 
     @property
     def started(self) -> dict[str, float]:
-        """Start time of each living process, unix seconds, by name."""
+        """Start time of each living process, monotonic seconds, by name."""
         return {process.spec.name: process.started for process in self._processes if process.exit_code is None}
 
     def kill(self, name: str) -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from streamrl.launcher.local_backend import spawn
@@ -29,6 +30,11 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
+
+
+def with_own_python(command: Sequence[str]) -> list[str]:
+    """Replace the launcher's Python, the first word wherever it occurs, by this node's, which may be elsewhere."""
+    return [sys.executable if word == command[0] else word for word in command]
 
 
 class NodeProcess:
@@ -89,8 +95,8 @@ class NodeProcess:
         `run_dir`, `token` and `theirs` are those of `look`.
 
         Args:
-            command: command line; of a process with several nodes, `process_plan.MEETING` and `process_plan.NODE` in
-                it stand for `meeting` and `number`.
+            command: command line, first the launcher's Python; of a process with several nodes, `process_plan.MEETING`
+                and `process_plan.NODE` in it stand for `meeting` and `number`.
             env: environment variables on top of this node's own.
             log: path of the log file.
             cwd: folder in which the process starts.
@@ -105,10 +111,10 @@ class NodeProcess:
             env = env | {"VLLM_HOST_IP": address}
         # with the CUDA_VISIBLE_DEVICES that Ray has assigned
         own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        # the launcher's Python may be elsewhere here
-        command = [sys.executable if Path(word).name.startswith("python") else word for word in command]
         try:
-            self._process = spawn(command, Path(log), own | env, cwd=cwd)  # paths of the run file may be relative
+            self._process = spawn(
+                with_own_python(command), Path(log), own | env, cwd=cwd
+            )  # paths of the run file may be relative
         except OSError as error:
             self._problem = f"cannot be started at node {address}: {error}"
             return 0, address

@@ -30,8 +30,8 @@ class RunProcess(ABC):
     """Number of this process among the successive processes of an instance."""
     log_from: int = 0
     """Byte offset in the log at which its own output begins."""
-    started: float = field(default_factory=time.time)
-    """Unix seconds."""
+    started: float = field(default_factory=time.monotonic)
+    """Monotonic seconds of the launcher."""
 
     @property
     @abstractmethod

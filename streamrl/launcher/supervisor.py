@@ -27,6 +27,7 @@ from streamrl.report.run_report import write_report
 from streamrl.report.site_view import SiteView
 from streamrl.run_dir import layout
 from streamrl.run_dir.status import read_status, write_status
+from streamrl.runtime.stop_signals import on_stop
 from streamrl.trackers.tracker_group import PATIENCE_S, QUICK_S, TrackerGroup
 
 log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ def run(
     Raises:
         UserError: the folder is in use by another launcher, or is not writable.
         RunFailed: a process died or the run failed; the message ends with the cause.
-        Interrupted: Ctrl-C or SIGTERM.
+        Interrupted: Ctrl-C, SIGTERM, or a closed terminal.
     """
     with (
         _locked(run_dir),
@@ -84,7 +85,7 @@ def run(
             how = "network namespaces, tc tbf and a proxy" if why is None else f"a proxy alone (no namespaces: {why})"
             print(f"{len(share.folders)} sites emulated on this machine; links by {how}", flush=True)
         try:
-            with view:
+            with _without_terminal(stop, share), view:
                 if share.hosts:
                     view.say("asking Ray for nodes")  # the only message while Ray looks for the trainer's nodes
                 watchdog = Watchdog(share)  # before the first process can write
@@ -121,7 +122,7 @@ def _watch(
     while True:
         first = family.first
         if stop:
-            raise Interrupted(f"stopped by {signal.Signals(stop[0]).name}{_how_to_resume(share)}")
+            raise _interrupted(stop, share)
         if first.exit_code == 0:
             view.refresh()
             return _check_end(share)
@@ -143,6 +144,21 @@ def _watch(
             raise RunFailed(f"{culprit.last_words()}{_how_to_resume(share)}")
         view.refresh()
         time.sleep(POLL_S)
+
+
+def _interrupted(stop: list[int], share: Share) -> Interrupted:
+    return Interrupted(f"stopped by {signal.Signals(stop[0]).name}{_how_to_resume(share)}")
+
+
+@contextlib.contextmanager
+def _without_terminal(stop: list[int], share: Share) -> Iterator[None]:
+    """Take an error of a write to the terminal that has just been closed for what it is: a request to stop."""
+    try:
+        yield
+    except OSError as error:
+        if signal.SIGHUP in stop:
+            raise _interrupted(stop, share) from error
+        raise
 
 
 @contextlib.contextmanager
@@ -205,13 +221,13 @@ def _locked(run_dir: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stop_requests() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM in a list instead of raising; a second one does not disturb the shutdown."""
+    """Collect SIGINT, SIGTERM and SIGHUP in a list instead of raising; a second one does not disturb the shutdown."""
     received: list[int] = []
 
     def handler(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
-    previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = on_stop(handler, signal.SIGINT, signal.SIGTERM)
     try:
         yield received
     finally:

@@ -3,8 +3,9 @@
 The controller, and the service of a site that does not train, each rewrite a file all the time. For the other processes
 of the trainer's site the controller records how long they have been silent. A service judges its instances itself.
 
-A file counts as written when it is seen to have changed, by the launcher's clock: times of files may come from a file
-server, whose clock may be wrong.
+A file counts as written when it is seen to have changed: times of files may come from a file server, whose clock may be
+wrong. Silence is measured by `silence.Silences`, so that neither a machine that was suspended nor a clock that is set
+makes a process seem dead.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from streamrl.errors import UserError
+from streamrl.launcher.silence import Silences
 from streamrl.launcher.site_setup import Share
 from streamrl.run_dir import layout, status
-
-LOOK_EVERY_S = 1.0
 
 
 class Watchdog:
@@ -25,75 +25,77 @@ class Watchdog:
 
     Args:
         share: what the launcher starts.
-        clock: returns unix seconds.
+        clock: returns monotonic seconds.
     """
 
-    def __init__(self, share: Share, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, share: Share, clock: Callable[[], float] = time.monotonic) -> None:
         self.share, self._clock = share, clock
-        self._written = {path: (_stamp(path), 0.0) for path in map(self._file, share.folders)}
-        """Stamp of each file that is watched, and when it was seen to change (unix seconds; 0: never)."""
+        self._stamps = {site: _stamp(self._file(site)) for site in share.folders}
+        """Stamp of the file of each site that is watched, when it was last looked at."""
+        self._silences = Silences()
         self.limit_s = share.run.deadlines.heartbeat_s
         self.startup_s = share.run.deadlines.startup_s
-        self._looked = 0.0
 
     def hanging(self, started: Mapping[str, float]) -> dict[str, float]:
         """Find processes without a sign of life for longer than `deadlines.heartbeat_s`, with their seconds of silence.
 
         Args:
-            started: start time of each living process, unix seconds; anything written earlier is not about it.
+            started: start time of each living process, by the watchdog's clock; anything written earlier is not about
+                it.
         """
-        now = self._clock()
-        if now - self._looked < LOOK_EVERY_S:
+        if not self._silences.look(self._clock(), started):
             return {}
-        self._looked = now
-        for path, (before, _) in self._written.items():
-            if (stamp := _stamp(path)) != before:
-                self._written[path] = stamp, now
+        for site, before in self._stamps.items():
+            if (stamp := _stamp(self._file(site))) != before:
+                self._stamps[site] = stamp
+                self._silences.sign(self._writer(site))
         found: dict[str, float] = {}
-        for name, folder in self.share.folders.items():
-            if name == self.share.cluster.trainer_site:
-                found |= self._home(folder, started, now)
-            elif (service := f"service-{name}") in started:
-                found |= self._silent(service, self._written[self._file(name)][1], started[service], now)
+        for site, folder in self.share.folders.items():
+            if (writer := self._writer(site)) in started:
+                found |= self._home(folder, started) if writer == "controller" else self._silent(writer)
         return found
+
+    def _writer(self, site: str) -> str:
+        """Return the process that rewrites the file of a site."""
+        return "controller" if site == self.share.cluster.trainer_site else f"service-{site}"
 
     def _file(self, site: str) -> Path:
         """Return the file that a process of a site rewrites all the time."""
         name = layout.STATUS if site == self.share.cluster.trainer_site else layout.SITE_STATUS
         return self.share.folders[site] / name
 
-    def _home(self, folder: Path, started: Mapping[str, float], now: float) -> dict[str, float]:
-        if "controller" not in started:
-            return {}
-        seen = self._written[folder / layout.STATUS][1]
-        silent = self._silent("controller", seen, started["controller"], now)
+    def _home(self, folder: Path, started: Mapping[str, float]) -> dict[str, float]:
+        silent = self._silent("controller")
         try:
             written = status.read_status(folder)
         except (OSError, UserError):  # not written yet
             return silent
         if written.final:
             return {}
-        if silent:
-            return silent
-        if seen < started["controller"]:
-            return {}  # written by an earlier controller
-        return {
-            name: role.silent_s
-            for name, role in written.roles.items()
-            if name in started
-            and role.silent_s is not None
-            and role.silent_s > self.limit_s
-            and role.role in ("trainer", "service", "rewards", "agents")
-            and now - role.silent_s > started[name]  # else it has not spoken yet
-        }
+        if silent or not self._silences.has_spoken("controller"):
+            return silent  # what it, or an earlier one, wrote of the others is old
+        return self._others({name: role for name, role in written.roles.items() if name in started})
 
-    def _silent(self, name: str, written: float, started: float, now: float) -> dict[str, float]:
-        """Return a process with the seconds since it wrote its file or, if later, since its start; empty: not too long.
+    def _others(self, roles: Mapping[str, status.RoleStatus]) -> dict[str, float]:
+        """Return the processes of which the controller has recorded a silence that is too long."""
+        found: dict[str, float] = {}
+        for name, role in roles.items():
+            if role.silent_s is None or role.role not in ("trainer", "service", "rewards", "agents"):
+                continue
+            self._silences.sign(name, role.silent_s)
+            silent_s = self._silences.silent_s(name)
+            if self._silences.has_spoken(name) and silent_s > self.limit_s:
+                found[name] = silent_s
+        return found
+
+    def _silent(self, writer: str) -> dict[str, float]:
+        """Return a process that writes a file with its seconds of silence; empty: not too long.
 
         The first write may take longer: `deadlines.startup_s`.
         """
-        limit_s, silent = self.limit_s if written > started else self.startup_s, now - max(written, started)
-        return {name: silent} if silent > limit_s else {}
+        limit_s = self.limit_s if self._silences.has_spoken(writer) else self.startup_s
+        silent_s = self._silences.silent_s(writer)
+        return {writer: silent_s} if silent_s > limit_s else {}
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

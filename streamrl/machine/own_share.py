@@ -12,9 +12,13 @@ from streamrl.machine.cgroups import read_limits
 
 def usable_cores() -> int:
     """Return the number of CPU cores that this process may use: whole ones, at least one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    limit = read_limits().cores
+    cores, limit = len(core_numbers()), read_limits().cores
     return cores if math.isinf(limit) else min(cores, max(1, int(limit)))
+
+
+def core_numbers() -> set[int]:
+    """Return the numbers of the CPU cores that this process may use."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def free_memory() -> float:

@@ -7,8 +7,10 @@ sites' folders into `sites/` of the trainer's.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
+from streamrl.errors import UserError
 from streamrl.plain_files import plain_names
 
 # written by the controller
@@ -88,5 +90,30 @@ def whole_folder(folder: Path) -> Path:
 
 def new_folder(runs_dir: Path, name: str) -> Path:
     """Return `<runs>/<name>`, or `<name>-2`, `-3` ... if that exists: no run is overwritten."""
-    names = itertools.chain([name], (f"{name}-{n}" for n in itertools.count(2)))
-    return next(runs_dir / candidate for candidate in names if not (runs_dir / candidate).exists())
+    return next(folder for folder in _folders(runs_dir, name) if not folder.exists())
+
+
+def make_folder(runs_dir: Path, name: str) -> Path:
+    """Make the folder that `new_folder` names, or the next one if another process makes that first; return it.
+
+    Raises:
+        UserError: it cannot be made.
+    """
+    for folder in _folders(runs_dir, name):
+        try:
+            runs_dir.mkdir(parents=True, exist_ok=True)
+            folder.mkdir()
+        except FileExistsError as error:
+            if not runs_dir.is_dir():
+                raise UserError(f"--runs-dir {runs_dir}: expected a folder for runs, this is none") from error
+        except OSError as error:
+            raise UserError(
+                f"cannot make the run folder {folder}: {error.strerror}; choose another --runs-dir"
+            ) from error
+        else:
+            return folder
+    raise AssertionError("there is always another name")
+
+
+def _folders(runs_dir: Path, name: str) -> Iterator[Path]:
+    return (runs_dir / one for one in itertools.chain([name], (f"{name}-{n}" for n in itertools.count(2))))

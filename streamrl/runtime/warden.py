@@ -30,11 +30,19 @@ AFTER_S = 2.0
 """Seconds of these for its leftovers: multiprocessing's resource tracker frees shared memory."""
 LOOK_S = 0.1
 SELDOM_S = 1.0
-"""Seconds between polls on systems that cannot report the end of a process (not Linux)."""
+"""Seconds between polls where the kernel does not report the end of a process (not Linux, Linux before 5.3, gVisor, a
+seccomp profile that refuses pidfd_open)."""
 
 
 def wait_for_an_end(pids: Sequence[int], limit_s: float | None = None) -> int | None:
-    """Wait until one of these processes has ended; return its PID, or None once the limit is over."""
+    """Wait until one of these processes has ended; return its PID, or None once the limit is over.
+
+    A process that its parent has not waited for yet has ended as well; it is left to the parent.
+
+    Args:
+        pids: at least one.
+        limit_s: seconds; None: wait for ever.
+    """
     if not hasattr(os, "pidfd_open"):
         return _look_for_an_end(pids, limit_s)
     with contextlib.ExitStack() as held:
@@ -44,6 +52,8 @@ def wait_for_an_end(pids: Sequence[int], limit_s: float | None = None) -> int | 
                 file = os.pidfd_open(pid)
             except ProcessLookupError:
                 return pid
+            except OSError:  # refused by this kernel or sandbox
+                return _look_for_an_end(pids, limit_s)
             held.callback(os.close, file)
             by_file[file] = pid
             poll.register(file, select.POLLIN)
@@ -55,15 +65,26 @@ def _look_for_an_end(pids: Iterable[int], limit_s: float | None) -> int | None:
     end = None if limit_s is None else time.monotonic() + limit_s
     while True:
         for pid in pids:
-            try:
-                os.kill(pid, 0)
-            except ProcessLookupError:
+            if _has_ended(pid):
                 return pid
-            except PermissionError:
-                pass
         if end is not None and time.monotonic() > end:
             return None
         time.sleep(LOOK_S if limit_s is not None else SELDOM_S)
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass  # it is another user's
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            _, _, state = file.read().rpartition(b") ")  # its name before may have brackets, too
+    except OSError:  # there is no /proc here, or it has just ended
+        return False
+    return state[:1] in (b"Z", b"X")
 
 
 def watch(watched: int, starters: Sequence[int]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from streamrl.cli import launch
 from streamrl.cli import main as cli
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.load import load_cluster, load_run, save_resolved
@@ -140,6 +141,48 @@ def test_no_run_is_overwritten(terminal: Terminal) -> None:
     for _ in range(3):
         terminal.launch()
     assert [run_dir.name for _, _, run_dir, _, _ in terminal.launched] == ["tiny", "tiny-2", "tiny-3"]
+
+
+def test_a_folder_that_another_launch_made_during_the_checks_is_left_to_it(terminal: Terminal) -> None:
+    check = launch._check
+
+    def slow_check(*arguments: Any) -> Any:
+        for name in ("tiny", "tiny-2"):
+            (terminal.folder / "runs" / name).mkdir(parents=True)
+        return check(*arguments)
+
+    terminal.monkeypatch.setattr(launch, "_check", slow_check)
+    result = terminal.launch()
+    assert result.code == 0, result.err
+    assert [run_dir for _, _, run_dir, _, _ in terminal.launched] == [Path("runs/tiny-3")]
+    assert "runs/tiny is another run's by now: this one is in runs/tiny-3\n" in result.out
+
+
+def test_a_launch_alone_says_nothing_of_others(terminal: Terminal) -> None:
+    assert "another run" not in terminal.launch().out
+    assert (terminal.folder / "runs" / "tiny").is_dir()
+
+
+def test_a_launch_takes_a_folder_that_was_made_for_it_only_while_it_is_empty(terminal: Terminal) -> None:
+    assert "--folder" not in terminal("launch", "--help").out
+    folder = terminal.folder / "elsewhere" / "mine"
+    refused = f"--folder {folder}: expected an empty folder"
+    assert refused in terminal.launch("--folder", str(folder)).err
+    folder.mkdir(parents=True)
+    assert terminal.launch("--folder", str(folder)).code == 0
+    assert refused in terminal.launch("--folder", str(folder)).err
+    assert [run_dir for _, _, run_dir, _, _ in terminal.launched] == [folder]
+
+
+def test_a_demo_begins_in_a_folder_of_its_own(terminal: Terminal) -> None:
+    started: list[Path] = []
+    runs = terminal.folder / "runs"
+    terminal.monkeypatch.setattr(launch, "_check", lambda *_: (runs / "tiny").mkdir(parents=True))
+    terminal.monkeypatch.setattr(
+        supervisor, "run", lambda cluster, run, run_dir, resume, plain: started.append(run_dir)
+    )
+    launch.start(load_cluster("cluster.yaml"), load_run("run.yaml"), runs, True)
+    assert started == [runs / "tiny-2"] and started[0].is_dir()
 
 
 def test_resuming_takes_everything_from_the_folder(terminal: Terminal) -> None:

@@ -71,6 +71,7 @@ def test_launch_serves_the_run_while_it_runs(
     def run(*arguments: object) -> None:
         found = re.search(r"dashboard at (http://127\.0\.0\.1:\d+/)#/run/run ", capsys.readouterr().out)
         assert found is not None
+        (tmp_path / "run").rmdir()  # it is there, and empty
         write_run(tmp_path / "run", 1)
         shown.extend([found.group(1), *runs_at(found.group(1))])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import namedtuple
 from pathlib import Path
 
@@ -224,6 +225,57 @@ def test_8_bits_asked_for_by_name_are_refused_where_they_cannot_be_had(
     assert "gpus_per_replica: 2" in several
     said = [any("products in fp8" in one for one in untried(cluster("cuda"), asking(kind))) for kind in ("same", "fp8")]
     assert said == [False, True]
+
+
+def pinned(**values: object) -> ClusterConfig:
+    pool = {"name": "one", "cores": [1, 2]}
+    trainer, agents = {"cores": [0, 4, 5]}, {"cores": [6]}
+    sites = {
+        "here": {"trainer": trainer, "generation": [pool, {"name": "two"}], "agents": agents, "port": 5600} | values,
+        "west": {"generation": [{"name": "three", "cores": [7]}]},
+    }
+    link = {"between": ["here", "west"], "bandwidth_gbit_s": 1, "rtt_ms": 1}
+    return ClusterConfig.model_validate({"hardware": "cpu", "sites": sites, "links": [link]})
+
+
+def test_cores_that_may_not_be_used_are_told_with_those_that_may() -> None:
+    run, others = RunConfig(), "or no such key"
+    of_pool = (
+        f"sites.here.generation (one).cores: this process may not use 2; expected some of the CPU cores 0, 1, {others}"
+    )
+    of_trainer = (
+        f"sites.here.trainer.cores: this process may not use 4, 5; expected some of the CPU cores 0, 1, {others}"
+    )
+    assert list(preflight.check_cores(pinned(), run, {1, 0}, "here")) == [of_pool, of_trainer]
+    assert list(preflight.check_cores(pinned(), run, {0, 1, 2, 4, 5}, "here")) == []
+    (west,) = preflight.check_cores(pinned(), run, {0, 1}, "west")
+    assert west.startswith("sites.west.generation (three).cores: this process may not use 7;")
+    assert list(preflight.check_cores(pinned(), run, {0, 1})) == [of_pool, of_trainer, west]
+
+
+def test_cores_of_agents_count_where_there_are_some() -> None:
+    run = RunConfig.model_validate({"tasks": [{"kind": "agent", "name": "a", "run": "m:f", "items": "m:g"}]})
+    (problem,) = preflight.check_cores(pinned(), run, set(range(6)), "here")
+    assert problem.startswith("sites.here.agents.cores: this process may not use 6; ")
+    assert list(preflight.check_cores(pinned(), RunConfig(), set(range(6)), "here")) == []
+    assert list(preflight.check_cores(pinned(generation=[]), run, set(range(6)), "here")) == []
+
+
+def test_cores_of_other_machines_are_not_judged_here() -> None:
+    on_ray = pinned(launch={"backend": "ray"})
+    (west,) = preflight.check_cores(on_ray, RunConfig(), {0})
+    assert west.startswith("sites.west.")
+    on_gpus = pinned().model_copy(update={"hardware": "cuda"})
+    assert list(preflight.check_cores(on_gpus, RunConfig(), {0})) == []
+
+
+def test_cores_are_checked_before_a_run(tmp_path: Path) -> None:
+    asked = cluster(cores=[10**6])
+    usable = ", ".join(map(str, sorted(os.sched_getaffinity(0))))
+    with pytest.raises(UserError) as refused:
+        preflight.check(asked, make_model(tmp_path / "m"), tmp_path)
+    assert f"cores: this process may not use 1000000; expected some of the CPU cores {usable}, or" in str(refused.value)
+    assert preflight.usable_cores() == len(os.sched_getaffinity(0))
 
 
 def test_computing_threads_far_above_the_cores_are_warned_of() -> None:

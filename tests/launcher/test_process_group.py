@@ -8,11 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +20,6 @@ from streamrl.launcher import process_group
 from streamrl.launcher.local_backend import LocalProcess
 from streamrl.launcher.process_group import ProcessGroup
 from streamrl.launcher.started_process import RunProcess
-from streamrl.launcher.watchdog import Watchdog
 from streamrl.run_dir.instance_files import (
     StartedProcess,
     WantedInstance,
@@ -32,7 +29,6 @@ from streamrl.run_dir.instance_files import (
     write_started,
     write_wanted,
 )
-from streamrl.run_dir.status import write_status
 from streamrl.runtime.process_plan import ProcessSpec, Role
 from tests.waiting import scaled, wait_for
 
@@ -180,41 +176,6 @@ def test_only_failures_that_may_pass_are_restarted(
     assert bool(family.dead) != again
     if not again:
         assert family.dead[0].last_words() == "rewards-here ended with exit code 1: no such model"
-
-
-@pytest.mark.parametrize("server_is_off_by_s", [0.0, -3600.0, 3600.0])
-def test_a_process_without_heartbeats_is_found_whatever_the_clock_of_the_file_server(
-    tmp_path: Path, server_is_off_by_s: float
-) -> None:
-    start = time.time()
-    run = RunConfig.model_validate({"deadlines": {"heartbeat_s": 5, "startup_s": 50}})
-    cluster = SimpleNamespace(trainer_site="here")
-    share: Any = SimpleNamespace(run=run, folders={"here": tmp_path}, cluster=cluster)
-    now = [start]
-
-    def write(**silences: float | None) -> None:
-        roles = {name: {"role": name, "state": "idle", "since": 0.0, "silent_s": s} for name, s in silences.items()}
-        running = {"run": "x", "state": "running", "step": 1, "steps": 2, "started_at": 0.0, "updated_at": 0.0}
-        write_status(tmp_path, running | {"roles": roles})
-        written = now[0] + server_is_off_by_s
-        os.utime(tmp_path / "status.json", (written, written))
-
-    write(trainer=99.0)  # left from an earlier launch
-    watchdog = Watchdog(share, lambda: now[0])
-
-    def hanging(after: float, started: dict[str, float]) -> list[str]:
-        now[0] = start + after
-        return sorted(watchdog.hanging({name: start + then for name, then in started.items()}))
-
-    assert hanging(20, {"controller": 0}) == []  # it may still be starting
-    assert hanging(60, {"controller": 0}) == ["controller"]
-    write(service=1.0, trainer=9.0, rewards=None, instance=99.0)
-    old = dict.fromkeys(("controller", "service", "trainer", "rewards", "instance"), 0.0)
-    assert hanging(62, old) == ["trainer"]  # instances are judged by their service
-    assert hanging(64, old | {"trainer": 61}) == []  # a new one, that has not said anything
-    assert hanging(66, {name: then for name, then in old.items() if name != "trainer"}) == []  # dead: known to be
-    assert hanging(69, old) == ["controller"]  # what it says of others is old
-    assert hanging(71, old | {"controller": 68}) == []
 
 
 @pytest.mark.parametrize(

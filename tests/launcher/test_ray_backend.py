@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from streamrl.launcher import ray_node
 from streamrl.launcher.ray_backend import demand, missing, versions
 from streamrl.runtime.process_plan import ProcessSpec
 
@@ -65,3 +69,27 @@ def test_missing_resources_are_reported_with_both_counts() -> None:
 
 def test_versions_are_those_of_what_nodes_must_share() -> None:
     assert {"streamrl", "torch"} <= versions().keys()
+
+
+def test_a_node_replaces_the_launchers_python_and_nothing_that_is_called_like_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+
+    async def usable(*_: object) -> tuple[str, str]:
+        return "10.0.0.1", ""
+
+    def spawn(command: Sequence[str], *_: object, **__: object) -> None:
+        started.append(list(command))
+        raise OSError("not here")
+
+    for name, stand_in in {"spawn": spawn, "kill_all_with": lambda starter: None}.items():
+        monkeypatch.setattr(ray_node, name, stand_in)
+    node = ray_node.NodeProcess()
+    monkeypatch.setattr(node, "look", usable)
+    theirs = "/opt/theirs/bin/python3.11"
+    others = ["runs/python-tutor", "/data/python", "python3.11", "python"]
+    command = [theirs, "-m", "streamrl.launcher.trainer_ranks", "--", theirs, "-m", "trainer", *others]
+    asyncio.run(node.start(command, {}, str(tmp_path / "log"), "runs/python-tutor", "token", {}, str(tmp_path)))
+    ours = [sys.executable if word == theirs else word for word in command[:5]]
+    assert started == [[*ours, *command[5:]]] and ours.count(sys.executable) == 2

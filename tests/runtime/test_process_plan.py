@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -139,3 +140,29 @@ def test_a_role_that_fails_leaves_its_last_words(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(60))
     assert done.returncode == 1
     assert any(line.startswith("LAST WORDS: ") for line in done.stderr.splitlines())
+
+
+@pytest.mark.parametrize("cores", ["1022", f"{2**70}", "no"])
+def test_a_role_that_cannot_be_pinned_says_what_there_is(tmp_path: Path, cores: str) -> None:
+    command = [sys.executable, "-m", "streamrl.launcher.entry_point", "controller", "--run-dir", str(tmp_path)]
+    env = os.environ | {CORES: cores}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(60), env=env)
+    usable = ", ".join(map(str, sorted(os.sched_getaffinity(0))))
+    (words,) = [line for line in done.stderr.splitlines() if line.startswith("LAST WORDS")]
+    assert words.startswith(f"LAST WORDS: the cluster file pins this process to the CPU cores {cores}, and that failed")
+    assert words.endswith(f"change `cores` to some of those that it may use here ({usable}), or leave it out")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+
+
+def test_a_role_is_pinned_to_its_cores_if_it_has_any(tmp_path: Path) -> None:
+    code = "import os; from streamrl.launcher.entry_point import _pin; _pin(); print(sorted(os.sched_getaffinity(0)))"
+    usable = sorted(os.sched_getaffinity(0))
+    for cores, pinned in {"": usable, str(usable[-1]): usable[-1:], ",".join(map(str, usable)): usable}.items():
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=scaled(60),
+            env=os.environ | {CORES: cores},
+        )
+        assert done.stdout == f"{pinned}\n"

@@ -87,6 +87,16 @@ def test_emulated_ranks_share_nothing(key: str) -> None:
     assert trainer is not None and trainer.sharing == 1
 
 
+def test_emulated_processes_are_not_pinned_to_cores_of_other_machines() -> None:
+    values = load_cluster(FILES / "heterogeneous.yaml").model_dump()
+    for site in values["sites"].values():
+        for part in [*site["generation"], site["agents"], *filter(None, [site["trainer"]])]:
+            part["cores"] = [90, 91]
+    pinned = ClusterConfig.model_validate(values)
+    assert "[90, 91]" in str(pinned.model_dump())
+    assert "[90, 91]" not in str(emulated(pinned).model_dump())
+
+
 def test_one_site_has_nothing_to_emulate() -> None:
     with pytest.raises(UserError, match="this one has one"):
         emulated(load_cluster(FILES / "local.yaml"))

@@ -1,0 +1,63 @@
+"""The launcher that `streamrl chaos` starts has the folder that was made for it, and no other run's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from streamrl.chaos import own_launcher
+from streamrl.cli.chaos import _launcher
+from streamrl.errors import RunFailed
+from streamrl.launcher.local_backend import spawn
+
+CLUSTER = Path(__file__).parents[2] / "cluster_configs" / "local.yaml"
+BEGINS = "import time; from pathlib import Path; Path({logs!r}).mkdir(); time.sleep(60)"
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[list[str]]]:
+    """Lets launchers run a few lines instead; the commands that they should have run."""
+
+    def replace(code: str) -> list[list[str]]:
+        asked: list[list[str]] = []
+
+        def stand_in(command: Sequence[str], log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+            asked.append(list(command))
+            return spawn([sys.executable, "-S", "-c", code], log, env)
+
+        monkeypatch.setattr(own_launcher, "spawn", stand_in)
+        return asked
+
+    return replace
+
+
+def test_a_run_begins_in_the_folder_that_was_made_for_it(
+    tmp_path: Path, commands: Callable[[str], list[list[str]]]
+) -> None:
+    (tmp_path / "run" / "logs").mkdir(parents=True)  # another run
+    launcher = _launcher(CLUSTER, None, (), tmp_path)
+    assert launcher.run_dir == tmp_path / "run-2" and os.listdir(launcher.run_dir) == []
+    asked = commands(BEGINS.format(logs=str(launcher.run_dir / "logs")))
+    launcher.start()
+    assert (launcher.run_dir / "logs" / "launcher.log").exists()
+    assert launcher.end() and not launcher.runs
+    (command,) = asked
+    assert command[command.index("--folder") + 1] == str(launcher.run_dir) and "--runs-dir" not in command
+    assert launcher.run_dir.is_dir()
+
+
+def test_nothing_is_left_of_a_run_that_did_not_begin(
+    tmp_path: Path, commands: Callable[[str], list[list[str]]]
+) -> None:
+    launcher = _launcher(CLUSTER, None, (), tmp_path)
+    commands("print('error: no such model')")
+    with pytest.raises(RunFailed, match=r"^no such model$"):
+        launcher.start()
+    assert os.listdir(tmp_path) == []
+    unused = _launcher(CLUSTER, None, (), tmp_path)
+    assert unused.end() and os.listdir(tmp_path) == []

@@ -1,0 +1,177 @@
+"""Ctrl-C, SIGTERM and a closed terminal stop a launcher, which cleans up; `nohup` keeps it running."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from streamrl.cli import chaos
+from streamrl.launcher import supervisor
+from streamrl.report.live_view import LiveView
+from streamrl.run_dir.status import read_status
+from streamrl.runtime.stop_signals import on_stop
+from tests.cli.calling import streamrl
+from tests.troubled_place import Place
+from tests.waiting import scaled
+
+ROOT = Path(__file__).parents[2]
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+TELLS_LAUNCHER = "import os, time; os.kill(os.getppid(), {number}); time.sleep(60)"
+
+
+@pytest.fixture(autouse=True)
+def _own_signals() -> Iterator[None]:
+    """Keeps pytest's handlers, and makes SIGHUP one that nobody ignores yet."""
+    before = {number: signal.getsignal(number) for number in NUMBERS}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Place:
+    return Place(tmp_path, monkeypatch, capfd)
+
+
+def test_requests_are_collected_and_the_handlers_put_back() -> None:
+    before = {number: signal.getsignal(number) for number in NUMBERS}
+    with supervisor._stop_requests() as stop:
+        for number in NUMBERS:
+            signal.raise_signal(number)
+        assert stop == list(NUMBERS)
+    assert {number: signal.getsignal(number) for number in NUMBERS} == before
+
+
+def test_what_ignores_a_closed_terminal_keeps_doing_so() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with supervisor._stop_requests() as stop:
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGTERM)
+    assert stop == [signal.SIGTERM] and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_launch_that_is_told_to_stop_says_how_it_goes_on(place: Place, number: signal.Signals) -> None:
+    printed = place.supervise({"controller": TELLS_LAUNCHER.format(number=int(number))}, code=130)
+    assert f"error: stopped by {number.name}\n" in printed
+    assert "continue with: streamrl launch --resume runs/tiny\n" in printed
+    assert read_status(place.folder / "runs" / "tiny").state == "interrupted"
+
+
+@pytest.mark.parametrize(("number", "state"), [(signal.SIGHUP, "interrupted"), (signal.SIGTERM, "failed")])
+def test_a_terminal_that_closes_while_it_is_written_to_is_no_failure(
+    place: Place, number: signal.Signals, state: str
+) -> None:
+    def closes(view: LiveView) -> NoReturn:
+        signal.raise_signal(number)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    place.monkeypatch.setattr(LiveView, "refresh", closes)
+    if state == "failed":
+        with pytest.raises(OSError, match="Input/output error"):
+            place.supervise({}, code=130)
+    else:
+        assert "error: stopped by SIGHUP" in place.supervise({}, code=130)
+    assert read_status(place.folder / "runs" / "tiny").state == state
+
+
+def test_chaos_ends_its_run_when_the_terminal_is_closed(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def study(*_: object) -> NoReturn:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGHUP)
+        for number in NUMBERS:
+            signal.raise_signal(number)  # does not disturb the end
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chaos, "_study", study)
+    assert streamrl(monkeypatch, "chaos", "--cluster", "cluster.yaml", "--run", "run.yaml", "--minutes", "1") == 130
+
+
+WRITES = """
+import select, signal, sys
+from streamrl.runtime.stop_signals import on_stop
+
+def stop(number, frame):
+    print("in the handler", flush=True)
+    raise KeyboardInterrupt
+
+on_stop(stop, signal.SIGTERM)
+try:
+    print("here", flush=True)
+    while True:
+        select.select([], [], [], 0.1)  # pause() might begin just after the signal
+except KeyboardInterrupt:
+    print("cleaned up", flush=True)
+    print("all of it", file=sys.stderr, flush=True)
+    open("done", "w").close()
+"""
+
+
+@contextlib.contextmanager
+def with_terminal(folder: Path, terminal: int, output: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that has a terminal, and an output; both are its own alone."""
+
+    def take() -> None:
+        os.setsid()
+        fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITES],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": path},
+        stdin=terminal,
+        stdout=output,
+        stderr=output,
+        preexec_fn=take,
+    ) as process:
+        for file in {terminal, output}:
+            os.close(file)
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_what_is_printed_after_the_terminal_was_closed_disturbs_no_clean_up(tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    with with_terminal(tmp_path, theirs, theirs) as process:
+        with open(ours, "rb") as shown:
+            assert shown.readline() == b"here\r\n"
+        assert process.wait(scaled(20)) == 0
+    assert (tmp_path / "done").exists()
+
+
+def test_an_output_that_is_no_terminal_is_kept_when_the_terminal_is_closed(tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    reads, writes = os.pipe()
+    with with_terminal(tmp_path, theirs, writes) as process, open(reads, "rb") as output:
+        assert output.readline() == b"here\n"
+        os.close(ours)
+        assert process.wait(scaled(20)) == 0
+        assert output.read() == b"in the handler\ncleaned up\nall of it\n"
+
+
+def test_other_signals_leave_the_terminal_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = os.openpty()
+    monkeypatch.setattr("streamrl.runtime.stop_signals.STANDARD_OUTPUTS", (theirs,))
+    on_stop(lambda number, frame: None, signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
+    assert os.isatty(theirs)
+    signal.raise_signal(signal.SIGHUP)
+    assert not os.isatty(theirs)
+    os.close(ours)
+    os.close(theirs)
