@@ -44,9 +44,6 @@ LOGS = "logs"
 REPORT = "report.html"
 SITES = "sites"
 """Folder: the other sites' folders, under --emulate."""
-SHARED_MEMORY = Path("/dev/shm")
-WEIGHTS = "weights"
-"""Folder: the versions of the weights, where they are not in shared memory."""
 KEYS = "keys"
 """Folder: the keys of this launch, a pair for each process; under --emulate the sites' keys as well."""
 NETWORK = "network"
@@ -69,6 +66,9 @@ LARGEST_ROWS = 512 << 20
 """Most bytes that are read of a file with a row per step at once: some 200,000 steps."""
 FOREIGN = (f"{TRACKERS}/wandb",)
 """What packages of others write, with links of their own; nothing here reads it."""
+
+SHARED_MEMORY = Path("/dev/shm")
+WEIGHTS = "weights"
 
 
 def site_folders(run_dir: Path) -> dict[str, Path]:
