@@ -242,7 +242,7 @@ FILES = {
     "START_STAGES": "Folder: what each process does before it is ready, one file per process, one line per stage.",
     "STACKS": "Folder: stacks of a process, written on request of `streamrl why-stuck`.",
     "LAUNCHER_LOG": "What the launcher of a run printed.",
-    "WEIGHTS": "Folder of a service: the site's versions of the weights, where shared memory cannot be used.",
+    "WEIGHTS": "Folder of a service: the site's versions of the weights, where they do not fit into shared memory.",
 }
 """Content of those files whose names say enough in the code."""
 
