@@ -307,27 +307,35 @@ def _counted(rollouts: Rollouts, seed: int) -> Array:
     A prompt with many samples would make figures a matter of luck:
     either all of its samples are among the longest, or none.
     """
-    unit = rollouts.unit
-    order = np.lexsort((np.random.default_rng(seed).random(len(unit)), unit))
-    sizes = np.bincount(unit)
-    rank = np.empty(len(unit), dtype=np.int64)
-    rank[order] = np.arange(len(unit)) - (np.cumsum(sizes) - sizes)[unit[order]]
-    few: Array = rank < REPEATS
+    few: Array = _places(rollouts.unit, np.random.default_rng(seed)) < REPEATS
     return few
 
 
 def _subsample(rollouts: Rollouts, most: int, seed: int, what: str) -> Rollouts:
-    """Return at most about `most` samples, whole prompts."""
+    """Return at most about `most` samples: whole prompts, or some samples of each if those would be too few prompts."""
     if len(rollouts) <= most:
         return rollouts
-    order = np.random.default_rng(seed).permutation(len(rollouts.texts))
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(rollouts.texts))
     sizes = np.bincount(rollouts.prompt, minlength=len(order))[order]
-    chosen = np.zeros(len(order), dtype=bool)
-    chosen[order[: max(1, int(np.searchsorted(np.cumsum(sizes), most, side="right")))]] = True
-    rows = np.flatnonzero(chosen[rollouts.prompt])
-    if len(rows) > 2 * most:  # few prompts with very many samples each
-        rows = np.sort(np.random.default_rng(seed).choice(rows, most, replace=False))
+    whole = int(np.searchsorted(np.cumsum(sizes), most, side="right"))
+    if whole >= min(MIN_PROMPTS, len(order)):
+        chosen = np.zeros(len(order), dtype=bool)
+        chosen[order[:whole]] = True
+        rows = np.flatnonzero(chosen[rollouts.prompt])
+    else:  # few prompts with very many samples each
+        each = max((n for n in range(1, most + 1) if np.minimum(sizes, n).sum() <= most), default=1)
+        rows = np.flatnonzero(_places(rollouts.prompt, rng) < each)
     return rollouts.take(rows, f"{what} {len(rows)} of {len(rollouts)} samples, chosen by prompt")
+
+
+def _places(unit: Array, rng: np.random.Generator) -> Array:
+    """Return the place of each sample among those of its unit, in random order [N]."""
+    order = np.lexsort((rng.random(len(unit)), unit))
+    sizes = np.bincount(unit)
+    places = np.empty(len(unit), dtype=np.int64)
+    places[order] = np.arange(len(unit)) - (np.cumsum(sizes) - sizes)[unit[order]]
+    return places
 
 
 def _constant(rollouts: Rollouts, seed: int, written_by: tuple[str, ...]) -> tuple[LengthModel, Report]:

@@ -169,7 +169,7 @@ class LengthPredictor:
             own = [_simulated(group, m.sample, forecasts[group.group_id]) for m in group.members()]
             requests += own if len(requests) + len(own) <= MOST_SIMULATED else []
         replayed = None
-        if requests:
+        if requests and fleet:  # all instances may have died since
             objective = objective_of(self.run.schedule.name, self.train_tokens_s or math.inf)
             longest, affinity = self.run.sampling.max_tokens, self.run.batch.samples_per_prompt
             replay = Replay(fleet, self._policy, longest, affinity, objective)

@@ -129,7 +129,7 @@ class Auto:
         self.fleet = {instance.name: instance for instance in fleet}
         shared = [setup for setup in self.choices if setup.schedule.exclusive]
         split = [setup for setup in self.choices if setup.schedule.name == "stream"]
-        self._to_profile = deque([*shared[:1], split[len(split) // 2]])
+        self._to_profile = deque([*shared[:1], *split[len(split) // 2 :][:1]])
         self.setup = self._to_profile.popleft()
         """The setup that runs now."""
         self.note = f"profiling under {self.setup.label}"

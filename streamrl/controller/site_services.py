@@ -10,9 +10,11 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import msgspec
 
 from scheduler.simulation.generation_simulator import SimulatedInstance
 from scheduler.sites.site_candidates import SiteLoad
@@ -52,6 +54,8 @@ RETURN_S = 300.0
 """Seconds for the service of the trainer's site to restart."""
 FINISH_S = 3.0
 """Seconds for a site to acknowledge that the run is over; a site that does not will notice the silence."""
+MOST_ITEM_BYTES = 4 << 20
+"""Most bytes of episodes' items in a message, a quarter of what a message may have beside its arrays."""
 BYTES_PER_TOKEN = 12.0
 """Bytes of a token on a link: id, log-probability and weight version, 4 bytes each, before compression; with router
 replay its experts come on top."""
@@ -64,6 +68,26 @@ class GivenWork(NamedTuple):
     """Name of the work in `SiteDispatch`: the group's id, or that of a sample that was given again."""
     group: Group
     draws: Sequence[SampleDraw]
+
+
+def sendable(work: Sequence[GivenWork], most: int = MOST_ITEM_BYTES) -> Iterator[list[GivenWork]]:
+    """Divide work into parts that fit into a message each: by the items of episodes, which it has in its body.
+
+    Args:
+        work: what is given together.
+        most: bytes of the items of a part; a single item may have more.
+    """
+    part: list[GivenWork] = []
+    size = 0
+    for one in work:
+        own = len(msgspec.msgpack.encode(one.group.reward_input)) if one.group.agent else 0
+        if part and size + own > most:
+            yield part
+            part, size = [], 0
+        part.append(one)
+        size += own
+    if part:
+        yield part
 
 
 class Services:
@@ -196,9 +220,10 @@ class Services:
 
     async def resend(self, name: str, work: Sequence[GivenWork], budget: int | None) -> None:
         """Send a service work of its site, first or again after its restart; `budget` as for `generate`."""
-        if work:
-            groups, draws = [one.group for one in work], [one.draws for one in work]
-            message, arrays = groups_to_wire(groups, draws, time.time(), budget, self.train_tokens_s)
+        newest = self._versions.newest
+        for part in sendable(work):
+            groups, draws = [one.group for one in part], [one.draws for one in part]
+            message, arrays = groups_to_wire(groups, draws, time.time(), budget, self.train_tokens_s, newest)
             await self._send(name, message, arrays)
 
     async def park_resting(self, name: str, number: int, sample_ids: Sequence[str]) -> None:

@@ -83,12 +83,17 @@ class Interval:
 
     @property
     def instances(self) -> float:
-        """Number of instances, mean over the step."""
-        return sum(end - start for start, end in self.present.values()) / self.seconds
+        """Number of instances, mean over the step; 0 if it took no time."""
+        return sum(end - start for start, end in self.present.values()) / self.seconds if self.seconds else 0.0
 
     @property
     def generation_bubble(self) -> float:
-        """Share of the instances' time in which they did not generate; loading weights does not count as generating."""
+        """Share of the instances' time in which they did not generate; loading weights does not count as generating.
+
+        0 if no instance was there.
+        """
+        if not self.instances:
+            return 0.0
         busy = [
             self._covered(self.generating[name], self.loading[name]) - self._covered(self.loading[name])
             for name in self.generating
@@ -97,16 +102,18 @@ class Interval:
 
     @property
     def training_bubble(self) -> float:
-        """Share of the step in which the trainer was idle."""
-        return 1.0 - self.train_s / self.seconds
+        """Share of the step in which the trainer was idle; 0 if it took no time."""
+        return 1.0 - self.train_s / self.seconds if self.seconds else 0.0
 
     @property
     def exposed_sync_s(self) -> float:
         """Seconds lost to weight updates, mean over the instances.
 
         With an update in flight, time is lost while the trainer makes weights, while the instance loads them, and while
-        neither of the two does anything.
+        neither of the two does anything. 0 if no instance was there.
         """
+        if not self.instances:
+            return 0.0
         lost = 0.0
         for name, spans in self.generating.items():
             first, last = self.present[name]
@@ -160,10 +167,11 @@ class StepTimes:
         """Close the step and return its times.
 
         Args:
-            now: its end.
+            now: its end; its start counts if that is later, because a clock was set back.
             weights_due: time from which its weights could be published; None: they will not be published.
         """
         started = now if self.started is None else self.started
+        now = max(now, started)
 
         def of(entries: Iterable[tuple[str, float, float]], name: str) -> tuple[Span, ...]:
             return tuple((start, end) for key, start, end in entries if key == name)

@@ -42,6 +42,8 @@ class VersionSpread:
         self.queued: dict[str, LoadWeights] = {}
         """Announcement that a site gets after the version in flight, by service."""
         self._newest: LoadWeights | None = None
+        self.newest = 0
+        """Number of the newest version that was made for the sites."""
 
     def version(self, used: Iterable[str]) -> int:
         """Return the newest version such that every instance of these sites serves it or a newer one; -1: none yet."""
@@ -49,7 +51,7 @@ class VersionSpread:
 
     def made(self, newest: LoadWeights, used: Iterable[str]) -> list[str]:
         """Queue a new version for the sites that are used; return those that can take it at once."""
-        self._newest = newest
+        self._newest, self.newest = newest, newest.number
         behind = [name for name in used if self._serving[name] < newest.number]
         self.queued |= dict.fromkeys(behind, newest)
         return [name for name in behind if name not in self.in_flight]
@@ -57,6 +59,7 @@ class VersionSpread:
     def delivered(self, number: int) -> None:
         """Record that all sites serve a version which the trainer itself has pushed to them."""
         self._serving = dict.fromkeys(self._sites, number)
+        self.newest = number
 
     def start(self, name: str, able: Collection[str]) -> LoadWeights:
         """Put a site's queued version in flight.

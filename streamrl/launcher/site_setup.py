@@ -248,8 +248,19 @@ def _with_relays(addresses: Addresses, cluster: ClusterConfig, site: str) -> Add
 
 
 def _resolve(name: str) -> str:
-    """Resolve a host name, because ZeroMQ listens on addresses only."""
+    """Resolve a host name, because ZeroMQ listens on addresses only.
+
+    Raises:
+        RunFailed: it cannot be resolved, or is this machine's own name in a file that gives it a loopback address, as
+            many systems do: no other machine could connect.
+    """
     try:
-        return socket.gethostbyname(name)
+        found = socket.gethostbyname(name)
     except OSError as error:
         raise RunFailed(f"cannot resolve {name!r}, the address of this site: {error}") from error
+    if found.startswith("127.") and name not in (found, "localhost"):
+        raise RunFailed(
+            f"{name!r}, the address of this site, is {found} here (/etc/hosts), where no other machine can connect: "
+            "write `listen: 0.0.0.0`, or the address by which others reach this machine"
+        )
+    return found

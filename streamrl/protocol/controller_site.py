@@ -57,6 +57,9 @@ class Generate(TypedMessage, frozen=True, tag="generate"):
     groups: list[IssuedGroup]
     train_tokens_s: float | None = None
     """Tokens, prompts included, that the trainer processed per second in the last step; None before the first."""
+    newest: int = 0
+    """Newest version of the weights of the run; what newer ones have produced is from before it went back to a
+    checkpoint."""
 
 
 class Park(TypedMessage, frozen=True, tag="park"):

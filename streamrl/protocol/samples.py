@@ -33,6 +33,7 @@ def groups_to_wire(
     t_queued: float,
     budget: int | None = None,
     train_tokens_s: float | None = None,
+    newest: int = 0,
 ) -> tuple[Generate, Arrays]:
     """Convert groups that are issued together, so that they can be dispatched together.
 
@@ -53,8 +54,7 @@ def groups_to_wire(
         "prompt_tokens": np.concatenate(prompts) if prompts else np.empty(0, np.int32),
         "prompt_lengths": np.asarray([len(prompt) for prompt in prompts], dtype=np.int32),
     }
-    message = Generate(t_queued=t_queued, budget=budget, groups=described, train_tokens_s=train_tokens_s)
-    return message, arrays
+    return Generate(t_queued, budget, described, train_tokens_s, newest), arrays
 
 
 class IncomingGroup(NamedTuple):

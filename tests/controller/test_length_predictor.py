@@ -209,3 +209,13 @@ def test_an_episode_may_be_longer_than_one_answer_and_is_no_request_that_dispatc
     predicted = [group.predicted_length or 0.0 for group in groups]
     assert 150 < max(predicted) <= 450  # up to three answers of 150 tokens
     assert told.measured is not None and told.measured.recall_at_20 > 0.6  # they are still judged by lengths
+
+
+def test_a_step_that_ends_without_any_instance_is_learnt_from() -> None:
+    lengths = LengthPredictor(RUN)
+    for number in (1, 2):
+        groups = step_of(number)
+        lengths.predict(groups)
+        told = asyncio.run(lengths.learn(groups, []))
+        assert told.saving is None
+    assert play(lengths, 3)[1].saving is not None  # type: ignore[attr-defined]

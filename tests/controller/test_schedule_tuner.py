@@ -188,3 +188,11 @@ def test_predictions_use_the_policy_with_the_objective_of_the_schedule() -> None
         assert policy.longest == streamed.sampling.max_tokens and policy.affinity == streamed.batch.samples_per_prompt
     plain = policy_factory(RunConfig.model_validate({"schedule": {"name": "sync"}}), 50.0)()
     assert isinstance(plain, SkewAware) and plain.objective is MAKESPAN
+
+
+def test_one_instance_on_all_cores_of_the_trainer_is_profiled_in_turns_only() -> None:
+    choices = setups({"a": (0, 1)}, (0, 1), True, 1)
+    assert {setup.schedule.name for setup in choices} == {"colocated"}
+    auto = Auto(RUN, choices, FLEET[:1], steps=2)
+    assert auto.setup.schedule.name == "colocated"
+    assert auto.next_setup() is None

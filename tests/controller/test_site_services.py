@@ -17,7 +17,7 @@ from scheduler.cost.decode import StepCurve
 from scheduler.simulation.generation_simulator import SimulatedInstance
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
-from streamrl.controller.site_services import GivenWork, Services
+from streamrl.controller.site_services import GivenWork, Services, sendable
 from streamrl.controller.step_times import Traffic
 from streamrl.protocol.controller_site import Use, WeightsReady
 from streamrl.protocol.controller_trainer import PublishDone
@@ -168,8 +168,24 @@ def test_a_service_that_was_started_anew_is_told_weights_and_what_its_site_has(w
         work = [GivenWork(group.group_id, group, some) for group, some in zip(groups, samples, strict=True)]
         await services.resend("service-far", [one for one in work if one.key in had], None)
         assert wire.groups("service-far") == had + had
+        newest = [body["newest"] for kind, body in wire.sent["service-far"] if kind == "generate"]
+        assert newest[0] == 0 and newest[-1] == 1, "tokens of version 1 may be kept before it has fetched it"
 
     asyncio.run(play())
+
+
+def test_episodes_with_large_items_are_sent_in_several_messages() -> None:
+    groups, samples = some_groups(0, 5)
+    for group, size in zip(groups, (10, 50, 60, 200, 10), strict=True):
+        group.agent, group.reward_input = True, "x" * (size - 2)  # with its length in two bytes
+    work = [GivenWork(group.group_id, group, some) for group, some in zip(groups, samples, strict=True)]
+    parts = [[one.key for one in part] for part in sendable(work, most=110)]
+    assert parts == [["g0", "g1"], ["g2"], ["g3"], ["g4"]]
+    assert [len(part) for part in sendable(work, most=1000)] == [5]
+    for group in groups:
+        group.agent = False  # then the item stays with the controller
+    assert [len(part) for part in sendable(work, most=110)] == [5]
+    assert list(sendable([])) == []
 
 
 def test_a_site_may_get_a_newer_version_than_was_announced(wire: Wire, services: Services) -> None:

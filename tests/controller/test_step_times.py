@@ -81,3 +81,22 @@ def test_a_sync_under_way_at_the_end_goes_on_in_the_next_step() -> None:
     assert times.end_step(15.0, weights_due=15.0).exposed_sync_s == 5.0
     times.weights_served(18.0)
     assert times.end_step(20.0, None).exposed_sync_s == 3.0
+
+
+def test_a_step_in_which_no_instance_could_work_has_no_bubble() -> None:
+    times = StepTimes({})
+    times.weights_served(0.0)
+    times.trainer.append(("train", 1.0, 6.0))
+    interval = times.end_step(10.0, None)
+    assert (interval.instances, interval.generation_bubble, interval.exposed_sync_s) == (0.0, 0.0, 0.0)
+    assert interval.training_bubble == 0.5
+
+
+def test_a_step_whose_end_is_before_its_start_has_taken_no_time() -> None:
+    times = StepTimes({"a": 0.0})
+    times.weights_served(100.0)
+    interval = times.end_step(90.0, None)  # somebody has set the clock back
+    assert (interval.started, interval.ended, interval.seconds) == (100.0, 100.0, 0.0)
+    found = interval.instances, interval.generation_bubble, interval.training_bubble, interval.exposed_sync_s
+    assert found == (0.0, 0.0, 0.0, 0.0)
+    assert times.end_step(110.0, None).seconds == 10.0

@@ -47,6 +47,9 @@ def test_a_site_takes_one_version_at_a_time_and_then_the_newest() -> None:
     assert not versions.ready("service-home", report(2))  # it has loaded the newest already
     assert (versions.version(["service-home"]), versions.version(["service-home", "service-far"])) == (2, 0)
     assert versions.made(announced(2), ["service-home"]) == []
+    assert versions.newest == 2
+    versions.delivered(3)
+    assert versions.newest == 3
 
 
 def test_a_relay_is_a_source_only_while_it_has_what_the_site_holds() -> None:

@@ -456,3 +456,41 @@ def test_what_nobody_waits_for_is_stopped_and_frees_its_slot_at_once() -> None:
         assert list(work.requests) == ["g.2"] and work.has("a", "g.2") and policy.waiting == 0
 
     asyncio.run(body())
+
+
+def test_an_instance_that_was_silent_gets_no_more_than_its_free_slots() -> None:
+    work, sent = dispatcher(LeastLoaded())
+
+    async def scenario() -> None:
+        await work.join("a", 2, None, REGULAR)
+        await work.submit([(requests("g.0", "g.1", "g.2", "g.3"), None)])
+        assert [b["sample_id"] for _, _, b, _ in sent] == ["g.0", "g.1"]
+        sent.clear()
+        await work.hold("a", requeue=False, why="silent")
+        await end(work, "g.0", 5)
+        await work.unhold("a", "silent")
+        assert [b["sample_id"] for _, _, b, _ in sent] == ["g.2"], "g.1 still has a slot"
+        await end(work, "g.1", 5)
+        assert [b["sample_id"] for _, _, b, _ in sent] == ["g.2", "g.3"]
+        await end(work, "g.2", 5)
+        await end(work, "g.3", 5)
+        assert not work.requests and not work.policy.where
+
+    asyncio.run(scenario())
+
+
+def test_what_an_instance_was_ordered_to_release_takes_no_slot_when_it_is_used_again() -> None:
+    work, sent = dispatcher(LeastLoaded())
+
+    async def scenario() -> None:
+        await work.join("a", 1, None, REGULAR)
+        await work.submit([(requests("g.0"), None)])
+        await work.hold("a", requeue=False, why="silent")
+        await work.hold("a", requeue=True, why="weights")
+        await work.unhold("a", "silent")
+        await work.unhold("a", "weights")
+        sent.clear()
+        await give_back(work, part("g.0", 3))
+        assert [(to, kind, b["sample_id"]) for to, kind, b, _ in sent] == [("a", "generate", "g.0")]
+
+    asyncio.run(scenario())

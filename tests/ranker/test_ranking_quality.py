@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import ranker.train as ranker_train
 from ranker.data import from_rows
 from ranker.evaluate import kendall_tau, recall_at
 from ranker.history import HISTORY
@@ -133,3 +134,17 @@ def test_a_table_by_task_is_the_floor() -> None:
     # a request without a task is one of an unknown task, ordered by its size
     without = model.predict(["1 red", "1 red 2 green 3 blue 4 grey 5 red 6 green"])
     assert without.mean[0] < without.mean[1]
+
+
+def test_few_prompts_with_very_many_samples_each_are_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = small_reasoner(12, 1, seed=3)
+    one_has_most = [row for n, row in enumerate(made.rows) for _ in range(400 if n == 0 else 25)]
+    rng = np.random.default_rng(0)
+    rows = [row | {"output_length": int(rng.integers(1, CAP))} for row in one_has_most]
+    rollouts = from_rows(rows)
+    few = ranker_train._subsample(rollouts, 60, 0, "compared on")
+    assert np.bincount(few.prompt).tolist() == [5] * len(rollouts.texts)
+    monkeypatch.setattr(ranker_train, "COMPARE_ROWS", 60)
+    model, report = train(rollouts, seed=0, threads=1)
+    assert_sound(model, rollouts.texts)
+    assert "no split by prompt" not in str(report)

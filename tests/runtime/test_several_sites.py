@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.load import load_cluster
 from streamrl.config.run import RunConfig
-from streamrl.errors import UserError
+from streamrl.errors import RunFailed, UserError
 from streamrl.launcher import gpu_checks, preflight
 from streamrl.launcher.emulated_cluster import emulated
 from streamrl.launcher.site_setup import choose_addresses
@@ -61,6 +62,17 @@ def test_only_the_trainers_site_listens_to_the_outside() -> None:
     away = choose_addresses(cluster(), "generate", SOCKETS)
     assert (away.controller, away.publisher) == ("tcp://localhost:5600", "tcp://localhost:5601")
     assert away.controller_outside == "" and away.services == {"generate": "ipc:///tmp/sockets/service-generate"}
+
+
+def test_a_site_whose_own_name_is_a_loopback_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: {"gpu-1": "127.0.1.1"}.get(name, name))
+    values = cluster().model_dump()
+    values["sites"]["train"]["address"] = "gpu-1"
+    with pytest.raises(RunFailed, match=r"'gpu-1', the address of this site, is 127\.0\.1\.1 here"):
+        choose_addresses(ClusterConfig.model_validate(values), "train", SOCKETS)
+    values["sites"]["train"]["listen"] = "0.0.0.0"
+    found = choose_addresses(ClusterConfig.model_validate(values), "train", SOCKETS)
+    assert found.controller_outside == "tcp://0.0.0.0:5600"
 
 
 @pytest.mark.parametrize("name", ["heterogeneous.yaml", "cross_datacenter.yaml"])

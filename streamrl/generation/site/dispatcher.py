@@ -65,6 +65,8 @@ class Dispatcher:
         self._joined: dict[str, tuple[int, StepCurve | None, str]] = {}  # (slots, curve, pool) of each instance
         self._held: dict[str, set[str]] = {}
         """Reasons for which an instance gets no new requests, by instance."""
+        self._continuing: dict[str, set[str]] = {}
+        """Requests that go on while their instance is held, by instance."""
         self._unused: set[str] = set()
         self._slow: dict[str, float] = {}
         """Factor by which steps take longer than the instance's curve says, by instance."""
@@ -91,6 +93,8 @@ class Dispatcher:
         reasons = self._held.setdefault(instance, set())
         first = not reasons
         reasons.add(why)
+        if first or requeue:
+            self._continuing[instance] = set() if requeue else set(self.works_on(instance))
         waiting = []
         for sample_id in self.policy.leave(instance) if first else ():
             if sample_id in self._moving:  # moving here: placed again once its old instance has released it
@@ -110,6 +114,9 @@ class Dispatcher:
         if not reasons and self._held.pop(instance, None) is not None:
             self.policy.join(instance, *self._joined[instance])
             self.policy.slow(instance, self._slow.get(instance, 1.0))
+            for sample_id in sorted(self._continuing.pop(instance, ())):
+                if self.has(instance, sample_id) and sample_id not in self._moving and sample_id not in self.parked:
+                    self.policy.start(self._known_to_policy(sample_id), self.policy.instances[instance])
             await self._dispatch()
 
     async def slow(self, instance: str, factor: float) -> None:
@@ -199,6 +206,7 @@ class Dispatcher:
     def leave(self, instance: str) -> None:
         """Require an instance to join again before it gets requests; it keeps what it works on."""
         self._held.pop(instance, None)
+        self._continuing.pop(instance, None)
         self._joined.pop(instance, None)
         self._handed_over.pop(instance, None)
 

@@ -81,6 +81,8 @@ class SiteFleet:
         self.weights = InstanceWeights(self, ensure)
         self.changed, self._parked = changed, parked
         self.watch = InstanceWatch(self)
+        self._pausing: set[str] = set()
+        """Instances that have died and are restarted after a pause."""
         self._causes: dict[str, str] = {}
         """Cause of each instance's latest death."""
         self.answers = Answers(hub, waits)
@@ -97,7 +99,7 @@ class SiteFleet:
     def present(self) -> list[str]:
         """Sorted names of the instances that are connected and not about to leave; silent ones included."""
         there = (Life.STALE, Life.READY, Life.SUSPECT)
-        return sorted(name for name, life in self.lives.items() if life.state in there)
+        return sorted(name for name, life in self.lives.items() if life.state in there and name in self.hub.peers)
 
     async def open(self) -> None:
         """Wait for the instances that the run begins with, or that an earlier service has left running.
@@ -190,11 +192,15 @@ class SiteFleet:
         """Start or retire instances until each pool has its target number."""
         for pool, wanted in self._wanted.items():
             alive = sorted((life for life in self.lives.values() if life.pool == pool), key=lambda life: life.index)
-            staying = [life for life in alive if life.state in ALIVE]
+            staying = [life for life in alive if life.state in ALIVE or life.name in self._pausing]
             for life in staying[wanted:]:
+                if life.name in self._pausing:
+                    self._pausing.remove(life.name)
+                    del self.lives[life.name]
+                    continue
                 life.on("retired")
                 self._begin(self._take_out(life))
-            taken = {life.index for life in alive}
+            taken = {life.index for life in alive if life.name in self.lives}
             free = [index for index in range(self._pools[pool].most_replicas) if index not in taken]
             # the index of an instance that is still leaving is reused only once it has left
             for index in free[: max(0, wanted - len(staying))]:
@@ -342,6 +348,7 @@ class SiteFleet:
             raise RunFailed(ErrorCode.INSTANCE.refer(f"{died}, and no instance is left at {self.context.site}"))
         self._write()
         if due is not None:
+            self._pausing.add(name)
             self._begin(self._restart(life, due))
         await self.changed()
 
@@ -355,7 +362,8 @@ class SiteFleet:
 
     async def _restart(self, life: InstanceLife, due: float) -> None:
         await asyncio.sleep(max(0.0, due - time.monotonic()))
-        if life.can("restarted"):
+        if self.lives.get(life.name) is life and life.can("restarted"):  # else it was retired meanwhile
+            self._pausing.discard(life.name)
             life.on("restarted")
             self._processes[life.name] = life.process
             self._write()

@@ -94,6 +94,8 @@ class GenerationService:
         self._orphaned = asyncio.Event()
         self.round = 0
         """The newest round that the controller has announced."""
+        self._newest = 0
+        """The newest version of the run's weights that this service has heard of, which it may still be fetching."""
         self.journal = TokenJournal(context.run_dir / layout.TOKEN_JOURNAL)
         self.dispatcher = Dispatcher(policy, self._to_instance, self._produced)
         self.hub.reads = MessageReader(RIGHTS["service"])
@@ -193,6 +195,7 @@ class GenerationService:
                         raise RunFailed(f"the run has ended: {why}")
                     return
                 case controller_site.Generate() as order:
+                    self._newest = max(self._newest, order.newest)
                     groups = groups_from_wire(order, delivery.arrays)
                     if order.train_tokens_s is not None:
                         self.dispatcher.policy.training_at(order.train_tokens_s)
@@ -210,6 +213,7 @@ class GenerationService:
                 case controller_site.Sleep():
                     tasks.create_task(self._sleep())
                 case controller_site.LoadWeights() as order:
+                    self._newest = max(self._newest, order.number)
                     tasks.create_task(self._update_weights(order))
                 case controller_site.WeightCall() as call:
                     tasks.create_task(self.pushed.carry_out(call))
@@ -227,7 +231,7 @@ class GenerationService:
         found = []
         for request in requests:
             kept = self.journal.kept(request.sample_id)
-            if kept is not None and int(kept.token_versions.max()) > (self.weights.version or 0):
+            if kept is not None and int(kept.token_versions.max()) > self._newest:
                 self.journal.forget([request.sample_id])
                 kept = None
             found.append(request if kept is None else replace(request, kept=kept))
@@ -331,7 +335,7 @@ class GenerationService:
 
     async def _order_turn(self, turn: site_agents.OrderTurn, delivery: Delivery) -> None:
         """Give a turn to the dispatcher, unless its episode has it from before."""
-        found = self.episodes.turn(turn, delivery.arrays, self.weights.version)
+        found = self.episodes.turn(turn, delivery.arrays, self._newest)
         delivery.ack()
         if isinstance(found, str):
             self.hub.refusals.count("not its own", delivery.peer, found)
@@ -405,6 +409,7 @@ class GenerationService:
     def _pushed(self, number: int) -> None:
         """Record that instances have loaded a version that the trainer has pushed to them."""
         self.weights.version = number
+        self._newest = max(self._newest, number)
 
     def _instance_states(self) -> dict[str, dict[str, Any]]:
         """Return every instance's last heartbeat, without its requests' progress, which stays here."""

@@ -1,0 +1,111 @@
+"""How many instances of a pool there are, while some of them pause before they are restarted. No process is started."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from unittest.mock import AsyncMock, create_autospec
+
+import pytest
+
+from streamrl.config.cluster import ClusterConfig
+from streamrl.config.run import RunConfig
+from streamrl.generation.site.dispatcher import Dispatcher
+from streamrl.generation.site.fleet import SiteFleet
+from streamrl.generation.site.instance_life import Life
+from streamrl.generation.site.token_journal import TokenJournal
+from streamrl.run_dir.instance_files import read_wanted
+from streamrl.runtime.process_context import Addresses, RoleContext
+from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.endpoint import Hub
+from tests.waiting import until
+
+POOL = {"name": "one", "replicas": 2, "max_replicas": 3}
+CLUSTER = ClusterConfig.model_validate({"hardware": "cpu", "sites": {"here": {"trainer": {}, "generation": [POOL]}}})
+
+
+def with_fleet(folder: Path, work: Callable[[SiteFleet], Awaitable[None]], pause_s: float = 0.0) -> None:
+    """Does something with a fleet of two instances that are ready; a dead one is restarted after a pause."""
+    run = RunConfig.model_validate({"recovery": {"pause_s": pause_s, "longest_pause_s": pause_s}})
+    context = RoleContext("service-here", "here", folder, CLUSTER, run, Addresses("", "", {}), False)
+
+    async def play() -> None:
+        waits, dispatcher = WaitRegistry("service-here"), create_autospec(Dispatcher, instance=True)
+        dispatcher.works_on.return_value, dispatcher.lost.return_value = [], []
+        hub = Hub("service-here", waits)
+        journal = TokenJournal(folder / "journal.sqlite")
+        fleet = SiteFleet(context, hub, dispatcher, waits, journal, *[AsyncMock()] * 3)
+        fleet._reconcile(bring_in=False)
+        for life in fleet.lives.values():
+            life.state = Life.READY
+        try:
+            await work(fleet)
+        finally:
+            for task in fleet._tasks:
+                task.cancel()
+            journal.close()
+            await hub.close()
+
+    asyncio.run(play())
+
+
+def states(fleet: SiteFleet) -> dict[str, Life]:
+    return {name: life.state for name, life in sorted(fleet.lives.items())}
+
+
+def test_no_instance_takes_the_place_of_one_that_is_about_to_be_restarted(tmp_path: Path) -> None:
+    async def work(fleet: SiteFleet) -> None:
+        await fleet.died(fleet.lives["here-one-0"], "killed")
+        await fleet.scale({"one": 2})
+        assert states(fleet) == {"here-one-0": Life.DEAD, "here-one-1": Life.READY}
+        await fleet.scale({"one": 3})
+        assert states(fleet)["here-one-2"] is Life.STARTING and len(fleet.lives) == 3
+
+    with_fleet(tmp_path, work, pause_s=1000.0)
+
+
+def test_one_that_is_about_to_be_restarted_stays_away_when_there_is_no_place_for_it(tmp_path: Path) -> None:
+    async def work(fleet: SiteFleet) -> None:
+        await fleet.died(fleet.lives["here-one-1"], "killed")
+        (restart,) = fleet._tasks
+        await fleet.scale({"one": 1})
+        assert states(fleet) == {"here-one-0": Life.READY}
+        await restart
+        assert states(fleet) == {"here-one-0": Life.READY}
+        assert [one.name for one in read_wanted(tmp_path)] == ["here-one-0"]
+        await fleet.scale({"one": 2})
+        assert states(fleet) == {"here-one-0": Life.READY, "here-one-1": Life.STARTING}
+        assert fleet.lives["here-one-1"].process == 2
+
+    with_fleet(tmp_path, work)
+
+
+def test_one_that_is_restarted_is_there_once(tmp_path: Path) -> None:
+    async def work(fleet: SiteFleet) -> None:
+        await fleet.died(fleet.lives["here-one-0"], "killed")
+        await until(lambda: fleet.lives["here-one-0"].state is not Life.DEAD)
+        await fleet.scale({"one": 2})
+        assert states(fleet) == {"here-one-0": Life.STARTING, "here-one-1": Life.READY}
+        assert fleet.lives["here-one-0"].process == 2
+        await fleet.scale({"one": 1})
+        assert states(fleet)["here-one-1"] is Life.DRAINING
+
+    with_fleet(tmp_path, work)
+
+
+def test_an_instance_without_a_connection_is_not_present(tmp_path: Path) -> None:
+    async def work(fleet: SiteFleet) -> None:
+        assert fleet.present == [] and fleet.instances() == [], "its goodbye comes before its end"
+
+    with_fleet(tmp_path, work)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_pool_has_the_number_that_was_asked_for(count: int, tmp_path: Path) -> None:
+    async def work(fleet: SiteFleet) -> None:
+        await fleet.scale({"one": count, "unknown": 7})
+        there = [life for life in fleet.lives.values() if life.state in (Life.READY, Life.STARTING)]
+        assert len(there) == count
+
+    with_fleet(tmp_path, work)
