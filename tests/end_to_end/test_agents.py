@@ -206,9 +206,8 @@ def test_episodes_are_resumed_by_the_successor_of_an_agents_process(finished: tu
     resumed = 0
     for rows in rows_of(finished[0]).values():
         steps = [one for one in json.loads(rows[0]["conversation"])["steps"] if one["kind"] == "generate"]
-        # not always its first calls: until a new service knows the run's weights, turns of newer ones than the first
-        # are generated again, and what then has the same prompt as before is the same call
         before = [FROM_BEFORE in one["detail"] for one in steps]
+        assert before == sorted(before, reverse=True), "its first calls are those from before"
         resumed += any(before) and rows[0]["t_trained"] is not None
     assert resumed > 1
 

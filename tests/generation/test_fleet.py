@@ -42,8 +42,11 @@ def with_fleet(folder: Path, work: Callable[[SiteFleet], Awaitable[None]], pause
         try:
             await work(fleet)
         finally:
-            for task in fleet._tasks:
+            if begun := list(fleet._tasks):
+                await asyncio.wait(begun, timeout=0)  # they have all begun to wait
+            for task in begun:
                 task.cancel()
+            await asyncio.gather(*begun, return_exceptions=True)
             journal.close()
             await hub.close()
 
