@@ -60,7 +60,7 @@ from streamrl.training.step_guard import refusal
 from streamrl.training.token_logprobs import HeadOutput
 from streamrl.training.truncation import Truncation
 from streamrl.weights.finite import first_not_finite, whole
-from streamrl.weights.sharded import ShardedLayout
+from streamrl.weights.sharded import ShardedLayout, persistent_buffers
 from streamrl.weights.version import Manifest
 
 NOTHING = TrainGroup(
@@ -448,16 +448,17 @@ class Trainer:
         return self.layout.lay_out(number)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, full tensor in the compute type) of each parameter, gathered from all ranks; tied ones once.
+        """Yield (name, full tensor) of all that the model's checkpoint has, gathered from all ranks; tied ones once.
+
+        Parameters come in the compute type, then persistent buffers in their own.
 
         Raises:
             RunFailed: on every rank, at a weight that is not finite.
         """
         for name, parameter in self.policy.model.named_parameters():
-            converted = whole(parameter).to(compute_type(self.run))
-            if first_not_finite({name: converted}):
-                raise RunFailed(f"weight {name!r} is not finite: it is neither published nor saved")
-            yield name, converted
+            yield name, _finite(name, whole(parameter).to(compute_type(self.run)))
+        for name, buffer in persistent_buffers(self.policy.model).items():
+            yield name, _finite(name, whole(buffer))
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint that loads on any number of ranks.
@@ -491,3 +492,14 @@ class Trainer:
 
     def _state(self) -> dict[str, Any]:
         return self.learner.state("") | (self.critic.state("critic_") if self.critic else {})
+
+
+def _finite(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that may be published or saved.
+
+    Raises:
+        RunFailed: it is not finite.
+    """
+    if tensor.is_floating_point() and first_not_finite({name: tensor}):
+        raise RunFailed(f"weight {name!r} is not finite: it is neither published nor saved")
+    return tensor

@@ -1,0 +1,42 @@
+"""A checkpoint's model is read by transformers as the trainer has it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from streamrl.training.packing_proof import small_model
+from streamrl.training.trainer import Trainer
+from streamrl.verify.families import FAMILIES
+from tests.training.conftest import run_config
+from tests.training.trained import CPU
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_buffers_of_the_model_are_saved_as_they_are(tmp_path: Path, one_rank: None, dtype: str) -> None:
+    """Biases of routers in fp32, whose sixth digit may choose an expert, and what is no number of a floating type."""
+    start = small_model(FAMILIES["DeepSeek-V3"]())
+    biases = {name: buffer for name, buffer in start.named_buffers() if name.endswith("e_score_correction_bias")}
+    assert biases
+    for bias in biases.values():
+        bias.copy_(torch.linspace(-1 / 3, 1 / 3, len(bias)))
+    start.save_pretrained(tmp_path / "start")
+    run = run_config(tmp_path / "start", model={"path": str(tmp_path / "start"), "max_context": 256, "dtype": dtype})
+    trainer = Trainer(run, str(tmp_path / "start"), CPU)
+    trainer.policy.model.register_buffer("count", torch.tensor([3, 2**40]))
+    (tmp_path / "saved").mkdir()
+    trainer.save(tmp_path / "saved")
+    assert torch.equal(dict(trainer.weights())["count"], torch.tensor([3, 2**40]))
+    options = {"attn_implementation": "eager", "output_loading_info": True}
+    again, problems = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **options)
+    assert not problems["missing_keys"] and problems["unexpected_keys"] == {"count"}
+    buffers = dict(again.named_buffers())
+    for name, bias in biases.items():
+        assert buffers[name].dtype == torch.float32 and torch.equal(buffers[name], bias), name
+    if dtype == "float32":
+        ids = torch.arange(3, 40)[None]
+        with torch.no_grad():
+            assert torch.equal(again(ids).logits, start.eval()(ids).logits)
