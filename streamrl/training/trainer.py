@@ -39,6 +39,7 @@ from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, split_into_
 from streamrl.rollouts.types import FloatArray
 from streamrl.training.agreements import agreed_packing
 from streamrl.training.critic import Critic, load_critic
+from streamrl.training.generation_defaults import writable
 from streamrl.training.hidden_states import has_own_rows
 from streamrl.training.host_offload import HostOffload
 from streamrl.training.learner import AnyLearner, Division, Learner, compute_type, copy_weights, reshard, shard
@@ -471,7 +472,10 @@ class Trainer:
         """
         full = dict(self.weights())
         if self.rank == 0:
-            self.policy.model.save_pretrained(directory, state_dict=full)
+            model = self.policy.model
+            if model.can_generate() and model.generation_config is not None:
+                model.generation_config = writable(model.generation_config)
+            model.save_pretrained(directory, state_dict=full)
             # transformers writes the type of the live (master) weights; readers need that of the files
             config = directory / "config.json"
             values = json.loads(config.read_text()) | {"dtype": self.run.model.dtype}

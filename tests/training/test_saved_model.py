@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from streamrl.training.packing_proof import small_model
 from streamrl.training.trainer import Trainer
@@ -40,3 +43,35 @@ def test_buffers_of_the_model_are_saved_as_they_are(tmp_path: Path, one_rank: No
         ids = torch.arange(3, 40)[None]
         with torch.no_grad():
             assert torch.equal(again(ids).logits, start.eval()(ids).logits)
+
+
+TOKENS = {"bos_token_id": 256, "eos_token_id": [257, 258], "pad_token_id": 257}
+"""As folders have them."""
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20}, {"do_sample": True, "temperature": 0.6, "top_k": 20}),
+        ({"max_length": 4096}, {"max_length": 4096}),
+        ({"temperature": 0.6, "top_p": 0.9}, {"do_sample": True, "temperature": 0.6, "top_p": 0.9}),
+        ({"do_sample": False, "temperature": 0.6}, {"do_sample": False}),
+        ({"length_penalty": 0.5, "max_length": 4096}, {}),
+        ({"pad_token_id": -1}, {"pad_token_id": None}),
+    ],
+    ids=["samples", "valid", "no word of do_sample", "greedy", "beams", "no token"],
+)
+def test_defaults_of_generation_are_saved_where_valid_and_the_ends_of_sequences_always(
+    tiny_model: Path, tmp_path: Path, one_rank: None, given: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    (model / "generation_config.json").write_text(json.dumps(TOKENS | given))
+    trainer = Trainer(run_config(model), str(model), CPU)
+    for saved in (tmp_path / "first", tmp_path / "second"):
+        saved.mkdir()
+        trainer.save(saved)
+        found = json.loads((saved / "generation_config.json").read_text())
+        found.pop("transformers_version")
+        assert found == {name: value for name, value in (TOKENS | expected).items() if value is not None}
+    assert GenerationConfig.from_pretrained(tmp_path / "second").eos_token_id == [257, 258]
