@@ -470,17 +470,25 @@ class Trainer:
         Args:
             directory: an existing folder.
         """
-        full = dict(self.weights())
-        if self.rank == 0:
-            model = self.policy.model
-            if model.can_generate() and model.generation_config is not None:
-                model.generation_config = writable(model.generation_config)
-            model.save_pretrained(directory, state_dict=full)
-            # transformers writes the type of the live (master) weights; readers need that of the files
-            config = directory / "config.json"
-            values = json.loads(config.read_text()) | {"dtype": self.run.model.dtype}
-            config.write_text(json.dumps(values, indent=2) + "\n")
+        self._save_model(directory)
         dcp.save(self._state(), checkpoint_id=directory / "trainer_state")
+
+    def _save_model(self, directory: Path) -> None:
+        full: dict[str, torch.Tensor] = {}
+        for name, tensor in self.weights():  # every rank gathers each tensor, but none holds the model on its device
+            if self.rank == 0:
+                full[name] = tensor.cpu()
+            del tensor  # else it would live on while the next one is gathered
+        if self.rank != 0:
+            return
+        model = self.policy.model
+        if model.can_generate() and model.generation_config is not None:
+            model.generation_config = writable(model.generation_config)
+        model.save_pretrained(directory, state_dict=full)
+        # transformers writes the type of the live (master) weights; readers need that of the files
+        config = directory / "config.json"
+        values = json.loads(config.read_text()) | {"dtype": self.run.model.dtype}
+        config.write_text(json.dumps(values, indent=2) + "\n")
 
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote, also by another number of ranks.

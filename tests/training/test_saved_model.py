@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -75,3 +78,43 @@ def test_defaults_of_generation_are_saved_where_valid_and_the_ends_of_sequences_
         found.pop("transformers_version")
         assert found == {name: value for name, value in (TOKENS | expected).items() if value is not None}
     assert GenerationConfig.from_pretrained(tmp_path / "second").eos_token_id == [257, 258]
+
+
+class OnDevice:
+    """A tensor on a device that this machine need not have."""
+
+    def __init__(self, host: torch.Tensor) -> None:
+        self.host = host
+
+    def cpu(self) -> torch.Tensor:
+        return self.host
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_rank_holds_the_model_on_its_device_while_it_saves(
+    tiny_model: Path, tmp_path: Path, one_rank: None, rank: int
+) -> None:
+    trainer = Trainer(run_config(tiny_model), str(tiny_model), CPU)
+    weights = dict(trainer.weights())
+    living: weakref.WeakSet[OnDevice] = weakref.WeakSet()
+    most = 0
+
+    def gathered() -> Iterator[tuple[str, OnDevice]]:
+        nonlocal most
+        for name, tensor in weights.items():
+            one = OnDevice(tensor)
+            living.add(one)
+            most = max(most, len(living))
+            yield name, one
+            del one
+
+    trainer.rank = rank
+    with (
+        patch.object(trainer, "weights", gathered),
+        patch.object(trainer.policy.model, "save_pretrained", wraps=trainer.policy.model.save_pretrained) as saved,
+    ):
+        trainer.save(tmp_path)
+    assert most == 1 and len(weights) > 1
+    assert saved.call_count == (rank == 0)
+    assert (tmp_path / "model.safetensors").exists() == (rank == 0)
+    assert (tmp_path / "trainer_state").is_dir()
