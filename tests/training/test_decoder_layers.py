@@ -59,7 +59,7 @@ def test_a_model_without_a_list_is_refused() -> None:
         decoder_layers(model)
 
 
-@pytest.mark.parametrize("config", [GPT2Config()], ids=["GPT-2"])
+@pytest.mark.parametrize("config", [GPT2Config(), OPTConfig(word_embed_proj_dim=128)], ids=["GPT-2", "OPT"])
 def test_layers_of_other_names_are_sharded_and_trained_in_bf16(
     tmp_path: Path, one_rank: None, config: PretrainedConfig
 ) -> None:
