@@ -319,9 +319,23 @@ class Learner(Generic[Model]):
                 yield parameter.grad
 
     def state(self, prefix: str) -> dict[str, Any]:
-        """Return sharded weights (`<prefix>model`) and AdamW's state (`<prefix>optimizer`) for torch's checkpoints."""
+        """Return sharded weights (`<prefix>model`) and AdamW's state (`<prefix>optimizer`) for torch's checkpoints.
+
+        Every weight has a state, so that a checkpoint lacks none that a resumed run asks for.
+        """
+        self._begin_states()
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {f"{prefix}model": model, f"{prefix}optimizer": optimizer}
+
+    def _begin_states(self) -> None:
+        """Give weights that never had a gradient the state that AdamW begins with.
+
+        torch would leave them out of a checkpoint, and yet miss them there. Before the first step it would count one.
+        """
+        for weight in self.model.parameters():
+            if weight.requires_grad and not self.optimizer.state[weight]:
+                step = torch.zeros((), dtype=torch.float32, device=weight.device)
+                self.optimizer.state[weight] = {"step": step} | {name: torch.zeros_like(weight) for name in MOMENTS}
 
     def restore(self, prefix: str, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
