@@ -38,6 +38,7 @@ from streamrl.rollouts.canary import Canary
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, split_into_rows
 from streamrl.rollouts.types import FloatArray
 from streamrl.training.agreements import agreed_packing
+from streamrl.training.checkpoint_writing import StateWriter
 from streamrl.training.critic import Critic, load_critic
 from streamrl.training.generation_defaults import writable
 from streamrl.training.hidden_states import has_own_rows
@@ -469,9 +470,12 @@ class Trainer:
 
         Args:
             directory: an existing folder.
+
+        Raises:
+            Exception, CheckpointException: it cannot be written; see `checkpoint_writing.told_in_words`.
         """
         self._save_model(directory)
-        dcp.save(self._state(), checkpoint_id=directory / "trainer_state")
+        dcp.save(self._state(), storage_writer=StateWriter(directory / "trainer_state"))
 
     def _save_model(self, directory: Path) -> None:
         full: dict[str, torch.Tensor] = {}
