@@ -18,7 +18,7 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Return the list of a model's decoder layers: the one with the most weights that is in no other list.
+    """Return the list of a model's decoder layers: the one with the most weights.
 
     Args:
         model: a causal language model, or its trunk.
@@ -26,16 +26,13 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     Raises:
         RunFailed: the model has no list of modules.
     """
-    lists: dict[str, nn.ModuleList] = {}
-    for name, module in decoder_of(model).named_modules():  # outer modules first
-        if isinstance(module, nn.ModuleList) and not name.startswith(tuple(f"{outer}." for outer in lists)):
-            lists[name] = module
+    lists = [module for module in decoder_of(model).modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise RunFailed(
             f"the trainer cannot shard {type(model).__name__}: it has no list of decoder layers; expected model.dtype: "
             "float32 and one rank, or another model"
         )
-    return max(lists.values(), key=_weights)
+    return max(lists, key=_weights)  # of equal ones the outer one, which comes first
 
 
 def _weights(module: nn.Module) -> int:

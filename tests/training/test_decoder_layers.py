@@ -52,6 +52,17 @@ def test_the_decoder_layers_are_found(config: PretrainedConfig, layer: str, kind
     assert [type(one).__name__ for one in decoder_layers(model)] == 3 * [layer]
 
 
+def test_lists_beside_and_in_the_layers_are_not_taken_for_them() -> None:
+    model = AutoModel.from_config(GPT2Config(n_layer=3, n_embd=32, n_head=2, vocab_size=64))
+    layers = model.h
+    del model.h
+    model.norms = torch.nn.ModuleList(torch.nn.LayerNorm(32) for _ in range(9))
+    model.h = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.ModuleList([layer])) for layer in layers)
+    assert decoder_layers(model) is model.h
+    model.h = torch.nn.ModuleList([torch.nn.Sequential(layers)])  # all weights are in the inner list, too
+    assert decoder_layers(model) is model.h
+
+
 def test_a_model_without_a_list_is_refused() -> None:
     model = AutoModel.from_config(LlamaConfig(**SMALL))
     model.layers = torch.nn.Linear(2, 2)
