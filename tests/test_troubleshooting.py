@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import re
@@ -49,6 +50,7 @@ from streamrl.runtime.process_context import Addresses, RoleContext
 from streamrl.runtime.site_connections import connect_home, home_hub, to_home
 from streamrl.tasks.reward_pool import RewardPool
 from streamrl.tasks.source import PromptSource
+from streamrl.training.checkpoint_writing import told_in_words
 from streamrl.transport.curve import ClientSecurity
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub, Link
@@ -243,6 +245,13 @@ def disk_full(place: Place) -> str:
     ledger = Ledger(place.folder / "ledger.sqlite")
     ledger._db.execute("PRAGMA max_page_count=1")  # sqlite then does as it does on a full disk
     return last_words(lambda: [ledger.issue([(f"{n}.{m}" * 100, f"{n}") for m in range(100)]) for n in range(100)])
+
+
+@provokes
+def checkpoint_not_written(place: Place) -> str:
+    with pytest.raises(RunFailed) as found, told_in_words(place.folder / "runs" / "tiny" / "checkpoints" / "step_1"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return str(found.value)
 
 
 @provokes

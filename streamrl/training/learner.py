@@ -23,6 +23,7 @@ from streamrl.config.run import RunConfig
 from streamrl.machine.own_share import total_memory
 from streamrl.protocol.controller_trainer import Refusal
 from streamrl.training.critic import Critic
+from streamrl.training.decoder_layers import decoder_layers, decoder_of
 from streamrl.training.policy_model import Policy
 from streamrl.training.tensor_parallel import parallelize
 from streamrl.training.update_bound import stays_finite
@@ -122,7 +123,7 @@ def shard(
         division: division among the ranks; None: fully sharded over all.
 
     Raises:
-        RunFailed: the layers cannot be shared among ranks.
+        RunFailed: the layers cannot be shared among ranks, or are not found.
     """
     model.to(device)
     if dist.get_world_size() > 1 or compute_type(run) != torch.float32:
@@ -135,12 +136,11 @@ def shard(
 def _fully_shard(model: Policy | Critic, run: RunConfig, device: torch.device, division: Division) -> None:
     mesh = division.mesh(device)
     precision = MixedPrecisionPolicy(param_dtype=compute_type(run), reduce_dtype=torch.float32)
-    trunk: Any = model.model.base_model
     if division.layers > 1:
-        parallelize(model, trunk, mesh["layers"])
+        parallelize(model, decoder_of(model.model), mesh["layers"])
     of_data = mesh["copies", "shards"] if division.copies > 1 else mesh["shards"]
     several = mesh["shards"].size() > 1
-    for unit in (*trunk.layers, model):
+    for unit in (*decoder_layers(model.model), model):
         # a single rank frees nothing by resharding: keep the compute copy over forward, backward and micro-batches
         fully_shard(unit, mesh=of_data, mp_policy=precision, reshard_after_forward=several)
     for module in model.modules():
@@ -319,9 +319,23 @@ class Learner(Generic[Model]):
                 yield parameter.grad
 
     def state(self, prefix: str) -> dict[str, Any]:
-        """Return sharded weights (`<prefix>model`) and AdamW's state (`<prefix>optimizer`) for torch's checkpoints."""
+        """Return sharded weights (`<prefix>model`) and AdamW's state (`<prefix>optimizer`) for torch's checkpoints.
+
+        Every weight has a state, so that a checkpoint lacks none that a resumed run asks for.
+        """
+        self._begin_states()
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {f"{prefix}model": model, f"{prefix}optimizer": optimizer}
+
+    def _begin_states(self) -> None:
+        """Give weights that never had a gradient the state that AdamW begins with.
+
+        torch would leave them out of a checkpoint, and yet miss them there. Before the first step it would count one.
+        """
+        for weight in self.model.parameters():
+            if weight.requires_grad and not self.optimizer.state[weight]:
+                step = torch.zeros((), dtype=torch.float32, device=weight.device)
+                self.optimizer.state[weight] = {"step": step} | {name: torch.zeros_like(weight) for name in MOMENTS}
 
     def restore(self, prefix: str, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from streamrl.errors import RunFailed
+from streamrl.training.decoder_layers import decoder_of
 from streamrl.training.token_logprobs import LogitTransform, TokenDistribution, token_logprobs
 from streamrl.weights.finite import first_not_finite
 
@@ -91,14 +92,16 @@ class _TrunkOutput(BaseModelOutputWithPast):
 
 @contextmanager
 def _trunk_returns(model: PreTrainedModel, hidden: torch.Tensor) -> Iterator[None]:
-    """Let the model's trunk return these hidden states [1, n, d] for now."""
-    trunk: Any = model.base_model
+    """Let the model's trunk, and the decoder in it, return these hidden states [1, n, d] for now."""
+    trunks: list[Any] = [model.base_model, decoder_of(model)]  # OPT passes its trunk by
 
     def forward(*_: Any, **__: Any) -> _TrunkOutput:
         return _TrunkOutput(last_hidden_state=hidden)
 
-    trunk.forward = forward
+    for trunk in trunks:
+        trunk.forward = forward
     try:
         yield
     finally:
-        del trunk.forward
+        for trunk in trunks:
+            vars(trunk).pop("forward", None)  # both may be the same

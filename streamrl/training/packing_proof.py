@@ -11,6 +11,7 @@ All in fp32. Log-probabilities and gradients must agree to rounding, else the re
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,8 +22,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from streamrl.errors import RunFailed
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
 from streamrl.training.attention import OWN_ROWS, SHARED_PREFIX, SHARED_PREFIX_LONG
+from streamrl.training.decoder_layers import decoder_layers
 from streamrl.training.hidden_states import own_rows, padded_rows
 from streamrl.training.packing import PackedBatch, pack
 from streamrl.training.packing_ways import PackingKind, PackingProof, PackingWay
@@ -215,8 +218,9 @@ def _first_layer_that_differs(
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:
-    found = getattr(model.base_model, "layers", None)
-    return list(found) if isinstance(found, nn.ModuleList) else []
+    with contextlib.suppress(RunFailed):
+        return list(decoder_layers(model))
+    return []
 
 
 class _LayerOutputs:
@@ -229,7 +233,7 @@ class _LayerOutputs:
 
     def __enter__(self) -> _LayerOutputs:
         def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            self.outputs.append((output[0] if isinstance(output, tuple) else output).detach())
+            self.outputs.append((output if isinstance(output, torch.Tensor) else output[0]).detach())
 
         self._hooks = [module.register_forward_hook(keep) for module in self._modules]
         return self

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from streamrl.errors import RunFailed
 from streamrl.machine.router_shape import RouterShape, shape_of
+from streamrl.training.decoder_layers import decoder_layers
 
 EXPERTS = "replayed_experts"
 """Argument of a trunk and its layers: the recorded choices, [positions, layers with experts, top_k] int64; -1 where
@@ -61,7 +62,7 @@ class RouterReplay:
         """
         self.shape: RouterShape = shape_of(model.config.to_dict())
         name, weigh = ROUTERS[self.shape.kind]
-        layers: list[nn.Module] = list(model.base_model.get_submodule("layers").children())
+        layers: list[nn.Module] = list(decoder_layers(model))
         found = tuple(number for number, layer in enumerate(layers) if _has(layer, name))
         if found != self.shape.layers:
             raise RunFailed(

@@ -38,7 +38,9 @@ from streamrl.rollouts.canary import Canary
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, split_into_rows
 from streamrl.rollouts.types import FloatArray
 from streamrl.training.agreements import agreed_packing
+from streamrl.training.checkpoint_writing import StateWriter
 from streamrl.training.critic import Critic, load_critic
+from streamrl.training.generation_defaults import writable
 from streamrl.training.hidden_states import has_own_rows
 from streamrl.training.host_offload import HostOffload
 from streamrl.training.learner import AnyLearner, Division, Learner, compute_type, copy_weights, reshard, shard
@@ -60,7 +62,7 @@ from streamrl.training.step_guard import refusal
 from streamrl.training.token_logprobs import HeadOutput
 from streamrl.training.truncation import Truncation
 from streamrl.weights.finite import first_not_finite, whole
-from streamrl.weights.sharded import ShardedLayout
+from streamrl.weights.sharded import ShardedLayout, persistent_buffers
 from streamrl.weights.version import Manifest
 
 NOTHING = TrainGroup(
@@ -448,16 +450,17 @@ class Trainer:
         return self.layout.lay_out(number)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, full tensor in the compute type) of each parameter, gathered from all ranks; tied ones once.
+        """Yield (name, full tensor) of all that the model's checkpoint has, gathered from all ranks; tied ones once.
+
+        Parameters come in the compute type, then persistent buffers in their own.
 
         Raises:
             RunFailed: on every rank, at a weight that is not finite.
         """
         for name, parameter in self.policy.model.named_parameters():
-            converted = whole(parameter).to(compute_type(self.run))
-            if first_not_finite({name: converted}):
-                raise RunFailed(f"weight {name!r} is not finite: it is neither published nor saved")
-            yield name, converted
+            yield name, _finite(name, whole(parameter).to(compute_type(self.run)))
+        for name, buffer in persistent_buffers(self.policy.model).items():
+            yield name, _finite(name, whole(buffer))
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint that loads on any number of ranks.
@@ -467,15 +470,29 @@ class Trainer:
 
         Args:
             directory: an existing folder.
+
+        Raises:
+            Exception, CheckpointException: it cannot be written; see `checkpoint_writing.told_in_words`.
         """
-        full = dict(self.weights())
-        if self.rank == 0:
-            self.policy.model.save_pretrained(directory, state_dict=full)
-            # transformers writes the type of the live (master) weights; readers need that of the files
-            config = directory / "config.json"
-            values = json.loads(config.read_text()) | {"dtype": self.run.model.dtype}
-            config.write_text(json.dumps(values, indent=2) + "\n")
-        dcp.save(self._state(), checkpoint_id=directory / "trainer_state")
+        self._save_model(directory)
+        dcp.save(self._state(), storage_writer=StateWriter(directory / "trainer_state"))
+
+    def _save_model(self, directory: Path) -> None:
+        full: dict[str, torch.Tensor] = {}
+        for name, tensor in self.weights():  # every rank gathers each tensor, but none holds the model on its device
+            if self.rank == 0:
+                full[name] = tensor.cpu()
+            del tensor  # else it would live on while the next one is gathered
+        if self.rank != 0:
+            return
+        model = self.policy.model
+        if model.can_generate() and model.generation_config is not None:
+            model.generation_config = writable(model.generation_config)
+        model.save_pretrained(directory, state_dict=full)
+        # transformers writes the type of the live (master) weights; readers need that of the files
+        config = directory / "config.json"
+        values = json.loads(config.read_text()) | {"dtype": self.run.model.dtype}
+        config.write_text(json.dumps(values, indent=2) + "\n")
 
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote, also by another number of ranks.
@@ -491,3 +508,14 @@ class Trainer:
 
     def _state(self) -> dict[str, Any]:
         return self.learner.state("") | (self.critic.state("critic_") if self.critic else {})
+
+
+def _finite(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that may be published or saved.
+
+    Raises:
+        RunFailed: it is not finite.
+    """
+    if tensor.is_floating_point() and first_not_finite({name: tensor}):
+        raise RunFailed(f"weight {name!r} is not finite: it is neither published nor saved")
+    return tensor

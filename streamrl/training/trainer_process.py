@@ -63,6 +63,7 @@ from streamrl.runtime.device_turns import DeviceTurns, takes_turns
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.site_connections import CONTROLLER, PUBLISHER, bind_home, connect_inside, home_hub
 from streamrl.training.agreements import agreed_packing, agreed_type
+from streamrl.training.checkpoint_writing import told_in_words
 from streamrl.training.learner import Division
 from streamrl.training.packing import PackedShare
 from streamrl.training.rank_store import join_ranks
@@ -319,20 +320,21 @@ class TrainerWorker:
         """Write `checkpoints/step_<n>`: every rank writes its part, rank 0 completes it.
 
         Checkpoints of `pending` steps are being evaluated and are not deleted.
+
+        Raises:
+            RunFailed: it cannot be written.
         """
-        if self.rank == 0:
-            self.checkpoints.begin(step)
-        dist.barrier()
         partial = self.checkpoints.directory / f".partial_step_{step}"
-        try:
+        with told_in_words(partial):
+            if self.rank == 0:
+                self.checkpoints.begin(step)
+            dist.barrier()
             self.trainer.save(partial)
             if self.rank == 0:
                 from transformers import AutoTokenizer
 
                 AutoTokenizer.from_pretrained(resolve_model(self.run_config.model.path)).save_pretrained(partial)
                 (partial / "state.json").write_text(json.dumps(state | {"step": step}))
-        except OSError as error:
-            raise RunFailed(f"cannot write checkpoint {partial}: {error}") from error
-        dist.barrier()
-        if self.rank == 0:
-            self.checkpoints.commit(step, self.run_config.checkpoint.keep, pending=pending)
+            dist.barrier()
+            if self.rank == 0:
+                self.checkpoints.commit(step, self.run_config.checkpoint.keep, pending=pending)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 
 import torch
-from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from scheduler.cost.model_shapes import undivided_heads
 from streamrl.errors import RunFailed, UserError
+from streamrl.training.decoder_layers import decoder_layers
 from streamrl.training.packing import pack
 from streamrl.training.packing_choice import Packing, choose_packing
 from streamrl.training.packing_proof import proof_groups, small_model
@@ -85,11 +85,11 @@ def _checkpointing(model: PreTrainedModel, policy: Policy, gradient: torch.Tenso
 
 
 def _sharding(model: PreTrainedModel) -> Finding:
-    layers = getattr(model.base_model, "layers", None)
-    if isinstance(layers, nn.ModuleList):
-        return Finding("sharding (FSDP)", "works", "each decoder layer is a unit", optional=True)
-    reason = f"{type(model.base_model).__name__} has no list of layers"
-    return Finding("sharding (FSDP)", "refused", reason, optional=True)
+    try:
+        decoder_layers(model)
+    except RunFailed as error:
+        return Finding("sharding (FSDP)", "refused", str(error), optional=True)
+    return Finding("sharding (FSDP)", "works", "each decoder layer is a unit", optional=True)
 
 
 def _tensor_parallel(config: PretrainedConfig) -> Finding:

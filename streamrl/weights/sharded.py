@@ -103,14 +103,19 @@ def conversions(shapes: Mapping[str, tuple[int, ...]], revert: Revert) -> list[C
     return found
 
 
-def kept_buffers(model: PreTrainedModel) -> Tensors:
-    """Return the buffers that belong to a model's checkpoint, by name; none is trained, and versions keep them in fp32.
+def persistent_buffers(model: PreTrainedModel) -> Tensors:
+    """Return the buffers that belong to a model's checkpoint, by name; none is trained.
 
-    Such are the biases by which DeepSeek's routers balance their experts. An engine that did not receive them would
-    have whatever is in its memory in their place.
+    Such are the biases by which DeepSeek's routers balance their experts. Whoever loads weights without them has zeros,
+    or whatever is in its memory, in their place.
     """
     kept = model.state_dict().keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name in kept and buffer.is_floating_point()}
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
+
+
+def kept_buffers(model: PreTrainedModel) -> Tensors:
+    """Return the persistent buffers that versions have, in fp32: those of a floating type."""
+    return {name: buffer for name, buffer in persistent_buffers(model).items() if buffer.is_floating_point()}
 
 
 def deal(sizes: Sequence[int], ranks: int) -> list[list[int]]:

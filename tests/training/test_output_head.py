@@ -129,6 +129,15 @@ def test_a_forgotten_bias_is_found() -> None:
         prove_head(model, LogitTransform())
 
 
+def test_the_head_of_a_model_that_passes_its_trunk_by_is_proven_and_its_trunk_left_as_it_was() -> None:
+    model = tiny("OPT", ffn_dim=96, word_embed_proj_dim=64)
+    trunk, decoder = model.base_model, model.get_decoder()
+    prove_head(model, LogitTransform())
+    assert trunk is not decoder and "forward" not in vars(trunk) | vars(decoder)
+    with pytest.raises(RunFailed, match="what OPTForCausalLM does"):
+        prove_head(model, LogitTransform(scale=0.5))
+
+
 def test_nan_in_the_weights_is_not_blamed_on_the_architecture() -> None:
     model = tiny("Llama")
     with torch.no_grad():

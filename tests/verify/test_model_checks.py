@@ -10,11 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 from transformers import (
     AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     MistralConfig,
+    OPTConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen3MoeConfig,
@@ -23,7 +27,7 @@ from transformers import (
 from streamrl.tasks.chat_template import ChatTemplate
 from streamrl.training.packing_choice import Packing
 from streamrl.training.packing_ways import PackingProof, PackingWay
-from streamrl.verify import child_process
+from streamrl.verify import child_process, training_checks
 from streamrl.verify import generator_checks as generator
 from streamrl.verify.findings import Finding, reasons_against, table_of
 from streamrl.verify.generator_order import AGAINST, BETWEEN_TOKENS, VERSION, Order
@@ -111,6 +115,21 @@ def test_the_settings_of_a_run_are_tried_on_the_small_model() -> None:
     assert set(found.values()) == {"works"}, found
     alone = check_settings(MistralConfig(), replace(OWN, undivided="tokens meet elsewhere"))[-1]
     assert (alone.verdict, alone.reason) == ("refused", "tokens meet elsewhere")
+
+
+@pytest.mark.parametrize("kind", [GPT2Config, OPTConfig])
+def test_layers_of_any_name_can_be_sharded(kind: type[PretrainedConfig]) -> None:
+    found = {one.check: one for one in check_settings(kind(), OWN)}
+    assert found["sharding (FSDP)"].verdict == "works"
+
+
+def test_a_model_without_a_list_of_layers_cannot_be_sharded() -> None:
+    class Unlisted(GPT2LMHeadModel):
+        def get_decoder(self) -> torch.nn.Module:
+            return torch.nn.Linear(2, 2)
+
+    finding = training_checks._sharding(Unlisted(GPT2Config(n_layer=1, n_embd=32, n_head=1, vocab_size=8)))
+    assert finding.verdict == "refused" and "Unlisted: it has no list of decoder layers" in finding.reason
 
 
 def test_small_models_differ_as_after_a_few_steps(tmp_path: Path) -> None:

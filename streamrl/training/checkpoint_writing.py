@@ -1,0 +1,83 @@
+"""Failures to write a checkpoint, said in words: the system's own error, whatever library met it.
+
+Python        OSError
+safetensors   SafetensorError, with the number of the system's error in its text
+torch         CheckpointException on every rank, with the error of each rank that failed; it is no Exception
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from streamrl.errors import ErrorCode, RunFailed
+
+NUMBER = re.compile(r"\(os error (\d+)\)")
+"""What libraries in Rust say of the system's error."""
+
+
+@contextmanager
+def told_in_words(folder: Path) -> Iterator[None]:
+    """Run the writing of a checkpoint.
+
+    Args:
+        folder: where it is written.
+
+    Raises:
+        RunFailed: it cannot be written there. Errors that are not the system's pass unchanged.
+    """
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        if (cause := system_error(error)) is None:
+            raise
+        text = f"the trainer cannot write checkpoint {folder}: {cause}"
+        if cause.errno is None:  # a library's own words in an OSError
+            raise RunFailed(text) from error
+        raise RunFailed(ErrorCode.DISK.refer(f"{text}; make room there, then --resume")) from cause
+
+
+def system_error(error: BaseException) -> OSError | None:
+    """Return the system's error that a library reports; None: it is another one."""
+    if isinstance(error, OSError):
+        return error
+    if isinstance(error, CheckpointException):
+        found = (system_error(failure) for _, (failure, _) in sorted(error.failures.items()))
+        return next((one for one in found if one is not None), None)
+    if number := NUMBER.search(str(error)):
+        return OSError(int(number[1]), os.strerror(int(number[1])))
+    return None
+
+
+class StateWriter(FileSystemWriter):
+    """torch's writer of checkpoints into a folder, which fails with the system's error."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.fs = _Files()
+
+
+class _Files(FileSystem):
+    """Files in which an error of the system ends as itself.
+
+    While torch leaves the archive that it could not write, it raises another error ('unexpected pos'), and what that
+    came from is lost on the way to the other ranks.
+    """
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        try:
+            with super().create_stream(path, mode) as stream:
+                yield stream
+        except RuntimeError as error:
+            if not isinstance(cause := error.__context__, OSError):
+                raise
+            raise OSError(cause.errno, cause.strerror, os.fspath(path)) from error

@@ -1,0 +1,137 @@
+"""A checkpoint that the system refuses to write ends the run with the system's error, in whichever file it came."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
+
+from streamrl.errors import RunFailed
+from streamrl.run_dir.checkpoints import CheckpointFolder
+from streamrl.training.checkpoint_writing import system_error, told_in_words
+from streamrl.training.trainer import Trainer
+from streamrl.training.trainer_process import TrainerWorker
+from tests.training.conftest import run_config
+from tests.training.trained import CPU
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Let the system refuse to write beyond a file's first bytes (EFBIG), as it does on a full disk (ENOSPC)."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture
+def worker(tiny_model: Path, tmp_path: Path, one_rank: None) -> SimpleNamespace:
+    """As much of the trainer's process as writes checkpoints."""
+    run = run_config(tiny_model)
+    trainer = Trainer(run, str(tiny_model), CPU)
+    return SimpleNamespace(
+        rank=0, run_config=run, trainer=trainer, checkpoints=CheckpointFolder(tmp_path / "checkpoints")
+    )
+
+
+def write(worker: SimpleNamespace, step: int = 5) -> None:
+    TrainerWorker._checkpoint(worker, step, {"seed": 1}, [])  # type: ignore[arg-type]
+
+
+def files(worker: SimpleNamespace, step: int) -> set[str]:
+    return {str(path.relative_to(worker.checkpoints.path(step))) for path in worker.checkpoints.path(step).rglob("*")}
+
+
+@pytest.mark.parametrize(
+    ("size", "written", "missing"),
+    [
+        (300, "config.json", "model.safetensors"),
+        (100_000, "generation_config.json", "model.safetensors"),
+        (600_000, "model.safetensors", "trainer_state/.metadata"),  # state is the largest file
+    ],
+    ids=["text", "weights", "state"],
+)
+def test_what_the_system_refuses_to_write_is_said(
+    worker: SimpleNamespace, size: int, written: str, missing: str
+) -> None:
+    with files_of_at_most(size), pytest.raises(RunFailed) as found:
+        write(worker)
+    partial = worker.checkpoints.directory / ".partial_step_5"
+    message = str(found.value)
+    assert message.startswith(f"the trainer cannot write checkpoint {partial}: [Errno {errno.EFBIG}] File too large")
+    assert message.endswith("; make room there, then --resume (see docs: E1007)")
+    assert isinstance(found.value.__cause__, OSError) and found.value.__cause__.errno == errno.EFBIG
+    assert (partial / written).exists() and not (partial / missing).exists()
+    assert worker.checkpoints.latest() is None
+    write(worker)  # there is room again
+    assert worker.checkpoints.latest() == 5
+    assert {"model.safetensors", "tokenizer.json", "state.json", "trainer_state/.metadata"} <= files(worker, 5)
+    worker.trainer.load(worker.checkpoints.path(5))
+
+
+def test_a_folder_that_cannot_be_begun_is_said(worker: SimpleNamespace) -> None:
+    worker.checkpoints.directory.write_text("a file")
+    with pytest.raises(RunFailed, match=r"cannot write checkpoint .*partial_step_5: \[Errno 20\] Not a directory"):
+        write(worker)
+
+
+def test_a_checkpoint_that_cannot_be_completed_is_said(worker: SimpleNamespace) -> None:
+    worker.checkpoints.directory.mkdir()
+    worker.checkpoints.path(5).write_text("a file where its folder belongs")
+    with pytest.raises(RunFailed, match=r"cannot write checkpoint .*partial_step_5: \[Errno 20\] Not a directory"):
+        write(worker)
+
+
+def test_a_model_folder_without_its_tokenizer_is_not_taken_for_a_full_disk(worker: SimpleNamespace) -> None:
+    with (
+        patch("transformers.AutoTokenizer.from_pretrained", side_effect=OSError("no tokenizer")),
+        pytest.raises(RunFailed) as found,
+    ):
+        write(worker)
+    assert str(found.value).endswith(".partial_step_5: no tokenizer")
+
+
+def failed(*failures: BaseException) -> CheckpointException:
+    """As it arrives at the other ranks: the numbers of ranks need not be in order."""
+    ranks = {rank: _wrap_exception(one) for rank, one in reversed(list(enumerate(failures)))}
+    return CheckpointException("write", pickle.loads(pickle.dumps(ranks)))
+
+
+def test_the_first_rank_with_an_error_of_the_system_is_named() -> None:
+    full, denied = (OSError(number, os.strerror(number)) for number in (errno.ENOSPC, errno.EACCES))
+    found = system_error(failed(RuntimeError("other"), full, denied))
+    assert found is not None and found.errno == errno.ENOSPC
+
+
+def test_a_full_disk_is_seen_by_each_library(tmp_path: Path) -> None:
+    with files_of_at_most(10), pytest.raises(SafetensorError) as weights:
+        save_file({"weight": torch.zeros(9)}, tmp_path / "model.safetensors")
+    with files_of_at_most(10), pytest.raises(Exception, match="os error") as tokens:
+        Tokenizer(BPE(vocab={"a": 0}, merges=[])).save(str(tmp_path / "tokenizer.json"))
+    for error in (weights.value, tokens.value):
+        found = system_error(error)
+        assert found is not None and (found.errno, found.strerror) == (errno.EFBIG, os.strerror(errno.EFBIG))
+
+
+@pytest.mark.parametrize("error", [failed(RuntimeError("a bug")), SafetensorError("a bug"), RunFailed("a bug")])
+def test_other_errors_pass_unchanged(tmp_path: Path, error: BaseException) -> None:
+    assert system_error(error) is None
+    with pytest.raises(type(error)) as found, told_in_words(tmp_path):
+        raise error
+    assert found.value is error
