@@ -157,6 +157,14 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
         ("sampling:\n  temperature: 0\n", "F:2: 'sampling.temperature' is 0, expected at least 0.01"),
         ("optimizer:\n  lr: yes\n", "F:2: 'optimizer.lr' is 'true', expected a number"),
         ("optimizer:\n  betas: [yes, 0.9]\n", "F:2: 'optimizer.betas.0' is 'true', expected a number"),
+        ("optimizer:\n  betas: [0.9, 1.0]\n", "F:2: 'optimizer.betas.1' is 1.0, expected less than 1"),
+        ("optimizer:\n  betas: [-0.1, 0.9]\n", "F:2: 'optimizer.betas.0' is -0.1, expected at least 0"),
+        ("optimizer:\n  lr: .inf\n", "F:2: 'optimizer.lr' is inf, expected a finite number"),
+        ("optimizer:\n  lr: 1e999\n", "F:2: 'optimizer.lr' is '1e999', expected a finite number"),
+        ("evaluation:\n  threshold: .nan\n", "F:2: 'evaluation.threshold' is nan, expected a finite number"),
+        ("algorithm:\n  name: grpo\n  clip_high: .inf\n", "F:3: 'algorithm.clip_high' is inf, expected a finite"),
+        ("tasks:\n- {kind: agent, name: a, run: m:f, path: p, weight: .inf}\n", "F:2: 'tasks.0.weight' is inf, expe"),
+        ("steps: .inf\n", "F:1: 'steps' is inf, expected a finite number"),
         ("steps: off\n", "F:1: 'steps' is 'false', expected a whole number"),
         ("sampling:\n  temperature: 2.5\n", "F:2: 'sampling.temperature' is 2.5, expected at most 2"),
         (
@@ -195,6 +203,10 @@ def test_a_mistake_in_a_run_file(write: Write, text: str, expected: str) -> None
         (
             "hardware: cpu\nsites:\n  a:\n    trainer: {sequence_parallel: true}\n    generation: [{}]\n",
             "F:4: 'sites.a.trainer.sequence_parallel' is 'true', expected a whole number",
+        ),
+        (
+            "hardware: cpu\nsites:\n  a: {trainer: {}, generation: [{}]}\nabsence_s: .inf\n",
+            "F:4: 'absence_s' is inf, expected a finite number",
         ),
     ],
 )
