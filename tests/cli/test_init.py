@@ -61,6 +61,30 @@ def test_columns_of_a_file_are_found_and_paths_are_seen_from_the_projects_folder
     assert not (folder / "a" / "b" / "questions.jsonl").exists()
 
 
+def test_paths_lead_to_their_files_from_a_project_behind_a_link(folder: Path) -> None:
+    (folder / "far/away").mkdir(parents=True)
+    (folder / "link").symlink_to("far/away")
+    (folder / "blob").write_text('{"prompt": "1+1", "answer": "2"}\n')
+    (folder / "data").mkdir()
+    (folder / "data/own.jsonl").symlink_to("../blob")
+    save_tiny_model(folder / "model")
+    done = init("link/mine", "--model", "model", "--prompts", "data/own.jsonl", "--gpus", "0")
+    assert done.exit_code == 0, done.output
+    run = load_run(folder / "link/mine/run.yaml")
+    (task,) = run.tasks
+    assert isinstance(task, FileTask)
+    assert (task.path, run.model.path) == ("../../../data/own.jsonl", "../../../model")
+
+
+def test_commands_that_are_printed_can_be_pasted(folder: Path) -> None:
+    done = init("my project", "--model", "smollm2-135m", "--prompts", "example", "--gpus", "0")
+    assert [line.strip() for line in done.output.splitlines()[1:4]] == [
+        "next:",
+        "cd 'my project'",
+        "streamrl fetch-model smollm2-135m",
+    ]
+
+
 @pytest.mark.parametrize(
     ("gpus", "ranks", "replicas", "schedule"), [(1, 1, 1, "colocated"), (2, 1, 1, "stream"), (5, 2, 3, "stream")]
 )
