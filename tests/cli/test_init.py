@@ -13,6 +13,7 @@ from streamrl.cli.launch import command as launch
 from streamrl.config.load import load_cluster, load_run
 from streamrl.config.tasks import FileTask
 from streamrl.errors import UserError
+from streamrl.tasks.files import TaskRow, load_rows
 from tests.tiny_model import save_tiny_model
 
 
@@ -61,6 +62,16 @@ def test_columns_of_a_file_are_found_and_paths_are_seen_from_the_projects_folder
     assert not (folder / "a" / "b" / "questions.jsonl").exists()
 
 
+@pytest.mark.parametrize("start", [b"\xef\xbb\xbf", b"\n  \r\n"])
+def test_a_file_may_begin_with_what_a_run_skips(start: bytes, folder: Path) -> None:
+    (folder / "own.jsonl").write_bytes(start + '{"question": "½ + ½", "answer": "1"}\n'.encode())
+    assert init("--model", "m", "--prompts", "own.jsonl", "--gpus", "0").exit_code == 0
+    (task,) = load_run("run.yaml").tasks
+    assert isinstance(task, FileTask)
+    assert (task.prompt_column, task.answer_column) == ("question", "answer")
+    assert load_rows(task) == [TaskRow("½ + ½", "1")]
+
+
 def test_paths_lead_to_their_files_from_a_project_behind_a_link(folder: Path) -> None:
     (folder / "far/away").mkdir(parents=True)
     (folder / "link").symlink_to("far/away")
@@ -104,6 +115,9 @@ def test_gpus_are_shared_out_between_training_and_generation(
         (["--prompts", "none.jsonl"], "none.jsonl: cannot be read: No such file"),
         (["--prompts", "list.jsonl"], "list.jsonl:1: expected a JSON object, found: [1]"),
         (["--prompts", "text.jsonl"], "text.jsonl:1: expected a JSON object, found: not valid JSON"),
+        (["--prompts", "late.jsonl"], "late.jsonl:3: expected a JSON object, found: 5"),
+        (["--prompts", "blank.jsonl"], "blank.jsonl: expected a file with one JSON object per line, found no line"),
+        (["--prompts", "bytes.jsonl"], "bytes.jsonl: cannot be read: not UTF-8 text; expected a file with one JSON"),
         (["--prompts", "odd.jsonl"], "Name it with --prompt-column; the file has: a, b"),
         (["--prompts", "odd.jsonl", "--prompt-column", "c"], "--prompt-column c: odd.jsonl has no such column"),
         (["--prompts", "example", "--answer-column", "c"], "name it with --prompts"),
@@ -113,6 +127,9 @@ def test_gpus_are_shared_out_between_training_and_generation(
 def test_bad_input_is_refused_and_nothing_is_written(arguments: list[str], words: str, folder: Path) -> None:
     (folder / "list.jsonl").write_text("[1]\n")
     (folder / "text.jsonl").write_text("1+1\n")
+    (folder / "late.jsonl").write_text("\n \n5\n")
+    (folder / "blank.jsonl").write_text("\n\n")
+    (folder / "bytes.jsonl").write_bytes(b"PAR1\xff\xfe\n")
     (folder / "odd.jsonl").write_text('{"a": 1, "b": 2}\n')
     done = init(*arguments, "--model", "m", "--gpus", "0")
     assert isinstance(done.exception, UserError) and words in str(done.exception)
