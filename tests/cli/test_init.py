@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+from examples.rewards import right_and_short
 from streamrl.cli.init import command
 from streamrl.cli.launch import command as launch
 from streamrl.config.load import load_cluster, load_run
 from streamrl.config.tasks import FileTask
 from streamrl.errors import UserError
+from streamrl.scaffold.project_files import shipped
 from streamrl.tasks.files import TaskRow, load_rows
 from tests.tiny_model import save_tiny_model
 
@@ -48,7 +51,7 @@ def test_the_written_reward_scores_the_shipped_questions(folder: Path) -> None:
     for line in (folder / "questions.jsonl").read_text().splitlines():
         answer = json.loads(line)["answer"]
         assert score(f"That is 3 and {answer}.", prompt="", answer=answer) == 1.0
-        assert score(f"{answer}0", prompt="", answer=answer) == 0.0
+        assert score(f"{answer}1", prompt="", answer=answer) == 0.0
 
 
 def test_columns_of_a_file_are_found_and_paths_are_seen_from_the_projects_folder(folder: Path) -> None:
@@ -60,6 +63,37 @@ def test_columns_of_a_file_are_found_and_paths_are_seen_from_the_projects_folder
     assert (task.path, task.prompt_column, task.answer_column) == ("../../own.jsonl", "problem", "solution")
     assert run.model.path == "org/name: #1"
     assert not (folder / "a" / "b" / "questions.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "right"),
+    [
+        ("so 48 + 24 = 72.", "48/2 = <<48/2=24>>24\nShe sold 24+48 = 72.\n#### 72", True),
+        ("so 48 + 24 = 72.", "#### 7", False),
+        ("It costs $1,234.", "1,234", True),
+        ("It costs $1,234.", 1234, True),
+        ("It costs 1234.50", "#### 1,234.5", True),
+        ("It costs 1,234", "234", False),
+        ("1,2,72", "72", True),
+        ("3,1415", "1415", True),
+        ("It is 72", 72.0, True),
+        ("It is 72.0", "72", True),
+        ("It is -72", "72", False),
+        ("It is -72", -72, True),
+        ("It is 0.00001", 1e-05, True),
+        ("It is 5", 1e-05, False),
+        ("9007199254740993", 9007199254740992, False),
+        ("none", "none", False),
+        ("It is 3", "none", False),
+        ("", "3", False),
+    ],
+)
+def test_a_reward_compares_numbers_not_texts(completion: str, answer: object, right: bool) -> None:
+    names: dict[str, Any] = {}
+    exec(shipped("rewards.txt").read_text(), names)
+    assert names["score"](completion, prompt="", answer=answer) == float(right)
+    short = right_and_short(completion, prompt="", answer=answer)
+    assert short == pytest.approx(float(right) - 0.001 * len(completion), abs=1e-9)
 
 
 @pytest.mark.parametrize("start", [b"\xef\xbb\xbf", b"\n  \r\n"])
