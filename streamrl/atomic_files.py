@@ -12,10 +12,14 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, *, lasting: bool = False) -> Iterator[Path]:
     """Give an empty file to write to, which replaces another one atomically if the block ends well, else is deleted.
 
     Nobody knows its name before, so that no link can be in its place.
+
+    Args:
+        path: the file that is replaced, or is not there yet.
+        lasting: write file and name to disk, so that the new file survives a power failure once the block has ended.
 
     Raises:
         OSError: the file cannot be replaced.
@@ -24,7 +28,11 @@ def replacing(path: Path) -> Iterator[Path]:
     os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
     try:
         yield temporary
+        if lasting:
+            _sync_file(temporary)
         os.replace(temporary, path)
+        if lasting:
+            sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -72,6 +80,10 @@ def sync_files(folder: Path) -> None:
         if path.is_dir():
             sync_folder(path)
         else:
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+            _sync_file(path)
     sync_folder(folder)
+
+
+def _sync_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,8 +70,8 @@ def command(
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
     click.echo(f"wrote {', '.join(str(folder / name) for name in texts)}")
-    steps = [] if folder.resolve() == Path.cwd() else [f"cd {folder}"]
-    steps += [f"streamrl fetch-model {model}"] if model in KNOWN_MODELS else []
+    steps = [] if folder.resolve() == Path.cwd() else [shlex.join(["cd", str(folder)])]
+    steps += [shlex.join(["streamrl", "fetch-model", model])] if model in KNOWN_MODELS else []
     launch = "streamrl launch --cluster cluster.yaml --run run.yaml"
     for line in ("next:", *steps, f"{launch} --dry-run", launch):
         click.echo(line if line == "next:" else f"  {line}")
@@ -92,4 +93,7 @@ def _chosen_prompts(folder: Path, answer: str, prompt_column: str | None, answer
 
 def _seen_from(folder: Path, path: Path) -> str:
     """Return a path that the user has given as it is seen from the project's folder."""
-    return str(path) if path.is_absolute() else os.path.relpath(path, folder)
+    if path.is_absolute():
+        return str(path)
+    real = path.parent.resolve() / path.name  # its own name stays, of which a run reads the kind of file
+    return os.path.relpath(real, folder.resolve())  # `..` of a link leads elsewhere than its name says

@@ -17,9 +17,9 @@ GpuType = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._:+-]{0,63}$")]
 
 
 class StrictModel(BaseModel):
-    """Base of all configuration models: unknown keys are errors, booleans are no numbers, values are read-only."""
+    """Base of configuration models: unknown keys are errors, numbers are finite, no booleans; values are read-only."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod

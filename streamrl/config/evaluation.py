@@ -63,10 +63,13 @@ class EvaluationConfig(StrictModel):
         names = [task.key for task in tasks]
         if len(names) != len(set(names)):
             raise ValueError(f"evaluation.tasks need different names (set label), got {names}")
-        trained = {task.rows for task in run_tasks} - {None}
+        trained = {task.rows: task.key for task in run_tasks if task.rows is not None}
         for task in tasks:
             if (rows := task.rows) in trained:
-                raise ValueError(f"evaluation task {task.key!r} reads {rows}, which is trained on")
+                raise ValueError(
+                    f"evaluation task {task.key!r} reads {rows}, which is trained on by task {trained[rows]!r}: name "
+                    "another file or split"
+                )
         return [task.renamed(f"eval-{self.seed}/{task.key}") for task in tasks]
 
 

@@ -26,6 +26,9 @@ RESOLVED_NAME = "config.yaml"
 """File name of the resolved configuration in a run's folder."""
 LARGEST_RESOLVED, MOST_BRACKETS = 1 << 20, 10_000
 """Most bytes that are read of it, and opening brackets in it: a hundred thousand keep YAML busy for seconds."""
+DEEPEST = 100
+"""Most levels of a file; Python recurses to check, show and write them."""
+TOO_DEEP = "nested too deeply"
 
 ModelType = TypeVar("ModelType", bound=BaseModel)
 
@@ -97,7 +100,7 @@ def load_resolved(run_dir: Path) -> tuple[ClusterConfig, RunConfig]:
         ConfigError: there is no such file, or it was edited and contains mistakes.
     """
     path = Path(run_dir) / RESOLVED_NAME
-    document = _parse(path, read_resolved(run_dir))
+    document = _parse(path, read_resolved(run_dir), above=-1)  # both files are one level deeper here
     data = document.data
     if not isinstance(data, dict) or set(data) != {"cluster", "run"}:
         raise ConfigError(f"{path}: expected exactly the top-level keys 'cluster' and 'run'")
@@ -145,10 +148,10 @@ def _read(path: Path) -> Document:
     return _parse(path, text)
 
 
-def _parse(path: Path, text: str) -> Document:
+def _parse(path: Path, text: str, above: int = 0) -> Document:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-        _refuse_duplicates(str(path), node)
+        _refuse_duplicates(str(path), node, above)
         data = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -156,7 +159,7 @@ def _parse(path: Path, text: str) -> Document:
         reason = ", ".join(part for part in (error.context, error.problem) if part)
         raise ConfigError(f"{path}{line}: not valid YAML: {reason}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0]
+        reason = TOO_DEEP if isinstance(error, RecursionError) else str(error).splitlines()[0]
         raise ConfigError(f"{path}: not valid YAML: {reason}") from error
     if data is not None and not isinstance(data, dict):
         raise ConfigError(f"{path}: expected keys with values ('key: value'), found {_kind(data)}")
@@ -173,26 +176,44 @@ def _near_files(path: Path) -> str:
     return f"; did you mean {', '.join(str(folder / name) for name in close)}?" if close else ""
 
 
-def _refuse_duplicates(name: str, root: yaml.Node | None) -> None:
+def _refuse_duplicates(name: str, root: yaml.Node | None, above: int) -> None:
     """Refuse duplicate keys, of which YAML parsers silently keep the last one."""
+    if problems := _duplicates(root, above):
+        raise ConfigError("\n".join(f"{name}:{line}: {text}" for line, text in problems))
+
+
+def _duplicates(root: yaml.Node | None, levels: int) -> list[tuple[int, str]]:
+    """Return the line of each key that its mapping has before it already, and what is wrong, in the text's order.
+
+    Args:
+        root: the text.
+        levels: levels of the file above it.
+
+    Raises:
+        ValueError: these and the text's are more than `DEEPEST`.
+    """
     problems = []
-    pending, seen = [root], set()
+    pending: list[tuple[yaml.Node | None, int]] = [(root, levels)]
+    seen = set()
     while pending:
-        node = pending.pop()
+        node, above = pending.pop()
         if node is None or id(node) in seen:  # an alias can lead back to its own anchor
             continue
         seen.add(id(node))
+        if above >= DEEPEST:
+            raise ValueError(TOO_DEEP)
         if isinstance(node, yaml.SequenceNode):
-            pending += node.value
+            pending += [(value, above + 1) for value in node.value]
         elif isinstance(node, yaml.MappingNode):
             first: dict[str, int] = {}
             for key, value in node.value:
                 line = key.start_mark.line + 1
-                if isinstance(key, yaml.ScalarNode) and first.setdefault(key.value, line) != line:
-                    problems.append((line, f"{name}:{line}: key '{key.value}' again, first on line {first[key.value]}"))
-                pending.append(value)
-    if problems:
-        raise ConfigError("\n".join(text for _, text in sorted(problems)))
+                if isinstance(key, yaml.ScalarNode):
+                    if key.value in first:
+                        problems.append((line, f"key '{key.value}' again, first on line {first[key.value]}"))
+                    first.setdefault(key.value, line)
+                pending.append((value, above + 1))
+    return sorted(problems)
 
 
 def _override(document: Document, overrides: Sequence[str]) -> Document:
@@ -205,11 +226,8 @@ def _override(document: Document, overrides: Sequence[str]) -> Document:
         try:
             if not (equals and key and all(part for part in key.split("."))):
                 raise ValueError("expected key=value, e.g. batch.prompts_per_step=4")
-            try:
-                value = yaml.safe_load(raw)
-            except yaml.YAMLError as error:
-                raise ValueError(f"the value is not valid YAML: {str(error).splitlines()[0]}") from error
             path: list[str | int] = [int(part) if part.isdecimal() else part for part in key.split(".")]
+            value = _override_value(raw, len(path))
             if path[0] == "tasks" and len(path) > 1 and "tasks" not in data:
                 data = {**data, "tasks": _plain(RunConfig())["tasks"]}
             data = _put(data, path, value)
@@ -219,6 +237,24 @@ def _override(document: Document, overrides: Sequence[str]) -> Document:
     if problems:
         raise ConfigError("\n".join(problems))
     return Document(document.name, data, document.node, tuple(done))
+
+
+def _override_value(raw: str, levels: int) -> Any:
+    """Return the value of an override, below so many levels of the file.
+
+    Raises:
+        ValueError: it is not valid YAML, is nested too deeply, or a mapping in it has a key twice.
+    """
+    try:
+        problems = _duplicates(yaml.compose(raw, Loader=yaml.SafeLoader), levels)
+        value = yaml.safe_load(raw)
+    except yaml.YAMLError as error:
+        raise ValueError(f"the value is not valid YAML: {str(error).splitlines()[0]}") from error
+    except RecursionError as error:
+        raise ValueError(TOO_DEEP) from error
+    if problems:
+        raise ValueError("; ".join(text for _, text in problems))
+    return value
 
 
 def _put(data: Any, path: Sequence[str | int], value: Any, above: str = "") -> Any:

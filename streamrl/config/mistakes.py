@@ -98,7 +98,8 @@ def _expected(kind: str, context: Mapping[str, Any], item: Mapping[str, Any]) ->
         return f"at least {context['min_length']} entries" if context["min_length"] != 1 else "at least one entry"
     if kind == "too_long":
         return f"at most {context['max_length']} entries"
-    return EXPECTED.get(kind.rsplit("_", 1)[0], EXPECTED.get(kind.split("_")[0], str(item["msg"])))
+    kinds = (kind, kind.rsplit("_", 1)[0], kind.split("_")[0])
+    return next((EXPECTED[one] for one in kinds if one in EXPECTED), str(item["msg"]))
 
 
 def _mismatch(path: KeyPath, found: Any, expected: str, allowed: list[str]) -> str:

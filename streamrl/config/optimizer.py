@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,6 +10,8 @@ from streamrl.config.cluster import StrictModel
 
 Recomputation = bool | Literal["selective"]
 """What layers compute again in the backward pass: all (True), all but products and attention, nothing (False)."""
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(StrictModel):
@@ -26,7 +28,9 @@ class OptimizerConfig(StrictModel):
     min_lr_fraction: float = Field(
         0.1, ge=0, le=1, description="learning rate of the last step of a decay, as a share of lr"
     )
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = Field(
+        (0.9, 0.95), description="decay per step of the running means of gradients and of their squares, each below 1"
+    )
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -40,7 +41,7 @@ class TaskKeys(StrictModel):
 
     @property
     def rows(self) -> str | None:
-        """What names the rows that it reads; None: it makes its items."""
+        """What names the rows that it reads, the same for the same file; None: it makes its items."""
         return None
 
     @property
@@ -142,8 +143,11 @@ class FileTask(TaskKeys):
 
     @property
     def rows(self) -> str | None:
-        """Path and split."""
-        return f"{self.path} ({self.split})"
+        """The file that its path leads to; of a data set, its folder or id, and the split."""
+        if self.kind == "file":
+            return _place(self.path)
+        folder = _place(self.path)
+        return f"{folder if os.path.isdir(folder) else self.path} ({self.split})"
 
     @property
     def library(self) -> str | None:
@@ -245,8 +249,8 @@ class AgentTask(TaskKeys):
 
     @property
     def rows(self) -> str | None:
-        """The file of its items, if it reads one."""
-        return None if self.path is None else f"{self.path} (train)"
+        """The file that its path leads to, if it reads one."""
+        return None if self.path is None else _place(self.path)
 
     @property
     def environment_key(self) -> str:
@@ -273,6 +277,11 @@ class AgentTask(TaskKeys):
 
 
 Task = Annotated[ReasoningGymTask | FileTask | AgentTask, Field(discriminator="kind")]
+
+
+def _place(path: str) -> str:
+    """Return the absolute path that a run reads, which is seen from the working directory."""
+    return os.path.realpath(os.path.expanduser(path))
 
 
 def default_tasks() -> list[Task]:

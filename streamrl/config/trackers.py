@@ -23,7 +23,10 @@ class TensorBoardTracker(TrackerBase):
 
     name: Literal["tensorboard"] = "tensorboard"
     folder: str | None = Field(
-        None, min_length=1, description="folder of the event files; none: `trackers/tensorboard` in the run's folder"
+        None,
+        min_length=1,
+        description="folder in which the run's event files have a folder of its name, or with a number after it if "
+        "another run has that; none: `trackers/tensorboard` in the run's folder",
     )
 
 

@@ -7,6 +7,7 @@ without any token has one row.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ranker.data import ROW_IDS, first_rows
-from streamrl.atomic_files import replacing
+from streamrl.atomic_files import replacing, sync_folder
 from streamrl.errors import RunFailed
 from streamrl.rollouts.row_parts import episode_rows
 from streamrl.rollouts.types import Group
+
+log = logging.getLogger(__name__)
 
 SCHEMA = pa.schema(
     [
@@ -80,7 +83,7 @@ class RolloutStore:
         return self.directory / f"step_{step:06d}.parquet"
 
     def write(self, step: int, groups: list[Group]) -> Path:
-        """Write a step's samples atomically.
+        """Write a step's samples atomically, to disk: the ledger forgets what they hold once this returns.
 
         Raises:
             RunFailed: the file cannot be written.
@@ -88,22 +91,31 @@ class RolloutStore:
         rows = [row for group in groups for sample_id in sorted(group.scored) for row in _rows(group, sample_id)]
         target = self.path(step)
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            with replacing(target) as partial:
+            if not self.directory.is_dir():
+                self.directory.mkdir(parents=True, exist_ok=True)
+                sync_folder(self.directory.parent)
+            with replacing(target, lasting=True) as partial:
                 pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), partial, compression="zstd")
         except OSError as error:
             raise RunFailed(f"cannot write rollouts to {target}: {error}") from error
         return target
 
     def newest(self, columns: Sequence[str], most: int) -> list[dict[str, Any]]:
-        """Return columns of the newest samples' first rows, oldest first: as few whole steps as have `most` samples."""
+        """Return columns of the newest samples' first rows, oldest first: as few whole steps as have `most` samples.
+
+        A file that cannot be read is named in the log and left out.
+        """
         steps: list[list[dict[str, Any]]] = []
         count = 0
         for path in sorted(self.directory.glob("step_*.parquet"), reverse=True):
             if count >= most:
                 break
-            ids = [name for name in ROW_IDS if name not in columns and name in pq.read_schema(path).names]
-            table = first_rows(pq.read_table(path, columns=[*columns, *ids]))
+            try:
+                ids = [name for name in ROW_IDS if name not in columns and name in pq.read_schema(path).names]
+                table = first_rows(pq.read_table(path, columns=[*columns, *ids]))
+            except (pa.ArrowException, OSError) as error:
+                log.warning("%s is left out, expected a readable Parquet file: %s", path, error)
+                continue
             steps.append(table.select(list(columns)).to_pylist())
             count += len(steps[-1])
         return [row for step in reversed(steps) for row in step]

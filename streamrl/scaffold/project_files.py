@@ -57,18 +57,9 @@ def read_columns(path: Path, prompt_column: str | None = None, answer_column: st
         answer_column: column with the answer; None: the first of `ANSWER_COLUMNS` that it has, or none.
 
     Raises:
-        UserError: the file cannot be read, its first line is no JSON object, or a column is missing.
+        UserError: the file cannot be read, its first row is no JSON object, or a column is missing.
     """
-    try:
-        with path.open(encoding="utf-8") as file:
-            row = json.loads(file.readline())
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UserError(f"{path}: cannot be read: {reason}; expected a file with one JSON object per line") from error
-    except ValueError as error:
-        raise UserError(f"{path}:1: expected a JSON object, found: not valid JSON ({error})") from error
-    if not isinstance(row, dict):
-        raise UserError(f"{path}:1: expected a JSON object, found: {json.dumps(row)[:40]}")
+    row = _first_row(path)
     there = ", ".join(map(str, row))
     for option, column in (("--prompt-column", prompt_column), ("--answer-column", answer_column)):
         if column is not None and column not in row:
@@ -78,6 +69,25 @@ def read_columns(path: Path, prompt_column: str | None = None, answer_column: st
         raise UserError(f"{path}: which column has the prompt? Name it with --prompt-column; the file has: {there}")
     answer = answer_column or next((name for name in ANSWER_COLUMNS if name in row), None)
     return Prompts(str(path), prompt, answer)
+
+
+def _first_row(path: Path) -> dict[str, Any]:
+    """Return the first row of a JSONL file as a run reads it: empty lines and a byte order mark are skipped."""
+    expected = "expected a file with one JSON object per line"
+    try:
+        with path.open("rb") as file:
+            number, line = next(((number, line) for number, line in enumerate(file, 1) if line.strip()), (0, b""))
+        if not number:
+            raise UserError(f"{path}: {expected}, found no line")
+        row = json.loads(line.decode("utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UserError(f"{path}: cannot be read: {reason}; {expected}") from error
+    except ValueError as error:
+        raise UserError(f"{path}:{number}: expected a JSON object, found: not valid JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{path}:{number}: expected a JSON object, found: {json.dumps(row)[:40]}")
+    return row
 
 
 def project_files(choices: ProjectChoices) -> dict[str, str]:

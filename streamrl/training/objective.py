@@ -159,6 +159,7 @@ def policy_objective(
         gap = current - generator_logprobs
         ratios = torch.exp(bounded(gap)).double()
         sequence_ratios = torch.exp(bounded(sequence_sums(gap, sequence_ids))).double()
+        sequence_ratios *= sequence_lengths(sequence_ids) > 0  # a number that no token has would count as a ratio of 1
         sums = {
             "loss_sum": loss_sum.detach(),
             "clipped": token_loss.clipped.sum(),

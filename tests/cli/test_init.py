@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+from examples.rewards import right_and_short
 from streamrl.cli.init import command
 from streamrl.cli.launch import command as launch
 from streamrl.config.load import load_cluster, load_run
 from streamrl.config.tasks import FileTask
 from streamrl.errors import UserError
+from streamrl.scaffold.project_files import shipped
+from streamrl.tasks.files import TaskRow, load_rows
 from tests.tiny_model import save_tiny_model
 
 
@@ -47,7 +51,7 @@ def test_the_written_reward_scores_the_shipped_questions(folder: Path) -> None:
     for line in (folder / "questions.jsonl").read_text().splitlines():
         answer = json.loads(line)["answer"]
         assert score(f"That is 3 and {answer}.", prompt="", answer=answer) == 1.0
-        assert score(f"{answer}0", prompt="", answer=answer) == 0.0
+        assert score(f"{answer}1", prompt="", answer=answer) == 0.0
 
 
 def test_columns_of_a_file_are_found_and_paths_are_seen_from_the_projects_folder(folder: Path) -> None:
@@ -59,6 +63,71 @@ def test_columns_of_a_file_are_found_and_paths_are_seen_from_the_projects_folder
     assert (task.path, task.prompt_column, task.answer_column) == ("../../own.jsonl", "problem", "solution")
     assert run.model.path == "org/name: #1"
     assert not (folder / "a" / "b" / "questions.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "right"),
+    [
+        ("so 48 + 24 = 72.", "48/2 = <<48/2=24>>24\nShe sold 24+48 = 72.\n#### 72", True),
+        ("so 48 + 24 = 72.", "#### 7", False),
+        ("It costs $1,234.", "1,234", True),
+        ("It costs $1,234.", 1234, True),
+        ("It costs 1234.50", "#### 1,234.5", True),
+        ("It costs 1,234", "234", False),
+        ("1,2,72", "72", True),
+        ("3,1415", "1415", True),
+        ("It is 72", 72.0, True),
+        ("It is 72.0", "72", True),
+        ("It is -72", "72", False),
+        ("It is -72", -72, True),
+        ("It is 0.00001", 1e-05, True),
+        ("It is 5", 1e-05, False),
+        ("9007199254740993", 9007199254740992, False),
+        ("none", "none", False),
+        ("It is 3", "none", False),
+        ("", "3", False),
+    ],
+)
+def test_a_reward_compares_numbers_not_texts(completion: str, answer: object, right: bool) -> None:
+    names: dict[str, Any] = {}
+    exec(shipped("rewards.txt").read_text(), names)
+    assert names["score"](completion, prompt="", answer=answer) == float(right)
+    short = right_and_short(completion, prompt="", answer=answer)
+    assert short == pytest.approx(float(right) - 0.001 * len(completion), abs=1e-9)
+
+
+@pytest.mark.parametrize("start", [b"\xef\xbb\xbf", b"\n  \r\n"])
+def test_a_file_may_begin_with_what_a_run_skips(start: bytes, folder: Path) -> None:
+    (folder / "own.jsonl").write_bytes(start + '{"question": "½ + ½", "answer": "1"}\n'.encode())
+    assert init("--model", "m", "--prompts", "own.jsonl", "--gpus", "0").exit_code == 0
+    (task,) = load_run("run.yaml").tasks
+    assert isinstance(task, FileTask)
+    assert (task.prompt_column, task.answer_column) == ("question", "answer")
+    assert load_rows(task) == [TaskRow("½ + ½", "1")]
+
+
+def test_paths_lead_to_their_files_from_a_project_behind_a_link(folder: Path) -> None:
+    (folder / "far/away").mkdir(parents=True)
+    (folder / "link").symlink_to("far/away")
+    (folder / "blob").write_text('{"prompt": "1+1", "answer": "2"}\n')
+    (folder / "data").mkdir()
+    (folder / "data/own.jsonl").symlink_to("../blob")
+    save_tiny_model(folder / "model")
+    done = init("link/mine", "--model", "model", "--prompts", "data/own.jsonl", "--gpus", "0")
+    assert done.exit_code == 0, done.output
+    run = load_run(folder / "link/mine/run.yaml")
+    (task,) = run.tasks
+    assert isinstance(task, FileTask)
+    assert (task.path, run.model.path) == ("../../../data/own.jsonl", "../../../model")
+
+
+def test_commands_that_are_printed_can_be_pasted(folder: Path) -> None:
+    done = init("my project", "--model", "smollm2-135m", "--prompts", "example", "--gpus", "0")
+    assert [line.strip() for line in done.output.splitlines()[1:4]] == [
+        "next:",
+        "cd 'my project'",
+        "streamrl fetch-model smollm2-135m",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -80,6 +149,9 @@ def test_gpus_are_shared_out_between_training_and_generation(
         (["--prompts", "none.jsonl"], "none.jsonl: cannot be read: No such file"),
         (["--prompts", "list.jsonl"], "list.jsonl:1: expected a JSON object, found: [1]"),
         (["--prompts", "text.jsonl"], "text.jsonl:1: expected a JSON object, found: not valid JSON"),
+        (["--prompts", "late.jsonl"], "late.jsonl:3: expected a JSON object, found: 5"),
+        (["--prompts", "blank.jsonl"], "blank.jsonl: expected a file with one JSON object per line, found no line"),
+        (["--prompts", "bytes.jsonl"], "bytes.jsonl: cannot be read: not UTF-8 text; expected a file with one JSON"),
         (["--prompts", "odd.jsonl"], "Name it with --prompt-column; the file has: a, b"),
         (["--prompts", "odd.jsonl", "--prompt-column", "c"], "--prompt-column c: odd.jsonl has no such column"),
         (["--prompts", "example", "--answer-column", "c"], "name it with --prompts"),
@@ -89,6 +161,9 @@ def test_gpus_are_shared_out_between_training_and_generation(
 def test_bad_input_is_refused_and_nothing_is_written(arguments: list[str], words: str, folder: Path) -> None:
     (folder / "list.jsonl").write_text("[1]\n")
     (folder / "text.jsonl").write_text("1+1\n")
+    (folder / "late.jsonl").write_text("\n \n5\n")
+    (folder / "blank.jsonl").write_text("\n\n")
+    (folder / "bytes.jsonl").write_bytes(b"PAR1\xff\xfe\n")
     (folder / "odd.jsonl").write_text('{"a": 1, "b": 2}\n')
     done = init(*arguments, "--model", "m", "--gpus", "0")
     assert isinstance(done.exception, UserError) and words in str(done.exception)

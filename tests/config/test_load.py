@@ -108,6 +108,10 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
         ("\tx: 1\n", "F:1: not valid YAML: while scanning for the next token, found character"),
         ("steps: 1\nseed: 2\nsteps: 3\n", "F:3: key 'steps' again, first on line 1"),
         ("batch:\n  a: 1\n  a: 1\n", "F:3: key 'a' again, first on line 2"),
+        (
+            "batch: {prompts_per_step: 3, prompts_per_step: 5}\n",
+            "F:1: key 'prompts_per_step' again, first on line 1",
+        ),
         ("sampling:\n  max_tokens: 2000\n", "F:2: sampling.max_tokens (2000) leaves no room for a prompt"),
         ("tasks:\n", "F:1: 'tasks' is empty, expected a list"),
         ("tasks: []\n", "F:1: 'tasks' is [], expected at least one entry"),
@@ -153,6 +157,14 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
         ("sampling:\n  temperature: 0\n", "F:2: 'sampling.temperature' is 0, expected at least 0.01"),
         ("optimizer:\n  lr: yes\n", "F:2: 'optimizer.lr' is 'true', expected a number"),
         ("optimizer:\n  betas: [yes, 0.9]\n", "F:2: 'optimizer.betas.0' is 'true', expected a number"),
+        ("optimizer:\n  betas: [0.9, 1.0]\n", "F:2: 'optimizer.betas.1' is 1.0, expected less than 1"),
+        ("optimizer:\n  betas: [-0.1, 0.9]\n", "F:2: 'optimizer.betas.0' is -0.1, expected at least 0"),
+        ("optimizer:\n  lr: .inf\n", "F:2: 'optimizer.lr' is inf, expected a finite number"),
+        ("optimizer:\n  lr: 1e999\n", "F:2: 'optimizer.lr' is '1e999', expected a finite number"),
+        ("evaluation:\n  threshold: .nan\n", "F:2: 'evaluation.threshold' is nan, expected a finite number"),
+        ("algorithm:\n  name: grpo\n  clip_high: .inf\n", "F:3: 'algorithm.clip_high' is inf, expected a finite"),
+        ("tasks:\n- {kind: agent, name: a, run: m:f, path: p, weight: .inf}\n", "F:2: 'tasks.0.weight' is inf, expe"),
+        ("steps: .inf\n", "F:1: 'steps' is inf, expected a finite number"),
         ("steps: off\n", "F:1: 'steps' is 'false', expected a whole number"),
         ("sampling:\n  temperature: 2.5\n", "F:2: 'sampling.temperature' is 2.5, expected at most 2"),
         (
@@ -191,6 +203,10 @@ def test_a_mistake_in_a_run_file(write: Write, text: str, expected: str) -> None
         (
             "hardware: cpu\nsites:\n  a:\n    trainer: {sequence_parallel: true}\n    generation: [{}]\n",
             "F:4: 'sites.a.trainer.sequence_parallel' is 'true', expected a whole number",
+        ),
+        (
+            "hardware: cpu\nsites:\n  a: {trainer: {}, generation: [{}]}\nabsence_s: .inf\n",
+            "F:4: 'absence_s' is inf, expected a finite number",
         ),
     ],
 )
@@ -248,6 +264,10 @@ def test_overrides_change_keys_entries_of_lists_and_whole_sections(write: Write)
         ("steps", "expected key=value"),
         ("a..b=1", "expected key=value"),
         ("steps=[", "the value is not valid YAML"),
+        (f"steps={'[' * 2000}", "nested too deeply"),
+        (f"tasks.0.config.x={'[' * 97}{']' * 97}", "nested too deeply"),
+        (f"tasks.0.config{'.x' * 2000}=1", "nested too deeply"),
+        ("batch={epochs: 1, epochs: 2}", "key 'epochs' again, first on line 1"),
         ("steps=many", "'steps' is 'many', expected a whole number"),
         ("stps=3", "unknown key 'stps'; did you mean 'steps'?"),
         ("steps.x=3", "'steps' is 4, it has no key 'x'"),
@@ -263,6 +283,17 @@ def test_a_mistake_in_an_override_names_the_override_and_not_the_file(write: Wri
     assert len(errors) == 1
     assert errors[0].startswith(f"--set {override}: ")
     assert words in errors[0]
+
+
+def test_a_file_has_as_many_levels_as_can_be_written_again(write: Write, tmp_path: Path) -> None:
+    def nested(levels: int) -> Path:
+        return write(f"tasks:\n- kind: reasoning_gym\n  name: a\n  config: {{x: {'[' * levels}{']' * levels}}}\n")
+
+    cluster, run = load_cluster(ROOT / "cluster_configs/local.yaml"), load_run(nested(96))
+    assert run == load_run(nested(1), [f"tasks.0.config.x={'[' * 96}{']' * 96}"])
+    save_resolved(tmp_path / "run", cluster, run)
+    assert load_resolved(tmp_path / "run") == (cluster, run)
+    assert run_errors(nested(97)) == ["F: not valid YAML: nested too deeply"]
 
 
 def test_mistakes_of_file_and_overrides_are_told_together(write: Write) -> None:

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from streamrl.config.evaluation import EvaluationConfig, plain_name
-from streamrl.config.tasks import FileTask, ReasoningGymTask, Task, default_tasks
+from streamrl.config.tasks import AgentTask, FileTask, ReasoningGymTask, Task, default_tasks
 from streamrl.controller.evaluation_plan import Evaluations, choose_prompts, pass_at
 from streamrl.errors import UserError
 from streamrl.rollouts.types import Group, IntArray
@@ -237,12 +237,44 @@ def test_held_out_tasks_have_names_of_their_own_and_are_never_a_file_that_is_tra
     ]
     test = FileTask(kind="file", name="gsm", path="test.jsonl")
     assert [task.key for task in EvaluationConfig(tasks=[test]).held_out(run)] == ["eval-0/gsm"]
-    with pytest.raises(ValueError, match=r"reads train.jsonl \(train\), which is trained on"):
+    with pytest.raises(ValueError, match=r"reads /.*/train.jsonl, which is trained on by task 'gsm'"):
         EvaluationConfig(tasks=[train]).held_out(run)
     with pytest.raises(ValueError, match="no task of the run is procedural"):
         EvaluationConfig().held_out([train])
     with pytest.raises(ValueError, match="different names"):
         EvaluationConfig(tasks=[test, test]).held_out(run)
+
+
+def test_a_file_that_is_trained_on_is_found_under_any_of_its_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a.jsonl").touch()
+    (tmp_path / "link.jsonl").symlink_to("data/a.jsonl")
+    names = ["data/a.jsonl", "./data/a.jsonl", str(tmp_path / "data/a.jsonl"), "~/data/a.jsonl", "link.jsonl"]
+    for trained, held_out in itertools.product(names, repeat=2):
+        run: list[Task] = [FileTask(kind="file", name="mine", path=trained)]
+        other_split = FileTask(kind="file", name="test", path=held_out, split="test")  # which files have not
+        for task in (other_split, AgentTask(kind="agent", name="test", run="m:f", path=held_out)):
+            with pytest.raises(ValueError, match=r"^evaluation task 'test' reads /.*/data/a.jsonl, which is trained"):
+                EvaluationConfig(tasks=[task]).held_out(run)
+    other = FileTask(kind="file", name="test", path="data/b.jsonl")
+    assert EvaluationConfig(tasks=[other]).held_out([FileTask(kind="file", name="mine", path="data/a.jsonl")])
+
+
+@pytest.mark.parametrize(("trained", "held_out"), [("sums", "./sums"), ("openai/gsm8k:main", "openai/gsm8k:main")])
+def test_a_split_of_a_data_set_is_held_out_only_from_other_splits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: str, held_out: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sums").mkdir()
+    run: list[Task] = [FileTask(kind="hf_dataset", name="mine", path=trained)]
+    split = FileTask(kind="hf_dataset", name="test", path=held_out, split="test")
+    assert EvaluationConfig(tasks=[split]).held_out(run)
+    with pytest.raises(ValueError, match=r"(sums|gsm8k:main) \(train\), which is trained on"):
+        EvaluationConfig(tasks=[split.model_copy(update={"split": "train"})]).held_out(run)
 
 
 def test_held_out_prompts_are_scored_under_their_own_names_beside_those_of_training() -> None:

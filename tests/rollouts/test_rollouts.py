@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -14,6 +17,7 @@ import pytest
 from ranker.data import read_rollouts
 from scheduler.cost.length_forecast import Forecast
 from streamrl.controller.length_predictor import COLUMNS
+from streamrl.controller.step_recorder import Recorder
 from streamrl.errors import RunFailed
 from streamrl.protocol.controller_site import Generate
 from streamrl.protocol.message import parse, wire
@@ -192,6 +196,57 @@ def test_rollouts_of_before_there_were_causes_are_still_read(tmp_path: Path) -> 
     store.write(2, [make_group("g1", (None, 1.0, 0.0))])
     assert [row["output_length"] for row in store.newest(COLUMNS, 99)] == [2, 3, 2, 3, 4]
     assert read_rollouts([store.directory]).output_length.tolist() == [2, 3, 2, 3, 4]  # what `train-ranker` reads
+
+
+def test_rollouts_are_on_disk_before_the_ledger_forgets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[tuple[str, str]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        events.append(("on disk", Path(f"/proc/self/fd/{descriptor}").readlink().name))
+        fsync(descriptor)
+
+    def replaced(source: Path, target: Path) -> None:
+        assert pq.read_table(source).num_rows == 2
+        events.append(("renamed", source.name))
+        replace(source, target)
+
+    class ForgetfulLedger:
+        def train(self, *_: object) -> None:
+            events.append(("forgotten", ""))
+            raise RunFailed("enough")
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    parts: list[Any] = [RolloutStore(tmp_path / "rollouts"), ForgetfulLedger(), *[None] * 5]
+    recorder: Any = Recorder(*parts)
+    batch = SimpleNamespace(step=1, groups={"g": make_group("g")}, dropped=[], not_finite=[])
+    with pytest.raises(RunFailed, match="enough"):
+        recorder.step_done(batch, *[None] * 6)
+    partial = events[1][1]
+    assert partial.startswith(".step_000001.parquet.")
+    assert events == [
+        ("on disk", tmp_path.name),
+        ("on disk", partial),
+        ("renamed", partial),
+        ("on disk", "rollouts"),
+        ("forgotten", ""),
+    ]
+
+
+def test_rollouts_that_cannot_be_read_are_named_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = RolloutStore(tmp_path / "rollouts")
+    for step in (1, 2, 3, 4):
+        store.write(step, [make_group(f"g{step}")])
+    store.path(2).write_bytes(b"")  # as a power failure leaves it
+    store.path(4).unlink()
+    store.path(4).mkdir()
+    assert [row["group_id"] for row in store.newest(["group_id"], 4)] == ["g1", "g1", "g3", "g3"]
+    told = [
+        record.getMessage().partition(" is left out, expected a readable Parquet file: ") for record in caplog.records
+    ]
+    assert [path for path, _, _ in told] == [str(store.path(4)), str(store.path(2))]
+    assert all(why for _, _, why in told)
 
 
 def test_committed_content_can_be_read_back() -> None:

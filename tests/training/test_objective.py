@@ -182,6 +182,19 @@ def test_the_sums_by_hand() -> None:
     assert set(values) | set(value) <= set(MicroStats.__dataclass_fields__)
 
 
+def test_a_sequence_without_a_token_with_a_loss_counts_in_no_sum() -> None:
+    new, old = [math.log(0.5), math.log(0.2)], [math.log(0.25), math.log(0.4)]
+    rows = [vector(new), vector(old), vector([1.0, 1.0])]
+    with_hole, without = (
+        policy_objective(algorithm("grpo"), *rows, torch.tensor(ids)).sums for ids in ([1, 3], [0, 1])
+    )
+    assert {name: float(value) for name, value in with_hole.items()} == {
+        name: float(value) for name, value in without.items()
+    }
+    assert float(with_hole["seq_weight_sum"]) == pytest.approx(2.0 + 0.5)
+    assert float(with_hole["seq_weight_sq_sum"]) == pytest.approx(4.0 + 0.25)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=25)
 @given(data=st.data())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from time import time_ns
 from typing import Any
@@ -14,11 +16,13 @@ from streamrl.run_dir import layout
 from streamrl.trackers.sent_rows import SentRows
 from streamrl.trackers.tracker import RolloutTable, TrackedRun
 
+OWN = "tensorboard"
+"""What the record calls a run with event files in its own folder, and earlier versions called every run."""
+
 
 class TensorBoardFiles:
     """Event files in a folder of their own; a new file hides what older ones have after its first step."""
 
-    id = "tensorboard"
     last_step: int | None = None
 
     def __init__(self, config: TensorBoardTracker, run: TrackedRun, sent: SentRows) -> None:
@@ -27,10 +31,17 @@ class TensorBoardFiles:
         Raises:
             OSError: the folder cannot be written.
         """
-        own = run.folder / layout.TRACKERS / "tensorboard"
-        self._folder = Path(config.folder) / run.folder.name if config.folder else own
-        self._writer: Any = self._new_file(sent.last_step + 1 if sent.id else None)
-        if not sent.id:
+        begun = bool(sent.id)
+        if config.folder:
+            shared = Path(config.folder)
+            self.id = _known(run, sent) or _claimed(shared, run.name)
+            sent.name(self.id)  # at once: a try that fails from here on finds its folder again
+            self._folder = shared / self.id
+        else:
+            self.id = OWN
+            self._folder = run.folder / layout.TRACKERS / "tensorboard"
+        self._writer: Any = self._new_file(sent.last_step + 1 if begun else None)
+        if not sent.last_step:
             settings = json.dumps(run.settings, indent=2, default=str)
             self._writer.add_text("settings", f"```json\n{settings}\n```", 0)
             self._writer.flush()
@@ -72,6 +83,26 @@ class TensorBoardFiles:
     def close(self) -> None:
         """Close the file."""
         self._writer.close()
+
+
+def _known(run: TrackedRun, sent: SentRows) -> str:
+    """Return the name of a run's folder among others, as it was when something was sent; '': nothing was."""
+    return run.name if sent.id == OWN else sent.id
+
+
+def _claimed(shared: Path, name: str) -> str:
+    """Make a folder for a run's event files among others, and return its name: the run's, or with a number after it.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    shared.mkdir(parents=True, exist_ok=True)
+    for number in count(1):
+        one = name if number == 1 else f"{name}-{number}"
+        with contextlib.suppress(FileExistsError):
+            (shared / one).mkdir()
+            return one
+    raise AssertionError("numbers end")
 
 
 def _cell(value: Any) -> str:

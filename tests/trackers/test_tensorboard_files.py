@@ -1,0 +1,121 @@
+"""The folder of TensorBoard's event files, with a package that keeps what it is given in place of tensorboardX."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from streamrl.config.trackers import TensorBoardTracker
+from streamrl.trackers.backends.opener import open_tracker
+from streamrl.trackers.sent_rows import SentRows
+from streamrl.trackers.tracker import TrackedRun
+from streamrl.trackers.tracker_process import follow
+from tests.trackers.tracked_run import make_run, train
+
+
+class FakeWriter:
+    """A SummaryWriter that writes a file of steps into its folder, or fails."""
+
+    fails = False
+    step = 0
+
+    def __init__(self, folder: str, purge_step: int | None, filename_suffix: str) -> None:
+        if self.fails:
+            raise OSError("no space")
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self.file = Path(folder) / f"events{filename_suffix}"
+        self._write(f"from {purge_step}")
+
+    def add_scalar(self, name: str, value: float, step: int, walltime: float) -> None:
+        if step != self.step:
+            self._write(f"step {step}")
+        self.step = step
+
+    def add_text(self, tag: str, text: str, step: int) -> None:
+        self._write(tag)
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def _write(self, line: str) -> None:
+        with self.file.open("a") as file:
+            file.write(f"{line}\n")
+
+
+@pytest.fixture(autouse=True)
+def writer(monkeypatch: pytest.MonkeyPatch) -> type[FakeWriter]:
+    monkeypatch.setitem(sys.modules, "tensorboardX", SimpleNamespace(SummaryWriter=FakeWriter))  # type: ignore[arg-type]
+    return FakeWriter
+
+
+def lines_of(folder: Path) -> list[str]:
+    """What all files of a folder say, the oldest first."""
+    return [line for file in sorted(folder.iterdir()) for line in file.read_text().splitlines()]
+
+
+def send(folder: Path) -> None:
+    ended: Any = SimpleNamespace(is_set=lambda: True)
+    assert follow(folder, "tensorboard", ended, pytest.fail)
+
+
+def a_run(folder: Path, shared: Path) -> Path:
+    return make_run(folder, f"[{{name: tensorboard, folder: {shared}, samples: 0}}]")
+
+
+def test_a_run_that_is_named_by_a_dot_has_a_folder_of_its_own_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = a_run(tmp_path / "runs/mine", tmp_path / "board")
+    train(run, [1])
+    monkeypatch.chdir(run)
+    send(Path())
+    assert [path.name for path in (tmp_path / "board").iterdir()] == ["mine"]
+    assert lines_of(tmp_path / "board/mine") == ["from None", "settings", "step 1"]
+
+
+def test_runs_of_one_name_have_a_folder_each_and_find_it_again(tmp_path: Path) -> None:
+    board = tmp_path / "board"
+    runs = [a_run(tmp_path / place / "mine", board) for place in ("a", "b", "c")]
+    for step in (1, 2):
+        for run in runs:
+            train(run, [step])
+            send(run)
+    assert sorted(path.name for path in board.iterdir()) == ["mine", "mine-2", "mine-3"]
+    for folder in board.iterdir():
+        assert lines_of(folder) == ["from None", "settings", "step 1", "from 2", "step 2"]
+
+
+def test_a_run_of_an_earlier_version_goes_on_in_its_folder(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "mine", tmp_path / "board")
+    train(run, [1, 2])
+    (tmp_path / "board/mine").mkdir(parents=True)
+    with SentRows(run, "tensorboard") as sent:
+        sent.name("tensorboard")
+        sent.mark("step", 1, 1001.0)
+    send(run)
+    assert lines_of(tmp_path / "board/mine") == ["from 2", "step 2"]
+
+
+def test_a_try_that_fails_takes_no_second_folder(tmp_path: Path, writer: type[FakeWriter]) -> None:
+    keys, run = TensorBoardTracker(folder=str(tmp_path / "board")), TrackedRun(tmp_path, "mine", {})
+    with SentRows(tmp_path, "tensorboard") as sent:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(writer, "fails", True)
+            for _ in range(2):
+                with pytest.raises(OSError, match="no space"):
+                    open_tracker(keys, run, sent)
+        open_tracker(keys, run, sent).close()
+    assert [path.name for path in (tmp_path / "board").iterdir()] == ["mine"]
+    assert "settings" in lines_of(tmp_path / "board/mine")
+
+
+def test_files_in_the_run_s_own_folder_need_no_name(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "mine", "[{name: tensorboard, samples: 0}]")
+    train(run, [1])
+    send(run)
+    assert lines_of(run / "trackers/tensorboard") == ["from None", "settings", "step 1"]
