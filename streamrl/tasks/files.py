@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import decimal
 import json
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from streamrl.config.tasks import AgentTask, FileTask
+from streamrl.config.tasks import PYTHON_TESTS, AgentTask, FileTask
 from streamrl.errors import UserError
 from streamrl.tasks.extras import import_extra
 from streamrl.tasks.procedural import nearest
@@ -213,7 +214,29 @@ def _row(task: RowsTask, where: str, record: dict[str, Any]) -> TaskRow:
             answer = plain(answer)
         except TypeError as error:
             raise UserError(f"{where}: column {task.answer_column!r}: {error}") from error
+        if isinstance(task, FileTask) and task.reward == PYTHON_TESTS:
+            answer = _tests(f"{where}: column {task.answer_column!r}", answer)
     return TaskRow(prompt, answer, earlier)
+
+
+def _tests(where: str, answer: Any) -> str:
+    """Return the text of the tests that an answer column holds, joined if there are several.
+
+    Raises:
+        UserError: it holds something that no program could fail, such as data of which tests would have to be made.
+    """
+    expected = f"reward {PYTHON_TESTS} expects Python that uses the program, or a list of such texts"
+    texts = answer if isinstance(answer, list) else [answer]
+    among = "a list with " if isinstance(answer, list) else ""
+    for one in texts:
+        if not isinstance(one, str):
+            raise UserError(f"{where}: {expected}, got {among}{_kind(one)}")
+        with contextlib.suppress(ValueError):
+            raise UserError(f"{where}: {expected}, got {among}JSON text of {_kind(json.loads(one))}")
+    joined = "\n".join(texts)
+    if not joined.strip():
+        raise UserError(f"{where}: {expected}, got no test")
+    return joined
 
 
 def _messages(where: str, given: list[Any]) -> list[PromptMessage]:

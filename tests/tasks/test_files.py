@@ -179,6 +179,46 @@ def test_a_wrong_parquet_row_is_named(tmp_path: Path, columns: dict[str, Any], s
         load_rows(file_task(tmp_path / "a.parquet"))
 
 
+def programs(path: Path, *answers: Any) -> FileTask:
+    path.write_text("".join(json.dumps({"prompt": "Write add.", "tests": answer}) + "\n" for answer in answers))
+    return file_task(path, reward="python_tests", answer_column="tests", sandbox={"command": ["env"]})
+
+
+def test_a_list_of_tests_is_joined(tmp_path: Path) -> None:
+    several = ["assert add(1, 2) == 3", "for n in range(3):\n    assert add(n, 0) == n"]
+    rows = load_rows(programs(tmp_path / "a.jsonl", several[0], several))
+    assert [row.answer for row in rows] == [several[0], "\n".join(several)]
+    pq.write_table(pa.table({"prompt": ["p"], "answer": [several]}), tmp_path / "a.parquet")
+    task = file_task(tmp_path / "a.parquet", reward="python_tests", sandbox={"command": ["env"]})
+    assert load_rows(task)[0].answer == rows[1].answer
+    plain = task.model_copy(update={"reward": "exact_match", "sandbox": None})
+    assert load_rows(plain)[0].answer == several  # other rewards get lists as they are
+
+
+@pytest.mark.parametrize(
+    ("answer", "got"),
+    [
+        ({"inputs": ["1 2"], "outputs": ["3"]}, "dict"),
+        ('{"inputs": ["1 2"], "outputs": ["3"]}', "JSON text of dict"),
+        ('["assert add(1, 2) == 3"]', "JSON text of list"),
+        ("3", "JSON text of int"),
+        (3, "int"),
+        (True, "bool"),
+        (["assert add(1, 2) == 3", 3], "a list with int"),
+        (["assert add(1, 2) == 3", '"3"'], "a list with JSON text of str"),
+        ([], "no test"),
+        ([" ", "\n"], "no test"),
+        (" ", "no test"),
+    ],
+)
+def test_what_is_no_test_is_named_with_its_line(tmp_path: Path, answer: Any, got: str) -> None:
+    path = tmp_path / "a.jsonl"
+    with pytest.raises(UserError) as caught:
+        load_rows(programs(path, "assert add(1, 2) == 3", answer))
+    expected = "reward python_tests expects Python that uses the program, or a list of such texts"
+    assert str(caught.value) == f"{path}:2: column 'tests': {expected}, got {got}"
+
+
 def test_unreadable_places_are_explained(tmp_path: Path) -> None:
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 this is no Parquet file")
     (tmp_path / "a.csv").write_text("prompt,answer\np,1\n")
