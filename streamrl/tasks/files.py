@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from streamrl.config.tasks import PYTHON_TESTS, AgentTask, FileTask
 from streamrl.errors import UserError
+from streamrl.rollouts.plain_text import plain_text
 from streamrl.tasks.extras import import_extra
 from streamrl.tasks.procedural import nearest
 from streamrl.tasks.task_items import PromptMessage, TaskItems, with_suffix
@@ -103,9 +104,10 @@ def _item(task: AgentTask, where: str, record: dict[str, Any]) -> dict[str, Any]
     item: dict[str, Any] = {"prompt": row.prompt}
     if task.answer_column is not None:
         item["answer"] = row.answer
-    for name, value in record.items():
-        if name in named:
+    for column, value in record.items():
+        if column in named:
             continue
+        name = plain_text(column)
         if name in item:
             raise UserError(f"{where}: column {name!r} is in the way: the agent gets {name}_column under this name")
         try:
@@ -216,7 +218,7 @@ def _row(task: RowsTask, where: str, record: dict[str, Any]) -> TaskRow:
             raise UserError(f"{where}: column {task.answer_column!r}: {error}") from error
         if isinstance(task, FileTask) and task.reward == PYTHON_TESTS:
             answer = _tests(f"{where}: column {task.answer_column!r}", answer)
-    return TaskRow(prompt, answer, earlier)
+    return TaskRow(plain_text(prompt), answer, earlier)
 
 
 def _tests(where: str, answer: Any) -> str:
@@ -254,7 +256,7 @@ def _messages(where: str, given: list[Any]) -> list[PromptMessage]:
             raise UserError(f"{where}: message {number} has the role {role!r}, expected one of: {allowed}")
         if not isinstance(content, str):
             raise UserError(f"{where}: message {number} must have a text as content, got {_kind(content)}")
-        found.append({"role": role, "content": content})
+        found.append({"role": role, "content": plain_text(content)})
     if not found or found[-1]["role"] != "user":
         got = found[-1]["role"] if found else "no message"
         raise UserError(f"{where}: expected a conversation that ends with a message of the user, got {got}")
@@ -264,12 +266,16 @@ def _messages(where: str, given: list[Any]) -> list[PromptMessage]:
 def plain(value: Any) -> Any:
     """Convert a value to types that messages can carry; dates, decimals and integers beyond 64 bits become text.
 
+    Halves of surrogate pairs in texts and keys become the replacement character.
+
     Raises:
         TypeError: bytes, or a number that is not finite.
     """
     match value:
-        case None | bool() | str():
+        case None | bool():
             return value
+        case str():
+            return plain_text(value)
         case int():
             return value if -(2**63) <= value < 2**64 else str(value)
         case float():
@@ -279,7 +285,7 @@ def plain(value: Any) -> Any:
         case list() | tuple():
             return [plain(item) for item in value]
         case dict():
-            return {str(key): plain(item) for key, item in value.items()}
+            return {plain_text(str(key)): plain(item) for key, item in value.items()}
         case decimal.Decimal():
             return str(value)
         case datetime.datetime() | datetime.date() | datetime.time():

@@ -17,7 +17,9 @@ import pytest
 
 from streamrl.config.tasks import FileTask
 from streamrl.errors import UserError
-from streamrl.tasks.files import TaskRow, load_rows
+from streamrl.tasks.chat_template import load_chat_template
+from streamrl.tasks.files import FileItems, TaskRow, load_rows
+from tests.tiny_model import save_tiny_model
 
 ROWS = [TaskRow("one?", "1"), TaskRow("two?\nreally?", "2"), TaskRow("dreißig?", "30")]
 COLUMNS = {"prompt": [row.prompt for row in ROWS], "answer": [row.answer for row in ROWS], "other": [1, 2, 3]}
@@ -177,6 +179,30 @@ def test_a_wrong_parquet_row_is_named(tmp_path: Path, columns: dict[str, Any], s
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     with pytest.raises(UserError, match=says):
         load_rows(file_task(tmp_path / "a.parquet"))
+
+
+HALF = "\ud83d"
+"""Half of a surrogate pair, which cannot be encoded."""
+
+
+def test_half_of_a_surrogate_pair_reaches_tokenizer_and_messages_as_a_replacement(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    answers = [HALF, {"a" + HALF: [HALF]}, "\ud83d\ude00"]
+    chat = [{"role": role, "content": role + HALF} for role in ("system", "user", "assistant")]
+    prompts = [f"one{HALF}?", [*chat, {"role": "user", "content": f"two{HALF}?"}], "three \ud83d\ude00"]
+    rows = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, answers, strict=True)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    items = FileItems(file_task(path), 0)
+    assert [items.question(index) for index in range(3)] == ["one\ufffd?", "two\ufffd?", "three \U0001f600"]
+    given = [items.reward_input(index)["answer"] for index in range(3)]
+    assert given == ["\ufffd", {"a\ufffd": ["\ufffd"]}, "\U0001f600"]
+    assert [one["content"] for one in items.earlier(1)] == ["system\ufffd", "user\ufffd", "assistant\ufffd"]
+    template = load_chat_template(str(save_tiny_model(tmp_path / "model")), {})
+    for index in range(3):
+        messages = [*items.earlier(index), {"role": "user", "content": items.question(index)}]
+        assert len(template.tokens(messages)) > len(items.question(index))
+        sent = [messages, items.reward_input(index)]
+        assert msgpack.unpackb(msgpack.packb(sent)) == sent
 
 
 def programs(path: Path, *answers: Any) -> FileTask:
