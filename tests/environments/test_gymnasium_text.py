@@ -53,16 +53,31 @@ def make(name, **arguments):
 
 register("Counted-v1", Counted)
 """
+OWN_GAMES = """
+import gymnasium
+
+class Loud(gymnasium.Counted):
+    metadata = {"render_modes": ["human", "ansi"]}
+    def __init__(self, render_mode=None, n=2):
+        super().__init__(n)
+        self.render_mode = render_mode
+    def render(self):
+        return "shown"
+
+gymnasium.register("own/Loud-v0", Loud)
+"""
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder on the path of modules, with the stand-in."""
     (tmp_path / "gymnasium.py").write_text(GYMNASIUM)
+    (tmp_path / "own_games.py").write_text(OWN_GAMES)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "gymnasium", raising=False)
     yield tmp_path
-    sys.modules.pop("gymnasium", None)
+    for name in ("gymnasium", "own_games"):
+        sys.modules.pop(name, None)
 
 
 def episode(names: list[Any], **config: Any) -> GymnasiumEpisode:
@@ -110,18 +125,38 @@ def test_names_that_no_answer_can_choose_are_refused() -> None:
         episode(["left", " "])
 
 
+@pytest.mark.usefixtures("folder")
+def test_an_environment_of_a_module_is_registered_by_importing_it() -> None:
+    with pytest.raises(LookupError, match="`own/Loud-v0` doesn't exist"):
+        make("own/Loud-v0", {})
+    began = make("own_games:own/Loud-v0", {"kwargs": {"n": 3}}).new().reset({"seed": 1})
+    told = "You act in own/Loud-v0. Answer with a number from 0 to 2.\nshown"  # as its class renders text
+    assert began == {"messages": [{"role": "user", "content": told}]}
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_name_that_names_no_module_or_no_environment_is_refused() -> None:
+    with pytest.raises(ModuleNotFoundError, match="no_such_games"):
+        make("no_such_games:Loud-v0", {})
+    with pytest.raises(LookupError, match="`Quiet-v0` doesn't exist"):
+        make("own_games:Quiet-v0", {})
+    for name in (":Loud-v0", "own_games:"):
+        with pytest.raises(ValueError, match=f"'{name}': expected an id of gymnasium, or module:ID"):
+            make(name, {})
+
+
 def test_a_start_and_so_env_test_report_a_name_that_no_answer_can_choose(folder: Path) -> None:
-    installed = add_environment(folder / "environments" / "counted", "gymnasium:Counted-v1", paths=[folder])
+    installed = add_environment(folder / "environments" / "loud", "gymnasium:own_games:own/Loud-v0", paths=[folder])
     config = {"actions": ["up", "down", "UP"], "kwargs": {"n": 3}}
 
     async def scenario() -> None:
         pool = EnvironmentPool(
-            EnvironmentUse(name="counted", config=config), installed, OutputLog(None), scaled(20), scaled(20)
+            EnvironmentUse(name="loud", config=config), installed, OutputLog(None), scaled(20), scaled(20)
         )
         try:
             await pool.start()
         finally:
             await pool.close()
 
-    with pytest.raises(UserError, match="'counted' does not start: ValueError: actions: no answer can choose 'UP'"):
+    with pytest.raises(UserError, match="'loud' does not start: ValueError: actions: no answer can choose 'UP'"):
         asyncio.run(scenario())

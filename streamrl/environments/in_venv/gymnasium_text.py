@@ -27,7 +27,7 @@ NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 def make(name: str, config: dict[str, Any]) -> GymnasiumEnvironment:
-    """Check the config, and return what makes environments `gymnasium.make(name)`."""
+    """Check the config, and return what makes environments `gymnasium.make(name)`; see `_registered` for names."""
     if unknown := set(config) - KEYS:
         raise ValueError(f"unknown keys {sorted(unknown)}; known are {', '.join(sorted(KEYS))}")
     return GymnasiumEnvironment(name, config)
@@ -42,16 +42,31 @@ class GymnasiumEnvironment:
         gymnasium = importlib.import_module("gymnasium")
         self._config = config
         arguments = dict(config.get("kwargs") or {})
-        modes = gymnasium.spec(name).entry_point
+        self._name = _registered(name)
+        modes = gymnasium.spec(self._name).entry_point
         modes = getattr(_imported(modes), "metadata", {}).get("render_modes", [])
         if "ansi" in modes and "render_mode" not in arguments:
             arguments["render_mode"] = "ansi"
-        self._make = lambda: gymnasium.make(name, **arguments)
-        self._name = name
+        self._make = lambda: gymnasium.make(self._name, **arguments)
 
     def new(self) -> GymnasiumEpisode:
         """Make one environment."""
         return GymnasiumEpisode(self._make(), self._name, self._config)
+
+
+def _registered(name: str) -> str:
+    """Return an id that gymnasium knows; of 'module:ID', the module is imported, which registers it.
+
+    Raises:
+        ValueError: nothing stands before or after the colon.
+    """
+    module, colon, of_module = name.partition(":")
+    if not colon:
+        return name
+    if not module or not of_module:
+        raise ValueError(f"{name!r}: expected an id of gymnasium, or module:ID")
+    importlib.import_module(module)
+    return of_module
 
 
 def _imported(entry_point: Any) -> Any:
