@@ -59,6 +59,7 @@ def test_a_number_is_found_by_its_value(answer: Any) -> None:
         (2e-7, "0.0000002"),
         (12345678901234567890, "12345678901234567890"),
         (30, "5,200,30"),
+        (5, "so it is ...5"),
     ],
 )
 def test_a_number_may_be_written_in_several_ways(answer: Any, said: str) -> None:
@@ -69,6 +70,7 @@ def test_numbers_that_are_almost_equal_differ() -> None:
     assert not has(12345678901234567890, "12345678901234567891")
     assert not has(1080, "1,0800") and not has(1080, "10,80")
     assert not has(5, "-5") and not has(-5, "5") and not has(-5, "10-5")
+    assert not has(2.5, "1.2.5") and not has(1.2, "1.2.5")  # a version
     assert not has(1, "1e99999999999999999999")
     assert not has(1, "9" * 10_000)
 

@@ -127,6 +127,7 @@ def test_tests_that_are_no_python_are_an_error_and_no_failure_of_the_program() -
         ("assert 1 + 2 == 4", "AssertionError"),
         ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("raise SystemExit", "SystemExit"),
+        ("__file__", "NameError"),  # no name that a program gives
     ],
 )
 def test_tests_that_never_use_the_program_judge_none(tests: str, ended: str) -> None:
