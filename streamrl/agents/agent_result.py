@@ -24,7 +24,7 @@ def outcome_of(found: Any) -> tuple[float, dict[str, float]]:
     if "reward" not in found:
         raise VoidReward(text=f"the agent returned a mapping without `reward`: {reprlib.repr(dict(found))}")
     if len(found) - 1 > MOST_METRICS:
-        text = f"the agent returned {len(found) - 1} numbers beside the reward, at most {MOST_METRICS} are recorded"
+        text = f"there are {len(found) - 1} numbers beside the reward, at most {MOST_METRICS} are recorded"
         raise VoidReward(text=text)
     metrics = {
         plain_text(str(name), MOST_NAME): _finite(f"{name!r:.{MOST_NAME}}", value)

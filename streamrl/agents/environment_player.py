@@ -3,6 +3,7 @@
     the environment says that it is over            -> reward: the sum of all rewards
     `max_turns` or the context are used up          -> the sum so far; metric `cut` is 1
     it raises, or returns something of a wrong type -> void, cause environment
+    a sum is not finite, or it has too many metrics -> void, cause environment
     a reset or step exceeds `deadlines.tool_s`      -> void, cause timeout
     its process ends                                -> void for the episode that it stepped; others are played again
 
@@ -15,12 +16,13 @@ import asyncio
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import httpx2
 
+from streamrl.agents.agent_result import outcome_of
 from streamrl.agents.client import AgentClient, EpisodeOver
 from streamrl.agents.episode import EpisodeOrder, EpisodeOutcome
 from streamrl.agents.live_episode import LiveEpisode
@@ -137,13 +139,13 @@ class _Game:
                 cut = 0.0
                 break
             messages += found["messages"]
-        return EpisodeOutcome(reward, None, metrics={**self._metrics, "cut": cut})
+        return _outcome(reward, {**self._metrics, "cut": cut})
 
     async def _have_played(self, place: EnvironmentPlace, order: EpisodeOrder) -> EpisodeOutcome:
         """Let an environment that calls the model itself play."""
         answer = await place.play(order.item, self._client.base_url, self._client.api_key, self._episode_s)
         self._live.step("environment", self._name, answer.started, "played")
-        return EpisodeOutcome(float(answer.result["reward"]), None, metrics=dict(answer.result.get("metrics") or {}))
+        return _outcome(answer.result["reward"], answer.result.get("metrics") or {})
 
     def _took(self, what: str, answer: EnvironmentAnswer) -> dict[str, Any]:
         """Record what the environment did, and return its result."""
@@ -153,3 +155,16 @@ class _Game:
         self._metrics["environment_wait_s"] += answer.waited_s
         self._metrics["environment_steps"] += what == "step"
         return answer.result
+
+
+def _outcome(reward: Any, metrics: Mapping[str, Any]) -> EpisodeOutcome:
+    """Return the outcome of an episode that was played, with what can be recorded of its metrics' names.
+
+    Raises:
+        VoidReward: a number is not finite, or there are too many.
+    """
+    try:
+        number, recorded = outcome_of({**metrics, "reward": reward})
+    except VoidReward as error:
+        raise VoidReward(VoidCause.ENVIRONMENT, f"environment: {error}", retry=False) from error
+    return EpisodeOutcome(number, None, metrics=recorded)

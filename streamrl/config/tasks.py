@@ -9,6 +9,9 @@ from pydantic import Field, model_validator
 
 from streamrl.config.cluster import StrictModel
 
+PYTHON_TESTS = "python_tests"
+"""The reward that runs tests."""
+
 
 class TaskKeys(StrictModel):
     """Base of the kinds of tasks, with what the rest of a run asks of any of them."""
@@ -156,12 +159,12 @@ class FileTask(TaskKeys):
 
     @model_validator(mode="after")
     def _runs_in_a_sandbox(self) -> Self:
-        if self.reward == "python_tests" and self.sandbox is None:
+        if self.reward == PYTHON_TESTS and self.sandbox is None:
             raise ValueError(
                 "reward python_tests runs code that a model wrote: it is off until the task has a `sandbox` "
                 "(`sandbox: {}`: bubblewrap if it is installed)"
             )
-        if self.reward != "python_tests" and self.sandbox is not None:
+        if self.reward != PYTHON_TESTS and self.sandbox is not None:
             raise ValueError(f"reward {self.reward} does not use a sandbox: only python_tests does")
         return self
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from streamrl.config.tasks import AgentTask
 from streamrl.errors import RunFailed, UserError
+from streamrl.rollouts.plain_text import plain_text
 from streamrl.rollouts.seeds import derive_seed
 from streamrl.tasks.files import load_records, plain
 from streamrl.tasks.task_items import TaskItems
@@ -101,7 +102,7 @@ def _checked(found: Any) -> dict[str, Any]:
         if not isinstance(name, str):
             raise _NoItem(f"expected texts as keys, got {name!r}")
         try:
-            item[name] = plain(value)
+            item[plain_text(name)] = plain(value)
         except TypeError as error:
             raise _NoItem(f"{name!r}: {error}") from error
     return item

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import decimal
 import json
@@ -11,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from streamrl.config.tasks import AgentTask, FileTask
+from streamrl.config.tasks import PYTHON_TESTS, AgentTask, FileTask
 from streamrl.errors import UserError
+from streamrl.rollouts.plain_text import plain_text
 from streamrl.tasks.extras import import_extra
 from streamrl.tasks.procedural import nearest
 from streamrl.tasks.task_items import PromptMessage, TaskItems, with_suffix
@@ -102,9 +104,10 @@ def _item(task: AgentTask, where: str, record: dict[str, Any]) -> dict[str, Any]
     item: dict[str, Any] = {"prompt": row.prompt}
     if task.answer_column is not None:
         item["answer"] = row.answer
-    for name, value in record.items():
-        if name in named:
+    for column, value in record.items():
+        if column in named:
             continue
+        name = plain_text(column)
         if name in item:
             raise UserError(f"{where}: column {name!r} is in the way: the agent gets {name}_column under this name")
         try:
@@ -213,7 +216,29 @@ def _row(task: RowsTask, where: str, record: dict[str, Any]) -> TaskRow:
             answer = plain(answer)
         except TypeError as error:
             raise UserError(f"{where}: column {task.answer_column!r}: {error}") from error
-    return TaskRow(prompt, answer, earlier)
+        if isinstance(task, FileTask) and task.reward == PYTHON_TESTS:
+            answer = _tests(f"{where}: column {task.answer_column!r}", answer)
+    return TaskRow(plain_text(prompt), answer, earlier)
+
+
+def _tests(where: str, answer: Any) -> str:
+    """Return the text of the tests that an answer column holds, joined if there are several.
+
+    Raises:
+        UserError: it holds something that no program could fail, such as data of which tests would have to be made.
+    """
+    expected = f"reward {PYTHON_TESTS} expects Python that uses the program, or a list of such texts"
+    texts = answer if isinstance(answer, list) else [answer]
+    among = "a list with " if isinstance(answer, list) else ""
+    for one in texts:
+        if not isinstance(one, str):
+            raise UserError(f"{where}: {expected}, got {among}{_kind(one)}")
+        with contextlib.suppress(ValueError):
+            raise UserError(f"{where}: {expected}, got {among}JSON text of {_kind(json.loads(one))}")
+    joined = "\n".join(texts)
+    if not joined.strip():
+        raise UserError(f"{where}: {expected}, got no test")
+    return joined
 
 
 def _messages(where: str, given: list[Any]) -> list[PromptMessage]:
@@ -231,7 +256,7 @@ def _messages(where: str, given: list[Any]) -> list[PromptMessage]:
             raise UserError(f"{where}: message {number} has the role {role!r}, expected one of: {allowed}")
         if not isinstance(content, str):
             raise UserError(f"{where}: message {number} must have a text as content, got {_kind(content)}")
-        found.append({"role": role, "content": content})
+        found.append({"role": role, "content": plain_text(content)})
     if not found or found[-1]["role"] != "user":
         got = found[-1]["role"] if found else "no message"
         raise UserError(f"{where}: expected a conversation that ends with a message of the user, got {got}")
@@ -241,12 +266,16 @@ def _messages(where: str, given: list[Any]) -> list[PromptMessage]:
 def plain(value: Any) -> Any:
     """Convert a value to types that messages can carry; dates, decimals and integers beyond 64 bits become text.
 
+    Halves of surrogate pairs in texts and keys become the replacement character.
+
     Raises:
         TypeError: bytes, or a number that is not finite.
     """
     match value:
-        case None | bool() | str():
+        case None | bool():
             return value
+        case str():
+            return plain_text(value)
         case int():
             return value if -(2**63) <= value < 2**64 else str(value)
         case float():
@@ -256,7 +285,7 @@ def plain(value: Any) -> Any:
         case list() | tuple():
             return [plain(item) for item in value]
         case dict():
-            return {str(key): plain(item) for key, item in value.items()}
+            return {plain_text(str(key)): plain(item) for key, item in value.items()}
         case decimal.Decimal():
             return str(value)
         case datetime.datetime() | datetime.date() | datetime.time():

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from streamrl.config.tasks import AgentTask, FileTask, Task
+from streamrl.config.tasks import PYTHON_TESTS, AgentTask, FileTask, Task
 from streamrl.errors import UserError
 from streamrl.tasks.answers import full, tagged
 from streamrl.tasks.extras import import_extra
@@ -21,7 +21,6 @@ from streamrl.tasks.task_items import ScoredItems, items_of
 from streamrl.tasks.user_functions import import_ordinary
 from streamrl.tasks.void_reward import VoidReward
 
-PYTHON_TESTS = "python_tests"
 Score = Callable[[str, dict[str, Any]], Any]
 
 
@@ -96,10 +95,10 @@ def _file_score(task: FileTask) -> Score:
         if sandbox.command and shutil.which(sandbox.command[0]) is None:
             raise UserError(f"task {task.key!r}: sandbox.command: there is no program {sandbox.command[0]!r}")
         try:
-            passes("", "", sandbox)
+            passes("began = True", "assert began", sandbox)
         except VoidReward as error:
             raise UserError(f"task {task.key!r}: sandbox: {error}") from error
-        return lambda completion, given: float(passes(completion, str(given["answer"]), sandbox))
+        return lambda completion, given: float(passes(completion, given["answer"], sandbox))
     function = load_function(task.reward, f"task {task.key!r}")
     return lambda completion, given: function(completion, prompt=given["prompt"], answer=given["answer"])
 

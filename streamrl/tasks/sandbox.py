@@ -7,6 +7,8 @@ its own process counts as success, and no process with its code ever holds an ex
     a sandbox never starts its driver          -> the reward is void: nothing was learned about the code
     the driver has begun, and the code fails,
     loops, exits or uses too much memory       -> it does not pass: that is the policy's doing
+    the tests end, and have never used a name
+    of the program                             -> the reward is void: they would say the same of every program
 
 Isolation, the first that is there (`isolation_of`):
 
@@ -165,7 +167,7 @@ def passes(completion: str, tests: str, sandbox: Sandbox) -> bool:
         sandbox: the sandbox to run in.
 
     Raises:
-        VoidReward: a sandbox did not start its driver.
+        VoidReward: a sandbox did not start its driver, or the tests never used the program.
         SyntaxError: the tests are not Python.
     """
     compile(tests, "tests", "exec", dont_inherit=True)  # otherwise every program would fail them
@@ -181,7 +183,7 @@ def _verdict(program: Boxed, judge: Boxed, end: float) -> bool:
     """Pass on questions and answers until the tests have decided, one side has ended, or the time is over.
 
     Raises:
-        VoidReward: one of them never began.
+        VoidReward: one of them never began, or the tests never used the program.
     """
     both, look = (program, judge), time.monotonic() + LOOK_S
     with selectors.DefaultSelector() as ready:
@@ -210,7 +212,11 @@ def _verdict(program: Boxed, judge: Boxed, end: float) -> bool:
 
 
 def _pass_on(one: Boxed, line: bytes, program: Boxed, judge: Boxed) -> bool | None:
-    """Take one line of one side; return the verdict, or None: there is none yet."""
+    """Take one line of one side; return the verdict, or None: there is none yet.
+
+    Raises:
+        VoidReward: the tests never used the program.
+    """
     if not one.begun:
         one.begun = line == BEGUN
         return None
@@ -221,11 +227,21 @@ def _pass_on(one: Boxed, line: bytes, program: Boxed, judge: Boxed) -> bool | No
         return None
     if line.startswith(VERDICT):
         return line == PASSED
+    if line.startswith(UNUSED):
+        raise _never_used(json.loads(line)[1])
     program.pending += line
     return None
 
 
+def _never_used(raised: list[str] | None) -> VoidReward:
+    """Return the error of tests that never used the program, and may have raised an exception."""
+    ended = ": ".join(raised).removesuffix(": ") if raised else "they ended without an error"
+    text = f"the tests never used the program, so they say nothing about it ({ended})"
+    return VoidReward(VoidCause.VERIFIER, text, retry=False)
+
+
 BEGUN, FAILED, VERDICT, PASSED = b'["begun", null]\n', b'["failed", ', b'["verdict", ', b'["verdict", true]\n'
+UNUSED = b'["unused", '
 """Lines of a driver that are meant for this module; those of the program's process never mean success."""
 
 

@@ -201,21 +201,23 @@ class Tests:
         self.functions: list[Callable[..., Any]] = []
         """Functions that the tests have passed to the program, by number."""
         self.stand_ins: dict[int, StandIn] = {}
+        self.used = False
+        """Whether the tests have looked for a name of the program, be it there or not."""
 
     def run(self, source: str) -> None:
-        """Run the tests once the program is ready, and tell the result."""
+        """Run the tests once the program is ready, and tell the result, or that they never used the program."""
         kind, names = self.channel.receive()
         if kind != "ready":
             return
+        raised = None
         try:
             exec(compile(source, "tests", "exec"), Names(self, frozenset(names)))
-        except SystemExit as error:
-            passed = error.code in (None, 0)
-        except BaseException:
-            passed = False
-        else:
-            passed = True
-        self.channel.send("verdict", passed)
+        except BaseException as error:
+            raised = error
+        if not self.used:
+            self.channel.send("unused", failure(raised) if raised else None)
+            return
+        self.channel.send("verdict", raised is None or (isinstance(raised, SystemExit) and raised.code in (None, 0)))
 
     def ask(self, what: str, target: int | None, name: str, args: list[Any], named: dict[str, Any]) -> Any:
         """Ask the program; return its answer, or raise what it has raised."""
@@ -278,7 +280,10 @@ class Names(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         """Ask the program for one of its names, unless Python has it: `len` in a test is Python's."""
-        if hasattr(builtins, name) or name not in self._of_program:
+        if hasattr(builtins, name) or name.startswith("__"):
+            raise KeyError(name)
+        self._tests.used = True
+        if name not in self._of_program:
             raise KeyError(name)
         return self._tests.ask("name", None, name, [], {})
 

@@ -6,17 +6,24 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
+from streamrl.agents import environment_player
 from streamrl.agents.episode import EpisodeOrder, EpisodeOutcome
 from streamrl.agents.workers import EpisodeWorkers
 from streamrl.config.tasks import AgentTask
+from streamrl.environments.environment_pool import EnvironmentPlace
+from streamrl.environments.environment_process import EnvironmentAnswer
 from streamrl.environments.installed import InstalledEnvironment
 from streamrl.errors import UserError
+from streamrl.rollouts.trajectory import MOST_METRICS, MOST_NAME
 from streamrl.rollouts.void import VoidCause
 from streamrl.tasks.source import PromptSource
+from streamrl.tasks.void_reward import VoidReward
 from tests.agents.model_server import ModelServer
 from tests.environments.own_environment import install
 from tests.marks import descendants
@@ -82,6 +89,68 @@ def test_a_limit_keeps_the_rewards_so_far(room: InstalledEnvironment) -> None:
             assert (full.reward, full.metrics["cut"], full.void) == (0.0, 1.0, None)
 
     asyncio.run(scenario())
+
+
+OWN = 5
+"""Numbers of an episode that are the player's: three times, steps and `cut`."""
+
+
+def test_numbers_that_cannot_be_recorded_void_their_episode(room: InstalledEnvironment) -> None:
+    async def scenario() -> None:
+        async with started(task(room)) as (owner, server):
+            most = {f"number {n}": 1.0 for n in range(MOST_METRICS - OWN)}
+            kept = await play(owner, server, "a", "echo", steps=1, numbers=most)
+            assert (kept.void, kept.reward, len(kept.metrics)) == (None, 0.5, MOST_METRICS)
+            wrong = {
+                f"there are {MOST_METRICS + 1} numbers beside the reward": {"numbers": {**most, "another": 1.0}},
+                "the reward must be finite, got inf": {"pays": 1e308},
+                "'gold' must be finite, got inf": {"numbers": {"gold": 1e308}},
+            }
+            for text, item in wrong.items():
+                void = await play(owner, server, text, "echo", steps=2, **item)
+                assert void.void and void.void.cause == VoidCause.ENVIRONMENT and not void.again
+                assert void.void.text.startswith(f"environment: {text}")
+                assert len(void.steps) == 3 and void.metrics == {}
+
+    asyncio.run(scenario())
+
+
+def test_names_of_numbers_are_cut_and_none_takes_the_place_of_the_reward(room: InstalledEnvironment) -> None:
+    async def scenario() -> None:
+        async with started(task(room)) as (owner, server):
+            numbers = {"n" * (MOST_NAME + 1): 2.0, "reward": 7.0, "\ud83d": 3.0}
+            played = await play(owner, server, "a", "echo", steps=1, numbers=numbers)
+            assert played.reward == 0.5 and played.void is None
+            assert len(played.metrics) == OWN + 2
+            assert (played.metrics["n" * MOST_NAME], played.metrics["\ufffd"]) == (2.0, 3.0)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("reward", "metrics", "text"),
+    [
+        (0.5, None, None),
+        (0.5, {"solved": 1.0}, None),
+        (float("inf"), {}, "the reward must be finite, got inf"),
+        (0.5, {str(n): 0.0 for n in range(MOST_METRICS + 1)}, "101 numbers beside the reward"),
+    ],
+)
+def test_what_an_environment_tells_that_plays_by_itself_is_looked_at_too(
+    reward: float, metrics: dict[str, float] | None, text: str | None
+) -> None:
+    answer = EnvironmentAnswer({"reward": reward, "metrics": metrics}, 0.0, 0.0, 0.0)
+    place = cast(EnvironmentPlace, SimpleNamespace(plays=True, play=AsyncMock(return_value=answer)))
+    one = AgentTask.model_validate({"kind": "agent", "name": "room", "environment": {"name": "room"}})
+    game = environment_player._Game(one, Mock(), Mock())
+    order = EpisodeOrder("s", "g", "room", {"prompt": "p"}, 1, None)
+    if text is None:
+        played = asyncio.run(game.play(place, order))
+        assert (played.reward, played.void, played.metrics) == (reward, None, metrics or {})
+        return
+    with pytest.raises(VoidReward, match=text) as raised:
+        asyncio.run(game.play(place, order))
+    assert raised.value.cause is VoidCause.ENVIRONMENT
 
 
 def test_what_fails_voids_its_episode_with_its_cause(room: InstalledEnvironment) -> None:

@@ -29,6 +29,7 @@ class Room:
 
     def reset(self, item):
         self.kind, self.left = item["prompt"], item.get("steps", 2)
+        self.pays, self.numbers = item.get("pays", 0.5), item.get("numbers")
         if self.kind == "raises at once":
             raise KeyError("no such room")
         if self.kind == "never resets":
@@ -52,7 +53,8 @@ class Room:
             os._exit(9)
         if self.kind == "stuck" or text == "stick":
             time.sleep(3600)
-        return f"you said {text}", 0.5, self.left <= 0, {"words": len(text.split())}
+        numbers = {"words": len(text.split())} if self.numbers is None else self.numbers
+        return f"you said {text}", self.pays, self.left <= 0, numbers
 
     def random_answer(self, draw):
         return str(draw.randint(1, 6))

@@ -379,8 +379,8 @@ USES = {
         "assert count('aab') == {'a': 2, 'b': 1}",
     ),
     "a name of Python that the program has replaced stays Python's": (
-        "def len(x): return 3",
-        "assert len([1]) == 1",
+        "def len(x): return 3\ndef two(): return 2",
+        "assert len([1]) == 1 and two() == 2",
     ),
 }
 

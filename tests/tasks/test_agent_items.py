@@ -33,6 +33,7 @@ def empty_prompt(index, seed): return {"prompt": " "}
 def an_object(index, seed): return {"prompt": "p", "thing": object()}
 def not_finite(index, seed): return {"prompt": "p", "bound": float("inf")}
 def number_key(index, seed): return {"prompt": "p", 3: 4}
+def halves(index, seed): return {"prompt": "\\ud83d", "answer": "\\ud83d", "\\ud83d": {"\\ud83d": "\\ud83d"}}
 def without_seed(index): return {"prompt": "p"}
 async def later(index, seed): return {"prompt": "p"}
 """
@@ -97,6 +98,19 @@ def test_a_files_columns_all_come_along(tmp_path: Path) -> None:
     pq.write_table(pa.table({name: [value] for name, value in lines[0].items()}), tmp_path / "items.parquet")
     table = task.model_copy(update={"path": "items.parquet"})
     assert PromptSource([table], 0).prompt(0).reward_input == item
+
+
+def test_half_of_a_surrogate_pair_can_be_sent_wherever_an_item_has_it() -> None:
+    half, whole = "\ud83d", "\ufffd"
+    read = from_file([{"prompt": half, "answer": half, half: {half: half}}], answer_column="answer")
+    for task in (read, made("halves")):
+        prompt = PromptSource([task], 0).prompt(0)
+        assert (prompt.text, prompt.reward_input["answer"], prompt.reward_input[whole]) == (
+            whole,
+            whole,
+            {whole: whole},
+        )
+        assert msgpack.unpackb(msgpack.packb(prompt.reward_input)) == prompt.reward_input
 
 
 def test_an_answer_column_that_is_named_so_needs_no_key() -> None:

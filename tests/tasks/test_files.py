@@ -17,7 +17,9 @@ import pytest
 
 from streamrl.config.tasks import FileTask
 from streamrl.errors import UserError
-from streamrl.tasks.files import TaskRow, load_rows
+from streamrl.tasks.chat_template import load_chat_template
+from streamrl.tasks.files import FileItems, TaskRow, load_rows
+from tests.tiny_model import save_tiny_model
 
 ROWS = [TaskRow("one?", "1"), TaskRow("two?\nreally?", "2"), TaskRow("dreißig?", "30")]
 COLUMNS = {"prompt": [row.prompt for row in ROWS], "answer": [row.answer for row in ROWS], "other": [1, 2, 3]}
@@ -177,6 +179,70 @@ def test_a_wrong_parquet_row_is_named(tmp_path: Path, columns: dict[str, Any], s
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     with pytest.raises(UserError, match=says):
         load_rows(file_task(tmp_path / "a.parquet"))
+
+
+HALF = "\ud83d"
+"""Half of a surrogate pair, which cannot be encoded."""
+
+
+def test_half_of_a_surrogate_pair_reaches_tokenizer_and_messages_as_a_replacement(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    answers = [HALF, {"a" + HALF: [HALF]}, "\ud83d\ude00"]
+    chat = [{"role": role, "content": role + HALF} for role in ("system", "user", "assistant")]
+    prompts = [f"one{HALF}?", [*chat, {"role": "user", "content": f"two{HALF}?"}], "three \ud83d\ude00"]
+    rows = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, answers, strict=True)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    items = FileItems(file_task(path), 0)
+    assert [items.question(index) for index in range(3)] == ["one\ufffd?", "two\ufffd?", "three \U0001f600"]
+    given = [items.reward_input(index)["answer"] for index in range(3)]
+    assert given == ["\ufffd", {"a\ufffd": ["\ufffd"]}, "\U0001f600"]
+    assert [one["content"] for one in items.earlier(1)] == ["system\ufffd", "user\ufffd", "assistant\ufffd"]
+    template = load_chat_template(str(save_tiny_model(tmp_path / "model")), {})
+    for index in range(3):
+        messages = [*items.earlier(index), {"role": "user", "content": items.question(index)}]
+        assert len(template.tokens(messages)) > len(items.question(index))
+        sent = [messages, items.reward_input(index)]
+        assert msgpack.unpackb(msgpack.packb(sent)) == sent
+
+
+def programs(path: Path, *answers: Any) -> FileTask:
+    path.write_text("".join(json.dumps({"prompt": "Write add.", "tests": answer}) + "\n" for answer in answers))
+    return file_task(path, reward="python_tests", answer_column="tests", sandbox={"command": ["env"]})
+
+
+def test_a_list_of_tests_is_joined(tmp_path: Path) -> None:
+    several = ["assert add(1, 2) == 3", "for n in range(3):\n    assert add(n, 0) == n"]
+    rows = load_rows(programs(tmp_path / "a.jsonl", several[0], several))
+    assert [row.answer for row in rows] == [several[0], "\n".join(several)]
+    pq.write_table(pa.table({"prompt": ["p"], "answer": [several]}), tmp_path / "a.parquet")
+    task = file_task(tmp_path / "a.parquet", reward="python_tests", sandbox={"command": ["env"]})
+    assert load_rows(task)[0].answer == rows[1].answer
+    plain = task.model_copy(update={"reward": "exact_match", "sandbox": None})
+    assert load_rows(plain)[0].answer == several  # other rewards get lists as they are
+
+
+@pytest.mark.parametrize(
+    ("answer", "got"),
+    [
+        ({"inputs": ["1 2"], "outputs": ["3"]}, "dict"),
+        ('{"inputs": ["1 2"], "outputs": ["3"]}', "JSON text of dict"),
+        ('["assert add(1, 2) == 3"]', "JSON text of list"),
+        ("3", "JSON text of int"),
+        (3, "int"),
+        (True, "bool"),
+        (["assert add(1, 2) == 3", 3], "a list with int"),
+        (["assert add(1, 2) == 3", '"3"'], "a list with JSON text of str"),
+        ([], "no test"),
+        ([" ", "\n"], "no test"),
+        (" ", "no test"),
+    ],
+)
+def test_what_is_no_test_is_named_with_its_line(tmp_path: Path, answer: Any, got: str) -> None:
+    path = tmp_path / "a.jsonl"
+    with pytest.raises(UserError) as caught:
+        load_rows(programs(path, "assert add(1, 2) == 3", answer))
+    expected = "reward python_tests expects Python that uses the program, or a list of such texts"
+    assert str(caught.value) == f"{path}:2: column 'tests': {expected}, got {got}"
 
 
 def test_unreadable_places_are_explained(tmp_path: Path) -> None:

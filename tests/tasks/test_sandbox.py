@@ -116,6 +116,42 @@ def test_tests_that_are_no_python_are_an_error_and_no_failure_of_the_program() -
         passes(RIGHT, "assert add(1, 2 ==", NOTHING)
 
 
+@pytest.mark.parametrize(
+    ("tests", "ended"),
+    [
+        ("", "ended without an error"),
+        ("['assert add(1, 2) == 4']", "ended without an error"),
+        ('{"inputs": ["1 2"], "outputs": ["4"]}', "ended without an error"),
+        ("def check(candidate):\n    assert candidate(1, 2) == 4", "ended without an error"),
+        ("assert sum([1, 2]) == 3", "ended without an error"),  # Python's, not the program's
+        ("assert 1 + 2 == 4", "AssertionError"),
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("raise SystemExit", "SystemExit"),
+        ("__file__", "NameError"),  # no name that a program gives
+    ],
+)
+def test_tests_that_never_use_the_program_judge_none(tests: str, ended: str) -> None:
+    program = "def add(a, b): return a + b\ndef sum(values): return 3"
+    with pytest.raises(VoidReward, match=f"the tests never used the program, .*{ended}") as raised:
+        passes(program, tests, NOTHING)
+    assert raised.value.cause is VoidCause.VERIFIER and not raised.value.retry
+
+
+@pytest.mark.parametrize(
+    ("tests", "passed"),
+    [
+        ("add(1, 2)", True),
+        ("def check(candidate):\n    assert candidate(1, 2) == 3\ncheck(add)", True),
+        ("import sys\nsys.exit(add(1, 2) - 3)", True),
+        ("import sys\nsys.exit(add(1, 2))", False),
+        ("try:\n    subtract(1, 2)\nexcept NameError:\n    pass", True),
+        ("assert subtract(1, 2) == -1", False),  # a program that has not what is asked for is wrong
+    ],
+)
+def test_looking_for_one_name_is_using_the_program(tests: str, passed: bool) -> None:
+    assert passes("def add(a, b): return a + b", tests, NOTHING) is passed
+
+
 def test_a_sandbox_may_not_take_as_long_as_a_reward() -> None:
     programs = task(reward="python_tests", sandbox={"command": ["env"], "seconds": 20}).model_dump()
     with pytest.raises(ValidationError, match=r"sandbox.seconds \(20\) must be less than deadlines.reward_s \(20\)"):

@@ -27,7 +27,7 @@ NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 def make(name: str, config: dict[str, Any]) -> GymnasiumEnvironment:
-    """Check the config, and return what makes environments `gymnasium.make(name)`."""
+    """Check the config, and return what makes environments `gymnasium.make(name)`; see `_registered` for names."""
     if unknown := set(config) - KEYS:
         raise ValueError(f"unknown keys {sorted(unknown)}; known are {', '.join(sorted(KEYS))}")
     return GymnasiumEnvironment(name, config)
@@ -42,16 +42,31 @@ class GymnasiumEnvironment:
         gymnasium = importlib.import_module("gymnasium")
         self._config = config
         arguments = dict(config.get("kwargs") or {})
-        modes = gymnasium.spec(name).entry_point
+        self._name = _registered(name)
+        modes = gymnasium.spec(self._name).entry_point
         modes = getattr(_imported(modes), "metadata", {}).get("render_modes", [])
         if "ansi" in modes and "render_mode" not in arguments:
             arguments["render_mode"] = "ansi"
-        self._make = lambda: gymnasium.make(name, **arguments)
-        self._name = name
+        self._make = lambda: gymnasium.make(self._name, **arguments)
 
     def new(self) -> GymnasiumEpisode:
         """Make one environment."""
         return GymnasiumEpisode(self._make(), self._name, self._config)
+
+
+def _registered(name: str) -> str:
+    """Return an id that gymnasium knows; of 'module:ID', the module is imported, which registers it.
+
+    Raises:
+        ValueError: nothing stands before or after the colon.
+    """
+    module, colon, of_module = name.partition(":")
+    if not colon:
+        return name
+    if not module or not of_module:
+        raise ValueError(f"{name!r}: expected an id of gymnasium, or module:ID")
+    importlib.import_module(module)
+    return of_module
 
 
 def _imported(entry_point: Any) -> Any:
@@ -68,10 +83,12 @@ class GymnasiumEpisode:
         """
         Raises:
             TypeError: its actions are of a space that has no form as text.
+            ValueError: there are more or fewer names than actions, or a name that no answer can choose.
         """
         self._env, self._digits = env, int(config.get("digits", 3))
         self._unreadable = float(config.get("unreadable", 0.0))
-        self._names = [str(one) for one in config.get("actions") or []]
+        self._names = [str(one).strip() for one in config.get("actions") or []]
+        self._spoken = _Spoken(self._names)
         space, kind = env.action_space, type(env.action_space).__name__
         self._shape: tuple[int, ...] = ()
         if kind == "Discrete":
@@ -112,9 +129,8 @@ class GymnasiumEpisode:
     def action(self, answer: str) -> Any:
         """Return the action that an answer names; None: it names none."""
         if self._names:
-            found = re.findall("|".join(rf"\b{re.escape(one)}\b" for one in self._names), answer, re.IGNORECASE)
-            known = [one.lower() for one in self._names]
-            return self._first + known.index(found[-1].lower()) if found else None
+            place = self._spoken.last(answer)
+            return None if place is None else self._first + place
         numbers = [float(one) for one in NUMBER.findall(answer)]
         if not self._shape:
             last = int(numbers[-1]) if numbers and abs(numbers[-1]) < 2**31 else None
@@ -155,6 +171,32 @@ class GymnasiumEpisode:
         if isinstance(value, list):
             return self._plain(value)
         return round(value, self._digits) if isinstance(value, float) else value
+
+
+class _Spoken:
+    """Finds names of actions in answers, whatever their case; a longer name goes before one that it begins with."""
+
+    def __init__(self, names: list[str]) -> None:
+        """
+        Raises:
+            ValueError: no answer can choose one of the names.
+        """
+        self._places = sorted(range(len(names)), key=lambda place: -len(names[place]))
+        words = "|".join(rf"({re.escape(names[place])})" for place in self._places)
+        self._pattern = re.compile(rf"(?<!\w)(?:{words})(?!\w)", re.IGNORECASE)
+        for place, name in enumerate(names):
+            if not name:
+                raise ValueError(f"actions: the name of action {place} is empty, expected a text")
+            if (found := self.last(name)) != place:
+                other = "nothing" if found is None else f"{names[found]!r}, the name of action {found}"
+                raise ValueError(f"actions: no answer can choose {name!r}: it is read as {other}")
+
+    def last(self, answer: str) -> int | None:
+        """Return the place of the last name that an answer contains; None: it contains none."""
+        place = None
+        for found in self._pattern.finditer(answer):
+            place = self._places[(found.lastindex or 0) - 1]
+        return place
 
 
 def _flat(action: Any) -> list[Any]:

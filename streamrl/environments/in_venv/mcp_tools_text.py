@@ -17,15 +17,18 @@ Keys of the config:
     tools           names of the tools that are offered; all by default
     instructions    a system message
     reward          'module:function', f(item, messages) -> a number, of a module on --path or in the venv; by default 1
-                    if the last answer has the item's `answer` as a word, else 0
+                    if the last answer has the item's `answer`, else 0: a number (72, "72", "1,080") as a number of the
+                    same value, anything else as a word of its own
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import decimal
 import importlib
 import json
+import math
 import os
 import re
 import shutil
@@ -37,6 +40,11 @@ KEYS = {"arguments", "variables", "headers", "tools", "instructions", "reward"}
 MOST_PAGES = 100
 MOST_TEXT = 16_384
 """Most characters of a tool's result; the rest is cut, and said to be."""
+DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|(?<!\.)\.\d+)(?:[eE][-+]?\d{1,3})?"
+NUMBER = re.compile(rf"(?<!\w)(?<!\d\.)[-+\u2212]?{DIGITS}(?!\w|\.\d)")
+"""A whole number in a text; not 5 in x5, 5th, 3.5, -5, 1.2.5 or 1,500. In 10-5 there are 10 and 5."""
+WRITTEN = re.compile(r"-?(?:[1-9]\d{0,2}(?:,\d{3})+|0|[1-9]\d*)(?:\.\d+)?")
+"""An answer that is a number although it is a text; 007 is none."""
 
 
 def make(name: str, config: dict[str, Any]) -> McpEnvironment:
@@ -266,10 +274,17 @@ def _reward_function(name: Any) -> Any:
 
 
 def _has(answer: Any, message: dict[str, Any]) -> float:
-    """Return 1 if a message has the answer as a word of its own, whatever its case; else 0."""
-    wanted = re.escape(str(answer).strip())
-    said = str(message.get("content") or "")
+    """Return 1 if a message has the answer, else 0; see `reward` in the config."""
+    said, text = str(message.get("content") or ""), str(answer).strip()
+    if (type(answer) in (int, float) and math.isfinite(answer)) or WRITTEN.fullmatch(text):
+        return float(_value(text) in map(_value, NUMBER.findall(said)))
+    wanted = re.escape(text)
     return float(bool(wanted) and re.search(rf"(?<!\w){wanted}(?!\w)", said, re.IGNORECASE) is not None)
+
+
+def _value(number: str) -> decimal.Decimal:
+    """Return the value of a number as it is written."""
+    return decimal.Decimal(number.replace(",", "").replace("\u2212", "-"))
 
 
 def _either(found: Any, *names: str) -> Any:

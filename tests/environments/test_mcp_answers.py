@@ -1,0 +1,95 @@
+"""The answer of an item that is looked for in the model's last message: numbers by value, texts as words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from streamrl.environments.in_venv.mcp_tools_text import _has
+
+
+def has(answer: Any, said: str | None) -> bool:
+    return _has(answer, {"role": "assistant", "content": said}) == 1.0
+
+
+@pytest.mark.parametrize("answer", [5, 5.0, "5", " 5 "])
+def test_a_number_is_found_by_its_value(answer: Any) -> None:
+    for said in ("5", "It is 5.", "5, I think", "$5", "(5)", "5.0", "5.000", "+5", "a=5", "x is 4.5, 5 or 6", "2,5,3"):
+        assert has(answer, said), said
+    for said in (
+        "3.5",
+        "-5",
+        "\u22125",
+        "5.2",
+        "1.2.5",
+        "5.1.2",
+        "15",
+        "5th",
+        "x5",
+        "1,500",
+        "5,000",
+        ".5",
+        "5e3",
+        "",
+        None,
+    ):
+        assert not has(answer, said), said
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (72.0, "72"),
+        (1080, "1,080 euros"),
+        ("1,080", "it is 1080."),
+        (1234567.5, "1,234,567.5"),
+        (1080, "1080"),
+        (-5, "it is -5"),
+        (-5, "it is \u22125"),
+        ("-5", "x=-5"),
+        (5, "10-5"),  # a difference or a range, nothing negative
+        (10, "10-5"),
+        (5, "- 5 apples"),
+        (0.5, ".5"),
+        (0.5, "0.50"),
+        (0.1, "0.1"),
+        (0, "-0"),
+        (2e22, "2e22"),
+        (2e-7, "0.0000002"),
+        (12345678901234567890, "12345678901234567890"),
+        (30, "5,200,30"),
+        (5, "so it is ...5"),
+    ],
+)
+def test_a_number_may_be_written_in_several_ways(answer: Any, said: str) -> None:
+    assert has(answer, said)
+
+
+def test_numbers_that_are_almost_equal_differ() -> None:
+    assert not has(12345678901234567890, "12345678901234567891")
+    assert not has(1080, "1,0800") and not has(1080, "10,80")
+    assert not has(5, "-5") and not has(-5, "5") and not has(-5, "10-5")
+    assert not has(2.5, "1.2.5") and not has(1.2, "1.2.5")  # a version
+    assert not has(1, "1e99999999999999999999")
+    assert not has(1, "9" * 10_000)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said", "found"),
+    [
+        ("Paris", "It is paris!", True),
+        ("Paris", "Parisian", False),
+        ("007", "agent 007", True),
+        ("007", "agent 7", False),
+        ("1.2.3", "version 1.2.3", True),
+        ("3:30", "at 3:30", True),
+        ("C++", "C++, of course", True),
+        (True, "true", True),
+        (True, "1", False),
+        ("", "anything", False),
+        (float("nan"), "nan", True),
+    ],
+)
+def test_anything_else_is_found_as_a_word(answer: Any, said: str, found: bool) -> None:
+    assert has(answer, said) is found
