@@ -27,6 +27,8 @@ ATTEMPTS = 3
 PAUSE_S = 0.2
 OVER = frozenset({"context_length_exceeded", "max_turns_exceeded"})
 """Codes of the endpoint's refusals that end an episode by rule: what the policy did used up context or turns."""
+WITHOUT_CAUSE = frozenset({"litellm"})
+"""Packages that raise exceptions in place of a client's, without its code and without naming it as their cause."""
 
 
 class EpisodeOver(Exception):
@@ -206,8 +208,19 @@ def is_over(error: BaseException) -> bool:
             break
         if isinstance(seen, EpisodeOver) or {getattr(seen, "code", None), _code_in(getattr(seen, "body", None))} & OVER:
             return True
-        seen = seen.__cause__ or seen.__context__
+        seen = _wrapped_by(seen)
     return False
+
+
+def _wrapped_by(error: BaseException) -> BaseException | None:
+    """Return the exception that another one stands for; None: it stands for itself.
+
+    What an agent raises while it handles the end of its episode is a failure of its own: that is no cause.
+    """
+    package = type(error).__module__.partition(".")[0]
+    if error.__cause__ is not None or error.__suppress_context__ or package not in WITHOUT_CAUSE:
+        return error.__cause__
+    return None if isinstance(error.__context__, EpisodeOver) else error.__context__  # no package wraps that
 
 
 def _code_in(body: Any) -> str:

@@ -69,6 +69,12 @@ async def run(task, client):
         case "caught":
             try: await client.chat(user("refuse 400 context_length_exceeded"))
             except EpisodeOver as over: return float("context_length" in str(over))
+        case "fails after the end":
+            try: await client.chat(user("refuse 400 context_length_exceeded"))
+            except EpisodeOver: raise KeyError("grade")
+        case "says why it ends":
+            try: await client.chat(user("refuse 400 context_length_exceeded"))
+            except EpisodeOver as over: raise RuntimeError("no room") from over
         case "raise": raise RuntimeError("first line\\nsecond")
         case "none": return None
         case "text": return "1"
@@ -207,12 +213,13 @@ def test_an_agent_may_return_a_hundred_numbers_beside_its_reward_and_finite_ones
 
 
 def test_an_episode_that_used_up_context_or_turns_gets_zero_unless_the_agent_says_otherwise() -> None:
-    found = asyncio.run(outcomes("full", "no turns", "full in openai", "caught"))
-    assert [(one.reward, one.void) for one in found] == [(0.0, None), (0.0, None), (0.0, None), (1.0, None)]
+    found = asyncio.run(outcomes("full", "no turns", "full in openai", "says why it ends", "caught"))
+    assert [(one.reward, one.void) for one in found] == [*[(0.0, None)] * 4, (1.0, None)]
 
 
 def test_a_failure_is_void_with_its_cause_and_never_a_zero() -> None:
     cases = {
+        "fails after the end": (VoidCause.VERIFIER, "KeyError: 'grade'"),
         "raise": (VoidCause.VERIFIER, "RuntimeError: first line second"),
         "none": (VoidCause.VERIFIER, "the reward must be a number, got NoneType None"),
         "text": (VoidCause.VERIFIER, "the reward must be a number, got str '1'"),

@@ -1,0 +1,52 @@
+"""The client of an agent: which exceptions mean that an episode is over by rule."""
+
+from __future__ import annotations
+
+from streamrl.agents.client import EpisodeOver, is_over
+
+
+class Refused(Exception):
+    """What a client library raises for the endpoint's refusal."""
+
+    def __init__(self, code: object) -> None:
+        super().__init__("refused")
+        self.code = code
+
+
+class Wrapped(Exception):
+    """What litellm raises in its place."""
+
+    __module__ = "litellm.exceptions"
+
+
+def raised(error: Exception, while_handling: Exception) -> Exception:
+    """Return an exception as it is when it is raised where another one is handled."""
+    try:
+        try:
+            raise while_handling
+        except Exception:
+            raise error  # noqa: B904
+    except Exception as found:
+        assert found.__context__ is while_handling
+        return found
+
+
+def test_only_what_an_exception_stands_for_ends_an_episode_by_rule() -> None:
+    over, full = EpisodeOver("full"), Refused("context_length_exceeded")
+    assert is_over(over) and is_over(full) and not is_over(Refused("invalid_messages"))
+    for end in (over, full):
+        assert not is_over(raised(KeyError("grade"), end))
+        assert not is_over(raised(ConnectionError("no judge"), end))
+        named = RuntimeError("the agent gives up")
+        named.__cause__ = end
+        assert is_over(named)
+
+
+def test_a_package_that_names_no_cause_wraps_the_error_of_its_client_but_never_ours() -> None:
+    full = Refused("context_length_exceeded")
+    assert is_over(raised(Wrapped(), raised(Wrapped(), full)))
+    assert not is_over(raised(Wrapped(), raised(Refused("rate_limited"), full)))  # a judge, called after the end
+    assert not is_over(raised(Wrapped(), EpisodeOver("full")))
+    hidden = raised(Wrapped(), full)
+    hidden.__suppress_context__ = True
+    assert not is_over(hidden)
