@@ -206,7 +206,8 @@ def is_over(error: BaseException) -> bool:
     for _ in range(8):
         if seen is None:
             break
-        if isinstance(seen, EpisodeOver) or {getattr(seen, "code", None), _code_in(getattr(seen, "body", None))} & OVER:
+        codes = getattr(seen, "code", None), _code_in(getattr(seen, "body", None))
+        if isinstance(seen, EpisodeOver) or any(isinstance(code, str) and code in OVER for code in codes):
             return True
         seen = _wrapped_by(seen)
     return False

@@ -78,6 +78,14 @@ async def _result_of(agent: AgentFunction, item: dict[str, Any], client: AgentCl
         return _void(cause_of(error), one_line(error), error)
 
 
+def _ended(playing: asyncio.Task[EpisodeOutcome]) -> EpisodeOutcome:
+    """Return the outcome of an agent that has ended; its exception may be such that even looking at it fails."""
+    try:
+        return playing.result()
+    except BaseException as error:
+        return _void(VoidCause.VERIFIER, one_line(error), error)
+
+
 def _void(cause: VoidCause, text: str, error: BaseException) -> EpisodeOutcome:
     return EpisodeOutcome(None, Void(cause, text), traceback=traceback_of(error, OWN_FOLDER))
 
@@ -168,7 +176,7 @@ class AgentWorker:
         except asyncio.CancelledError:
             episode.void = Void(VoidCause.CRASH, "given up")  # its owner has forgotten it
         episode.end()
-        outcome = playing.result() if episode.void is None else EpisodeOutcome(None, episode.void)
+        outcome = _ended(playing) if episode.void is None else EpisodeOutcome(None, episode.void)
         spoiled = await self._clean_up(episode)
         del self._playing[play.api_key]
         self.pipe.send(Played(api_key=play.api_key, outcome=replace(outcome, steps=episode.steps), spoiled=spoiled))

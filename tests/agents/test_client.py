@@ -33,7 +33,9 @@ def raised(error: Exception, while_handling: Exception) -> Exception:
 
 def test_only_what_an_exception_stands_for_ends_an_episode_by_rule() -> None:
     over, full = EpisodeOver("full"), Refused("context_length_exceeded")
-    assert is_over(over) and is_over(full) and not is_over(Refused("invalid_messages"))
+    assert is_over(over) and is_over(full)
+    for code in ("invalid_messages", None, 400, ["context_length_exceeded"], {"reason": "quota"}):
+        assert not is_over(Refused(code))
     for end in (over, full):
         assert not is_over(raised(KeyError("grade"), end))
         assert not is_over(raised(ConnectionError("no judge"), end))

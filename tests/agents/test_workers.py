@@ -30,6 +30,13 @@ import asyncio, ctypes, itertools, os, signal, sys, time
 from streamrl.agents.client import BadToolInput, EpisodeOver
 from streamrl.tasks.void_reward import VoidReward
 
+class Coded(Exception):
+    def __init__(self, code): self.code = code
+
+class Uncoded(Exception):
+    @property
+    def code(self): raise LookupError("no code")
+
 def user(text): return [{"role": "user", "content": text}]
 
 async def run(task, client):
@@ -88,6 +95,9 @@ async def run(task, client):
         case "refused": await client.chat(user("refuse 400 bad_request"))
         case "gone": raise ConnectionError("nobody there")
         case "sys.exit": sys.exit(4)
+        case "sys.exit with a list": sys.exit(["no", "model"])
+        case "code is a dict": raise Coded({"reason": "quota"})
+        case "code fails": raise Uncoded("looked at")
         case "interrupt": raise KeyboardInterrupt
         case "cancels itself": raise asyncio.CancelledError
         case "tool hangs": await client.tool("search", time.sleep, 1000)
@@ -233,6 +243,9 @@ def test_a_failure_is_void_with_its_cause_and_never_a_zero() -> None:
         "refused": (VoidCause.VERIFIER, "CallRefused: 400 no: bad_request"),
         "gone": (VoidCause.PROVIDER, "ConnectionError: nobody there"),
         "sys.exit": (VoidCause.VERIFIER, "SystemExit: 4"),
+        "sys.exit with a list": (VoidCause.VERIFIER, "SystemExit: ['no', 'model']"),
+        "code is a dict": (VoidCause.VERIFIER, "Coded: {'reason': 'quota'}"),
+        "code fails": (VoidCause.VERIFIER, "LookupError: no code"),
         "interrupt": (VoidCause.VERIFIER, "KeyboardInterrupt"),
         "cancels itself": (VoidCause.VERIFIER, "the agent cancelled itself"),
     }
