@@ -64,7 +64,7 @@ class AgentClient:
             api_key: its key, which names the session as well.
             pool: the connections that all episodes of a worker share.
         """
-        self.base_url, self.api_key, self.model = base_url, api_key, POLICY
+        self._base_url, self.api_key, self.model = base_url, api_key, POLICY
         self.finish_reason = ""
         """Why the latest answer of `chat` ended: 'stop', 'tool_calls' or 'length'; '': there was none."""
         self._episode = episode
@@ -76,6 +76,16 @@ class AgentClient:
             trust_env=False,
         )
         """HTTP client for other paths of the endpoint; its calls have the same deadlines."""
+
+    @property
+    def base_url(self) -> str:
+        """The endpoint, as an OpenAI client takes it.
+
+        Whoever takes it may call the model with a library that is not seen here, so that turns have no limit
+        (`deadlines.turn_s`) from then on; `episode_s` is the limit.
+        """
+        self._episode.limits_turns = False
+        return self._base_url
 
     async def chat(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None, **options: Any
@@ -135,7 +145,7 @@ class AgentClient:
         """Return an `openai.AsyncOpenAI` for this episode.
 
         Args:
-            settings: further arguments of it.
+            settings: further arguments of it. With an `http_client` of its own, turns have no limit (see `base_url`).
 
         Raises:
             RuntimeError: the package openai cannot be imported.
@@ -144,7 +154,8 @@ class AgentClient:
             import openai
         except ImportError as error:
             raise RuntimeError(f"client.openai() needs the package openai: {error}") from error
-        own = {"base_url": self.base_url, "api_key": self.api_key, "http_client": self.http}
+        url = self.base_url if "http_client" in settings else self._base_url
+        own = {"base_url": url, "api_key": self.api_key, "http_client": self.http}
         return openai.AsyncOpenAI(**{**own, **settings})
 
     async def close(self) -> None:

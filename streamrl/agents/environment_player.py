@@ -140,7 +140,7 @@ class _Game:
         return EpisodeOutcome(reward, None, metrics={**self._metrics, "cut": cut})
 
     async def _have_played(self, place: EnvironmentPlace, order: EpisodeOrder) -> EpisodeOutcome:
-        """Let an environment that calls the model itself play."""
+        """Let an environment that calls the model itself play; as it takes `base_url`, turns have no limit."""
         answer = await place.play(order.item, self._client.base_url, self._client.api_key, self._episode_s)
         self._live.step("environment", self._name, answer.started, "played")
         return EpisodeOutcome(float(answer.result["reward"]), None, metrics=dict(answer.result.get("metrics") or {}))

@@ -1,8 +1,15 @@
-"""The client of an agent: which exceptions mean that an episode is over by rule."""
+"""The client of an agent: which exceptions mean that an episode is over by rule, and whose turns have a limit."""
 
 from __future__ import annotations
 
-from streamrl.agents.client import EpisodeOver, is_over
+import asyncio
+
+import httpx2
+
+from streamrl.agents.client import AgentClient, EpisodeOver, is_over
+from streamrl.agents.episode import EpisodeOrder
+from streamrl.agents.live_episode import LiveEpisode
+from streamrl.config.tasks import EpisodeDeadlines
 
 
 class Refused(Exception):
@@ -52,3 +59,18 @@ def test_a_package_that_names_no_cause_wraps_the_error_of_its_client_but_never_o
     hidden = raised(Wrapped(), full)
     hidden.__suppress_context__ = True
     assert not is_over(hidden)
+
+
+def test_turns_have_a_limit_until_the_model_may_be_called_unseen() -> None:
+    async def scenario() -> None:
+        def client() -> AgentClient:
+            live = LiveEpisode(EpisodeOrder("s", "g", "t", {}, 0, None), EpisodeDeadlines())
+            return AgentClient(live, "http://127.0.0.1:9/v1", "key", httpx2.AsyncHTTPTransport())
+
+        seen, unseen, other = client(), client(), client()
+        assert str(seen.openai().base_url) == "http://127.0.0.1:9/v1/" and seen._episode.limits_turns
+        assert unseen.base_url == "http://127.0.0.1:9/v1" and not unseen._episode.limits_turns
+        other.openai(http_client=httpx2.AsyncClient())
+        assert not other._episode.limits_turns
+
+    asyncio.run(scenario())

@@ -109,6 +109,10 @@ async def run(task, client):
         case "turn hangs":
             await client.chat(user("echo 1"))
             await asyncio.sleep(1000)
+        case "library of its own hangs":
+            assert client.base_url.endswith("/v1")
+            await client.chat(user("echo 1"))
+            await asyncio.sleep(1000)
         case "episode hangs": await client.tool("book", asyncio.sleep, 1000)
         case "deaf":
             while True:
@@ -263,12 +267,14 @@ def test_every_deadline_ends_its_episode_and_names_what_was_waited_for() -> None
     short = scaled(1.0)
     limits = {"call": "call_s", "tool": "tool_s", "turn": "turn_s", "episode": "episode_s"}
     tasks = [agent(name, deadlines={key: short}) for name, key in limits.items()]
+    tasks.append(agent("both", deadlines={"turn_s": short, "episode_s": 2 * short}))
     cases = {
         "tool hangs": ("tool", f"tool 'search' took more than {short:g} s"),
         "tool hangs and agent goes on": ("tool", f"tool 'search' took more than {short:g} s"),
         "call hangs": ("call", f"a call of the model took more than {short:g} s"),
         "turn hangs": ("turn", "after its call 1 of the model, the agent waited for something of its own"),
         "deaf": ("turn", "before its first call of the model, the agent waited for something of its own"),
+        "library of its own hangs": ("both", f"the episode took more than {2 * short:g} s"),
         "episode hangs": ("episode", "when the agent waited for tool 'book'"),
     }
 
