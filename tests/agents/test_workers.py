@@ -128,6 +128,17 @@ async def run(task, client):
             open("begun", "w").close()
             await mark_when_cancelled("given up")
         case "block": time.sleep(1000)
+        case "blocks a while": return blocked(task["seconds"])
+        case "blocks in a callback":
+            asyncio.get_running_loop().call_soon(blocked, task["seconds"])
+            await asyncio.sleep(0)
+            return 1.0
+        case "holds the lock a while":
+            ctypes.PyDLL(None).usleep(int(1e6 * task["seconds"]))
+            return 1.0
+        case "blocks with others":
+            await together(task["n"])
+            return blocked(task["seconds"])
         case "hang in C": sum(itertools.repeat(0))
         case "exit": os._exit(3)
         case "segfault": ctypes.string_at(0)
@@ -137,6 +148,19 @@ async def run(task, client):
             os.system("echo noise from a child; echo to its stderr >&2")
             print("x" * 100_000)
             return 1.0
+
+def blocked(seconds):
+    time.sleep(seconds)
+    return 1.0
+
+waiting = []
+
+async def together(n):
+    # all of n episodes go on in one round of the event loop, in the order in which they came
+    loop = asyncio.get_running_loop()
+    waiting.append(loop.create_future())
+    if len(waiting) == n: loop.call_soon(lambda: [one.set_result(None) for one in waiting])
+    await waiting[-1]
 
 async def mark_when_cancelled(name):
     try: await asyncio.sleep(1000)
@@ -312,6 +336,30 @@ def test_an_episode_that_blocks_its_worker_is_named_and_the_others_are_run_again
             assert "mischievous_agents.py:" in guilty.void.text and "in run" in guilty.void.text
             assert other.again and other.void is not None and other.void.cause == VoidCause.CRASH
             assert (await play(owner, server, order("plain", "call hangs"))).reward == 0.5
+
+    asyncio.run(scenario())
+
+
+def test_an_agent_may_block_its_worker_as_long_as_its_own_task_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "SILENT_S", scaled(1.0))
+    strict_s = scaled(1.0)
+    tasks = agent("strict", deadlines={"tool_s": strict_s}), agent("patient")
+    long_s = 1.5 * strict_s
+    alone = {"blocks a while": long_s, "blocks in a callback": long_s, "holds the lock a while": 2 * strict_s + 2.0}
+
+    async def scenario() -> None:
+        async with started(*tasks) as owner:
+            other = play(owner, None, order("waits for ever", task="strict"))
+            for prompt, seconds in alone.items():
+                outcome = await play(owner, None, order(prompt, task="patient", seconds=seconds))
+                assert (outcome.reward, outcome.void) == (1.0, None), prompt
+            other.cancel()
+            names = {"patient": long_s, "strict": 0.4 * strict_s}  # the second begins when the loop is late already
+            orders = [order("blocks with others", name, name, n=2, seconds=s) for name, s in names.items()]
+            both = await asyncio.gather(*(play(owner, None, one) for one in orders))
+            assert [(one.reward, one.void) for one in both] == [(1.0, None)] * 2
+            guilty = await asyncio.wait_for(play(owner, None, order("block", task="strict")), scaled(30))
+            assert guilty.void is not None and "the agent awaited nothing for" in guilty.void.text
 
     asyncio.run(scenario())
 
