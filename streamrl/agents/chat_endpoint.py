@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from streamrl.agents.chat_calls import generate_answer, read_generate
 from streamrl.agents.client import OVER
@@ -159,8 +160,7 @@ class ChatEndpoint:
             self._refused(session, error)
             raise
         if values.get("stream"):
-            stream = self._stream(session, turn, dialect, values)
-            return StreamingResponse(stream, media_type="text/event-stream", headers=_remarks(turn))
+            return _Streamed(turn, self._stream(session, turn, dialect, values))
         if not await self._wait_for(session, turn, request):
             return Response(status_code=499)  # nobody is there to read it
         return JSONResponse(dialect.answer(turn, self._renderer, values), headers=_remarks(turn))
@@ -269,20 +269,16 @@ class ChatEndpoint:
             gone.cancel()
 
     async def _stream(self, session: OpenSession, turn: Turn, dialect: Dialect, body: CallBody) -> AsyncIterator[str]:
-        turn.clients += 1
+        for part in dialect.begin(turn):
+            yield part
         try:
-            for part in dialect.begin(turn):
-                yield part
-            try:
-                await self._finished(session, turn)
-            except CallError as error:
-                yield dialect.failure(error)
-                return
-            for part in dialect.end(turn, self._renderer, body):
-                yield part
-            turn.delivered = True
-        finally:
-            turn.clients -= 1
+            await self._finished(session, turn)
+        except CallError as error:
+            yield dialect.failure(error)
+            return
+        for part in dialect.end(turn, self._renderer, body):
+            yield part
+        turn.delivered = True
 
     def _refused(self, session: OpenSession, error: CallError) -> None:
         session.over = error.code in OVER
@@ -299,6 +295,24 @@ class ChatEndpoint:
         tokens: int = 0,
     ) -> None:
         session.steps.append(EpisodeStep(kind, name, started, self._clock(), detail, tokens))
+
+
+class _Streamed(StreamingResponse):
+    """A turn as a stream, whose client waits for it from now on until the response has ended.
+
+    The parts are asked for later, or never if the client goes away first; equal calls may come before that.
+    """
+
+    def __init__(self, turn: Turn, parts: AsyncIterator[str]) -> None:
+        super().__init__(parts, media_type="text/event-stream", headers=_remarks(turn))
+        self._turn = turn
+        turn.clients += 1
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._turn.clients -= 1
 
 
 async def _gone(request: Request) -> None:

@@ -27,6 +27,8 @@ ATTEMPTS = 3
 PAUSE_S = 0.2
 OVER = frozenset({"context_length_exceeded", "max_turns_exceeded"})
 """Codes of the endpoint's refusals that end an episode by rule: what the policy did used up context or turns."""
+WITHOUT_CAUSE = frozenset({"litellm"})
+"""Packages that raise exceptions in place of a client's, without its code and without naming it as their cause."""
 
 
 class EpisodeOver(Exception):
@@ -62,7 +64,7 @@ class AgentClient:
             api_key: its key, which names the session as well.
             pool: the connections that all episodes of a worker share.
         """
-        self.base_url, self.api_key, self.model = base_url, api_key, POLICY
+        self._base_url, self.api_key, self.model = base_url, api_key, POLICY
         self.finish_reason = ""
         """Why the latest answer of `chat` ended: 'stop', 'tool_calls' or 'length'; '': there was none."""
         self._episode = episode
@@ -74,6 +76,16 @@ class AgentClient:
             trust_env=False,
         )
         """HTTP client for other paths of the endpoint; its calls have the same deadlines."""
+
+    @property
+    def base_url(self) -> str:
+        """The endpoint, as an OpenAI client takes it.
+
+        Whoever takes it may call the model with a library that is not seen here, so that turns have no limit
+        (`deadlines.turn_s`) from then on; `episode_s` is the limit.
+        """
+        self._episode.limits_turns = False
+        return self._base_url
 
     async def chat(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None, **options: Any
@@ -133,7 +145,7 @@ class AgentClient:
         """Return an `openai.AsyncOpenAI` for this episode.
 
         Args:
-            settings: further arguments of it.
+            settings: further arguments of it. With an `http_client` of its own, turns have no limit (see `base_url`).
 
         Raises:
             RuntimeError: the package openai cannot be imported.
@@ -142,7 +154,8 @@ class AgentClient:
             import openai
         except ImportError as error:
             raise RuntimeError(f"client.openai() needs the package openai: {error}") from error
-        own = {"base_url": self.base_url, "api_key": self.api_key, "http_client": self.http}
+        url = self.base_url if "http_client" in settings else self._base_url
+        own = {"base_url": url, "api_key": self.api_key, "http_client": self.http}
         return openai.AsyncOpenAI(**{**own, **settings})
 
     async def close(self) -> None:
@@ -204,10 +217,22 @@ def is_over(error: BaseException) -> bool:
     for _ in range(8):
         if seen is None:
             break
-        if isinstance(seen, EpisodeOver) or {getattr(seen, "code", None), _code_in(getattr(seen, "body", None))} & OVER:
+        codes = getattr(seen, "code", None), _code_in(getattr(seen, "body", None))
+        if isinstance(seen, EpisodeOver) or any(isinstance(code, str) and code in OVER for code in codes):
             return True
-        seen = seen.__cause__ or seen.__context__
+        seen = _wrapped_by(seen)
     return False
+
+
+def _wrapped_by(error: BaseException) -> BaseException | None:
+    """Return the exception that another one stands for; None: it stands for itself.
+
+    What an agent raises while it handles the end of its episode is a failure of its own: that is no cause.
+    """
+    package = type(error).__module__.partition(".")[0]
+    if error.__cause__ is not None or error.__suppress_context__ or package not in WITHOUT_CAUSE:
+        return error.__cause__
+    return None if isinstance(error.__context__, EpisodeOver) else error.__context__  # no package wraps that
 
 
 def _code_in(body: Any) -> str:

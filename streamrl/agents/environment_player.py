@@ -142,7 +142,7 @@ class _Game:
         return _outcome(reward, {**self._metrics, "cut": cut})
 
     async def _have_played(self, place: EnvironmentPlace, order: EpisodeOrder) -> EpisodeOutcome:
-        """Let an environment that calls the model itself play."""
+        """Let an environment that calls the model itself play; as it takes `base_url`, turns have no limit."""
         answer = await place.play(order.item, self._client.base_url, self._client.api_key, self._episode_s)
         self._live.step("environment", self._name, answer.started, "played")
         return _outcome(answer.result["reward"], answer.result.get("metrics") or {})

@@ -52,6 +52,8 @@ class LiveEpisode:
         """Set when a deadline has expired."""
         self.tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
         """What the agent has started in the event loop, itself included."""
+        self.limits_turns = True
+        """Whether turns have a limit: not where the model may be called without being counted here."""
         self.threads: set[threading.Thread] = set()
         """Threads in which a tool still runs."""
         self._tell = tell
@@ -120,6 +122,8 @@ class LiveEpisode:
         self._timers["turn"] = asyncio.get_running_loop().call_later(seconds, self._expire_turn, seconds)
 
     def _expire_turn(self, seconds: float) -> None:
+        if not self.limits_turns:
+            return
         when = f"after its call {self._calls} of the model" if self._calls else "before its first call of the model"
         self.expire(f"a turn took more than {seconds:g} s: {when}, the agent waited for {self._waited_for()}")
 

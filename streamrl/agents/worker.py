@@ -78,6 +78,14 @@ async def _result_of(agent: AgentFunction, item: dict[str, Any], client: AgentCl
         return _void(cause_of(error), one_line(error), error)
 
 
+def _ended(playing: asyncio.Task[EpisodeOutcome]) -> EpisodeOutcome:
+    """Return the outcome of an agent that has ended; its exception may be such that even looking at it fails."""
+    try:
+        return playing.result()
+    except BaseException as error:
+        return _void(VoidCause.VERIFIER, one_line(error), error)
+
+
 def _void(cause: VoidCause, text: str, error: BaseException) -> EpisodeOutcome:
     return EpisodeOutcome(None, Void(cause, text), traceback=traceback_of(error, OWN_FOLDER))
 
@@ -96,10 +104,10 @@ class AgentWorker:
         self._playing: dict[str, asyncio.Task[None]] = {}
         self._episodes: weakref.WeakKeyDictionary[asyncio.Task[Any], LiveEpisode] = weakref.WeakKeyDictionary()
 
-    async def serve(self, blocked_s: float) -> None:
+    async def serve(self) -> None:
         """Play whatever the owner orders, until it has gone."""
         threading.Thread(target=self._read, name="frames", daemon=True).start()
-        threading.Thread(target=self._watch, args=(blocked_s,), name="pulse", daemon=True).start()
+        threading.Thread(target=self._watch, name="pulse", daemon=True).start()
         while True:
             self.pulse += 1
             await asyncio.sleep(PULSE_S)
@@ -125,26 +133,37 @@ class AgentWorker:
             case GiveUp() if frame.api_key in self._playing:
                 self._playing[frame.api_key].cancel()
 
-    def _watch(self, blocked_s: float) -> None:
+    def _watch(self) -> None:
         """Tell the owner that this process lives, and once, that an agent blocks the event loop."""
-        seen, unchanged, told, alive = self.pulse, 0.0, False, ALIVE_S
+        seen: tuple[int, LiveEpisode | None] = self.pulse, None
+        unchanged, told, alive = 0.0, False, ALIVE_S
         before = time.monotonic()
         while True:
             time.sleep(PULSE_S)
             now = time.monotonic()
             passed, before = min(now - before, 2 * PULSE_S), now  # a machine that slept has blocked nothing
-            unchanged, seen = (0.0 if self.pulse != seen else unchanged + passed), self.pulse
+            last, seen = seen, (self.pulse, self._running())  # several may block one round of the loop, one by one
+            unchanged = unchanged + passed if seen == last else 0.0
             alive += passed
-            if unchanged >= blocked_s and not told:
+            if not told and unchanged >= self._may_block_s(seen[1]):
                 told = True
-                self.pipe.send(self._blocked(unchanged))
+                self.pipe.send(self._blocked(seen[1], unchanged))
             if alive >= ALIVE_S:
                 alive = 0.0
                 self.pipe.send(WorkerAlive())
 
-    def _blocked(self, seconds: float) -> Blocked:
+    def _running(self) -> LiveEpisode | None:
+        """Return the episode whose code runs in the event loop at this moment; None: it is not known."""
         task = asyncio.current_task(self._loop)
-        episode = self._episodes.get(task) if task is not None else None
+        return self._episodes.get(task) if task is not None else None
+
+    def _may_block_s(self, episode: LiveEpisode | None) -> float:
+        """Return how many seconds an episode may block the event loop."""
+        if episode is not None:
+            return episode.limits.tool_s
+        return max(task.deadlines.tool_s for task in self.tasks.values())
+
+    def _blocked(self, episode: LiveEpisode | None, seconds: float) -> Blocked:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         where = "unknown code"
         if frame is not None:
@@ -168,7 +187,7 @@ class AgentWorker:
         except asyncio.CancelledError:
             episode.void = Void(VoidCause.CRASH, "given up")  # its owner has forgotten it
         episode.end()
-        outcome = playing.result() if episode.void is None else EpisodeOutcome(None, episode.void)
+        outcome = _ended(playing) if episode.void is None else EpisodeOutcome(None, episode.void)
         spoiled = await self._clean_up(episode)
         del self._playing[play.api_key]
         self.pipe.send(Played(api_key=play.api_key, outcome=replace(outcome, steps=episode.steps), spoiled=spoiled))
@@ -237,7 +256,7 @@ def main() -> None:
     async def serve() -> None:
         worker = AgentWorker(pipe, tasks, agents)
         pipe.send(Ready(problem=""))
-        await worker.serve(begin.blocked_s)
+        await worker.serve()
 
     with contextlib.suppress(OSError):  # the owner has gone
         asyncio.run(serve())

@@ -28,8 +28,6 @@ class Begin(_Frame, frozen=True, kw_only=True):
 
     tasks: list[dict[str, Any]]
     """The run's agent tasks, as in the run file."""
-    blocked_s: float
-    """Seconds without an await after which the worker reports that an agent blocks it."""
 
 
 class Play(_Frame, frozen=True, kw_only=True):

@@ -63,7 +63,6 @@ class EpisodeWorkers:
         self._log = OutputLog(log_file)
         played = [task for task in tasks if task.environment is not None]
         self._environments = EnvironmentPlayer(played, self._log)
-        self._blocked_s = min((task.deadlines.tool_s for task in tasks), default=30.0)
         self._workers: set[WorkerProcess] = set()
         self._some_ready = asyncio.Condition()
         self._suspects: set[str] = set()
@@ -166,8 +165,7 @@ class EpisodeWorkers:
         """Start a worker, and wait until it is ready or has ended."""
         worker = await WorkerProcess.start(self._log, self._suspects)
         self._workers.add(worker)
-        begin = Begin(tasks=[task.model_dump(mode="json") for task in self._coroutines()], blocked_s=self._blocked_s)
-        worker.send(begin)
+        worker.send(Begin(tasks=[task.model_dump(mode="json") for task in self._coroutines()]))
         await worker.ready.wait()
         return worker
 
@@ -218,13 +216,18 @@ class EpisodeWorkers:
 
     async def _watch(self) -> None:
         """Kill workers that are silent: code of an agent holds Python's lock, or the process is stopped."""
-        limit = self._blocked_s + SILENT_S
         while True:
             await asyncio.sleep(ALIVE_S)
             for worker in list(self._workers):
                 worker.silent_s += ALIVE_S  # counted here, so that a pause of this process is none of the worker's
+                limit = self._silent_s(worker)
                 if worker.ready.is_set() and worker.silent_s > limit and not worker.ended:
                     worker.kill(f"it was silent for {limit:g} s", VoidCause.TIMEOUT)
+
+    def _silent_s(self, worker: WorkerProcess) -> float:
+        """Return how many seconds a worker may be silent: any of its episodes may be the one that blocks it."""
+        tasks = [self.tasks[play.order.task] for play, _ in worker.playing.values()] or self._coroutines()
+        return max(task.deadlines.tool_s for task in tasks) + SILENT_S
 
     def _do(self, work: Coroutine[Any, Any, Made]) -> asyncio.Task[Made]:
         task = asyncio.create_task(work)

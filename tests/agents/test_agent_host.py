@@ -238,6 +238,61 @@ def test_a_client_that_goes_away_loses_nothing_and_gets_its_turn_when_it_calls_a
     assert [step.tokens for step in episode.steps] == [int(row.sampled.sum()) for row in episode.rows]
 
 
+def in_process(agent: Callable[[AgentHost, httpx2.AsyncClient], Awaitable[None]], model: Model) -> Episode:
+    """Play an agent that calls the endpoint without a connection: all it sends at once is read before any answer."""
+
+    async def main() -> Episode:
+        async def run(base_url: str, api_key: str) -> float:
+            door = httpx2.ASGITransport(app=host._endpoint.app)
+            async with httpx2.AsyncClient(base_url=base_url, transport=door) as client:
+                await agent(host, client)
+            return 1.0
+
+        async with hosting(model, run) as host:
+            return await host.run(ORDER)
+
+    episode = asyncio.run(asyncio.wait_for(main(), scaled(60)))
+    assert episode.reward == 1.0, episode.void
+    return episode
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+def test_equal_streams_begun_at_once_are_samples_of_their_own(path: str) -> None:
+    words = ["one", "two", "three"]
+    body = {"model": "policy", "stream": True, "messages": [USER], "input": "What?", "max_tokens": 9}
+    del body["messages" if path == "responses" else "input"]
+
+    async def agent(host: AgentHost, client: httpx2.AsyncClient) -> None:
+        answers = await asyncio.gather(*(client.post(path, json=body) for _ in words))
+        assert [[word for word in words if f'"{word}"' in answer.text] for answer in answers] == [[w] for w in words]
+        (session,) = host._endpoint.sessions.values()
+        assert [turn.clients for turn in session.session.turns] == [0, 0, 0]
+
+    assert len(in_process(agent, Model(*words)).rows) == 3
+
+
+def test_a_stream_whose_client_goes_away_before_it_begins_is_given_to_the_same_call_again() -> None:
+    model = Model("first", "second")
+    body = {"model": "policy", "messages": [USER], "stream": True}
+
+    async def agent(host: AgentHost, client: httpx2.AsyncClient) -> None:
+        (session,) = host._endpoint.sessions.values()
+        received = [{"type": "http.request", "body": json.dumps(body).encode()}, {"type": "http.disconnect"}]
+
+        async def receive() -> Any:
+            return received.pop(0)
+
+        async def send(message: Any) -> None:
+            await asyncio.Event().wait()  # not even the header goes out, so that no part is asked for
+
+        path = f"/sessions/{session.id}/v1/chat/completions"
+        await host._endpoint.app({"type": "http", "method": "POST", "path": path, "headers": []}, receive, send)
+        assert session.session.turns[0].clients == 0
+        assert "first" in (await call(client, stream=True)).text
+
+    assert len(in_process(agent, model).rows) == 1 and model.texts == ["second"]
+
+
 def test_what_a_client_library_repeats_by_itself_gets_the_turn_that_it_has_asked_for() -> None:
     model = Model("first", "second")
 

@@ -10,9 +10,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import AsyncMock, Mock
 
+import httpx2
 import pytest
 
 from streamrl.agents import environment_player
+from streamrl.agents.environment_player import EnvironmentPlayer
 from streamrl.agents.episode import EpisodeOrder, EpisodeOutcome
 from streamrl.agents.workers import EpisodeWorkers
 from streamrl.config.tasks import AgentTask
@@ -22,6 +24,7 @@ from streamrl.environments.installed import InstalledEnvironment
 from streamrl.errors import UserError
 from streamrl.rollouts.trajectory import MOST_METRICS, MOST_NAME
 from streamrl.rollouts.void import VoidCause
+from streamrl.runtime.output_pipe import OutputLog
 from streamrl.tasks.source import PromptSource
 from streamrl.tasks.void_reward import VoidReward
 from tests.agents.model_server import ModelServer
@@ -199,6 +202,36 @@ def test_episodes_step_while_the_model_answers_others(room: InstalledEnvironment
             assert (await blocked).reward == 1.0
 
     asyncio.run(scenario())
+
+
+class Playing:
+    """In place of the processes of an environment that calls the model itself, and never ends."""
+
+    plays = True
+
+    @contextlib.asynccontextmanager
+    async def place(self, episode: str) -> AsyncIterator[Playing]:
+        yield self
+
+    async def play(self, *given: Any) -> None:
+        await asyncio.Event().wait()
+
+
+def test_turns_of_an_environment_that_calls_the_model_itself_have_no_limit() -> None:
+    limits = {"turn_s": scaled(0.1), "episode_s": scaled(0.3)}
+    values = {"kind": "agent", "name": "room", "environment": {"name": "room"}, "deadlines": limits}
+    one = AgentTask.model_validate(values)
+    player = EnvironmentPlayer([one], OutputLog(None))
+    player._pools[one.environment_key] = cast(Any, Playing())
+
+    async def scenario() -> EpisodeOutcome:
+        player._connections = httpx2.AsyncHTTPTransport()
+        order = EpisodeOrder("a", "g", one.key, {}, 1, None)
+        return await asyncio.wait_for(player.play(order, "http://127.0.0.1:9/v1", "key"), scaled(30))
+
+    outcome = asyncio.run(scenario())
+    assert outcome.void is not None and outcome.void.cause == VoidCause.TIMEOUT
+    assert outcome.void.text.startswith("the episode took more than")
 
 
 def test_an_environment_makes_its_items_from_numbers_and_seeds(room: InstalledEnvironment) -> None:

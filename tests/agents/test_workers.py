@@ -30,6 +30,13 @@ import asyncio, ctypes, itertools, os, signal, sys, time
 from streamrl.agents.client import BadToolInput, EpisodeOver
 from streamrl.tasks.void_reward import VoidReward
 
+class Coded(Exception):
+    def __init__(self, code): self.code = code
+
+class Uncoded(Exception):
+    @property
+    def code(self): raise LookupError("no code")
+
 def user(text): return [{"role": "user", "content": text}]
 
 async def run(task, client):
@@ -69,6 +76,12 @@ async def run(task, client):
         case "caught":
             try: await client.chat(user("refuse 400 context_length_exceeded"))
             except EpisodeOver as over: return float("context_length" in str(over))
+        case "fails after the end":
+            try: await client.chat(user("refuse 400 context_length_exceeded"))
+            except EpisodeOver: raise KeyError("grade")
+        case "says why it ends":
+            try: await client.chat(user("refuse 400 context_length_exceeded"))
+            except EpisodeOver as over: raise RuntimeError("no room") from over
         case "raise": raise RuntimeError("first line\\nsecond")
         case "none": return None
         case "text": return "1"
@@ -82,6 +95,9 @@ async def run(task, client):
         case "refused": await client.chat(user("refuse 400 bad_request"))
         case "gone": raise ConnectionError("nobody there")
         case "sys.exit": sys.exit(4)
+        case "sys.exit with a list": sys.exit(["no", "model"])
+        case "code is a dict": raise Coded({"reason": "quota"})
+        case "code fails": raise Uncoded("looked at")
         case "interrupt": raise KeyboardInterrupt
         case "cancels itself": raise asyncio.CancelledError
         case "tool hangs": await client.tool("search", time.sleep, 1000)
@@ -91,6 +107,10 @@ async def run(task, client):
             return 1.0
         case "call hangs": await client.chat(user("wait"))
         case "turn hangs":
+            await client.chat(user("echo 1"))
+            await asyncio.sleep(1000)
+        case "library of its own hangs":
+            assert client.base_url.endswith("/v1")
             await client.chat(user("echo 1"))
             await asyncio.sleep(1000)
         case "episode hangs": await client.tool("book", asyncio.sleep, 1000)
@@ -108,6 +128,17 @@ async def run(task, client):
             open("begun", "w").close()
             await mark_when_cancelled("given up")
         case "block": time.sleep(1000)
+        case "blocks a while": return blocked(task["seconds"])
+        case "blocks in a callback":
+            asyncio.get_running_loop().call_soon(blocked, task["seconds"])
+            await asyncio.sleep(0)
+            return 1.0
+        case "holds the lock a while":
+            ctypes.PyDLL(None).usleep(int(1e6 * task["seconds"]))
+            return 1.0
+        case "blocks with others":
+            await together(task["n"])
+            return blocked(task["seconds"])
         case "hang in C": sum(itertools.repeat(0))
         case "exit": os._exit(3)
         case "segfault": ctypes.string_at(0)
@@ -117,6 +148,19 @@ async def run(task, client):
             os.system("echo noise from a child; echo to its stderr >&2")
             print("x" * 100_000)
             return 1.0
+
+def blocked(seconds):
+    time.sleep(seconds)
+    return 1.0
+
+waiting = []
+
+async def together(n):
+    # all of n episodes go on in one round of the event loop, in the order in which they came
+    loop = asyncio.get_running_loop()
+    waiting.append(loop.create_future())
+    if len(waiting) == n: loop.call_soon(lambda: [one.set_result(None) for one in waiting])
+    await waiting[-1]
 
 async def mark_when_cancelled(name):
     try: await asyncio.sleep(1000)
@@ -207,12 +251,13 @@ def test_an_agent_may_return_a_hundred_numbers_beside_its_reward_and_finite_ones
 
 
 def test_an_episode_that_used_up_context_or_turns_gets_zero_unless_the_agent_says_otherwise() -> None:
-    found = asyncio.run(outcomes("full", "no turns", "full in openai", "caught"))
-    assert [(one.reward, one.void) for one in found] == [(0.0, None), (0.0, None), (0.0, None), (1.0, None)]
+    found = asyncio.run(outcomes("full", "no turns", "full in openai", "says why it ends", "caught"))
+    assert [(one.reward, one.void) for one in found] == [*[(0.0, None)] * 4, (1.0, None)]
 
 
 def test_a_failure_is_void_with_its_cause_and_never_a_zero() -> None:
     cases = {
+        "fails after the end": (VoidCause.VERIFIER, "KeyError: 'grade'"),
         "raise": (VoidCause.VERIFIER, "RuntimeError: first line second"),
         "none": (VoidCause.VERIFIER, "the reward must be a number, got NoneType None"),
         "text": (VoidCause.VERIFIER, "the reward must be a number, got str '1'"),
@@ -226,6 +271,9 @@ def test_a_failure_is_void_with_its_cause_and_never_a_zero() -> None:
         "refused": (VoidCause.VERIFIER, "CallRefused: 400 no: bad_request"),
         "gone": (VoidCause.PROVIDER, "ConnectionError: nobody there"),
         "sys.exit": (VoidCause.VERIFIER, "SystemExit: 4"),
+        "sys.exit with a list": (VoidCause.VERIFIER, "SystemExit: ['no', 'model']"),
+        "code is a dict": (VoidCause.VERIFIER, "Coded: {'reason': 'quota'}"),
+        "code fails": (VoidCause.VERIFIER, "LookupError: no code"),
         "interrupt": (VoidCause.VERIFIER, "KeyboardInterrupt"),
         "cancels itself": (VoidCause.VERIFIER, "the agent cancelled itself"),
     }
@@ -243,12 +291,14 @@ def test_every_deadline_ends_its_episode_and_names_what_was_waited_for() -> None
     short = scaled(1.0)
     limits = {"call": "call_s", "tool": "tool_s", "turn": "turn_s", "episode": "episode_s"}
     tasks = [agent(name, deadlines={key: short}) for name, key in limits.items()]
+    tasks.append(agent("both", deadlines={"turn_s": short, "episode_s": 2 * short}))
     cases = {
         "tool hangs": ("tool", f"tool 'search' took more than {short:g} s"),
         "tool hangs and agent goes on": ("tool", f"tool 'search' took more than {short:g} s"),
         "call hangs": ("call", f"a call of the model took more than {short:g} s"),
         "turn hangs": ("turn", "after its call 1 of the model, the agent waited for something of its own"),
         "deaf": ("turn", "before its first call of the model, the agent waited for something of its own"),
+        "library of its own hangs": ("both", f"the episode took more than {2 * short:g} s"),
         "episode hangs": ("episode", "when the agent waited for tool 'book'"),
     }
 
@@ -286,6 +336,30 @@ def test_an_episode_that_blocks_its_worker_is_named_and_the_others_are_run_again
             assert "mischievous_agents.py:" in guilty.void.text and "in run" in guilty.void.text
             assert other.again and other.void is not None and other.void.cause == VoidCause.CRASH
             assert (await play(owner, server, order("plain", "call hangs"))).reward == 0.5
+
+    asyncio.run(scenario())
+
+
+def test_an_agent_may_block_its_worker_as_long_as_its_own_task_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "SILENT_S", scaled(1.0))
+    strict_s = scaled(1.0)
+    tasks = agent("strict", deadlines={"tool_s": strict_s}), agent("patient")
+    long_s = 1.5 * strict_s
+    alone = {"blocks a while": long_s, "blocks in a callback": long_s, "holds the lock a while": 2 * strict_s + 2.0}
+
+    async def scenario() -> None:
+        async with started(*tasks) as owner:
+            other = play(owner, None, order("waits for ever", task="strict"))
+            for prompt, seconds in alone.items():
+                outcome = await play(owner, None, order(prompt, task="patient", seconds=seconds))
+                assert (outcome.reward, outcome.void) == (1.0, None), prompt
+            other.cancel()
+            names = {"patient": long_s, "strict": 0.4 * strict_s}  # the second begins when the loop is late already
+            orders = [order("blocks with others", name, name, n=2, seconds=s) for name, s in names.items()]
+            both = await asyncio.gather(*(play(owner, None, one) for one in orders))
+            assert [(one.reward, one.void) for one in both] == [(1.0, None)] * 2
+            guilty = await asyncio.wait_for(play(owner, None, order("block", task="strict")), scaled(30))
+            assert guilty.void is not None and "the agent awaited nothing for" in guilty.void.text
 
     asyncio.run(scenario())
 

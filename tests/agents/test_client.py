@@ -1,0 +1,76 @@
+"""The client of an agent: which exceptions mean that an episode is over by rule, and whose turns have a limit."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx2
+
+from streamrl.agents.client import AgentClient, EpisodeOver, is_over
+from streamrl.agents.episode import EpisodeOrder
+from streamrl.agents.live_episode import LiveEpisode
+from streamrl.config.tasks import EpisodeDeadlines
+
+
+class Refused(Exception):
+    """What a client library raises for the endpoint's refusal."""
+
+    def __init__(self, code: object) -> None:
+        super().__init__("refused")
+        self.code = code
+
+
+class Wrapped(Exception):
+    """What litellm raises in its place."""
+
+    __module__ = "litellm.exceptions"
+
+
+def raised(error: Exception, while_handling: Exception) -> Exception:
+    """Return an exception as it is when it is raised where another one is handled."""
+    try:
+        try:
+            raise while_handling
+        except Exception:
+            raise error  # noqa: B904
+    except Exception as found:
+        assert found.__context__ is while_handling
+        return found
+
+
+def test_only_what_an_exception_stands_for_ends_an_episode_by_rule() -> None:
+    over, full = EpisodeOver("full"), Refused("context_length_exceeded")
+    assert is_over(over) and is_over(full)
+    for code in ("invalid_messages", None, 400, ["context_length_exceeded"], {"reason": "quota"}):
+        assert not is_over(Refused(code))
+    for end in (over, full):
+        assert not is_over(raised(KeyError("grade"), end))
+        assert not is_over(raised(ConnectionError("no judge"), end))
+        named = RuntimeError("the agent gives up")
+        named.__cause__ = end
+        assert is_over(named)
+
+
+def test_a_package_that_names_no_cause_wraps_the_error_of_its_client_but_never_ours() -> None:
+    full = Refused("context_length_exceeded")
+    assert is_over(raised(Wrapped(), raised(Wrapped(), full)))
+    assert not is_over(raised(Wrapped(), raised(Refused("rate_limited"), full)))  # a judge, called after the end
+    assert not is_over(raised(Wrapped(), EpisodeOver("full")))
+    hidden = raised(Wrapped(), full)
+    hidden.__suppress_context__ = True
+    assert not is_over(hidden)
+
+
+def test_turns_have_a_limit_until_the_model_may_be_called_unseen() -> None:
+    async def scenario() -> None:
+        def client() -> AgentClient:
+            live = LiveEpisode(EpisodeOrder("s", "g", "t", {}, 0, None), EpisodeDeadlines())
+            return AgentClient(live, "http://127.0.0.1:9/v1", "key", httpx2.AsyncHTTPTransport())
+
+        seen, unseen, other = client(), client(), client()
+        assert str(seen.openai().base_url) == "http://127.0.0.1:9/v1/" and seen._episode.limits_turns
+        assert unseen.base_url == "http://127.0.0.1:9/v1" and not unseen._episode.limits_turns
+        other.openai(http_client=httpx2.AsyncClient())
+        assert not other._episode.limits_turns
+
+    asyncio.run(scenario())
