@@ -457,6 +457,7 @@ class Trainer:
         Raises:
             RunFailed: on every rank, at a weight that is not finite.
         """
+        reshard(self.policy)  # a layer that has computed has copies, whose memory is freed before they are read
         for name, parameter in self.policy.model.named_parameters():
             yield name, _finite(name, whole(parameter).to(compute_type(self.run)))
         for name, buffer in persistent_buffers(self.policy.model).items():

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from streamrl.rollouts.canary import Canary
 from streamrl.training.packing_proof import small_model
 from streamrl.training.trainer import Trainer
 from streamrl.verify.families import FAMILIES
@@ -46,6 +48,22 @@ def test_buffers_of_the_model_are_saved_as_they_are(tmp_path: Path, one_rank: No
         ids = torch.arange(3, 40)[None]
         with torch.no_grad():
             assert torch.equal(again(ids).logits, start.eval()(ids).logits)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_that_has_just_computed_is_saved(tiny_model: Path, tmp_path: Path, one_rank: None, dtype: str) -> None:
+    """As after the canary of a new version: layers that have computed hold copies of their weights."""
+    trainer = Trainer(run_config(tiny_model, model={"path": str(tiny_model), "dtype": dtype}), str(tiny_model), CPU)
+    tokens = np.arange(3, 20, dtype=np.int32)
+    for number in range(2):
+        trainer.measure_canary(Canary(tokens[:5], tokens[5:]))
+        saved = tmp_path / str(number)
+        saved.mkdir()
+        trainer.save(saved)
+        again = AutoModelForCausalLM.from_pretrained(saved, dtype=getattr(torch, dtype))
+        start = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=getattr(torch, dtype))
+        for name, weight in start.state_dict().items():
+            assert torch.equal(again.state_dict()[name], weight), name
 
 
 TOKENS = {"bos_token_id": 256, "eos_token_id": [257, 258], "pad_token_id": 257}
