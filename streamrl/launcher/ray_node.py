@@ -112,9 +112,8 @@ class NodeProcess:
         # with the CUDA_VISIBLE_DEVICES that Ray has assigned
         own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         try:
-            self._process = spawn(
-                with_own_python(command), Path(log), own | env, cwd=cwd
-            )  # paths of the run file may be relative
+            # in this folder, because paths of the run file may be relative
+            self._process = spawn(with_own_python(command), Path(log), own | env, cwd=cwd)
         except OSError as error:
             self._problem = f"cannot be started at node {address}: {error}"
             return 0, address

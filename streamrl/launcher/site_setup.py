@@ -39,7 +39,7 @@ LOOPBACK = "127.0.0.1"
 LONGEST_SOCKET_PATH = 107
 """Most bytes of a Unix socket's path on Linux."""
 SOCKET_OF_VLLM = "x" * 36
-"""As long as the names of vLLM's sockets (a UUID), the longest in the launcher's folder for sockets."""
+"""A name as long as those of vLLM's sockets (UUIDs), the longest in the launcher's folder for sockets."""
 EMULATED_ENV = {"VLLM_HOST_IP": LOOPBACK, "GLOO_SOCKET_IFNAME": "lo"}
 """Environment inside an emulated site, where a process cannot find its own address by an outside route."""
 

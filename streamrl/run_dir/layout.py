@@ -6,6 +6,7 @@ sites' folders into `sites/` of the trainer's.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,18 +100,25 @@ def make_folder(runs_dir: Path, name: str) -> Path:
     Raises:
         UserError: it cannot be made.
     """
-    for folder in _folders(runs_dir, name):
-        try:
-            runs_dir.mkdir(parents=True, exist_ok=True)
-            folder.mkdir()
-        except FileExistsError as error:
-            if not runs_dir.is_dir():
-                raise UserError(f"--runs-dir {runs_dir}: expected a folder for runs, this is none") from error
-        except OSError as error:
-            raise UserError(
-                f"cannot make the run folder {folder}: {error.strerror}; choose another --runs-dir"
-            ) from error
-        else:
+    try:
+        return claim_folder(runs_dir, name)
+    except OSError as error:
+        if runs_dir.exists() and not runs_dir.is_dir():
+            raise UserError(f"--runs-dir {runs_dir}: expected a folder for runs, this is none") from error
+        raise UserError(
+            f"cannot make the run folder {runs_dir / name}: {error.strerror}; choose another --runs-dir"
+        ) from error
+
+
+def claim_folder(parent: Path, name: str) -> Path:
+    """Make a folder that no other process has: `name`, or `name-2`, `name-3` ... if that exists; return it.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    for folder in _folders(parent, name):
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
             return folder
     raise AssertionError("there is always another name")
 

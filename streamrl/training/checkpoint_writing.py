@@ -1,4 +1,4 @@
-"""Failures to write a checkpoint, said in words: the system's own error, whatever library met it.
+"""The files of a checkpoint, and failures to write them in words: the system's own error, whatever library met it.
 
 Python        OSError
 safetensors   SafetensorError, with the number of the system's error in its text
@@ -8,17 +8,21 @@ torch         CheckpointException on every rank, with the error of each rank tha
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
+from transformers import PreTrainedModel
 
 from streamrl.errors import ErrorCode, RunFailed
+from streamrl.training.generation_defaults import writable
 
 NUMBER = re.compile(r"\(os error (\d+)\)")
 """What libraries in Rust say of the system's error."""
@@ -55,6 +59,33 @@ def system_error(error: BaseException) -> OSError | None:
     if number := NUMBER.search(str(error)):
         return OSError(int(number[1]), os.strerror(int(number[1])))
     return None
+
+
+def write_model(
+    model: PreTrainedModel, weights: Iterable[tuple[str, torch.Tensor]], directory: Path, dtype: str, writes: bool
+) -> None:
+    """Write the model's files of a checkpoint. A collective: each rank gathers each tensor, and none holds all on its
+    device.
+
+    Args:
+        model: the model, for its configuration.
+        weights: (name, full tensor), gathered as it is asked for.
+        directory: an existing folder.
+        dtype: type of the files' weights; transformers would write that of the live (master) ones.
+        writes: whether this rank writes; one does.
+    """
+    full: dict[str, torch.Tensor] = {}
+    for name, tensor in weights:
+        if writes:
+            full[name] = tensor.cpu()
+        del tensor  # else it would live on while the next one is gathered
+    if not writes:
+        return
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config = writable(model.generation_config)
+    model.save_pretrained(directory, state_dict=full)
+    config = directory / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": dtype}, indent=2) + "\n")
 
 
 class StateWriter(FileSystemWriter):

@@ -18,7 +18,6 @@ prepared. The proximal copy changes at every publication.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,9 +37,8 @@ from streamrl.rollouts.canary import Canary
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, split_into_rows
 from streamrl.rollouts.types import FloatArray
 from streamrl.training.agreements import agreed_packing
-from streamrl.training.checkpoint_writing import StateWriter
+from streamrl.training.checkpoint_writing import StateWriter, write_model
 from streamrl.training.critic import Critic, load_critic
-from streamrl.training.generation_defaults import writable
 from streamrl.training.hidden_states import has_own_rows
 from streamrl.training.host_offload import HostOffload
 from streamrl.training.learner import AnyLearner, Division, Learner, compute_type, copy_weights, reshard, shard
@@ -475,25 +473,8 @@ class Trainer:
         Raises:
             Exception, CheckpointException: it cannot be written; see `checkpoint_writing.told_in_words`.
         """
-        self._save_model(directory)
+        write_model(self.policy.model, self.weights(), directory, self.run.model.dtype, self.rank == 0)
         dcp.save(self._state(), storage_writer=StateWriter(directory / "trainer_state"))
-
-    def _save_model(self, directory: Path) -> None:
-        full: dict[str, torch.Tensor] = {}
-        for name, tensor in self.weights():  # every rank gathers each tensor, but none holds the model on its device
-            if self.rank == 0:
-                full[name] = tensor.cpu()
-            del tensor  # else it would live on while the next one is gathered
-        if self.rank != 0:
-            return
-        model = self.policy.model
-        if model.can_generate() and model.generation_config is not None:
-            model.generation_config = writable(model.generation_config)
-        model.save_pretrained(directory, state_dict=full)
-        # transformers writes the type of the live (master) weights; readers need that of the files
-        config = directory / "config.json"
-        values = json.loads(config.read_text()) | {"dtype": self.run.model.dtype}
-        config.write_text(json.dumps(values, indent=2) + "\n")
 
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote, also by another number of ranks.

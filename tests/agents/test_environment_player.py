@@ -205,7 +205,7 @@ def test_episodes_step_while_the_model_answers_others(room: InstalledEnvironment
 
 
 class Playing:
-    """In place of the processes of an environment that calls the model itself, and never ends."""
+    """A stand-in for the processes of an environment that calls the model itself, and never ends."""
 
     plays = True
 

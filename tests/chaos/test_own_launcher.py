@@ -16,7 +16,11 @@ from streamrl.errors import RunFailed
 from streamrl.launcher.local_backend import spawn
 
 CLUSTER = Path(__file__).parents[2] / "cluster_configs" / "local.yaml"
-BEGINS = "import time; from pathlib import Path; Path({logs!r}).mkdir(); time.sleep(60)"
+BEGINS = (
+    "import signal, time; from pathlib import Path; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "Path({logs!r}).mkdir(); time.sleep(60)"
+)
+"""A launcher takes SIGINT even if it is ignored where it is started, as it is in the background of a shell."""
 
 
 @pytest.fixture

@@ -73,6 +73,7 @@ def test_one_that_is_about_to_be_restarted_stays_away_when_there_is_no_place_for
         await fleet.died(fleet.lives["here-one-1"], "killed")
         (restart,) = fleet._tasks
         await fleet.scale({"one": 1})
+        await until(lambda: "here-one-1" not in fleet.lives)
         assert states(fleet) == {"here-one-0": Life.READY}
         await restart
         assert states(fleet) == {"here-one-0": Life.READY}

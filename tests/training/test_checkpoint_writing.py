@@ -42,7 +42,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
 
 @pytest.fixture
 def worker(tiny_model: Path, tmp_path: Path, one_rank: None) -> SimpleNamespace:
-    """As much of the trainer's process as writes checkpoints."""
+    """The part of the trainer's process that writes checkpoints."""
     run = run_config(tiny_model)
     trainer = Trainer(run, str(tiny_model), CPU)
     return SimpleNamespace(
@@ -108,7 +108,7 @@ def test_a_model_folder_without_its_tokenizer_is_not_taken_for_a_full_disk(worke
 
 
 def failed(*failures: BaseException) -> CheckpointException:
-    """As it arrives at the other ranks: the numbers of ranks need not be in order."""
+    """A failure that arrives at the other ranks, whose numbers need not be in order."""
     ranks = {rank: _wrap_exception(one) for rank, one in reversed(list(enumerate(failures)))}
     return CheckpointException("write", pickle.loads(pickle.dumps(ranks)))
 

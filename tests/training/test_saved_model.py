@@ -52,7 +52,7 @@ def test_buffers_of_the_model_are_saved_as_they_are(tmp_path: Path, one_rank: No
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_that_has_just_computed_is_saved(tiny_model: Path, tmp_path: Path, one_rank: None, dtype: str) -> None:
-    """As after the canary of a new version: layers that have computed hold copies of their weights."""
+    """Layers that have computed hold copies of their weights, as after the canary of a new version."""
     trainer = Trainer(run_config(tiny_model, model={"path": str(tiny_model), "dtype": dtype}), str(tiny_model), CPU)
     tokens = np.arange(3, 20, dtype=np.int32)
     for number in range(2):
@@ -67,7 +67,7 @@ def test_a_model_that_has_just_computed_is_saved(tiny_model: Path, tmp_path: Pat
 
 
 TOKENS = {"bos_token_id": 256, "eos_token_id": [257, 258], "pad_token_id": 257}
-"""As folders have them."""
+"""Ids of tokens in the form that folders have."""
 
 
 @pytest.mark.parametrize(

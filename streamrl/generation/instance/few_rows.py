@@ -7,7 +7,6 @@ the cache; where there is no compiler, vLLM's own products remain.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import hashlib
@@ -119,7 +118,7 @@ class Shelf:
         if self._free.numel() < count:
             size = max(SOME, 4 * count) + HUGE_PAGE
             memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones get no huge pages
-            with contextlib.suppress(OSError):  # a kernel without huge pages
+            with suppress(OSError):  # a kernel without huge pages
                 memory.madvise(mmap.MADV_HUGEPAGE)
             values = torch.frombuffer(memory, dtype=torch.float32)  # keeps the memory mapped
             self._free = values[(-values.data_ptr() % HUGE_PAGE) // 4 :]

@@ -194,13 +194,10 @@ class SiteFleet:
             alive = sorted((life for life in self.lives.values() if life.pool == pool), key=lambda life: life.index)
             staying = [life for life in alive if life.state in ALIVE or life.name in self._pausing]
             for life in staying[wanted:]:
-                if life.name in self._pausing:
-                    self._pausing.remove(life.name)
-                    del self.lives[life.name]
-                    continue
+                self._pausing.discard(life.name)
                 life.on("retired")
                 self._begin(self._take_out(life))
-            taken = {life.index for life in alive if life.name in self.lives}
+            taken = {life.index for life in alive}
             free = [index for index in range(self._pools[pool].most_replicas) if index not in taken]
             # the index of an instance that is still leaving is reused only once it has left
             for index in free[: max(0, wanted - len(staying))]:
@@ -362,7 +359,7 @@ class SiteFleet:
 
     async def _restart(self, life: InstanceLife, due: float) -> None:
         await asyncio.sleep(max(0.0, due - time.monotonic()))
-        if self.lives.get(life.name) is life and life.can("restarted"):  # else it was retired meanwhile
+        if life.can("restarted"):  # else it was retired meanwhile
             self._pausing.discard(life.name)
             life.on("restarted")
             self._processes[life.name] = life.process

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from collections.abc import Mapping
-from itertools import count
 from pathlib import Path
 from time import time_ns
 from typing import Any
@@ -34,7 +32,7 @@ class TensorBoardFiles:
         begun = bool(sent.id)
         if config.folder:
             shared = Path(config.folder)
-            self.id = _known(run, sent) or _claimed(shared, run.name)
+            self.id = _known(run, sent) or layout.claim_folder(shared, run.name).name
             sent.name(self.id)  # at once: a try that fails from here on finds its folder again
             self._folder = shared / self.id
         else:
@@ -88,21 +86,6 @@ class TensorBoardFiles:
 def _known(run: TrackedRun, sent: SentRows) -> str:
     """Return the name of a run's folder among others, as it was when something was sent; '': nothing was."""
     return run.name if sent.id == OWN else sent.id
-
-
-def _claimed(shared: Path, name: str) -> str:
-    """Make a folder for a run's event files among others, and return its name: the run's, or with a number after it.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
-    shared.mkdir(parents=True, exist_ok=True)
-    for number in count(1):
-        one = name if number == 1 else f"{name}-{number}"
-        with contextlib.suppress(FileExistsError):
-            (shared / one).mkdir()
-            return one
-    raise AssertionError("numbers end")
 
 
 def _cell(value: Any) -> str:
