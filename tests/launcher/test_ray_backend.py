@@ -83,7 +83,7 @@ def test_a_node_replaces_the_launchers_python_and_nothing_that_is_called_like_it
         started.append(list(command))
         raise OSError("not here")
 
-    for name, stand_in in {"spawn": spawn, "kill_all_with": lambda starter: None}.items():
+    for name, stand_in in {"spawn": spawn, "kill_with": lambda starter, children: None}.items():
         monkeypatch.setattr(ray_node, name, stand_in)
     node = ray_node.NodeProcess()
     monkeypatch.setattr(node, "look", usable)

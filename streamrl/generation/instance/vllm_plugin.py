@@ -11,7 +11,7 @@ import os
 import signal
 
 from streamrl.generation.instance.engine_variables import EAGER, FEW_ROWS, QUANTIZATION
-from streamrl.runtime.processes import end_with_parent, kill_all_with
+from streamrl.runtime.processes import end_with_parent, kill_with
 
 _ends = 0
 """Id of the process that `_end_with_instance` has already set up."""
@@ -57,4 +57,4 @@ def _end_with_instance() -> None:
         return
     _ends = os.getpid()  # a fork takes variables along, but no thread
     end_with_parent(signal.SIGKILL)
-    kill_all_with(parent.pid)
+    kill_with(parent.pid, children=True)
