@@ -128,21 +128,28 @@ _DEFAULTS: dict[str, tuple[Any, Any]] = {
 """Column of the rollouts -> what stands for a missing value, and the type of its array."""
 
 
+ROW = "row"
+"""Name of the column with a sample's row number in its file."""
+
+
 def _read_rollouts(folder: Path, notes: list[str]) -> RunRollouts | None:
     import pyarrow as pa
 
+    from ranker.data import ROW_IDS, first_rows
     from streamrl.rollouts.parquet_files import read_columns
 
     latest: dict[str, tuple[dict[str, Any], Path, int]] = {}
-    columns = [one.name for one in fields(RunRollouts)]
+    columns = [*(one.name for one in fields(RunRollouts)), *ROW_IDS]
     for path in (folder / name for name in plain_names(folder, below=folder.parent) if name.endswith(".parquet")):
         try:
-            records = read_columns(path, folder.parent, columns).to_pylist()
+            table = read_columns(path, folder.parent, columns)
+            records = first_rows(table.append_column(ROW, pa.array(range(len(table)), pa.int64()))).to_pylist()
         except (pa.ArrowException, OSError) as error:
             # A killed run leaves the file that it was writing without a footer.
             notes.append(f"{path.name} could not be read and is left out: {error}.")
             continue
-        for index, record in enumerate(records):
+        for record in records:
+            index = record[ROW]
             latest[str(record.get("sample_id") or f"{path.name}:{index}")] = (record, path, index)
     if not latest:
         return None

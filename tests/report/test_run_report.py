@@ -22,6 +22,7 @@ from streamrl.report.run_report import write_report
 from streamrl.run_dir.jsonl import RowWriter
 from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.trace import TraceWriter
+from tests.dashboard.samples import a_sample, write_samples
 from tests.report.synthetic import (
     START,
     RunMaker,
@@ -233,6 +234,17 @@ def test_a_sample_recorded_again_after_a_resume_counts_once(make_run: RunMaker) 
     shutil.copy(run_dir / "rollouts" / "step_000002.parquet", run_dir / "rollouts" / "step_000002b.parquet")
     rollouts = load_run(run_dir).rollouts
     assert rollouts is not None and len(rollouts) == 128
+
+
+def test_an_episode_of_several_rows_counts_once_and_its_text_is_that_of_its_first_row(tmp_path: Path) -> None:
+    episode = [a_sample("a.0", completion="first"), a_sample("a.0#1", completion="second")]
+    other = a_sample("b.0", completion="other", task="count", reward=0.0, route="tail")
+    write_samples(tmp_path / "rollouts", 1, [*episode, a_sample("a.0#2"), other])
+    write_status(tmp_path, make_status(1, 20, START))
+    data = load_run(tmp_path)
+    assert data.rollouts is not None
+    assert list(data.rollouts.sample_id) == ["a.0", "b.0"]
+    assert [completion for _, completion in read_texts(data, [0, 1]).values()] == ["first", "other"]
 
 
 @pytest.mark.usefixtures("undrawn")
