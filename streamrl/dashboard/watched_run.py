@@ -83,7 +83,7 @@ class WatchedRuns:
             coming: whether a run may appear later where there is none now.
 
         Raises:
-            UserError: a folder does not exist, or holds no run.
+            UserError: a folder does not exist, cannot be read, or holds no run.
         """
         self._folders = [folder.resolve() for folder in folders]
         self._runs: dict[Path, WatchedRun] = {}
@@ -91,21 +91,15 @@ class WatchedRuns:
         for given, folder in zip(folders, self._folders, strict=True):
             if coming:
                 continue
-            if not folder.exists():
-                raise UserError(
-                    f"no such folder: {given}; expected a run folder such as runs/demo, or a folder of runs"
-                )
-            if not folder.is_dir():
-                raise UserError(f"{given} is a file; expected a run folder such as runs/demo, or a folder of runs")
-            if not _runs_in(folder):
-                raise UserError(
-                    f"{given} holds no run: neither it nor a folder in it has a {layout.STATUS} or {layout.METRICS}"
-                )
+            try:
+                _check_folder(given, folder)
+            except OSError as error:
+                raise UserError(f"{given} cannot be read: {error.strerror}") from error
 
     def look(self) -> list[WatchedRun]:
         """Return all runs that are there now, those of the first folder first."""
         with self._lock:
-            found = list(dict.fromkeys(run for folder in self._folders for run in _runs_in(folder)))
+            found = list(dict.fromkeys(run for folder in self._folders for run in _readable_runs_in(folder)))
             for folder in found:
                 if folder not in self._runs:
                     self._runs[folder] = WatchedRun(self._new_id(folder), folder)
@@ -125,11 +119,31 @@ class WatchedRuns:
         return name
 
 
+def _check_folder(given: Path, folder: Path) -> None:
+    if not folder.exists():
+        raise UserError(f"no such folder: {given}; expected a run folder such as runs/demo, or a folder of runs")
+    if not folder.is_dir():
+        raise UserError(f"{given} is a file; expected a run folder such as runs/demo, or a folder of runs")
+    if not _runs_in(folder):
+        raise UserError(
+            f"{given} holds no run: neither it nor a folder in it has a {layout.STATUS} or {layout.METRICS}"
+        )
+
+
 def _runs_in(folder: Path) -> list[Path]:
-    """Return the folder itself if it is a run's, else its subfolders that are; a link in it is not followed."""
+    """Return the folder itself if it is a run's, else its subfolders that are; a link in it is not followed.
+
+    Raises:
+        OSError: it is gone, or cannot be read.
+    """
     if is_run(folder):
         return [folder]
+    return [path for path in sorted(folder.iterdir()) if path.is_dir() and not path.is_symlink() and is_run(path)]
+
+
+def _readable_runs_in(folder: Path) -> list[Path]:
+    """Return the runs in a folder that may be gone, or not readable (now): then none."""
     try:
-        return [path for path in sorted(folder.iterdir()) if path.is_dir() and not path.is_symlink() and is_run(path)]
+        return _runs_in(folder)
     except OSError:
         return []

@@ -52,8 +52,8 @@ def make_app(runs: WatchedRuns, charts: Path) -> Starlette:
         for run in runs.look():
             try:
                 rows.append(run.summary(now))
-            except FileNotFoundError:
-                continue  # deleted since it was listed
+            except OSError:
+                continue  # deleted since it was listed, or of another user
         return JSONResponse({"now": now, "runs": finite(rows), "figures": describe_figures()})
 
     def about_run(view: Callable[[WatchedRun, Query], Any], request: Request) -> Response:

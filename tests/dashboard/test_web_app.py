@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from streamrl.dashboard.access import AccessGuard, host_of, is_loopback
-from streamrl.dashboard.watched_run import WatchedRuns
+from streamrl.dashboard.watched_run import WatchedRun, WatchedRuns
 from streamrl.dashboard.web_app import STATIC, make_app
 from streamrl.run_dir.jsonl import RowWriter
 from streamrl.run_dir.metrics import MetricsRow
@@ -123,6 +123,17 @@ def test_a_run_that_is_deleted_while_watched_is_gone_and_the_others_are_not(fold
         answer = client.get(f"/api/runs/demo/{view}")
         assert (answer.status_code, "gone" in answer.json()["error"]) == (410, True), view
     assert [run["id"] for run in client.get("/api/runs").json()["runs"]] == ["other"]
+
+
+def test_a_run_that_cannot_be_read_any_more_hides_no_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(folder / "other", 1)
+    client = client_of(folder)
+
+    def refused(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(WatchedRun, "summary", lambda run, now: refused() if run.id == "demo" else {"id": run.id})
+    assert client.get("/api/runs").json()["runs"] == [{"id": "other"}]
 
 
 def test_nothing_is_written_and_nothing_but_reading_is_allowed(folder: Path) -> None:
