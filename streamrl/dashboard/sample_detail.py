@@ -57,7 +57,9 @@ def read_rows_at(path: Path, first: int, sample_id: str) -> list[dict[str, Any]]
     return found
 
 
-def sample_view(table: SampleTable, sample_id: str, decode: Decoder | None, everything: bool) -> dict[str, Any] | None:
+def sample_view(
+    table: SampleTable, sample_id: str, decode: Decoder | None, everything: bool, skips_flat: bool
+) -> dict[str, Any] | None:
     """Return a sample with its tokens or its conversation, ready for JSON; None: there is no such sample.
 
     Args:
@@ -65,6 +67,7 @@ def sample_view(table: SampleTable, sample_id: str, decode: Decoder | None, ever
         sample_id: its id.
         decode: from token ids to text; None: ids are all there is.
         everything: all tokens, not only the first `MOST_TOKENS` of a row.
+        skips_flat: whether groups of equal rewards have no gradient (`Algorithm.skips_flat_groups`).
 
     Raises:
         OSError, pa.ArrowException: its file cannot be read.
@@ -84,7 +87,7 @@ def sample_view(table: SampleTable, sample_id: str, decode: Decoder | None, ever
         "messages": told.get("messages") if told else None,
         "steps": told.get("steps") if told else None,
         "rows": [token_columns(record, decode, None if everything else MOST_TOKENS) for record in records],
-        "why": why_not_trained(light, table.rewards(light["group_id"])),
+        "why": why_not_trained(light, _rewarded(table, light["group_id"]), skips_flat),
         "notes": [odd] if odd else [],
     }
 
@@ -94,8 +97,16 @@ def _light(record: dict[str, Any], sample_id: str, outcome: str) -> dict[str, An
     return {name: record.get(name) for name in SINGLE} | {"sample_id": sample_id, "outcome": outcome}
 
 
-def group_view(table: SampleTable, group_id: str, decode: Decoder | None) -> dict[str, Any] | None:
+def _rewarded(table: SampleTable, group_id: str) -> list[tuple[float, float | None]]:
+    """Return (reward, advantage) of the samples of a group that have a reward."""
+    members = table.of_group(group_id, ("reward", "advantage"))
+    return [(one["reward"], one["advantage"]) for one in members if one["reward"] is not None]
+
+
+def group_view(table: SampleTable, group_id: str, decode: Decoder | None, skips_flat: bool) -> dict[str, Any] | None:
     """Return the samples of a group with their texts, ready for JSON; None: there is no such group.
+
+    The last arguments are those of `sample_view`.
 
     Raises:
         OSError, pa.ArrowException: a file cannot be read.
@@ -105,7 +116,7 @@ def group_view(table: SampleTable, group_id: str, decode: Decoder | None) -> dic
         return None
     members = []
     prompt: str | None = None
-    rewards = table.rewards(group_id)
+    rewarded = _rewarded(table, group_id)
     for index in map(int, chosen):
         sample_id = table.sample_id(index)
         first = (read_rows_at(*table.place(index), sample_id) or [{}])[0]
@@ -113,7 +124,7 @@ def group_view(table: SampleTable, group_id: str, decode: Decoder | None) -> dic
         prompt = prompt or _text(first, "prompt", decode)
         told, _ = _conversation(first.get("conversation"))
         text = _last_answer(told) if told else _text(first, "completion", decode)
-        members.append(light | {"text": text, "why": why_not_trained(light, rewards)})
+        members.append(light | {"text": text, "why": why_not_trained(light, rewarded, skips_flat)})
     others = table.groups_beside(int(chosen[0]))
     return {"group_id": group_id, "step": members[0]["step"], "prompt": prompt, "members": members, "others": others}
 
@@ -148,27 +159,29 @@ def _column(values: Sequence[Any] | None, count: int, total: int) -> list[Any]:
     return [values[0]] * count if len(values) == 1 else list(values[:count])
 
 
-def why_not_trained(sample: dict[str, Any], rewards: Sequence[float | None]) -> str:
-    """Say why a sample was not trained, or what made its gradient zero; '' if it was trained as usual.
+def why_not_trained(sample: dict[str, Any], rewarded: Sequence[tuple[float, float | None]], skips_flat: bool) -> str:
+    """Say why a sample was not trained, or what is special about its gradient; '' if it was trained as usual.
 
     Args:
         sample: its columns, `outcome` among them.
-        rewards: those of all samples of its group, None where void.
+        rewarded: (reward, advantage) of the samples of its group that have a reward; None: no advantage is known.
+        skips_flat: as of `sample_view`.
     """
-    survivors = [reward for reward in rewards if reward is not None]
-    equal = len(survivors) > 1 and len(set(survivors)) == 1
+    equal = len(rewarded) > 1 and len({reward for reward, _ in rewarded}) == 1
     match sample["outcome"]:
         case "void":
             cause = sample.get("void_cause") or "no reward"
             return f"void ({cause}): {sample.get('reward_error') or 'no message'}"
-        case "dropped" if len(survivors) < 2:
+        case "dropped" if len(rewarded) < 2:
             return "dropped: too few samples of its group have a reward, so another group took its place"
         case "dropped" if equal:
             return "dropped: all rewards of its group are equal, so another group took its place"
         case "dropped":
             return "dropped: the loss or the gradient of its group was not finite"
-        case _ if equal:
+        case _ if equal and skips_flat and all(advantage == 0.0 for _, advantage in rewarded):
             return "trained, but all rewards of its group are equal: its gradient is zero"
+        case _ if equal:  # a penalty, a critic, other groups, a KL term or an entropy bonus make a gradient
+            return "trained; all rewards of its group are equal"
     return ""
 
 

@@ -8,9 +8,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import yaml
+from pydantic import TypeAdapter
+
+from streamrl.config.algorithm import Algorithm, AlgorithmConfig
 from streamrl.config.load import ConfigError, read_resolved
 from streamrl.dashboard.sample_table import SampleTable
 from streamrl.dashboard.state_view import is_run, state_view
@@ -70,6 +75,21 @@ class WatchedRun:
             if self._decoder is None or places != self._places:
                 self._decoder, self._places = find_decoder(self.folder, text), places
         return self._decoder
+
+    def skips_flat_groups(self) -> bool:
+        """Whether groups of equal rewards have no gradient in this run; no if that cannot be read."""
+        with contextlib.suppress(ConfigError):
+            return _skips_flat_groups(read_resolved(self.folder))
+        return False
+
+
+@lru_cache(maxsize=16)
+def _skips_flat_groups(config_text: str) -> bool:
+    try:
+        told = yaml.safe_load(config_text)["run"]["algorithm"]
+        return TypeAdapter[Algorithm](AlgorithmConfig).validate_python(told).skips_flat_groups
+    except (yaml.YAMLError, KeyError, TypeError, ValueError, RecursionError):  # edited, or of another version
+        return False
 
 
 class WatchedRuns:

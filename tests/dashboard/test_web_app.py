@@ -62,6 +62,16 @@ def test_runs_and_all_views_of_a_run_are_json(folder: Path) -> None:
     assert {track["name"] for track in timeline["tracks"]} == {"here-regular-0", "here-regular-1", "trainer"}
 
 
+@pytest.mark.parametrize(("text", "says"), [("{name: grpo}", "gradient is zero"), ("{name: ppo, critic: {}}", "equal")])
+def test_what_equal_rewards_mean_is_read_from_the_runs_configuration(folder: Path, text: str, says: str) -> None:
+    (folder / "demo" / "config.yaml").write_text(f"run:\n  algorithm: {text}\n")
+    flat = [a_sample(f"f.{number}", step=8, advantage=0.0) for number in range(2)]
+    write_samples(folder / "demo" / "rollouts", 8, flat)
+    client = client_of(folder)
+    assert client.get("/api/runs/demo/sample?id=f.0").json()["why"].endswith(says)
+    assert client.get("/api/runs/demo/group?id=f").json()["members"][1]["why"].endswith(says)
+
+
 def test_text_of_a_model_is_sent_as_json_and_nothing_may_run_that_is_no_file_of_the_dashboard(folder: Path) -> None:
     answer = client_of(folder).get("/api/runs/demo/sample?id=m.0")
     assert answer.json()["completion"] == MARKUP
