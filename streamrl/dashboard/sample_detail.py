@@ -28,6 +28,34 @@ BATCH = 64
 """Rows that are decoded at once when a file is read for one sample."""
 
 
+class Shortener:
+    """Cuts texts that are too long, says so where they end, and remembers whether it has cut any."""
+
+    def __init__(self, everything: bool) -> None:
+        """Cut nothing if everything is wanted."""
+        self._everything = everything
+        self.has_cut = False
+
+    def text(self, text: str) -> str:
+        """Return a text, or its first `MOST_CHARACTERS`."""
+        more = len(text) - MOST_CHARACTERS
+        return text[:MOST_CHARACTERS] + self._mark(more, "characters") if self._cuts(more) else text
+
+    def decoded(self, tokens: list[int], decode: Decoder) -> str:
+        """Return the text of tokens, or of the first `MOST_TOKENS` of them."""
+        more = len(tokens) - MOST_TOKENS
+        return decode(tokens[:MOST_TOKENS]) + self._mark(more, "tokens") if self._cuts(more) else decode(tokens)
+
+    def _cuts(self, more: int) -> bool:
+        cuts = more > 0 and not self._everything
+        self.has_cut |= cuts
+        return cuts
+
+    @staticmethod
+    def _mark(more: int, what: str) -> str:
+        return f"\n[... {more:,} more {what}]"
+
+
 def read_rows_at(path: Path, first: int, sample_id: str) -> list[dict[str, Any]]:
     """Return all rows of a sample: the one with this number, and those of the same episode that follow it.
 
@@ -66,7 +94,7 @@ def sample_view(
         table: the run's samples, looked at before.
         sample_id: its id.
         decode: from token ids to text; None: ids are all there is.
-        everything: all tokens, not only the first `MOST_TOKENS` of a row.
+        everything: all tokens and whole texts, not only the first `MOST_TOKENS` of a row and `MOST_CHARACTERS`.
         skips_flat: whether groups of equal rewards have no gradient (`Algorithm.skips_flat_groups`).
 
     Raises:
@@ -80,10 +108,12 @@ def sample_view(
         return None
     first = records[0]
     light = _light(first, sample_id, table.outcome(index))
-    told, odd = _conversation(first.get("conversation"))
+    shorten = Shortener(everything)
+    told, odd = _conversation(first.get("conversation"), shorten)
     return light | {
-        "prompt": _text(first, "prompt", decode),
-        "completion": _text(first, "completion", decode),
+        "prompt": _text(first, "prompt", decode, shorten),
+        "completion": _text(first, "completion", decode, shorten),
+        "cut": shorten.has_cut,
         "messages": told.get("messages") if told else None,
         "steps": told.get("steps") if told else None,
         "rows": [token_columns(record, decode, None if everything else MOST_TOKENS) for record in records],
@@ -117,13 +147,14 @@ def group_view(table: SampleTable, group_id: str, decode: Decoder | None, skips_
     members = []
     prompt: str | None = None
     rewarded = _rewarded(table, group_id)
+    shorten = Shortener(everything=False)
     for index in map(int, chosen):
         sample_id = table.sample_id(index)
         first = (read_rows_at(*table.place(index), sample_id) or [{}])[0]
         light = _light(first, sample_id, table.outcome(index))
-        prompt = prompt or _text(first, "prompt", decode)
-        told, _ = _conversation(first.get("conversation"))
-        text = _last_answer(told) if told else _text(first, "completion", decode)
+        prompt = prompt or _text(first, "prompt", decode, shorten)
+        told, _ = _conversation(first.get("conversation"), shorten)
+        text = _last_answer(told) if told else _text(first, "completion", decode, shorten)
         members.append(light | {"text": text, "why": why_not_trained(light, rewarded, skips_flat)})
     others = table.groups_beside(int(chosen[0]))
     return {"group_id": group_id, "step": members[0]["step"], "prompt": prompt, "members": members, "others": others}
@@ -185,8 +216,8 @@ def why_not_trained(sample: dict[str, Any], rewarded: Sequence[tuple[float, floa
     return ""
 
 
-def _conversation(text: str | None) -> tuple[dict[str, Any] | None, str]:
-    """Return an episode's messages and steps, long messages cut, and what is odd about them."""
+def _conversation(text: str | None, shorten: Shortener) -> tuple[dict[str, Any] | None, str]:
+    """Return an episode's messages and steps, and what is odd about them."""
     if not text:
         return None, ""
     try:
@@ -194,7 +225,7 @@ def _conversation(text: str | None) -> tuple[dict[str, Any] | None, str]:
         messages = [
             {
                 "role": str(one["role"]),
-                "content": _content(one.get("content"))[:MOST_CHARACTERS],
+                "content": shorten.text(_content(one.get("content"))),
                 "calls": [
                     f"{call['function']['name']}({call['function']['arguments']})"
                     for call in one.get("tool_calls") or ()
@@ -220,8 +251,8 @@ def _last_answer(told: dict[str, Any]) -> str | None:
     return "\n".join([answers[-1]["content"], *answers[-1]["calls"]]).strip() if answers else None
 
 
-def _text(record: dict[str, Any], name: str, decode: Decoder | None) -> str | None:
+def _text(record: dict[str, Any], name: str, decode: Decoder | None, shorten: Shortener) -> str | None:
     if record.get(name) is not None:
-        return str(record[name])[:MOST_CHARACTERS]
+        return shorten.text(str(record[name]))
     tokens = record.get(f"{name}_tokens")
-    return None if tokens is None or decode is None else decode(list(tokens)[:MOST_TOKENS])
+    return None if tokens is None or decode is None else shorten.decoded(tokens, decode)

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from streamrl.dashboard.sample_detail import group_view, read_rows_at, sample_view, token_columns, why_not_trained
+from streamrl.dashboard.sample_detail import (
+    MOST_CHARACTERS,
+    MOST_TOKENS,
+    group_view,
+    read_rows_at,
+    sample_view,
+    token_columns,
+    why_not_trained,
+)
 from streamrl.dashboard.sample_table import SampleTable
 from tests.dashboard.samples import a_sample, write_samples
 
@@ -50,6 +58,29 @@ def test_long_rows_are_cut_unless_all_is_asked_for() -> None:
     assert cut["total"] == 9 and len(cut["ids"]) == len(cut["logprobs"]) == 5
     assert cut["versions"] == [3] * 5, "an older file has one version for all tokens"
     assert len(token_columns(record, None, None)["ids"]) == 9
+
+
+def test_long_texts_are_cut_where_they_say_so_unless_all_is_asked_for(tmp_path: Path) -> None:
+    told = {"messages": [{"role": "user", "content": "m" * (MOST_CHARACTERS + 2)}], "steps": []}
+    plain = a_sample("a.0", prompt="p" * (MOST_CHARACTERS + 1000), completion="c" * MOST_CHARACTERS)
+    ids = a_sample("a.1", completion=None, completion_tokens=[7] * (MOST_TOKENS + 1))
+    table = table_of(tmp_path, [plain, ids, a_sample("a.2", conversation=json.dumps(told)), a_sample("a.3")])
+
+    def view(sample_id: str, everything: bool) -> dict[str, Any]:
+        return sample_view(table, sample_id, words, everything, True) or {}
+
+    cut = view("a.0", False)
+    assert cut["prompt"] == "p" * MOST_CHARACTERS + "\n[... 1,000 more characters]"
+    assert (cut["completion"], cut["cut"]) == ("c" * MOST_CHARACTERS, True)
+    assert view("a.1", False)["completion"] == "<7>" * MOST_TOKENS + "\n[... 1 more tokens]"
+    assert view("a.2", False)["messages"][0]["content"].endswith("m\n[... 2 more characters]")
+    assert not view("a.3", False)["cut"]
+    whole = [view(name, True) for name in ("a.0", "a.1", "a.2")]
+    assert whole[0]["prompt"] == plain["prompt"] and whole[1]["completion"] == "<7>" * (MOST_TOKENS + 1)
+    assert whole[2]["messages"][0]["content"] == "m" * (MOST_CHARACTERS + 2)
+    assert not any(one["cut"] for one in whole)
+    group = group_view(table, "a", words, True)
+    assert group is not None and group["prompt"] == cut["prompt"]
 
 
 def test_an_episode_has_its_conversation_and_all_its_rows_and_no_others(tmp_path: Path) -> None:
