@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -176,11 +177,24 @@ def token_columns(record: dict[str, Any], decode: Decoder | None, most: int | No
         "prompt_tokens": len(record.get("prompt_tokens") or ()),
         "total": total,
         "ids": ids,
-        "texts": None if decode is None else [decode([one]) for one in ids],
+        "texts": None if decode is None else token_texts(ids, decode),
         "logprobs": _column(record.get("logprobs"), count, total),
         "versions": [None if one == NOT_SAMPLED else one for one in versions],
         "sampled": [one is not False for one in mask],
     }
+
+
+def token_texts(ids: Sequence[int], decode: Decoder) -> list[str]:
+    """Return the text of each token, with the leading spaces that some decoders leave out where a text begins."""
+
+    @cache
+    def text(one: int) -> str:
+        alone = decode([one])
+        second = decode([one, one]).removeprefix(alone)
+        # they differ in more where the token is a part of a character, or where two make another text
+        return second if second.lstrip(" ") == alone.lstrip(" ") else alone
+
+    return [text(one) for one in ids]
 
 
 def _column(values: Sequence[Any] | None, count: int, total: int) -> list[Any]:

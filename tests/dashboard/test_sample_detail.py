@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from streamrl.dashboard.sample_detail import (
     MOST_CHARACTERS,
@@ -50,6 +51,29 @@ def test_a_sample_has_a_log_probability_version_and_mask_for_each_token(tmp_path
 def test_without_a_tokenizer_ids_are_all_there_is(tmp_path: Path) -> None:
     view = sample_view(table_of(tmp_path, [a_sample("a.0", completion=None)]), "a.0", None, False, True)
     assert view is not None and view["completion"] is None and view["rows"][0]["texts"] is None
+
+
+PIECES = ["▁new", "ly", "▁é", "▁", "▁▁", "<s>"]
+BYTES = ["Ġnew", "ly", "ĠÃ©", "Ġ", "ĠĠ", "<s>", "Ã", "©Ã"]
+STRIPPING = decoders.Sequence(
+    [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "decoder", "parts"),
+    [
+        ([*PIECES, "<0xC3>", "<0xA9>"], STRIPPING, ["\ufffd", "\ufffd"]),
+        (PIECES, decoders.Metaspace(), []),
+        (BYTES, decoders.ByteLevel(), ["\ufffd", "\ufffd\ufffd"]),
+    ],
+)
+def test_tokens_keep_their_leading_spaces(vocabulary: list[str], decoder: Any, parts: list[str]) -> None:
+    tokenizer = Tokenizer(models.WordLevel({text: number for number, text in enumerate(vocabulary)}, "<s>"))
+    tokenizer.decoder = decoder
+    record = a_sample("a.0", completion_tokens=[*range(len(vocabulary)), 0])
+    texts = token_columns(record, tokenizer.decode, None)["texts"]
+    assert texts == [" new", "ly", " é", " ", "  ", "<s>", *parts, " new"]
 
 
 def test_long_rows_are_cut_unless_all_is_asked_for() -> None:
