@@ -19,6 +19,7 @@ from streamrl.errors import UserError
 from streamrl.report import plots
 from streamrl.report.run_data import load_run, pick_samples, read_texts
 from streamrl.report.run_report import write_report
+from streamrl.run_dir.evaluations import EvaluationRow
 from streamrl.run_dir.jsonl import RowWriter
 from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.trace import TraceWriter
@@ -27,6 +28,7 @@ from tests.report.synthetic import (
     START,
     RunMaker,
     audit_of,
+    make_evaluation,
     make_row,
     make_status,
     write_rollouts,
@@ -161,6 +163,26 @@ def test_the_timeline_has_a_row_per_instance_and_the_trainer(of_three_steps: tup
     (figure,) = re.findall(r'<figure id="plot-timeline-0">.*?</figure>', text, flags=re.DOTALL)
     for name in ("here-regular-0", "here-regular-1", "trainer", "sample", "micro-batch", "optimizer step"):
         assert f">{name}<" in figure
+
+
+def test_dollar_signs_in_names_are_no_formulas(tmp_path: Path) -> None:
+    name = "cash$%s$"
+    rollouts = [a_sample("a.0", task=name, finish_reason=name), a_sample("b.0", task="sum")]
+    write_samples(tmp_path / "rollouts", 1, rollouts)
+    with RowWriter(tmp_path / "metrics.jsonl", MetricsRow) as metrics:
+        metrics.append(make_row(1, reward_by_task={name: 0.5}))
+    evaluation = make_evaluation(1, 0.4)
+    with RowWriter(tmp_path / "evaluations.jsonl", EvaluationRow) as evaluations:
+        evaluations.append(
+            evaluation.model_copy(update={"by_task": {name: evaluation.overall, "sum": evaluation.overall}})
+        )
+    with TraceWriter(tmp_path / "trace.json") as trace:
+        trace.span(name, name, START + 30, START + 31)
+    write_status(tmp_path, make_status(1, 20, START))
+    _, text = page_of(tmp_path)
+    for plot, count in {"reward": 1, "evaluation": 1, "length-histogram": 3, "timeline-0": 2}.items():
+        (figure,) = re.findall(rf'<figure id="plot-{plot}">.*?</figure>', text, flags=re.DOTALL)
+        assert figure.count(f">{name}<") == count, plot
 
 
 def test_many_kinds_of_work_do_not_flood_the_timeline(make_run: RunMaker, drawn: Callable[[str], None]) -> None:
