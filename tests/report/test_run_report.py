@@ -317,6 +317,27 @@ def test_recorded_text_is_shown_as_it_is_without_a_tokenizer(make_run: RunMaker)
     assert not data.notes
 
 
+def test_texts_that_cannot_be_read_are_noted_and_the_others_are_shown(tmp_path: Path) -> None:
+    folder = tmp_path / "rollouts"
+    deleted = write_samples(folder, 1, [a_sample("a.0")])
+    write_samples(folder, 2, [a_sample("b.0"), a_sample("b.1")])
+    write_samples(folder, 3, [a_sample("c.0"), a_sample("c.1", conversation='{"messages": 3}')])
+    write_status(tmp_path, make_status(1, 20, START))
+    data = load_run(tmp_path)
+    assert data.rollouts is not None and len(data.rollouts) == 5 and not data.notes
+    deleted.unlink()
+    write_samples(folder, 2, [a_sample("b.0")])
+    texts = read_texts(data, [0, 1, 2, 3, 4])
+    question = "What is 1 + 1?"
+    assert texts == {**dict.fromkeys((0, 1, 2), (None, None)), 3: (question, "It is 2"), 4: (question, None)}
+    for note, start in zip(
+        data.notes,
+        ("The texts of step_000001.parquet", "The texts of step_000002.parquet", "The conversation of sample c.1"),
+        strict=True,
+    ):
+        assert note.startswith(start) and "could not be read" in note
+
+
 def test_without_a_tokenizer_the_report_says_why_there_is_no_text(of_three_steps: tuple[Page, str]) -> None:
     page, _ = of_three_steps
     assert "(text not available)" in page.text
