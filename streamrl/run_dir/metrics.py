@@ -81,7 +81,11 @@ class MetricsRow(StepRow):
         None, description="dispatch_saved as a share of what known lengths would save"
     )
     groups_total: int | None = None
-    groups_no_gradient: int | None = Field(None, description="groups whose rewards are all equal")
+    groups_no_gradient: int | None = Field(
+        None,
+        description="groups without a gradient: their rewards are all equal; 0 where such groups have one (advantages "
+        "that are not relative to the group, a KL term, an entropy bonus)",
+    )
     samples_total: int | None = Field(
         None, description="samples trained: those of the step's groups that have a reward"
     )
