@@ -24,7 +24,8 @@ LOOK_AHEAD = 32
 """Waiting turns among which one is looked for that may return to the instance with a free slot."""
 
 TokenProgress = Callable[[str], float]
-"""Returns the tokens that a running request has produced; 0 for one that has just been placed."""
+"""Returns the tokens that a request has produced, those included that it brings to its next instance while it waits; 0
+for one that has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +292,7 @@ class DispatchPolicy(Fleet, ABC):
         """Place as many waiting requests as there are slots; each is returned once and counts as running.
 
         Args:
-            produced: returns the tokens that a running request has produced, if the caller knows; moves need it.
+            produced: returns the tokens that a request has produced, if the caller knows; moves need it.
         """
 
     @property
