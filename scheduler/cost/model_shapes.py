@@ -100,7 +100,7 @@ class Transformer:
     @cached_property
     def shape(self) -> ModelShape:
         """The shape that `cost.decode.roofline` takes."""
-        return ModelShape(self.parameters, self.layers, 2 * self.kv_heads * self.head_size, self.hidden)
+        return ModelShape(self.parameters, self.layers, 2 * self.kv_heads * self.head_size, self.hidden, self.kv_heads)
 
     def forward_flops(self, tokens: float, squares: float, predicting: float | None = None) -> float:
         """Return the operations of one forward pass over whole sequences.
