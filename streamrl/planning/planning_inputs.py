@@ -96,7 +96,7 @@ def offers_of(
                 unknown = f"{cluster_file}: site {site}, {what}: {error}; --hardware FILE adds types"
                 raise UserError(ErrorCode.INSTALLATION.refer(unknown)) from error
             if found.name == CPU:
-                each = pool.threads
+                each *= pool.threads
             if "price_per_hour" in pool.model_fields_set:
                 if pool.price_per_hour <= 0:
                     raise UserError(

@@ -191,6 +191,23 @@ def test_a_run_files_model_is_named_by_its_key(
     assert "model.path ~/nowhere: no such model" in capsys.readouterr().err
 
 
+def test_a_cpu_pool_has_the_threads_of_all_its_processes(tmp_path: Path) -> None:
+    def change(values: Any) -> None:
+        pool = {
+            "name": "cores",
+            "gpu": "cpu",
+            "replicas": 3,
+            "gpus_per_replica": 2,
+            "threads": 4,
+            "price_per_hour": 1.6,
+        }
+        values["sites"]["generate"]["generation"] = [pool]
+
+    path = edited(tmp_path, change)
+    offers, _ = offers_of(load_cluster(path), known_devices(), path)
+    assert [(one.count, one.usd_per_hour) for one in offers if one.device.name == "cpu"] == [(24, 0.2)]
+
+
 def test_a_plan_takes_the_lengths_of_past_rollouts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
