@@ -11,6 +11,8 @@ import pytest
 
 from streamrl.generation.site import site_weights
 from streamrl.generation.site.site_weights import SiteWeights
+from streamrl.runtime.site_connections import connect_relay
+from streamrl.transport.curve import ClientSecurity, make_keys
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub, Link
 from tests.training.conftest import free_port
@@ -47,7 +49,18 @@ def refused(folder: Path) -> Connect:
     return connect
 
 
-@pytest.mark.parametrize("how", [unreachable, refused])
+def without_key(folder: Path) -> Connect:
+    """The relay's public key is not here."""
+
+    async def connect(_: Any, link: Link, site: str) -> None:
+        make_keys(folder, "here")
+        context: Any = SimpleNamespace(client_security=lambda site: ClientSecurity.load(folder, "here", site))
+        await connect_relay(context, link, site)
+
+    return connect
+
+
+@pytest.mark.parametrize("how", [unreachable, refused, without_key])
 @pytest.mark.parametrize("left_out_s", [0.0, site_weights.LEFT_OUT_S])
 def test_a_relay_that_cannot_be_used_is_left_out_for_a_while_and_leaves_nothing_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Callable[[Path], Connect], left_out_s: float

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 
-from streamrl.errors import RunFailed
+from streamrl.errors import RunFailed, UserError
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.site_connections import (
     PUBLISHER,
@@ -110,7 +110,7 @@ class SiteWeights:
             try:
                 async with self.waits.deadline(f"weights {number} from {source}", SOURCE_S):
                     found = await self._fetch_from(source, number, content_hash)
-            except RunFailed as error:
+            except (RunFailed, UserError) as error:
                 log.warning("getting weights %d from the trainer's site: %s", number, error)
                 if not isinstance(error, NotPublished):  # that site is there, and may have the next version
                     self._left_out[source] = time.monotonic() + LEFT_OUT_S
@@ -141,6 +141,7 @@ class SiteWeights:
         Raises:
             NotPublished: the relay has newer versions, but not this one.
             RunFailed: it cannot be fetched from there.
+            UserError: a key is missing, or other users can read the secret key.
         """
         if source not in self._others:
             link = to_relay(self.context, source, self.waits)
