@@ -239,6 +239,7 @@ class Learner(Generic[Model]):
         Returns:
             The L2 norm of the divided gradient over all ranks, to the same bits on each; NaN or inf if some entry is.
         """
+        reshard(self.model)  # a forward pass since the last backward one has left compute copies, without gradients
         # FSDP has averaged the ranks' sums, so multiplying by their number gives the batch's sum
         scale = self.division.averaged / normalizer
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]

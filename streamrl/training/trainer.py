@@ -410,6 +410,7 @@ class Trainer:
         with torch.no_grad():
             logprobs = self.policy(batch, 1.0)[0]
         values: FloatArray = logprobs.float().cpu().numpy()
+        reshard(self.policy)  # an optimizer step may come next
         return values
 
     def leave_device(self) -> int:
