@@ -228,6 +228,16 @@ def test_only_what_is_converted_or_shared_is_sharded(tiny_model: Path, one_rank:
             assert any(isinstance(module, FSDPModule) for module in one.modules()) == is_sharded
 
 
+def test_a_model_that_is_sharded_is_never_whole_on_the_device(tiny_model: Path, one_rank: None) -> None:
+    """torch moves each unit as it is sharded; only a model that is not sharded is moved as a whole."""
+    for dtype, whole in (("float32", {"Policy", "Critic"}), ("bfloat16", set())):
+        model = {"path": str(tiny_model), "max_context": 256, "dtype": dtype}
+        with patch.object(torch.nn.Module, "to", autospec=True) as moves:
+            Trainer(run_config(tiny_model, model=model, algorithm=PPO), str(tiny_model), CPU)
+        moved = {type(call.args[0]).__name__ for call in moves.call_args_list}
+        assert moved & {"Policy", "Critic", "FSDPPolicy", "FSDPCritic"} == whole
+
+
 def test_kl_to_the_reference_is_zero_at_the_start_and_grows(tiny_model: Path, one_rank: None) -> None:
     config = run_config(tiny_model, algorithm={"name": "grpo", "kl": {"coef": 0.1}})
     trainer = Trainer(config, str(tiny_model), CPU)
