@@ -14,11 +14,13 @@ import torch
 from rich.console import Console
 from transformers import (
     AutoTokenizer,
+    CohereConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     MistralConfig,
     OPTConfig,
+    PhiConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen3MoeConfig,
@@ -115,6 +117,20 @@ def test_the_settings_of_a_run_are_tried_on_the_small_model() -> None:
     assert set(found.values()) == {"works"}, found
     alone = check_settings(MistralConfig(), replace(OWN, undivided="tokens meet elsewhere"))[-1]
     assert (alone.verdict, alone.reason) == ("refused", "tokens meet elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("config", "norm"),
+    [(CohereConfig(use_qk_norm=True), "self_attn.k_norm"), (PhiConfig(qk_layernorm=True), "self_attn.k_layernorm")],
+    ids=["cohere", "phi"],
+)
+def test_layers_with_norms_of_heads_that_the_plan_leaves_out_cannot_be_shared(
+    config: PretrainedConfig, norm: str
+) -> None:
+    found = {one.check: one for one in check_settings(config, OWN)}["tensor parallel"]
+    assert found.verdict == "refused" and f"not supported for {config.model_type} with layers.*.{norm}" in found.reason
+    plain = {one.check: one.verdict for one in check_settings(type(config)(), OWN)}
+    assert plain["tensor parallel"] == "works"
 
 
 @pytest.mark.parametrize("kind", [GPT2Config, OPTConfig])
