@@ -6,6 +6,7 @@ import json
 import platform
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -101,6 +102,34 @@ def test_an_attention_that_is_wrong_fails_its_stage(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(merged_attention, "_share", lambda lse, total: torch.ones_like(lse).T[..., None])
     with pytest.raises(ValueError, match="attention on cpu is wrong: relative error"):
         measured("attention")
+
+
+def _lose_a_gradient(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+    """Let one of the gradients that are asked for be NaN."""
+    grad = torch.autograd.grad
+
+    def wrong(*arguments: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(one * float("nan") if at == place else one for at, one in enumerate(grad(*arguments)))
+
+    monkeypatch.setattr(torch.autograd, "grad", wrong)
+
+
+def test_an_attention_whose_output_is_not_a_number_fails_its_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    apply = merged_attention.MergedAttention.apply
+    monkeypatch.setattr(merged_attention.MergedAttention, "apply", lambda *inputs: apply(*inputs) + float("nan"))
+    with pytest.raises(ValueError, match="attention on cpu is wrong: relative error nan"):
+        measured("attention")
+
+
+@pytest.mark.parametrize(
+    ("stage", "place"), [("attention", 0), ("attention", 1), ("attention", 2), ("head", 0), ("head", 1)]
+)
+def test_a_gradient_that_is_not_a_number_fails_its_stage(
+    stage: str, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _lose_a_gradient(monkeypatch, place)
+    with pytest.raises(ValueError, match="on cpu is wrong: relative error nan"):
+        measured(stage)
 
 
 def test_the_trainer_is_timed_at_each_context() -> None:
