@@ -82,6 +82,17 @@ def test_an_answer_has_to_end_with_a_token_at_which_the_generator_stops(tokenize
     assert check_stops(tokenizer, []).verdict == "refused"
 
 
+@pytest.mark.parametrize(("message", "reason"), [("no answers here", "no answers here"), ("", "TemplateError")])
+def test_a_template_that_fails_leaves_the_other_findings(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, message: str, reason: str
+) -> None:
+    tokenizer.chat_template = "{{ raise_exception('" + message + "') }}"
+    tokenizer.save_pretrained(tmp_path)
+    template, stops, vocabulary = check_tokenizer(tmp_path, 320)
+    assert (template.verdict, stops.verdict, vocabulary.verdict) == ("refused", "not checked", "works")
+    assert template.reason == stops.reason == f"the chat template fails: {reason}"
+
+
 def test_a_vocabulary_may_be_padded_but_not_cut() -> None:
     assert check_vocabulary(261, 261).reason == "261 tokens in 261 rows"
     assert "59 of padding" in check_vocabulary(261, 320).reason
