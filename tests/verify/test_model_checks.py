@@ -177,8 +177,12 @@ RIGHT: dict[str, dict[str, object]] = {
 FAILED = "(EngineCore pid=1) ERROR [x.py:1] ValueError: no CPU kernel\n"
 
 
+def complete(stages: dict[str, dict[str, object]]) -> dict[str, object]:
+    return {"stages": stages, "errors": FAILED, "in_time": True}
+
+
 def verdicts(stages: dict[str, dict[str, object]]) -> dict[str, tuple[str, str]]:
-    answer = {"stages": stages, "errors": FAILED, "in_time": True}
+    answer = complete(stages)
     return {one.check: (one.verdict, one.reason) for one in generator.findings_of(ORDER, answer)}
 
 
@@ -232,6 +236,12 @@ def test_what_vllm_cannot_do_is_the_reason() -> None:
     assert verdicts({})[VERSION] == ("not checked", "the model does not run in vLLM here")
     ended_early = verdicts({AGAINST: RIGHT[AGAINST], "before": RIGHT["before"]})
     assert {name for name, found in ended_early.items() if "no CPU kernel" in found[1]} == set(ended_early) - {AGAINST}
+
+
+def test_a_vllm_that_does_not_compute_on_the_cpu_refuses_no_model() -> None:
+    found = generator.findings_of(ORDER, {"stages": {}, "errors": "", "in_time": True, "lacks": "it is for GPUs"})
+    assert {(one.verdict, one.reason) for one in found} == {("not checked", "it is for GPUs")}
+    assert [one.check for one in found] == [one.check for one in generator.findings_of(ORDER, complete(RIGHT))]
 
 
 def test_orders_that_vllm_has_not_answered_in_time_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
