@@ -182,7 +182,7 @@ class _Family:
         roots = [one.tree[0] for one in found if one.tree and one.facts.role != "trainer"]
         with contextlib.suppress(psutil.Error, IndexError):
             launcher = psutil.Process(roots[0].ppid())
-            if "launch" not in launcher.cmdline():
+            if launcher.pid != _locked_by(run_dir):
                 return []
             own = ProcessFacts(name="launcher", role="launcher", pid=launcher.pid, alive=_alive(launcher))
             others = [ObservedProcesses(own, run_dir / layout.STACKS, [launcher])]
@@ -262,6 +262,14 @@ def _written_at(folder: Path) -> float:
         return (folder / layout.PROCESSES).lstat().st_mtime
     except OSError:
         return 0.0
+
+
+def _locked_by(run_dir: Path) -> int | None:
+    """Return the pid of the launcher that has the run's lock, or had it last; None: the file does not say."""
+    folder = layout.whole_folder(run_dir)
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(read_plain(folder / layout.LOCK, below=folder).split()[1])  # process PID on HOST
+    return None
 
 
 def _run(status: Mapping[str, Any]) -> RunFacts:

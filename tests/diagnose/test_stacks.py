@@ -251,6 +251,14 @@ def test_a_stopped_child_is_a_fact_of_its_parent(tmp_path: Path, start: Start) -
     wait_for(lambda: f"kill -CONT {child}" in judge(collect(tmp_path)).sentence, ANSWER_S)
 
 
+def test_the_launcher_is_the_parent_that_has_the_lock_of_the_run(tmp_path: Path, start: Start) -> None:
+    start("here-tail-0")
+    lock = tmp_path / layout.LOCK
+    for text, found in (("", []), ("process 1 on here", []), (f"process {os.getpid()} on here", [os.getpid()])):
+        lock.write_text(text)
+        assert [one.pid for one in collect(tmp_path, ask=False).processes if one.role == "launcher"] == found
+
+
 def test_sites_that_are_emulated_have_folders_of_their_own(tmp_path: Path, start: Start) -> None:
     site = tmp_path / "sites" / "b"
     site.mkdir(parents=True)
