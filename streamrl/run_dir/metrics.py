@@ -99,7 +99,7 @@ class MetricsRow(StepRow):
         description="void_rate by cause: provider, verifier, sandbox, tool, environment, timeout, crash, generation",
     )
     groups_void: int | None = Field(None, description="groups replaced by others because too few samples had a reward")
-    prompts_too_long: int | None = Field(None, description="prompts skipped since the run was (re)started")
+    prompts_too_long: int | None = Field(None, description="prompts skipped since the run first started")
     truncated_fraction: float | None = Field(None, description="share of samples ended by the token limit")
     drafted_tokens: int | None = Field(
         None, description="tokens drafted and verified for the step's samples (speculative decoding)"
