@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -149,16 +150,18 @@ class Builder:
         """Add rows given as columns (lists of equal length; None for a missing column)."""
         prompts, lengths = columns["prompt"], columns["output_length"]
         assert prompts is not None and lengths is not None
-        count = len(prompts)
-        length = _floats(lengths, count)
+        length = _floats(lengths, len(prompts))
         usable = np.array([text is not None for text in prompts], dtype=bool) & np.isfinite(length)
         usable &= (length >= 0) & (length <= MOST)
-        self._dropped += int(count - usable.sum())
+        count = int(usable.sum())
+        self._dropped += len(prompts) - count
+        # before anything is numbered: a text, a task or a group without a sample would count for nothing
+        columns = {name: None if values is None else list(compress(values, usable)) for name, values in columns.items()}
         number = self._runs.setdefault(run, len(self._runs))
         step, epoch = _floats(columns.get("step"), count), _floats(columns.get("epoch"), count)
         parts = {
-            "prompt": _codes(prompts, count, self._texts),
-            "output_length": np.maximum(np.where(usable, length, 1), 1).astype(np.int64),
+            "prompt": _codes(columns["prompt"], count, self._texts),
+            "output_length": np.maximum(length[usable], 1).astype(np.int64),
             "task": _codes(columns.get("task"), count, self._tasks),
             "run": np.full(count, number),
             "step": np.nan_to_num(np.where(np.isfinite(step), step, epoch)).astype(np.int64),
@@ -169,7 +172,7 @@ class Builder:
             "finished": _floats(columns.get("t_finished"), count),
         }
         for name, values in parts.items():
-            self._parts.setdefault(name, []).append(values[usable])
+            self._parts.setdefault(name, []).append(values)
 
     def _group_codes(self, groups: Sequence[Any] | None, count: int, run: int) -> Array:
         if groups is None:

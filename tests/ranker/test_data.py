@@ -13,6 +13,7 @@ import pytest
 
 from ranker.data import read_rollouts
 from ranker.errors import RankerError
+from ranker.train import train
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -56,6 +57,17 @@ def test_nulls_are_left_out_and_counted(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "x.jsonl", [{"prompt": "p", "output_length": 5}, *rows])
     rollouts = read_rollouts([file])
     assert len(rollouts) == 1 and rollouts.notes == ["6 rows without a prompt or a length were left out"]
+
+
+def test_what_only_rows_that_are_left_out_have_is_not_counted(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"p{n}", "output_length": None if n < 37 else n, "task": f"t{n}", "group_id": f"g{n}"}
+        for n in range(40)
+    ]
+    rollouts = read_rollouts([write_jsonl(tmp_path / "x.jsonl", rows)])
+    assert (rollouts.texts, rollouts.tasks) == (["p37", "p38", "p39"], ["t37", "t38", "t39"])
+    assert rollouts.prompt.tolist() == rollouts.task.tolist() == rollouts.group.tolist() == [0, 1, 2]
+    assert train(rollouts)[1].prompts == 3
 
 
 def test_the_length_limit_is_told_or_recognised(tmp_path: Path) -> None:
