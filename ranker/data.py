@@ -35,7 +35,7 @@ MOST = 1e9
 """Greatest plausible length, tokens."""
 
 PILE = 0.02
-"""Share of samples at exactly the greatest length from which that length counts as a cap when no file says so."""
+"""Share of samples at exactly the greatest length from which it counts as a cap where no row has a `finish_reason`."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,7 @@ class Builder:
         self._runs: dict[str, int] = {}
         self._parts: dict[str, list[Array]] = {}
         self._dropped = 0
+        self._told = False  # whether a row says how its sample ended
 
     def add(self, columns: Mapping[str, Sequence[Any] | None], run: str) -> None:
         """Add rows given as columns (lists of equal length; None for a missing column)."""
@@ -157,6 +158,8 @@ class Builder:
         self._dropped += len(prompts) - count
         # before anything is numbered: a text, a task or a group without a sample would count for nothing
         columns = {name: None if values is None else list(compress(values, usable)) for name, values in columns.items()}
+        reasons = columns.get("finish_reason") or [None] * count
+        self._told |= any(reason is not None for reason in reasons)
         number = self._runs.setdefault(run, len(self._runs))
         step, epoch = _floats(columns.get("step"), count), _floats(columns.get("epoch"), count)
         parts = {
@@ -166,7 +169,7 @@ class Builder:
             "run": np.full(count, number),
             "step": np.nan_to_num(np.where(np.isfinite(step), step, epoch)).astype(np.int64),
             "group": self._group_codes(columns.get("group_id"), count, number),
-            "capped": np.array([reason == "length" for reason in columns.get("finish_reason") or [None] * count], bool),
+            "capped": np.array([reason == "length" for reason in reasons], bool),
             "difficulty": _floats(columns.get("difficulty"), count),
             "started": _floats(columns.get("t_dispatched"), count),
             "finished": _floats(columns.get("t_finished"), count),
@@ -188,8 +191,8 @@ class Builder:
             names = ("prompt", "output_length", "task", "run", "step", "group", "difficulty", "started", "finished")
             parts = {name: empty for name in names} | {"capped": empty.astype(bool)}
         notes = [f"{self._dropped} rows without a prompt or a length were left out"] if self._dropped else []
-        length, capped = parts["output_length"], parts["capped"]
-        if len(length) >= 50 and not capped.any():
+        length = parts["output_length"]
+        if len(length) >= 50 and not self._told:
             at_most = length == length.max()
             if at_most.mean() >= PILE and not (length == length.min()).all():
                 parts["capped"] = at_most

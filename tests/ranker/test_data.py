@@ -77,6 +77,8 @@ def test_the_length_limit_is_told_or_recognised(tmp_path: Path) -> None:
     rollouts = read_rollouts([write_jsonl(tmp_path / "b.jsonl", rows)])
     assert rollouts.cap == 100 and "taken for the length limit" in rollouts.notes[0]
     assert read_rollouts([write_jsonl(tmp_path / "c.jsonl", rows[:90])]).cap is None
+    ended = read_rollouts([write_jsonl(tmp_path / "d.jsonl", [row | {"finish_reason": "stop"} for row in rows])])
+    assert ended.cap is None and not ended.notes, "short answers, many of one length"
 
 
 @pytest.mark.parametrize(
