@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import compress
+from itertools import compress, repeat
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -74,8 +74,9 @@ class Rollouts:
 
     @property
     def cap(self) -> int | None:
-        """The length limit in tokens: the greatest length of a sample that was cut off; None if none was."""
-        return int(self.output_length[self.capped].max()) if self.capped.any() else None
+        """The greatest limit of the samples in tokens: the greatest length, as limits may differ (runs with other
+        limits, agents' episodes); None if no sample was cut off."""
+        return int(self.output_length.max()) if self.capped.any() else None
 
     @property
     def unit(self) -> Array:
@@ -101,7 +102,8 @@ def _open(file: Path, given: Path) -> BinaryIO:
 def read_rollouts(paths: Iterable[str | Path], open_file: FileOpener = _open) -> Rollouts:
     """Read files, and all .parquet and .jsonl files in and below folders.
 
-    Rows without a prompt or without a length in 0..`MOST` are left out, and counted in `notes`.
+    Rows without a prompt or without a length in 0..`MOST`, and those that `says_length` refuses, are left out, and
+    counted in `notes`.
 
     Args:
         paths: files and folders.
@@ -135,6 +137,15 @@ def from_rows(rows: Sequence[Mapping[str, Any]], run: str = "") -> Rollouts:
     return builder.build()
 
 
+def says_length(output_length: float, finish_reason: str | None) -> bool:
+    """Return whether a row says how long an answer is.
+
+    One that was cut off before its first token does not: no site could generate it, or its prompt left no room. An
+    answer of no tokens that ended by itself is a short one.
+    """
+    return output_length > 0 or finish_reason != "length"
+
+
 class Builder:
     """Collects columns of several files into one `Rollouts`."""
 
@@ -154,6 +165,7 @@ class Builder:
         length = _floats(lengths, len(prompts))
         usable = np.array([text is not None for text in prompts], dtype=bool) & np.isfinite(length)
         usable &= (length >= 0) & (length <= MOST)
+        usable &= np.array([*map(says_length, length, columns.get("finish_reason") or repeat(None))], dtype=bool)
         count = int(usable.sum())
         self._dropped += len(prompts) - count
         # before anything is numbered: a text, a task or a group without a sample would count for nothing

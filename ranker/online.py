@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from ranker.data import from_rows
+from ranker.data import from_rows, says_length
 from ranker.errors import RankerError
 from ranker.evaluate import kendall_tau, recall_at
 from ranker.history import LiveHistory, Seen
@@ -147,6 +147,8 @@ class OnlineRanker:
     def observe(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Record finished samples: rows with `prompt` and `output_length`, and any other column of the rollout format.
 
+        Those that say nothing of a length (`ranker.data.says_length`) are left out.
+
         Raises:
             RankerError: a row has no prompt, or no length of at least 0; then no row is recorded.
         """
@@ -159,11 +161,13 @@ class OnlineRanker:
             if isinstance(length, bool) or not isinstance(length, int | float | np.number) or not length >= 0:
                 raise RankerError(f"sample {row.get('sample_id')}: 'output_length' is {length!r:.60}; expected tokens")
         for row in rows:
+            expected = self._waiting.pop(str(row.get("sample_id")), None)
+            if not says_length(row["output_length"], row.get("finish_reason")):
+                continue
             length = max(1.0, float(row["output_length"]))
             self._rows.append(row)
             step = int(row.get("step") or 0)
             self._history.add(Seen(row["prompt"], row.get("task"), row.get("group_id"), step, math.log(length)))
-            expected = self._waiting.pop(str(row.get("sample_id")), None)
             if expected is not None:
                 self._finished.append((expected, length))
 

@@ -81,6 +81,24 @@ def test_the_length_limit_is_told_or_recognised(tmp_path: Path) -> None:
     assert ended.cap is None and not ended.notes, "short answers, many of one length"
 
 
+def test_the_limit_is_that_of_the_longest_sample_where_limits_differ(tmp_path: Path) -> None:
+    rows = [{"prompt": f"p{n}", "output_length": 100 * n, "finish_reason": "stop"} for n in range(1, 9)]
+    cut = [{"prompt": "p1", "output_length": 64, "finish_reason": "length"}]
+    rollouts = read_rollouts([write_jsonl(tmp_path / "x.jsonl", rows + cut)])
+    assert rollouts.cap == 800 and rollouts.output_length[rollouts.capped].tolist() == [64]
+
+
+def test_what_was_cut_off_before_its_first_token_says_nothing_of_a_length(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "p", "output_length": 9, "finish_reason": "stop"},
+        {"prompt": "q", "output_length": 0, "finish_reason": "length"},  # no site could generate it
+        {"prompt": "r", "output_length": 0, "finish_reason": "stop"},  # an episode that asked no model
+    ]
+    rollouts = read_rollouts([write_jsonl(tmp_path / "x.jsonl", rows)])
+    assert rollouts.texts == ["p", "r"] and rollouts.output_length.tolist() == [9, 1] and rollouts.cap is None
+    assert rollouts.notes == ["1 rows without a prompt or a length were left out"]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [

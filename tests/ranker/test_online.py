@@ -88,6 +88,13 @@ def test_predictions_made_before_the_start_are_the_ones_measured() -> None:
     assert measured is not None and measured.recall_at_20 == measured.kendall_tau == 1.0 and measured.samples == 30
 
 
+def test_what_was_cut_off_before_its_first_token_is_not_learned() -> None:
+    ranker = OnlineRanker()
+    ranker.expect(["a"], 100.0)
+    ranker.observe([{"prompt": "p", "sample_id": "a", "output_length": 0, "finish_reason": "length"}])
+    assert not ranker._finished and not ranker._waiting and ranker.refit() is False
+
+
 @pytest.mark.parametrize(
     ("written_by", "held_out", "trusted"),
     [("m", 1, True), ("m", -1, False), ("other", 1, False), (None, 1, False)],
