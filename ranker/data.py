@@ -21,9 +21,11 @@ from ranker.errors import RankerError
 from ranker.segments import Array
 
 REQUIRED = ("prompt", "output_length")
-TEXT = ("prompt", "task", "group_id", "finish_reason")
+TEXT = ("prompt", "task", "group_id", "finish_reason", "void_cause")
 NUMBERS = ("output_length", "epoch", "step", "difficulty", "t_dispatched", "t_finished")
-COLUMNS = (*TEXT, *NUMBERS)
+EPISODE = "metrics"
+"""Column that has any value in an agent's episode, and none in a completion."""
+COLUMNS = (*TEXT, *NUMBERS, EPISODE)
 """Columns to read; all but `REQUIRED` may be missing. The rollout format's `prompt_id` is not needed: the same text is
 the same prompt, also across runs.
 """
@@ -137,12 +139,23 @@ def from_rows(rows: Sequence[Mapping[str, Any]], run: str = "") -> Rollouts:
     return builder.build()
 
 
-def says_length(output_length: float, finish_reason: str | None) -> bool:
+def says_length(
+    output_length: float, finish_reason: str | None, void_cause: str | None = None, episode: Any = None
+) -> bool:
     """Return whether a row says how long an answer is.
 
     One that was cut off before its first token does not: no site could generate it, or its prompt left no room. An
-    answer of no tokens that ended by itself is a short one.
+    answer of no tokens that ended by itself is a short one. A void episode does not either: its environment, its worker
+    or its agent failed on the way. A completion whose reward is void is whole.
+
+    Args:
+        output_length: tokens.
+        finish_reason: 'length' where it was cut off at a limit.
+        void_cause: why its reward is void, if it is.
+        episode: anything but None if an agent led it (the column `EPISODE`).
     """
+    if void_cause is not None and episode is not None:
+        return False
     return output_length > 0 or finish_reason != "length"
 
 
@@ -165,7 +178,8 @@ class Builder:
         length = _floats(lengths, len(prompts))
         usable = np.array([text is not None for text in prompts], dtype=bool) & np.isfinite(length)
         usable &= (length >= 0) & (length <= MOST)
-        usable &= np.array([*map(says_length, length, columns.get("finish_reason") or repeat(None))], dtype=bool)
+        ends = (columns.get(name) or repeat(None) for name in ("finish_reason", "void_cause", EPISODE))
+        usable &= np.array([*map(says_length, length, *ends)], dtype=bool)
         count = int(usable.sum())
         self._dropped += len(prompts) - count
         # before anything is numbered: a text, a task or a group without a sample would count for nothing
@@ -276,7 +290,9 @@ def _read_parquet(file: Path, opened: Callable[[], BinaryIO]) -> Iterator[dict[s
 
 
 def _cast(file: Path, name: str, column: Any) -> Any:
-    """Convert a column to text or to numbers."""
+    """Convert a column to text or to numbers; `EPISODE` to whether there is a value."""
+    if name == EPISODE:
+        return pc.if_else(column.is_valid(), True, None)
     wanted = pa.string() if name in TEXT else pa.float64()
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
@@ -325,6 +341,8 @@ def _value(file: Path, number: int, name: str, value: Any) -> Any:
     """Convert a value to its column's type."""
     if value is None:
         return None
+    if name == EPISODE:
+        return True
     if name in NUMBERS:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise RankerError(f"{file}, line {number}: column '{name}' is {value!r:.60}; expected a number")

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from ranker.data import from_rows, says_length
+from ranker.data import EPISODE, from_rows, says_length
 from ranker.errors import RankerError
 from ranker.evaluate import kendall_tau, recall_at
 from ranker.history import LiveHistory, Seen
@@ -162,7 +162,8 @@ class OnlineRanker:
                 raise RankerError(f"sample {row.get('sample_id')}: 'output_length' is {length!r:.60}; expected tokens")
         for row in rows:
             expected = self._waiting.pop(str(row.get("sample_id")), None)
-            if not says_length(row["output_length"], row.get("finish_reason")):
+            ends = (row.get(name) for name in ("finish_reason", "void_cause", EPISODE))
+            if not says_length(row["output_length"], *ends):
                 continue
             length = max(1.0, float(row["output_length"]))
             self._rows.append(row)

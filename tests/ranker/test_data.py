@@ -99,6 +99,22 @@ def test_what_was_cut_off_before_its_first_token_says_nothing_of_a_length(tmp_pa
     assert rollouts.notes == ["1 rows without a prompt or a length were left out"]
 
 
+def test_void_episodes_broke_off_and_void_completions_are_whole(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "p", "output_length": 5, "void_cause": "crash", "metrics": {"turns": 1.0}},
+        {"prompt": "q", "output_length": 6, "void_cause": "environment", "metrics": {}},
+        {"prompt": "r", "output_length": 7, "void_cause": None, "metrics": {}},
+        {"prompt": "s", "output_length": 8, "void_cause": "crash", "metrics": None},
+    ]
+    assert read_rollouts([write_jsonl(tmp_path / "x.jsonl", rows)]).output_length.tolist() == [7, 8]
+    table = {name: [row[name] for row in rows] for name in ("prompt", "output_length", "void_cause")}
+    metrics = pa.array([row["metrics"] and list(row["metrics"].items()) for row in rows], pa.map_("string", "double"))
+    columns = {**table, "metrics": metrics}
+    assert read_rollouts([write_parquet(tmp_path / "x.parquet", columns)]).output_length.tolist() == [7, 8]
+    del columns["void_cause"]  # as earlier versions wrote it
+    assert read_rollouts([write_parquet(tmp_path / "y.parquet", columns)]).output_length.tolist() == [5, 6, 7, 8]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
