@@ -22,7 +22,7 @@ from ranker.segments import Array
 
 REQUIRED = ("prompt", "output_length")
 TEXT = ("prompt", "task", "group_id", "finish_reason", "void_cause")
-NUMBERS = ("output_length", "epoch", "step", "difficulty", "t_dispatched", "t_finished")
+NUMBERS = ("output_length", "epoch", "step", "difficulty", "t_finished")
 EPISODE = "metrics"
 """Column that has any value in an agent's episode, and none in a completion."""
 COLUMNS = (*TEXT, *NUMBERS, EPISODE)
@@ -64,8 +64,6 @@ class Rollouts:
     """Whether generation was cut off at the length limit [N]."""
     difficulty: Array
     """Given difficulty [N]; NaN if there is none."""
-    started: Array
-    """Unix seconds of dispatch [N]; NaN if unknown."""
     finished: Array
     """Unix seconds of the end [N]; NaN if unknown."""
     notes: list[str] = field(default_factory=list)
@@ -91,7 +89,7 @@ class Rollouts:
     def take(self, rows: Array, *notes: str) -> Rollouts:
         """Return some of the samples, by number or mask, with only their prompts."""
         used, prompt = np.unique(self.prompt[rows], return_inverse=True)
-        names = ("output_length", "task", "run", "step", "group", "capped", "difficulty", "started", "finished")
+        names = ("output_length", "task", "run", "step", "group", "capped", "difficulty", "finished")
         columns = {name: getattr(self, name)[rows] for name in names}
         texts = [self.texts[i] for i in used]
         return replace(self, texts=texts, prompt=prompt, notes=[*self.notes, *notes], **columns)
@@ -197,7 +195,6 @@ class Builder:
             "group": self._group_codes(columns.get("group_id"), count, number),
             "capped": np.array([reason == "length" for reason in reasons], bool),
             "difficulty": _floats(columns.get("difficulty"), count),
-            "started": _floats(columns.get("t_dispatched"), count),
             "finished": _floats(columns.get("t_finished"), count),
         }
         for name, values in parts.items():
@@ -214,7 +211,7 @@ class Builder:
         empty = np.zeros(0, dtype=np.int64)
         parts = {name: np.concatenate(values) for name, values in self._parts.items()}
         if not parts:
-            names = ("prompt", "output_length", "task", "run", "step", "group", "difficulty", "started", "finished")
+            names = ("prompt", "output_length", "task", "run", "step", "group", "difficulty", "finished")
             parts = {name: empty for name in names} | {"capped": empty.astype(bool)}
         notes = [f"{self._dropped} rows without a prompt or a length were left out"] if self._dropped else []
         length = parts["output_length"]

@@ -65,7 +65,7 @@ def text_features(schema: FeatureSchema, texts: list[str]) -> Array:
 
 
 def assemble(schema: FeatureSchema, text: Array, tasks: Array, difficulty: Array, history: Array | None) -> Array:
-    """Join all columns [N, F], float32: text [N, T], task codes [N] (NaN: none), difficulty [N], history [N, 12]."""
+    """Join all columns [N, F], float32: text [N, T], task codes [N] (NaN: none), difficulty [N], history [N, 9]."""
     out = np.full((len(text), len(schema.names)), np.nan, dtype=np.float32)
     width = text.shape[1]
     out[:, :width] = text
@@ -85,7 +85,7 @@ def featurise(
 ) -> Array:
     """Return the columns [N, F], float32, of N requests; a repeated text is processed once.
 
-    Everything that is not given is NaN; the task of a name that was not trained on is `UNKNOWN`. `history` [N, 12]
+    Everything that is not given is NaN; the task of a name that was not trained on is `UNKNOWN`. `history` [N, 9]
     comes from `ranker.history`.
     """
     number: dict[str, int] = {}

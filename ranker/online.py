@@ -111,27 +111,24 @@ class OnlineRanker:
         self,
         prompts: Sequence[str],
         tasks: Sequence[str | None] | None = None,
-        group_ids: Sequence[str | None] | None = None,
         step: int = 0,
         difficulty: Sequence[float] | Array | None = None,
         limit: Array | float | None = None,
     ) -> Prediction | None:
         """Predict the lengths of N requests that start in `step`; None without a model.
 
-        Samples of earlier steps, and finished siblings of `group_ids`, are taken into account. `limit` is the most
-        tokens of each request [N], or of all.
+        Samples of earlier steps are taken into account. `limit` is the most tokens of each request [N], or of all.
 
         Raises:
             RankerError: the arguments differ in length.
         """
         count = len(prompts)
-        for name, values in (("tasks", tasks), ("group_ids", group_ids)):
-            if values is not None and len(values) != count:
-                raise RankerError(f"{len(values)} {name} for {count} prompts")
+        if tasks is not None and len(tasks) != count:
+            raise RankerError(f"{len(tasks)} tasks for {count} prompts")
         if self.model is None:
             return None
-        named, groups = list(tasks or [None] * count), list(group_ids or [None] * count)
-        history = self._history.columns(list(prompts), named, groups, step)
+        named = list(tasks or [None] * count)
+        history = self._history.columns(list(prompts), named, step)
         return self.model.predict(prompts, named, difficulty, history, self.threads, limit)
 
     def expect(self, sample_ids: Sequence[str], length: float) -> None:
@@ -168,7 +165,7 @@ class OnlineRanker:
             length = max(1.0, float(row["output_length"]))
             self._rows.append(row)
             step = int(row.get("step") or 0)
-            self._history.add(Seen(row["prompt"], row.get("task"), row.get("group_id"), step, math.log(length)))
+            self._history.add(Seen(row["prompt"], row.get("task"), step, math.log(length)))
             if expected is not None:
                 self._finished.append((expected, length))
 

@@ -108,7 +108,6 @@ class LengthPredictor:
         prediction = self.ranker.predict(
             [group.prompt for group in groups],
             [group.task for group in groups],
-            [group.group_id for group in groups],
             groups[0].step,
             limit=limit,
         )

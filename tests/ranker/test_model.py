@@ -73,7 +73,7 @@ def test_other_versions_and_broken_files_are_named(tmp_path: Path, small: Length
     with zipfile.ZipFile(file) as archive:
         manifest = json.loads(archive.read("manifest.json"))
     later = json.dumps(manifest | {"version": 99}).encode()
-    with pytest.raises(RankerError, match=r"later: ranker file of version 99; expected 4"):
+    with pytest.raises(RankerError, match=r"later: ranker file of version 99; expected 5"):
         LengthModel.load(damage(file, tmp_path / "later", "manifest.json", later))
     alien = json.dumps({"format": "x"}).encode()
     with pytest.raises(RankerError, match="alien: not a ranker file"):

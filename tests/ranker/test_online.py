@@ -22,15 +22,14 @@ def play(ranker: OnlineRanker, rows: list[dict[str, Any]], step: int, shuffle: b
     if shuffle:
         lengths = list(np.random.default_rng(step).permutation(lengths))
     ids = [f"{step}.{n}" for n in range(len(rows))]
-    groups = [f"{step}.{row['group_id']}" for row in rows]
     prompts, tasks = [row["prompt"] for row in rows], [row["task"] for row in rows]
-    prediction = ranker.predict(prompts, tasks, groups, step)
+    prediction = ranker.predict(prompts, tasks, step)
     for sample, expected in zip(ids, prediction.mean if prediction else (), strict=bool(prediction)):
         ranker.expect([sample], float(expected))
     ranker.observe(
         [
-            row | {"sample_id": sample, "output_length": int(length), "step": step, "group_id": group}
-            for row, sample, length, group in zip(rows, ids, lengths, groups, strict=True)
+            row | {"sample_id": sample, "output_length": int(length), "step": step}
+            for row, sample, length in zip(rows, ids, lengths, strict=True)
         ]
     )
     ranker.end_step()
