@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
 
+from ranker import text
 from ranker.data import from_rows
 from ranker.features import UNKNOWN, featurise, fit_schema
 from ranker.history import HISTORY, LiveHistory, Seen, simulate
@@ -83,6 +85,28 @@ def test_common_words_tell_the_known_wordings() -> None:
     rare = fit_rare_words(known)
     assert rare.apply(pack(known))[:, place].min() > 0.5
     assert rare.apply(pack(["Welche Farbe hat Omas Katze", ""]))[0, place] == 0
+
+
+def test_common_words_are_the_same_counted_a_batch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [*ODD, *(row["prompt"] for row in small_reasoner(300, 1, 0).rows)]
+    found = []
+    for size in (1, 1000, 10**9):
+        monkeypatch.setattr(text, "BATCH", size)
+        found.append(fit_rare_words(texts).common)
+    np.testing.assert_array_equal(found[0], found[2])
+    np.testing.assert_array_equal(found[1], found[2])
+    assert found[2].any()
+
+
+def test_counting_words_takes_no_more_memory_for_more_prompts() -> None:
+    texts = [f"{n} " + "some words of a prompt 12 34 " * 100 for n in range(1000)]  # 3 MB
+    tracemalloc.start()
+    try:
+        fit_rare_words(texts)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 20 * 2**20
 
 
 def test_a_batch_gives_what_single_prompts_give() -> None:
