@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 
@@ -84,6 +85,27 @@ def test_a_trace_cut_anywhere_gives_its_whole_events(tmp_path: Path) -> None:
         events = read_trace(tmp_path / "cut.json")
         assert events == whole[: len(events)]
         assert len(events) >= content[:size].count(b"},\n")
+
+
+def test_a_large_trace_is_opened_again_in_little_memory_and_cut_at_its_first_broken_event(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with TraceWriter(path) as trace:
+        for number in range(5000):
+            trace.async_span("here-0", "sample", START + number, START + number + 1, f"s{number}")
+    before = read_trace(path)
+    tracemalloc.start()
+    try:
+        trace = TraceWriter(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 300_000 < path.stat().st_size
+    trace.close()
+    assert json.loads(path.read_text()) == before
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([*lines[:100], lines[100][:40] + b",", *lines[101:]]))  # as a full disk once left it
+    TraceWriter(path).close()
+    assert json.loads(path.read_text()) == before[:99]
 
 
 @pytest.mark.parametrize("ending", ["closed", "open", "cut", "empty"])
