@@ -24,7 +24,7 @@ from typing import Any, Self
 
 from streamrl.plain_files import read_plain
 from streamrl.run_dir.appended_lines import LARGEST_FOLLOWED, parse_event
-from streamrl.run_dir.jsonl import finite
+from streamrl.run_dir.jsonl import append_whole, finite
 
 PID = 1
 _ORIGIN_KEY = "origin_unix_s"
@@ -157,5 +157,5 @@ class TraceWriter:
     def _write(self, event: Event) -> None:
         separator = "\n" if self._empty else ",\n"
         # One unbuffered write per event: a kill leaves whole events.
-        self._file.write((separator + json.dumps(finite(event), allow_nan=False, default=str)).encode())
+        append_whole(self._file, (separator + json.dumps(finite(event), allow_nan=False, default=str)).encode())
         self._empty = False
