@@ -332,11 +332,12 @@ class Controller:
 
     def _register_waits(self) -> None:
         """Register waits for missing samples and rewards; one that arrives renews its wait, and so does a new token."""
-        running = self.pool.running - self.issuer.rounds.resting + self.evaluator.unfinished
+        running = self.pool.running - self.issuer.rounds.resting + self.evaluator.generating
+        unscored = len(self.pool.received) + self.evaluator.unscored
         rewards_s = self.config.longest_reward_s * 10 + self.limits.startup_s
         for name, missing, limit_s, progress in (
             ("samples", running, self.config.longest_silence_s, self.services.heartbeats.since_token),
-            ("rewards", len(self.pool.received), rewards_s, never),
+            ("rewards", unscored, rewards_s, never),
             ("canaries", len(self.training.awaited_canaries()), self.limits.weights_s, never),
         ):
             if not missing:
