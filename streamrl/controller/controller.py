@@ -9,6 +9,7 @@ kind. The schedule decides what may start when (`scheduler/schedule/schedules.py
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -379,7 +380,8 @@ class Controller:
                 await self.scaling.handle_request(delivery, self.hub)
             case CheckpointNow():
                 self.training.checkpoint_wanted = True
-                await self.hub.send(delivery.peer, *wire(CheckpointPlanned(step=self.training.step + 1)))
+                with contextlib.suppress(KeyError):  # nobody waits for the answer any more
+                    await self.hub.send(delivery.peer, *wire(CheckpointPlanned(step=self.training.step + 1)))
             case WeightCall() as call:
                 await self.weight_calls.ask(call)
             case WeightAnswer() as answer:

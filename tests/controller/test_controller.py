@@ -16,6 +16,7 @@ from streamrl.controller.controller import Controller
 from streamrl.controller.evaluation_runner import Evaluator
 from streamrl.controller.group_source import GroupSource
 from streamrl.protocol.controller_rewards import ScoreAnswer
+from streamrl.protocol.operator import CheckpointNow
 from streamrl.run_dir import layout
 from streamrl.run_dir.evaluations import read_evaluations
 from tests.security.hostile_world import OWN, SITES, Sent, batch, hear, said, sample, two_sites
@@ -74,3 +75,10 @@ def test_an_evaluation_whose_samples_wait_for_rewards_waits_for_no_samples(contr
     assert waited_for(controller) == set()
     [row] = read_evaluations(controller.context.run_dir / layout.EVALUATIONS)
     assert (row.step, row.overall.samples) == (0, 2)
+
+
+def test_a_checkpoint_that_was_asked_for_by_a_command_that_has_ended_is_saved(controller: Controller) -> None:
+    del controller.hub.send  # type: ignore[method-assign]
+    assert "checkpoint-1" not in controller.hub.peers
+    hear(controller, said("checkpoint-1", CheckpointNow()))
+    assert controller.training.checkpoint_wanted
