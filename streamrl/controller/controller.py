@@ -42,7 +42,7 @@ from streamrl.controller.training_steps import TrainingSteps
 from streamrl.controller.void_watch import VoidWatch
 from streamrl.controller.weight_calls import WeightCalls
 from streamrl.controller.weight_canary import Measured, WeightCanary
-from streamrl.errors import RestartNeeded, RunFailed
+from streamrl.errors import RunFailed, is_final
 from streamrl.machine.model_files import read_config, resolve_model
 from streamrl.machine.router_shape import shape_of
 from streamrl.protocol.controller_rewards import ScoreAnswer
@@ -159,11 +159,11 @@ class Controller:
         except asyncio.CancelledError:
             await self._close("interrupted")
             raise
-        except RestartNeeded:
-            self.telemetry.close("starting")
-            raise
         except BaseException as error:
-            await self._close("failed", str(error))
+            if is_final(error):
+                await self._close("failed", str(error))
+            else:  # its launcher starts it again, and sites that have been told of an end do not come back
+                self.telemetry.close("starting")
             raise
         finally:
             writing.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +16,12 @@ from streamrl.config.run import RunConfig
 from streamrl.controller.controller import Controller
 from streamrl.controller.evaluation_runner import Evaluator
 from streamrl.controller.group_source import GroupSource
+from streamrl.errors import RestartNeeded, RunFailed, UserError
 from streamrl.protocol.controller_rewards import ScoreAnswer
 from streamrl.protocol.operator import CheckpointNow
 from streamrl.run_dir import layout
 from streamrl.run_dir.evaluations import read_evaluations
+from streamrl.run_dir.status import read_status
 from tests.security.hostile_world import OWN, SITES, Sent, batch, hear, said, sample, two_sites
 
 
@@ -82,3 +85,37 @@ def test_a_checkpoint_that_was_asked_for_by_a_command_that_has_ended_is_saved(co
     assert "checkpoint-1" not in controller.hub.peers
     hear(controller, said("checkpoint-1", CheckpointNow()))
     assert controller.training.checkpoint_wanted
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (RunFailed("too many rewards are void"), "failed"),
+        (UserError("no such file"), "failed"),
+        (OSError(errno.ENOSPC, "no space"), "failed"),
+        (ExceptionGroup("all", [RunFailed("lost")]), "failed"),
+        (RestartNeeded("the trainer hangs"), "starting"),
+        (ValueError("nobody has foreseen this"), "starting"),
+        (ExceptionGroup("all", [KeyError("neither this")]), "starting"),
+    ],
+    ids=repr,
+)
+def test_other_sites_are_told_of_an_end_only_if_the_launcher_does_not_start_the_controller_again(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch, error: Exception, state: str
+) -> None:
+    told: list[str] = []
+
+    async def fail() -> None:
+        raise error
+
+    async def finish(state: str, error: str | None) -> None:
+        told.append(state)
+
+    monkeypatch.setattr(controller, "_start", fail)
+    monkeypatch.setattr(controller.services, "finish", finish)
+    controller.hub.peers.clear()
+    with pytest.raises(type(error)):
+        asyncio.run(controller.run())
+    status = read_status(controller.context.run_dir)
+    assert status.state == state and told == [one for one in ("failed",) if one == state]
+    assert status.error == (str(error) if told else None)
