@@ -404,7 +404,7 @@ class Services:
         for name, site in self._sites.items():
             if site in self._cluster.remote_sites and name in self._hub.peers:
                 acknowledged = asyncio.get_running_loop().create_future()
-                with contextlib.suppress(RunFailed, TimeoutError):
+                with contextlib.suppress(RunFailed, TimeoutError, KeyError):  # KeyError: it leaves meanwhile
                     async with asyncio.timeout(FINISH_S):
                         await self._hub.send(name, kind, body, on_ack=functools.partial(acknowledged.set_result, None))
                         await acknowledged
