@@ -207,8 +207,8 @@ class Services:
         """
         if name in self.excluded:
             return []
-        self._waits.end(f"{RETURN} {name}")
-        self._waits.end(f"{WEIGHTS} {name}")
+        for wait in (f"{RETURN} {name}", f"{WEIGHTS} {name}", SLEEP):  # what was asked of it is asked again
+            self._waits.end(wait)
         self._asleep.discard(name)
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # else its next report counts
             self.fleet_changed(name, self._hub.peers[name].meta["fleet"])
