@@ -177,9 +177,10 @@ class SiteOwn:
             return f"cannot be read: {error!r:.200}"
         return f"names {foreign[0]!r:.99}, which is not of site {self.site}" if foreign else None
 
-    def wrong_with_state(self, instances: Iterable[str]) -> str | None:
-        """Return why a heartbeat with the state of these instances cannot be used, or None."""
+    def wrong_with_state(self, instances: Iterable[str], agents: Iterable[str] = ()) -> str | None:
+        """Return why a heartbeat with the state of these instances and agents processes cannot be used, or None."""
         foreign = [name for name in instances if not self.has_instance(name)]
+        foreign += [name for name in agents if name != f"agents-{self.site}"]
         return f"speaks for {foreign[0]!r:.99}, which is not of site {self.site}" if foreign else None
 
     def wrong_with_ready(

@@ -127,10 +127,10 @@ def check_heartbeat(own: Mapping[str, SiteOwn], speaker: Speaker, state: dict[st
     """Check the state in a heartbeat; `own` as in `SiteClaims`.
 
     Raises:
-        MalformedMessage: it does not fit, or speaks for another site's instances.
+        MalformedMessage: it does not fit, or speaks for processes that are not of the sender's site.
     """
     check_state(speaker, state)
     site = own.get(speaker.name)
-    instances = state.get("instances", {})
-    if (wrong := site.wrong_with_state(instances) if site else "has instances" if instances else None) is not None:
+    others = state.get("instances", {}), state.get("agents", {})
+    if (wrong := site.wrong_with_state(*others) if site else "has instances" if any(others) else None) is not None:
         raise MalformedMessage(f"state of {speaker.name} {wrong}")
