@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import compress, repeat
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -20,9 +21,11 @@ from ranker.errors import RankerError
 from ranker.segments import Array
 
 REQUIRED = ("prompt", "output_length")
-TEXT = ("prompt", "task", "group_id", "finish_reason")
-NUMBERS = ("output_length", "epoch", "step", "difficulty", "t_dispatched", "t_finished")
-COLUMNS = (*TEXT, *NUMBERS)
+TEXT = ("prompt", "task", "group_id", "finish_reason", "void_cause")
+NUMBERS = ("output_length", "epoch", "step", "difficulty", "t_finished")
+EPISODE = "metrics"
+"""Column that has any value in an agent's episode, and none in a completion."""
+COLUMNS = (*TEXT, *NUMBERS, EPISODE)
 """Columns to read; all but `REQUIRED` may be missing. The rollout format's `prompt_id` is not needed: the same text is
 the same prompt, also across runs.
 """
@@ -34,7 +37,7 @@ MOST = 1e9
 """Greatest plausible length, tokens."""
 
 PILE = 0.02
-"""Share of samples at exactly the greatest length from which that length counts as a cap when no file says so."""
+"""Share of samples at exactly the greatest length from which it counts as a cap where no row has a `finish_reason`."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,6 @@ class Rollouts:
     """Whether generation was cut off at the length limit [N]."""
     difficulty: Array
     """Given difficulty [N]; NaN if there is none."""
-    started: Array
-    """Unix seconds of dispatch [N]; NaN if unknown."""
     finished: Array
     """Unix seconds of the end [N]; NaN if unknown."""
     notes: list[str] = field(default_factory=list)
@@ -73,8 +74,9 @@ class Rollouts:
 
     @property
     def cap(self) -> int | None:
-        """The length limit in tokens: the greatest length of a sample that was cut off; None if none was."""
-        return int(self.output_length[self.capped].max()) if self.capped.any() else None
+        """The greatest limit of the samples in tokens: the greatest length, as limits may differ (runs with other
+        limits, agents' episodes); None if no sample was cut off."""
+        return int(self.output_length.max()) if self.capped.any() else None
 
     @property
     def unit(self) -> Array:
@@ -87,7 +89,7 @@ class Rollouts:
     def take(self, rows: Array, *notes: str) -> Rollouts:
         """Return some of the samples, by number or mask, with only their prompts."""
         used, prompt = np.unique(self.prompt[rows], return_inverse=True)
-        names = ("output_length", "task", "run", "step", "group", "capped", "difficulty", "started", "finished")
+        names = ("output_length", "task", "run", "step", "group", "capped", "difficulty", "finished")
         columns = {name: getattr(self, name)[rows] for name in names}
         texts = [self.texts[i] for i in used]
         return replace(self, texts=texts, prompt=prompt, notes=[*self.notes, *notes], **columns)
@@ -100,7 +102,8 @@ def _open(file: Path, given: Path) -> BinaryIO:
 def read_rollouts(paths: Iterable[str | Path], open_file: FileOpener = _open) -> Rollouts:
     """Read files, and all .parquet and .jsonl files in and below folders.
 
-    Rows without a prompt or without a length in 0..`MOST` are left out, and counted in `notes`.
+    Rows without a prompt or without a length in 0..`MOST`, and those that `says_length` refuses, are left out, and
+    counted in `notes`.
 
     Args:
         paths: files and folders.
@@ -134,6 +137,26 @@ def from_rows(rows: Sequence[Mapping[str, Any]], run: str = "") -> Rollouts:
     return builder.build()
 
 
+def says_length(
+    output_length: float, finish_reason: str | None, void_cause: str | None = None, episode: Any = None
+) -> bool:
+    """Return whether a row says how long an answer is.
+
+    One that was cut off before its first token does not: no site could generate it, or its prompt left no room. An
+    answer of no tokens that ended by itself is a short one. A void episode does not either: its environment, its worker
+    or its agent failed on the way. A completion whose reward is void is whole.
+
+    Args:
+        output_length: tokens.
+        finish_reason: 'length' where it was cut off at a limit.
+        void_cause: why its reward is void, if it is.
+        episode: anything but None if an agent led it (the column `EPISODE`).
+    """
+    if void_cause is not None and episode is not None:
+        return False
+    return output_length > 0 or finish_reason != "length"
+
+
 class Builder:
     """Collects columns of several files into one `Rollouts`."""
 
@@ -144,32 +167,38 @@ class Builder:
         self._runs: dict[str, int] = {}
         self._parts: dict[str, list[Array]] = {}
         self._dropped = 0
+        self._told = False  # whether a row says how its sample ended
 
     def add(self, columns: Mapping[str, Sequence[Any] | None], run: str) -> None:
         """Add rows given as columns (lists of equal length; None for a missing column)."""
         prompts, lengths = columns["prompt"], columns["output_length"]
         assert prompts is not None and lengths is not None
-        count = len(prompts)
-        length = _floats(lengths, count)
+        length = _floats(lengths, len(prompts))
         usable = np.array([text is not None for text in prompts], dtype=bool) & np.isfinite(length)
         usable &= (length >= 0) & (length <= MOST)
-        self._dropped += int(count - usable.sum())
+        ends = (columns.get(name) or repeat(None) for name in ("finish_reason", "void_cause", EPISODE))
+        usable &= np.array([*map(says_length, length, *ends)], dtype=bool)
+        count = int(usable.sum())
+        self._dropped += len(prompts) - count
+        # before anything is numbered: a text, a task or a group without a sample would count for nothing
+        columns = {name: None if values is None else list(compress(values, usable)) for name, values in columns.items()}
+        reasons = columns.get("finish_reason") or [None] * count
+        self._told |= any(reason is not None for reason in reasons)
         number = self._runs.setdefault(run, len(self._runs))
         step, epoch = _floats(columns.get("step"), count), _floats(columns.get("epoch"), count)
         parts = {
-            "prompt": _codes(prompts, count, self._texts),
-            "output_length": np.maximum(np.where(usable, length, 1), 1).astype(np.int64),
+            "prompt": _codes(columns["prompt"], count, self._texts),
+            "output_length": np.maximum(length[usable], 1).astype(np.int64),
             "task": _codes(columns.get("task"), count, self._tasks),
             "run": np.full(count, number),
             "step": np.nan_to_num(np.where(np.isfinite(step), step, epoch)).astype(np.int64),
             "group": self._group_codes(columns.get("group_id"), count, number),
-            "capped": np.array([reason == "length" for reason in columns.get("finish_reason") or [None] * count], bool),
+            "capped": np.array([reason == "length" for reason in reasons], bool),
             "difficulty": _floats(columns.get("difficulty"), count),
-            "started": _floats(columns.get("t_dispatched"), count),
             "finished": _floats(columns.get("t_finished"), count),
         }
         for name, values in parts.items():
-            self._parts.setdefault(name, []).append(values[usable])
+            self._parts.setdefault(name, []).append(values)
 
     def _group_codes(self, groups: Sequence[Any] | None, count: int, run: int) -> Array:
         if groups is None:
@@ -182,11 +211,11 @@ class Builder:
         empty = np.zeros(0, dtype=np.int64)
         parts = {name: np.concatenate(values) for name, values in self._parts.items()}
         if not parts:
-            names = ("prompt", "output_length", "task", "run", "step", "group", "difficulty", "started", "finished")
+            names = ("prompt", "output_length", "task", "run", "step", "group", "difficulty", "finished")
             parts = {name: empty for name in names} | {"capped": empty.astype(bool)}
         notes = [f"{self._dropped} rows without a prompt or a length were left out"] if self._dropped else []
-        length, capped = parts["output_length"], parts["capped"]
-        if len(length) >= 50 and not capped.any():
+        length = parts["output_length"]
+        if len(length) >= 50 and not self._told:
             at_most = length == length.max()
             if at_most.mean() >= PILE and not (length == length.min()).all():
                 parts["capped"] = at_most
@@ -258,7 +287,9 @@ def _read_parquet(file: Path, opened: Callable[[], BinaryIO]) -> Iterator[dict[s
 
 
 def _cast(file: Path, name: str, column: Any) -> Any:
-    """Convert a column to text or to numbers."""
+    """Convert a column to text or to numbers; `EPISODE` to whether there is a value."""
+    if name == EPISODE:
+        return pc.if_else(column.is_valid(), True, None)
     wanted = pa.string() if name in TEXT else pa.float64()
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
@@ -307,6 +338,8 @@ def _value(file: Path, number: int, name: str, value: Any) -> Any:
     """Convert a value to its column's type."""
     if value is None:
         return None
+    if name == EPISODE:
+        return True
     if name in NUMBERS:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise RankerError(f"{file}, line {number}: column '{name}' is {value!r:.60}; expected a number")

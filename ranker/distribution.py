@@ -17,7 +17,7 @@ import numpy as np
 
 from ranker.segments import Array
 from scheduler.cost.length_forecast import MIDPOINTS
-from scheduler.cost.survival import end_rate, survival_quantiles
+from scheduler.cost.survival import end_rate, restricted_mean, survival_quantiles
 
 LEVELS = np.array([0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999])
 """The levels [Q] of all quantiles. The last ones matter most to dispatch: among a thousand requests, a whole batch
@@ -169,18 +169,20 @@ def fit_distribution(score: Array, spread: Array, log: Array, ended: Array, prom
         size = float(spread[inside].mean())
         table = survival_quantiles(residual[inside], ended[inside], LEVELS, rates[b] * size)
         tables[b] = np.minimum(table, (log.max() + np.log(BEYOND) - medians[b] - line[b]) / size)
-    limit = float(np.exp(log[~ended].max())) if not ended.all() else 2 * float(np.exp(log.max()))
+    limit = float(np.exp(log.max())) * (2 if ended.all() else 1)
     count = np.bincount(number).astype(float)
-    means = _not_decreasing(np.bincount(number, weights=np.minimum(np.exp(log), limit)), count)
+    each = [restricted_mean(np.exp(log[number == b]), ended[number == b]) for b in range(len(centres))]
+    means = _not_decreasing(np.array(each) * count, count)
     means = means * (1 + TRACE * np.arange(len(means)) / len(means))  # bins of one mean keep their order
     plain = Distribution(centres, slope, medians, tables, np.zeros(len(centres)), np.log(means) - line, limit)
     far = _far_from(plain.quantiles(score, spread, limit), limit)
     if ended.all() or not far.any():
         return plain
+    reached = ~ended & (np.exp(log) >= FAR * limit)  # what was cut off at a far lower limit did not run to this one
     # a bin alone has too few of them; requiring that they do not decrease with the score joins bins until there are
     # enough
     runaway = _not_decreasing(
-        np.bincount(number[far], weights=~ended[far], minlength=len(centres)),
+        np.bincount(number[far], weights=reached[far], minlength=len(centres)),
         np.bincount(number[far], minlength=len(centres)),
     )
     return replace(plain, runaway=runaway)

@@ -43,12 +43,12 @@ def coverage(levels: Array, quantiles: Array, length: Array) -> dict[str, float]
 def baselines(rollouts: Rollouts, history: Array, fold: Array, seed: int = 0) -> dict[str, Array]:
     """Return the scores [N] of rankings that need no model.
 
-    What they say of a task is learned from the other folds [N], as a model would learn it; `history` [N, 12] comes from
+    What they say of a task is learned from the other folds [N], as a model would learn it; `history` [N, 9] comes from
     `ranker.history`.
 
     * `task_mean`: mean length of the task; `task_at_limit`: share of the task's samples that reached the limit;
-    * `earlier_mean`: mean length of the same prompt in earlier steps, and of siblings that had ended, or else
-      `task_mean`; `earlier_shrunk`: the same, shrunk to the task's mean (`ranker.shrinkage`); where there are any;
+    * `earlier_mean`: mean length of the same prompt in earlier steps, or else `task_mean`; `earlier_shrunk`: the same,
+      shrunk to the task's mean (`ranker.shrinkage`); where there are any;
     * `siblings_hindsight`, `siblings_shrunk_hindsight`: the same with all other samples of the group (or of the prompt,
       without groups). Siblings start together, so these are known too late; they show what a probe would reveal.
     """

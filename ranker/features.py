@@ -11,10 +11,7 @@ from ranker.history import HISTORY
 from ranker.projection import Projection, fit_projection
 from ranker.rare import RARE, RareWords, fit_rare_words
 from ranker.segments import Array
-from ranker.text import STRUCTURE, pack, structure
-
-BATCH = 128 * 1024
-"""Characters of text that are processed at once: few enough for a core's cache, many enough for numpy."""
+from ranker.text import STRUCTURE, pack_batches, structure
 
 TASKS = 100
 """Largest number of tasks with a number of their own; other known tasks are represented by their text alone."""
@@ -55,17 +52,14 @@ def fit_schema(texts: list[str], tasks: Sequence[str], seed: int) -> FeatureSche
 def text_features(schema: FeatureSchema, texts: list[str]) -> Array:
     """Return the text's columns [N, T], float32, of distinct prompts."""
     parts = []
-    ends = np.cumsum([len(text) for text in texts])
-    batches = np.split(np.arange(len(texts)), np.flatnonzero(np.diff(ends // BATCH)) + 1) if texts else []
-    for batch in batches:
-        packed = pack(texts[batch[0] : batch[-1] + 1])
+    for packed in pack_batches(texts):
         columns = (structure(packed), schema.rare.apply(packed), schema.projection.apply(packed))
         parts.append(np.concatenate(columns, axis=1))
     return np.concatenate(parts) if parts else np.zeros((0, len(schema.names) - len(HISTORY) - 2), np.float32)
 
 
 def assemble(schema: FeatureSchema, text: Array, tasks: Array, difficulty: Array, history: Array | None) -> Array:
-    """Join all columns [N, F], float32: text [N, T], task codes [N] (NaN: none), difficulty [N], history [N, 12]."""
+    """Join all columns [N, F], float32: text [N, T], task codes [N] (NaN: none), difficulty [N], history [N, 9]."""
     out = np.full((len(text), len(schema.names)), np.nan, dtype=np.float32)
     width = text.shape[1]
     out[:, :width] = text
@@ -85,7 +79,7 @@ def featurise(
 ) -> Array:
     """Return the columns [N, F], float32, of N requests; a repeated text is processed once.
 
-    Everything that is not given is NaN; the task of a name that was not trained on is `UNKNOWN`. `history` [N, 12]
+    Everything that is not given is NaN; the task of a name that was not trained on is `UNKNOWN`. `history` [N, 9]
     comes from `ranker.history`.
     """
     number: dict[str, int] = {}

@@ -1,10 +1,10 @@
-"""Features from earlier lengths that are known when a request starts: of its prompt, its group, its task, the policy.
+"""Features from earlier lengths that are known when a request starts: of its prompt, its task, the policy.
 
 `simulate` rebuilds this knowledge for past samples, so that a model is trained on exactly what it would have seen:
-a sample sees finished samples of *earlier steps* of its run only, and siblings only if they had ended (`t_finished`)
-before it was dispatched (`t_dispatched`). It never sees its own length nor a later one. `LiveHistory` gives the same
-columns during a run. Lengths enter as natural logarithms; means of a prompt and of siblings are the logarithm of the
-mean length, since dispatch goes by expected lengths. Unknown values are NaN.
+a sample sees finished samples of *earlier steps* of its run only, and nothing of its siblings, as a run predicts a
+group once, before any member starts. It never sees its own length nor a later one. `LiveHistory` gives the same
+columns during a run. Lengths enter as natural logarithms; means of a prompt are the logarithm of the mean length,
+since dispatch goes by expected lengths. Unknown values are NaN.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from ranker.segments import Array
 
 PROMPT = ("prompt_before_mean", "prompt_before_last", "prompt_before_max", "prompt_before_count")
 """Columns on the same prompt in earlier steps; `last` is the mean of the newest of these steps."""
-SIBLINGS = ("sibling_mean", "sibling_max", "sibling_count")
 RECENT = ("task_recent_mean", "task_recent_p50", "task_recent_p90", "all_recent_mean", "all_recent_p90")
-HISTORY = (*PROMPT, *SIBLINGS, *RECENT)
+HISTORY = (*PROMPT, *RECENT)
 
 RECENT_SAMPLES = 256
 """Number of newest finished samples that the recent columns use: enough for a 90th percentile, few enough to follow a
@@ -32,14 +31,13 @@ drifting policy.
 
 
 def simulate(rollouts: Rollouts) -> Array:
-    """Return the columns `HISTORY` [N, 12], float32, as each sample would have seen them when it started."""
+    """Return the columns `HISTORY` [N, 9], float32, as each sample would have seen them when it started."""
     out = np.full((len(rollouts), len(HISTORY)), np.nan, dtype=np.float32)
     if len(rollouts):
         log = np.log(rollouts.output_length)
         out[:, :4] = _prompt_before(rollouts, log)
-        out[:, 4:7] = _siblings(rollouts, log)
-        out[:, 7:10] = _recent(rollouts, log, rollouts.task, (50, 90))
-        out[:, 10:12] = _recent(rollouts, log, np.zeros(len(rollouts), dtype=np.int64), (90,))
+        out[:, 4:7] = _recent(rollouts, log, rollouts.task, (50, 90))
+        out[:, 7:] = _recent(rollouts, log, np.zeros(len(rollouts), dtype=np.int64), (90,))
     return out
 
 
@@ -47,14 +45,11 @@ def earlier_lengths(history: Array) -> tuple[Array, Array]:
     """Return mean length in tokens [N] and number [N] of the earlier samples of each prompt; 0 where there are none.
 
     Args:
-        history: columns `HISTORY` [N, 12]; samples of earlier steps and siblings that had ended count alike.
+        history: columns `HISTORY` [N, 9].
     """
-    total, number = np.zeros(len(history)), np.zeros(len(history))
-    for mean, count in (("prompt_before_mean", "prompt_before_count"), ("sibling_mean", "sibling_count")):
-        samples = np.nan_to_num(history[:, HISTORY.index(count)].astype(float))
-        total += samples * np.exp(np.nan_to_num(history[:, HISTORY.index(mean)].astype(float)))
-        number += samples
-    return total / np.maximum(number, 1), number
+    number = np.nan_to_num(history[:, HISTORY.index("prompt_before_count")].astype(float))
+    mean = np.exp(np.nan_to_num(history[:, HISTORY.index("prompt_before_mean")].astype(float)))
+    return np.where(number > 0, mean, 0.0), number
 
 
 def _prompt_before(rollouts: Rollouts, log: Array) -> Array:
@@ -77,19 +72,6 @@ def _prompt_before(rollouts: Rollouts, log: Array) -> Array:
             n, s, m = n + count[i - 1], s + total[i - 1], max(m, most[i - 1])
         out[i] = np.log(s / n), np.log(total[i - 1] / count[i - 1]), m, n
     return out[cell]
-
-
-def _siblings(rollouts: Rollouts, log: Array) -> Array:
-    """Return the columns `SIBLINGS` [N, 3]; all NaN for samples without times."""
-    out = np.full((len(log), 3), np.nan)
-    timed = np.flatnonzero((rollouts.group >= 0) & np.isfinite(rollouts.started) & np.isfinite(rollouts.finished))
-    order = timed[np.argsort(rollouts.group[timed], kind="stable")]
-    for members in np.split(order, np.flatnonzero(np.diff(rollouts.group[order])) + 1):
-        before = rollouts.finished[members][None, :] < rollouts.started[members][:, None]
-        for i in np.flatnonzero(before.any(axis=1)):
-            known = log[members[before[i]]]
-            out[members[i]] = np.log(np.exp(known).mean()), known.max(), len(known)
-    return out
 
 
 def _recent(rollouts: Rollouts, log: Array, kind: Array, percentiles: tuple[int, ...]) -> Array:
@@ -123,7 +105,6 @@ class Seen:
 
     prompt: str
     task: str | None
-    group: str | None
     step: int
     log_length: float
 
@@ -135,41 +116,33 @@ class LiveHistory:
         self._rows: deque[Seen] = deque()
         self._window = window
         self._prompts: dict[str, list[Seen]] = {}
-        self._groups: dict[str, list[Seen]] = {}
         self._streams: dict[str | None, deque[Seen]] = {}
 
     def add(self, row: Seen) -> None:
         """Add a finished sample."""
         self._rows.append(row)
         self._prompts.setdefault(row.prompt, []).append(row)
-        if row.group is not None:
-            self._groups.setdefault(row.group, []).append(row)
         for key in {None, row.task}:
             # More than are used, since samples of the current step are skipped.
             self._streams.setdefault(key, deque(maxlen=2 * RECENT_SAMPLES + 1024)).append(row)
         while len(self._rows) > self._window:
             old = self._rows.popleft()
             _forget(self._prompts, old.prompt, old)
-            if old.group is not None:
-                _forget(self._groups, old.group, old)
 
-    def columns(self, prompts: list[str], tasks: list[str | None], groups: list[str | None], step: int) -> Array:
-        """Return the columns `HISTORY` [N, 12], float32, for requests that are about to start in `step`."""
+    def columns(self, prompts: list[str], tasks: list[str | None], step: int) -> Array:
+        """Return the columns `HISTORY` [N, 9], float32, for requests that are about to start in `step`."""
         out = np.full((len(prompts), len(HISTORY)), np.nan, dtype=np.float32)
         recent: dict[str | None, list[float]] = {}
-        for i, (prompt, task, group) in enumerate(zip(prompts, tasks, groups, strict=True)):
+        for i, (prompt, task) in enumerate(zip(prompts, tasks, strict=True)):
             before = [row for row in self._prompts.get(prompt, ()) if row.step < step]
             if before:
                 logs, newest = [row.log_length for row in before], max(row.step for row in before)
                 last = [row.log_length for row in before if row.step == newest]
                 out[i, :4] = _log_mean(logs), _log_mean(last), max(logs), len(logs)
-            siblings = [row.log_length for row in self._groups.get(group, ())] if group is not None else []
-            if siblings:
-                out[i, 4:7] = _log_mean(siblings), max(siblings), len(siblings)
             if task not in recent:
                 recent[task] = self._recent(task, step, (50, 90)) if task is not None else [np.nan] * 3
-            out[i, 7:10] = recent[task]
-        out[:, 10:12] = self._recent(None, step, (90,))
+            out[i, 4:7] = recent[task]
+        out[:, 7:] = self._recent(None, step, (90,))
         return out
 
     def _recent(self, key: str | None, step: int, percentiles: tuple[int, ...]) -> list[float]:

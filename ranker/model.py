@@ -34,7 +34,7 @@ TABLES = ("centres", "medians", "tables", "runaway", "means")
 """Names of the distribution's arrays."""
 UNFAMILIAR = ("means", "slopes", "prior", "inside")
 """Names of the arrays of `Unfamiliar`."""
-VERSION = 4
+VERSION = 5
 """Version of the file format; raised by any change, also of `ranker.text` and `ranker.history`, after which older files
 would be misread.
 """
@@ -112,7 +112,7 @@ class LengthModel:
             prompts: texts [N].
             tasks: names [N]; see `ranker.unfamiliar` for those that were not trained on.
             difficulty: difficulties [N].
-            history: [N, 12], columns `ranker.history.HISTORY`.
+            history: [N, 9], columns `ranker.history.HISTORY`.
             threads: LightGBM's threads.
             limit: most tokens of each request [N], or of all; None: `LengthModel.limit`. It may differ from the limit
                 of the training samples.

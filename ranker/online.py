@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from ranker.data import from_rows
+from ranker.data import EPISODE, from_rows, says_length
 from ranker.errors import RankerError
 from ranker.evaluate import kendall_tau, recall_at
 from ranker.history import LiveHistory, Seen
@@ -111,27 +111,24 @@ class OnlineRanker:
         self,
         prompts: Sequence[str],
         tasks: Sequence[str | None] | None = None,
-        group_ids: Sequence[str | None] | None = None,
         step: int = 0,
         difficulty: Sequence[float] | Array | None = None,
         limit: Array | float | None = None,
     ) -> Prediction | None:
         """Predict the lengths of N requests that start in `step`; None without a model.
 
-        Samples of earlier steps, and finished siblings of `group_ids`, are taken into account. `limit` is the most
-        tokens of each request [N], or of all.
+        Samples of earlier steps are taken into account. `limit` is the most tokens of each request [N], or of all.
 
         Raises:
             RankerError: the arguments differ in length.
         """
         count = len(prompts)
-        for name, values in (("tasks", tasks), ("group_ids", group_ids)):
-            if values is not None and len(values) != count:
-                raise RankerError(f"{len(values)} {name} for {count} prompts")
+        if tasks is not None and len(tasks) != count:
+            raise RankerError(f"{len(tasks)} tasks for {count} prompts")
         if self.model is None:
             return None
-        named, groups = list(tasks or [None] * count), list(group_ids or [None] * count)
-        history = self._history.columns(list(prompts), named, groups, step)
+        named = list(tasks or [None] * count)
+        history = self._history.columns(list(prompts), named, step)
         return self.model.predict(prompts, named, difficulty, history, self.threads, limit)
 
     def expect(self, sample_ids: Sequence[str], length: float) -> None:
@@ -147,6 +144,8 @@ class OnlineRanker:
     def observe(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Record finished samples: rows with `prompt` and `output_length`, and any other column of the rollout format.
 
+        Those that say nothing of a length (`ranker.data.says_length`) are left out.
+
         Raises:
             RankerError: a row has no prompt, or no length of at least 0; then no row is recorded.
         """
@@ -159,11 +158,14 @@ class OnlineRanker:
             if isinstance(length, bool) or not isinstance(length, int | float | np.number) or not length >= 0:
                 raise RankerError(f"sample {row.get('sample_id')}: 'output_length' is {length!r:.60}; expected tokens")
         for row in rows:
+            expected = self._waiting.pop(str(row.get("sample_id")), None)
+            ends = (row.get(name) for name in ("finish_reason", "void_cause", EPISODE))
+            if not says_length(row["output_length"], *ends):
+                continue
             length = max(1.0, float(row["output_length"]))
             self._rows.append(row)
             step = int(row.get("step") or 0)
-            self._history.add(Seen(row["prompt"], row.get("task"), row.get("group_id"), step, math.log(length)))
-            expected = self._waiting.pop(str(row.get("sample_id")), None)
+            self._history.add(Seen(row["prompt"], row.get("task"), step, math.log(length)))
             if expected is not None:
                 self._finished.append((expected, length))
 

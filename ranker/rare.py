@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ranker.segments import Array, last_of, segment_reduce
-from ranker.text import PackedTexts, hash_runs, pack
+from ranker.text import PackedTexts, hash_runs, pack_batches
 
 SLOTS = 1 << 16
 """Slots of the table; the wording of a task mix has some thousand words, so few rare ones share a slot with a common
@@ -63,10 +63,12 @@ class RareWords:
 
 def fit_rare_words(texts: list[str]) -> RareWords:
     """Count in how many distinct prompts each word occurs; one that is in a single prompt is rare in any case."""
-    packed = pack(texts)
-    prompt = np.concatenate((packed.letters[2], packed.digits[2]))
-    seen = np.unique(prompt * SLOTS + np.concatenate(_slots(packed))) % SLOTS
-    return RareWords(np.bincount(seen, minlength=SLOTS) >= max(2.0, COMMON * len(texts)))
+    count = np.zeros(SLOTS, dtype=np.int64)
+    for packed in pack_batches(texts):
+        prompt = np.concatenate((packed.letters[2], packed.digits[2]))
+        seen = np.unique(prompt * SLOTS + np.concatenate(_slots(packed))) % SLOTS
+        count += np.bincount(seen, minlength=SLOTS)
+    return RareWords(count >= max(2.0, COMMON * len(texts)))
 
 
 def _slots(packed: PackedTexts) -> tuple[Array, Array]:

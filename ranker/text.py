@@ -8,12 +8,16 @@ the text after the last colon, where many prompts put the problem itself after i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from ranker.segments import Array, first_of, last_of, runs, segment_reduce
+
+BATCH = 128 * 1024
+"""Characters of text that are processed at once: few enough for a core's cache, many enough for numpy."""
 
 HALF = 2048
 """Bytes read at each end of a prompt; what lies between (a long document) is left out, and only its size counts."""
@@ -125,6 +129,14 @@ def pack(texts: list[str]) -> PackedTexts:
         short = [item if len(item) <= 2 * EDGE else item[:EDGE] + b" " + item[-EDGE:] for item in encoded]
         edges, edges_begin = _join(short)
     return PackedTexts(data, begin, size, edges, edges_begin)
+
+
+def pack_batches(texts: list[str]) -> Iterator[PackedTexts]:
+    """Join prompts, in order, into byte arrays of about `BATCH` characters of text each."""
+    ends = np.cumsum([len(text) for text in texts])
+    batches = np.split(np.arange(len(texts)), np.flatnonzero(np.diff(ends // BATCH)) + 1) if texts else []
+    for batch in batches:
+        yield pack(texts[batch[0] : batch[-1] + 1])
 
 
 def _join(items: list[bytes]) -> tuple[Array, Array]:

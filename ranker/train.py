@@ -17,7 +17,7 @@ from ranker.distribution import LEVELS, expected_length, fit_distribution, fit_l
 from ranker.evaluate import FRACTIONS, baselines, coverage
 from ranker.features import UNKNOWN, assemble, fit_schema, text_features
 from ranker.held_out import MODEL, HeldOut, simple_forecasts
-from ranker.history import PROMPT, SIBLINGS, simulate
+from ranker.history import PROMPT, simulate
 from ranker.model import NOT_JUDGED, Judged, LengthModel
 from ranker.model_kinds import DEFAULT, KINDS, LengthScorer, ModelKind, fit_spread, predict_spread
 from ranker.segments import Array
@@ -36,7 +36,7 @@ cores."""
 REPEATS = 4
 """Largest number of samples of a prompt that count for the figures of a ranking."""
 HIDE_ALL, HIDE_PROMPT = 0.3, 0.2
-"""Shares of prompts whose rows are trained on without any history, and without that of the prompt and its siblings."""
+"""Shares of prompts whose rows are trained on without any history, and without that of the prompt."""
 JUDGED = 2000
 """Most held-out samples that the model's file keeps."""
 
@@ -164,7 +164,7 @@ def tabulate(rollouts: Rollouts, seed: int) -> Table:
     chance = rng.random(len(rollouts.texts))[rollouts.prompt]
     trained = warm.copy()
     trained[chance < HIDE_ALL, schema.history] = np.nan
-    own = slice(schema.history.start, schema.history.start + len(PROMPT) + len(SIBLINGS))
+    own = slice(schema.history.start, schema.history.start + len(PROMPT))
     trained[chance < HIDE_ALL + HIDE_PROMPT, own] = np.nan
     fold = (rng.permutation(len(rollouts.texts)) % FOLDS)[rollouts.prompt]
     stop = (rng.permutation(len(rollouts.texts)) % 6 == 0)[rollouts.prompt]

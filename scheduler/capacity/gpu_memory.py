@@ -13,11 +13,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
+from typing import Any, Literal
 
 from scheduler.cost.generation_cost import ENGINE_BYTES
 from scheduler.cost.model_shapes import Transformer, undivided_heads
-from scheduler.cost.training_cost import USABLE_MEMORY, TrainerLayout, TrainingWork, memory_per_gpu
+from scheduler.cost.training_cost import USABLE_MEMORY, TrainerLayout, TrainingWork, memory_per_gpu, reduces_once
 
 GIB = 2**30
 CONTEXT_BYTES = 1.0 * GIB
@@ -61,6 +61,15 @@ class MemoryShape:
     """GPUs of the trainer that share each row of tokens."""
     nodes: int = 1
     """Machines over which `ranks` are spread."""
+    reduction: Literal["auto", "step", "micro_batch"] = "auto"
+    """How often the trainer's ranks sum their gradients (`trainer.reduce_gradients`)."""
+
+    @property
+    def whole_gradients(self) -> bool:
+        """Whether each rank of the trainer keeps the gradients of all its layers, as `training/learner.py` decides."""
+        if self.reduction == "auto":
+            return reduces_once(self.model.parameters / self.tensor_parallel, self.trainer_gpu_bytes)
+        return self.reduction == "step"
 
     @property
     def consistent(self) -> bool:
@@ -103,7 +112,7 @@ class MemoryPhase:
 def phases(shape: MemoryShape) -> tuple[MemoryPhase, ...]:
     """Return the phases of the trainer's GPUs and of an instance's; of both together if they share their GPUs."""
     tp, sharing = shape.tensor_parallel, shape.sequence_parallel
-    layout = TrainerLayout(max(1, shape.ranks // tp), tp, sequence_parallel=sharing)
+    layout = TrainerLayout(max(1, shape.ranks // tp), tp, shape.whole_gradients, sharing)
     states = memory_per_gpu(shape.model, shape.work, layout, 0.0)
     tokens = max(shape.micro_tokens, shape.longest)
     activations = memory_per_gpu(shape.model, shape.work, layout, tokens) - states
@@ -143,8 +152,9 @@ def fits(shape: MemoryShape) -> bool:
 def smallest_change(shape: MemoryShape) -> str:
     """Return the smallest change of a shape that fits, in keys of the run and the cluster file; '': none that is known.
 
-    Changes of one key come before those of two. Of the former, cheap ones come first: smaller micro-batches,
-    recomputation and rows that ranks share cost time, GPUs cost money, a shorter context changes what is learned.
+    Changes of one key come before those of two. Of the former, cheap ones come first: smaller micro-batches, gradients
+    that each of them reduces, recomputation and rows that ranks share cost time, GPUs cost money, a shorter context
+    changes what is learned.
     """
     singles = list(_changes(shape))
     for words, change in singles:
@@ -167,6 +177,8 @@ def _changes(shape: MemoryShape) -> Iterator[tuple[str, dict[str, Any]]]:
         while (micro := max(shape.longest, micro - MICRO_STEP)) > shape.longest:
             yield f"batch.micro_batch_tokens: {micro}", {"micro_tokens": micro}
         yield f"batch.micro_batch_tokens: {micro}", {"micro_tokens": micro}
+    if shape.whole_gradients and shape.ranks > shape.tensor_parallel:
+        yield "trainer.reduce_gradients: micro_batch", {"reduction": "micro_batch"}
     if not shape.work.recompute:
         yield "optimizer.gradient_checkpointing: selective", {"work": replace(shape.work, recompute="selective")}
     if shape.work.recompute is not True:

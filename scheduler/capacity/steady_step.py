@@ -30,6 +30,10 @@ REQUESTS, GROUPS = 160, 32
 """Fewest simulated requests and groups of a batch. On the paper's 7B cluster, steps with 128 to 1,024 of them differ by
 up to 5 %.
 """
+SLOTS = 8
+"""Fewest simulated slots of an instance, which then differ by at most 1 in 16 from its own."""
+MOST_REQUESTS = 2048
+"""Simulated requests of a batch beyond which instances have fewer slots than that: a plan should take seconds."""
 STEPS, WARM = 7, 3
 """Steps that are simulated, and those of them that fill the pipeline and do not count."""
 
@@ -62,10 +66,12 @@ def steady_step(
         load_s: seconds for which replicas then pause to load them.
     """
     group = min(batch.group, batch.samples)
-    merged = max(1, batch.samples // max(REQUESTS, GROUPS * group))
+    most = batch.samples // max(REQUESTS, GROUPS * group)
+    by_slots = min(pool.kind.slots for pool in generation) // SLOTS
+    merged = max(1, min(most, max(by_slots, batch.samples // MOST_REQUESTS)))
     groups = max(1, batch.samples // merged // group)
     fleet = [
-        SimulatedInstance(f"{number}.{k}", _thinned(pool.kind.curve, merged), max(1, pool.kind.slots // merged))
+        SimulatedInstance(f"{number}.{k}", _thinned(pool.kind.curve, merged), max(1, round(pool.kind.slots / merged)))
         for number, pool in enumerate(generation)
         for k in range(pool.count)
     ]

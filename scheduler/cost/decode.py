@@ -174,6 +174,7 @@ class ModelShape:
     kv_width: int
     """Numbers in keys and values per token and layer (2 x KV heads x head size)."""
     hidden: int
+    kv_heads: int
     bytes_per_number: float = 2.0
 
     @property
@@ -182,7 +183,7 @@ class ModelShape:
         return self.layers * self.kv_width * self.bytes_per_number
 
 
-QWEN_7B = ModelShape(7.6e9, 28, 2 * 4 * 128, 3584)
+QWEN_7B = ModelShape(7.6e9, 28, 2 * 4 * 128, 3584, 4)
 """Qwen2.5-7B (its config.json)."""
 
 MEMORY_EFFICIENCY = 0.8
@@ -201,7 +202,8 @@ def roofline(model: ModelShape, device: Device, tensor_parallel: int = 1, larges
     """Compute a step curve from peak rates.
 
     A step reads all weights once and computes 2 operations per weight and request; the slower of both counts. KV reads
-    add to it. Tensor parallelism divides all of these and adds two all-reduces per layer.
+    add to it. Tensor parallelism divides all of these and adds two all-reduces per layer; of more ranks than KV heads,
+    several hold and read the same head.
 
     Source: the roofline model (Williams et al., CACM 2009) on a decoder's weights, KV cache and products.
     """
@@ -209,6 +211,7 @@ def roofline(model: ModelShape, device: Device, tensor_parallel: int = 1, larges
     compute = device.bf16_tflops * 1e12 * COMPUTE_EFFICIENCY * tensor_parallel
     powers = range(largest.bit_length())
     sizes = sorted(size for k in powers for size in (1 << k, 3 << k) if size <= largest)
+    copies = max(1.0, tensor_parallel / model.kv_heads)
     seconds = []
     for batch in sizes:
         step = max(model.parameters * model.bytes_per_number / bandwidth, 2.0 * model.parameters * batch / compute)
@@ -220,7 +223,7 @@ def roofline(model: ModelShape, device: Device, tensor_parallel: int = 1, larges
     return StepCurve(
         tuple(sizes),
         tuple(seconds),
-        per_context_token=model.kv_bytes_per_token / bandwidth,
+        per_context_token=model.kv_bytes_per_token * copies / bandwidth,
         per_prefill_token=2.0 * model.parameters / compute,
     )
 

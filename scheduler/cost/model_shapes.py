@@ -14,6 +14,47 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 OTHER_LAYERS = ("mamba", "ssm", "conv", "linear_", "lru_", "block_types", "layers_block_type", "hybrid_")
 """Beginnings of the keys of a `config.json` that describe recurrent layers or convolutions."""
 
+TIED_BY_DEFAULT = frozenset(
+    {
+        "bert-generation",
+        "biogpt",
+        "blip_text_model",
+        "cohere",
+        "cohere2",
+        "cohere_compass_text",
+        "diffusion_gemma",
+        "diffusion_gemma_text",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "ernie4_5_vl_moe_text",
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "gemma3_text",
+        "gemma4",
+        "gemma4_text",
+        "gemma4_unified",
+        "gemma4_unified_text",
+        "granite_swa",
+        "hunyuan_vl_text",
+        "lfm2",
+        "minicpm3",
+        "modernbert-decoder",
+        "paddleocr_vl_text",
+        "qwen2_5_omni_text",
+        "recurrent_gemma",
+        "shieldgemma2",
+        "smollm3",
+        "starcoder2",
+        "vaultgemma",
+        "youtu",
+        "zamba",
+        "zamba2",
+    }
+)
+"""Values of `model_type` whose head is the embedding where `config.json` does not say (defaults of the configuration
+classes of transformers 5.19, of decoders that the cost model reads)."""
+
 
 @dataclass(frozen=True)
 class Transformer:
@@ -59,7 +100,7 @@ class Transformer:
     @cached_property
     def shape(self) -> ModelShape:
         """The shape that `cost.decode.roofline` takes."""
-        return ModelShape(self.parameters, self.layers, 2 * self.kv_heads * self.head_size, self.hidden)
+        return ModelShape(self.parameters, self.layers, 2 * self.kv_heads * self.head_size, self.hidden, self.kv_heads)
 
     def forward_flops(self, tokens: float, squares: float, predicting: float | None = None) -> float:
         """Return the operations of one forward pass over whole sequences.
@@ -88,7 +129,7 @@ class Transformer:
         """
         if not isinstance(values, Mapping):
             raise ValueError("expected an object with the keys of a model's config.json")
-        values = values.get("text_config") or values
+        outer, values = values, values.get("text_config") or values
         if any(values.get(key) for key in EXPERT_COUNTS):
             raise ValueError("this model is a mixture of experts; the cost model only supports dense decoders")
         wanted = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
@@ -98,7 +139,9 @@ class Transformer:
         layers, hidden, heads, intermediate, vocabulary = (values[key] for key in wanted)
         kv_heads = values.get("num_key_value_heads") or heads
         size = values.get("head_dim") or hidden // heads
-        tied = bool(values.get("tie_word_embeddings", False))
+        kind = values.get("model_type") or outer.get("model_type")
+        said = [one["tie_word_embeddings"] for one in (values, outer) if one.get("tie_word_embeddings") is not None]
+        tied = bool(said[0]) if said else kind in TIED_BY_DEFAULT
         source, alone = "its config.json", _attends_alone(values)
         return cls(name, layers, hidden, heads, kv_heads, size, intermediate, vocabulary, tied, source, alone)
 

@@ -61,6 +61,14 @@ def survival_quantiles(values: Floats, ended: Bools, levels: Floats, rate: float
     return np.asarray(quantiles)
 
 
+def restricted_mean(values: Floats, ended: Bools) -> float:
+    """Return the mean by Kaplan and Meier of values [N] of which some were cut off; what outlasts the greatest one
+    counts as that."""
+    at, _, beyond = kaplan_meier(values, ended)
+    beyond = np.concatenate(([1.0], beyond))
+    return float((at * -np.diff(beyond)).sum() + values.max() * beyond[-1])
+
+
 def end_rate(values: Floats, ended: Bools, start: Floats | float, prior: float | None = None) -> float:
     """Return the ends per sample and unit of the value after `start`: ends divided by exposure; greater than 0.
 

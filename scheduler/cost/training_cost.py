@@ -10,7 +10,9 @@ of work, one after the other.
 
 A rank holds 1/s of weights, gradients and optimizer; s GPUs are a shard group, and there may be several (hybrid
 sharding). Every micro-batch gathers the weights of all layers for the forward and again for the backward pass;
-gradients are scattered once per step where the whole of them is small (`reduces_once`), else by every micro-batch.
+gradients are scattered once per update where the whole of them is small (`reduces_once`), else by every micro-batch.
+A step has an update for each part of its batch and each pass over it (`TrainingWork.updates`); the optimizer's time and
+the exchange between replicas are those of an update.
 These overlap with compute (FSDP prefetches the next layer), so the slower of both counts.
 A trained model costs a forward pass and a backward pass of twice that, and with recomputed activations one more
 forward; a model that is only evaluated costs one forward. Samples are split over ranks that share rows alone: none of
@@ -101,6 +103,13 @@ class TrainingWork:
     the products and attention, less memory (`optimizer.gradient_checkpointing`)."""
     epochs: int = 1
     """Passes over each batch."""
+    mini_batches: int = 1
+    """Parts of each batch, with an update of the weights for each part and pass."""
+
+    @property
+    def updates(self) -> int:
+        """Updates of the weights per step."""
+        return self.epochs * self.mini_batches
 
     @property
     def forwards(self) -> float:
@@ -340,7 +349,7 @@ def _all_reduce_seconds(model: Transformer, work: TrainingWork, device: Device, 
 
     Two per layer in a forward pass and two in a backward pass (Megatron-LM, arXiv 1909.08053, section 3), in bf16.
     """
-    passes = work.trained * (3 if work.recompute else 2) + work.forward_only
+    passes = work.epochs * (work.trained * (3 if work.recompute else 2) + work.forward_only)
     moved = 2 * (tp - 1) / tp * tokens * model.hidden * GATHER_BYTES
     return 2 * model.layers * passes * moved / (device.link_gb_s * 1e9 / 2)
 
@@ -354,7 +363,7 @@ def _all_to_all_seconds(
     (DeepSpeed-Ulysses, arXiv 2309.14509, section 3.2), in bf16. A rank keeps its own part.
     """
     sharing = layout.sequence_parallel
-    passes = work.trained * (3 if work.recompute else 2) + work.forward_only
+    passes = work.epochs * (work.trained * (3 if work.recompute else 2) + work.forward_only)
     heads = 2 * model.heads + 2 * model.kv_heads * _key_copies(model, layout)
     moved = (sharing - 1) / sharing * tokens * heads * model.head_size * GATHER_BYTES
     return model.layers * passes * moved / (device.link_gb_s * 1e9 / 2)
@@ -412,9 +421,9 @@ def _spread_over(
         compute += _all_to_all_seconds(model, work, device, max(step.tokens / ranks, part), layout)
     network, fast = device.network_gbit_s * 1e9 / 8, device.link_gb_s * 1e9 / 2
     weights = model.parameters / tp
-    rounds = max(1, math.ceil(step.tokens / ranks / micro))
+    rounds = work.updates * max(1, math.ceil(step.tokens / work.mini_batches / ranks / micro))
     gathered = rounds * (2 * work.trained + work.forward_only) * GATHER_BYTES
-    reduced = (1 if layout.whole_gradients else rounds) * work.trained * REDUCE_BYTES
+    reduced = (work.updates if layout.whole_gradients else rounds) * work.trained * REDUCE_BYTES
     moved = (gathered + reduced) * weights * (shard - 1) / shard
     optimizer = work.trained * OPTIMIZER_BYTES * weights / shard / (device.memory_bandwidth_gb_s * 1e9)
     replicas = ranks // shard
@@ -422,7 +431,7 @@ def _spread_over(
         share = 2 * (replicas - 1) / replicas * REDUCE_BYTES * weights / shard
         optimizer += work.trained * share / (network if gpus > device.per_machine else fast)
     between = fast if shard * tp <= device.per_machine else network
-    return TrainerTime(gpus, shard, compute, moved / between, optimizer, tp, sharing)
+    return TrainerTime(gpus, shard, compute, moved / between, work.updates * optimizer, tp, sharing)
 
 
 @lru_cache(maxsize=64)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from scheduler.cost.length_forecast import Forecast
 from scheduler.dispatch.dispatch_objective import MAKESPAN, DispatchObjective
 from scheduler.dispatch.planned import SkewAware
-from scheduler.dispatch.policy import Assignment, Request, TokenProgress
+from scheduler.dispatch.policy import REGULAR, Assignment, Instance, Request, TokenProgress
 from scheduler.dispatch.policy_kinds import offer
 
 LIKENESS = 0.5
@@ -95,6 +95,12 @@ class GroupProbe(SkewAware):
             else:
                 others.append(self._informed(request))
         super().submit(others)
+
+    def start(self, request: Request, instance: Instance, route: str = REGULAR) -> Assignment:
+        """Give a request a slot; see `Fleet.start`."""
+        if not request.turn:  # one that went on while its instance was away starts again without being submitted
+            self._groups.setdefault(request.group_id, _Group()).open.setdefault(request.request_id, request)
+        return super().start(request, instance, route)
 
     def leave(self, instance: str) -> list[str]:
         """Remove an instance; a group whose probe ran there gets another one."""

@@ -7,9 +7,10 @@ Both give every instance a queue, longest first. Skew-aware dispatch also correc
 * when an instance has nothing left at all, running requests move to it from the instance that is predicted to end
   last, if both then end clearly earlier, the prefill of the moved tokens included.
 
-Forecasts are of what is left of a request, given what it has produced. A request without one (`None`: nothing is
-known, or nothing that is trusted) is neither planned nor moved: it waits in one queue for all instances and is placed
-by load when no planned request can use the slot. So without forecasts skew-aware dispatch *is* least-loaded dispatch.
+Forecasts are of what is left of a request, given what it has produced: a waiting one may bring tokens from before. A
+request without one (`None`: nothing is known, or nothing that is trusted) is neither planned nor moved: it waits in one
+queue for all instances and is placed by load when no planned request can use the slot. So without forecasts skew-aware
+dispatch *is* least-loaded dispatch.
 
 Turns of episodes are not planned either: they come one at a time, and a plan for each would take longer than it saves.
 They are placed by load, before the planned requests; plans count them, by their forecasts, among what runs.
@@ -24,6 +25,7 @@ import math
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence, Set
+from dataclasses import replace
 
 import numpy as np
 
@@ -111,6 +113,24 @@ class Planned(DispatchPolicy):
         return []
 
 
+def ahead_of(requests: Iterable[Request], produced: TokenProgress | None, longest: float = math.inf) -> list[Request]:
+    """Return waiting requests as if each began where it will go on: with the tokens that it has as part of its prompt.
+
+    Args:
+        requests: any number, in any order.
+        produced: as in `decide`.
+        longest: largest number of tokens that a request may produce.
+    """
+    return [_going_on(request, produced(request.request_id) if produced else 0.0, longest) for request in requests]
+
+
+def _going_on(request: Request, tokens: float, longest: float) -> Request:
+    if tokens <= 0:
+        return request
+    left = request.forecast.beyond(tokens, longest) if request.forecast else None
+    return replace(request, forecast=left, prompt_tokens=request.prompt_tokens + round(tokens))
+
+
 def longest_first(requests: Sequence[Request]) -> list[Request]:
     """Sort by expected length, siblings side by side where lengths are equal; requests without a forecast last."""
     return sorted(requests, key=lambda request: (-request.expected, request.group_id))
@@ -133,7 +153,8 @@ class Algorithm2(Planned):
 
     def make_queues(self, requests: Sequence[Request], produced: TokenProgress | None) -> None:
         """Split instances and requests into the two pools and deal the requests out."""
-        ordered = longest_first(requests)
+        ordered = longest_first(ahead_of(requests, produced))
+        own = {request.request_id: request for request in requests}
         names = list(self.instances)
         lengths = np.asarray([request.expected for request in ordered])
         tail_size = math.ceil(TAIL_SHARE * len(ordered))
@@ -152,7 +173,7 @@ class Algorithm2(Planned):
             (names[tail_instances:], ordered[tail_size:] if tail_instances else ordered, REGULAR),
         ):
             for number, request in enumerate(part):
-                self.queues[pool[number % len(pool)]].append((request, route))
+                self.queues[pool[number % len(pool)]].append((own[request.request_id], route))
 
     def _latency(self, names: list[str], requests: int, length: float) -> float:
         """Return the latency in seconds of the slowest instance of a pool."""
@@ -248,7 +269,8 @@ class SkewAware(Planned):
         # of identical instances the first gets the longest requests, so those of the tail pool come first
         names = sorted(self.instances, key=lambda name: self.instances[name].pool != TAIL)
         instances = [self.instances[name] for name in names]
-        ordered = longest_first(requests)
+        ordered = longest_first(ahead_of(requests, produced, self.longest))
+        own = {request.request_id: request for request in requests}
         forecasts = [request.forecast for request in ordered if request.forecast is not None]
         self._changed(*self.instances.values())
         running = [self._remaining(instance, produced) for instance in instances]
@@ -275,7 +297,7 @@ class SkewAware(Planned):
         self._mates = {names[seat]: [names[mate] for mate in mates] for mates in self.plan.stretches for seat in mates}
         for seat, (name, hand) in enumerate(zip(names, self.plan.queues, strict=True)):
             route = TAIL if seat in self.plan.tail else REGULAR
-            self.queues[name].extend((ordered[number], route) for number in hand)
+            self.queues[name].extend((own[ordered[number].request_id], route) for number in hand)
 
     def _dealt_by_load(
         self, names: Sequence[str], requests: Sequence[Request], ordered: Sequence[Request]
@@ -315,7 +337,9 @@ class SkewAware(Planned):
     def _take_waiting(self, target: Instance, donor: Instance, produced: TokenProgress | None) -> list[Assignment]:
         """Move requests from the end of the donor's queue (its shortest) to the target."""
         queue = self.queues[donor.name]
-        going = Remaining.of([request for request, _ in reversed(queue)], [0.0] * len(queue), self.longest)
+        waiting = [request for request, _ in reversed(queue)]
+        done = [produced(request.request_id) if produced else 0.0 for request in waiting]
+        going = Remaining.of(waiting, done, self.longest)
         running = self._remaining(donor, produced)
         count = self._best_count(target, donor, self._remaining(target, produced), going, running, moved=False)
         taken = [queue.pop() for _ in range(count)]

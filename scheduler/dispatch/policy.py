@@ -20,11 +20,15 @@ from scheduler.cost.length_forecast import Forecast
 REGULAR, TAIL = "regular", "tail"
 """Routes of requests that are not (regular) or are (tail) predicted to be long."""
 
+HOMES_KEPT = 4096
+"""Groups placed by load, the newest ones, of which it is known where they went: under `async` requests run all the time
+until the run ends."""
 LOOK_AHEAD = 32
 """Waiting turns among which one is looked for that may return to the instance with a free slot."""
 
 TokenProgress = Callable[[str], float]
-"""Returns the tokens that a running request has produced; 0 for one that has just been placed."""
+"""Returns the tokens that a request has produced, those included that it brings to its next instance while it waits; 0
+for one that has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +139,7 @@ class Fleet:
         self._by_load: list[tuple[float, str]] = []
         """Heap of (load, name), some entries out of date: see `emptiest`."""
         self._homes: dict[str, str] = {}
-        """Instance on which each group was last placed by load."""
+        """Instance on which each group was last placed by load, of the last `HOMES_KEPT` groups."""
 
     def join(self, instance: str, slots: int, curve: StepCurve | None = None, pool: str = REGULAR) -> None:
         """Add an instance that is ready for work.
@@ -235,7 +239,10 @@ class Fleet:
                 chosen = home if worth_returning(request, home, emptiest, self.affinity) else emptiest
             elif (home := self.instances.get(self._homes.get(request.group_id, ""))) is not None:
                 chosen = home if home.free > 0 and home.load <= emptiest.load + self.affinity else emptiest
+            self._homes.pop(request.group_id, None)  # the one placed last comes last
             self._homes[request.group_id] = chosen.name
+            if len(self._homes) > HOMES_KEPT:
+                del self._homes[next(iter(self._homes))]
             decisions.append(self.start(request, chosen))
         if not waiting and not self.where:
             self._homes.clear()  # nothing runs, so no group can have more siblings to place
@@ -291,7 +298,7 @@ class DispatchPolicy(Fleet, ABC):
         """Place as many waiting requests as there are slots; each is returned once and counts as running.
 
         Args:
-            produced: returns the tokens that a running request has produced, if the caller knows; moves need it.
+            produced: returns the tokens that a request has produced, if the caller knows; moves need it.
         """
 
     @property

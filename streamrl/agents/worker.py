@@ -229,7 +229,7 @@ def _private_pipe() -> FramePipe:
     os.dup2(null, 0)
     os.close(null)
     os.dup2(2, 1)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")  # type: ignore[union-attr]
     return pipe
 
 

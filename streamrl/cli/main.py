@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import io
 import sys
 
 import click
@@ -83,6 +84,9 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line; exit codes: 0 done, 1 the run failed, 2 bad input, 130 stopped by the user."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a character that the terminal does not have ends no run
+            stream.reconfigure(errors="replace")
     try:
         cli(standalone_mode=False, prog_name="streamrl")
     except click.ClickException as error:

@@ -111,7 +111,7 @@ def writers(paths: Sequence[str | Path]) -> tuple[str, ...]:
     from streamrl.config.load import ConfigError, read_resolved
 
     found: set[str] = set()
-    for path in map(Path, paths):
+    for path in (Path(os.path.abspath(path)) for path in paths):  # `.` has no parent; links stay
         files = [path] if path.is_file() else [f for f in path.rglob("*") if f.suffix in (".parquet", ".jsonl")]
         for folder in {file.parent for file in files}:
             try:

@@ -162,7 +162,7 @@ class Algorithm(SurrogateKeys, StrictModel):
     @property
     def skips_flat_groups(self) -> bool:
         """Whether groups with equal rewards have no gradient and need not be sent to the trainer."""
-        return self.advantage in GROUP_ADVANTAGES and not self.needs_reference and not self.entropy_coef
+        return self.compares_siblings and not self.needs_reference and not self.entropy_coef
 
     @property
     def needs_trajectories(self) -> bool:

@@ -17,6 +17,10 @@ class TrackerBase(StrictModel):
     )
     samples_every: int = Field(10, ge=1, description="optimizer steps between two tables of rollouts")
 
+    def samples_due(self, step: int) -> bool:
+        """Return whether a step has a table of rollouts."""
+        return self.samples > 0 and (step == 1 or step % self.samples_every == 0)
+
 
 class TensorBoardTracker(TrackerBase):
     """Event files for TensorBoard."""

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from ranker.data import EPISODE
 from ranker.errors import RankerError
 from ranker.model import LengthModel
 from ranker.online import OnlineRanker, Trust
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 
 _OF_GROUP = ("group_id", "task", "epoch", "step", "prompt")
 _OF_SAMPLE = ("sample_id", "output_length", "finish_reason")
-COLUMNS = (*_OF_GROUP, *_OF_SAMPLE)
+COLUMNS = (*_OF_GROUP, *_OF_SAMPLE, "void_cause", EPISODE)
 """Columns of a rollout row that the ranker learns from."""
 MOST_SIMULATED = 8192
 """Samples of a step that are simulated, whole groups from the first on; more would take too many seconds."""
@@ -107,7 +108,6 @@ class LengthPredictor:
         prediction = self.ranker.predict(
             [group.prompt for group in groups],
             [group.task for group in groups],
-            [group.group_id for group in groups],
             groups[0].step,
             limit=limit,
         )
@@ -146,10 +146,12 @@ class LengthPredictor:
 
     def observe(self, groups: Sequence[Group]) -> Trust | None:
         """Observe all samples of a step; return the accuracy of its predictions, which decides on trust."""
-        rows = []
+        rows: list[dict[str, Any]] = []
         for group in groups:
             shared = {name: getattr(group, name) for name in _OF_GROUP}
-            rows += [shared | {name: getattr(m.sample, name) for name in _OF_SAMPLE} for m in group.members()]
+            for m in group.members():
+                ended = {"void_cause": m.void and m.void.cause.value, EPISODE: True if m.sample.trajectory else None}
+                rows.append(shared | {name: getattr(m.sample, name) for name in _OF_SAMPLE} | ended)
         self.ranker.observe(rows)
         return self.ranker.end_step()
 
@@ -193,6 +195,7 @@ class LengthPredictor:
             for group in groups
             if (forecast := told[group.group_id]) is not None
             for length in (member.sample.output_length for member in group.members())
+            if length  # 0: no site could generate it
         ]
         if seen:
             self.recalibration.record(*zip(*seen, strict=True))

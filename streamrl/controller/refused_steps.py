@@ -4,8 +4,9 @@
                                                           \\-> none found, all found, refused again -> skipped
 
 A refused step has changed nothing, so a second attempt is the step that the batch without these groups would have been.
-It is tried once. A step that is skipped counts as done, with the weights that it began with. The run ends at a weight
-(or a moment of AdamW) that is not finite, since no step can mend it, and at the `limit`-th refused step.
+It is tried once; of a step with several updates, so is each of them. A step that is skipped counts as done, with the
+weights that it began with, or those of its updates before. The run ends at a weight (or a moment of AdamW) that is not
+finite, since no step can mend it, and at the `limit`-th refused step.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ class RefusedSteps:
             limit: number of refused steps that ends the run.
         """
         self.count = 0
-        """Refused steps so far; a step whose second attempt is refused as well counts once."""
+        """Refused steps so far; a step counts once, whatever of it is refused."""
         self._kept, self._limit = kept, limit
+        self._retried: tuple[int, int] | None = None
+        """Step and update that were tried again last; None: none was."""
         self._step: KeptStep | None = None
         self._cause: Refusal | None = None
         self._unexamined: list[list[list[TrainGroup]]] = []
@@ -54,19 +57,26 @@ class RefusedSteps:
         Raises:
             RunFailed: the weights or the optimizer are damaged.
         """
-        if batch.not_finite:
+        again = self._retried == (batch.step, batch.update)
+        if not again:
+            self._begin(batch, cause)
+        if cause.what not in ("loss", "gradient", "update"):
+            raise RunFailed(f"step {batch.step}: {cause}, so that no step can be trained; {self._where()}")
+        if again:
             batch.refusal = f"{batch.refusal}; refused again ({cause}) and skipped"
             batch.given_up = True
             log.error("step %d: %s", batch.step, batch.refusal)
-            return
-        self.count += 1
+        else:
+            self._unexamined = [shares for shares in batch.sent if any(shares)]
+
+    def _begin(self, batch: StepBatch, cause: Refusal) -> None:
+        """Count a step, and keep its micro-batches."""
+        if self._step is None or self._step.step != batch.step:
+            self.count += 1
         log.error("step %d is refused: %s; nothing has been changed", batch.step, cause)
         self._cause, self._found = cause, {}
         self._step = KeptStep(batch.step, batch.normalizer, str(cause), {}, batch.sent)
         self._write(self._step)
-        if cause.what not in ("loss", "gradient", "update"):
-            raise RunFailed(f"step {batch.step}: {cause}, so that no step can be trained; {self._where()}")
-        self._unexamined = [shares for shares in batch.sent if any(shares)]
 
     def next(self) -> list[list[TrainGroup]]:
         """Return the shares of the micro-batch to examine next."""
@@ -98,11 +108,13 @@ class RefusedSteps:
                     f"the last one was step {batch.step}: {words}; {self._where()}"
                 )
             )
+        before = f"{batch.refusal}; then " if batch.refusal else ""  # of an earlier update
         if not found or set(found) >= {group.group_id for group in batch.of_update}:
-            batch.refusal, batch.given_up = f"{words}; skipped", True
+            batch.refusal, batch.given_up = f"{before}{words}; skipped", True
         else:
             batch = batch.without(set(found))
-            batch.refusal = f"{words}; again without {'it' if len(found) == 1 else 'them'}"
+            batch.refusal = f"{before}{words}; again without {'it' if len(found) == 1 else 'them'}"
+            self._retried = batch.step, batch.update
         log.error("step %d: %s; %s", batch.step, batch.refusal, self._where())
         return batch
 

@@ -50,7 +50,7 @@ class StepBatch:
     update: int = 0
     """Number of the optimizer update on this batch, from 0."""
     no_gradient: int = 0
-    """Number of taken groups whose rewards are all equal."""
+    """Number of taken groups whose rewards are all equal, if such groups have no gradient."""
     pieces: dict[str, list[TrainGroup]] = field(default_factory=dict)
     """What the trainer gets of each group whose advantages are known; groups without a gradient have none."""
     estimation: ValueEstimation = field(default_factory=ValueEstimation)
@@ -206,7 +206,7 @@ class StepBatch:
         """
         group.step = self.step
         self.groups[group.group_id] = group
-        self.no_gradient += is_flat(self.rewards(group))
+        self.no_gradient += self.run.algorithm.skips_flat_groups and is_flat(self.rewards(group))
         kind = self.run.algorithm.advantage
         if self.run.needs_estimates:
             self._await_estimates(group)

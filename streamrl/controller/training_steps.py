@@ -177,10 +177,13 @@ class TrainingSteps:
             await self._feed_trainer()
 
     def _may_publish(self) -> bool:
-        """Return whether sites can take new weights.
+        """Return whether the trainer has a version to publish, and sites can take it.
 
-        In a run with evaluations every version must first be served everywhere, since it may have to be evaluated.
+        A version that they could not take before the next step's first update is skipped: that step's comes instead. In
+        a run with evaluations every version must first be served everywhere, since it may have to be evaluated.
         """
+        if not self._between_versions:
+            return False
         return self.services.can_take_version if self.run.evaluation is None else not self.services.updating
 
     @property

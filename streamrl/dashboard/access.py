@@ -73,7 +73,8 @@ class AccessGuard:
             rest = urlencode(query, doseq=True)
             path = "/" + request.url.path.lstrip("/")  # "//name" would lead to another host
             answer = RedirectResponse(path + (f"?{rest}" if rest else ""), 303)
-            answer.set_cookie(self._cookie, given[0], httponly=True, samesite="strict", path="/")
+            # not "strict": a link in another page would then lead to a refusal; nothing here does more than read
+            answer.set_cookie(self._cookie, given[0], httponly=True, samesite="lax", path="/")
             return answer
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         if self._is_token(request.cookies.get(self._cookie, "")) or self._is_token(bearer):

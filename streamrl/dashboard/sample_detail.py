@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,34 @@ MOST_MEMBERS = 64
 """Samples of a group that are shown side by side."""
 BATCH = 64
 """Rows that are decoded at once when a file is read for one sample."""
+
+
+class Shortener:
+    """Cuts texts that are too long, says so where they end, and remembers whether it has cut any."""
+
+    def __init__(self, everything: bool) -> None:
+        """Cut nothing if everything is wanted."""
+        self._everything = everything
+        self.has_cut = False
+
+    def text(self, text: str) -> str:
+        """Return a text, or its first `MOST_CHARACTERS`."""
+        more = len(text) - MOST_CHARACTERS
+        return text[:MOST_CHARACTERS] + self._mark(more, "characters") if self._cuts(more) else text
+
+    def decoded(self, tokens: list[int], decode: Decoder) -> str:
+        """Return the text of tokens, or of the first `MOST_TOKENS` of them."""
+        more = len(tokens) - MOST_TOKENS
+        return decode(tokens[:MOST_TOKENS]) + self._mark(more, "tokens") if self._cuts(more) else decode(tokens)
+
+    def _cuts(self, more: int) -> bool:
+        cuts = more > 0 and not self._everything
+        self.has_cut |= cuts
+        return cuts
+
+    @staticmethod
+    def _mark(more: int, what: str) -> str:
+        return f"\n[... {more:,} more {what}]"
 
 
 def read_rows_at(path: Path, first: int, sample_id: str) -> list[dict[str, Any]]:
@@ -57,14 +86,17 @@ def read_rows_at(path: Path, first: int, sample_id: str) -> list[dict[str, Any]]
     return found
 
 
-def sample_view(table: SampleTable, sample_id: str, decode: Decoder | None, everything: bool) -> dict[str, Any] | None:
+def sample_view(
+    table: SampleTable, sample_id: str, decode: Decoder | None, everything: bool, skips_flat: bool
+) -> dict[str, Any] | None:
     """Return a sample with its tokens or its conversation, ready for JSON; None: there is no such sample.
 
     Args:
         table: the run's samples, looked at before.
         sample_id: its id.
         decode: from token ids to text; None: ids are all there is.
-        everything: all tokens, not only the first `MOST_TOKENS` of a row.
+        everything: all tokens and whole texts, not only the first `MOST_TOKENS` of a row and `MOST_CHARACTERS`.
+        skips_flat: whether groups of equal rewards have no gradient (`Algorithm.skips_flat_groups`).
 
     Raises:
         OSError, pa.ArrowException: its file cannot be read.
@@ -77,14 +109,16 @@ def sample_view(table: SampleTable, sample_id: str, decode: Decoder | None, ever
         return None
     first = records[0]
     light = _light(first, sample_id, table.outcome(index))
-    told, odd = _conversation(first.get("conversation"))
+    shorten = Shortener(everything)
+    told, odd = _conversation(first.get("conversation"), shorten)
     return light | {
-        "prompt": _text(first, "prompt", decode),
-        "completion": _text(first, "completion", decode),
+        "prompt": _text(first, "prompt", decode, shorten),
+        "completion": _text(first, "completion", decode, shorten),
+        "cut": shorten.has_cut,
         "messages": told.get("messages") if told else None,
         "steps": told.get("steps") if told else None,
         "rows": [token_columns(record, decode, None if everything else MOST_TOKENS) for record in records],
-        "why": why_not_trained(light, table.rewards(light["group_id"])),
+        "why": why_not_trained(light, _rewarded(table, light["group_id"]), skips_flat),
         "notes": [odd] if odd else [],
     }
 
@@ -94,8 +128,16 @@ def _light(record: dict[str, Any], sample_id: str, outcome: str) -> dict[str, An
     return {name: record.get(name) for name in SINGLE} | {"sample_id": sample_id, "outcome": outcome}
 
 
-def group_view(table: SampleTable, group_id: str, decode: Decoder | None) -> dict[str, Any] | None:
+def _rewarded(table: SampleTable, group_id: str) -> list[tuple[float, float | None]]:
+    """Return (reward, advantage) of the samples of a group that have a reward."""
+    members = table.of_group(group_id, ("reward", "advantage"))
+    return [(one["reward"], one["advantage"]) for one in members if one["reward"] is not None]
+
+
+def group_view(table: SampleTable, group_id: str, decode: Decoder | None, skips_flat: bool) -> dict[str, Any] | None:
     """Return the samples of a group with their texts, ready for JSON; None: there is no such group.
+
+    The last arguments are those of `sample_view`.
 
     Raises:
         OSError, pa.ArrowException: a file cannot be read.
@@ -105,15 +147,16 @@ def group_view(table: SampleTable, group_id: str, decode: Decoder | None) -> dic
         return None
     members = []
     prompt: str | None = None
-    rewards = table.rewards(group_id)
+    rewarded = _rewarded(table, group_id)
+    shorten = Shortener(everything=False)
     for index in map(int, chosen):
         sample_id = table.sample_id(index)
         first = (read_rows_at(*table.place(index), sample_id) or [{}])[0]
         light = _light(first, sample_id, table.outcome(index))
-        prompt = prompt or _text(first, "prompt", decode)
-        told, _ = _conversation(first.get("conversation"))
-        text = _last_answer(told) if told else _text(first, "completion", decode)
-        members.append(light | {"text": text, "why": why_not_trained(light, rewards)})
+        prompt = prompt or _text(first, "prompt", decode, shorten)
+        told, _ = _conversation(first.get("conversation"), shorten)
+        text = _last_answer(told) if told else _text(first, "completion", decode, shorten)
+        members.append(light | {"text": text, "why": why_not_trained(light, rewarded, skips_flat)})
     others = table.groups_beside(int(chosen[0]))
     return {"group_id": group_id, "step": members[0]["step"], "prompt": prompt, "members": members, "others": others}
 
@@ -134,11 +177,24 @@ def token_columns(record: dict[str, Any], decode: Decoder | None, most: int | No
         "prompt_tokens": len(record.get("prompt_tokens") or ()),
         "total": total,
         "ids": ids,
-        "texts": None if decode is None else [decode([one]) for one in ids],
+        "texts": None if decode is None else token_texts(ids, decode),
         "logprobs": _column(record.get("logprobs"), count, total),
         "versions": [None if one == NOT_SAMPLED else one for one in versions],
         "sampled": [one is not False for one in mask],
     }
+
+
+def token_texts(ids: Sequence[int], decode: Decoder) -> list[str]:
+    """Return the text of each token, with the leading spaces that some decoders leave out where a text begins."""
+
+    @cache
+    def text(one: int) -> str:
+        alone = decode([one])
+        second = decode([one, one]).removeprefix(alone)
+        # they differ in more where the token is a part of a character, or where two make another text
+        return second if second.lstrip(" ") == alone.lstrip(" ") else alone
+
+    return [text(one) for one in ids]
 
 
 def _column(values: Sequence[Any] | None, count: int, total: int) -> list[Any]:
@@ -148,32 +204,34 @@ def _column(values: Sequence[Any] | None, count: int, total: int) -> list[Any]:
     return [values[0]] * count if len(values) == 1 else list(values[:count])
 
 
-def why_not_trained(sample: dict[str, Any], rewards: Sequence[float | None]) -> str:
-    """Say why a sample was not trained, or what made its gradient zero; '' if it was trained as usual.
+def why_not_trained(sample: dict[str, Any], rewarded: Sequence[tuple[float, float | None]], skips_flat: bool) -> str:
+    """Say why a sample was not trained, or what is special about its gradient; '' if it was trained as usual.
 
     Args:
         sample: its columns, `outcome` among them.
-        rewards: those of all samples of its group, None where void.
+        rewarded: (reward, advantage) of the samples of its group that have a reward; None: no advantage is known.
+        skips_flat: as of `sample_view`.
     """
-    survivors = [reward for reward in rewards if reward is not None]
-    equal = len(survivors) > 1 and len(set(survivors)) == 1
+    equal = len(rewarded) > 1 and len({reward for reward, _ in rewarded}) == 1
     match sample["outcome"]:
         case "void":
             cause = sample.get("void_cause") or "no reward"
             return f"void ({cause}): {sample.get('reward_error') or 'no message'}"
-        case "dropped" if len(survivors) < 2:
+        case "dropped" if len(rewarded) < 2:
             return "dropped: too few samples of its group have a reward, so another group took its place"
         case "dropped" if equal:
             return "dropped: all rewards of its group are equal, so another group took its place"
         case "dropped":
             return "dropped: the loss or the gradient of its group was not finite"
-        case _ if equal:
+        case _ if equal and skips_flat and all(advantage == 0.0 for _, advantage in rewarded):
             return "trained, but all rewards of its group are equal: its gradient is zero"
+        case _ if equal:  # a penalty, a critic, other groups, a KL term or an entropy bonus make a gradient
+            return "trained; all rewards of its group are equal"
     return ""
 
 
-def _conversation(text: str | None) -> tuple[dict[str, Any] | None, str]:
-    """Return an episode's messages and steps, long messages cut, and what is odd about them."""
+def _conversation(text: str | None, shorten: Shortener) -> tuple[dict[str, Any] | None, str]:
+    """Return an episode's messages and steps, and what is odd about them."""
     if not text:
         return None, ""
     try:
@@ -181,7 +239,7 @@ def _conversation(text: str | None) -> tuple[dict[str, Any] | None, str]:
         messages = [
             {
                 "role": str(one["role"]),
-                "content": _content(one.get("content"))[:MOST_CHARACTERS],
+                "content": shorten.text(_content(one.get("content"))),
                 "calls": [
                     f"{call['function']['name']}({call['function']['arguments']})"
                     for call in one.get("tool_calls") or ()
@@ -207,8 +265,8 @@ def _last_answer(told: dict[str, Any]) -> str | None:
     return "\n".join([answers[-1]["content"], *answers[-1]["calls"]]).strip() if answers else None
 
 
-def _text(record: dict[str, Any], name: str, decode: Decoder | None) -> str | None:
+def _text(record: dict[str, Any], name: str, decode: Decoder | None, shorten: Shortener) -> str | None:
     if record.get(name) is not None:
-        return str(record[name])[:MOST_CHARACTERS]
+        return shorten.text(str(record[name]))
     tokens = record.get(f"{name}_tokens")
-    return None if tokens is None or decode is None else decode(list(tokens)[:MOST_TOKENS])
+    return None if tokens is None or decode is None else shorten.decoded(tokens, decode)

@@ -7,6 +7,7 @@ samples that are looked at (`sample_detail.py`). A file is read once, and again 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatch
 from pathlib import Path
@@ -164,12 +165,11 @@ class SampleTable:
         """Return the outcome of a sample."""
         return OUTCOMES[int(outcomes(self._table.slice(index, 1))[0])]
 
-    def rewards(self, group_id: str) -> list[float | None]:
-        """Return the rewards of all samples of a group, None where void."""
-        rewards: list[float | None] = (
-            self._table["reward"].take(pa.array(self.select(SampleFilter(group_id=group_id)))).to_pylist()
-        )
-        return rewards
+    def of_group(self, group_id: str, names: Sequence[str]) -> list[dict[str, Any]]:
+        """Return some of the columns `LIGHT` of all samples of a group."""
+        rows = self._table.select(names).take(pa.array(self.select(SampleFilter(group_id=group_id))))
+        found: list[dict[str, Any]] = rows.to_pylist()
+        return found
 
     def groups_beside(self, index: int) -> dict[str, list[dict[str, Any]]]:
         """Return other groups with which a sample's group can be compared: of the same prompt, and of the same step."""

@@ -27,8 +27,11 @@ MOST_TEXT = 4_000
 
 
 def is_run(folder: Path) -> bool:
-    """Whether the folder is a run's, or a site's."""
-    return any((folder / name).exists() for name in MARKS)
+    """Whether the folder is a run's, or a site's; one in which nothing can be read is not."""
+    try:
+        return any((folder / name).exists() for name in MARKS)
+    except OSError:  # of another user
+        return False
 
 
 def state_view(folder: Path, now: float) -> dict[str, Any]:

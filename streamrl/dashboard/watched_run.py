@@ -8,9 +8,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import yaml
+from pydantic import TypeAdapter
+
+from streamrl.config.algorithm import Algorithm, AlgorithmConfig
 from streamrl.config.load import ConfigError, read_resolved
 from streamrl.dashboard.sample_table import SampleTable
 from streamrl.dashboard.state_view import is_run, state_view
@@ -71,6 +76,21 @@ class WatchedRun:
                 self._decoder, self._places = find_decoder(self.folder, text), places
         return self._decoder
 
+    def skips_flat_groups(self) -> bool:
+        """Whether groups of equal rewards have no gradient in this run; no if that cannot be read."""
+        with contextlib.suppress(ConfigError):
+            return _skips_flat_groups(read_resolved(self.folder))
+        return False
+
+
+@lru_cache(maxsize=16)
+def _skips_flat_groups(config_text: str) -> bool:
+    try:
+        told = yaml.safe_load(config_text)["run"]["algorithm"]
+        return TypeAdapter[Algorithm](AlgorithmConfig).validate_python(told).skips_flat_groups
+    except (yaml.YAMLError, KeyError, TypeError, ValueError, RecursionError):  # edited, or of another version
+        return False
+
 
 class WatchedRuns:
     """All runs in some folders: a run's own folder, or one whose subfolders are runs; new ones appear by themselves."""
@@ -83,7 +103,7 @@ class WatchedRuns:
             coming: whether a run may appear later where there is none now.
 
         Raises:
-            UserError: a folder does not exist, or holds no run.
+            UserError: a folder does not exist, cannot be read, or holds no run.
         """
         self._folders = [folder.resolve() for folder in folders]
         self._runs: dict[Path, WatchedRun] = {}
@@ -91,21 +111,15 @@ class WatchedRuns:
         for given, folder in zip(folders, self._folders, strict=True):
             if coming:
                 continue
-            if not folder.exists():
-                raise UserError(
-                    f"no such folder: {given}; expected a run folder such as runs/demo, or a folder of runs"
-                )
-            if not folder.is_dir():
-                raise UserError(f"{given} is a file; expected a run folder such as runs/demo, or a folder of runs")
-            if not _runs_in(folder):
-                raise UserError(
-                    f"{given} holds no run: neither it nor a folder in it has a {layout.STATUS} or {layout.METRICS}"
-                )
+            try:
+                _check_folder(given, folder)
+            except OSError as error:
+                raise UserError(f"{given} cannot be read: {error.strerror}") from error
 
     def look(self) -> list[WatchedRun]:
         """Return all runs that are there now, those of the first folder first."""
         with self._lock:
-            found = list(dict.fromkeys(run for folder in self._folders for run in _runs_in(folder)))
+            found = list(dict.fromkeys(run for folder in self._folders for run in _readable_runs_in(folder)))
             for folder in found:
                 if folder not in self._runs:
                     self._runs[folder] = WatchedRun(self._new_id(folder), folder)
@@ -125,11 +139,31 @@ class WatchedRuns:
         return name
 
 
+def _check_folder(given: Path, folder: Path) -> None:
+    if not folder.exists():
+        raise UserError(f"no such folder: {given}; expected a run folder such as runs/demo, or a folder of runs")
+    if not folder.is_dir():
+        raise UserError(f"{given} is a file; expected a run folder such as runs/demo, or a folder of runs")
+    if not _runs_in(folder):
+        raise UserError(
+            f"{given} holds no run: neither it nor a folder in it has a {layout.STATUS} or {layout.METRICS}"
+        )
+
+
 def _runs_in(folder: Path) -> list[Path]:
-    """Return the folder itself if it is a run's, else its subfolders that are; a link in it is not followed."""
+    """Return the folder itself if it is a run's, else its subfolders that are; a link in it is not followed.
+
+    Raises:
+        OSError: it is gone, or cannot be read.
+    """
     if is_run(folder):
         return [folder]
+    return [path for path in sorted(folder.iterdir()) if path.is_dir() and not path.is_symlink() and is_run(path)]
+
+
+def _readable_runs_in(folder: Path) -> list[Path]:
+    """Return the runs in a folder that may be gone, or not readable (now): then none."""
     try:
-        return [path for path in sorted(folder.iterdir()) if path.is_dir() and not path.is_symlink() and is_run(path)]
+        return _runs_in(folder)
     except OSError:
         return []

@@ -52,8 +52,8 @@ def make_app(runs: WatchedRuns, charts: Path) -> Starlette:
         for run in runs.look():
             try:
                 rows.append(run.summary(now))
-            except FileNotFoundError:
-                continue  # deleted since it was listed
+            except OSError:
+                continue  # deleted since it was listed, or of another user
         return JSONResponse({"now": now, "runs": finite(rows), "figures": describe_figures()})
 
     def about_run(view: Callable[[WatchedRun, Query], Any], request: Request) -> Response:
@@ -150,7 +150,7 @@ def _sample(run: WatchedRun, query: Query) -> dict[str, Any] | None:
     _must_exist(run)
     run.samples.look()
     decode, why_not = run.decoder()
-    found = sample_view(run.samples, query.get("id", ""), decode, query.get("all") == "true")
+    found = sample_view(run.samples, query.get("id", ""), decode, query.get("all") == "true", run.skips_flat_groups())
     if found is not None and why_not:
         found["notes"].append(why_not)
     return found
@@ -159,7 +159,7 @@ def _sample(run: WatchedRun, query: Query) -> dict[str, Any] | None:
 def _group(run: WatchedRun, query: Query) -> dict[str, Any] | None:
     _must_exist(run)
     run.samples.look()
-    return group_view(run.samples, query.get("id", ""), run.decoder()[0])
+    return group_view(run.samples, query.get("id", ""), run.decoder()[0], run.skips_flat_groups())
 
 
 def _must_exist(run: WatchedRun) -> None:

@@ -34,6 +34,8 @@ THREADS_S = 0.3
 """Seconds to wait for thread stacks. A process that is not stopped answers in a millisecond, under load in tens."""
 POLL_S = 0.02
 """Seconds between two looks for answers."""
+REPLACES_CHILDREN = ("rewards", "agents")
+"""Roles that end and replace their workers themselves, below which the programs of users and models run as well."""
 TAIL_BYTES = 256 * 1024
 """Bytes read from the end of metrics.jsonl; a row takes a few kilobytes."""
 
@@ -61,7 +63,9 @@ def collect(run_dir: Path, threads: bool = False, ask: bool = True) -> Facts:
     time.sleep(CPU_WINDOW_S if any(one.tree for one in seen) else 0)
     for one, before in zip(seen, first, strict=True):
         used = max(0.0, _cpu_s(one.tree) - before) / (time.monotonic() - begun) if one.tree else None
-        one.facts = replace(one.facts, cpu=used, alive=_state_after_window(one))
+        one.facts = replace(
+            one.facts, cpu=used, alive=_state_after_window(one), children=tuple(_unable_after_window(one))
+        )
     _until(lambda: all(one.loop != "blocked" for one in seen), begun + TASKS_S)
     for one in seen:
         if one.loop == "blocked":
@@ -173,7 +177,8 @@ class _Family:
         seen.tree = [root]
         for one in seen.tree:  # grows during the loop
             seen.tree += [child for child in self._children.get(one.pid, []) if child.pid not in apart]
-        seen.facts = replace(facts, alive=_alive(root), children=tuple(_unable(seen.tree[1:])))
+        needed = [] if facts.role in REPLACES_CHILDREN else seen.tree[1:]
+        seen.facts = replace(facts, alive=_alive(root), children=tuple(_unable(needed)))
         return seen
 
     def others(self, found: Iterable[ObservedProcesses], run_dir: Path) -> list[ObservedProcesses]:
@@ -182,7 +187,7 @@ class _Family:
         roots = [one.tree[0] for one in found if one.tree and one.facts.role != "trainer"]
         with contextlib.suppress(psutil.Error, IndexError):
             launcher = psutil.Process(roots[0].ppid())
-            if "launch" not in launcher.cmdline():
+            if launcher.pid != _locked_by(run_dir):
                 return []
             own = ProcessFacts(name="launcher", role="launcher", pid=launcher.pid, alive=_alive(launcher))
             others = [ObservedProcesses(own, run_dir / layout.STACKS, [launcher])]
@@ -219,6 +224,12 @@ def _unable(children: Iterable[psutil.Process]) -> Iterable[ChildFacts]:
         if (state := _alive(child)) in ("stopped", "traced", "zombie"):
             with contextlib.suppress(psutil.Error):
                 yield ChildFacts(child.name(), child.pid, state)
+
+
+def _unable_after_window(one: ObservedProcesses) -> Iterable[ChildFacts]:
+    """Yield the children that still are in their state: one that has just ended is a zombie for a moment."""
+    now = {child.pid: child for child in one.tree}
+    return (child for child in one.facts.children if _alive(now[child.pid]) == child.alive)
 
 
 def _cpu_s(tree: Iterable[psutil.Process]) -> float:
@@ -262,6 +273,14 @@ def _written_at(folder: Path) -> float:
         return (folder / layout.PROCESSES).lstat().st_mtime
     except OSError:
         return 0.0
+
+
+def _locked_by(run_dir: Path) -> int | None:
+    """Return the pid of the launcher that has the run's lock, or had it last; None: the file does not say."""
+    folder = layout.whole_folder(run_dir)
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(read_plain(folder / layout.LOCK, below=folder).split()[1])  # process PID on HOST
+    return None
 
 
 def _run(status: Mapping[str, Any]) -> RunFacts:

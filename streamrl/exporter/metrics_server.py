@@ -124,9 +124,11 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         """Answer, and end the connection after `REQUEST_S` whatever its client does."""
         end = threading.Timer(REQUEST_S, _hang_up, [request])
         end.daemon = True
-        end.start()
         try:
+            end.start()
             super().process_request_thread(request, client_address)
+        except RuntimeError:  # no thread can be started
+            self.shutdown_request(request)
         finally:
             end.cancel()
             self._places.release()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import statistics
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -88,12 +89,18 @@ class RunCollector(Collector):
     def __init__(self, folder: Path, max_staleness: int, clock: Callable[[], float] = time.time) -> None:
         """Take the run's folder, and the staleness that its schedule allows."""
         self._folder, self._max_staleness, self._clock = folder, max_staleness, clock
+        self._looking = threading.Lock()
+        """Held during a look: scrapes may overlap, and each continues where the last one stopped reading."""
         self._steps = StepTotals(folder)
         self._evaluations = AppendedRows(folder / layout.EVALUATIONS, EvaluationRow)
         self._trackers: dict[str, TrackerSteps] = {}
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metrics; a file that is missing or cannot be read leaves out what it has."""
+        """Return all metrics; a file that is missing or cannot be read leaves out what it has."""
+        with self._looking:
+            return iter(self._look())
+
+    def _look(self) -> list[Metric]:
         found = Families(self._folder.resolve().name)
         now = self._clock()
         status: RunStatus | None = None
@@ -111,7 +118,7 @@ class RunCollector(Collector):
         self._add_trackers(found)
         with contextlib.suppress(OSError):
             found.add("disk_free_bytes", shutil.disk_usage(self._folder).free)
-        yield from found.metrics
+        return list(found.metrics)
 
     def _add_status(self, found: Families, status: RunStatus, now: float) -> None:
         found.add("run_info", 1, status.model, status.schedule, status.hardware)

@@ -182,6 +182,7 @@ def memory_shapes(cluster: ClusterConfig, run: RunConfig, uses: Sequence[GpuUse]
             engine_gpu_bytes=of_engine,
             sequence_parallel=trainer.sequence_parallel,
             nodes=1 if trainer.sharding == "hybrid" else trainer.nodes,
+            reduction=trainer.reduce_gradients,
         )
         found.append((f"memory of a GPU ({pool})", shape))
     return found

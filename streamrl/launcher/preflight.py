@@ -210,7 +210,7 @@ def check_cores(
 
 
 def check_keys(cluster: ClusterConfig, site: str) -> Iterable[str]:
-    """Check a site's own secret key and the public keys that it needs."""
+    """Check a site's own secret key, and the public keys of all that it connects to or admits."""
     from streamrl.transport.curve import ClientSecurity, ServerSecurity
 
     if cluster.security.encryption == "none":
@@ -220,7 +220,10 @@ def check_keys(cluster: ClusterConfig, site: str) -> Iterable[str]:
         if site == cluster.trainer_site:
             ServerSecurity.load(folder, site, cluster.remote_sites)
         else:
-            ClientSecurity.load(folder, site, cluster.trainer_site)
+            for server in (cluster.trainer_site, *cluster.relays_for(site)):
+                ClientSecurity.load(folder, site, server)
+            if cluster.sites[site].port:  # it passes weights on
+                ServerSecurity.load(folder, site, [other for other in cluster.remote_sites if other != site])
     except UserError as error:
         yield str(error)
 

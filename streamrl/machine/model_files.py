@@ -109,6 +109,18 @@ def resolve_model(path: str) -> str:
     )
 
 
+def hub_config(hub_id: str) -> Path | None:
+    """Return the `config.json` of a model on the hub, from the local cache or fetched alone; None: neither has it."""
+    try:
+        from huggingface_hub import hf_hub_download
+
+        with contextlib.suppress(Exception):
+            return Path(hf_hub_download(hub_id, "config.json", local_files_only=True))
+        return Path(hf_hub_download(hub_id, "config.json"))
+    except Exception:
+        return None
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """Return a model folder's `config.json`; empty if it cannot be read."""
     try:

@@ -96,7 +96,7 @@ def offers_of(
                 unknown = f"{cluster_file}: site {site}, {what}: {error}; --hardware FILE adds types"
                 raise UserError(ErrorCode.INSTALLATION.refer(unknown)) from error
             if found.name == CPU:
-                each = pool.threads
+                each *= pool.threads
             if "price_per_hour" in pool.model_fields_set:
                 if pool.price_per_hour <= 0:
                     raise UserError(
@@ -129,27 +129,36 @@ def routes_of(cluster: ClusterConfig) -> tuple[tuple[frozenset[str], Route], ...
     )
 
 
-def find_model(name: str) -> Transformer:
-    """Return a model from the table, or from a folder with a config.json.
+def find_model(name: str, key: str = "--model") -> Transformer:
+    """Return a model from the table, from a folder with a config.json, or from the hub.
+
+    Args:
+        name: what the user gives: a name of the table, a folder or its config.json, or a hub id.
+        key: option or key with which.
 
     Raises:
         UserError: there is no such model, or its file cannot be used.
     """
     from scheduler.cost.model_shapes import MODELS, Transformer
+    from streamrl.machine.model_files import HUB_ID, hub_config
 
-    plain = re.sub(r"^(qwen/)?(qwen2\.5-)?|-instruct$", "", name.lower())
+    plain = re.sub(r"^(qwen/)?(qwen2\.5-)?|^huggingfacetb/|-instruct$", "", name.lower())
     if plain in MODELS:
         return MODELS[plain]
-    path = Path(name)
-    path = path / "config.json" if path.is_dir() else path
+    folder = Path(name).expanduser()
+    path = folder / "config.json" if folder.is_dir() else folder
+    if not path.is_file() and HUB_ID.match(name) and not folder.parent.is_dir():
+        path = hub_config(name) or path
     if path.is_file():
+        own = name if HUB_ID.match(name) and not folder.exists() else path.parent.name or name
         try:
-            return Transformer.from_config(path.parent.name or name, json.loads(path.read_text(encoding="utf-8")))
+            return Transformer.from_config(own, json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError) as error:
-            raise UserError(f"--model {name}: {path}: {error}") from error
+            raise UserError(f"{key} {name}: {path}: {error}") from error
     near = difflib.get_close_matches(plain, MODELS, n=2, cutoff=0.5)
     hint = f", did you mean {' or '.join(near)}?" if near else ""
-    raise UserError(f"--model {name}: no such model{hint}; known: {', '.join(MODELS)}, or a folder with a config.json")
+    known = f"{', '.join(MODELS)}, a folder with a config.json, or a hub id whose config.json is here or can be fetched"
+    raise UserError(f"{key} {name}: no such model{hint}; known: {known}")
 
 
 def find_lengths(text: str) -> tuple[np.ndarray, str]:
@@ -213,7 +222,7 @@ def gather(
 
     devices = load_devices(hardware)
     offers, prices = offers_of(cluster, devices, cluster_file)
-    shape = find_model(model or (run.model.path if run else "7b"))
+    shape = find_model(run.model.path, "model.path") if run and not model else find_model(model or "7b")
     if samples is None:
         samples = run.batch.prompts_per_step * run.batch.samples_per_prompt if run else SAMPLES
     if prompt_tokens is None:

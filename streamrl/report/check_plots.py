@@ -23,6 +23,7 @@ from streamrl.report.plots import (
     ink_text,
     label_axis,
     legend,
+    literal,
     new,
     whole_steps,
 )
@@ -56,7 +57,7 @@ def evaluation_figure(rows: Sequence[EvaluationRow], top: EvaluationRow) -> Figu
         for task in tasks:
             scores = [row.by_task.get(task) for row in rows]
             rewards = np.array([one and one.reward for one in scores], dtype=float)
-            axes[1].plot(steps, rewards, marker="o", ms=3, lw=1.4, label=task)
+            axes[1].plot(steps, rewards, marker="o", ms=3, lw=1.4, label=literal(task))
         label_axis(axes[1], "weight version (optimizer steps)", "reward", "by task")
     for axis in axes:
         whole_steps(axis, steps)

@@ -55,6 +55,11 @@ def new(rows: int = 1, columns: int = 1, height: float = 2.9) -> tuple[Figure, l
     return figure, axes
 
 
+def literal(name: str) -> str:
+    """Return a name that a file gives as a label that shows it as it is: dollar signs would enclose a formula."""
+    return name.replace("$", r"\$")
+
+
 def label_axis(axis: Axes, x: str, y: str, title: str = "") -> None:
     """Set the names of both axes, and a title."""
     axis.set_xlabel(x, color=_INK, fontsize=9)
@@ -146,7 +151,7 @@ def reward_figure(rows: Sequence[MetricsRow]) -> Figure:
     curves(axes[0], rows, [("reward_mean", "mean", BLUE)], "reward", "all tasks")
     for task in tasks:
         values = np.array([row.reward_by_task.get(task) for row in rows], dtype=float)
-        axes[1].plot(_steps(axes[1], rows), values, marker="o", ms=3, lw=1.4, label=task)
+        axes[1].plot(_steps(axes[1], rows), values, marker="o", ms=3, lw=1.4, label=literal(task))
     if tasks:
         label_axis(axes[1], "optimizer step", "mean reward", "by task")
         legend(axes[1])
@@ -170,11 +175,12 @@ def length_histogram_figure(rollouts: RunRollouts) -> Figure:
     """Draw the whole run's output lengths by task, and why completions ended."""
     figure, (left, right) = new(1, 2)
     tasks = rollouts.tasks
+    names = list(map(literal, tasks))
     longest = int(rollouts.output_length.max())
     width = longest // 40 + 1
     edges = np.arange(0, longest + width + 1, width)
     lengths = [rollouts.output_length[rollouts.task == task] for task in tasks]
-    left.hist(lengths, bins=list(edges), stacked=True, label=tasks, lw=0)
+    left.hist(lengths, bins=list(edges), stacked=True, label=names, lw=0)
     label_axis(left, f"output length, tokens ({width} per bar)", "samples", "lengths, tasks stacked")
     legend(left)
     reasons = sorted(set(rollouts.finish_reason))
@@ -182,7 +188,7 @@ def length_histogram_figure(rollouts: RunRollouts) -> Figure:
     for index, reason in enumerate(reasons):
         share = np.array([np.mean(rollouts.finish_reason[rollouts.task == task] == reason) for task in tasks])
         colour = {"stop": GREEN, "length": ORANGE}.get(reason, COLOURS[(index + 3) % len(COLOURS)])
-        right.barh(tasks, 100 * share, left=start, color=colour, label=reason, height=0.6)
+        right.barh(names, 100 * share, left=start, color=colour, label=literal(reason), height=0.6)
         start += 100 * share
     right.set_xlim(0, 100)
     right.set_ylim(len(tasks) - 0.4, -1.1)
@@ -284,8 +290,8 @@ def timeline_figure(tracks: Sequence[Track], window: Window, colours: Mapping[st
             lw=0,
         )
     for name, colour in colours.items():
-        axis.barh([0], [0], color=colour, label=name)
-    axis.set_yticks(range(len(names)), names)
+        axis.barh([0], [0], color=colour, label=literal(name))
+    axis.set_yticks(range(len(names)), list(map(literal, names)))
     axis.set_ylim(len(names) - 0.45, -0.55)
     axis.set_xlim(0, max(window.end - window.start, 1e-6))
     label_axis(axis, "seconds", "", window.title)

@@ -128,21 +128,28 @@ _DEFAULTS: dict[str, tuple[Any, Any]] = {
 """Column of the rollouts -> what stands for a missing value, and the type of its array."""
 
 
+ROW = "row"
+"""Name of the column with a sample's row number in its file."""
+
+
 def _read_rollouts(folder: Path, notes: list[str]) -> RunRollouts | None:
     import pyarrow as pa
 
+    from ranker.data import ROW_IDS, first_rows
     from streamrl.rollouts.parquet_files import read_columns
 
     latest: dict[str, tuple[dict[str, Any], Path, int]] = {}
-    columns = [one.name for one in fields(RunRollouts)]
+    columns = [*(one.name for one in fields(RunRollouts)), *ROW_IDS]
     for path in (folder / name for name in plain_names(folder, below=folder.parent) if name.endswith(".parquet")):
         try:
-            records = read_columns(path, folder.parent, columns).to_pylist()
+            table = read_columns(path, folder.parent, columns)
+            records = first_rows(table.append_column(ROW, pa.array(range(len(table)), pa.int64()))).to_pylist()
         except (pa.ArrowException, OSError) as error:
             # A killed run leaves the file that it was writing without a footer.
             notes.append(f"{path.name} could not be read and is left out: {error}.")
             continue
-        for index, record in enumerate(records):
+        for record in records:
+            index = record[ROW]
             latest[str(record.get("sample_id") or f"{path.name}:{index}")] = (record, path, index)
     if not latest:
         return None
@@ -194,7 +201,12 @@ def pick_samples(rollouts: RunRollouts) -> dict[str, list[int]]:
 
 
 def read_texts(data: RunData, indices: list[int]) -> dict[int, tuple[str | None, str | None]]:
-    """Return (prompt, completion) of some samples; None where only token ids exist and there is no tokenizer."""
+    """Return (prompt, completion) of some samples; None where only token ids exist and there is no tokenizer.
+
+    What cannot be read is None, too, and noted in `data.notes`.
+    """
+    import pyarrow as pa
+
     from streamrl.rollouts.parquet_files import read_columns
 
     rollouts = data.rollouts
@@ -216,12 +228,20 @@ def read_texts(data: RunData, indices: list[int]) -> dict[int, tuple[str | None,
     texts: dict[int, tuple[str | None, str | None]] = {}
     for path, wanted in by_file.items():
         columns = ("prompt", "prompt_tokens", "completion", "completion_tokens", "conversation", "metrics")
-        table = read_columns(path, data.run_dir, columns)
-        for index in wanted:
-            record = table.slice(rollouts.place[index][1], 1).to_pylist()[0]
-            told = record.get("conversation")
-            answer = conversation_text(told, record.get("metrics") or ()) if told else text(record, "completion")
-            texts[index] = text(record, "prompt"), answer
+        try:
+            table = read_columns(path, data.run_dir, columns)
+            records = [table.slice(rollouts.place[index][1], 1).to_pylist()[0] for index in wanted]
+        except (pa.ArrowException, OSError, IndexError) as error:  # IndexError: it has fewer rows by now
+            data.notes.append(f"The texts of {path.name} could not be read: {error}.")
+            texts |= dict.fromkeys(wanted, (None, None))
+            continue
+        for index, record in zip(wanted, records, strict=True):
+            told, answer = record.get("conversation"), None
+            try:
+                answer = conversation_text(told, record.get("metrics") or ()) if told else None
+            except (ValueError, KeyError, TypeError):
+                data.notes.append(f"The conversation of sample {rollouts.sample_id[index]} could not be read.")
+            texts[index] = text(record, "prompt"), answer if told else text(record, "completion")
     return texts
 
 

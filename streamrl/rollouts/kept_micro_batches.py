@@ -40,7 +40,10 @@ SCHEMA = pa.schema(
     ]
 )
 """Columns of a file; `part` counts the groups (or parts of groups) of a worker's share. The experts are rows of bytes,
-with router replay. Files of earlier versions lack the last six."""
+with router replay; `prompt_experts` is in a part's first row only. Files of earlier versions lack the last six."""
+UNPACKED = 16
+"""Most bytes in memory per byte of a file: a large step, with the experts of some million tokens, is read as it was
+written (such numbers pack to a half or a quarter), and a small file stands for no more than others may."""
 FACTS = b"streamrl"
 """Key of the file's metadata under which the facts of the step are kept, as JSON."""
 
@@ -98,14 +101,14 @@ class KeptMicroBatches:
                 "trajectory": group.trajectory,
                 "trajectory_tokens": sequence.trajectory_tokens,
                 "estimates": None if sequence.estimates is None else sequence.estimates.tolist(),
-                "prompt_experts": _bytes_of(group.prompt_experts),
+                "prompt_experts": None if place else _bytes_of(group.prompt_experts),
                 "experts": _bytes_of(sequence.experts),
                 "expert_row_bytes": None if group.prompt_experts is None else group.prompt_experts.shape[1],
             }
             for number, shares in enumerate(kept.micro_batches)
             for worker, share in enumerate(shares)
             for part, group in enumerate(share)
-            for sequence in group.sequences
+            for place, sequence in enumerate(group.sequences)
         ]
         facts = {"step": kept.step, "normalizer": kept.normalizer, "cause": kept.cause, "not_finite": kept.not_finite}
         table = pa.Table.from_pylist(rows, schema=SCHEMA.with_metadata({FACTS: json.dumps(facts).encode()}))
@@ -129,7 +132,7 @@ class KeptMicroBatches:
                 + (f"refuses a step; kept are those of step {known}" if known else "refuses a step, which it has not")
             )
         try:
-            table = read_columns(path, self.directory.parent)
+            table = read_columns(path, self.directory.parent, per_byte=UNPACKED)
             facts = json.loads(table.schema.metadata[FACTS])
         except (pa.ArrowException, KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path} is not a file of micro-batches that streamrl has kept: {error}") from error

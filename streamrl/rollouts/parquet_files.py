@@ -40,22 +40,28 @@ def open_parquet(path: Path, below: Path) -> Iterator[pq.ParquetFile]:
         yield file
 
 
-def read_columns(path: Path, below: Path, columns: Sequence[str] | None = None) -> pa.Table:
+def read_columns(path: Path, below: Path, columns: Sequence[str] | None = None, per_byte: int = 0) -> pa.Table:
     """Return those of some columns that a file has; None: all.
 
+    Args:
+        path: the file.
+        below: as in `open_parquet`.
+        columns: names of columns.
+        per_byte: bytes that may be unpacked per byte of the file, where that is more than `MOST_DECODED`.
+
     Raises:
-        NotPlainFile: it is a link, no regular file, or unpacks to more than `MOST_DECODED` bytes.
+        NotPlainFile: it is a link, no regular file, or unpacks to more than that.
         OSError, pa.ArrowException: it cannot be read.
     """
     with open_parquet(path, below) as file:
         there = file.schema_arrow
         names = there.names if columns is None else [name for name in dict.fromkeys(columns) if name in there.names]
         batches: list[pa.RecordBatch] = []
-        size = 0
+        size, most = 0, max(MOST_DECODED, per_byte * path.stat().st_size)
         for batch in file.iter_batches(batch_size=BATCH, columns=names, use_threads=False):
             batches.append(batch)
             size += batch.nbytes
-            if size > MOST_DECODED:
-                raise NotPlainFile(f"{path} unpacks to more than {MOST_DECODED:,} bytes, and is not read")
+            if size > most:
+                raise NotPlainFile(f"{path} unpacks to more than {most:,} bytes, and is not read")
         schema = pa.schema([there.field(name) for name in names], there.metadata)
         return pa.Table.from_batches(batches, schema)

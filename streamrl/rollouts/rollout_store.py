@@ -103,7 +103,7 @@ class RolloutStore:
     def newest(self, columns: Sequence[str], most: int) -> list[dict[str, Any]]:
         """Return columns of the newest samples' first rows, oldest first: as few whole steps as have `most` samples.
 
-        A file that cannot be read is named in the log and left out.
+        What a file of an earlier version lacks is None. A file that cannot be read is named in the log and left out.
         """
         steps: list[list[dict[str, Any]]] = []
         count = 0
@@ -111,12 +111,12 @@ class RolloutStore:
             if count >= most:
                 break
             try:
-                ids = [name for name in ROW_IDS if name not in columns and name in pq.read_schema(path).names]
-                table = first_rows(pq.read_table(path, columns=[*columns, *ids]))
+                there = set(pq.read_schema(path).names)
+                table = first_rows(pq.read_table(path, columns=[*there & {*columns, *ROW_IDS}]))
             except (pa.ArrowException, OSError) as error:
                 log.warning("%s is left out, expected a readable Parquet file: %s", path, error)
                 continue
-            steps.append(table.select(list(columns)).to_pylist())
+            steps.append([{name: row.get(name) for name in columns} for row in table.to_pylist()])
             count += len(steps[-1])
         return [row for step in reversed(steps) for row in step]
 

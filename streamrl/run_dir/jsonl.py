@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import math
 import os
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
@@ -75,6 +77,23 @@ def _encode(row: StepRow) -> bytes:
     return json.dumps(row.model_dump(), allow_nan=False).encode() + b"\n"
 
 
+def append_whole(file: FileIO, content: bytes) -> None:
+    """Append all of `content` to an unbuffered file, or nothing.
+
+    Raises:
+        OSError: the disk is full; what it had taken is cut off again, as the next row would be glued to it.
+    """
+    before = os.fstat(file.fileno()).st_size
+    rest = memoryview(content)
+    try:
+        while rest:
+            rest = rest[file.write(rest) :]
+    except OSError:
+        with suppress(OSError):
+            file.truncate(before)
+        raise
+
+
 class RowWriter(Generic[AnyRow]):
     """The writer of rows, each handed to the system before `append` returns; one per file."""
 
@@ -90,7 +109,7 @@ class RowWriter(Generic[AnyRow]):
 
     def append(self, row: AnyRow) -> None:
         """Write one row; raise OSError if the disk is full."""
-        self._file.write(_encode(row))
+        append_whole(self._file, _encode(row))
 
     def rewind(self, step: int) -> int:
         """Drop the rows after `step`, which a run resumed from that checkpoint repeats; return how many.

@@ -81,7 +81,11 @@ class MetricsRow(StepRow):
         None, description="dispatch_saved as a share of what known lengths would save"
     )
     groups_total: int | None = None
-    groups_no_gradient: int | None = Field(None, description="groups whose rewards are all equal")
+    groups_no_gradient: int | None = Field(
+        None,
+        description="groups without a gradient: their rewards are all equal; 0 where such groups have one (advantages "
+        "that are not relative to the group, a KL term, an entropy bonus)",
+    )
     samples_total: int | None = Field(
         None, description="samples trained: those of the step's groups that have a reward"
     )
@@ -95,7 +99,7 @@ class MetricsRow(StepRow):
         description="void_rate by cause: provider, verifier, sandbox, tool, environment, timeout, crash, generation",
     )
     groups_void: int | None = Field(None, description="groups replaced by others because too few samples had a reward")
-    prompts_too_long: int | None = Field(None, description="prompts skipped since the run was (re)started")
+    prompts_too_long: int | None = Field(None, description="prompts skipped since the run first started")
     truncated_fraction: float | None = Field(None, description="share of samples ended by the token limit")
     drafted_tokens: int | None = Field(
         None, description="tokens drafted and verified for the step's samples (speculative decoding)"

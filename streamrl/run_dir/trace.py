@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from streamrl.plain_files import read_plain
-from streamrl.run_dir.appended_lines import LARGEST_FOLLOWED
-from streamrl.run_dir.jsonl import finite
+from streamrl.run_dir.appended_lines import LARGEST_FOLLOWED, parse_event
+from streamrl.run_dir.jsonl import append_whole, finite
 
 PID = 1
 _ORIGIN_KEY = "origin_unix_s"
@@ -83,14 +83,31 @@ class TraceWriter:
             self._file.write(b"[")
 
     def _open_existing(self, path: Path) -> None:
+        """Cut what follows the last whole event, and take over origin and tracks.
+
+        Only one line is in memory at a time: a trace may have millions.
+        """
         if not path.exists():
             return
-        # Everything written here is ASCII, so character offsets are byte offsets.
-        events, end = _scan(path.read_text(encoding="ascii", errors="replace"))
+        metadata: list[Event] = []
+        offset = end = 0
+        with path.open("rb") as lines:
+            for line in lines:
+                if offset == 0:
+                    if line.rstrip() != b"[":
+                        break
+                    end = 1
+                elif (event := parse_event(line)) is not None:
+                    end = offset + len(line.rstrip(b",\n"))
+                    self._empty = False
+                    if event.get("ph") == "M":
+                        metadata.append(event)
+                else:  # the bracket, or an event that is not whole
+                    break
+                offset += len(line)
         os.truncate(path, end)
-        self._empty = not events
-        self._origin = trace_origin(events)
-        for event in events:
+        self._origin = trace_origin(metadata)
+        for event in metadata:
             if event.get("name") == "thread_name":
                 self._tracks[event["args"]["name"]] = event["tid"]
 
@@ -140,5 +157,5 @@ class TraceWriter:
     def _write(self, event: Event) -> None:
         separator = "\n" if self._empty else ",\n"
         # One unbuffered write per event: a kill leaves whole events.
-        self._file.write((separator + json.dumps(finite(event), allow_nan=False, default=str)).encode())
+        append_whole(self._file, (separator + json.dumps(finite(event), allow_nan=False, default=str)).encode())
         self._empty = False

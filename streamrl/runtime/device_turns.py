@@ -3,7 +3,7 @@
     trainer    holds its GPU while it loads, and from its first work of a step until its weights are published; then its
                state is in host memory (`training/host_offload.py`)
     instance   holds its GPUs while vLLM starts, then sleeps; holds them again from each new version until the service
-               has it sleep for training
+               has it sleep for training, or is restarted, maybe together with the trainer
 
 So an instance that starts, or starts again, waits until the trainer has left, and the trainer waits for one that starts
 or has not fallen asleep yet. Locks belong to open files: the system frees those of a process that dies.

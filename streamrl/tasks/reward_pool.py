@@ -327,7 +327,7 @@ def _write_to(log_file: str) -> None:
     for standard in (1, 2):
         os.dup2(descriptor, standard)
     os.close(descriptor)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")  # type: ignore[union-attr]
 
 
 def _make_every_exit_visible() -> None:

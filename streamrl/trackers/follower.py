@@ -96,8 +96,7 @@ class RunFollower:
             if step > self._has_until:
                 tracker.log_step(step, row.time, step_figures(row))
             self._sent.mark("step", step, row.time)
-        due = self._config.samples and (step == 1 or step % self._config.samples_every == 0)
-        if due and self._sent.time_of("samples", step) is None:
+        if self._config.samples_due(step) and self._sent.time_of("samples", step) is None:
             try:
                 table = rollout_table(self._rollouts.path(step), step, self._config.samples)
             except (OSError, pa.ArrowException):

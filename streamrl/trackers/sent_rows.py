@@ -17,6 +17,10 @@ from streamrl.run_dir import layout
 from streamrl.run_dir.sent_record import Kind, SentRecord
 
 
+class RecordInUseError(UserError):
+    """Another process sends to this tracker."""
+
+
 class SentRows(SentRecord):
     """The record of one tracker; the process that has it open is the only one that sends."""
 
@@ -24,7 +28,8 @@ class SentRows(SentRecord):
         """Open the record of a tracker in a run's folder.
 
         Raises:
-            UserError: another process sends to this tracker, or the file cannot be written.
+            RecordInUseError: another process sends to this tracker.
+            UserError: the file cannot be written.
         """
         super().__init__()
         self.path = folder / layout.TRACKERS / f"{tracker}.jsonl"
@@ -33,7 +38,7 @@ class SentRows(SentRecord):
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.close()
-            raise UserError(
+            raise RecordInUseError(
                 f"{folder} is being sent to {tracker} by another process, such as the run's own; wait until it has "
                 "ended"
             ) from None

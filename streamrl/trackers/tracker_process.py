@@ -29,7 +29,7 @@ from streamrl.errors import UserError
 from streamrl.runtime.log_lines import log_to_stderr
 from streamrl.trackers.backends.opener import open_tracker
 from streamrl.trackers.follower import Opener, RunFollower
-from streamrl.trackers.sent_rows import SentRows
+from streamrl.trackers.sent_rows import RecordInUseError, SentRows
 from streamrl.trackers.tracker import TrackedRun
 
 log = logging.getLogger("streamrl.trackers")
@@ -42,6 +42,8 @@ SLOW_S = 60.0
 """Seconds after which a call that has not returned is reported."""
 END_S = 60.0
 """Seconds for what is still open when the run has ended."""
+HANDOVER_S = END_S + 15.0
+"""Seconds to wait for the process of an earlier launch, which sends its rest."""
 NICENESS = 10
 """A run's processes come first."""
 
@@ -99,12 +101,12 @@ def follow(
         opener: opens the tracker.
 
     Raises:
-        UserError: another process sends to this tracker, or the folder is no run's.
+        UserError: another process sends to this tracker and does not end soon, or the folder is no run's.
     """
     _, config = load_resolved(run_dir)
     keys = tracker_keys(config, name)
     run = TrackedRun(run_dir, run_dir.resolve().name, config.model_dump(mode="json"))
-    with SentRows(run_dir, name) as sent:
+    with _own_record(run_dir, name, ended, say) as sent:
         follower = RunFollower(run, keys, sent, opener, say)
         delivery = PatientDelivery(follower, say, time.monotonic)
         threading.Thread(target=_notice_hangs, args=(delivery, say), daemon=True).start()
@@ -121,6 +123,25 @@ def follow(
         if not delivered:
             say(f"has not taken {follower.waiting} rows; send them with: streamrl track {run_dir} {name}")
         return delivered
+
+
+def _own_record(run_dir: Path, name: str, ended: threading.Event, say: Callable[[str], None]) -> SentRows:
+    """Open a tracker's record; while another process has it, wait, at most `HANDOVER_S` and until `ended` is set.
+
+    Raises:
+        UserError: the other process still has it, or it cannot be written.
+    """
+    until, said = time.monotonic() + HANDOVER_S, False
+    while True:
+        try:
+            return SentRows(run_dir, name)
+        except RecordInUseError:
+            if ended.is_set() or time.monotonic() >= until:
+                raise
+        if not said:
+            say("waits for the process of an earlier launch, which still sends its rest")
+        said = True
+        ended.wait(LOOK_S)
 
 
 def tracker_keys(run: RunConfig, name: str) -> TrackerConfig:

@@ -125,15 +125,20 @@ def shard(
     Raises:
         RunFailed: the layers cannot be shared among ranks, or are not found.
     """
-    model.to(device)
     if dist.get_world_size() > 1 or compute_type(run) != torch.float32:
         _fully_shard(model, run, device, division or Division())
+    else:
+        model.to(device)
     if not trainable:
         model.requires_grad_(False).eval()
     return model
 
 
 def _fully_shard(model: Policy | Critic, run: RunConfig, device: torch.device, division: Division) -> None:
+    """Shard a model in host memory. A device that could not hold it all gets one unit after the other.
+
+    torch moves each unit's weights and buffers to the mesh's device, this process's current one, and keeps its shard.
+    """
     mesh = division.mesh(device)
     precision = MixedPrecisionPolicy(param_dtype=compute_type(run), reduce_dtype=torch.float32)
     if division.layers > 1:
@@ -239,6 +244,7 @@ class Learner(Generic[Model]):
         Returns:
             The L2 norm of the divided gradient over all ranks, to the same bits on each; NaN or inf if some entry is.
         """
+        reshard(self.model)  # a forward pass since the last backward one has left compute copies, without gradients
         # FSDP has averaged the ranks' sums, so multiplying by their number gives the batch's sum
         scale = self.division.averaged / normalizer
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]

@@ -11,9 +11,12 @@ import math
 from streamrl.config.optimizer import OptimizerConfig
 
 
-def warm_up(step: int, warmup_steps: int) -> float:
-    """Return the factor of a linear warm-up at a step (0-based): 1 / warmup_steps at the first step, 1 at the last."""
-    return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
+def warm_up(step: int, warmup_steps: int, update: int = 0, updates: int = 1) -> float:
+    """Return the factor of a linear warm-up at an update of a step (both 0-based), 1 at its last one.
+
+    It goes on from update to update: with one per step it is 1 / warmup_steps at the first.
+    """
+    return min(1.0, (step * updates + update + 1) / (warmup_steps * updates)) if warmup_steps else 1.0
 
 
 def learning_rate(step: int, total_steps: int, config: OptimizerConfig, update: int = 0, updates: int = 1) -> float:
@@ -36,7 +39,7 @@ def learning_rate(step: int, total_steps: int, config: OptimizerConfig, update: 
     """
     position, warmup_updates = step * updates + update, config.warmup_steps * updates
     if position < warmup_updates:
-        return config.lr * warm_up(position, warmup_updates)
+        return config.lr * warm_up(step, config.warmup_steps, update, updates)
     if config.decay == "constant":
         return config.lr
     last, first = total_steps * updates - 1, warmup_updates

@@ -343,11 +343,12 @@ class Trainer:
         Where a loss, a gradient, a weight or AdamW's state is not finite, or the update might leave it so, the step is
         refused: the gradients are discarded and nothing changes, on all ranks alike.
         """
-        rate = learning_rate(step, self.run.steps, self.run.optimizer, update, self.run.batch.updates)
+        of_step = self.run.batch.updates
+        rate = learning_rate(step, self.run.steps, self.run.optimizer, update, of_step)
         updates: list[tuple[AnyLearner, float]] = [(self.learner, rate)]
         if self.critic and self.ppo:
             options = self.ppo.critic
-            updates.append((self.critic, options.lr * warm_up(step, options.warmup_steps)))
+            updates.append((self.critic, options.lr * warm_up(step, options.warmup_steps, update, of_step)))
         norms = [learner.divide(normalizer) for learner, _ in updates]
         refused = (
             None
@@ -410,6 +411,7 @@ class Trainer:
         with torch.no_grad():
             logprobs = self.policy(batch, 1.0)[0]
         values: FloatArray = logprobs.float().cpu().numpy()
+        reshard(self.policy)  # an optimizer step may come next
         return values
 
     def leave_device(self) -> int:

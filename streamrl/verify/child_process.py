@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+
+from streamrl.runtime.processes import end_with_parent
 
 
 def run_module(
@@ -16,22 +20,29 @@ def run_module(
     Args:
         module: its name.
         arguments: its arguments.
-        limit_s: seconds after which it is killed.
+        limit_s: seconds after which it is killed, with its children; so it is when this process is interrupted.
         environment: environment variables besides this process's.
         given: its standard input; None: this process's.
 
     Returns:
         (What it printed, the ended process; None: it was killed).
     """
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", module, *arguments],
-            input=given,
-            env=os.environ | dict(environment),
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-        )
-    except subprocess.TimeoutExpired as late:
-        return late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or "", None
-    return done.stdout, done
+    with subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        stdin=None if given is None else subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | dict(environment),
+        text=True,
+        start_new_session=True,  # so that what it has started can be ended with it
+        preexec_fn=end_with_parent,  # as neither Ctrl-C nor a hangup of the terminal reaches it
+    ) as child:
+        try:
+            said, errors = child.communicate(given, timeout=limit_s)
+        except BaseException as error:
+            with contextlib.suppress(ProcessLookupError):  # all of them have ended meanwhile
+                os.killpg(child.pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            return error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or "", None
+    return said, subprocess.CompletedProcess(child.args, child.returncode, said, errors)

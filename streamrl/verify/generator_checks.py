@@ -16,7 +16,7 @@ import numpy as np
 from streamrl.generation.instance.settings_trial import error_of
 from streamrl.runtime.process_plan import ONE_BLAS_THREAD, PASSIVE_WAITING
 from streamrl.verify.child_process import run_module
-from streamrl.verify.findings import Finding
+from streamrl.verify.findings import Finding, Support
 from streamrl.verify.generator_order import (
     AGAINST,
     BEFORE,
@@ -52,25 +52,28 @@ def check_generators(orders: Sequence[Order]) -> list[list[Finding]]:
     )
     missing = f"vLLM: {error_of(done.stderr)}" if done else f"vLLM gave no answer within {limit_s:.0f} s"
     answers = [json.loads(line) for line in said.splitlines() if line.startswith('{"stages"')]
-    rest = [_unanswered(order, missing) for order in orders[len(answers) :]]
+    rest = [_unanswered(order, "refused", missing) for order in orders[len(answers) :]]
     return [findings_of(order, answer) for order, answer in zip(orders, answers, strict=False)] + rest
 
 
-def _unanswered(order: Order, reason: str) -> list[Finding]:
+def _unanswered(order: Order, verdict: Support, reason: str) -> list[Finding]:
+    """Return the findings where nothing was compared; `verdict` is that of the first, the others are not checked."""
     skipped = [VERSION, BETWEEN_TOKENS, *map(in_codes, order.codes), *([IN_INT8] if order.in_int8 else [])]
     return [
-        Finding(AGAINST, "refused", reason),
+        Finding(AGAINST, verdict, reason),
         *(Finding(name, "not checked", reason, optional=name != VERSION) for name in skipped),
     ]
 
 
 def findings_of(order: Order, answer: dict[str, Any]) -> list[Finding]:
     """Return what an order's answer (`generator_stages.answer`) shows."""
+    if lacks := answer.get("lacks"):
+        return _unanswered(order, "not checked", lacks)
     stages: StageValues = answer["stages"]
     failed = f"vLLM: {error_of(answer['errors'])}" if answer["in_time"] else f"vLLM took more than {LIMIT_S:.0f} s"
     if AGAINST not in stages:
         reason = "the model does not run in vLLM here"
-        return [Finding(AGAINST, "refused", failed), *_unanswered(order, reason)[1:]]
+        return [Finding(AGAINST, "refused", failed), *_unanswered(order, "not checked", reason)[1:]]
     return [
         _against(stages[AGAINST]),
         _version(order, stages, failed),

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import vllm.v1.engine.async_llm  # noqa: F401  (before the first fork: every engine needs it)
 from transformers import AutoModelForCausalLM
+from vllm.platforms import current_platform
 
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
@@ -304,7 +305,14 @@ def _say_to(out: IO[str]) -> ReportStage:
 
 
 def answer(order: Order) -> dict[str, Any]:
-    """Return what became of an order: {stages by name, errors: the end of what was written, in_time}."""
+    """Return what became of an order: {stages by name, errors: the end of what was written, in_time}.
+
+    Where vLLM would not compute on the CPU, as the engines' settings suppose, there are no stages and `lacks` says why.
+    """
+    if not current_platform.is_cpu():
+        device = current_platform.device_type or "devices that are not here"
+        lacks = f"these checks compute on the CPU, and the vLLM that is installed computes on {device}"
+        return {"stages": {}, "errors": "", "in_time": True, "lacks": lacks}
     log, deadline = Path(order.folder) / "engines.log", time.monotonic() + LIMIT_S
     stages: dict[str, Any] = {}
     bodies: list[Body] = [_updated, _fresh]

@@ -125,11 +125,18 @@ def peers() -> Iterator[Measurement]:
                 missing.append(f"{source} -> {target}")
             data = torch.ones(2**26, device=f"cuda:{source}")
             other = torch.empty_like(data, device=f"cuda:{target}")
-            rate = data.numel() * 4 / quickest(partial(other.copy_, data), 0.1) / 1e9
+            rate = data.numel() * 4 / quickest(partial(_copy, data, other), 0.1) / 1e9
             if rate < slowest:
                 slowest, pair = rate, f"{source} -> {target}"
     note = f"no peer access {', '.join(missing[:8])}" if missing else "all have peer access"
     yield Measurement("peers, slowest pair", slowest, "GB/s", f"{pair}; {note}")
+
+
+def _copy(data: torch.Tensor, other: torch.Tensor) -> None:
+    """Copy to another GPU, and wait for both: neither need be the current one."""
+    other.copy_(data)
+    for one in (data, other):
+        torch.cuda.synchronize(one.device)
 
 
 def collectives() -> Iterator[Measurement]:

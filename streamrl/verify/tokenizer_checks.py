@@ -38,7 +38,7 @@ def check_tokenizer(folder: Path, vocabulary: int, variables: Mapping[str, Any] 
             raise OSError(f"expected one of {', '.join(FILES)}")
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"no tokenizer in {folder}: {str(error).splitlines()[0]}"
+        reason = f"no tokenizer in {folder}: {_first_line(error)}"
         return [Finding(name, "not checked", reason) for name in (TEMPLATE, STOPS, VOCABULARY)]
     stops = end_tokens(str(folder), tokenizer)
     try:
@@ -56,7 +56,7 @@ def check_template(template: ChatTemplate) -> Finding:
     try:
         asked, longer = template.text([TURNS[0]]), template.text(TURNS)
     except Exception as error:  # templates raise whatever their authors chose
-        return Finding(TEMPLATE, "refused", f"the chat template fails: {str(error).splitlines()[0]}")
+        return Finding(TEMPLATE, "refused", f"the chat template fails: {_first_line(error)}")
     before = asked + ANSWER
     if longer.startswith(before):
         return Finding(TEMPLATE, "works", "a later turn begins with the earlier ones as they were generated")
@@ -79,11 +79,19 @@ def check_stops(tokenizer: Any, stops: list[int], template: ChatTemplate | None 
     template = template or ChatTemplate(tokenizer)
     if not template.exists:
         return Finding(STOPS, "works", names)
-    text = template.text(TURNS[:2], asks=False)
+    try:
+        text = template.text(TURNS[:2], asks=False)
+    except Exception as error:  # as in check_template
+        return Finding(STOPS, "not checked", f"the chat template fails: {_first_line(error)}")
     tail = tokenizer(text[text.rfind("twelve.") :], add_special_tokens=False)["input_ids"]
     if set(tail) & set(stops):
         return Finding(STOPS, "works", f"an answer ends with {names}")
     return Finding(STOPS, "refused", f"no answer of the chat template ends with a stop token: {names}")
+
+
+def _first_line(error: Exception) -> str:
+    """Return what an error says first, or its kind if it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def check_vocabulary(tokens: int, rows: int) -> Finding:

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from scheduler.cost.model_shapes import undivided_heads
 from streamrl.errors import RunFailed, UserError
-from streamrl.training.decoder_layers import decoder_layers
+from streamrl.training.decoder_layers import decoder_layers, decoder_of
 from streamrl.training.packing import pack
 from streamrl.training.packing_choice import Packing, choose_packing
 from streamrl.training.packing_proof import proof_groups, small_model
@@ -59,7 +59,7 @@ def check_settings(config: PretrainedConfig, packing: Packing) -> list[Finding]:
         ),
         _checkpointing(model, policy, gradient),
         _sharding(model),
-        _tensor_parallel(config),
+        _tensor_parallel(model),
         _sequence_parallel(config, packing),
     ]
 
@@ -92,9 +92,9 @@ def _sharding(model: PreTrainedModel) -> Finding:
     return Finding("sharding (FSDP)", "works", "each decoder layer is a unit", optional=True)
 
 
-def _tensor_parallel(config: PretrainedConfig) -> Finding:
+def _tensor_parallel(model: PreTrainedModel) -> Finding:
     try:
-        plan = plan_of(config, 1)
+        plan = plan_of(decoder_of(model), 1)
     except RunFailed as error:
         return Finding("tensor parallel", "refused", str(error), optional=True)
     return Finding("tensor parallel", "works", f"{len(plan)} kinds of modules are shared by its plan", optional=True)

@@ -6,7 +6,9 @@ out its own files as version 0: if their hash is that of the trainer's, not a by
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +18,16 @@ from safetensors import safe_open
 
 from streamrl.weights.quantize import SCALE_SUFFIX, CodeKind, Described, is_quantized, quantize
 from streamrl.weights.sharded import ShardedLayout
-from streamrl.weights.version import Manifest, lay_out
+from streamrl.weights.version import (
+    HASHING_THREADS,
+    Manifest,
+    WeightVersion,
+    bytes_of,
+    checksum,
+    content_hash,
+    places,
+    type_name,
+)
 
 Expected = Mapping[str, Described]
 """Type and shape of every tensor of a version, in its order."""
@@ -41,7 +52,9 @@ def expected_tensors(model: str, dtype: str, generation_dtype: Literal["same"] |
 def initial_version(
     model: str, expected: Expected, dtype: str, generation_dtype: Literal["same"] | CodeKind
 ) -> tuple[Manifest, np.ndarray] | None:
-    """Lay out version 0 as the trainer does, from the model's safetensors files, one tensor in memory at a time.
+    """Lay out version 0 as the trainer does, from the model's safetensors files.
+
+    Beside the version, one tensor at a time is in memory.
 
     Args:
         model, dtype, generation_dtype: as in `expected_tensors`.
@@ -55,19 +68,31 @@ def initial_version(
         with safe_open(path, framework="pt") as file:
             files |= dict.fromkeys(file.keys(), path)
 
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, (kind, shape) in expected.items():
-            if name not in files:
-                continue  # the scales, which are yielded together with their weights
+    entries, nbytes = places((name, kind, shape) for name, (kind, shape) in expected.items())
+    slots = {entry.name: entry for entry in entries}
+    buffer = np.zeros(nbytes, np.uint8)
+    sums: dict[str, Future[str]] = {}
+    with ThreadPoolExecutor(HASHING_THREADS) as pool:
+
+        def write(name: str) -> bool:
+            """Write a tensor, and its scales if it becomes codes; return whether they are those expected."""
             with safe_open(files[name], framework="pt") as file:
                 tensor: torch.Tensor = file.get_tensor(name)
+            kind, shape = expected[name]
             if generation_dtype == "same" or not is_quantized(name, shape):
-                yield name, tensor.to(getattr(torch, kind))
+                found = {name: tensor.to(getattr(torch, kind))}
             else:
                 codes, scales = quantize(tensor.to(getattr(torch, dtype)), generation_dtype)
-                yield name, codes
-                yield name + SCALE_SUFFIX, scales
+                found = {name: codes, name + SCALE_SUFFIX: scales}
+            for one, values in found.items():
+                if (type_name(values.dtype), tuple(values.shape)) != expected.get(one):
+                    return False
+                slots[one].view(buffer).copy_(values)
+                sums[one] = pool.submit(checksum, bytes_of(slots[one], buffer))
+            return True
 
-    manifest, buffer = lay_out(0, tensors())
-    held = {entry.name: (entry.dtype, entry.shape) for entry in manifest.tensors}
-    return (manifest, buffer) if held == dict(expected) else None
+        # scales have no file: they are written together with their weights
+        if not all(write(name) for name in expected if name in files) or sums.keys() != slots.keys():
+            return None
+    tensors = tuple(replace(entry, checksum=sums[entry.name].result()) for entry in entries)
+    return Manifest(WeightVersion(0, None, content_hash(tensors)), nbytes, tensors), buffer

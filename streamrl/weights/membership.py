@@ -108,6 +108,7 @@ class Push:
         self._expect(PushStep.SEND)
         if answer.done.keys() | answer.lost.keys() >= {member.name for member in self.members}:
             self.applied, self.step = dict(answer.done), PushStep.DONE
+            self.why = _words(answer.lost)
             if broken or answer.lost:
                 self.group.members = ()
         else:

@@ -33,7 +33,7 @@ SCALE_SUFFIX = ".scale"
 NOT_LINEAR = ("embed", "norm", "wte", "wpe")
 """Parts of module names that mean that the module is no linear layer."""
 ROUTERS = {"gate", "router"}
-"""Names of modules that choose experts."""
+"""Names of modules that choose experts; in some models their weights are those of a module inside."""
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """Smallest scale, also of rows of zeros: a subnormal scale would lose precision, and 0 cannot be divided by."""
 
@@ -43,11 +43,10 @@ Described = tuple[str, tuple[int, ...]]
 
 def is_quantized(name: str, shape: tuple[int, ...]) -> bool:
     """Return whether a tensor with this checkpoint name and shape is sent as codes."""
-    parts = name.split(".")
-    if len(shape) != 2 or len(parts) < 2 or parts[-1] != "weight":
+    *modules, last = name.lower().split(".")
+    if len(shape) != 2 or not modules or last != "weight":
         return False
-    module = parts[-2].lower()
-    return module not in ROUTERS and not any(word in module for word in NOT_LINEAR)
+    return ROUTERS.isdisjoint(modules) and not any(word in modules[-1] for word in NOT_LINEAR)
 
 
 def quantized(tensors: Mapping[str, Described], kind: CodeKind) -> dict[str, Described]:

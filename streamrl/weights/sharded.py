@@ -22,7 +22,6 @@ converted are gathered, one conversion at a time.
 from __future__ import annotations
 
 import os
-import socket
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +38,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from streamrl.errors import RunFailed
 from streamrl.machine.own_share import free_memory
+from streamrl.runtime.processes import this_host
 from streamrl.weights.finite import first_not_finite, whole
 from streamrl.weights.quantize import SCALE_SUFFIX, CodeKind, is_quantized, quantize, quantized
 from streamrl.weights.version import (
@@ -295,10 +295,10 @@ def _checked_sum(slot: TensorEntry, buffer: np.ndarray) -> str | None:
 
 
 def ranks_of_first_host() -> list[int]:
-    """Return the ranks on the same host as rank 0, in order; a collective."""
+    """Return the ranks that can open rank 0's files through /proc, itself included, in order; a collective."""
     hosts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
-    return [rank for rank, host in enumerate(hosts) if host == hosts[0]]
+    dist.all_gather_object(hosts, this_host())
+    return [rank for rank, host in enumerate(hosts) if rank == 0 or (host and host == hosts[0])]
 
 
 def shared_buffer(nbytes: int, near: Sequence[int], files: list[int]) -> np.ndarray:

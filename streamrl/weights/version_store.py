@@ -7,7 +7,8 @@ for a later one, once no process has it open or maps it: allocating and clearing
 else between two versions.
 
 The folder's name can be guessed, and anyone can make folders in shared memory. So writers and readers use it only if it
-belongs to their own user and nobody else may enter it, and follow no symbolic links.
+belongs to their own user and nobody else can write to it, and follow no symbolic links. A writer closes a folder to
+others that they may enter.
 """
 
 from __future__ import annotations
@@ -69,10 +70,9 @@ class WeightStore:
         """Begin an empty store, of which nothing remains from an earlier process.
 
         Raises:
-            RunFailed: the folder belongs to another user, or others may enter it.
+            RunFailed: the folder belongs to another user, or others can write to it.
         """
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._check_folder()
+        self._own_folder()
         for path in self.directory.iterdir():  # the folder itself may be locked by whoever made it
             path.unlink()
         self._verified.clear()
@@ -84,12 +84,11 @@ class WeightStore:
         host (`file`); or with zeros. The base is kept until the draft is committed or abandoned.
 
         Raises:
-            RunFailed: there is no room, or the folder is not this user's alone.
+            RunFailed: there is no room, or the folder belongs to another user, or others can write to it.
             FileNotFoundError: the base, or the file, does not exist.
             PermissionError: the file belongs to another user, or is no regular file.
         """
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._check_folder()
+        self._own_folder()
         draft = WeightDraft(manifest, base, self.directory / f"partial_{secrets.token_hex(8)}.bin")
         self._drafts.add(draft)
         try:
@@ -166,7 +165,7 @@ class WeightStore:
 
         Raises:
             FileNotFoundError: the version is not stored.
-            RunFailed: the folder is not this user's alone.
+            RunFailed: the folder belongs to another user, or others can write to it.
             CorruptWeights: the manifest is damaged.
         """
         self._check_folder()
@@ -232,8 +231,21 @@ class WeightStore:
         shutil.rmtree(self.directory, ignore_errors=True)
         self._verified.clear()
 
+    def _own_folder(self) -> None:
+        """Make the folder if there is none, and let nobody else enter it; raises like `_check_folder`."""
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._check_folder()
+        if os.lstat(self.directory).st_mode & 0o077:
+            descriptor = os.open(self.directory, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                os.fchmod(descriptor, 0o700)
+            except PermissionError:  # of a file system that keeps no modes
+                log.warning("others may enter %s, where the weights are", self.directory)
+            finally:
+                os.close(descriptor)
+
     def _check_folder(self) -> None:
-        """Raise `RunFailed` unless the folder is one that only this user can write to and read."""
+        """Raise `RunFailed` unless the folder is this user's, and only this user can write to it."""
         found = os.lstat(self.directory)
         if not stat.S_ISDIR(found.st_mode):
             what = "is no folder"

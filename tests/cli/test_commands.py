@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,9 @@ from streamrl.config.load import load_cluster, load_run, save_resolved
 from streamrl.config.run import RunConfig
 from streamrl.errors import RunFailed, UserError
 from streamrl.launcher import supervisor
+from tests.report.synthetic import write_run
 from tests.tiny_model import save_tiny_model
+from tests.waiting import scaled
 
 CLUSTER = (
     "hardware: cpu\nsites:\n  here:\n    trainer: {threads: 1}\n    generation: [{name: one, kv_cache_gb: 0.05}]\n"
@@ -350,3 +354,12 @@ def test_schema_is_json_schema_with_descriptions_and_refuses_unknown_keys(
     assert key in schema["properties"]
     assert schema["additionalProperties"] is False
     assert "description" in json.dumps(schema["$defs"])
+
+
+def test_a_terminal_without_utf8_shows_a_run_with_other_characters(tmp_path: Path) -> None:
+    write_run(tmp_path / "demo", 3, rollouts=False, trace=False)
+    command = [sys.executable, "-m", "streamrl.cli.main", "status", str(tmp_path / "demo")]
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, timeout=scaled(60), env=env)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert re.search(rb"reward +\?{3} +0\.100 to 0\.200 over 3 steps", done.stdout)

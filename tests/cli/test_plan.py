@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import yaml
 
@@ -13,7 +14,8 @@ from ranker.data import read_rollouts
 from scheduler.cost.hardware import known_devices
 from streamrl.cli import main as cli
 from streamrl.config.load import load_cluster
-from streamrl.planning.planning_inputs import offers_of
+from streamrl.errors import UserError
+from streamrl.planning.planning_inputs import find_model, offers_of
 from tests.cli.calling import streamrl
 
 ROOT = Path(__file__).parents[2]
@@ -155,6 +157,55 @@ def test_what_a_gpu_decodes_at_once_does_not_depend_on_the_site_it_is_in(
     offers, _ = offers_of(load_cluster(path), known_devices(), path)
     assert {offer.site for offer in offers if offer.device.name == "H20"} == {"train", "generate"}
     assert {offer.max_batch for offer in offers if offer.device.name == "H20"} == slots
+
+
+def test_a_model_is_found_as_launch_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16}
+    asked: list[tuple[str, bool]] = []
+
+    def fetched(name: str, file: str, local_files_only: bool = False) -> str:
+        asked.append((name, local_files_only))
+        if local_files_only or name != "some/model":
+            raise OSError("not here")
+        return str(folder / file)
+
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(values | {"vocab_size": 32}))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetched)
+    assert find_model("~/mine").name == find_model(str(folder / "config.json")).name == "mine"
+    assert find_model("HuggingFaceTB/SmolLM2-135M-Instruct") is find_model("smollm2-135m")
+    assert find_model("Qwen/Qwen2.5-7B-Instruct") is find_model("7b") and not asked
+    assert find_model("some/model").name == "some/model" and asked == [("some/model", True), ("some/model", False)]
+    with pytest.raises(UserError, match=r"^model\.path some/other: no such model"):
+        find_model("some/other", "model.path")
+
+
+def test_a_run_files_model_is_named_by_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"model": {"path": "~/nowhere"}}))
+    call = ["plan", "--cluster", HETEROGENEOUS, "--run", tmp_path / "run.yaml"]
+    assert streamrl(monkeypatch, *call) == 2
+    assert "model.path ~/nowhere: no such model" in capsys.readouterr().err
+
+
+def test_a_cpu_pool_has_the_threads_of_all_its_processes(tmp_path: Path) -> None:
+    def change(values: Any) -> None:
+        pool = {
+            "name": "cores",
+            "gpu": "cpu",
+            "replicas": 3,
+            "gpus_per_replica": 2,
+            "threads": 4,
+            "price_per_hour": 1.6,
+        }
+        values["sites"]["generate"]["generation"] = [pool]
+
+    path = edited(tmp_path, change)
+    offers, _ = offers_of(load_cluster(path), known_devices(), path)
+    assert [(one.count, one.usd_per_hour) for one in offers if one.device.name == "cpu"] == [(24, 0.2)]
 
 
 def test_a_plan_takes_the_lengths_of_past_rollouts(

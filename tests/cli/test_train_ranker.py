@@ -64,7 +64,7 @@ def test_several_runs_make_one_ranker(
 def test_the_file_says_which_model_wrote_the_rollouts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runs, out = two_runs(tmp_path, 8), tmp_path / "r.lgb"  # few, as it is trained five times
+    runs, out = two_runs(tmp_path, 8), tmp_path / "r.lgb"  # few, as it is trained eight times
 
     def told(*arguments: object) -> tuple[tuple[str, ...], str]:
         assert streamrl(monkeypatch, "train-ranker", "--rollouts", *arguments, "--out", out) == 0
@@ -75,6 +75,11 @@ def test_the_file_says_which_model_wrote_the_rollouts(
     (runs[0].parent / "config.yaml").write_text("run: {model: {path: tiny}}")
     written_by, shown = told(runs[0])
     assert written_by == ("tiny",) and "language model wrote" not in shown
+    monkeypatch.chdir(runs[0])
+    assert told(".")[0] == told("step_000001.parquet")[0] == ("tiny",)
+    elsewhere = runs[0].rename(tmp_path / "other_disk")
+    runs[0].symlink_to(elsewhere)
+    assert told(runs[0])[0] == ("tiny",)
     assert told(*runs)[0] == ()  # the second run does not say
     (runs[1].parent / "config.yaml").write_text("run: {model: {path: other}}")
     written_by, shown = told(*runs)

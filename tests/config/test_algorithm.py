@@ -54,6 +54,7 @@ def test_what_must_be_kept_in_memory(tmp_path: Path) -> None:
     assert read(tmp_path, {"name": "grpo", "kl": {"coef": 0.1}}).needs_reference
     assert not read(tmp_path, {"name": "grpo", "kl": {"coef": 0.1}}).skips_flat_groups
     assert not read(tmp_path, {"name": "grpo", "entropy_coef": 0.1}).skips_flat_groups
+    assert read(tmp_path, {"name": "reinforce_pp", "advantage": "batch_group_baseline"}).skips_flat_groups
     decoupled = read(tmp_path, {"name": "grpo", "off_policy": {"ratio_to": "proximal"}})
     assert decoupled.needs_proximal(2) and not decoupled.needs_proximal(1)
 

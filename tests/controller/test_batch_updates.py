@@ -116,6 +116,22 @@ def test_a_refused_update_is_tried_again_without_its_group_and_the_passes_go_on(
     assert {sample: rest.count(sample) for sample in rest} == expected
 
 
+def test_each_update_of_a_step_that_is_refused_is_tried_again_and_the_step_counts_once(tmp_path: Path) -> None:
+    batch, steps = batch_of(3, 1), RefusedSteps(KeptMicroBatches(tmp_path), 2)
+    for update, bad in enumerate("ab"):
+        send(batch)
+        steps.refused(batch, Refusal("loss", "micro-batch 1"))
+        assert steps.examining and not batch.given_up
+        while steps.examining:
+            here = {group.group_id for share in steps.next() for group in share}
+            batch = steps.examined(batch, [{bad: Refusal("loss", "the group")} if bad in here else {}])
+        assert batch.update == update and not batch.given_up
+        assert {sample for sample, *_ in send(batch)}.isdisjoint({"a.0", f"{bad}.0"})
+        assert batch.next_update()
+    assert steps.count == 1 and [group.group_id for group in batch.not_finite] == ["a", "b"]
+    assert batch.refusal is not None and "group a" in batch.refusal and "group b" in batch.refusal
+
+
 def test_a_skipped_update_ends_the_step() -> None:
     batch = batch_of(4, 1, max_importance_ratio=1.5)
     send(batch)

@@ -13,14 +13,18 @@ from ranker.data import from_rows
 from ranker.model import Judged
 from ranker.train import refit
 from scheduler.cost.decode import StepCurve
+from scheduler.cost.recalibration import SCORES
 from scheduler.simulation.generation_simulator import SimulatedInstance
 from streamrl.config.run import RunConfig
 from streamrl.config.schedule import SCHEDULES
 from streamrl.controller.group_source import sample_ids
 from streamrl.controller.length_predictor import COLUMNS, LengthPredictor, StepLengths, places
+from streamrl.controller.site_trust import empty_sample
 from streamrl.errors import UserError
 from streamrl.rollouts.rollout_store import RolloutStore
-from streamrl.rollouts.types import Group
+from streamrl.rollouts.trajectory import NOT_SAMPLED, RowExtent, Trajectory
+from streamrl.rollouts.types import Group, Sample, Scored
+from streamrl.rollouts.void import Void, VoidCause
 from tests.rollouts.test_rollouts import make_sample
 
 FLEET = [SimulatedInstance(name, StepCurve((1, 32), (0.01, 0.1)), 32) for name in ("a", "b")]
@@ -46,10 +50,8 @@ def step_of(number: int, right: bool = True) -> list[Group]:
     return groups
 
 
-def _scored(sample: object) -> object:
-    from streamrl.rollouts.types import Scored
-
-    return Scored(sample, 1.0, None, 5.0)  # type: ignore[arg-type]
+def _scored(sample: Sample) -> Scored:
+    return Scored(sample, 1.0, None, 5.0)
 
 
 def play(lengths: LengthPredictor, number: int, right: bool = True) -> tuple[list[Group], object]:
@@ -134,6 +136,48 @@ def test_a_resumed_run_knows_what_it_knew(tmp_path: Path) -> None:
     truth = np.array([len(group.prompt) for group in groups])
     assert np.corrcoef(rank, truth)[0, 1] > 0.8
     assert [row["step"] for row in store.newest(COLUMNS, 1)] == [3] * 96  # the newest step, whole
+
+
+def test_episodes_that_broke_off_are_not_learned_from_live_or_on_resume(tmp_path: Path) -> None:
+    """They would tell of each prompt that its answers are short."""
+    step = step_of(1)
+    for group in step:
+        group.agent = True
+        for number, (sample_id, one) in enumerate(group.scored.items()):
+            void = Void(VoidCause.CRASH, "its worker died") if number % 2 else None
+            length = 2 if void else one.sample.output_length
+            told = Trajectory(
+                rows=[RowExtent(tokens=length + 1, prompt=1)],
+                reward=None if void else 1.0,
+                void_cause=void and void.cause,
+                messages=[],
+                steps=[],
+            )
+            sample = make_sample(sample_id, length=length + 1)
+            sample.token_versions[0] = NOT_SAMPLED
+            group.scored[sample_id] = Scored(replace(sample, trajectory=told), told.reward, void, 5.0)
+    store = RolloutStore(tmp_path / "rollouts")
+    store.write(1, step)
+    live, resumed = LengthPredictor(RUN), LengthPredictor(RUN)
+    live.observe(step)
+    live.ranker.refit()
+    resumed.restore(store.newest(COLUMNS, 1000))
+    for lengths in (live, resumed):
+        assert lengths.ranker.model is not None and lengths.ranker.model.report.samples == 48
+        lengths.predict(later := step_of(2))
+        assert min(group.predicted_length or 0.0 for group in later) > 20
+
+
+def test_a_sample_that_no_site_could_generate_corrects_no_forecast() -> None:
+    lengths = LengthPredictor(RUN)
+    play(lengths, 1)
+    lengths.predict(step := step_of(2))
+    for group in step:
+        for sample_id in group.scored:
+            sample = empty_sample(sample_id, group, "here", Void(VoidCause.GENERATION, "refused"), 1.0)
+            group.scored[sample_id] = Scored(sample, None, Void(VoidCause.GENERATION, "refused"), 5.0)
+    told = asyncio.run(lengths.learn(step, FLEET))
+    assert told.measured is None and lengths.recalibration.scores is SCORES
 
 
 def test_a_fresh_start_without_rollouts_is_restored_as_nothing(tmp_path: Path) -> None:

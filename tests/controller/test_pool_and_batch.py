@@ -200,6 +200,23 @@ def test_truncated_samples_may_have_no_loss_and_long_ones_a_penalty() -> None:
     assert taken(penalised, {"a": (1.0, 1.0)}).no_gradient == 0
 
 
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    [
+        ({}, 1),
+        ({"name": "reinforce_pp", "advantage": "batch_group_baseline"}, 1),
+        ({"name": "reinforce_pp"}, 0),
+        ({"name": "ppo", "advantage": "gae", "critic": {}}, 0),
+        ({"kl": {"coef": 0.1}}, 0),
+        ({"entropy_coef": 0.1}, 0),
+    ],
+)
+def test_groups_of_equal_rewards_are_counted_where_they_have_no_gradient(
+    changes: dict[str, object], count: int
+) -> None:
+    assert taken(config(2, **changes), {"a": (1.0, 1.0), "b": (1.0, 0.0)}).no_gradient == count
+
+
 def test_dynamic_sampling_replaces_flat_groups_up_to_its_limit() -> None:
     run = config(2, name="dapo", max_replaced=1.0)
     pool, batch = pool_of("abcde", batch=2), StepBatch(run, 1)

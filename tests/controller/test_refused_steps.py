@@ -95,6 +95,12 @@ def test_a_damaged_weight_ends_the_run_at_once(tmp_path: Path) -> None:
     assert KeptMicroBatches(tmp_path).steps() == [1]
 
 
+def test_a_damaged_weight_ends_the_run_at_the_second_attempt_too(tmp_path: Path) -> None:
+    steps, again = refused(tmp_path, sent_batch(), {"b": LOSS})
+    with pytest.raises(RunFailed, match=r"step 1: weight model\.norm is not finite, so that no step can be trained"):
+        steps.refused(again, Refusal("weight", "model.norm"))
+
+
 def test_the_micro_batches_of_a_refused_step_are_kept_as_they_were(tmp_path: Path) -> None:
     batch = sent_batch()
     refused(tmp_path, batch, {"b": LOSS})

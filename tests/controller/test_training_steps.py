@@ -176,6 +176,17 @@ def test_within_a_step_whose_batch_is_used_several_times_no_version_is_pushed() 
     assert run.drive() == [Publish(behind=True)]
 
 
+def test_a_version_whose_publication_had_to_wait_is_not_published_between_two_updates_of_the_next_step() -> None:
+    run = Pushing(step=1)
+    run.services.can_take_version = False  # an earlier version is in flight
+    assert run.drive() == []
+    run.steps.batch.update = 1
+    run.services.can_take_version = True
+    assert run.drive() == []
+    run.steps.resume_at(2)  # the step's last update is done
+    assert run.drive() == [Publish()]
+
+
 def test_a_trainer_that_computes_gets_no_other_micro_batch_before_it_has_served_a_newcomer() -> None:
     run = Pushing()
     run.published(0, "a")

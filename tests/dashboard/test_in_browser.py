@@ -192,6 +192,22 @@ def test_100000_samples_are_scrolled_with_few_elements_by_keys_and_by_hand(page:
     page.locator(".list").wait_for()
 
 
+def test_samples_that_could_not_be_read_at_first_come_later(page: Any, address: str) -> None:
+    where = "**/api/runs/other/samples?**"
+    page.route(where, lambda route: route.fulfill(status=410, json={"error": "not at the moment"}))
+    page.goto(f"{address}#/run/other/samples")
+    page.get_by_text("not at the moment").wait_for()
+    page.unroute(where)
+    page.get_by_text("192 of 192 samples").wait_for()
+
+
+def test_durations_are_rounded_before_they_are_split(page: Any, address: str) -> None:
+    page.goto(address)
+    seconds = [4.25, 119.4, 119.6, 179.6, 7199.6, 10_799.0, 90_000.0]
+    texts = page.evaluate("(all) => import('/static/format.js').then((format) => all.map(format.duration))", seconds)
+    assert texts == ["4.3 s", "119 s", "2 min 0 s", "3 min 0 s", "2 h 0 min", "3 h 0 min", "25 h 0 min"]
+
+
 def test_filters_are_in_the_address_and_keys_choose_pages(page: Any, address: str) -> None:
     page.goto(f"{address}#/run/other/samples")
     page.locator("select[name=task]").select_option("letter_counting")

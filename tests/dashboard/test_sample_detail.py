@@ -7,8 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
-from streamrl.dashboard.sample_detail import group_view, read_rows_at, sample_view, token_columns, why_not_trained
+from streamrl.dashboard.sample_detail import (
+    MOST_CHARACTERS,
+    MOST_TOKENS,
+    group_view,
+    read_rows_at,
+    sample_view,
+    token_columns,
+    why_not_trained,
+)
 from streamrl.dashboard.sample_table import SampleTable
 from tests.dashboard.samples import a_sample, write_samples
 
@@ -27,7 +36,7 @@ def words(tokens: list[int]) -> str:
 def test_a_sample_has_a_log_probability_version_and_mask_for_each_token(tmp_path: Path) -> None:
     rows = [a_sample("a.0", completion_tokens=[7]), a_sample("a.1", mask=[True, False, True, True])]
     rows[1]["weight_versions"] = [4, -1, 5, 5]
-    view = sample_view(table_of(tmp_path, rows), "a.1", words, False)
+    view = sample_view(table_of(tmp_path, rows), "a.1", words, False, True)
     assert view is not None
     (tokens,) = view["rows"]
     assert tokens["ids"] == [10, 11, 12, 13]
@@ -40,8 +49,31 @@ def test_a_sample_has_a_log_probability_version_and_mask_for_each_token(tmp_path
 
 
 def test_without_a_tokenizer_ids_are_all_there_is(tmp_path: Path) -> None:
-    view = sample_view(table_of(tmp_path, [a_sample("a.0", completion=None)]), "a.0", None, False)
+    view = sample_view(table_of(tmp_path, [a_sample("a.0", completion=None)]), "a.0", None, False, True)
     assert view is not None and view["completion"] is None and view["rows"][0]["texts"] is None
+
+
+PIECES = ["▁new", "ly", "▁é", "▁", "▁▁", "<s>"]
+BYTES = ["Ġnew", "ly", "ĠÃ©", "Ġ", "ĠĠ", "<s>", "Ã", "©Ã"]
+STRIPPING = decoders.Sequence(
+    [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "decoder", "parts"),
+    [
+        ([*PIECES, "<0xC3>", "<0xA9>"], STRIPPING, ["\ufffd", "\ufffd"]),
+        (PIECES, decoders.Metaspace(), []),
+        (BYTES, decoders.ByteLevel(), ["\ufffd", "\ufffd\ufffd"]),
+    ],
+)
+def test_tokens_keep_their_leading_spaces(vocabulary: list[str], decoder: Any, parts: list[str]) -> None:
+    tokenizer = Tokenizer(models.WordLevel({text: number for number, text in enumerate(vocabulary)}, "<s>"))
+    tokenizer.decoder = decoder
+    record = a_sample("a.0", completion_tokens=[*range(len(vocabulary)), 0])
+    texts = token_columns(record, tokenizer.decode, None)["texts"]
+    assert texts == [" new", "ly", " é", " ", "  ", "<s>", *parts, " new"]
 
 
 def test_long_rows_are_cut_unless_all_is_asked_for() -> None:
@@ -50,6 +82,29 @@ def test_long_rows_are_cut_unless_all_is_asked_for() -> None:
     assert cut["total"] == 9 and len(cut["ids"]) == len(cut["logprobs"]) == 5
     assert cut["versions"] == [3] * 5, "an older file has one version for all tokens"
     assert len(token_columns(record, None, None)["ids"]) == 9
+
+
+def test_long_texts_are_cut_where_they_say_so_unless_all_is_asked_for(tmp_path: Path) -> None:
+    told = {"messages": [{"role": "user", "content": "m" * (MOST_CHARACTERS + 2)}], "steps": []}
+    plain = a_sample("a.0", prompt="p" * (MOST_CHARACTERS + 1000), completion="c" * MOST_CHARACTERS)
+    ids = a_sample("a.1", completion=None, completion_tokens=[7] * (MOST_TOKENS + 1))
+    table = table_of(tmp_path, [plain, ids, a_sample("a.2", conversation=json.dumps(told)), a_sample("a.3")])
+
+    def view(sample_id: str, everything: bool) -> dict[str, Any]:
+        return sample_view(table, sample_id, words, everything, True) or {}
+
+    cut = view("a.0", False)
+    assert cut["prompt"] == "p" * MOST_CHARACTERS + "\n[... 1,000 more characters]"
+    assert (cut["completion"], cut["cut"]) == ("c" * MOST_CHARACTERS, True)
+    assert view("a.1", False)["completion"] == "<7>" * MOST_TOKENS + "\n[... 1 more tokens]"
+    assert view("a.2", False)["messages"][0]["content"].endswith("m\n[... 2 more characters]")
+    assert not view("a.3", False)["cut"]
+    whole = [view(name, True) for name in ("a.0", "a.1", "a.2")]
+    assert whole[0]["prompt"] == plain["prompt"] and whole[1]["completion"] == "<7>" * (MOST_TOKENS + 1)
+    assert whole[2]["messages"][0]["content"] == "m" * (MOST_CHARACTERS + 2)
+    assert not any(one["cut"] for one in whole)
+    group = group_view(table, "a", words, True)
+    assert group is not None and group["prompt"] == cut["prompt"]
 
 
 def test_an_episode_has_its_conversation_and_all_its_rows_and_no_others(tmp_path: Path) -> None:
@@ -65,7 +120,7 @@ def test_an_episode_has_its_conversation_and_all_its_rows_and_no_others(tmp_path
     first = a_sample("a.1", conversation=json.dumps(told))
     rows = [a_sample("a.0"), first, a_sample("a.1#1", completion_tokens=[8]), a_sample("a.2")]
     table = table_of(tmp_path, rows, row_group_size=2)
-    view = sample_view(table, "a.1", None, False)
+    view = sample_view(table, "a.1", None, False, True)
     assert view is not None
     assert [row["row_id"] for row in view["rows"]] == ["a.1", "a.1#1"]
     assert [(one["role"], one["calls"]) for one in view["messages"]] == [
@@ -75,22 +130,22 @@ def test_an_episode_has_its_conversation_and_all_its_rows_and_no_others(tmp_path
     ]
     assert '"text": "2"' in view["messages"][2]["content"]
     assert view["steps"][0]["name"] == "add"
-    group = group_view(table, "a", None)
+    group = group_view(table, "a", None, True)
     assert group is not None
     assert [one["text"] for one in group["members"]] == ["It is 2", 'add({"a": 1})', "It is 2"]
 
 
 @pytest.mark.parametrize("told", ["no json", "[]", '{"messages": [{}], "steps": []}', '{"messages": 3}'])
 def test_a_conversation_that_cannot_be_read_is_said_and_the_tokens_stay(tmp_path: Path, told: str) -> None:
-    view = sample_view(table_of(tmp_path, [a_sample("a.0", conversation=told)]), "a.0", None, False)
+    view = sample_view(table_of(tmp_path, [a_sample("a.0", conversation=told)]), "a.0", None, False, True)
     assert view is not None and view["messages"] is None and len(view["rows"][0]["ids"]) == 4
     assert view["notes"] == ["The conversation of this sample cannot be read."]
 
 
 def test_what_is_not_there_is_none(tmp_path: Path) -> None:
     table = table_of(tmp_path, [a_sample("a.0")])
-    assert sample_view(table, "../../etc/passwd", None, False) is None
-    assert group_view(table, "z", None) is None
+    assert sample_view(table, "../../etc/passwd", None, False, True) is None
+    assert group_view(table, "z", None, True) is None
 
 
 def test_rows_are_found_in_any_row_group(tmp_path: Path) -> None:
@@ -104,18 +159,36 @@ def test_rows_are_found_in_any_row_group(tmp_path: Path) -> None:
     ("outcome", "rewards", "expected"),
     [
         ("trained", [1.0, 0.0], ""),
-        ("trained", [1.0, 1.0, None], "gradient is zero"),
+        ("trained", [1.0, 1.0], "gradient is zero"),
         ("trained", [1.0], ""),
-        ("void", [1.0, None], "void (timeout): no answer"),
-        ("dropped", [1.0, None], "too few samples"),
+        ("void", [1.0], "void (timeout): no answer"),
+        ("dropped", [1.0], "too few samples"),
         ("dropped", [0.0, 0.0, 0.0], "all rewards of its group are equal"),
         ("dropped", [0.0, 1.0], "not finite"),
     ],
 )
-def test_it_is_said_why_a_sample_was_not_trained(outcome: str, rewards: list[float | None], expected: str) -> None:
+def test_it_is_said_why_a_sample_was_not_trained(outcome: str, rewards: list[float], expected: str) -> None:
     sample = {"outcome": outcome, "void_cause": "timeout", "reward_error": "no answer"}
-    why = why_not_trained(sample, rewards)
+    why = why_not_trained(sample, [(reward, 0.0) for reward in rewards], True)
     assert (why == "") if not expected else (expected in why)
+
+
+def test_equal_rewards_mean_no_gradient_only_where_the_run_has_none_for_them(tmp_path: Path) -> None:
+    flat = [a_sample(f"a.{number}", advantage=0.0) for number in range(2)]
+    void = a_sample("a.2", reward=None, advantage=None, void_cause="timeout", t_trained=None)
+    penalised = [a_sample("b.0", advantage=0.5), a_sample("b.1", advantage=-0.5)]
+    older = [a_sample(f"c.{number}", advantage=None) for number in range(2)]
+    table = table_of(tmp_path, [*flat, void, *penalised, *older])
+
+    def whys(skips_flat: bool) -> list[str]:
+        views = [sample_view(table, name, None, False, skips_flat) for name in ("a.0", "b.0", "c.0")]
+        return [view["why"] for view in views if view]
+
+    equal = "trained; all rewards of its group are equal"
+    assert whys(False) == [equal] * 3
+    assert whys(True) == ["trained, but all rewards of its group are equal: its gradient is zero", equal, equal]
+    group = group_view(table, "a", None, True)
+    assert group is not None and "gradient is zero" in group["members"][0]["why"]
 
 
 def test_groups_of_the_same_prompt_and_of_the_same_step_are_offered_beside_a_group(tmp_path: Path) -> None:
@@ -125,7 +198,7 @@ def test_groups_of_the_same_prompt_and_of_the_same_step_are_offered_beside_a_gro
     write_samples(tmp_path, 2, [a_sample("c.0", step=2, prompt_id="p", reward=0.25), a_sample("d.0", step=2)])
     table = SampleTable(tmp_path)
     table.look()
-    view = group_view(table, "a", None)
+    view = group_view(table, "a", None, True)
     assert view is not None and view["step"] == 1
     assert view["others"] == {
         "prompt": [{"group_id": "c", "step": 2, "reward": 0.25}],

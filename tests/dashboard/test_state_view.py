@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +29,28 @@ def write_state(folder: Path, **changes: object) -> Path:
     folder.mkdir(exist_ok=True)
     write_status(folder, make_status(3, 20, NOW - 1, **changes))
     return folder
+
+
+def lock(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Have `pathlib` refuse to list a folder, and to look at what is in it, as the system does for
+    another user's; tests may run as root, whom it lets in."""
+    stat, iterdir = Path.stat, Path.iterdir
+
+    def refused(path: Path) -> PermissionError:
+        return PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    def stat_unless_locked(path: Path, **options: Any) -> Any:
+        if folder in path.parents:
+            raise refused(path)
+        return stat(path, **options)
+
+    def iterdir_unless_locked(path: Path) -> Iterator[Path]:
+        if path == folder:
+            raise refused(path)
+        return iterdir(path)
+
+    monkeypatch.setattr(Path, "stat", stat_unless_locked)
+    monkeypatch.setattr(Path, "iterdir", iterdir_unless_locked)
 
 
 def test_processes_waits_sites_and_refusals_are_shown(tmp_path: Path) -> None:
@@ -129,6 +154,19 @@ def test_a_folder_that_holds_no_run_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             WatchedRuns([tmp_path / name])
     assert WatchedRuns([tmp_path / "none"], coming=True).look() == []
+
+
+def test_a_folder_of_another_user_hides_no_run_and_is_told_if_it_is_the_one_that_was_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked = tmp_path / "lost+found"
+    locked.mkdir()
+    write_state(tmp_path / "demo")
+    lock(monkeypatch, locked)
+    assert [run.id for run in WatchedRuns([tmp_path]).look()] == ["demo"]
+    with pytest.raises(UserError, match=r"lost\+found cannot be read: Permission denied"):
+        WatchedRuns([locked])
+    assert WatchedRuns([locked], coming=True).look() == []
 
 
 def test_the_chain_of_waits_is_that_of_why_stuck(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from streamrl.dashboard.access import AccessGuard, host_of, is_loopback
-from streamrl.dashboard.watched_run import WatchedRuns
+from streamrl.dashboard.watched_run import WatchedRun, WatchedRuns
 from streamrl.dashboard.web_app import STATIC, make_app
 from streamrl.run_dir.jsonl import RowWriter
 from streamrl.run_dir.metrics import MetricsRow
@@ -60,6 +60,16 @@ def test_runs_and_all_views_of_a_run_are_json(folder: Path) -> None:
     assert len(client.get("/api/runs/demo/group?id=s1-0").json()["members"]) == 8
     timeline = client.get("/api/runs/demo/timeline?start=0&end=5&pixels=500").json()
     assert {track["name"] for track in timeline["tracks"]} == {"here-regular-0", "here-regular-1", "trainer"}
+
+
+@pytest.mark.parametrize(("text", "says"), [("{name: grpo}", "gradient is zero"), ("{name: ppo, critic: {}}", "equal")])
+def test_what_equal_rewards_mean_is_read_from_the_runs_configuration(folder: Path, text: str, says: str) -> None:
+    (folder / "demo" / "config.yaml").write_text(f"run:\n  algorithm: {text}\n")
+    flat = [a_sample(f"f.{number}", step=8, advantage=0.0) for number in range(2)]
+    write_samples(folder / "demo" / "rollouts", 8, flat)
+    client = client_of(folder)
+    assert client.get("/api/runs/demo/sample?id=f.0").json()["why"].endswith(says)
+    assert client.get("/api/runs/demo/group?id=f").json()["members"][1]["why"].endswith(says)
 
 
 def test_text_of_a_model_is_sent_as_json_and_nothing_may_run_that_is_no_file_of_the_dashboard(folder: Path) -> None:
@@ -125,6 +135,17 @@ def test_a_run_that_is_deleted_while_watched_is_gone_and_the_others_are_not(fold
     assert [run["id"] for run in client.get("/api/runs").json()["runs"]] == ["other"]
 
 
+def test_a_run_that_cannot_be_read_any_more_hides_no_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(folder / "other", 1)
+    client = client_of(folder)
+
+    def refused(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(WatchedRun, "summary", lambda run, now: refused() if run.id == "demo" else {"id": run.id})
+    assert client.get("/api/runs").json()["runs"] == [{"id": "other"}]
+
+
 def test_nothing_is_written_and_nothing_but_reading_is_allowed(folder: Path) -> None:
     def content() -> dict[Path, tuple[int, bytes]]:
         files = [path for path in folder.rglob("*") if path.is_file()]
@@ -159,7 +180,7 @@ def test_elsewhere_a_token_is_needed_and_becomes_a_cookie(folder: Path) -> None:
     answer = client.get("/?token=right&x=1")
     assert (answer.status_code, answer.headers["location"]) == (303, "/?x=1")
     cookie = answer.headers["set-cookie"].lower()
-    assert "httponly" in cookie and "samesite=strict" in cookie and cookie.startswith("streamrl_dashboard_7865=")
+    assert "httponly" in cookie and "samesite=lax" in cookie and cookie.startswith("streamrl_dashboard_7865=")
     assert client.get("/api/runs").status_code == 200, "the client keeps the cookie"
     bearer = client_of(folder, "right", "node7").get("/api/runs", headers={"authorization": "Bearer right"})
     assert bearer.status_code == 200

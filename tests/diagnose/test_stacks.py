@@ -11,12 +11,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from click.testing import CliRunner
 
 from streamrl.cli.why_stuck import command
+from streamrl.diagnose import snapshot
 from streamrl.diagnose.facts import IDLE_CPU, Facts, ProcessFacts, innermost
 from streamrl.diagnose.snapshot import collect
 from streamrl.diagnose.stuck import judge
@@ -242,13 +245,47 @@ def test_the_ranks_behind_their_launcher_are_processes_of_their_own(tmp_path: Pa
     assert (found["trainer"].cpu or 0.0) < (found["trainer-0"].cpu or 0.0)
 
 
-def test_a_stopped_child_is_a_fact_of_its_parent(tmp_path: Path, start: Start) -> None:
-    start("here-tail-0", role="trainer")  # as vLLM's engine process under an instance: no rank of torch
-    write_started(tmp_path, [StartedProcess("here-tail-0", "instance", collect(tmp_path).processes[0].pid or 0)])
-    child = next(int(p.read_text().split()[1]) for p in (tmp_path / "stacks").glob("trainer-0.txt"))
+def with_stopped_child(folder: Path, start: Start, role: str) -> int:
+    """A process of a role with a child that is stopped, as vLLM's engine process under an instance; return its pid."""
+    start("here-0", role="trainer")
+    write_started(folder, [StartedProcess("here-0", role, collect(folder).processes[0].pid or 0)])
+    child = next(int(p.read_text().split()[1]) for p in (folder / "stacks").glob("trainer-0.txt"))
     os.kill(child, signal.SIGSTOP)
-    write(tmp_path, ("controller", "here-tail-0 to answer apply_weights", 4.0, 300.0))
-    wait_for(lambda: f"kill -CONT {child}" in judge(collect(tmp_path)).sentence, ANSWER_S)
+    wait_for(lambda: psutil.Process(child).status() == psutil.STATUS_STOPPED, ANSWER_S)
+    return child
+
+
+def test_a_stopped_child_is_a_fact_of_its_parent(tmp_path: Path, start: Start) -> None:
+    child = with_stopped_child(tmp_path, start, "instance")
+    write(tmp_path, ("controller", "here-0 to answer apply_weights", 4.0, 300.0))
+    assert f"kill -CONT {child}" in judge(collect(tmp_path)).sentence
+
+
+@pytest.mark.parametrize("role", ["rewards", "agents"])
+def test_programs_below_who_replaces_them_hold_nothing_up(tmp_path: Path, start: Start, role: str) -> None:
+    with_stopped_child(tmp_path, start, role)
+    write(tmp_path, ("controller", "here-0 to answer", 4.0, 300.0))
+    facts = collect(tmp_path)
+    assert facts.by_name["here-0"].children == () and judge(facts).state == "healthy"
+
+
+def test_a_child_counts_only_if_its_state_lasts(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = with_stopped_child(tmp_path, start, "instance")
+
+    def sleep(seconds: float) -> None:
+        os.kill(child, signal.SIGCONT)
+        wait_for(lambda: psutil.Process(child).status() != psutil.STATUS_STOPPED, ANSWER_S)
+
+    monkeypatch.setattr(snapshot, "time", SimpleNamespace(time=time.time, monotonic=time.monotonic, sleep=sleep))
+    assert collect(tmp_path).by_name["here-0"].children == ()
+
+
+def test_the_launcher_is_the_parent_that_has_the_lock_of_the_run(tmp_path: Path, start: Start) -> None:
+    start("here-tail-0")
+    lock = tmp_path / layout.LOCK
+    for text, found in (("", []), ("process 1 on here", []), (f"process {os.getpid()} on here", [os.getpid()])):
+        lock.write_text(text)
+        assert [one.pid for one in collect(tmp_path, ask=False).processes if one.role == "launcher"] == found
 
 
 def test_sites_that_are_emulated_have_folders_of_their_own(tmp_path: Path, start: Start) -> None:

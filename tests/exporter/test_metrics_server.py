@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -18,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from streamrl.config.cluster import MetricsEndpoint
-from streamrl.exporter import metrics_server
+from streamrl.exporter import metrics_server, run_collector
 from streamrl.exporter.metric_families import KINDS, full_name
 from streamrl.exporter.metrics_server import endpoint_problems, serving_metrics
 from streamrl.exporter.run_collector import RunCollector
@@ -29,7 +30,7 @@ from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.status import write_status
 from tests.security.endless_requests import ENDLESS, ENOUGH, taken
 from tests.trackers.tracked_run import back_to, evaluate
-from tests.waiting import scaled, wait_for
+from tests.waiting import scaled, settled, wait_for
 
 NOW = 2000.0
 
@@ -150,6 +151,34 @@ def test_totals_follow_a_run_that_goes_on_and_one_that_goes_back_to_a_checkpoint
     assert trained() == [8, 0]
 
 
+def test_scrapes_that_overlap_count_each_step_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_state(folder)
+    write_steps(folder, *({"step": n, "samples_total": 8} for n in (1, 2, 3)))
+    collector = RunCollector(folder, 0, lambda: NOW)
+    trained: list[float] = []
+
+    def scrape() -> None:
+        found = {key_of(sample): sample.value for family in collector.collect() for sample in family.samples}
+        trained.append(found.get(("samples_trained_total",), 0))
+
+    other, parse = threading.Thread(target=scrape), run_collector.parse_row
+
+    def at_what() -> tuple[object, int]:
+        frame = sys._current_frames().get(other.ident or 0)
+        return (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
+
+    def parse_beside_the_other(model: type[MetricsRow], line: bytes) -> MetricsRow | None:
+        if other.ident is None:
+            other.start()
+            settled(at_what)  # it has ended, or waits
+        return parse(model, line)
+
+    monkeypatch.setattr(run_collector, "parse_row", parse_beside_the_other)
+    scrape()
+    other.join(scaled(30))
+    assert trained == [24, 24]
+
+
 def test_a_folder_without_anything_readable_still_answers(folder: Path, scrape: object) -> None:
     assert callable(scrape)
     assert set(scrape()) == {("disk_free_bytes",)}
@@ -231,6 +260,25 @@ def test_whoever_reaches_the_port_can_neither_fill_the_launcher_with_threads_nor
             assert one.recv(1) == b""
         wait_for(lambda: threading.active_count() <= before + 1, 30)
         assert get(address) == 200
+
+
+def test_a_connection_for_which_no_thread_can_be_started_is_closed_and_gives_its_place_back(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cannot(timer: threading.Timer) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def answers(address: str) -> bool:
+        with contextlib.suppress(OSError):
+            return get(address) == 200
+        return False
+
+    monkeypatch.setattr(metrics_server, "MOST_CONNECTIONS", 1)
+    with serving_metrics(MetricsEndpoint(port=0), "metrics", folder, 0) as address:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Timer, "start", cannot)
+            assert not answers(address)
+        wait_for(lambda: answers(address), 30)
 
 
 @pytest.mark.parametrize("kind", ENDLESS)

@@ -458,12 +458,14 @@ def test_what_nobody_waits_for_is_stopped_and_frees_its_slot_at_once() -> None:
     asyncio.run(body())
 
 
-def test_an_instance_that_was_silent_gets_no_more_than_its_free_slots() -> None:
-    work, sent = dispatcher(LeastLoaded())
+@pytest.mark.parametrize("forecast", [Forecast((4.0, 6.0)), None], ids=["forecasts", "none"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_an_instance_that_was_silent_gets_no_more_than_its_free_slots(name: str, forecast: Forecast | None) -> None:
+    work, sent = dispatcher(make_policy(name))
 
     async def scenario() -> None:
         await work.join("a", 2, None, REGULAR)
-        await work.submit([(requests("g.0", "g.1", "g.2", "g.3"), None)])
+        await work.submit([(requests("g.0", "g.1", "g.2", "g.3"), forecast)])
         assert [b["sample_id"] for _, _, b, _ in sent] == ["g.0", "g.1"]
         sent.clear()
         await work.hold("a", requeue=False, why="silent")
@@ -473,8 +475,19 @@ def test_an_instance_that_was_silent_gets_no_more_than_its_free_slots() -> None:
         await end(work, "g.1", 5)
         assert [b["sample_id"] for _, _, b, _ in sent] == ["g.2", "g.3"]
         await end(work, "g.2", 5)
-        await end(work, "g.3", 5)
-        assert not work.requests and not work.policy.where
+        await work.hold("a", requeue=False, why="silent")
+        await work.unhold("a", "silent")
+        await work.abandon(["g.3"])
+        assert not work.requests and not work.policy.where and not work.policy.waiting
+        await work.submit([(requests("g.4", "g.5"), forecast)])
+        await work.hold("a", requeue=False, why="silent")
+        await work.unhold("a", "silent")
+        await work.lost("a", lambda _: None)
+        assert work.policy.waiting == 2
+        await work.join("a", 2, None, REGULAR)
+        await end(work, "g.4", 5)
+        await end(work, "g.5", 5)
+        assert not work.requests and not work.policy.where and not work.policy.waiting
 
     asyncio.run(scenario())
 

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TypeVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from streamrl.config.run import RunConfig
 from streamrl.config.schedule import OnUpdate
 from streamrl.generation.instance.engine import Engine
 from streamrl.generation.instance.engine_config import CPU_BLOCK_SIZE
+from streamrl.generation.instance.stop_strings import detokenizer_after
 from streamrl.rollouts.canary import canary, difference, mismatch_bound
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
 from streamrl.rollouts.types import PartialSample, Sample, SampleRequest
@@ -526,3 +528,50 @@ def test_a_stop_string_ends_a_completion_and_text_is_decoded(engines: Engines) -
     assert stopped[0].output_length < plain[0].output_length
     with pytest.raises(AssertionError):
         assert_same(plain[:1], stopped)
+
+
+def test_a_stop_string_of_which_a_part_was_kept_ends_the_completion(engines: Engines) -> None:
+    model = engines.models[0]
+    whole, *_ = engines.run(exact(config(model, max_tokens=64)), lambda engine: sample_all(engine, 1))
+
+    def beginning(tokens: int) -> SampleRequest:
+        """The request with its first tokens, of one byte each, from another instance."""
+        arrays = whole.completion_tokens[:tokens], whole.logprobs[:tokens], whole.token_versions[:tokens]
+        return replace(request(0), kept=PartialSample(whole.sample_id, *arrays, 1.0, 2.0))
+
+    async def work(engine: Engine) -> tuple[int, str, Sample, Sample]:
+        for tokens in range(8, 60):
+            plain = await sample(engine, beginning(tokens))
+            across = engine._tokenizer.decode(plain.completion_tokens[tokens - 1 : tokens + 1])
+            if len(across) == 2 and across.isascii() and across.isprintable():
+                break
+        engine.run = exact(config(model, max_tokens=64, stop=["of which nothing is kept", across]))
+        return tokens, across, plain, await sample(engine, beginning(tokens))
+
+    tokens, across, plain, stopped = engines.run(exact(config(model, max_tokens=64)), work)
+    assert plain.finish_reason == "length" and stopped.finish_reason == "stop"
+    np.testing.assert_array_equal(stopped.completion_tokens, plain.completion_tokens[: tokens + 1])
+    assert stopped.text.endswith(across)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_text_is_decoded_as_if_it_had_not_been_interrupted(
+    slow: bool, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm import SamplingParams
+
+    tokenizer = AutoTokenizer.from_pretrained(engines.models[0])
+    if slow:
+        monkeypatch.setattr("vllm.v1.engine.detokenizer.uses_fast_detokenizer", lambda tokenizer: False)
+    prompt, answer = (tokenizer.encode(text) for text in ("End with .</\u7b54>! ", "7.</\u7b54>x"))  # bytes are tokens
+    for kept in range(1, len(answer) - 2):
+        asked = SimpleNamespace(
+            request_id="g.0",
+            prompt_token_ids=prompt + answer[:kept],
+            prompt_embeds=None,
+            sampling_params=SamplingParams(stop=["</\u7b54>"]),
+        )
+        detokenizer = detokenizer_after(tokenizer, asked, kept)
+        found = {count: detokenizer.update([token], False) for count, token in enumerate(answer[kept:], kept + 1)}
+        assert [count for count, stop in found.items() if stop] == [len(answer) - 1], kept
+        assert detokenizer.output_token_ids == answer[kept:] and detokenizer.num_output_tokens() == len(answer) - kept

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import cast
 from unittest.mock import AsyncMock, create_autospec
 
 import pytest
@@ -113,3 +114,20 @@ def test_a_pool_has_the_number_that_was_asked_for(count: int, tmp_path: Path) ->
         assert len(there) == count
 
     with_fleet(tmp_path, work)
+
+
+def test_the_death_of_one_that_is_leaving_is_handled_once(tmp_path: Path) -> None:
+    async def work(fleet: SiteFleet) -> None:
+        lost = cast(AsyncMock, fleet.dispatcher.lost)
+        async with fleet.weights.lock:  # it cannot leave yet
+            await fleet.scale({"one": 1})
+            leaving = fleet.lives["here-one-1"]
+            for _ in range(3):
+                await fleet.died(leaving, "killed")
+            assert leaving.state is Life.DRAINING and lost.await_count == 1
+        await until(lambda: "here-one-1" not in fleet.lives)
+        await fleet.scale({"one": 2})
+        await fleet.died(fleet.lives["here-one-1"], "killed again")
+        assert lost.await_count == 2, "this is another process"
+
+    with_fleet(tmp_path, work, pause_s=1000.0)

@@ -109,3 +109,17 @@ def test_bytes_that_were_changed_on_disk_are_no_tokens(tmp_path: Path) -> None:
             else:
                 wrong += 1
     assert wrong > 0  # damage was done, and noticed
+
+
+def test_requests_with_tokens_of_newer_weights_are_forgotten_for_good(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    journal = TokenJournal(path)
+    for name, count in (("a", 12), ("b", 13), ("c", 20)):  # of versions up to 2, 3 and 4
+        journal.add(0, part(name, 0, 8))
+        journal.add(8, part(name, 8, count - 8))
+    journal.flush()
+    journal.forget_newer(2)
+    journal.flush()
+    for left in (journal, TokenJournal(path)):
+        assert_holds(left, "a", 12)
+        assert left.kept("b") is None and left.kept("c") is None

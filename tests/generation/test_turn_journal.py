@@ -87,3 +87,16 @@ def test_an_unreadable_file_is_replaced(tmp_path: Path, caplog: pytest.LogCaptur
     filled(tmp_path / "turns").close()
     assert "unreadable" in caplog.text
     assert TurnJournal(tmp_path / "turns").turns == 2
+
+
+def test_turns_of_newer_weights_are_forgotten_for_good(tmp_path: Path) -> None:
+    other = turn_key(8, PROMPT)
+    journal = filled(tmp_path / "turns")
+    journal.add("g.000", other, kept("g.000/aa.1", 4, 5))
+    journal.flush()
+    journal.add("g.001", other, kept("g.001/aa.1", 6, 6))  # not in the file yet
+    journal.forget_newer(4)
+    journal.close()
+    for left in (journal, TurnJournal(tmp_path / "turns")):
+        assert left.turns == 2 and left.find("g.000", other, 9) is None and left.find("g.001", other, 9) is None
+        found(left), found(left, "g.001")

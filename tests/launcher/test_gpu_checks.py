@@ -131,6 +131,15 @@ def test_a_smaller_gpu_of_the_instances_is_not_taken_for_the_trainers(tmp_path: 
     assert "while training" in problem
 
 
+def test_whole_gradients_count_where_the_cluster_file_asks_for_them(tmp_path: Path) -> None:
+    cluster, run = configuration(tmp_path)
+    site = {"trainer": {"ranks": 2, "reduce_gradients": "step"}, "generation": [{"replicas": 1}]}
+    cluster = ClusterConfig.model_validate({"hardware": "cuda", "sites": {"here": site}})
+    gpus = [replace(H100, total_bytes=28 * GIB)] * 3
+    (problem,) = gpu_checks.check_memory(cluster, run, gpu_checks.uses_here(cluster, run, gpus))
+    assert "the smallest change that fits: trainer.reduce_gradients: micro_batch" in problem
+
+
 def test_the_plan_of_this_machine_has_every_phase_of_a_shared_gpu(tmp_path: Path, two_gpus: None) -> None:
     cluster, run = configuration(tmp_path, "colocated")
     plan = gpu_checks.memory_plan(cluster, run)

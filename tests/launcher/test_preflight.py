@@ -201,10 +201,12 @@ def test_speculation_is_refused_where_nothing_says_that_it_is_exact(tmp_path: Pa
     on_gpus, several = check_speculation(cluster("cuda", gpus_per_replica=2), speculating)
     assert "speculation.method: auto has not been run on GPUs" in on_gpus
     assert "pool 'regular' of site 'here' has gpus_per_replica: 2" in several
-    hybrid = make_model(tmp_path / "hybrid", layer_types=["linear_attention", "full_attention"])
-    speculating = hybrid.model_copy(update={"speculation": SpeculationConfig(method="ngram")})
-    (recurrent,) = check_speculation(cluster(), speculating)
-    assert "cannot go back to before a rejected token" in recurrent
+    listed = {"layer_types": ["linear_attention", "full_attention"]}
+    for config in (listed, {"model_type": "qwen3_next", "full_attention_interval": 4}):
+        hybrid = make_model(tmp_path / "hybrid", **config)
+        speculating = hybrid.model_copy(update={"speculation": SpeculationConfig(method="ngram")})
+        (recurrent,) = check_speculation(cluster(), speculating)
+        assert "cannot go back to before a rejected token" in recurrent
 
 
 def test_8_bits_asked_for_by_name_are_refused_where_they_cannot_be_had(

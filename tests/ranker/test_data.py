@@ -13,6 +13,7 @@ import pytest
 
 from ranker.data import read_rollouts
 from ranker.errors import RankerError
+from ranker.train import train
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -58,6 +59,17 @@ def test_nulls_are_left_out_and_counted(tmp_path: Path) -> None:
     assert len(rollouts) == 1 and rollouts.notes == ["6 rows without a prompt or a length were left out"]
 
 
+def test_what_only_rows_that_are_left_out_have_is_not_counted(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"p{n}", "output_length": None if n < 37 else n, "task": f"t{n}", "group_id": f"g{n}"}
+        for n in range(40)
+    ]
+    rollouts = read_rollouts([write_jsonl(tmp_path / "x.jsonl", rows)])
+    assert (rollouts.texts, rollouts.tasks) == (["p37", "p38", "p39"], ["t37", "t38", "t39"])
+    assert rollouts.prompt.tolist() == rollouts.task.tolist() == rollouts.group.tolist() == [0, 1, 2]
+    assert train(rollouts)[1].prompts == 3
+
+
 def test_the_length_limit_is_told_or_recognised(tmp_path: Path) -> None:
     rows = [{"prompt": str(n), "output_length": min(100, n)} for n in range(200)]
     told = [row | {"finish_reason": "length" if row["output_length"] == 100 else "stop"} for row in rows]
@@ -65,6 +77,42 @@ def test_the_length_limit_is_told_or_recognised(tmp_path: Path) -> None:
     rollouts = read_rollouts([write_jsonl(tmp_path / "b.jsonl", rows)])
     assert rollouts.cap == 100 and "taken for the length limit" in rollouts.notes[0]
     assert read_rollouts([write_jsonl(tmp_path / "c.jsonl", rows[:90])]).cap is None
+    ended = read_rollouts([write_jsonl(tmp_path / "d.jsonl", [row | {"finish_reason": "stop"} for row in rows])])
+    assert ended.cap is None and not ended.notes, "short answers, many of one length"
+
+
+def test_the_limit_is_that_of_the_longest_sample_where_limits_differ(tmp_path: Path) -> None:
+    rows = [{"prompt": f"p{n}", "output_length": 100 * n, "finish_reason": "stop"} for n in range(1, 9)]
+    cut = [{"prompt": "p1", "output_length": 64, "finish_reason": "length"}]
+    rollouts = read_rollouts([write_jsonl(tmp_path / "x.jsonl", rows + cut)])
+    assert rollouts.cap == 800 and rollouts.output_length[rollouts.capped].tolist() == [64]
+
+
+def test_what_was_cut_off_before_its_first_token_says_nothing_of_a_length(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "p", "output_length": 9, "finish_reason": "stop"},
+        {"prompt": "q", "output_length": 0, "finish_reason": "length"},  # no site could generate it
+        {"prompt": "r", "output_length": 0, "finish_reason": "stop"},  # an episode that asked no model
+    ]
+    rollouts = read_rollouts([write_jsonl(tmp_path / "x.jsonl", rows)])
+    assert rollouts.texts == ["p", "r"] and rollouts.output_length.tolist() == [9, 1] and rollouts.cap is None
+    assert rollouts.notes == ["1 rows without a prompt or a length were left out"]
+
+
+def test_void_episodes_broke_off_and_void_completions_are_whole(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "p", "output_length": 5, "void_cause": "crash", "metrics": {"turns": 1.0}},
+        {"prompt": "q", "output_length": 6, "void_cause": "environment", "metrics": {}},
+        {"prompt": "r", "output_length": 7, "void_cause": None, "metrics": {}},
+        {"prompt": "s", "output_length": 8, "void_cause": "crash", "metrics": None},
+    ]
+    assert read_rollouts([write_jsonl(tmp_path / "x.jsonl", rows)]).output_length.tolist() == [7, 8]
+    table = {name: [row[name] for row in rows] for name in ("prompt", "output_length", "void_cause")}
+    metrics = pa.array([row["metrics"] and list(row["metrics"].items()) for row in rows], pa.map_("string", "double"))
+    columns = {**table, "metrics": metrics}
+    assert read_rollouts([write_parquet(tmp_path / "x.parquet", columns)]).output_length.tolist() == [7, 8]
+    del columns["void_cause"]  # as earlier versions wrote it
+    assert read_rollouts([write_parquet(tmp_path / "y.parquet", columns)]).output_length.tolist() == [5, 6, 7, 8]
 
 
 @pytest.mark.parametrize(

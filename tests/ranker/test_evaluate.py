@@ -12,7 +12,7 @@ from ranker.evaluate import baselines, kendall_tau, recall_at
 from ranker.history import simulate
 from ranker.shrinkage import fit_shrunk
 from scheduler.cost.length_forecast import Forecast
-from scheduler.cost.survival import end_rate, kaplan_meier, survival_quantiles
+from scheduler.cost.survival import end_rate, kaplan_meier, restricted_mean, survival_quantiles
 
 
 def test_recall_is_the_share_of_the_longest_found() -> None:
@@ -143,6 +143,14 @@ def test_kaplan_and_meier_count_what_is_cut_off_as_longer() -> None:
     left = 4 / 15
     far = survival_quantiles(values, ended, np.array([1 - left / np.e]), rate=0.5)
     np.testing.assert_allclose(far, [4 + 1 / 0.5])  # beyond the last end: exponential, at the given rate
+
+
+def test_a_mean_counts_what_was_cut_off_early_as_longer() -> None:
+    length = np.array([10.0, 20, 30, 40, 15])
+    ended = np.array([True, True, True, True, False])  # the last one goes on as those beyond 15 do
+    assert restricted_mean(length, ended) == pytest.approx(0.2 * 10 + 0.8 * 30)
+    assert restricted_mean(length[:4], ended[:4]) == pytest.approx(25)
+    assert restricted_mean(np.minimum(length[:4], 25), length[:4] < 25) == pytest.approx(20)
 
 
 def test_quantiles_without_censoring_are_those_of_the_samples() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
 
+from ranker import text
 from ranker.data import from_rows
 from ranker.features import UNKNOWN, featurise, fit_schema
 from ranker.history import HISTORY, LiveHistory, Seen, simulate
@@ -85,6 +87,28 @@ def test_common_words_tell_the_known_wordings() -> None:
     assert rare.apply(pack(["Welche Farbe hat Omas Katze", ""]))[0, place] == 0
 
 
+def test_common_words_are_the_same_counted_a_batch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [*ODD, *(row["prompt"] for row in small_reasoner(300, 1, 0).rows)]
+    found = []
+    for size in (1, 1000, 10**9):
+        monkeypatch.setattr(text, "BATCH", size)
+        found.append(fit_rare_words(texts).common)
+    np.testing.assert_array_equal(found[0], found[2])
+    np.testing.assert_array_equal(found[1], found[2])
+    assert found[2].any()
+
+
+def test_counting_words_takes_no_more_memory_for_more_prompts() -> None:
+    texts = [f"{n} " + "some words of a prompt 12 34 " * 100 for n in range(1000)]  # 3 MB
+    tracemalloc.start()
+    try:
+        fit_rare_words(texts)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 20 * 2**20
+
+
 def test_a_batch_gives_what_single_prompts_give() -> None:
     prompts = [*ODD, *(row["prompt"] for row in small_reasoner(60, 1, 0).rows), *ODD]
     schema = fit_schema(prompts, ["t"], 0)
@@ -118,15 +142,15 @@ def test_history_never_sees_its_own_or_later_lengths() -> None:
     assert np.isnan(before[first]).all() and np.isfinite(before[~first][:, HISTORY.index("all_recent_mean")]).all()
 
 
-def test_siblings_count_once_they_have_ended_before_the_start() -> None:
+def test_siblings_that_ended_before_a_sample_started_are_not_seen_as_a_run_predicts_groups_whole() -> None:
     def row(length: int, start: float, end: float) -> dict[str, object]:
         times = {"t_dispatched": start, "t_finished": end}
         return {"prompt": "p", "output_length": length, "group_id": "g", "step": 1} | times
 
-    seen = simulate(from_rows([row(10, 0, 5), row(30, 0, 9), row(90, 6, 20), row(50, 10, 30)]))[:, 4:7]
-    assert np.isnan(seen[:2]).all()
-    np.testing.assert_allclose(seen[2], [math.log(10), math.log(10), 1], rtol=1e-6)
-    np.testing.assert_allclose(seen[3], [math.log(20), math.log(30), 2], rtol=1e-6)
+    rows = [row(10, 0, 5), row(30, 0, 9), row(90, 6, 20), row(50, 10, 30)]
+    live = LiveHistory(100).columns(["p"] * 4, [None] * 4, 1)
+    np.testing.assert_array_equal(simulate(from_rows(rows)), live)
+    assert np.isnan(live).all()
 
 
 def test_live_history_gives_what_training_simulates() -> None:
@@ -142,16 +166,16 @@ def test_live_history_gives_what_training_simulates() -> None:
     for step in range(1, 8):
         now = [i for i, row in enumerate(rows) if row["step"] == step]
         prompts, tasks = [str(rows[i]["prompt"]) for i in now], [str(rows[i]["task"]) for i in now]
-        columns = live.columns(prompts, list(tasks), [None] * len(now), step)
+        columns = live.columns(prompts, list(tasks), step)
         np.testing.assert_allclose(columns, simulated[now], rtol=1e-5)
         for i in now:
             length = float(rows[i]["output_length"])  # type: ignore[arg-type]
-            live.add(Seen(str(rows[i]["prompt"]), str(rows[i]["task"]), None, step, math.log(length)))
+            live.add(Seen(str(rows[i]["prompt"]), str(rows[i]["task"]), step, math.log(length)))
 
 
 def test_live_history_forgets_what_left_its_window() -> None:
     live = LiveHistory(2)
     for step, prompt in enumerate(["a", "b", "c"], 1):
-        live.add(Seen(prompt, "t", f"g{prompt}", step, 1.0))
-    columns = live.columns(["a", "b"], ["t", "t"], ["ga", "gb"], 9)
-    assert np.isnan(columns[0, :7]).all() and np.isfinite(columns[1, :7]).all()
+        live.add(Seen(prompt, "t", step, 1.0))
+    columns = live.columns(["a", "b"], ["t", "t"], 9)
+    assert np.isnan(columns[0, :4]).all() and np.isfinite(columns[1, :4]).all()

@@ -73,7 +73,7 @@ def test_other_versions_and_broken_files_are_named(tmp_path: Path, small: Length
     with zipfile.ZipFile(file) as archive:
         manifest = json.loads(archive.read("manifest.json"))
     later = json.dumps(manifest | {"version": 99}).encode()
-    with pytest.raises(RankerError, match=r"later: ranker file of version 99; expected 4"):
+    with pytest.raises(RankerError, match=r"later: ranker file of version 99; expected 5"):
         LengthModel.load(damage(file, tmp_path / "later", "manifest.json", later))
     alien = json.dumps({"format": "x"}).encode()
     with pytest.raises(RankerError, match="alien: not a ranker file"):
@@ -167,6 +167,26 @@ def test_quantiles_hold_beyond_the_limit_of_the_training_samples() -> None:
     assert at_home.quantiles.max() <= 200 + 1e-6
     each = model.predict(prompts[:2], limit=np.array([50.0, 300.0]))
     assert each.quantiles[0].max() <= 50 + 1e-6 < 100 < each.quantiles[1].max() <= 300 + 1e-6
+
+
+@pytest.mark.parametrize("kind", ["log_length", "mean_length", "task_mean"])
+def test_samples_of_a_run_with_a_low_limit_shorten_no_forecast(kind: str) -> None:
+    """They count as longer than their limit, and no request as one that runs away to the others' limit."""
+    rng = np.random.default_rng(0)
+    size = rng.integers(1, 4, 660)
+    length = np.minimum(8000, np.exp(5.3 + 0.8 * size + 0.3 * rng.standard_normal(660))).astype(int)
+    rows = [
+        {"prompt": "word " * 10 * n + str(rng.integers(10**5)), "output_length": int(tokens), "finish_reason": "stop"}
+        for n, tokens in zip(size, length, strict=True)
+    ]
+    cut = [row | {"output_length": 64, "finish_reason": "length"} for row in rows[600:]]
+    prompts = [row["prompt"] for row in rows[:200]]
+    alone, both = (refit(kind, from_rows(some)).predict(prompts) for some in (rows[:600], rows[:600] + cut))
+    for n in (1, 2, 3):
+        of_size = size[:200] == n
+        assert both.mean[of_size].mean() == pytest.approx(alone.mean[of_size].mean(), rel=0.1)
+    top = [prediction.quantiles[:, list(prediction.levels).index(0.98)].mean() for prediction in (alone, both)]
+    assert top[1] == pytest.approx(top[0], rel=0.25)
 
 
 def test_one_task_is_said_and_no_variance_is_said() -> None:

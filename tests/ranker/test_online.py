@@ -22,15 +22,14 @@ def play(ranker: OnlineRanker, rows: list[dict[str, Any]], step: int, shuffle: b
     if shuffle:
         lengths = list(np.random.default_rng(step).permutation(lengths))
     ids = [f"{step}.{n}" for n in range(len(rows))]
-    groups = [f"{step}.{row['group_id']}" for row in rows]
     prompts, tasks = [row["prompt"] for row in rows], [row["task"] for row in rows]
-    prediction = ranker.predict(prompts, tasks, groups, step)
+    prediction = ranker.predict(prompts, tasks, step)
     for sample, expected in zip(ids, prediction.mean if prediction else (), strict=bool(prediction)):
         ranker.expect([sample], float(expected))
     ranker.observe(
         [
-            row | {"sample_id": sample, "output_length": int(length), "step": step, "group_id": group}
-            for row, sample, length, group in zip(rows, ids, lengths, groups, strict=True)
+            row | {"sample_id": sample, "output_length": int(length), "step": step}
+            for row, sample, length in zip(rows, ids, lengths, strict=True)
         ]
     )
     ranker.end_step()
@@ -86,6 +85,13 @@ def test_predictions_made_before_the_start_are_the_ones_measured() -> None:
     ranker.observe(finished[20:])
     measured = ranker.end_step()
     assert measured is not None and measured.recall_at_20 == measured.kendall_tau == 1.0 and measured.samples == 30
+
+
+def test_what_was_cut_off_before_its_first_token_is_not_learned() -> None:
+    ranker = OnlineRanker()
+    ranker.expect(["a"], 100.0)
+    ranker.observe([{"prompt": "p", "sample_id": "a", "output_length": 0, "finish_reason": "length"}])
+    assert not ranker._finished and not ranker._waiting and ranker.refit() is False
 
 
 @pytest.mark.parametrize(

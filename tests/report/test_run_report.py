@@ -19,13 +19,16 @@ from streamrl.errors import UserError
 from streamrl.report import plots
 from streamrl.report.run_data import load_run, pick_samples, read_texts
 from streamrl.report.run_report import write_report
+from streamrl.run_dir.evaluations import EvaluationRow
 from streamrl.run_dir.jsonl import RowWriter
 from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.trace import TraceWriter
+from tests.dashboard.samples import a_sample, write_samples
 from tests.report.synthetic import (
     START,
     RunMaker,
     audit_of,
+    make_evaluation,
     make_row,
     make_status,
     write_rollouts,
@@ -162,6 +165,26 @@ def test_the_timeline_has_a_row_per_instance_and_the_trainer(of_three_steps: tup
         assert f">{name}<" in figure
 
 
+def test_dollar_signs_in_names_are_no_formulas(tmp_path: Path) -> None:
+    name = "cash$%s$"
+    rollouts = [a_sample("a.0", task=name, finish_reason=name), a_sample("b.0", task="sum")]
+    write_samples(tmp_path / "rollouts", 1, rollouts)
+    with RowWriter(tmp_path / "metrics.jsonl", MetricsRow) as metrics:
+        metrics.append(make_row(1, reward_by_task={name: 0.5}))
+    evaluation = make_evaluation(1, 0.4)
+    with RowWriter(tmp_path / "evaluations.jsonl", EvaluationRow) as evaluations:
+        evaluations.append(
+            evaluation.model_copy(update={"by_task": {name: evaluation.overall, "sum": evaluation.overall}})
+        )
+    with TraceWriter(tmp_path / "trace.json") as trace:
+        trace.span(name, name, START + 30, START + 31)
+    write_status(tmp_path, make_status(1, 20, START))
+    _, text = page_of(tmp_path)
+    for plot, count in {"reward": 1, "evaluation": 1, "length-histogram": 3, "timeline-0": 2}.items():
+        (figure,) = re.findall(rf'<figure id="plot-{plot}">.*?</figure>', text, flags=re.DOTALL)
+        assert figure.count(f">{name}<") == count, plot
+
+
 def test_many_kinds_of_work_do_not_flood_the_timeline(make_run: RunMaker, drawn: Callable[[str], None]) -> None:
     drawn("timeline-0")
     run_dir = make_run(2, trace=False)
@@ -235,6 +258,17 @@ def test_a_sample_recorded_again_after_a_resume_counts_once(make_run: RunMaker) 
     assert rollouts is not None and len(rollouts) == 128
 
 
+def test_an_episode_of_several_rows_counts_once_and_its_text_is_that_of_its_first_row(tmp_path: Path) -> None:
+    episode = [a_sample("a.0", completion="first"), a_sample("a.0#1", completion="second")]
+    other = a_sample("b.0", completion="other", task="count", reward=0.0, route="tail")
+    write_samples(tmp_path / "rollouts", 1, [*episode, a_sample("a.0#2"), other])
+    write_status(tmp_path, make_status(1, 20, START))
+    data = load_run(tmp_path)
+    assert data.rollouts is not None
+    assert list(data.rollouts.sample_id) == ["a.0", "b.0"]
+    assert [completion for _, completion in read_texts(data, [0, 1]).values()] == ["first", "other"]
+
+
 @pytest.mark.usefixtures("undrawn")
 def test_best_worst_and_longest_samples_are_those_and_each_is_shown_once(make_run: RunMaker) -> None:
     data = load_run(make_run(12))
@@ -281,6 +315,27 @@ def test_recorded_text_is_shown_as_it_is_without_a_tokenizer(make_run: RunMaker)
         40: "text 40",
     }
     assert not data.notes
+
+
+def test_texts_that_cannot_be_read_are_noted_and_the_others_are_shown(tmp_path: Path) -> None:
+    folder = tmp_path / "rollouts"
+    deleted = write_samples(folder, 1, [a_sample("a.0")])
+    write_samples(folder, 2, [a_sample("b.0"), a_sample("b.1")])
+    write_samples(folder, 3, [a_sample("c.0"), a_sample("c.1", conversation='{"messages": 3}')])
+    write_status(tmp_path, make_status(1, 20, START))
+    data = load_run(tmp_path)
+    assert data.rollouts is not None and len(data.rollouts) == 5 and not data.notes
+    deleted.unlink()
+    write_samples(folder, 2, [a_sample("b.0")])
+    texts = read_texts(data, [0, 1, 2, 3, 4])
+    question = "What is 1 + 1?"
+    assert texts == {**dict.fromkeys((0, 1, 2), (None, None)), 3: (question, "It is 2"), 4: (question, None)}
+    for note, start in zip(
+        data.notes,
+        ("The texts of step_000001.parquet", "The texts of step_000002.parquet", "The conversation of sample c.1"),
+        strict=True,
+    ):
+        assert note.startswith(start) and "could not be read" in note
 
 
 def test_without_a_tokenizer_the_report_says_why_there_is_no_text(of_three_steps: tuple[Page, str]) -> None:

@@ -15,6 +15,7 @@ from streamrl.generation.instance.sample_parts import join
 from streamrl.generation.site.sample_batches import pack_samples, sample_bytes, unpack_samples
 from streamrl.generation.site.token_journal import TokenJournal
 from streamrl.machine.router_shape import RouterShape, shape_of
+from streamrl.plain_files import NotPlainFile
 from streamrl.protocol.controller_site import SampleBatch
 from streamrl.protocol.message import body_of, parse, wire
 from streamrl.protocol.samples import (
@@ -26,10 +27,18 @@ from streamrl.protocol.samples import (
     sample_to_wire,
 )
 from streamrl.protocol.site_instance import GenerateSample
+from streamrl.rollouts import parquet_files
 from streamrl.rollouts.kept_micro_batches import KeptMicroBatches, KeptStep
 from streamrl.rollouts.ledger import pack_content, unpack_content
-from streamrl.rollouts.micro_batch import TrainGroup, from_wire, split_into_micro_batches, to_wire, train_groups
-from streamrl.rollouts.types import Group, PartialSample, Sample, SampleRequest, Scored
+from streamrl.rollouts.micro_batch import (
+    TrainGroup,
+    TrainSequence,
+    from_wire,
+    split_into_micro_batches,
+    to_wire,
+    train_groups,
+)
+from streamrl.rollouts.types import ByteArray, Group, PartialSample, Sample, SampleRequest, Scored
 from streamrl.rollouts.void import Void, VoidCause
 from streamrl.training.packing import pack
 
@@ -219,6 +228,31 @@ def test_each_token_of_a_packed_row_has_its_own_experts_whatever_the_way_there(t
     assert pack(sent).experts is None and pack([plain]).recorded is None
     parts = split_into_micro_batches([made], len(PROMPT) + 4)
     assert len(parts) == 2 and all(same(part[0].prompt_experts, made.prompt_experts) for part in parts)
+
+
+def kept_with(prompt: ByteArray, experts: list[ByteArray]) -> KeptStep:
+    """A step of one group with a sequence for each array of experts."""
+    zeros = np.zeros(1, np.float32)
+    sequences = [TrainSequence(np.ones(1, np.int32), zeros, 0.5, None, None, "s", None, None, one) for one in experts]
+    return KeptStep(1, 1.0, "x", {}, [[[TrainGroup("g", np.ones(2, np.int32), sequences, "", prompt)]]])
+
+
+def test_a_large_refused_step_is_read_as_it_was_kept_and_a_small_file_stands_for_no_large_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet_files, "MOST_DECODED", 1 << 20)
+    kept, rng = KeptMicroBatches(tmp_path / "refused"), np.random.default_rng(0)
+    prompt, one = (rng.integers(0, 256, (size, 100), np.uint8) for size in (1000, 1))
+    kept.write(kept_with(prompt, [one] * 64))  # 64 sequences of one prompt
+    [group] = kept.read(1).micro_batches[0][0]
+    assert same(group.prompt_experts, prompt) and len(group.sequences) == 64
+    many = [rng.integers(0, 256, (1000, 100), np.uint8) for _ in range(20)]
+    kept.write(kept_with(one, many))
+    [group] = kept.read(1).micro_batches[0][0]
+    assert all(same(sequence.experts, wanted) for sequence, wanted in zip(group.sequences, many, strict=True))
+    kept.write(kept_with(one, [np.zeros((1000, 100), np.uint8)] * 20))
+    with pytest.raises(NotPlainFile, match="unpacks to more than"):
+        kept.read(1)
 
 
 def check_packed(group: Group, made: TrainGroup) -> None:

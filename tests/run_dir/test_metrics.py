@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from streamrl.run_dir.jsonl import RowWriter
 from streamrl.run_dir.metrics import MetricsRow, read_metrics
 from tests.report.synthetic import audit_of, make_row
+from tests.run_dir.conftest import file_size_limit
 
 CONTRACT_KEYS = [
     "step",
@@ -101,6 +102,16 @@ def test_a_cut_last_line_is_skipped_and_removed_before_appending(tmp_path: Path,
         writer.append(make_row(3))
     assert [row.step for row in read_metrics(path)] == [1, 3]
     assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_a_row_that_the_disk_has_no_room_for_is_no_part_of_the_next_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with RowWriter(path, MetricsRow) as writer:
+        writer.append(make_row(1))
+        with file_size_limit(path.stat().st_size + 40), pytest.raises(OSError, match="File too large"):
+            writer.append(make_row(2))
+        writer.append(make_row(3))
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 3]
 
 
 def test_resuming_drops_the_rows_after_the_checkpoint_and_goes_on(tmp_path: Path) -> None:

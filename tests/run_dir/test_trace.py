@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from streamrl.report.timeline import choose_windows, tracks
 from streamrl.run_dir.trace import Event, TraceWriter, read_trace, trace_origin
 from tests.report.synthetic import START, make_row
+from tests.run_dir.conftest import file_size_limit
 
 
 def check_format(events: list[Event]) -> None:
@@ -84,6 +86,37 @@ def test_a_trace_cut_anywhere_gives_its_whole_events(tmp_path: Path) -> None:
         events = read_trace(tmp_path / "cut.json")
         assert events == whole[: len(events)]
         assert len(events) >= content[:size].count(b"},\n")
+
+
+def test_an_event_that_the_disk_has_no_room_for_is_no_part_of_the_next_one(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with TraceWriter(path) as trace:
+        trace.span("trainer", "first", START, START + 1)
+        with file_size_limit(path.stat().st_size + 30), pytest.raises(OSError, match="File too large"):
+            trace.span("trainer", "second", START, START + 1)
+        trace.span("trainer", "third", START, START + 1)
+    assert [event["name"] for event in json.loads(path.read_text()) if event["ph"] == "X"] == ["first", "third"]
+
+
+def test_a_large_trace_is_opened_again_in_little_memory_and_cut_at_its_first_broken_event(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with TraceWriter(path) as trace:
+        for number in range(5000):
+            trace.async_span("here-0", "sample", START + number, START + number + 1, f"s{number}")
+    before = read_trace(path)
+    tracemalloc.start()
+    try:
+        trace = TraceWriter(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 300_000 < path.stat().st_size
+    trace.close()
+    assert json.loads(path.read_text()) == before
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([*lines[:100], lines[100][:40] + b",", *lines[101:]]))  # as a full disk once left it
+    TraceWriter(path).close()
+    assert json.loads(path.read_text()) == before[:99]
 
 
 @pytest.mark.parametrize("ending", ["closed", "open", "cut", "empty"])

@@ -17,6 +17,7 @@ from streamrl.launcher.emulated_cluster import emulated
 from streamrl.launcher.site_setup import choose_addresses
 from streamrl.runtime.handshake import agreement, disagreement
 from streamrl.runtime.process_plan import plan_processes
+from streamrl.transport.curve import make_keys
 from tests.tiny_model import save_tiny_model
 
 FILES = Path(__file__).parents[2] / "cluster_configs"
@@ -164,6 +165,24 @@ def test_missing_keys_are_told_with_the_command_that_makes_them(tmp_path: Path) 
     assert "streamrl keys" in "".join(preflight.check_keys(cluster(security=security), "generate"))
     none = cluster(security=security | {"encryption": "none"})
     assert list(preflight.check_keys(none, "generate")) == []
+
+
+def test_keys_of_sites_that_pass_weights_on_and_of_those_that_fetch_them_are_checked_at_the_start(
+    tmp_path: Path,
+) -> None:
+    relay = {"address": "localhost", "port": 5700, "generation": [{}]}
+    sites = {"train": {"address": "localhost", "port": 5600, "trainer": {}}, "a": {"generation": [{}]}, "b": relay}
+    pairs = (("train", "a"), ("train", "b"), ("a", "b"))
+    links = [{"between": pair, "bandwidth_gbit_s": 1, "rtt_ms": 5} for pair in pairs]
+    several = cluster(sites=sites, links=links, security={"keys": str(tmp_path)})
+    for site in sites:
+        make_keys(tmp_path, site)
+    assert [problem for site in sites for problem in preflight.check_keys(several, site)] == []
+    for missing, at in (("b", "a"), ("a", "b")):
+        (tmp_path / f"{missing}.key").rename(tmp_path / "away")
+        (problem,) = preflight.check_keys(several, at)
+        assert f"{missing}.key: no such file" in problem
+        (tmp_path / "away").rename(tmp_path / f"{missing}.key")
 
 
 def test_sites_agree_on_everything_but_where_things_lie(tmp_path: Path) -> None:

@@ -129,6 +129,11 @@ def test_faster_memory_makes_small_batches_faster_and_compute_large_ones() -> No
     assert float(h20.base(512)) > float(h800.base(512))
 
 
+def test_ranks_beyond_the_kv_heads_read_copies() -> None:
+    two, four, eight = (roofline(QWEN_7B, device("H100"), tp).per_context_token for tp in (2, 4, 8))
+    assert four == pytest.approx(two / 2) and eight == pytest.approx(four)
+
+
 def test_every_device_names_its_source() -> None:
     assert all(entry.source and entry.bf16_tflops > 0 for entry in CATALOGUE.values())
     with pytest.raises(ValueError, match="unknown device 'H21'; known: H20"):

@@ -266,6 +266,35 @@ def test_what_waits_starts_on_any_instance_of_its_stretch_the_longest_first() ->
     assert started == [("500", "b"), ("400", "b"), ("300", "b"), ("200", "b")]
 
 
+@pytest.mark.parametrize("name", ["skew-aware", "skew-aware-static", "algorithm2"])
+@pytest.mark.parametrize("seed", range(4))
+def test_tokens_that_a_request_brings_count_as_its_prompt(name: str, seed: int) -> None:
+    rng = random.Random(seed)
+    lengths = {f"{n}": float(rng.randint(1000, 16_000)) for n in range(48)}
+    kept = {one: rng.choice([0, 0, int(0.95 * length)]) for one, length in lengths.items()}
+    told, bare = make_policy(name, 16_000), make_policy(name, 16_000)
+    for policy in (told, bare):
+        for instance in "abc":
+            policy.join(instance, 4, PAPER_7B_H800)
+    told.submit([Request(one, one, Forecast.exactly(length), 100) for one, length in lengths.items()])
+    bare.submit(
+        [Request(one, one, Forecast.exactly(length - kept[one]), 100 + kept[one]) for one, length in lengths.items()]
+    )
+    running: set[str] = set()
+
+    def produced(request_id: str) -> float:
+        return 20.0 if request_id in running else 0.0
+
+    while told.waiting or running:
+        decisions = told.decide(lambda one: kept[one] + produced(one))
+        assert decisions == bare.decide(produced)
+        running.update(decision.request_id for decision in decisions)
+        ended = min(running, key=lambda one: (lengths[one] - kept[one], one))
+        running.remove(ended)
+        for policy in (told, bare):
+            policy.finished(ended)
+
+
 def test_two_choices_keep_loads_far_more_level_than_one() -> None:
     def spread(policy: Random | TwoChoices) -> int:
         for n in range(32):

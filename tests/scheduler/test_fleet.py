@@ -13,7 +13,7 @@ from scheduler.dispatch.baselines import LeastLoaded, LongestFirst, Random, Roun
 from scheduler.dispatch.dispatch_objective import MAKESPAN, Streamed
 from scheduler.dispatch.group_probe import GroupProbe
 from scheduler.dispatch.planned import Algorithm2, SkewAware
-from scheduler.dispatch.policy import REGULAR, TAIL, Assignment, DispatchPolicy, Fleet, Instance, Request
+from scheduler.dispatch.policy import HOMES_KEPT, REGULAR, TAIL, Assignment, DispatchPolicy, Fleet, Instance, Request
 from scheduler.dispatch.registry import AUTO, BLIND, POLICIES, make_policy, objective_of, policy_for
 
 CURVE = StepCurve((1, 2), (1.0, 3.0))
@@ -171,6 +171,21 @@ def test_a_moved_request_frees_the_slot_that_it_had() -> None:
     assert (policy.instances["a"].free, policy.instances["b"].free, policy.where["1"].name) == (1, 0, "b")
     emptiest = policy.emptiest()
     assert emptiest is not None and emptiest.name == "a"
+
+
+def test_homes_are_known_of_the_groups_placed_last_alone() -> None:
+    policy = Fleet(affinity=8)
+    policy.join("a", 8)
+    policy.join("b", 8)
+    policy.place_by_load(deque([Request("one", "old"), Request("two", "used")]))
+    for number in range(HOMES_KEPT - 1):
+        again = [Request("again", "used")] if number % 100 == 0 else []
+        policy.place_by_load(deque([Request(f"{number}", f"g{number}"), *again]))
+        policy.withdraw({f"{number}", "again"})
+    policy.finished("two")
+    found = policy.place_by_load(deque([Request("three", "old"), Request("four", "used")]))
+    assert [one.instance for one in found] == ["b", "b"], "the emptiest one, and that of its sibling"
+    assert len(policy._homes) == HOMES_KEPT
 
 
 def test_a_policy_that_never_asks_for_the_emptiest_keeps_few_loads_and_the_right_ones() -> None:

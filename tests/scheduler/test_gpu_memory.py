@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -91,10 +92,32 @@ def test_ranks_that_share_rows_are_proposed_where_they_can() -> None:
     asked = "trainer.sequence_parallel: 2"
     assert smallest_change(replace(LONG, ranks=4)) == asked
     assert smallest_change(LONG) == f"trainer.ranks: 2 with {asked}"
-    assert smallest_change(replace(LONG, ranks=2, tensor_parallel=2)) == "trainer.ranks: 4", "not both"
+    assert smallest_change(replace(LONG, ranks=2, tensor_parallel=2)) == "trainer.ranks: 8", "not both"
     assert smallest_change(replace(LONG, ranks=2, nodes=2)) == f"trainer.ranks: 4 with {asked}"
     hybrid = replace(MODEL, attends_alone=False)
     assert smallest_change(replace(LONG, model=hybrid, ranks=4)).startswith("model.max_context")
     odd = replace(MODEL, heads=9, kv_heads=3)
     assert smallest_change(replace(LONG, model=odd, ranks=4)).startswith("model.max_context")
     assert smallest_change(replace(LONG, model=odd, ranks=3)) == "trainer.sequence_parallel: 3"
+
+
+def test_ranks_that_reduce_once_hold_whole_gradients_as_the_learner_decides() -> None:
+    def states(**changed: Any) -> float:
+        return phases(replace(SHAPE, ranks=4, **changed))[0].parts[0][1]
+
+    sharded = memory_per_gpu(MODEL, SHAPE.work, TrainerLayout(4), 0.0)
+    others = 3 / 4 * 4 * MODEL.parameters  # fp32, of the three shards that other ranks hold
+    assert states(reduction="micro_batch") == pytest.approx(sharded)
+    assert states(reduction="step") == pytest.approx(sharded + others)
+    large = 8 * 4 * MODEL.parameters  # of which the whole gradient is an eighth
+    assert states(trainer_gpu_bytes=1.01 * large) == pytest.approx(sharded + others)
+    assert states(trainer_gpu_bytes=0.99 * large) == pytest.approx(sharded)
+    assert states(trainer_gpu_bytes=0.51 * large, tensor_parallel=2) == pytest.approx(
+        memory_per_gpu(MODEL, SHAPE.work, TrainerLayout(2, 2, whole_gradients=True), 0.0)
+    )
+
+
+def test_gradients_that_are_too_large_as_a_whole_may_be_reduced_by_every_micro_batch() -> None:
+    shape = replace(SHAPE, ranks=4, trainer_gpu_bytes=20 * GIB, reduction="step")
+    assert not fits(shape) and smallest_change(shape) == "trainer.reduce_gradients: micro_batch"
+    assert fits(replace(shape, reduction="auto"))

@@ -127,6 +127,25 @@ def test_the_utilisation_falls_with_the_length_and_rises_with_the_width() -> Non
     assert share("7b", 2e3, "H20") > share("7b", 2e3, "H800"), "it has more bandwidth for its compute"
 
 
+@pytest.mark.parametrize(("name", "memory_gb", "whole"), [("3b", 100.0, True), ("7b", 130.0, False)])
+def test_each_pass_gathers_again_and_each_update_is_an_optimizer_step(name: str, memory_gb: float, whole: bool) -> None:
+    model = MODELS[name]
+    gpu = replace(device("H100"), memory_gb=memory_gb, per_machine=1, network_gbit_s=800.0)
+    step = StepTokens(2 * 8 * 32_768.0, 0.0, 2048.0, 256)  # eight micro-batches of each of two ranks
+    once, twice, parts = (
+        exactly(model, replace(GRPO, epochs=epochs, mini_batches=mini_batches), gpu, 2, step)
+        for epochs, mini_batches in ((1, 1), (2, 1), (2, 2))
+    )
+    assert once is not None and twice is not None and parts is not None
+    assert [one.shard for one in (once, twice, parts)] == [2, 2, 2]
+    assert [one.optimizer_s / once.optimizer_s for one in (once, twice, parts)] == pytest.approx([1, 2, 4])
+    assert [one.compute_s / once.compute_s for one in (once, twice, parts)] == pytest.approx([1, 2, 2])
+    assert twice.communication_s == pytest.approx(2 * once.communication_s)
+    # two more reductions in fp32, half of which goes to the other rank
+    more = 2 * 4 * model.parameters / 2 / (gpu.network_gbit_s * 1e9 / 8) if whole else 0.0
+    assert parts.communication_s == pytest.approx(twice.communication_s + more)
+
+
 def test_more_gpus_are_never_slower_and_never_more_than_offered() -> None:
     times = trainer_times(MODELS["32b"], PPO, device("H800"), 128, STEP)
     seconds = [math.inf if one is None else one.seconds for one in times]

@@ -68,6 +68,7 @@ def reward(completion, *, prompt, answer):
         case "noise":
             print("noise in Python", flush=True)
             os.system("echo noise from a child; echo to its stderr >&2")
+        case "arrow": print("\N{RIGHTWARDS ARROW}")
         case "pid": return os.getpid()
         case "before": return float(BEFORE)
         case "nap":
@@ -325,6 +326,30 @@ def test_a_module_that_dies_or_hangs_on_import_fails_the_start(
     with pytest.raises(RunFailed, match=says):
         asyncio.run(RewardPool(wrong, 0, workers=1).start(timeout_s=limit_s))
     assert not workers()
+
+
+IN_ASCII = """
+import asyncio
+from streamrl.config.tasks import FileTask
+from streamrl.tasks.reward_pool import RewardPool
+
+async def main():
+    task = FileTask(kind="file", name="mine", path="unused.jsonl", reward="mischief:reward")
+    pool = RewardPool([task], 0, workers=1, timeout_s=60)
+    await pool.start()
+    print((await pool.score("mine", "arrow", {"prompt": "", "answer": None})).reward)
+    pool.close()
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_a_reward_may_print_what_the_terminals_encoding_lacks(tasks: list[Task], tmp_path: Path) -> None:
+    (tmp_path / "in_ascii.py").write_text(IN_ASCII)
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    env = os.environ | path | {"PYTHONIOENCODING": "ascii"}
+    assert subprocess.check_output([sys.executable, "in_ascii.py"], text=True, env=env) == "1.0\n"
 
 
 PARENT = """

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from streamrl.config.trackers import TensorBoardTracker
 from streamrl.errors import UserError
+from streamrl.trackers import tracker_process
 from streamrl.trackers.follower import RunFollower
 from streamrl.trackers.sent_rows import SentRows
 from streamrl.trackers.tracker import TrackedRun
-from streamrl.trackers.tracker_process import PatientDelivery
+from streamrl.trackers.tracker_process import PatientDelivery, follow
 from tests.trackers.tracked_run import KeptTracker, back_to, evaluate, make_run, train
 
 
@@ -154,3 +157,39 @@ def test_two_processes_do_not_send_to_one_tracker(tmp_path: Path) -> None:
     ):
         SentRows(tmp_path, "wandb")
     SentRows(tmp_path, "wandb").close()
+
+
+class Ended(threading.Event):
+    """An event that is waited for only to do what happens meanwhile, at most once; then it is set."""
+
+    def __init__(self, meanwhile: Callable[[], None]) -> None:
+        super().__init__()
+        self._meanwhile: list[Callable[[], None]] = [meanwhile]
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not self._meanwhile:
+            self.set()
+        while self._meanwhile:
+            self._meanwhile.pop()()
+        return self.is_set()
+
+
+def test_the_process_of_a_resumed_run_waits_for_that_of_the_earlier_launch(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    train(tmp_path, range(1, 4))
+    tracker = KeptTracker()
+    said: list[str] = []
+    earlier = SentRows(tmp_path, "tensorboard")
+    earlier.mark("step", 1, 1001.0)
+    assert follow(tmp_path, "tensorboard", Ended(earlier.close), said.append, lambda *_: tracker)
+    assert tracker.numbers == [2, 3]
+    assert said == ["waits for the process of an earlier launch, which still sends its rest"]
+
+
+def test_a_process_that_does_not_end_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path)
+    monkeypatch.setattr(tracker_process, "HANDOVER_S", 0.0)
+    with SentRows(tmp_path, "tensorboard"), pytest.raises(UserError, match="by another process"):
+        follow(tmp_path, "tensorboard", threading.Event(), lambda _: None, lambda *_: KeptTracker())

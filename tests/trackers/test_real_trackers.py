@@ -148,7 +148,7 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_resumed_run_continues_its_history_and_has_each_step_once(tmp_path: Path, name: str) -> None:
     package, keys, read = READERS[name]
     pytest.importorskip(package)
-    folder = make_run(tmp_path / "run", f"[{keys}]")
+    folder = make_run(tmp_path / "run", f"[{keys}]", "evaluation={}")
     train(folder, range(1, 6), reward=0.1)
     evaluate(folder, 0)
     send(folder, name)

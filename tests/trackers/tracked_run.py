@@ -17,9 +17,10 @@ from tests.dashboard.samples import a_sample, write_samples
 ROOT = Path(__file__).parents[2]
 
 
-def make_run(folder: Path, trackers: str = "[{name: tensorboard}]") -> Path:
-    """A run's folder with its configuration and no rows."""
-    save_resolved(folder, load_cluster(ROOT / "cluster_configs/local.yaml"), load_run(None, [f"trackers={trackers}"]))
+def make_run(folder: Path, trackers: str = "[{name: tensorboard}]", *keys: str) -> Path:
+    """A run's folder with its configuration, further keys of the run file in it, and no rows."""
+    run = load_run(None, [f"trackers={trackers}", *keys])
+    save_resolved(folder, load_cluster(ROOT / "cluster_configs/local.yaml"), run)
     return folder
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -112,3 +113,20 @@ def test_a_resumed_trainer_and_a_step_tried_again_have_the_rate_of_their_step(
     assert steps(whole, range(3, 6)) == steps(resumed, range(3, 6)) == expected[3:]
     for ours, theirs in zip(whole.policy.parameters(), resumed.policy.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_the_critics_warm_up_goes_on_from_update_to_update(tiny_model: Path, one_rank: None) -> None:
+    algorithm = {"name": "ppo", "critic": {"lr": 1e-3, "warmup_steps": 2}}
+    batch = {"epochs": 2, "prompts_per_step": 2}
+    config = run_config(tiny_model, algorithm=algorithm, optimizer={"lr": 1e-3, "warmup_steps": 2}, batch=batch)
+    trainer = Trainer(config, str(tiny_model), torch.device("cpu"))
+    assert trainer.critic is not None
+    (group,) = random_groups(1)
+    estimated = [replace(row, estimates=np.ones((row.loss_tokens, 3), np.float32)) for row in group.sequences]
+    rates = []
+    for step in range(3):
+        for update in range(2):
+            trainer.accumulate([replace(group, sequences=estimated)], is_last=True)
+            policy = trainer.step(step, 10.0, update=update).learning_rate
+            rates.append((policy, trainer.critic.optimizer.param_groups[0]["lr"]))
+    assert rates == [(rate, rate) for rate in (0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3, 1e-3)]

@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from streamrl.rollouts.canary import Canary
+from streamrl.training.packing import pack
 from streamrl.training.packing_proof import small_model
 from streamrl.training.trainer import Trainer
 from streamrl.verify.families import FAMILIES
-from tests.training.conftest import run_config
+from tests.training.conftest import random_groups, run_config
 from tests.training.trained import CPU
 
 
@@ -52,11 +51,11 @@ def test_buffers_of_the_model_are_saved_as_they_are(tmp_path: Path, one_rank: No
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_that_has_just_computed_is_saved(tiny_model: Path, tmp_path: Path, one_rank: None, dtype: str) -> None:
-    """Layers that have computed hold copies of their weights, as after the canary of a new version."""
+    """Layers that have computed hold copies of their weights, in the compute type."""
     trainer = Trainer(run_config(tiny_model, model={"path": str(tiny_model), "dtype": dtype}), str(tiny_model), CPU)
-    tokens = np.arange(3, 20, dtype=np.int32)
     for number in range(2):
-        trainer.measure_canary(Canary(tokens[:5], tokens[5:]))
+        with torch.no_grad():
+            trainer.policy(pack(random_groups(1)), 1.0)
         saved = tmp_path / str(number)
         saved.mkdir()
         trainer.save(saved)

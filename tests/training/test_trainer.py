@@ -15,6 +15,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.flop_counter import FlopCounterMode
 
+from streamrl.rollouts.canary import Canary
 from streamrl.rollouts.micro_batch import (
     TrainGroup,
     TrainSequence,
@@ -182,10 +183,40 @@ def test_bf16_compute_keeps_fp32_master_weights(tiny_model: Path, one_rank: None
     trainer = Trainer(run_config(tiny_model, model=model, algorithm=PPO), str(tiny_model), CPU)
     trainer.accumulate(random_groups(2), is_last=True)
     trainer.step(0, 10)
+    trainer.measure_canary(Canary(np.arange(4, dtype=np.int32), np.arange(6, dtype=np.int32)))
     for learner in (trainer.learner, trainer.critic):
         assert learner is not None
         assert {p.dtype for p in learner.model.parameters()} == {torch.float32}
     assert {t.dtype for _, t in trainer.weights()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"], ids=["plain", "FSDP2"])
+def test_forward_passes_before_an_optimizer_step_leave_its_bits_as_they_are(
+    tiny_model: Path, one_rank: None, dtype: str
+) -> None:
+    config = run_config(tiny_model, algorithm=PPO, model={"path": str(tiny_model), "dtype": dtype})
+    groups, tokens = random_groups(4), np.arange(10, dtype=np.int32)
+    found, norms = [], []
+    for passes in (False, True):
+        trainer = Trainer(config, str(tiny_model), CPU)
+
+        def between(trainer: Trainer = trainer, passes: bool = passes) -> None:
+            if passes:
+                trainer.measure_canary(Canary(tokens[:4], tokens[4:]))
+                trainer.prepare(groups)
+
+        for step in range(2):
+            trainer.accumulate(groups[:2], is_last=False)
+            between()
+            trainer.accumulate(groups[2:], is_last=True)
+            between()
+            if passes:  # one that leaves its compute copies
+                with torch.no_grad():
+                    trainer.policy(pack(groups), 1.0)
+            norms.append(trainer.step(step, 10.0).grad_norm)
+        found.append([*weights_of(trainer.learner), *weights_of(trainer.critic)])
+    assert norms[0] > 0 and norms[:2] == norms[2:]
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_only_what_is_converted_or_shared_is_sharded(tiny_model: Path, one_rank: None) -> None:
@@ -195,6 +226,16 @@ def test_only_what_is_converted_or_shared_is_sharded(tiny_model: Path, one_rank:
         assert trainer.critic is not None and trainer.reference is not None
         for one in (trainer.policy, trainer.critic.model, trainer.reference):
             assert any(isinstance(module, FSDPModule) for module in one.modules()) == is_sharded
+
+
+def test_a_model_that_is_sharded_is_never_whole_on_the_device(tiny_model: Path, one_rank: None) -> None:
+    """torch moves each unit as it is sharded; only a model that is not sharded is moved as a whole."""
+    for dtype, whole in (("float32", {"Policy", "Critic"}), ("bfloat16", set())):
+        model = {"path": str(tiny_model), "max_context": 256, "dtype": dtype}
+        with patch.object(torch.nn.Module, "to", autospec=True) as moves:
+            Trainer(run_config(tiny_model, model=model, algorithm=PPO), str(tiny_model), CPU)
+        moved = {type(call.args[0]).__name__ for call in moves.call_args_list}
+        assert moved & {"Policy", "Critic", "FSDPPolicy", "FSDPCritic"} == whole
 
 
 def test_kl_to_the_reference_is_zero_at_the_start_and_grows(tiny_model: Path, one_rank: None) -> None:

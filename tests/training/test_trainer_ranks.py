@@ -21,6 +21,7 @@ from streamrl.rollouts.micro_batch import (
 )
 from streamrl.rollouts.rank_shares import balance
 from streamrl.training.critic import load_critic
+from streamrl.training.decoder_layers import decoder_of
 from streamrl.training.learner import Division
 from streamrl.training.objective import merged
 from streamrl.training.policy_model import load_policy
@@ -250,12 +251,12 @@ def test_ranks_that_share_rows_equal_one_and_checkpoints_load_on_either(alone: A
 
 
 def test_layers_that_cannot_be_shared_are_refused(tiny_model: Path) -> None:
-    config = load_policy(str(tiny_model)).model.config
+    trunk = decoder_of(load_policy(str(tiny_model)).model)
     with pytest.raises(RunFailed, match=r"tensor_parallel is 2: it must divide the model's 1 key-value heads"):
-        plan_of(config, 2)
-    config.base_model_tp_plan = {"layers.*.self_attn.q_norm": "replicated_with_grad_allreduce"}
+        plan_of(trunk, 2)
+    trunk.config.base_model_tp_plan = {"layers.*.self_attn.q_norm": "replicated_with_grad_allreduce"}
     with pytest.raises(RunFailed, match="not supported for llama, whose plan has replicated_with_grad_allreduce"):
-        plan_of(config, 1)
-    config.base_model_tp_plan = None
+        plan_of(trunk, 1)
+    trunk.config.base_model_tp_plan = None
     with pytest.raises(RunFailed, match="whose plan has none"):
-        plan_of(config, 1)
+        plan_of(trunk, 1)

@@ -6,6 +6,8 @@ import json
 import platform
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +74,43 @@ def test_a_trainers_state_goes_to_the_host_and_back_with_the_same_bits(monkeypat
         measured("turns")
 
 
+class FakeGpus:
+    """GPUs that copy in the background of a clock: a copy takes 10 ms, from GPU 1 to 2 20 ms."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._now = 0.0
+        self._open: list[tuple[tuple[str, str], float]] = []
+        monkeypatch.setattr(hardware_stages, "time", SimpleNamespace(perf_counter=self._clock))
+        cuda = {"is_available": lambda: True, "device_count": lambda: 3, "synchronize": self._synchronize}
+        for name, function in (cuda | {"can_device_access_peer": lambda *_: True}).items():
+            monkeypatch.setattr(torch.cuda, name, function)
+        monkeypatch.setattr(torch, "ones", lambda count, device: self._tensor(device))
+        monkeypatch.setattr(torch, "empty_like", lambda _, device: self._tensor(device))
+
+    def _clock(self) -> float:
+        self._now += 1e-4
+        return self._now
+
+    def _tensor(self, device: str) -> Any:
+        def copy(source: Any) -> None:
+            pair = (source.device, device)
+            self._open.append((pair, 0.02 if pair == ("cuda:1", "cuda:2") else 0.01))
+
+        return SimpleNamespace(device=device, numel=lambda: 2**20, copy_=copy)
+
+    def _synchronize(self, device: str = "cuda:0") -> None:
+        for one in [one for one in self._open if device in one[0]]:
+            self._open.remove(one)
+            self._now += one[1]
+
+
+def test_the_slowest_pair_of_gpus_is_found_though_the_first_is_not_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeGpus(monkeypatch)
+    found = measured("peers")["peers, slowest pair"]
+    assert found.note == "1 -> 2; all have peer access"
+    assert found.value == pytest.approx(2**22 / 0.02 / 1e9, rel=0.1)
+
+
 def test_ranks_that_sum_a_tensor_are_timed(tmp_path: Path) -> None:
     hardware_stages._all_reduce(0, 1, 1, f"file://{tmp_path}/meet", str(tmp_path / "seconds"))
     assert float((tmp_path / "seconds").read_text()) > 0
@@ -101,6 +140,34 @@ def test_an_attention_that_is_wrong_fails_its_stage(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(merged_attention, "_share", lambda lse, total: torch.ones_like(lse).T[..., None])
     with pytest.raises(ValueError, match="attention on cpu is wrong: relative error"):
         measured("attention")
+
+
+def _lose_a_gradient(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+    """Let one of the gradients that are asked for be NaN."""
+    grad = torch.autograd.grad
+
+    def wrong(*arguments: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(one * float("nan") if at == place else one for at, one in enumerate(grad(*arguments)))
+
+    monkeypatch.setattr(torch.autograd, "grad", wrong)
+
+
+def test_an_attention_whose_output_is_not_a_number_fails_its_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    apply = merged_attention.MergedAttention.apply
+    monkeypatch.setattr(merged_attention.MergedAttention, "apply", lambda *inputs: apply(*inputs) + float("nan"))
+    with pytest.raises(ValueError, match="attention on cpu is wrong: relative error nan"):
+        measured("attention")
+
+
+@pytest.mark.parametrize(
+    ("stage", "place"), [("attention", 0), ("attention", 1), ("attention", 2), ("head", 0), ("head", 1)]
+)
+def test_a_gradient_that_is_not_a_number_fails_its_stage(
+    stage: str, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _lose_a_gradient(monkeypatch, place)
+    with pytest.raises(ValueError, match="on cpu is wrong: relative error nan"):
+        measured(stage)
 
 
 def test_the_trainer_is_timed_at_each_context() -> None:

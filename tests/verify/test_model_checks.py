@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -14,11 +13,13 @@ import torch
 from rich.console import Console
 from transformers import (
     AutoTokenizer,
+    CohereConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     MistralConfig,
     OPTConfig,
+    PhiConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen3MoeConfig,
@@ -27,8 +28,8 @@ from transformers import (
 from streamrl.tasks.chat_template import ChatTemplate
 from streamrl.training.packing_choice import Packing
 from streamrl.training.packing_ways import PackingProof, PackingWay
-from streamrl.verify import child_process, training_checks
 from streamrl.verify import generator_checks as generator
+from streamrl.verify import training_checks
 from streamrl.verify.findings import Finding, reasons_against, table_of
 from streamrl.verify.generator_order import AGAINST, BETWEEN_TOKENS, VERSION, Order
 from streamrl.verify.small_folder import save_small_models
@@ -82,6 +83,17 @@ def test_an_answer_has_to_end_with_a_token_at_which_the_generator_stops(tokenize
     assert check_stops(tokenizer, []).verdict == "refused"
 
 
+@pytest.mark.parametrize(("message", "reason"), [("no answers here", "no answers here"), ("", "TemplateError")])
+def test_a_template_that_fails_leaves_the_other_findings(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, message: str, reason: str
+) -> None:
+    tokenizer.chat_template = "{{ raise_exception('" + message + "') }}"
+    tokenizer.save_pretrained(tmp_path)
+    template, stops, vocabulary = check_tokenizer(tmp_path, 320)
+    assert (template.verdict, stops.verdict, vocabulary.verdict) == ("refused", "not checked", "works")
+    assert template.reason == stops.reason == f"the chat template fails: {reason}"
+
+
 def test_a_vocabulary_may_be_padded_but_not_cut() -> None:
     assert check_vocabulary(261, 261).reason == "261 tokens in 261 rows"
     assert "59 of padding" in check_vocabulary(261, 320).reason
@@ -115,6 +127,20 @@ def test_the_settings_of_a_run_are_tried_on_the_small_model() -> None:
     assert set(found.values()) == {"works"}, found
     alone = check_settings(MistralConfig(), replace(OWN, undivided="tokens meet elsewhere"))[-1]
     assert (alone.verdict, alone.reason) == ("refused", "tokens meet elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("config", "norm"),
+    [(CohereConfig(use_qk_norm=True), "self_attn.k_norm"), (PhiConfig(qk_layernorm=True), "self_attn.k_layernorm")],
+    ids=["cohere", "phi"],
+)
+def test_layers_with_norms_of_heads_that_the_plan_leaves_out_cannot_be_shared(
+    config: PretrainedConfig, norm: str
+) -> None:
+    found = {one.check: one for one in check_settings(config, OWN)}["tensor parallel"]
+    assert found.verdict == "refused" and f"not supported for {config.model_type} with layers.*.{norm}" in found.reason
+    plain = {one.check: one.verdict for one in check_settings(type(config)(), OWN)}
+    assert plain["tensor parallel"] == "works"
 
 
 @pytest.mark.parametrize("kind", [GPT2Config, OPTConfig])
@@ -167,8 +193,12 @@ RIGHT: dict[str, dict[str, object]] = {
 FAILED = "(EngineCore pid=1) ERROR [x.py:1] ValueError: no CPU kernel\n"
 
 
+def complete(stages: dict[str, dict[str, object]]) -> dict[str, object]:
+    return {"stages": stages, "errors": FAILED, "in_time": True}
+
+
 def verdicts(stages: dict[str, dict[str, object]]) -> dict[str, tuple[str, str]]:
-    answer = {"stages": stages, "errors": FAILED, "in_time": True}
+    answer = complete(stages)
     return {one.check: (one.verdict, one.reason) for one in generator.findings_of(ORDER, answer)}
 
 
@@ -224,14 +254,20 @@ def test_what_vllm_cannot_do_is_the_reason() -> None:
     assert {name for name, found in ended_early.items() if "no CPU kernel" in found[1]} == set(ended_early) - {AGAINST}
 
 
+def test_a_vllm_that_does_not_compute_on_the_cpu_refuses_no_model() -> None:
+    found = generator.findings_of(ORDER, {"stages": {}, "errors": "", "in_time": True, "lacks": "it is for GPUs"})
+    assert {(one.verdict, one.reason) for one in found} == {("not checked", "it is for GPUs")}
+    assert [one.check for one in found] == [one.check for one in generator.findings_of(ORDER, complete(RIGHT))]
+
+
 def test_orders_that_vllm_has_not_answered_in_time_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     said = json.dumps({"stages": RIGHT, "errors": "", "in_time": True}) + "\n"
 
-    def too_slow(*_: object, timeout: float, **__: object) -> None:
-        assert timeout > 2 * generator.LIMIT_S
-        raise subprocess.TimeoutExpired("python", timeout, output=said.encode())
+    def too_slow(*_: object, limit_s: float, **__: object) -> tuple[str, None]:
+        assert limit_s > 2 * generator.LIMIT_S
+        return said, None
 
-    monkeypatch.setattr(child_process.subprocess, "run", too_slow)
+    monkeypatch.setattr(generator, "run_module", too_slow)
     answered, late = generator.check_generators([ORDER, ORDER])
     assert {one.verdict for one in answered} == {"works"}
     assert [one.check for one in answered][:2] == [AGAINST, VERSION] == [one.check for one in late][:2]

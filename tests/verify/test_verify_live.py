@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import GptOssConfig, MistralConfig, PretrainedConfig, Qwen3MoeConfig
@@ -40,3 +41,14 @@ def test_the_table_of_a_model(
     else:
         assert "not checked" in int8 or "refused" in int8
     assert "not checked" in rows["stop tokens"]
+
+
+def test_a_vllm_for_gpus_is_asked_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from streamrl.verify import generator_stages
+    from streamrl.verify.generator_order import Order
+
+    for_gpus = SimpleNamespace(is_cpu=lambda: False, device_type="cuda")
+    monkeypatch.setattr(generator_stages, "current_platform", for_gpus)
+    found = generator_stages.answer(Order(("first", "second"), "eager", str(tmp_path)))
+    assert found["stages"] == {} and found["lacks"].endswith("the vLLM that is installed computes on cuda")
+    assert not list(tmp_path.iterdir())

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub, Link
+from streamrl.weights import local_model
 from streamrl.weights.local_model import expected_tensors, initial_version
 from streamrl.weights.publisher import WeightPublisher
-from streamrl.weights.quantize import is_quantized, quantize
+from streamrl.weights.quantize import CodeKind, is_quantized, quantize
 from streamrl.weights.site_relay import WeightRelay
 from streamrl.weights.version import lay_out
 from streamrl.weights.version_store import WeightStore
@@ -56,6 +61,47 @@ def test_the_files_laid_out_hold_8_bit_codes_where_versions_do(tmp_path: Path, k
             published.append((name, tensor))
     assert len(published) > len(trained_from(tmp_path))
     assert known[0] == lay_out(0, published)[0]
+
+
+@pytest.mark.parametrize("kind", ["same", "int8"])
+def test_beside_the_version_one_tensor_of_the_files_is_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Literal["same", "int8"]
+) -> None:
+    save_tiny_model(tmp_path)
+    AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    expected = expected_tensors(str(tmp_path), "bfloat16", kind)
+    made: list[weakref.ref[torch.UntypedStorage]] = []
+    most = 0
+
+    class Watched(NamedTuple):
+        """A file of tensors that are watched."""
+
+        file: Any
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            nonlocal most
+            tensor = self.file.get_tensor(name)
+            made.append(weakref.ref(tensor.untyped_storage()))
+            most = max(most, sum(one() is not None for one in made))
+            return tensor
+
+        def keys(self) -> Any:
+            return self.file.keys()
+
+    @contextmanager
+    def watching(*args: Any, **keywords: Any) -> Iterator[Watched]:
+        with safe_open(*args, **keywords) as file:
+            yield Watched(file)
+
+    def quantizing(tensor: torch.Tensor, kind: CodeKind) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, scales = quantize(tensor, kind)
+        made.append(weakref.ref(codes.untyped_storage()))
+        return codes, scales
+
+    monkeypatch.setattr(local_model, "safe_open", watching)
+    monkeypatch.setattr(local_model, "quantize", quantizing)
+    assert initial_version(str(tmp_path), expected, "bfloat16", kind) is not None
+    assert len(made) >= len(expected) and most == 1
 
 
 def test_a_seeded_relay_fetches_nothing_first_and_a_delta_then(tmp_path: Path) -> None:

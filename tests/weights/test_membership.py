@@ -139,6 +139,7 @@ def test_a_member_that_is_lost_when_all_others_have_the_version_costs_no_other_t
     push.paused(answer("a", "b"))
     push.sent(answer("a", lost="b"), broken)
     assert (push.step, set(push.applied), push.tries, group.members) == (PushStep.DONE, {"a"}, 0, ())
+    assert push.why == "b: b died"  # for the log
 
 
 def test_members_that_have_all_of_it_are_done_but_a_group_that_broke_does_not_stand() -> None:

@@ -7,6 +7,8 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 from streamrl.weights.quantize import (
     CODE_TYPES,
@@ -121,8 +123,28 @@ def test_linear_weights_are_quantized_and_nothing_else() -> None:
     assert is_quantized("lm_head.weight", (8, 4))  # untied: a tied one is the embedding, and has no name of its own
     assert not is_quantized(f"{layer}self_attn.q_proj.bias", (8,))
     assert not is_quantized(f"{layer}mlp.experts.gate_up_proj", (2, 8, 4))
-    for name in ("model.embed_tokens", "transformer.wte", f"{layer}input_layernorm", f"{layer}mlp.gate"):
+    routers = (f"{layer}mlp.gate", f"{layer}mlp.gate.wg", f"{layer}ffn.router.layer")
+    for name in ("model.embed_tokens", "transformer.wte", f"{layer}input_layernorm", *routers):
         assert not is_quantized(f"{name}.weight", (8, 4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "router"),
+    [
+        ("qwen3", ""),
+        ("olmoe", "mlp.gate"),
+        ("granitemoe", "block_sparse_moe.router.layer"),
+        ("longcat_flash", "mlp.router.classifier"),
+    ],
+)
+def test_of_a_models_matrices_only_routers_and_embeddings_are_not_quantized(kind: str, router: str) -> None:
+    layers = "num_layers" if kind == "longcat_flash" else "num_hidden_layers"
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{layers: 1}))
+    tensors = revert_weight_conversion(model, dict(model.named_parameters()))
+    kept = {name for name, one in tensors.items() if one.ndim == 2 and not is_quantized(name, tuple(one.shape))}
+    routers = {f"model.layers.0.{router}.weight"} if router else set()
+    assert kept == {"model.embed_tokens.weight"} | routers
 
 
 def version(kind: CodeKind) -> tuple[Manifest, np.ndarray]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -71,11 +70,12 @@ def check_failures(rank: int, ranks: int, folder: Path) -> None:
 
 
 def check_hosts(rank: int, ranks: int, folder: Path) -> None:
-    """Every rank on a host of its own: rank 0 has the buffer, and what the others own comes to it."""
+    """Every rank on a host of its own, or on one unknown: rank 0 has the buffer, and what others own comes to it."""
     plain = odd_model(), mixture()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(socket, "gethostname", lambda: f"host-{rank}")
-        for model, kind in ((sharded(odd_model()), "int8"), (sharded(mixture()), "same")):
+        for model, kind, host in ((odd_model(), "int8", f"host-{rank}"), (mixture(), "same", "")):
+            patch.setattr("streamrl.weights.sharded.this_host", lambda host=host: host)
+            sharded(model)
             manifest, buffer = ShardedLayout(model, torch.bfloat16, kind).lay_out(2)  # type: ignore[arg-type]
             assert buffer.nbytes == (manifest.nbytes if rank == 0 else 0)
             if rank == 0:
@@ -92,7 +92,7 @@ def check_copies(rank: int, ranks: int, folder: Path) -> None:
     for unit in (*model.base_model.layers, model):
         fully_shard(unit, mesh=mesh)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(socket, "gethostname", lambda: f"host-{2 * rank // ranks}")
+        patch.setattr("streamrl.weights.sharded.this_host", lambda: f"host-{2 * rank // ranks}")
         patch.setattr(DTensor, "full_tensor", no_gather)
         manifest, buffer = ShardedLayout(model, torch.bfloat16).lay_out(1)
     theirs = lay_out(1, whole(odd_model(), torch.bfloat16))

@@ -39,6 +39,7 @@ function sampleView(run, sample, showAll) {
       ["trained at", trained ? moment(trained) : null],
     ]),
     ...(sample.messages ? conversation(sample) : texts(sample)),
+    sample.cut && element("button", { type: "button", onclick: showAll }, "show whole texts"),
     ...sample.rows.flatMap((row, place) => tokens(row, sample.rows.length > 1 ? `Tokens of row ${place + 1}` : "Tokens", sample.advantage, showAll)),
   ].filter(Boolean);
 }

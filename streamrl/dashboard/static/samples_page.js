@@ -15,6 +15,7 @@ export function samplesPage(main, run, query) {
   const selects = element("span", { class: "filters" });
   let known = "";
   let all = null;
+  let failed = false;
   let more;
 
   const list = new VirtualList("samples", async (offset, limit) => {
@@ -23,7 +24,10 @@ export function samplesPage(main, run, query) {
     const names = Object.keys(told.columns);
     return { total: told.total, rows: told.columns.sample_id.map((_, place) => Object.fromEntries(names.map((name) => [name, told.columns[name][place]]))) };
   }, draw, (row) => { location.hash = `#/run/${encodeURIComponent(run)}/sample?id=${encodeURIComponent(row.sample_id)}`; });
-  list.failed = (problem) => { count.textContent = problem.message; };
+  list.failed = (problem) => {
+    count.textContent = problem.message;
+    failed = true;
+  };
 
   const text = field("text in the sample", element("input", { type: "search", name: "text", value: filter.text ?? "", maxlength: 1000, placeholder: "prompt or answer", onchange: change }));
   const inputs = NUMBERS.map(([title, name]) => field(title, element("input", { type: "number", step: "any", name, value: filter[name] ?? "", "aria-label": label(title, name), onchange: change })));
@@ -72,6 +76,7 @@ export function samplesPage(main, run, query) {
     const group = filter.group_id ? ` of group ${filter.group_id}` : "";
     count.textContent = told.all === 0 ? "No step has written its samples yet." : `${number(told.total)} of ${number(told.all)} samples${group}${searching(told)}`;
     all = told.all;
+    failed = false;
     clearTimeout(more);
     if (told.searched < told.files) more = setTimeout(() => list.reload(true), 100);
   }
@@ -94,9 +99,13 @@ export function samplesPage(main, run, query) {
     main.querySelector("form input")?.focus();
   };
   document.addEventListener("keydown", slash);
-  list.reload().then(() => list.node.focus({ preventScroll: true }));
+  const first = list.reload().then(() => list.node.focus({ preventScroll: true }));
   const stop = repeat(async () => {
-    if (all === null) return;
+    await first;
+    if (failed) {
+      await list.reload(true);
+      return;
+    }
     try {
       const told = await askRun(run, "samples", { limit: 1 });
       if (told.all !== all) await list.reload(true);

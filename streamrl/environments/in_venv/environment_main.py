@@ -239,7 +239,7 @@ def _private_pipes() -> tuple[Any, Any]:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(2, 1)
-    getattr(sys.stdout, "reconfigure")(line_buffering=True)  # noqa: B009 (typed as a plain TextIO)
+    getattr(sys.stdout, "reconfigure")(line_buffering=True, errors="replace")  # noqa: B009 (typed as a plain TextIO)
     return requests, answers
 
 

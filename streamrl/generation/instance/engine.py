@@ -30,6 +30,7 @@ from streamrl.generation.instance.sample_parts import (
     token_versions,
     versions_from,
 )
+from streamrl.generation.instance.stop_strings import look_across
 from streamrl.generation.instance.vllm_processes import fork_where_safe
 from streamrl.machine.engine_settings import EngineSettings
 from streamrl.machine.model_files import resolve_model
@@ -116,6 +117,7 @@ class Engine:
         config = engine_config(pool, run, cuda, place, settings)
         fork_where_safe(cuda)
         self._llm = AsyncLLM.from_vllm_config(config)
+        look_across(self._llm.output_processor, self._kept)
         self._canaries = itertools.count()
         self._tokenizer = AutoTokenizer.from_pretrained(model)
         self._stop_ids = end_tokens(model, self._tokenizer)

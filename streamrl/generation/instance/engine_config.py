@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from streamrl.config.cluster import GenerationPool
@@ -218,9 +221,22 @@ def is_recurrent(model: Path) -> bool:
     Args:
         model: folder of the model.
     """
-    config = _config_of(model)
-    kinds = (config.get("text_config") or config).get("layer_types") or ()
-    return any("attention" not in kind or kind == "linear_attention" for kind in kinds)
+    return any("attention" not in kind or kind == "linear_attention" for kind in _layer_kinds(model))
+
+
+def _layer_kinds(model: Path) -> Sequence[str]:
+    """Return the kinds of a model's layers; empty: they are all of one kind, or unknown.
+
+    Many models state them by other keys, from which transformers derives them; without it, only a list counts.
+    """
+    written = _config_of(model)
+    config: Any = SimpleNamespace(**(written.get("text_config") or written))
+    if "model_type" in written:
+        with contextlib.suppress(Exception):  # not installed, or not a model that it knows
+            from transformers import AutoConfig
+
+            config = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
+    return getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
 
 
 def _config_of(model: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -82,7 +82,6 @@ class InstanceProcess:
         """Held while the canary is measured, or the instance falls asleep."""
         self._service_restarts = 0
         """Number of the service's restarts seen so far: samples that an earlier service requested are dropped."""
-        self._giving_up: set[asyncio.Future[None]] = set()
         self._rate = (time.monotonic(), Worked())
         self._active_at = time.monotonic()
         """Monotonic seconds at which the engine last had a new token, or nothing to generate."""
@@ -165,7 +164,6 @@ class InstanceProcess:
         self.link = Link(self.context.name, "instance", self.waits, meta, flow=flow)
         self.link.reads = MessageReader(FROM_SERVICE)
         self.link.state = self._state
-        self.link.on_new_hub = self._orphaned
         if not self.context.one_machine:
             self._clock = self.link.hub_time
         address = self.context.addresses.services[self.site]
@@ -173,10 +171,12 @@ class InstanceProcess:
         self.context.say(READY)
         try:
             async with asyncio.TaskGroup() as tasks:
+                self.link.on_new_hub = lambda: self._orphaned(tasks)
                 reporting = tasks.create_task(self._report_progress())
                 while not isinstance((delivery := await self.link.receive()).body, Retire):
                     tasks.create_task(self._handle(delivery))
                 reporting.cancel()
+            self.link.on_new_hub = self.link.forget_sent
             delivery.ack()  # all work has been sent; leave once the service has acknowledged it
             await self.link.flush(limits.generation_s)
         finally:
@@ -197,8 +197,7 @@ class InstanceProcess:
             case Release() as order:
                 await self.engine.release(order.sample_id)
             case SleepInstance():
-                async with self._measuring:  # no request may be running
-                    await self._sleep()
+                await self._sleep()
                 await self.link.send(*wire(InstanceAsleep()))
             case ApplyWeights() as order:
                 await self._apply(order.number, order.content_hash)
@@ -219,14 +218,18 @@ class InstanceProcess:
                 message, arrays = progress_to_wire(parts)
                 await self.link.send(*wire(message), arrays)
 
-    def _orphaned(self) -> None:
-        """Abort all requests after a restart of the service, which does not know them and issues them again."""
+    def _orphaned(self, tasks: asyncio.TaskGroup) -> None:
+        """Abort all requests after a restart of the service, which does not know them and issues them again.
+
+        A GPU that is the trainer's, too, is given back: the trainer may have been restarted as well, and then needs it
+        before there are weights to load.
+        """
         log.warning("the service was restarted: aborting all running requests")
         self._service_restarts += 1
         self.link.forget_sent()
-        for sample_id in self.engine.begun:
-            self._giving_up.add(task := asyncio.ensure_future(self.engine.release(sample_id)))
-            task.add_done_callback(self._giving_up.discard)
+        aborts = [tasks.create_task(self.engine.release(sample_id)) for sample_id in self.engine.begun]
+        if self.turns:
+            tasks.create_task(self._sleep(aborts))  # before weights that the new service orders
 
     async def _apply(self, number: int, content_hash: str) -> None:
         """Load a version from the site's store; generation pauses for exactly this long."""
@@ -294,12 +297,21 @@ class InstanceProcess:
             measured = CanaryMeasured(number=number, instance=self.context.name, dtype=dtype)
             await self.link.send(*wire(measured), {"logprobs": logprobs})
 
-    async def _sleep(self) -> None:
-        """Free the devices until there are new weights."""
-        await self.engine.sleep()
-        self.asleep = True
-        if self.turns:
-            self.turns.give_back()
+    async def _sleep(self, aborts: Iterable[asyncio.Task[None]] = ()) -> None:
+        """Free the devices until there are new weights; a no-op while they are free.
+
+        Args:
+            aborts: aborts of running requests, to wait for: no request may be running.
+        """
+        async with self._loading:  # an order from before may be about to wake it up
+            await asyncio.gather(*aborts)
+            async with self._measuring:
+                if self.asleep:
+                    return
+                await self.engine.sleep()
+                self.asleep = True
+                if self.turns:
+                    self.turns.give_back()
 
     async def _pause(self, number: int) -> None:
         self.updating = self._updated = True

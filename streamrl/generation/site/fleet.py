@@ -85,6 +85,8 @@ class SiteFleet:
         """Instances that have died and are restarted after a pause."""
         self._causes: dict[str, str] = {}
         """Cause of each instance's latest death."""
+        self._dead_processes: dict[str, int] = {}
+        """Number of the newest process whose death has been handled, by instance."""
         self.answers = Answers(hub, waits)
         self._tasks: set[asyncio.Task[None]] = set()
         self._errors: asyncio.Queue[Exception] = asyncio.Queue()
@@ -327,8 +329,12 @@ class SiteFleet:
             RunFailed: the budget is used up, and no other instance is left.
         """
         name, leaving = life.name, life.state is Life.DRAINING
-        if not leaving and not life.can("died"):
-            return  # its death has been handled already
+        handled = not life.can("died")
+        if leaving:  # it stays so until it is taken out, and one that was only silent may come back and die
+            handled = self._dead_processes.get(name) == life.process and name not in self.hub.peers
+        if handled:
+            return
+        self._dead_processes[name] = life.process
         log.warning("%s has died: %s", name, why)
         self._log_interrupted(name)
         self._causes[name] = why = why.partition("; the end of ")[0]

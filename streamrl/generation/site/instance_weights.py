@@ -59,8 +59,9 @@ class InstanceWeights:
             if self._fetched:
                 if self.served is None:
                     return  # it joins with the first weights
-                if self._asleep:
-                    return  # the trainer has the devices: it joins with the next weights
+                if self._asleep:  # the trainer has the devices: it joins with the next weights
+                    await self._put_to_sleep(life.name)  # one that was silent may still have a part of them
+                    return
                 await self._ensure(self.served)
                 if await self._update(life.name, self.served) is None:
                     return  # handled where the loss was noticed

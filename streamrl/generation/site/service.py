@@ -94,7 +94,7 @@ class GenerationService:
         self._orphaned = asyncio.Event()
         self.round = 0
         """The newest round that the controller has announced."""
-        self._newest = 0
+        self._newest: int | None = None
         """The newest version of the run's weights that this service has heard of, which it may still be fetching."""
         self.journal = TokenJournal(context.run_dir / layout.TOKEN_JOURNAL)
         self.dispatcher = Dispatcher(policy, self._to_instance, self._produced)
@@ -195,7 +195,7 @@ class GenerationService:
                         raise RunFailed(f"the run has ended: {why}")
                     return
                 case controller_site.Generate() as order:
-                    self._newest = max(self._newest, order.newest)
+                    self._heard_of(order.newest)
                     groups = groups_from_wire(order, delivery.arrays)
                     if order.train_tokens_s is not None:
                         self.dispatcher.policy.training_at(order.train_tokens_s)
@@ -213,7 +213,7 @@ class GenerationService:
                 case controller_site.Sleep():
                     tasks.create_task(self._sleep())
                 case controller_site.LoadWeights() as order:
-                    self._newest = max(self._newest, order.number)
+                    self._heard_of(order.number)
                     tasks.create_task(self._update_weights(order))
                 case controller_site.WeightCall() as call:
                     tasks.create_task(self.pushed.carry_out(call))
@@ -223,19 +223,21 @@ class GenerationService:
         """Place groups of single completions together."""
         await self.dispatcher.submit([(self._with_kept(group.requests), group.forecast) for group in groups])
 
-    def _with_kept(self, requests: list[SampleRequest]) -> list[SampleRequest]:
-        """Add to requests the tokens that an earlier service's journal has of them, unless newer weights produced them.
+    def _heard_of(self, number: int) -> None:
+        """Note a version of the run's weights.
 
-        Weights are newer than the run's when it has gone back to a checkpoint.
+        When the first one is heard of, the journals may have newer ones, from before the run went back to a checkpoint.
+        They are forgotten now: later the run has other weights of these numbers.
         """
-        found = []
-        for request in requests:
-            kept = self.journal.kept(request.sample_id)
-            if kept is not None and int(kept.token_versions.max()) > self._newest:
-                self.journal.forget([request.sample_id])
-                kept = None
-            found.append(request if kept is None else replace(request, kept=kept))
-        return found
+        if self._newest is None:
+            self.journal.forget_newer(number)
+            self.episodes.journal.forget_newer(number)
+        self._newest = max(self._newest or 0, number)
+
+    def _with_kept(self, requests: list[SampleRequest]) -> list[SampleRequest]:
+        """Add to requests the tokens that the journal has of them, which an earlier service may have noted."""
+        kept = [self.journal.kept(request.sample_id) for request in requests]
+        return [replace(request, kept=had) if had else request for request, had in zip(requests, kept, strict=True)]
 
     async def _to_instance(self, name: str, kind: str, body: dict[str, Any], arrays: Arrays) -> None:
         await self.fleet.send(name, kind, body, arrays)
@@ -409,7 +411,7 @@ class GenerationService:
     def _pushed(self, number: int) -> None:
         """Record that instances have loaded a version that the trainer has pushed to them."""
         self.weights.version = number
-        self._newest = max(self._newest, number)
+        self._heard_of(number)
 
     def _instance_states(self) -> dict[str, dict[str, Any]]:
         """Return every instance's last heartbeat, without its requests' progress, which stays here."""

@@ -1,7 +1,8 @@
 """Weights at a site that generates: fetched from the trainer's site or another site's relay, and passed on to others.
 
 Every version is verified before it is stored, and stored before it is passed on (`weights/site_relay.py`). When the
-controller names another site as the source and the weights do not come from there in time, the trainer's site is used.
+controller names another site as the source and the weights do not come from there in time, the trainer's site is used,
+and for a while that site is not asked again.
 
 Another site is believed only if its weights have the hash that the controller has announced. So nothing newer is taken
 from there, whatever its number; from the trainer's own publisher it is.
@@ -11,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
-from streamrl.errors import RunFailed
+from streamrl.errors import RunFailed, UserError
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.site_connections import (
     PUBLISHER,
@@ -33,6 +35,8 @@ log = logging.getLogger(__name__)
 
 SOURCE_S = 60.0
 """Seconds for a version to come from another site's relay, which may itself be waiting for it."""
+LEFT_OUT_S = 600.0
+"""Seconds for which another site is not asked after its relay could not be used, so that its absence costs little."""
 ASK_AGAIN_S = 0.25
 
 
@@ -49,6 +53,8 @@ class SiteWeights:
         self._last = self.home
         self._others: dict[str, WeightRelay] = {}
         """Relays that get weights from other sites, by site; made when first needed."""
+        self._left_out: dict[str, float] = {}
+        """Until when sites are not asked whose relays could not be used (monotonic seconds), by site."""
         self._hub = relay_hub(context, waits) if context.addresses.relay_outside else None
         self._publisher = make_publisher(context, self._hub) if self._hub is not None else None
 
@@ -98,12 +104,16 @@ class SiteWeights:
             DeadlineExpired: the version did not come in time.
             RunFailed: the version is not available, or belongs to another model.
         """
+        if source is not None and time.monotonic() < self._left_out.get(source, 0.0):
+            source = None
         if source is not None:
             try:
                 async with self.waits.deadline(f"weights {number} from {source}", SOURCE_S):
                     found = await self._fetch_from(source, number, content_hash)
-            except RunFailed as error:
+            except (RunFailed, UserError) as error:
                 log.warning("getting weights %d from the trainer's site: %s", number, error)
+                if not isinstance(error, NotPublished):  # that site is there, and may have the next version
+                    self._left_out[source] = time.monotonic() + LEFT_OUT_S
                 source = None
         if source is None:
             found, self._last = (await self.home.fetch(number, content_hash, newest=True)).version, self.home
@@ -131,10 +141,15 @@ class SiteWeights:
         Raises:
             NotPublished: the relay has newer versions, but not this one.
             RunFailed: it cannot be fetched from there.
+            UserError: a key is missing, or other users can read the secret key.
         """
         if source not in self._others:
             link = to_relay(self.context, source, self.waits)
-            await connect_relay(self.context, link, source)
+            try:
+                await connect_relay(self.context, link, source)
+            except BaseException:
+                await link.close()
+                raise
             self._others[source] = self.home.beside(link)
         while True:
             try:

@@ -141,6 +141,12 @@ class TokenJournal:
                 self._forgotten.add(sample_id)
                 self._new.pop(sample_id, None)
 
+    def forget_newer(self, version: int) -> None:
+        """Forget requests with tokens of weights newer than a version."""
+        self.forget(
+            [name for name, parts in self._parts.items() if any(int(p.token_versions.max()) > version for p in parts)]
+        )
+
     def flush(self) -> None:
         """Write what is new to the file. A failure is only logged: without the journal, tokens are generated again."""
         rows = [_row(start, part) for parts in self._new.values() for start, part in parts]

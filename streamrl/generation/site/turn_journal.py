@@ -89,6 +89,8 @@ class TurnJournal:
         """Those that are not yet in the file, by episode and turn."""
         self._forgotten: set[str] = set()
         """Episodes that were forgotten, but may still be in the file."""
+        self._dropped: set[tuple[str, str]] = set()
+        """Single turns of which the same is true, by episode and turn."""
         self._db = None if path is None else open_journal(path, _SCHEMA, self._load)
 
     def _load(self, db: sqlite3.Connection) -> None:
@@ -126,6 +128,14 @@ class TurnJournal:
         if self._turns.pop(episode, None) is not None:
             self._forgotten.add(episode)
 
+    def forget_newer(self, version: int) -> None:
+        """Forget turns with tokens of weights newer than a version."""
+        for episode, turns in self._turns.items():
+            for key, turn in [(key, turn) for key, turn in turns.items() if turn.newest > version]:
+                del turns[key]
+                self._new.pop((episode, turn.sample.sample_id), None)
+                self._dropped.add((episode, turn.sample.sample_id))
+
     def flush(self) -> None:
         """Write what is new to the file. A failure is only logged: without the journal, turns are generated again."""
         new = [
@@ -133,14 +143,15 @@ class TurnJournal:
             for (episode, turn), (key, kept) in self._new.items()
             if episode in self._turns
         ]
-        gone = [(episode,) for episode in self._forgotten]
-        self._new.clear()
-        self._forgotten.clear()
-        if self._db is None or not (new or gone):
+        gone, dropped = [(episode,) for episode in self._forgotten], list(self._dropped)
+        for written in (self._new, self._forgotten, self._dropped):
+            written.clear()
+        if self._db is None or not (new or gone or dropped):
             return
         try:
             with self._db:
                 self._db.executemany("DELETE FROM turns WHERE episode = ?", gone)
+                self._db.executemany("DELETE FROM turns WHERE episode = ? AND turn = ?", dropped)
                 rows = [(*row, _checksum(*row)) for row in new]
                 self._db.executemany("INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?)", rows)
         except sqlite3.Error as error:

@@ -39,13 +39,15 @@ class MLflowRun:
         self.last_step: int | None = None
         if sent.id:
             self.id = sent.id
-            tag = self._client.get_run(self.id).data.tags.get(STEP_TAG)
+            known = self._client.get_run(self.id).data
+            tag = known.tags.get(STEP_TAG)
             self.last_step = None if tag is None else int(tag)
             self._client.update_run(self.id, status="RUNNING")
+            self._log_settings(run, known.params)
         else:
             self.id = self._new_run(config, run, local=uri.startswith("sqlite:"))
             sent.name(self.id)
-            self._log_settings(run)
+            self._log_settings(run, {})
 
     def _new_run(self, config: MLflowTracker, run: TrackedRun, local: bool) -> str:
         experiment = self._client.get_experiment_by_name(config.experiment)
@@ -57,10 +59,11 @@ class MLflowRun:
             number = experiment.experiment_id
         return str(self._client.create_run(number, run_name=run.name).info.run_id)
 
-    def _log_settings(self, run: TrackedRun) -> None:
+    def _log_settings(self, run: TrackedRun, known: Mapping[str, str]) -> None:
+        """Send the settings that the run does not have: MLflow refuses another value of one that it has."""
         from mlflow.entities import Param
 
-        params = [Param(key, value[:LONGEST_VALUE]) for key, value in _flat(run.settings)]
+        params = [Param(key, value[:LONGEST_VALUE]) for key, value in _flat(run.settings) if key not in known]
         for first in range(0, len(params), MOST_PARAMETERS):
             self._client.log_batch(self.id, params=params[first : first + MOST_PARAMETERS])
 

@@ -18,11 +18,10 @@ INIT_S = 30.0
 class WandbRun:
     """A run of W&B; its own service process sends, and holds what the network does not take.
 
-    W&B's history only grows: it drops a step that it has. Evaluations belong to earlier steps than the newest, so they
-    have an axis of their own, `evaluation/step`.
+    W&B's history only grows: a step is added as it is committed or the next one begins, and what comes for it later is
+    dropped. So the last call for a step commits it, unless evaluations may follow: they belong to earlier steps than
+    the newest, to which they are added, and have an axis of their own, `evaluation/step`.
     """
-
-    last_step: int | None = None
 
     def __init__(self, config: WandbTracker, run: TrackedRun, sent: SentRows) -> None:
         """Open the run, or continue it.
@@ -37,6 +36,8 @@ class WandbRun:
         self.id = sent.id
         self._table = wandb.Table
         self._newest = sent.last_step
+        self._samples_due = config.samples_due
+        self._evaluates = run.settings.get("evaluation") is not None
         folder = run.folder / layout.TRACKERS
         self._run: Any = wandb.init(
             id=self.id,
@@ -59,13 +60,16 @@ class WandbRun:
                 save_code=False,
             ),
         )
+        # the service, but no file, says where a run goes on: a process that was killed may have left a step open
+        following = int(self._run.step)
+        self.last_step: int | None = following - 1 if following else None
         self._run.define_metric("evaluation/step", hidden=True)
         self._run.define_metric("evaluation/*", step_metric="evaluation/step")
 
     def log_step(self, step: int, time: float, figures: Mapping[str, float]) -> None:
         """Hand a step's figures to W&B's service process."""
         self._newest = step
-        self._run.log(dict(figures), step=step)
+        self._run.log(dict(figures), step=step, commit=not self._evaluates and not self._samples_due(step))
 
     def log_evaluation(self, step: int, time: float, figures: Mapping[str, float]) -> None:
         """Add an evaluation to the newest step; its axis is the step that was evaluated."""
@@ -74,7 +78,7 @@ class WandbRun:
 
     def log_samples(self, step: int, table: RolloutTable) -> None:
         """Add a table to its step."""
-        self._run.log({"samples": self._table(**table.cells())}, step=step)
+        self._run.log({"samples": self._table(**table.cells())}, step=step, commit=not self._evaluates)
 
     def rewind(self, step: int) -> bool:
         """Return False: a run's history cannot be taken back."""

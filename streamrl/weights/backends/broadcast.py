@@ -299,6 +299,8 @@ class BroadcastBackend(WeightBackend):
         except RunFailed as error:
             push.sent(WeightAnswer(call=""), str(error))
         if push.step is PushStep.DONE:
+            if push.why:
+                log.warning("version %d was not loaded by all: %s", number, push.why)
             log.info("version %d (%s) is loaded by %s", number, found, ", ".join(sorted(push.applied)) or "nobody")
 
     def _leave(self) -> None:

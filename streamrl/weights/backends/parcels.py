@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import torch
@@ -72,7 +73,7 @@ def send(group: Communicator, described: DescribedTensors, tensors: NamedTensors
     for one in (torch.tensor([len(names)]), head):
         group.begin(one.to(group.device))()
     coming = iter(tensors)
-    under_way: Callable[[], None] | None = None
+    before: Callable[[], None] | None = None
     with _hashing() as sums:
         for entries, nbytes in parcels(described):
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=group.device)
@@ -80,17 +81,25 @@ def send(group: Communicator, described: DescribedTensors, tensors: NamedTensors
                 name, tensor = next(coming)
                 if (name, type_name(tensor.dtype), tuple(tensor.shape)) != (entry.name, entry.dtype, entry.shape):
                     raise ValueError(f"expected {entry.name} {entry.dtype} {entry.shape}, got {name} {tensor.shape}")
-                place = _view(entry, buffer)
-                place.copy_(tensor)
-                sums(entry, place)
-            if under_way is not None:
-                under_way()
-            under_way = group.begin(buffer)
+                _view(entry, buffer).copy_(tensor)
+            if before is not None:
+                before()
+            before = partial(_sent, group.begin(buffer), entries, buffer, sums)
+        if before is not None:
+            before()
         found = sums.content_hash()
-    if under_way is not None:
-        under_way()
     group.begin(torch.frombuffer(bytearray.fromhex(found), dtype=torch.uint8).to(group.device))()
     return found
+
+
+def _sent(wait: Callable[[], None], entries: list[TensorEntry], buffer: torch.Tensor, sums: _Sums) -> None:
+    """Wait until a parcel is sent, and hash it.
+
+    Not before: on a GPU what fills it is queued, like its broadcast, on a stream that the hashing threads do not have.
+    """
+    wait()
+    for entry in entries:
+        sums(entry, _view(entry, buffer))
 
 
 def receive(group: Communicator) -> Iterator[tuple[str, torch.Tensor]]:
@@ -144,7 +153,7 @@ class _Sums:
         self._found: list[tuple[TensorEntry, Future[str]]] = []
 
     def __call__(self, entry: TensorEntry, tensor: torch.Tensor) -> None:
-        """Hash a tensor, which must not be changed from now on."""
+        """Hash a tensor, whose values must be in memory and not be changed from now on."""
         self._found.append((entry, self._pool.submit(_checksum, tensor)))
 
     def content_hash(self) -> str:

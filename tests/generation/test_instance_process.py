@@ -1,0 +1,180 @@
+"""An instance that shares its GPU with the trainer: when it gives the GPU back, and what it makes of a new service."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scheduler.cost.decode import StepCurve
+from streamrl.config.cluster import ClusterConfig
+from streamrl.config.run import RunConfig
+from streamrl.generation.instance import instance_process
+from streamrl.generation.instance.engine import Worked
+from streamrl.generation.instance.instance_process import InstanceProcess
+from streamrl.generation.site.pace import WorkedCurve
+from streamrl.machine.gpus import VISIBLE
+from streamrl.protocol.message import TypedMessage, kind_of, wire
+from streamrl.protocol.samples import request_to_wire
+from streamrl.protocol.site_instance import ApplyWeights, InstanceAsleep, SleepInstance, WeightsApplied
+from streamrl.rollouts.types import PartialSample, SampleRequest
+from streamrl.runtime.device_turns import DeviceTurns
+from streamrl.runtime.process_context import Addresses, RoleContext
+from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.endpoint import Hub
+from tests.waiting import holds, scaled, until
+
+CLUSTER = ClusterConfig.model_validate({"hardware": "cuda", "sites": {"here": {"trainer": {}, "generation": [{}]}}})
+RUN = RunConfig.model_validate({"schedule": {"name": "colocated"}})
+NAME, SERVICE = "here-regular-0", "service-here"
+
+
+class StandIn:
+    """An engine whose requests run until they are released."""
+
+    caches_prefixes = False
+    busy_since = None
+
+    def __init__(self) -> None:
+        self._running: dict[str, asyncio.Future[PartialSample]] = {}
+        self.did: list[str] = []
+
+    @property
+    def begun(self) -> frozenset[str]:
+        return frozenset(self._running)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    async def generate(self, request: SampleRequest, route: str) -> PartialSample:
+        self._running[request.sample_id] = released = asyncio.get_running_loop().create_future()
+        return await released
+
+    async def release(self, sample_id: str) -> None:
+        none = np.zeros(0, np.int32)
+        partial = PartialSample(sample_id, none, none.astype(np.float32), none, 1.0, 1.0)
+        self._running.pop(sample_id).set_result(partial)
+
+    async def sleep(self) -> None:
+        assert not self.running
+        self.did.append("sleep")
+
+    async def wake_up(self) -> None:
+        self.did.append("wake up")
+
+    async def wake_for_update(self) -> None: ...
+    async def start_weight_update(self) -> None: ...
+    async def update_weights(self, info: dict[str, Any]) -> None: ...
+    async def finish_weight_update(self, number: int) -> None: ...
+    async def measure_canary(self) -> None: ...
+    async def teach_drafter(self) -> None: ...
+
+    def worked(self) -> Worked:
+        return Worked()
+
+    def produced(self) -> dict[str, int]:
+        return {}
+
+    def progress(self, known: dict[str, int]) -> list[Any]:
+        return []
+
+
+class Site:
+    """The site of one instance: its service, which may be replaced, and its trainer's turn on the GPU."""
+
+    def __init__(self, folder: Path) -> None:
+        self.engine, self.address = StandIn(), f"ipc://{folder}/service"
+        addresses = Addresses("", "", {"here": self.address})
+        self.instance = InstanceProcess(RoleContext(NAME, "here", folder, CLUSTER, RUN, addresses, False), "regular")
+        self.instance.engine = self.engine  # type: ignore[assignment]
+        self.instance.worked = WorkedCurve(StepCurve((1,), (0.01,)), (1,))
+        self.trainer = DeviceTurns(folder, ["0"], WaitRegistry("trainer-0"))
+
+    async def service(self) -> Hub:
+        """A new service, once the instance has said hello to it."""
+        hub = Hub(SERVICE, WaitRegistry(SERVICE)).bind(self.address)
+        await hub.wait_for({NAME}, scaled(30))
+        return hub
+
+    async def tell(self, service: Hub, order: TypedMessage, arrays: Any = None) -> None:
+        await service.send(NAME, *wire(order), arrays)
+
+    async def answers(self, service: Hub, *kinds: type[TypedMessage]) -> None:
+        """The next messages of the instance are these."""
+        for kind in kinds:
+            delivery = await asyncio.wait_for(service.receive(), scaled(30))
+            delivery.ack()
+            assert delivery.kind == kind_of(kind)
+
+
+def play(folder: Path, monkeypatch: pytest.MonkeyPatch, body: Callable[[Site], Awaitable[None]]) -> None:
+    """An instance serves, with its GPU to itself."""
+
+    async def connect(context: object, link: Any, hub: str, address: str) -> None:
+        await link.connect(address)
+
+    monkeypatch.setenv(VISIBLE, "0")
+    monkeypatch.setattr(instance_process, "connect_inside", connect)
+    monkeypatch.setattr(instance_process, "WeightStore", lambda folder: SimpleNamespace(has=lambda number: True))
+
+    async def started() -> None:
+        site = Site(folder)
+        assert site.instance.turns is not None
+        await site.instance.turns.take(scaled(5))
+        serving = asyncio.create_task(site.instance._serve())
+        try:
+            await body(site)
+        finally:
+            assert not serving.done(), serving.exception()
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            site.trainer.give_back()
+            site.instance.turns.give_back()
+
+    asyncio.run(started())
+
+
+def test_the_trainer_of_a_run_that_goes_back_gets_the_gpu_of_an_instance_that_was_generating(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(site: Site) -> None:
+        service = await site.service()
+        order, arrays = request_to_wire(SampleRequest("g.0", "g", np.arange(4, dtype=np.int32), 1, 0.0), "regular")
+        await site.tell(service, order, arrays)
+        await until(lambda: site.engine.running)
+        waiting = asyncio.create_task(site.trainer.take(scaled(60)))  # as it starts, before it connects to anybody
+        await holds(lambda: not waiting.done(), 0.2)
+        await service.close()
+        service = await site.service()
+        await waiting
+        assert site.engine.did == ["sleep"] and not site.engine.running
+
+        await site.tell(service, ApplyWeights(number=3, content_hash=""))
+        await holds(lambda: site.engine.did == ["sleep"], 0.2)
+        site.trainer.give_back()
+        await site.answers(service, WeightsApplied)
+        assert site.engine.did == ["sleep", "wake up"]
+        await service.close()
+
+    play(tmp_path, monkeypatch, body)
+
+
+def test_an_instance_that_is_told_twice_to_sleep_answers_twice_and_sleeps_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(site: Site) -> None:
+        service = await site.service()
+        for _ in range(2):
+            await site.tell(service, SleepInstance())
+            await site.answers(service, InstanceAsleep)
+        assert site.engine.did == ["sleep"]
+        await site.trainer.take(scaled(5))
+        await service.close()
+
+    play(tmp_path, monkeypatch, body)

@@ -1,0 +1,92 @@
+"""From where a site gets its weights when the relay of another site cannot be used."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from streamrl.generation.site import site_weights
+from streamrl.generation.site.site_weights import SiteWeights
+from streamrl.runtime.site_connections import connect_relay
+from streamrl.transport.curve import ClientSecurity, make_keys
+from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.endpoint import Hub, Link
+from tests.training.conftest import free_port
+from tests.waiting import scaled
+from tests.weights.world import Policy, World, in_world
+
+SOON_S = 0.05
+"""Limit of a wait that never ends."""
+Connect = Callable[[Any, Link, str], Awaitable[None]]
+
+
+def unreachable(folder: Path) -> Connect:
+    """Nobody listens, and the site does not wait as long as the connection would."""
+
+    async def connect(_: Any, link: Link, site: str) -> None:
+        await link.connect(f"tcp://127.0.0.1:{free_port()}", scaled(1000))
+
+    return connect
+
+
+def refused(folder: Path) -> Connect:
+    """The relay does not admit this site."""
+
+    async def connect(_: Any, link: Link, site: str) -> None:
+        hub = Hub("relay-other", WaitRegistry("other"))
+        hub.admit_inside = lambda *_: "other files"
+        address = f"tcp://127.0.0.1:{free_port()}"
+        hub.bind(address)
+        try:
+            await link.connect(address, scaled(10))
+        finally:
+            await hub.close()
+
+    return connect
+
+
+def without_key(folder: Path) -> Connect:
+    """The relay's public key is not here."""
+
+    async def connect(_: Any, link: Link, site: str) -> None:
+        make_keys(folder, "here")
+        context: Any = SimpleNamespace(client_security=lambda site: ClientSecurity.load(folder, "here", site))
+        await connect_relay(context, link, site)
+
+    return connect
+
+
+@pytest.mark.parametrize("how", [unreachable, refused, without_key])
+@pytest.mark.parametrize("left_out_s", [0.0, site_weights.LEFT_OUT_S])
+def test_a_relay_that_cannot_be_used_is_left_out_for_a_while_and_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Callable[[Path], Connect], left_out_s: float
+) -> None:
+    async def body(world: World) -> None:
+        links: list[Link] = []
+
+        def to_relay(*_: object) -> Link:
+            links.append(Link("site", "relay", WaitRegistry("service")))
+            return links[-1]
+
+        home = await world.relay("site", "raw")
+        monkeypatch.setattr(site_weights, "make_relay", lambda *_: home)
+        monkeypatch.setattr(site_weights, "to_home", lambda *_: None)
+        monkeypatch.setattr(site_weights, "to_relay", to_relay)
+        monkeypatch.setattr(site_weights, "connect_relay", how(tmp_path))
+        monkeypatch.setattr(site_weights, "LEFT_OUT_S", left_out_s)
+        monkeypatch.setattr(site_weights, "SOURCE_S", SOON_S if how is unreachable else scaled(60))
+        context: Any = SimpleNamespace(addresses=SimpleNamespace(relay_outside=None))
+        site, policy = SiteWeights(context, WaitRegistry("service")), Policy()
+        for tried in (1, 1 if left_out_s else 2):
+            manifest, buffer = policy.step()
+            await world.publisher.publish(manifest, buffer)
+            found = await site.fetch(manifest.version.number, manifest.version.content_hash, "other")
+            assert found == (manifest.version, None)
+            assert len(links) == tried
+        assert all(link._socket.closed for link in links)
+
+    in_world(tmp_path, body)

@@ -1,0 +1,17 @@
+"""The models of a run, and how often their weights change, as the cost model counts them."""
+
+from __future__ import annotations
+
+from scheduler.cost.training_cost import TrainingWork
+from streamrl.config.run import RunConfig
+from streamrl.runtime.training_work import work_of
+
+
+def test_passes_and_updates_are_those_of_the_batch() -> None:
+    batch = {"prompts_per_step": 8, "epochs": 3, "mini_batches": 2}
+    schedule = {"name": "sync"}
+    work = work_of(
+        RunConfig.model_validate({"batch": batch, "schedule": schedule, "algorithm": {"name": "ppo", "critic": {}}})
+    )
+    assert (work.trained, work.epochs, work.updates) == (2, 3, 6)
+    assert work_of(RunConfig()) == TrainingWork(recompute=RunConfig().optimizer.gradient_checkpointing)

@@ -1,0 +1,64 @@
+"""Shapes of models as their `config.json` says, or leaves out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+
+from scheduler.cost.model_shapes import Transformer
+
+SMALL: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "vocab_size": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "outer", "tied"),
+    [
+        ({"tie_word_embeddings": True}, {"tie_word_embeddings": False, "model_type": "llava"}, True),
+        ({"tie_word_embeddings": False, "model_type": "gemma3_text"}, {"tie_word_embeddings": True}, False),
+        ({"tie_word_embeddings": None, "model_type": "llama"}, {"tie_word_embeddings": True}, True),
+        ({"model_type": "gemma3_text"}, {"tie_word_embeddings": False, "model_type": "gemma3"}, False),
+        ({"model_type": "gemma3_text"}, {"model_type": "gemma3"}, True),
+        ({}, {"model_type": "gemma3"}, True),
+        ({"model_type": "mistral"}, {"model_type": "mistral3"}, False),
+        ({}, {}, False),
+    ],
+)
+def test_the_head_is_the_embedding_as_the_text_part_says_or_the_whole_or_the_models_kind(
+    text: dict[str, Any], outer: dict[str, Any], tied: bool
+) -> None:
+    assert Transformer.from_config("mine", {**outer, "text_config": SMALL | text}).tied is tied
+    if not outer:
+        assert Transformer.from_config("mine", SMALL | text).tied is tied
+
+
+def test_kinds_of_models_are_tied_where_their_configuration_classes_are() -> None:
+    decoders = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    seen, wrong = set(), set()
+    for name in decoders - MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys():
+        try:
+            config = CONFIG_MAPPING[name]()
+            values = config.to_dict()
+            inner = values.get("text_config") or {}
+            for one in (values, inner):
+                one.pop("tie_word_embeddings", None)
+            found = Transformer.from_config(name, values).tied
+        except Exception:  # what the cost model does not read, or has no default
+            continue
+        kind = inner.get("model_type") or name
+        seen.add(kind)
+        if found != bool(getattr(type(config.get_text_config()), "tie_word_embeddings", False)):
+            wrong.add(kind)
+    assert not wrong and len(seen) > 40 and "gemma3_text" in seen
