@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 from enum import StrEnum
+
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
+"""Error numbers that a restarted process would meet again: the disk is full or not writable."""
 
 
 class ErrorCode(StrEnum):
@@ -47,3 +51,18 @@ class RunFailed(Exception):
 
 class RestartNeeded(RunFailed):
     """Failure of a process that a restarted one can overcome."""
+
+
+def cause(error: BaseException) -> BaseException:
+    """Return the first real error inside nested exception groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def is_final(error: BaseException) -> bool:
+    """Return whether an error that ends a process would end a restarted one, too: no other is worth a restart."""
+    found = cause(error)
+    if isinstance(found, RestartNeeded):
+        return False
+    return isinstance(found, RunFailed | UserError) or getattr(found, "errno", None) in DISK

@@ -152,6 +152,10 @@ class Rounds(ABC):
         self._complete.add(group_id)
         self._done += 1
 
+    def works_on(self, group_id: str) -> bool:
+        """Return whether a group is of the current round, and not complete."""
+        return group_id in self._open
+
     def parked(self, group_id: str) -> None:
         """Record a group whose unfinished samples have all used up their budget.
 

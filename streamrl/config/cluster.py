@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 PoolName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,30}$")]
 GpuType = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._:+-]{0,63}$")]
@@ -186,9 +186,16 @@ class Site(StrictModel):
     """One datacenter, or one machine."""
 
     address: str = Field(
-        "127.0.0.1", min_length=1, description="host name or address at which other sites reach this site"
+        "127.0.0.1",
+        min_length=1,
+        description="host name or address (IPv4 or IPv6) at which other sites reach this site; a name that has both is "
+        "reached by IPv4",
     )
-    listen: str = Field("", description="address on which to listen for other sites, e.g. 0.0.0.0; empty: `address`")
+    listen: str = Field(
+        "",
+        description="address on which to listen for other sites, e.g. 0.0.0.0, or '::' for IPv6 as well; empty: "
+        "`address`",
+    )
     port: int = Field(
         0,
         ge=0,
@@ -213,6 +220,12 @@ class Site(StrictModel):
     def on_ray(self) -> bool:
         """Whether Ray places the site's processes, instead of the launcher running them on its machine."""
         return self.launch.backend == "ray"
+
+    @field_validator("address", "listen")
+    @classmethod
+    def _without_brackets(cls, host: str) -> str:
+        """Return an IPv6 address as such: brackets only part it from a port."""
+        return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
     @model_validator(mode="after")
     def _has_a_role(self) -> Self:

@@ -9,6 +9,7 @@ kind. The schedule decides what may start when (`scheduler/schedule/schedules.py
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -41,7 +42,7 @@ from streamrl.controller.training_steps import TrainingSteps
 from streamrl.controller.void_watch import VoidWatch
 from streamrl.controller.weight_calls import WeightCalls
 from streamrl.controller.weight_canary import Measured, WeightCanary
-from streamrl.errors import RestartNeeded, RunFailed
+from streamrl.errors import RunFailed, is_final
 from streamrl.machine.model_files import read_config, resolve_model
 from streamrl.machine.router_shape import shape_of
 from streamrl.protocol.controller_rewards import ScoreAnswer
@@ -158,11 +159,11 @@ class Controller:
         except asyncio.CancelledError:
             await self._close("interrupted")
             raise
-        except RestartNeeded:
-            self.telemetry.close("starting")
-            raise
         except BaseException as error:
-            await self._close("failed", str(error))
+            if is_final(error):
+                await self._close("failed", str(error))
+            else:  # its launcher starts it again, and sites that have been told of an end do not come back
+                self.telemetry.close("starting")
             raise
         finally:
             writing.cancel()
@@ -332,11 +333,12 @@ class Controller:
 
     def _register_waits(self) -> None:
         """Register waits for missing samples and rewards; one that arrives renews its wait, and so does a new token."""
-        running = self.pool.running - self.issuer.rounds.resting + self.evaluator.unfinished
+        running = self.pool.running - self.issuer.rounds.resting + self.evaluator.generating
+        unscored = len(self.pool.received) + self.evaluator.unscored
         rewards_s = self.config.longest_reward_s * 10 + self.limits.startup_s
         for name, missing, limit_s, progress in (
             ("samples", running, self.config.longest_silence_s, self.services.heartbeats.since_token),
-            ("rewards", len(self.pool.received), rewards_s, never),
+            ("rewards", unscored, rewards_s, never),
             ("canaries", len(self.training.awaited_canaries()), self.limits.weights_s, never),
         ):
             if not missing:
@@ -378,7 +380,8 @@ class Controller:
                 await self.scaling.handle_request(delivery, self.hub)
             case CheckpointNow():
                 self.training.checkpoint_wanted = True
-                await self.hub.send(delivery.peer, *wire(CheckpointPlanned(step=self.training.step + 1)))
+                with contextlib.suppress(KeyError):  # nobody waits for the answer any more
+                    await self.hub.send(delivery.peer, *wire(CheckpointPlanned(step=self.training.step + 1)))
             case WeightCall() as call:
                 await self.weight_calls.ask(call)
             case WeightAnswer() as answer:

@@ -45,6 +45,16 @@ class Evaluator(Evaluations):
             self._writer = RowWriter(run_dir / layout.EVALUATIONS, EvaluationRow)
         super().__init__(config or EvaluationConfig(), run.seed, prompts, run.steps)
 
+    @property
+    def generating(self) -> int:
+        """Number of awaited samples that generation has not finished, over all versions."""
+        return self.unfinished - self.unscored
+
+    @property
+    def unscored(self) -> int:
+        """Number of generated samples that wait for their reward, over all versions."""
+        return len(self._samples)
+
     def rewind(self, step: int) -> None:
         """Rewind to a resumed run's step: forget evaluations of later versions and mark earlier ones as done."""
         if self._writer is not None:

@@ -151,8 +151,13 @@ class SiteOwn:
             most = self.limits.most_context
         return f"has {length} tokens, at most {most} were ordered" if length > most else None
 
-    def wrong_with_fleet(self, fleet: object, states: Mapping[str, InstanceState]) -> str | None:
-        """Return why a report on the site's instances (`fleet` as in `FleetChanged`) cannot be used, or None."""
+    def wrong_with_fleet(self, fleet: object, states: Mapping[str, InstanceState] | None) -> str | None:
+        """Return why a report on the site's instances cannot be used, or None.
+
+        Args:
+            fleet: as in `FleetChanged`.
+            states: state of every instance, those of `fleet` included; None: a hello, which has none.
+        """
         try:
             most = sum(self.pools.values())
             if not isinstance(fleet, list) or len(fleet) > most:
@@ -160,6 +165,9 @@ class SiteOwn:
             present = fleet_from_wire(fleet)
             if not all(map(_can_work, present)):
                 return "an instance without slots, or with step times that cannot be"
+            if states is not None and (unknown := {one.name for one in present} - states.keys()):
+                return f"names {min(unknown)!r:.99} without its state"
+            states = states or {}
             lives = {one.life for one in states.values()}
             if len({one.name for one in present}) < len(present) or any(len(life) > MAX_NAME for life in lives):
                 return "an instance twice, or in no stage of life"
@@ -169,19 +177,29 @@ class SiteOwn:
             return f"cannot be read: {error!r:.200}"
         return f"names {foreign[0]!r:.99}, which is not of site {self.site}" if foreign else None
 
-    def wrong_with_state(self, instances: Iterable[str]) -> str | None:
-        """Return why a heartbeat with the state of these instances cannot be used, or None."""
+    def wrong_with_state(self, instances: Iterable[str], agents: Iterable[str] = ()) -> str | None:
+        """Return why a heartbeat with the state of these instances and agents processes cannot be used, or None."""
         foreign = [name for name in instances if not self.has_instance(name)]
+        foreign += [name for name in agents if name != f"agents-{self.site}"]
         return f"speaks for {foreign[0]!r:.99}, which is not of site {self.site}" if foreign else None
 
-    def wrong_with_ready(self, report: WeightsReady, newest: int, sites: Mapping[str, object]) -> str | None:
-        """Return why a report on loaded weights cannot be used, or None."""
+    def wrong_with_ready(
+        self, report: WeightsReady, ordered: int, newest: int, sites: Mapping[str, object]
+    ) -> str | None:
+        """Return why a report on loaded weights cannot be used, or None.
+
+        Args:
+            report: the report.
+            ordered: the version in flight to the site, for which a newer one may come.
+            newest: the newest version that exists.
+            sites: all sites, by name.
+        """
         times = [report.transfer_s, report.started, report.fetched]
         times += [time for span in report.applied.values() for time in span]
         if not all(map(is_time, times)) or not 0 <= report.bytes < MOST_BYTES:
             return "has times or bytes that are none"
-        if not 0 <= report.number <= newest:
-            return f"is of version {report.number}, the newest is {newest}"
+        if not max(0, ordered) <= report.number <= newest:
+            return f"is of version {report.number}, {ordered} was ordered and the newest is {newest}"
         if report.source is not None and report.source not in sites:
             return f"names the unknown site {report.source!r:.99}"
         foreign = [name for name in report.applied if not self.has_instance(name)]

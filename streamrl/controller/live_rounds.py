@@ -62,7 +62,7 @@ class NoRounds:
         """Report the group as parked if generation works on none of its samples any more."""
 
     def parked(self, sample_id: str, group_id: str, number: int) -> None:
-        """Record that a sample has used up its token budget; a no-op if its round has ended meanwhile."""
+        """Record that a sample has used up its token budget; a no-op if its group is not of the current round."""
 
     def resting_samples(self) -> list[str]:
         """Return the ids of the resting samples."""
@@ -122,7 +122,7 @@ class LiveRounds(NoRounds):
         return begun
 
     def parked(self, sample_id: str, group_id: str, number: int) -> None:
-        if number == self.number:
+        if number == self.number and self.planner.works_on(group_id):
             self._parked[group_id].add(sample_id)
             self.finished(group_id)
 

@@ -235,7 +235,7 @@ class Scaling:
             if change is not None and self._wanted[change.pool] == change.before:
                 log.info("elasticity: %s", change.why)
                 await self._scale(change.pool, change.after)
-        self._kinds |= {self._pool_of(one.name): one for one in self.services.fleet()}
+        self._kinds |= {pool: one for one in self.services.fleet() if (pool := self._pool_of(one.name)) is not None}
         replicas = self._ready()
         if replicas != self._wanted:
             return  # a change is in flight
@@ -253,5 +253,6 @@ class Scaling:
         choose = functools.partial(self.elasticity.step_done, times.generate_s, times.train_s, replicas, predict)
         self._choosing = asyncio.ensure_future(asyncio.to_thread(choose))
 
-    def _pool_of(self, instance: str) -> str:
-        return next(key for key, some in self._instances.items() if instance in some)
+    def _pool_of(self, instance: str) -> str | None:
+        """Return the pool of an instance; None: its service has told of it in its hello, and not reported it yet."""
+        return next((key for key, some in self._instances.items() if instance in some), None)

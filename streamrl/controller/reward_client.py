@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -68,5 +69,5 @@ class Rewarders:
             await self._send(name, order)
 
     async def _send(self, name: str, order: ScoreRequest) -> None:
-        if name in self._hub.peers:  # otherwise it gets the request when it reconnects
+        with contextlib.suppress(KeyError):  # it is away, or leaves meanwhile: it gets the request when it reconnects
             await self._hub.send(name, *wire(order))

@@ -179,6 +179,7 @@ class SampleIntake:
         for one in judged:
             if self.evaluator.awaits(one.sample_id):
                 self.evaluator.scored(one.sample_id, one.reward, time.time())  # its row counts void ones
+                self.waits.end("rewards")
             elif one.sample_id in self.pool.received:
                 member, group = self.pool.score(one.sample_id, one.reward, one.void)
                 scored.append(member)

@@ -58,8 +58,8 @@ class SiteClaims:
         return next(name for name, own in self.own.items() if own.has_instance(instance))
 
     def wrong_with_first_fleet(self, name: str, fleet: object) -> str | None:
-        """Return why the instances in a service's first hello cannot be used, or None."""
-        return self.own[name].wrong_with_fleet(fleet, {}) or (None if fleet else "is empty")
+        """Return why the instances in a hello of a service cannot be used, or None."""
+        return self.own[name].wrong_with_fleet(fleet, None) or (None if fleet else "is empty")
 
     def owes(self, peer: str, sample_id: str) -> bool:
         """Return whether a service's site owes a sample."""
@@ -96,7 +96,7 @@ class SiteClaims:
             case WeightsReady() if not self._services.awaits_weights(peer):
                 return "it was sent no weights"
             case WeightsReady() as ready:
-                return own.wrong_with_ready(ready, newest, self._sites)
+                return own.wrong_with_ready(ready, self._services.version_in_flight(peer), newest, self._sites)
             case CanaryMeasured() as canary:
                 return own.wrong_with_canary(canary, delivery.arrays.get("logprobs"), newest)
             case SiteAsleep():
@@ -127,10 +127,10 @@ def check_heartbeat(own: Mapping[str, SiteOwn], speaker: Speaker, state: dict[st
     """Check the state in a heartbeat; `own` as in `SiteClaims`.
 
     Raises:
-        MalformedMessage: it does not fit, or speaks for another site's instances.
+        MalformedMessage: it does not fit, or speaks for processes that are not of the sender's site.
     """
     check_state(speaker, state)
     site = own.get(speaker.name)
-    instances = state.get("instances", {})
-    if (wrong := site.wrong_with_state(instances) if site else "has instances" if instances else None) is not None:
+    others = state.get("instances", {}), state.get("agents", {})
+    if (wrong := site.wrong_with_state(*others) if site else "has instances" if any(others) else None) is not None:
         raise MalformedMessage(f"state of {speaker.name} {wrong}")

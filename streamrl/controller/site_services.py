@@ -108,6 +108,7 @@ class Services:
         """Instances of each service's site, as the service last reported them."""
         self._lives: dict[str, dict[str, str]] = {}
         """State of each instance, by service, as the service last reported it."""
+        self._wrong_with_fleet: Callable[[str, object], str | None] = lambda name, fleet: None
         self.reports = 0
         """Number of these reports so far."""
         self._using: list[str] | None = None
@@ -157,12 +158,13 @@ class Services:
         """Record the instances of all services, which have just connected.
 
         Args:
-            wrong: returns why a service's instances, as its hello lists them, cannot be used, or None.
+            wrong: returns why a service's instances, as its hello lists them, now or later, cannot be used, or None.
 
         Returns:
             Services whose instances cannot be used, and why; they are to be excluded.
         """
         unusable = {}
+        self._wrong_with_fleet = wrong
         for name in self.names:
             peer = self._hub.peers.get(name)
             fleet = None if peer is None else peer.meta.get("fleet")
@@ -207,11 +209,13 @@ class Services:
         """
         if name in self.excluded:
             return []
-        self._waits.end(f"{RETURN} {name}")
-        self._waits.end(f"{WEIGHTS} {name}")
+        for wait in (f"{RETURN} {name}", f"{WEIGHTS} {name}", SLEEP):  # what was asked of it is asked again
+            self._waits.end(wait)
         self._asleep.discard(name)
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # else its next report counts
-            self.fleet_changed(name, self._hub.peers[name].meta["fleet"])
+            fleet = self._hub.peers[name].meta["fleet"]
+            if fleet == [] or self._wrong_with_fleet(name, fleet) is None:
+                self.fleet_changed(name, fleet)
         if self._versions.restarted(name):
             await self._announce(name)
         if self._using is not None:
@@ -284,6 +288,10 @@ class Services:
     def awaits_weights(self, name: str) -> bool:
         """Return whether weights are in flight to a service's instances."""
         return name in self._versions.in_flight
+
+    def version_in_flight(self, name: str) -> int:
+        """Return the version in flight to a service's instances; -1: none is."""
+        return self._versions.in_flight.get(name, -1)
 
     def awaits_sleep(self) -> bool:
         """Return whether instances were told to leave their devices."""
@@ -404,7 +412,7 @@ class Services:
         for name, site in self._sites.items():
             if site in self._cluster.remote_sites and name in self._hub.peers:
                 acknowledged = asyncio.get_running_loop().create_future()
-                with contextlib.suppress(RunFailed, TimeoutError):
+                with contextlib.suppress(RunFailed, TimeoutError, KeyError):  # KeyError: it leaves meanwhile
                     async with asyncio.timeout(FINISH_S):
                         await self._hub.send(name, kind, body, on_ack=functools.partial(acknowledged.set_result, None))
                         await acknowledged

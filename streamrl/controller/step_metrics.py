@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -78,6 +79,7 @@ def step_metrics(
             of_task.setdefault(group.task, []).extend(values(group))
         return {task: float(np.mean(of_task[task])) for task in sorted(of_task)}
 
+    seconds = times.seconds or math.inf  # 0: the clock was set back
     environments = environment_time(_episodes(batch.groups.values()))
     return MetricsRow(
         step=batch.step,
@@ -88,8 +90,8 @@ def step_metrics(
         instances=times.instances,
         bubble_fraction_generation=times.generation_bubble,
         bubble_fraction_training=times.training_bubble,
-        samples_per_s=len(samples) / times.seconds,
-        tokens_per_s=float(lengths.sum()) / times.seconds,
+        samples_per_s=len(samples) / seconds,
+        tokens_per_s=float(lengths.sum()) / seconds,
         reward_mean=float(rewards.mean()),
         reward_std=float(rewards.std()),
         loss=stats["loss_sum"] / normalizer,

@@ -97,6 +97,9 @@ class TrainingSteps:
     _learning: asyncio.Task[StepLengths] | None = None
     """Task that learns from the output lengths of the current step; started once the step has all its groups."""
 
+    _late: list[Group] = field(default_factory=list)
+    """Groups dropped after their step had all its groups: the lengths of the next step are learned with theirs."""
+
     def __post_init__(self) -> None:
         self.batch = self._new_batch()
 
@@ -129,7 +132,9 @@ class TrainingSteps:
     def complete(self, group: Group) -> None:
         """Let a complete group wait to be taken into a step, or drop it if another one takes its place."""
         if self.batch.replaces(group):
-            self.batch.dropped.append(self.pool.drop(group.group_id))
+            self.batch.dropped.append(dropped := self.pool.drop(group.group_id))
+            if self.batch.full:
+                self._late.append(dropped)
             self.issuer.rounds.dropped(group.group_id)
         else:
             self.issuer.rounds.completed(group.group_id)
@@ -206,7 +211,7 @@ class TrainingSteps:
             self.batch.take(self.pool.take())
             self.issuer.taken(group.group_id)
             if self.batch.full:
-                groups = [*self.batch.groups.values(), *self.batch.dropped]
+                groups, self._late = [*self.batch.groups.values(), *self.batch.dropped, *self._late], []
                 self._learning = asyncio.ensure_future(self.lengths.learn(groups, self.services.fleet()))
 
     async def _devices_are_free(self) -> bool:

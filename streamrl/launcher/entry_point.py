@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import errno
 import logging
 import os
 import signal
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.diagnose.stacks import answer_requests
-from streamrl.errors import RestartNeeded, RunFailed, UserError
+from streamrl.errors import RestartNeeded, UserError, cause, is_final
 from streamrl.run_dir.start_stages import say
 from streamrl.runtime.log_lines import log_to_stderr
 from streamrl.runtime.process_plan import CORES, STARTER, rank_name
@@ -29,8 +28,6 @@ UNEXPECTED = "LAST WORDS, unexpected: "
 """Prefix of the last words after an unforeseen error, which a restarted process may not meet again."""
 AGAIN = 75
 """Exit code of a process that wants to be restarted (EX_TEMPFAIL)."""
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
-"""Error numbers that a restarted process would meet again: the disk is full or not writable."""
 
 
 def end_with_starter() -> None:
@@ -149,13 +146,6 @@ async def _until_told_to_stop(role: Coroutine[Any, Any, None]) -> None:
         os._exit(0)
 
 
-def cause(error: BaseException) -> BaseException:
-    """Return the first real error inside nested exception groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
 def main() -> int:
     """Parse the arguments and run the role; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -177,7 +167,7 @@ def main() -> int:
         asyncio.run(_until_told_to_stop(_role(args)))
     except BaseException as error:
         found = cause(error)
-        expected = isinstance(found, RunFailed | UserError) or getattr(found, "errno", None) in DISK
+        expected = isinstance(found, RestartNeeded) or is_final(found)
         logging.getLogger("streamrl").error("%s failed", args.role, exc_info=None if expected else found)
         text = str(found) if expected else f"{type(found).__name__}: {found}"
         print((LAST_WORDS if expected else UNEXPECTED) + " ".join(text.split()), file=sys.stderr, flush=True)

@@ -12,6 +12,8 @@ import socketserver
 import threading
 from typing import Any, Self
 
+from streamrl.transport.ip_addresses import family_of
+
 log = logging.getLogger(__name__)
 
 CONNECT_S = 10.0
@@ -29,6 +31,7 @@ class Forwarder(socketserver.ThreadingTCPServer):
         Raises:
             OSError: it cannot be bound.
         """
+        self.address_family = family_of(host)
         super().__init__((host, port), socketserver.BaseRequestHandler)
         self.listens = host, port
         self.target: tuple[str, int] | None = None

@@ -33,6 +33,7 @@ from streamrl.tasks.chat_template import load_chat_template
 from streamrl.tasks.sandbox import isolation_of
 from streamrl.trackers.backends.opener import missing_packages
 from streamrl.training.packing_choice import decide_packing
+from streamrl.transport.ip_addresses import family_of, host_port, resolve
 
 CHECKPOINT_BYTES_PER_WEIGHT_BYTE = 7
 """Size of a checkpoint relative to the bf16 weights: those (2 bytes per parameter), and fp32 weights with two AdamW
@@ -348,13 +349,14 @@ def check_ports(cluster: ClusterConfig, name: str) -> Iterable[str]:
     if site.trainer and cluster.remote_sites and site.port:
         ports.append(site.port + 1)
     for port in ports:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((address, port))
-            except OSError as error:
-                taken = f"sites.{name}: cannot listen on {address}:{port}: {error.strerror or error}"
-                yield ErrorCode.PORT.refer(taken)
+        try:
+            found = resolve(address)
+            with socket.socket(family_of(found)) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((found, port))
+        except OSError as error:
+            taken = f"sites.{name}: cannot listen on {host_port(address, port)}: {error.strerror or error}"
+            yield ErrorCode.PORT.refer(taken)
 
 
 def check_metrics(cluster: ClusterConfig, name: str) -> Iterable[str]:

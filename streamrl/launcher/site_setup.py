@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from streamrl.emulation.shaping import LinkShape
 from streamrl.errors import RunFailed
 from streamrl.launcher.port_forward import Forwarder
 from streamrl.launcher.version_folder import fits_into_shared_memory
+from streamrl.machine.loopback import is_loopback
 from streamrl.run_dir import layout, start_stages
 from streamrl.run_dir.instance_files import forget
 from streamrl.runtime.inside_keys import inside_roles, make_inside_keys, remove_inside_keys
@@ -30,6 +30,7 @@ from streamrl.runtime.process_context import Addresses
 from streamrl.runtime.process_plan import HIDDEN, MEETING, ProcessSpec, plan_processes, possible_instances
 from streamrl.scratch_folders import ScratchFolder
 from streamrl.transport.curve import make_keys, secret_file
+from streamrl.transport.ip_addresses import host_port, resolve
 from streamrl.weights.version_store import WeightStore
 
 if TYPE_CHECKING:
@@ -91,10 +92,10 @@ class Share:
         if home in self.folders and home in self.hosts:
             specs = [spec for spec in self.processes() if spec.role == "trainer"]
             node, inside, outside = self.hosts[home].place_trainer(specs, self.run.deadlines.startup_s)
-            addresses = replace(Addresses.load(self.run_dir), publisher=f"tcp://{node}:{inside}")
+            addresses = replace(Addresses.load(self.run_dir), publisher=f"tcp://{host_port(node, inside)}")
             if self.forwarder is not None:
                 self.forwarder.target = node, outside
-                addresses = replace(addresses, publisher_outside=f"tcp://{node}:{outside}")
+                addresses = replace(addresses, publisher_outside=f"tcp://{host_port(node, outside)}")
             addresses.save(self.run_dir)
 
     def possible_instances(self, site: str) -> dict[str, ProcessSpec]:
@@ -202,13 +203,13 @@ def choose_addresses(
     controller, publisher, service = free_ports(3, node or LOOPBACK)
 
     def inside(name: str, port: int) -> str:
-        return f"tcp://{node}:{port}" if node else _unix_socket(sockets / name)
+        return f"tcp://{host_port(node, port)}" if node else _unix_socket(sockets / name)
 
     services = {site: inside(f"service-{site}", service)}
     if site != cluster.trainer_site:
         ports = network.ports if network else (home.port, home.port + 1)
         first, second = (network.address_of_home(site, p) if network else (home.address, p) for p in ports)
-        addresses = Addresses(f"tcp://{first[0]}:{first[1]}", f"tcp://{second[0]}:{second[1]}", services)
+        addresses = Addresses(f"tcp://{host_port(*first)}", f"tcp://{host_port(*second)}", services)
         return addresses if network else _with_relays(addresses, cluster, site)
     addresses = Addresses(
         controller=inside("controller", controller if several else home.port or controller),
@@ -221,8 +222,8 @@ def choose_addresses(
     for_samples, for_weights = network.ports if network else (home.port, home.port + 1)
     return replace(
         addresses,
-        controller_outside=f"tcp://{listen}:{for_samples}",
-        publisher_outside=f"tcp://{listen}:{for_weights}",
+        controller_outside=f"tcp://{host_port(listen, for_samples)}",
+        publisher_outside=f"tcp://{host_port(listen, for_weights)}",
     )
 
 
@@ -240,9 +241,10 @@ def _unix_socket(path: Path) -> str:
 def _with_relays(addresses: Addresses, cluster: ClusterConfig, site: str) -> Addresses:
     """Add the relays through which generating sites pass on weights (an emulated network has no links for them)."""
     own = cluster.sites[site]
-    outside = f"tcp://{_resolve(own.listen or own.address)}:{own.port}" if own.port else ""
+    outside = f"tcp://{host_port(_resolve(own.listen or own.address), own.port)}" if own.port else ""
     relays = {
-        name: f"tcp://{cluster.sites[name].address}:{cluster.sites[name].port}" for name in cluster.relays_for(site)
+        name: f"tcp://{host_port(cluster.sites[name].address, cluster.sites[name].port)}"
+        for name in cluster.relays_for(site)
     }
     return replace(addresses, relay_outside=outside, relays=relays)
 
@@ -255,10 +257,10 @@ def _resolve(name: str) -> str:
             many systems do: no other machine could connect.
     """
     try:
-        found = socket.gethostbyname(name)
+        found = resolve(name)
     except OSError as error:
         raise RunFailed(f"cannot resolve {name!r}, the address of this site: {error}") from error
-    if found.startswith("127.") and name not in (found, "localhost"):
+    if is_loopback(found) and not is_loopback(name):
         raise RunFailed(
             f"{name!r}, the address of this site, is {found} here (/etc/hosts), where no other machine can connect: "
             "write `listen: 0.0.0.0`, or the address by which others reach this machine"

@@ -167,6 +167,8 @@ class SampleBatch(TypedMessage, frozen=True, tag="samples"):
     """Bytes of the samples' encoded bodies."""
     narrow: list[str] | None = None
     """Columns that were narrowed to 16 bits."""
+    experts: list[int] | None = None
+    """Shape of the samples' experts, [rows, row bytes]; None: they have none, or are raw."""
 
 
 class Parked(TypedMessage, frozen=True, tag="parked"):

@@ -9,6 +9,7 @@ import sys
 import psutil
 
 from streamrl.errors import UserError
+from streamrl.transport.ip_addresses import family_of
 
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 """Interface that no other machine reaches."""
@@ -22,7 +23,7 @@ def collectives_on(interface: str) -> dict[str, str]:
 def free_ports(count: int, host: str) -> list[int]:
     """Return distinct ports of this machine that are free now."""
     with contextlib.ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        probes = [held.enter_context(socket.socket(family_of(host))) for _ in range(count)]
         for probe in probes:
             probe.bind((host, 0))
         return [int(probe.getsockname()[1]) for probe in probes]

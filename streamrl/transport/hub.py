@@ -41,6 +41,7 @@ from streamrl.transport.endpoint_base import (
     size_of,
 )
 from streamrl.transport.flow import Flow
+from streamrl.transport.ip_addresses import needs_ipv6
 from streamrl.transport.peer import Door, Peer, PeerRoute, make_door, stranger_inbox
 from streamrl.transport.wire import (
     MAX_STATE_BYTES,
@@ -148,6 +149,8 @@ class Hub(Endpoint):
     def _open(self, address: str, security: ServerSecurity | None, outside: bool = False) -> Self:
         door = make_door(self._context, f"{self.session}-{len(self._doors)}", security, outside)
         try:
+            if needs_ipv6(address):
+                door.socket.setsockopt(zmq.IPV6, 1)
             door.socket.bind(address)
         except zmq.ZMQError as error:
             door.socket.close(0)

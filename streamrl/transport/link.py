@@ -25,6 +25,7 @@ from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.delivery import Inbox, Outbox
 from streamrl.transport.endpoint_base import Endpoint, Frames, Outgoing, PeerLost, Refused, cost_of, send_now, size_of
 from streamrl.transport.flow import Flow
+from streamrl.transport.ip_addresses import needs_ipv6
 from streamrl.transport.refusals import merged
 from streamrl.transport.wire import Arrays, MalformedMessage, Message, decode, is_time
 
@@ -124,11 +125,13 @@ class Link(Endpoint):
         """
         self._address, self._hub = address, f"{hub} at {address}"
         self._configure(security)
-        self._socket.connect(address)
-        self._start(self._read())
         hint = f" (it answers only if each side has the other's present key; {SEE_DOCS}{ErrorCode.KEYS})"
         wait = f"an answer of {self._hub}{hint if security is not None else ''}"
         async with self.waits.deadline(wait, limit_s):
+            if address.startswith("tcp://") and await asyncio.to_thread(needs_ipv6, address):
+                self._socket.setsockopt(zmq.IPV6, 1)
+            self._socket.connect(address)
+            self._start(self._read())
             while not self._answered.is_set():
                 hello = self._hello()
                 await self._socket.send_multipart(hello)  # waits until there is a connection

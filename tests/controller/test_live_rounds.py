@@ -73,6 +73,22 @@ def test_a_group_is_parked_when_all_its_samples_that_go_on_are() -> None:
     assert live.end_if_over() == []
 
 
+def test_a_sample_that_is_said_to_be_parked_and_is_not_of_the_round_changes_nothing() -> None:
+    live, pool = rounds_of(kind="tail_batching", over_issue=1.5)
+    begin(live, pool, 0, "abc")
+    for name in "bc":
+        finish(pool, name, [1.0, 0.0])
+        live.planner.completed(name)
+        live.planner.taken(pool.take().group_id)
+    assert live.end_if_over() == ["a"]
+    live.parked("a.0", "a", 1)
+    assert live.resting == 2 == pool.running, "each counts once"
+    assert begin(live, pool, 1, "def") == (), "one deferred group does not fill a batch"
+    for number in (0, 1):
+        live.parked(f"a.{number}", "a", 2)
+    assert live.resting == 2 and live.end_if_over() == []
+
+
 def test_rounds_that_cannot_carry_over_are_refused() -> None:
     with pytest.raises(ValueError, match="could not carry anything over"):
         rounds_of(kind="partial_rollouts", round_tokens=8, max_age=0)

@@ -168,6 +168,7 @@ def test_a_resumed_run_has_what_was_asked_for_last_and_another_run_what_its_file
 def test_the_rule_adds_an_instance_once_generation_takes_too_long(tmp_path: Path) -> None:
     scaling, sites, _ = make(tmp_path, {"elasticity": {"enabled": True, "patience": 2, "settle": 0}})
     told(scaling, **START)
+    sites.fleets["service-home"].append("home-regular-2")  # as a restarted service's hello has it, before its report
     lengths = [[100] * 8 for _ in range(16)]
 
     def batch() -> Any:

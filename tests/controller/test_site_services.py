@@ -174,6 +174,33 @@ def test_a_service_that_was_started_anew_is_told_weights_and_what_its_site_has(w
     asyncio.run(play())
 
 
+def test_a_service_that_died_before_its_instances_slept_is_asked_again_once_they_have_weights(
+    wire: Wire, services: Services
+) -> None:
+    names = ("service-home", "service-far")
+
+    def asked() -> list[int]:
+        return [sum(kind == "sleep" for kind, _ in wire.sent[name]) for name in names]
+
+    async def play() -> None:
+        await services.spread(version(0))
+        for name in names:
+            await services.ready(name, report({"number": 0, "bytes": 1} | QUICK))
+        assert not await services.leave_devices() and not await services.leave_devices()
+        assert asked() == [1, 1]
+        services.asleep("service-far")
+        await services.returned("service-home")
+        assert not services.awaits_sleep() and services.updating
+        await services.ready("service-home", report({"number": 0, "bytes": 1} | QUICK))
+        assert not await services.leave_devices()
+        assert asked() == [2, 2] and services.awaits_sleep()
+        for name in names:
+            services.asleep(name)
+        assert await services.leave_devices() and not services.awaits_sleep()
+
+    asyncio.run(play())
+
+
 def test_episodes_with_large_items_are_sent_in_several_messages() -> None:
     groups, samples = some_groups(0, 5)
     for group, size in zip(groups, (10, 50, 60, 200, 10), strict=True):

@@ -10,8 +10,14 @@ import numpy as np
 import pytest
 
 from streamrl.config.run import RunConfig
+from streamrl.controller.group_pool import GroupPool
+from streamrl.controller.live_rounds import NoRounds
 from streamrl.controller.training_steps import TrainingSteps
 from streamrl.protocol.controller_trainer import CanaryDone, CheckpointDone, Publish, PublishDone
+from streamrl.rollouts.types import Group
+from streamrl.rollouts.void import Void, VoidCause
+from tests.controller.test_pool_and_batch import empty_group
+from tests.rollouts.test_rollouts import make_sample
 
 
 @pytest.mark.parametrize(
@@ -191,3 +197,48 @@ def test_a_trainer_that_computes_gets_no_other_micro_batch_before_it_has_served_
     assert run.drive() == [] and not ahead
     run.report(a="ready", b="ready")
     assert run.drive() == [] and ahead
+
+
+def test_lengths_of_groups_that_are_dropped_while_a_full_step_is_trained_are_learned_with_the_next() -> None:
+    run = RunConfig.model_validate({"batch": {"prompts_per_step": 1, "samples_per_prompt": 2}})
+    pool, learned = GroupPool(1, 9), []
+
+    async def learn(groups: list[Group], fleet: object) -> None:
+        learned.append([group.group_id for group in groups])
+
+    stubs: dict[str, Any] = {
+        "issuer": SimpleNamespace(
+            schedule=SimpleNamespace(exclusive=False),
+            next_group=lambda step, count: (
+                None if count else next((g for g in pool.groups.values() if g.complete), None)
+            ),
+            taken=lambda _: None,
+            rounds=NoRounds(),
+        ),
+        "pool": pool,
+        "lengths": SimpleNamespace(learn=learn),
+        "services": SimpleNamespace(fleet=list),
+    }
+    names = ("trainers", "groups", "evaluator", "scaling", "recorder", "telemetry", "times", "waits")
+    rest: dict[str, Any] = dict.fromkeys((*names, "refusals", "canary", "guard"))
+    steps = TrainingSteps(run=run, **stubs, **rest)
+
+    def end(name: str, void: bool = False) -> None:
+        pool.issue([empty_group(name)], 0)
+        for number in range(2):
+            pool.finish(make_sample(f"{name}.{number}"), 0.0)
+            pool.score(f"{name}.{number}", None if void else number, Void(VoidCause.PROVIDER, "x") if void else None)
+        steps.complete(pool.groups[name])
+
+    async def take() -> None:
+        await steps._take_groups()
+        assert steps._learning is not None
+        await steps._learning
+
+    for early, taken, late in (("a", "b", "c"), ("d", "e", "f")):
+        end(early, void=True)
+        end(taken)
+        asyncio.run(take())
+        end(late, void=True)
+        steps.resume_at(steps.step + 1)
+    assert learned == [["b", "a"], ["e", "d", "c"]]

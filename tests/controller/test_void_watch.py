@@ -21,6 +21,7 @@ from streamrl.protocol.message import body_of
 from streamrl.protocol.samples import sample_to_wire
 from streamrl.protocol.site_instance import FinishedSample
 from streamrl.rollouts.void import Void, VoidCause
+from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery
 from tests.rollouts.test_row_parts import TWO_TURNS, episode
 
@@ -123,6 +124,7 @@ def test_void_rewards_of_an_evaluation_end_no_run() -> None:
     parts = {part.name: cast(Any, None) for part in fields(SampleIntake)}
     evaluator = SimpleNamespace(awaits=lambda _: True, scored=lambda sample_id, *_: scored.append(sample_id))
     parts |= {"rewarders": SimpleNamespace(answered=lambda *_: True), "evaluator": evaluator, "void_watch": watched}
+    parts["waits"] = WaitRegistry("controller")
     answers = [ScoreAnswer(f"e-{n}", None, 0.1, VoidCause.TIMEOUT, "timed out") for n in range(200)]
     deliveries = [SimpleNamespace(peer="r", body=one, ack=lambda: done.append(1)) for one in answers]
     SampleIntake(**parts).rewards(cast(list[Delivery], deliveries))

@@ -44,6 +44,14 @@ def say(port: int, text: bytes) -> bytes:
         return answer
 
 
+def test_a_forwarder_listens_by_ipv6_too(echo: int) -> None:
+    with Forwarder("::1", 0) as forwarder:
+        forwarder.target = "127.0.0.1", echo
+        with socket.create_connection(("::1", forwarder.server_address[1]), 5) as connection:
+            connection.sendall(b"abc")
+            assert connection.recv(3) == b"ABC"
+
+
 def test_bytes_pass_in_both_directions_and_nothing_passes_without_a_target(echo: int) -> None:
     with Forwarder("127.0.0.1", free_port()) as forwarder:
         port = forwarder.listens[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections import namedtuple
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from streamrl.launcher.speculation_check import check_speculation
 from streamrl.launcher.untried_paths import untried, untried_warning
 from streamrl.machine import installed_packages
 from streamrl.machine.cpu import Cpu
+from streamrl.runtime.interfaces import free_ports
 
 GIB = 2**30
 
@@ -319,6 +321,15 @@ def test_an_address_that_is_not_this_machines() -> None:
     site = {"address": "192.0.2.1", "trainer": {}, "generation": [{}]}
     elsewhere = ClusterConfig.model_validate({"hardware": "cpu", "sites": {"here": site}})
     assert "cannot listen on 192.0.2.1" in "".join(preflight.check_ports(elsewhere, "here"))
+
+
+def test_a_port_of_an_ipv6_address_is_free_or_taken() -> None:
+    [port] = free_ports(1, "::1")
+    site = {"address": "::1", "port": port, "trainer": {}, "generation": [{}]}
+    here = ClusterConfig.model_validate({"hardware": "cpu", "sites": {"here": site}})
+    assert list(preflight.check_ports(here, "here")) == []
+    with socket.create_server(("::1", port), family=socket.AF_INET6):
+        assert f"cannot listen on [::1]:{port}: " in "".join(preflight.check_ports(here, "here"))
 
 
 def test_missing_packages_are_named_with_the_command_that_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,7 +205,7 @@ def test_the_files_between_service_and_launcher_are_read_as_they_were_written(tm
 
 
 def test_a_disk_that_is_full_is_no_reason_to_try_again(tmp_path: Path) -> None:
-    from streamrl.launcher.entry_point import DISK
+    from streamrl.errors import DISK
 
     code = "import errno; raise OSError(errno.ENOSPC, 'No space left on device')"
     assert errno.ENOSPC in DISK

@@ -16,7 +16,8 @@ from streamrl.generation.site.sample_batches import pack_samples, sample_bytes, 
 from streamrl.generation.site.token_journal import TokenJournal
 from streamrl.machine.router_shape import RouterShape, shape_of
 from streamrl.plain_files import NotPlainFile
-from streamrl.protocol.message import parse, wire
+from streamrl.protocol.controller_site import SampleBatch
+from streamrl.protocol.message import body_of, parse, wire
 from streamrl.protocol.samples import (
     progress_from_wire,
     progress_to_wire,
@@ -73,7 +74,8 @@ def test_batches_and_the_ledger_keep_each_samples_experts(compress: bool, with_s
         sent.insert(1, sample(3, 2, None))
     packed = pack_samples([sample_to_wire(one) for one in sent], compress)
     assert packed[0]["packing"] == ("zstd" if compress else "raw")
-    found = [sample_from_wire(Sample, *item) for item in unpack_samples(*packed)]
+    received = body_of(parse(SampleBatch, packed[0])), packed[1]
+    found = [sample_from_wire(Sample, *item) for item in unpack_samples(*received)]
     assert all(same(a.experts, b.experts) for a, b in zip(found, sent, strict=True))
     back = sample_from_wire(Sample, *unpack_content(pack_content(*sample_to_wire(sent[0]))))
     assert same(back.experts, sent[0].experts)

@@ -66,7 +66,7 @@ def test_only_the_trainers_site_listens_to_the_outside() -> None:
 
 
 def test_a_site_whose_own_name_is_a_loopback_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "gethostbyname", lambda name: {"gpu-1": "127.0.1.1"}.get(name, name))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, 1, 6, "", ("127.0.1.1", 0))])
     values = cluster().model_dump()
     values["sites"]["train"]["address"] = "gpu-1"
     with pytest.raises(RunFailed, match=r"'gpu-1', the address of this site, is 127\.0\.1\.1 here"):
@@ -74,6 +74,20 @@ def test_a_site_whose_own_name_is_a_loopback_address_is_refused(monkeypatch: pyt
     values["sites"]["train"]["listen"] = "0.0.0.0"
     found = choose_addresses(ClusterConfig.model_validate(values), "train", SOCKETS)
     assert found.controller_outside == "tcp://0.0.0.0:5600"
+
+
+def test_a_site_may_have_an_ipv6_address() -> None:
+    values = cluster().model_dump()
+    values["sites"]["train"] |= {"address": "[fd00::7]", "listen": "::"}
+    read = ClusterConfig.model_validate(values)
+    home, away = (choose_addresses(read, site, SOCKETS) for site in ("train", "generate"))
+    assert (home.controller_outside, home.publisher_outside) == ("tcp://[::]:5600", "tcp://[::]:5601")
+    assert (away.controller, away.publisher) == ("tcp://[fd00::7]:5600", "tcp://[fd00::7]:5601")
+    values["sites"]["train"] |= {"address": "::1", "listen": ""}
+    assert (
+        choose_addresses(ClusterConfig.model_validate(values), "train", SOCKETS).controller_outside
+        == "tcp://[::1]:5600"
+    )
 
 
 @pytest.mark.parametrize("name", ["heterogeneous.yaml", "cross_datacenter.yaml"])

@@ -74,7 +74,9 @@ def two_sites(tmp_path: Path, sent: Sent, **changes: Any) -> Iterator[Controller
         context = RoleContext("controller", "home", tmp_path, CLUSTER, run, Addresses("", "", {}), False)
         one = Controller(context)
         made.append(one)
-        none = SimpleNamespace(awaits=lambda _: False, generates=lambda _: False, unfinished=0, open_groups=dict)
+        none = SimpleNamespace(
+            awaits=lambda _: False, generates=lambda _: False, generating=0, unscored=0, open_groups=dict
+        )
         one._build(cast(GroupSource, None), cast(Evaluator, none))  # no evaluation is in flight
         one.hub.send = sent.send  # type: ignore[method-assign]
         for name, site in SITES.items():

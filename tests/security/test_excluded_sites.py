@@ -312,6 +312,15 @@ def test_a_site_cannot_show_anothers_processes(controller: Controller, name: str
             check_heartbeat(controller.own, speaker, {"instances": {name: {}}})
 
 
+@pytest.mark.parametrize("name", ["trainer-0", "agents-home", "far-regular-0", "agents-far\n"])
+def test_a_site_shows_no_agents_but_its_own(controller: Controller, name: str) -> None:
+    far = Speaker("service-far", "service", "far")
+    check_heartbeat(controller.own, far, {"agents": {"agents-far": {"state": "busy"}}})
+    for speaker in (far, Speaker("rewards-far", "rewards", "far")):
+        with pytest.raises(MalformedMessage, match=r"of site far|has instances"):
+            check_heartbeat(controller.own, speaker, {"agents": {name: {}}})
+
+
 @pytest.mark.parametrize(
     "state",
     [

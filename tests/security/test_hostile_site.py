@@ -118,6 +118,7 @@ def test_a_reward_is_given_only_by_the_process_that_was_asked(controller: Contro
 
 LOADED = {"number": 0, "source": None, "transfer_s": 0.1, "bytes": 5, "started": 1.0, "fetched": 2.0, "applied": {}}
 STATES = {"home-regular-0": InstanceState("regular", "ready", "")}
+FAR = {"far-regular-0": InstanceState("regular", "ready", "")}
 CANARY = np.zeros(3, np.float32)
 
 
@@ -137,10 +138,11 @@ CANARY = np.zeros(3, np.float32)
         FleetChanged(fleet=fleet_of("home"), instances={}),
         FleetChanged(fleet=fleet_of("far", "golden"), instances={}),
         FleetChanged(fleet=[], instances=STATES),
-        FleetChanged(fleet=fleet_of("far") * 2, instances={}),
-        FleetChanged(fleet=fleet_of("far") * 100_000, instances={}),
+        FleetChanged(fleet=fleet_of("far") * 2, instances=FAR),
+        FleetChanged(fleet=fleet_of("far"), instances={}),
+        FleetChanged(fleet=fleet_of("far") * 100_000, instances=FAR),
         FleetChanged(fleet=[fleet_of("far")[0] | {"name": "far-regular-1"}], instances={}),
-        FleetChanged(fleet=[fleet_of("far")[0] | {"curve": {"step_seconds": {"1": 1e300}}}], instances={}),
+        FleetChanged(fleet=[fleet_of("far")[0] | {"curve": {"step_seconds": {"1": 1e300}}}], instances=FAR),
         FleetChanged(fleet=[], instances={"far-regular-0": InstanceState("regular", "x" * 1_000_000, "")}),
         CanaryMeasured(number=0, instance="home-regular-0", dtype="float32"),
         CanaryMeasured(number=9, instance="far-regular-0", dtype="float32"),
@@ -154,6 +156,30 @@ def test_a_site_speaks_for_itself_alone(controller: Controller, message: TypedMe
     before = controller.services.version, controller.services.instances()
     assert hear(controller, said("service-far", message, logprobs=CANARY)) == {"not its own": {"service-far": 1}}
     assert (controller.services.version, controller.services.instances()) == before
+
+
+def test_a_site_cannot_answer_weights_with_older_ones(controller: Controller) -> None:
+    controller.training.step = 3
+    controller.services._versions.in_flight["service-far"] = 2
+    older = WeightsReady(**(LOADED | {"number": 1}))
+    assert hear(controller, said("service-far", older)) == {"not its own": {"service-far": 1}}
+    assert controller.services.awaits_weights("service-far")
+    newer = WeightsReady(**(LOADED | {"number": 3}))
+    assert hear(controller, said("service-far", newer)) == {"not its own": {"service-far": 1}}
+    assert not controller.services.awaits_weights("service-far")
+
+
+@pytest.mark.parametrize("fleet", [fleet_of("home"), fleet_of("far", step_s=1e300), None, {}, [5]], ids=str)
+def test_instances_in_the_hello_of_a_service_that_was_restarted_are_its_sites_or_not_used(
+    controller: Controller, fleet: object
+) -> None:
+    controller.services._fleets.clear()
+    controller.services._dispatch._sites.clear()
+    asyncio.run(controller._join_services())
+    before = controller.services.instances()
+    controller.hub.peers["service-far"].meta = {"fleet": fleet}
+    asyncio.run(controller.services.returned("service-far"))
+    assert controller.services.instances() == before
 
 
 def test_a_canary_without_its_array_is_refused(controller: Controller) -> None:

@@ -35,6 +35,7 @@ from streamrl.protocol.message import wire
 from streamrl.runtime.interfaces import address_towards
 from streamrl.runtime.process_context import RoleContext
 from streamrl.transport.endpoint import Hub, Link
+from streamrl.transport.ip_addresses import host_of
 from streamrl.weights.backends.base import Compute, Published, PublishedModel, WeightBackend
 from streamrl.weights.backends.communicator import (
     Communicator,
@@ -72,8 +73,7 @@ def meeting_address(controller: str, one_machine: bool, backend: str) -> str:
     """
     if one_machine:
         return "127.0.0.1"
-    host = controller.removeprefix("tcp://").rpartition(":")[0]
-    if is_loopback(own := address_towards(host)):
+    if is_loopback(own := address_towards(host_of(controller.removeprefix("tcp://")))):
         raise RunFailed(
             f"weights.backend: {backend} needs an address of the trainer's node that other nodes reach, and the "
             f"controller is at {controller}; start Ray with --node-ip-address, or set weights.backend: stream"

@@ -1,0 +1,121 @@
+"""The controller's loop: what it waits for, what it answers, and as what it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from streamrl.config.run import RunConfig
+from streamrl.controller.controller import Controller
+from streamrl.controller.evaluation_runner import Evaluator
+from streamrl.controller.group_source import GroupSource
+from streamrl.errors import RestartNeeded, RunFailed, UserError
+from streamrl.protocol.controller_rewards import ScoreAnswer
+from streamrl.protocol.operator import CheckpointNow
+from streamrl.run_dir import layout
+from streamrl.run_dir.evaluations import read_evaluations
+from streamrl.run_dir.status import read_status
+from tests.security.hostile_world import OWN, SITES, Sent, batch, hear, said, sample, two_sites
+
+
+@pytest.fixture
+def sent() -> Sent:
+    return Sent()
+
+
+@pytest.fixture
+def controller(tmp_path: Path, sent: Sent) -> Iterator[Controller]:
+    with two_sites(tmp_path, sent) as made:
+        yield made
+
+
+def evaluating(controller: Controller) -> Evaluator:
+    """Let the controller evaluate a greedy and a sampled completion of one held-out prompt."""
+    held_out = controller.context.run_dir / "held_out.jsonl"
+    held_out.write_text(json.dumps({"prompt": "1 + 1", "answer": "2"}))
+    task = {"kind": "file", "name": "sums", "path": str(held_out), "reward": "exact_match"}
+    run = RunConfig.model_validate({"evaluation": {"tasks": [task], "prompts": 1, "samples": 1}})
+    groups = cast(GroupSource, SimpleNamespace(tokens=lambda prompt: OWN, longest_prompt=len(OWN)))
+    evaluator = Evaluator(run, controller.context.run_dir, groups, lambda step, score: None)
+    controller._build(groups, evaluator)
+    return evaluator
+
+
+def waited_for(controller: Controller) -> set[str]:
+    """Return what the controller waits for before it receives its next message."""
+    controller._register_waits()
+    return {str(wait["waiting_for"]).rpartition(" of ")[0] for wait in controller.waits.snapshot()}
+
+
+def test_an_evaluation_whose_samples_wait_for_rewards_waits_for_no_samples(controller: Controller, sent: Sent) -> None:
+    evaluator = evaluating(controller)
+    for number, site in enumerate(("home", "far")):  # training waits for nothing
+        hear(controller, batch(f"service-{site}", *(sample(site, number, n) for n in (0, 1))))
+        for n in (0, 1):
+            answer = ScoreAnswer(sample_id=f"p{number}-0.{n:03d}", reward=1.0, seconds=0.0)
+            hear(controller, said("rewards-home", answer))
+    assert waited_for(controller) == set()
+    [group] = evaluator.begin(0, 1.0)
+    asyncio.run(controller.services.generate([group], [evaluator.samples(group)]))
+    assert waited_for(controller) == {"2 samples"}
+    [(service, ids)] = [order for order in sent.ordered() if order[1]]
+    done = [sample(SITES[service], 0, sample_id=one, group_id=group.group_id) for one in ids]
+    hear(controller, batch(service, done[0]))
+    assert waited_for(controller) == {"1 samples", "1 rewards"}
+    hear(controller, batch(service, done[1]))
+    assert waited_for(controller) == {"1 rewards"}, "it had begun with the first sample"
+    hear(controller, said("rewards-home", ScoreAnswer(sample_id=ids[0], reward=1.0, seconds=0.0)))
+    assert "rewards" not in controller.waits.begun, "a reward renews the wait for the others"
+    assert waited_for(controller) == {"1 rewards"}
+    hear(controller, said("rewards-home", ScoreAnswer(sample_id=ids[1], reward=0.0, seconds=0.0)))
+    assert waited_for(controller) == set()
+    [row] = read_evaluations(controller.context.run_dir / layout.EVALUATIONS)
+    assert (row.step, row.overall.samples) == (0, 2)
+
+
+def test_a_checkpoint_that_was_asked_for_by_a_command_that_has_ended_is_saved(controller: Controller) -> None:
+    del controller.hub.send  # type: ignore[method-assign]
+    assert "checkpoint-1" not in controller.hub.peers
+    hear(controller, said("checkpoint-1", CheckpointNow()))
+    assert controller.training.checkpoint_wanted
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (RunFailed("too many rewards are void"), "failed"),
+        (UserError("no such file"), "failed"),
+        (OSError(errno.ENOSPC, "no space"), "failed"),
+        (ExceptionGroup("all", [RunFailed("lost")]), "failed"),
+        (RestartNeeded("the trainer hangs"), "starting"),
+        (ValueError("nobody has foreseen this"), "starting"),
+        (ExceptionGroup("all", [KeyError("neither this")]), "starting"),
+    ],
+    ids=repr,
+)
+def test_other_sites_are_told_of_an_end_only_if_the_launcher_does_not_start_the_controller_again(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch, error: Exception, state: str
+) -> None:
+    told: list[str] = []
+
+    async def fail() -> None:
+        raise error
+
+    async def finish(state: str, error: str | None) -> None:
+        told.append(state)
+
+    monkeypatch.setattr(controller, "_start", fail)
+    monkeypatch.setattr(controller.services, "finish", finish)
+    controller.hub.peers.clear()
+    with pytest.raises(type(error)):
+        asyncio.run(controller.run())
+    status = read_status(controller.context.run_dir)
+    assert status.state == state and told == [one for one in ("failed",) if one == state]
+    assert status.error == (str(error) if told else None)
