@@ -42,10 +42,18 @@ class PromptGroups:
     """[n] group of each request; requests of one group share a prompt."""
     tokens: Sequence[int]
     """[n] prompt tokens of each request."""
+    kept: Sequence[int] = ()
+    """[n] tokens that each request has already, which it shares with none; (): none has any."""
+
+    @property
+    def begin(self) -> list[int]:
+        """[n] tokens with which each request begins."""
+        return [tokens + more for tokens, more in zip(self.tokens, self.kept or [0] * len(self.tokens), strict=True)]
 
     def tokens_once(self, requests: Sequence[int]) -> int:
         """Return the tokens that one instance prefills for the given requests."""
-        return sum({self.groups[request]: self.tokens[request] for request in requests}.values())
+        prompts = sum({self.groups[request]: self.tokens[request] for request in requests}.values())
+        return prompts + (sum(self.kept[request] for request in requests) if self.kept else 0)
 
 
 @dataclass(frozen=True)
@@ -261,7 +269,7 @@ class _Timed:
         if self.objective is None or self.prompts is None:
             return latest
         count = len(self.prompts.groups)
-        tokens = self.drawn[:, :count] + np.asarray(self.prompts.tokens, dtype=np.float64)
+        tokens = self.drawn[:, :count] + np.asarray(self.prompts.begin, dtype=np.float64)
         return np.maximum(latest, self.objective.seconds(ends[:, :count], self.prompts.groups, tokens))
 
     def _steps(

@@ -277,7 +277,9 @@ class SkewAware(Planned):
         waiting, *beside = same_width([equally_likely(forecasts), *(some.values for some in running)])
         workers = [Worker(instance.name, instance.assumed_curve, instance.slots) for instance in instances]
         arrived = {request.request_id: place for place, request in enumerate(requests)}
-        prompts = PromptGroups([r.group_id for r in ordered], [r.prompt_tokens for r in ordered])
+        alone = [own[request.request_id].prompt_tokens for request in ordered]
+        kept = [request.prompt_tokens - prompt for request, prompt in zip(ordered, alone, strict=True)]
+        prompts = PromptGroups([request.group_id for request in ordered], alone, kept)
         self.plan = plan(
             waiting,
             workers,
@@ -287,7 +289,7 @@ class SkewAware(Planned):
             prompts=prompts,
             arrivals=[arrived[request.request_id] for request in ordered],
             objective=self.objective,
-            contexts=np.concatenate([prompts.tokens, *(some.contexts for some in running)]),
+            contexts=np.concatenate([prompts.begin, *(some.contexts for some in running)]),
             by_load=self._dealt_by_load(names, requests, ordered),
         )
         if self.plan.kind == BY_LOAD:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import io
@@ -86,7 +87,8 @@ def main() -> None:
     """Run the command line; exit codes: 0 done, 1 the run failed, 2 bad input, 130 stopped by the user."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a character that the terminal does not have ends no run
-            stream.reconfigure(errors="replace")
+            with contextlib.suppress(OSError):  # its file has become a pipe since; it replaces characters all the same
+                stream.reconfigure(errors="replace")
     try:
         cli(standalone_mode=False, prog_name="streamrl")
     except click.ClickException as error:

@@ -138,6 +138,7 @@ def _fully_shard(model: Policy | Critic, run: RunConfig, device: torch.device, d
     """Shard a model in host memory. A device that could not hold it all gets one unit after the other.
 
     torch moves each unit's weights and buffers to the mesh's device, this process's current one, and keeps its shard.
+    With tensor parallelism a rank's part of all layers is there before the first unit is sharded.
     """
     mesh = division.mesh(device)
     precision = MixedPrecisionPolicy(param_dtype=compute_type(run), reduce_dtype=torch.float32)

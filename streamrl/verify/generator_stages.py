@@ -33,6 +33,7 @@ from streamrl.generation.instance.engine import Engine
 from streamrl.machine.cpu import this_cpu
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
 from streamrl.rollouts.types import SampleRequest
+from streamrl.runtime.processes import end_with_parent
 from streamrl.training.packing import pack
 from streamrl.training.policy_model import load_policy
 from streamrl.transport.deadlines import WaitRegistry
@@ -269,6 +270,7 @@ def _in_child(body: Body, order: Order, log: Path, deadline: float) -> tuple[str
     child = os.fork()
     if child == 0:
         try:
+            end_with_parent(signal.SIGKILL)  # nobody else would keep to the deadline
             os.close(read)
             with log.open("a") as file:
                 os.dup2(file.fileno(), 1)

@@ -15,6 +15,7 @@ from streamrl.runtime.site_connections import connect_relay
 from streamrl.transport.curve import ClientSecurity, make_keys
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub, Link
+from streamrl.weights.site_relay import NotPublished
 from tests.training.conftest import free_port
 from tests.waiting import scaled
 from tests.weights.world import Policy, World, in_world
@@ -88,5 +89,36 @@ def test_a_relay_that_cannot_be_used_is_left_out_for_a_while_and_leaves_nothing_
             assert found == (manifest.version, None)
             assert len(links) == tried
         assert all(link._socket.closed for link in links)
+
+    in_world(tmp_path, body)
+
+
+def test_a_relay_that_does_not_have_a_version_in_time_is_asked_for_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(world: World) -> None:
+        asked: list[int] = []
+
+        class Slow:
+            link = Link("site", "relay", WaitRegistry("service"))
+
+            async def fetch(self, number: int, content_hash: str) -> None:
+                asked.append(number)
+                raise NotPublished("not yet", (number - 1,))
+
+        home = await world.relay("site", "raw")
+        monkeypatch.setattr(site_weights, "make_relay", lambda *_: home)
+        monkeypatch.setattr(site_weights, "to_home", lambda *_: None)
+        monkeypatch.setattr(site_weights, "SOURCE_S", SOON_S)
+        context: Any = SimpleNamespace(addresses=SimpleNamespace(relay_outside=None))
+        site, policy = SiteWeights(context, WaitRegistry("service")), Policy()
+        site._others["other"] = Slow()  # type: ignore[assignment]
+        for _ in range(2):
+            manifest, buffer = policy.step()
+            await world.publisher.publish(manifest, buffer)
+            found = await site.fetch(manifest.version.number, manifest.version.content_hash, "other")
+            assert found == (manifest.version, None)
+        assert set(asked) == {1, 2}
+        await Slow.link.close()
 
     in_world(tmp_path, body)

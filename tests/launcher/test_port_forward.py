@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from streamrl.launcher.port_forward import Forwarder
+from tests.ipv6 import with_ipv6
 from tests.training.conftest import free_port
 
 
@@ -44,6 +45,7 @@ def say(port: int, text: bytes) -> bytes:
         return answer
 
 
+@with_ipv6
 def test_a_forwarder_listens_by_ipv6_too(echo: int) -> None:
     with Forwarder("::1", 0) as forwarder:
         forwarder.target = "127.0.0.1", echo

@@ -29,6 +29,7 @@ from streamrl.launcher.untried_paths import untried, untried_warning
 from streamrl.machine import installed_packages
 from streamrl.machine.cpu import Cpu
 from streamrl.runtime.interfaces import free_ports
+from tests.ipv6 import with_ipv6
 
 GIB = 2**30
 
@@ -323,6 +324,7 @@ def test_an_address_that_is_not_this_machines() -> None:
     assert "cannot listen on 192.0.2.1" in "".join(preflight.check_ports(elsewhere, "here"))
 
 
+@with_ipv6
 def test_a_port_of_an_ipv6_address_is_free_or_taken() -> None:
     [port] = free_ports(1, "::1")
     site = {"address": "::1", "port": port, "trainer": {}, "generation": [{}]}

@@ -311,12 +311,22 @@ def test_a_prompt_is_prefilled_once_for_the_siblings_on_an_instance() -> None:
     assert chosen.makespan == 3.0 + 0.5 * 14
 
 
+def test_tokens_that_siblings_have_already_are_prefilled_for_each_of_them() -> None:
+    prompts = PromptGroups(["a", "a", "b"], [10, 10, 4], [0, 90, 6])
+    chosen = plan(np.full((3, 1), 3.0), [flat(4, per_prefill_token=0.5)], prompts=prompts)
+    assert chosen.makespan == 3.0 + 0.5 * (14 + 96)
+
+
 def test_what_a_streamed_plan_waits_for_is_slowed_by_the_prompts_that_are_read() -> None:
     prompts = PromptGroups(["a", "b"], [10, 4])
     lengths = np.asarray([[3.0], [1.0]])
     # 3 steps and 7 s of prefill: 10 s; b ends after a third of them; then 13 tokens of a, or 18 of both, are trained
     chosen = plan(lengths, [flat(4, per_prefill_token=0.5)], prompts=prompts, objective=Streamed(1.0))
     assert (chosen.makespan, chosen.cost) == (10.0, pytest.approx(10 + 13))
+    # with 4 tokens more of a to read and to train
+    prompts = PromptGroups(["a", "b"], [6, 4], [8, 0])
+    chosen = plan(lengths, [flat(4, per_prefill_token=0.5)], prompts=prompts, objective=Streamed(1.0))
+    assert (chosen.makespan, chosen.cost) == (12.0, pytest.approx(12 + 17))
 
 
 def test_the_clock_of_an_instance_by_hand() -> None:

@@ -98,3 +98,14 @@ def test_evaluations_join_the_newest_step_and_no_process_that_ends_loses_a_step(
         following.close()
     assert steps_with(history, "train/reward_mean".__eq__) == list(history) == [1, 2, 3, 4, 5]
     assert steps_with(history, "evaluation/step".__eq__) == [4]
+
+
+def test_the_first_step_is_sent_again_if_a_kill_has_lost_it(tmp_path: Path, history: dict[int, dict[str, Any]]) -> None:
+    make_run(tmp_path)
+    train(tmp_path, [1])
+    for _ in range(2):
+        with SentRows(tmp_path, "wandb") as sent:
+            following = follower(tmp_path, sent, {"evaluation": {"every": 2}})
+            following.send()  # and is killed at first: step 1 was open
+    following.close()
+    assert steps_with(history, "train/reward_mean".__eq__) == [1]

@@ -11,6 +11,7 @@ import pytest
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub, Link
 from streamrl.transport.ip_addresses import host_of, host_port, needs_ipv6, resolve
+from tests.ipv6 import with_ipv6
 from tests.waiting import scaled
 
 HOSTS = {"both": ["fd00::7", "10.0.0.7"], "new": ["fd00::8"], "old": ["10.0.0.9"]}
@@ -58,6 +59,7 @@ def test_a_socket_uses_ipv6_only_where_there_is_no_other_way(names: None, addres
     assert needs_ipv6(address) == needed
 
 
+@with_ipv6
 @pytest.mark.parametrize(("listen", "connect"), [("::1", "::1"), ("::", "::1"), ("::", "127.0.0.1")])
 def test_a_hub_and_a_link_talk_by_ipv6_and_one_that_listens_everywhere_by_ipv4_as_well(
     listen: str, connect: str

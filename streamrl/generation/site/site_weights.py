@@ -55,6 +55,8 @@ class SiteWeights:
         """Relays that get weights from other sites, by site; made when first needed."""
         self._left_out: dict[str, float] = {}
         """Until when sites are not asked whose relays could not be used (monotonic seconds), by site."""
+        self._answered = False
+        """Whether the relay that was asked last has said that it does not have the version yet, or any more."""
         self._hub = relay_hub(context, waits) if context.addresses.relay_outside else None
         self._publisher = make_publisher(context, self._hub) if self._hub is not None else None
 
@@ -107,12 +109,13 @@ class SiteWeights:
         if source is not None and time.monotonic() < self._left_out.get(source, 0.0):
             source = None
         if source is not None:
+            self._answered = False
             try:
                 async with self.waits.deadline(f"weights {number} from {source}", SOURCE_S):
                     found = await self._fetch_from(source, number, content_hash)
             except (RunFailed, UserError) as error:
                 log.warning("getting weights %d from the trainer's site: %s", number, error)
-                if not isinstance(error, NotPublished):  # that site is there, and may have the next version
+                if not self._answered:  # one that did may have the next version
                     self._left_out[source] = time.monotonic() + LEFT_OUT_S
                 source = None
         if source is None:
@@ -155,6 +158,7 @@ class SiteWeights:
             try:
                 found = (await self._others[source].fetch(number, content_hash)).version
             except NotPublished as error:
+                self._answered = True
                 if max(error.available, default=-1) > number:
                     raise  # it has skipped this version, or no longer has it
                 await asyncio.sleep(ASK_AGAIN_S)

@@ -62,7 +62,9 @@ class WandbRun:
         )
         # the service, but no file, says where a run goes on: a process that was killed may have left a step open
         following = int(self._run.step)
-        self.last_step: int | None = following - 1 if following else None
+        self.last_step: int | None = max(0, following - 1)
+        if config.mode == "offline" and not following:
+            self.last_step = None  # a new file, which knows nothing of those before
         self._run.define_metric("evaluation/step", hidden=True)
         self._run.define_metric("evaluation/*", step_metric="evaluation/step")
 
