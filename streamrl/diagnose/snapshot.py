@@ -185,18 +185,19 @@ class _Family:
         """Return the launcher, if it still has children here, and the proxy of an emulated network."""
         listed = {one.facts.pid for one in found}
         roots = [one.tree[0] for one in found if one.tree and one.facts.role != "trainer"]
+        others: list[ObservedProcesses] = []
         with contextlib.suppress(psutil.Error, IndexError):
             launcher = psutil.Process(roots[0].ppid())
             if launcher.pid != _locked_by(run_dir):
                 return []
             own = ProcessFacts(name="launcher", role="launcher", pid=launcher.pid, alive=_alive(launcher))
-            others = [ObservedProcesses(own, run_dir / layout.STACKS, [launcher])]
+            others.append(ObservedProcesses(own, run_dir / layout.STACKS, [launcher]))
             for child in self._children.get(launcher.pid, []):
-                if child.pid not in listed and "streamrl.emulation.proxy" in child.cmdline():
-                    proxy = ProcessFacts(name="proxy", role="proxy", pid=child.pid, alive=_alive(child))
-                    others.append(ObservedProcesses(proxy, run_dir / layout.STACKS, [child]))
-            return others
-        return []
+                with contextlib.suppress(psutil.Error):  # it has ended, and has no command line any more
+                    if child.pid not in listed and "streamrl.emulation.proxy" in child.cmdline():
+                        proxy = ProcessFacts(name="proxy", role="proxy", pid=child.pid, alive=_alive(child))
+                        others.append(ObservedProcesses(proxy, run_dir / layout.STACKS, [child]))
+        return others
 
 
 def _alive(process: psutil.Process) -> Alive:

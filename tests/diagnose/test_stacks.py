@@ -283,9 +283,12 @@ def test_a_child_counts_only_if_its_state_lasts(tmp_path: Path, start: Start, mo
 def test_the_launcher_is_the_parent_that_has_the_lock_of_the_run(tmp_path: Path, start: Start) -> None:
     start("here-tail-0")
     lock = tmp_path / layout.LOCK
-    for text, found in (("", []), ("process 1 on here", []), (f"process {os.getpid()} on here", [os.getpid()])):
-        lock.write_text(text)
-        assert [one.pid for one in collect(tmp_path, ask=False).processes if one.role == "launcher"] == found
+    with subprocess.Popen(["true"]) as ended:
+        there = psutil.Process(ended.pid)
+        wait_for(lambda: there.status() == psutil.STATUS_ZOMBIE, 10, what="a child that nobody has waited for")
+        for text, found in (("", []), ("process 1 on here", []), (f"process {os.getpid()} on here", [os.getpid()])):
+            lock.write_text(text)
+            assert [one.pid for one in collect(tmp_path, ask=False).processes if one.role == "launcher"] == found
 
 
 def test_sites_that_are_emulated_have_folders_of_their_own(tmp_path: Path, start: Start) -> None:

