@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -22,18 +20,9 @@ from streamrl.protocol.operator import CheckpointNow
 from streamrl.run_dir import layout
 from streamrl.run_dir.evaluations import read_evaluations
 from streamrl.run_dir.status import read_status
-from tests.security.hostile_world import OWN, SITES, Sent, batch, hear, said, sample, two_sites
-
-
-@pytest.fixture
-def sent() -> Sent:
-    return Sent()
-
-
-@pytest.fixture
-def controller(tmp_path: Path, sent: Sent) -> Iterator[Controller]:
-    with two_sites(tmp_path, sent) as made:
-        yield made
+from tests.security.conftest import controller as controller
+from tests.security.conftest import sent as sent
+from tests.security.hostile_world import OWN, SITES, Sent, batch, hear, said, sample
 
 
 def evaluating(controller: Controller) -> Evaluator:

@@ -1,4 +1,4 @@
-"""From where a site gets its weights when the relay of another site cannot be used."""
+"""The source of a site's weights when the relay of another site cannot be used."""
 
 from __future__ import annotations
 

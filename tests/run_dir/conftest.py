@@ -11,7 +11,8 @@ from tests.report.conftest import make_run as make_run
 
 @contextmanager
 def file_size_limit(size: int) -> Iterator[None]:
-    """Let files of this process have at most `size` bytes: a write that passes it is short, the next one fails."""
+    """Let files of this process have at most `size` bytes, as on a full disk: a write that passes it is short, the next
+    one fails (EFBIG in place of ENOSPC)."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import pickle
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -25,19 +22,9 @@ from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.training.checkpoint_writing import system_error, told_in_words
 from streamrl.training.trainer import Trainer
 from streamrl.training.trainer_process import TrainerWorker
+from tests.run_dir.conftest import file_size_limit
 from tests.training.conftest import run_config
 from tests.training.trained import CPU
-
-
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """Let the system refuse to write beyond a file's first bytes (EFBIG), as it does on a full disk (ENOSPC)."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture
@@ -70,7 +57,7 @@ def files(worker: SimpleNamespace, step: int) -> set[str]:
 def test_what_the_system_refuses_to_write_is_said(
     worker: SimpleNamespace, size: int, written: str, missing: str
 ) -> None:
-    with files_of_at_most(size), pytest.raises(RunFailed) as found:
+    with file_size_limit(size), pytest.raises(RunFailed) as found:
         write(worker)
     partial = worker.checkpoints.directory / ".partial_step_5"
     message = str(found.value)
@@ -120,9 +107,9 @@ def test_the_first_rank_with_an_error_of_the_system_is_named() -> None:
 
 
 def test_a_full_disk_is_seen_by_each_library(tmp_path: Path) -> None:
-    with files_of_at_most(10), pytest.raises(SafetensorError) as weights:
+    with file_size_limit(10), pytest.raises(SafetensorError) as weights:
         save_file({"weight": torch.zeros(9)}, tmp_path / "model.safetensors")
-    with files_of_at_most(10), pytest.raises(Exception, match="os error") as tokens:
+    with file_size_limit(10), pytest.raises(Exception, match="os error") as tokens:
         Tokenizer(BPE(vocab={"a": 0}, merges=[])).save(str(tmp_path / "tokenizer.json"))
     for error in (weights.value, tokens.value):
         found = system_error(error)
