@@ -44,6 +44,9 @@ LIMIT_S = {"kit": 900, "versus": 420, "grpo": 420, "tiny run": 600}
 SAMPLES, NEW_TOKENS, STEPS = 8, 128, 3
 """Of the GRPO steps: completions of a prompt, tokens of a completion, steps."""
 PROMPTS = 4
+MOST_PADDED = 16_384
+"""Padded tokens up to which TRL computes all samples of a group at once, too. With 32,768 it ran out of the 140 GiB of
+an H200 (151,936 tokens of vocabulary, Liger's loss), with gradient checkpointing as well."""
 REPETITIONS = 3
 """Steps of each side that are timed in a comparison, after one that is not."""
 
@@ -60,27 +63,30 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the code on a CPU")
     parser.add_argument("--stage", help="run this stage alone, in this process")
     parser.add_argument("--only", nargs="+", help="stages to run (default: all)")
+    parser.add_argument("--model", type=Path, help="folder of the model that the stages share (default: a new one)")
     given = parser.parse_args()
     if absent := missing(NEEDED):
         sys.exit(f"error: not installed: {', '.join(absent)}")
     if given.stage:
-        for found in stages(given.tiny)[given.stage]():
+        for found in stages(given.tiny, given.model)[given.stage]():
             print(json.dumps(found), flush=True)
         return
     results: dict[str, Any] = {}
-    for name in given.only or [*stages(given.tiny), "tiny run"]:
-        began = time.monotonic()
-        results[name] = tiny_run_found() if name == "tiny run" else in_process(name, given.tiny)
-        results[name]["seconds"] = round(time.monotonic() - began, 1)
-        given.out.write_text(json.dumps(results, indent=1) + "\n")
-        print(f"{name}: {results[name]['seconds']} s {results[name]['error']}".rstrip(), flush=True)
-        for found in results[name]["found"]:
-            print(f"  {json.dumps(found)}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        model = given.model or Path(folder, "model")
+        for name in given.only or [*stages(given.tiny, model), "tiny run"]:
+            began = time.monotonic()
+            results[name] = tiny_run_found() if name == "tiny run" else in_process(name, given.tiny, model)
+            results[name]["seconds"] = round(time.monotonic() - began, 1)
+            given.out.write_text(json.dumps(results, indent=1) + "\n")
+            print(f"{name}: {results[name]['seconds']} s {results[name]['error']}".rstrip(), flush=True)
+            for found in results[name]["found"]:
+                print(f"  {json.dumps(found)}", flush=True)
 
 
-def in_process(name: str, tiny: bool) -> dict[str, Any]:
+def in_process(name: str, tiny: bool, model: Path) -> dict[str, Any]:
     """Run a stage in a process of its own; return what it found until it ended or its time was over."""
-    command = [sys.executable, __file__, "--stage", name, *(["--tiny"] if tiny else [])]
+    command = [sys.executable, __file__, "--stage", name, "--model", str(model), *(["--tiny"] if tiny else [])]
     with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as errors:
         error = ""
         try:
@@ -98,13 +104,13 @@ def in_process(name: str, tiny: bool) -> dict[str, Any]:
     return {"found": found, "error": error}
 
 
-def stages(tiny: bool) -> dict[str, Callable[[], Iterator[dict[str, Any]]]]:
-    """Return the stages, in their order."""
+def stages(tiny: bool, model: Path) -> dict[str, Callable[[], Iterator[dict[str, Any]]]]:
+    """Return the stages, in their order; the first that trains writes the model's folder for all."""
     contexts = (40, 80) if tiny else (2048, 8192, 32_768)
     return {
         "kit": lambda: kit(tiny),
-        **{f"versus {context}": lambda context=context: versus(context, tiny) for context in contexts},
-        "grpo": lambda: grpo(tiny),
+        **{f"versus {context}": lambda context=context: versus(context, tiny, model) for context in contexts},
+        "grpo": lambda: grpo(tiny, model),
     }
 
 
@@ -125,23 +131,31 @@ def shape(tiny: bool) -> Any:
 
 
 def kit(tiny: bool) -> Iterator[dict[str, Any]]:
-    """Run the kit's stages, but for weights, which use no GPU."""
+    """Run the kit's stages, but for the trainer's, which `versus` measures, and weights, which use no GPU."""
     from streamrl.verify import hardware_stages
 
     if tiny:
         hardware_stages.CPU = shape(tiny)
-    for name in ("devices", "products", "memory", "peers", "collectives", "attention", "trainer", "turns"):
+    for name in ("devices", "products", "memory", "peers", "collectives", "attention", "head", "turns"):
         for found in hardware_stages.STAGES[name]():
             yield {"stage": name} | asdict(found)
 
 
-def versus(context: int, tiny: bool) -> Iterator[dict[str, Any]]:
+def shared_model(tiny: bool, folder: Path, device: Any) -> Path:
+    """Return the folder of the model, written if it is not there yet."""
+    from streamrl.verify.hardware_trainer import save_model
+
+    return folder if folder.exists() else save_model(shape(tiny), folder, max(shape(tiny).contexts), device)
+
+
+def versus(context: int, tiny: bool, model: Path) -> Iterator[dict[str, Any]]:
     """Time the same batch by this trainer and by TRL's, in turns."""
     import torch
     import torch.distributed as dist
 
+    from streamrl.verify.hardware_measurement import sheet_peak
     from streamrl.verify.hardware_stages import device_here
-    from streamrl.verify.hardware_trainer import least_recomputation, random_group, save_model, trainer_of
+    from streamrl.verify.hardware_trainer import least_recomputation, memory_of, random_group, trainer_of
 
     if absent := missing(FOR_TRL):
         raise SystemExit(f"not installed: {', '.join(absent)}")
@@ -149,38 +163,47 @@ def versus(context: int, tiny: bool) -> Iterator[dict[str, Any]]:
     group = random_group(context, size.vocabulary)
     tokens = sum(len(group.prompt_tokens) + len(one.completion_tokens) for one in group.sequences)
     with tempfile.TemporaryDirectory() as folder:
-        model = save_model(size, Path(folder, "model"), context)
+        shared_model(tiny, model, device)
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
         recomputation = least_recomputation(size, group.tokens, device)
-        seconds = timed(our_step(trainer_of(model, context, recomputation, device), group))
-        yield {"side": "this trainer", "recomputation": str(recomputation).lower(), **told(seconds, tokens)}
+        flops: list[float] = []
+        seconds = timed(our_step(trainer_of(model, context, recomputation, device), group, flops))
+        peak = sheet_peak(device)
+        yield {
+            "side": "this trainer",
+            "recomputation": str(recomputation).lower(),
+            **told(seconds, tokens),
+            "formula_gib": memory_of(size, group.tokens, recomputation) / 2**30,
+            "tflop_per_s": flops[-1] / seconds / 1e12,
+            "mfu": flops[-1] / seconds / 1e12 / peak if peak else None,
+        }
         gc.collect()  # its memory is free before TRL's trainer is made
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        for recompute in (False, True):  # the fastest way in which TRL's fits
+        longest = max(len(one.completion_tokens) for one in group.sequences)
+        padded = len(group.sequences) * (len(group.prompt_tokens) + longest)
+        ways = [(True, False), *([(False, False)] if padded <= MOST_PADDED else [])]
+        for lone, recompute in ways:
+            about = {"side": "TRL", "one_by_one": lone, "gradient_checkpointing": recompute, "liger": liger(device)}
             try:
-                other = timed(trl_step(model, Path(folder, "trl"), group, device, recompute))
+                other = timed(trl_step(model, Path(folder, "trl"), group, device, lone, recompute))
             except torch.OutOfMemoryError:
-                yield {"side": "TRL", "gradient_checkpointing": recompute, "out_of_memory": True}
-                gc.collect()
+                yield about | {"out_of_memory": True}
+                if lone and not recompute:
+                    ways.append((True, True))
+            else:
+                yield about | told(other, tokens) | {"ours_over_theirs": round(other / seconds, 3)}
+            gc.collect()
+            if device.type == "cuda":
                 torch.cuda.empty_cache()
-                continue
-            yield {
-                "side": "TRL",
-                "gradient_checkpointing": recompute,
-                "liger": liger(device),
-                **told(other, tokens),
-                "ours_over_theirs": round(other / seconds, 3),
-            }
-            break
         dist.destroy_process_group()
 
 
-def our_step(trainer: Any, group: Any) -> Callable[[], None]:
-    """Return a function that makes this trainer's step on a group."""
+def our_step(trainer: Any, group: Any, flops: list[float]) -> Callable[[], None]:
+    """Return a function that makes this trainer's step on a group, and appends the operations of each step."""
 
     def step() -> None:
-        trainer.accumulate([group], is_last=True)
+        flops.append(trainer.accumulate([group], is_last=True).flops)
         trainer.step(0, float(group.loss_tokens))
 
     return step
@@ -217,8 +240,17 @@ def liger(device: Any) -> bool:
     return device.type == "cuda" and not missing(["liger_kernel"])
 
 
-def trl_step(model: Path, folder: Path, group: Any, device: Any, recompute: bool) -> Callable[[], None]:
-    """Return a function that makes TRL's GRPO step on a group: its loss, backward, clipping, AdamW."""
+def trl_step(model: Path, folder: Path, group: Any, device: Any, lone: bool, recompute: bool) -> Callable[[], None]:
+    """Return a function that makes TRL's GRPO step on a group: its loss, backward, clipping, AdamW.
+
+    Args:
+        model: the model's folder.
+        folder: folder for its output.
+        group: the samples.
+        device: where it computes.
+        lone: compute one sample after the other, without padding, and sum up their gradients; else all at once.
+        recompute: use gradient checkpointing.
+    """
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
@@ -241,6 +273,7 @@ def trl_step(model: Path, folder: Path, group: Any, device: Any, recompute: bool
         use_cpu=not cuda,
         use_liger_kernel=liger(device),
         gradient_checkpointing=recompute,
+        optim="adamw_torch_fused" if cuda else "adamw_torch",
         report_to="none",
         save_strategy="no",
     )
@@ -264,22 +297,29 @@ def trl_step(model: Path, folder: Path, group: Any, device: Any, recompute: bool
         completions[row, :length] = torch.tensor(one.completion_tokens).long()
         mask[row, :length] = 1
         old[row, :length] = torch.tensor(one.logprobs)
-    batch = {
-        "prompt_ids": prompt,
-        "prompt_mask": torch.ones_like(prompt),
-        "completion_ids": completions.to(device),
-        "completion_mask": mask.to(device),
-        "old_per_token_logps": old.to(device),
-        "advantages": torch.tensor([one.advantage for one in group.sequences]).to(device),
-        "num_items_in_batch": mask.sum().to(device),
-    }
+    advantages = torch.tensor([one.advantage for one in group.sequences])
+    shares = [[row] for row in range(samples)] if lone else [list(range(samples))]
+    batches = []
+    for rows in shares:
+        width = max(len(group.sequences[row].completion_tokens) for row in rows)
+        own = {
+            "prompt_ids": prompt[rows],
+            "prompt_mask": torch.ones_like(prompt[rows]),
+            "completion_ids": completions[rows, :width],
+            "completion_mask": mask[rows, :width],
+            "old_per_token_logps": old[rows, :width],
+            "advantages": advantages[rows],
+            "num_items_in_batch": mask.sum(),
+        }
+        batches.append({name: value.to(device) for name, value in own.items()})
     trainer.model.train()
-    trainer.current_gradient_accumulation_steps = 1
+    trainer.current_gradient_accumulation_steps = len(batches)
 
     def step() -> None:
-        with trainer.compute_loss_context_manager():
-            loss = trainer.compute_loss(trainer.model, batch)
-        trainer.accelerator.backward(loss)
+        for batch in batches:
+            with trainer.compute_loss_context_manager():
+                loss = trainer.compute_loss(trainer.model, batch)
+            trainer.accelerator.backward(loss)
         torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
         trainer.optimizer.step()
         trainer.optimizer.zero_grad(set_to_none=True)
@@ -287,7 +327,7 @@ def trl_step(model: Path, folder: Path, group: Any, device: Any, recompute: bool
     return step
 
 
-def grpo(tiny: bool) -> Iterator[dict[str, Any]]:
+def grpo(tiny: bool, model: Path) -> Iterator[dict[str, Any]]:
     """Make steps of GRPO: generation by transformers, a reward of the text, this trainer, the new weights back."""
     import numpy as np
     import torch
@@ -296,14 +336,14 @@ def grpo(tiny: bool) -> Iterator[dict[str, Any]]:
 
     from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
     from streamrl.verify.hardware_stages import device_here
-    from streamrl.verify.hardware_trainer import save_model, trainer_of
+    from streamrl.verify.hardware_trainer import trainer_of
 
     size, device = shape(tiny), device_here()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     new_tokens = 12 if tiny else NEW_TOKENS
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
-        model = save_model(size, Path(folder, "model"), 2048)
+        shared_model(tiny, model, device)
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
         trainer = trainer_of(model, 2048, False, device)
         generator = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()

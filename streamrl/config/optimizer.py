@@ -47,6 +47,13 @@ class OptimizerConfig(StrictModel):
         "and attention; false: nothing",
     )
 
+    compile: bool = Field(
+        True,
+        description="on GPUs, let torch compile norms, MLPs and the log-probabilities of the output head into fewer "
+        "kernels, which takes some ten seconds at the first step (with gradient_checkpointing: selective, only the "
+        "last of these)",
+    )
+
     def decay_length(self, total_steps: int) -> int:
         """Return the steps of the decay of wsd in a run of `total_steps`."""
         return self.decay_steps or max(1, round(total_steps / 10))

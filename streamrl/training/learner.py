@@ -27,7 +27,7 @@ from streamrl.training.decoder_layers import decoder_layers, decoder_of
 from streamrl.training.policy_model import Policy
 from streamrl.training.tensor_parallel import parallelize
 from streamrl.training.update_bound import stays_finite
-from streamrl.weights.finite import first_not_finite, largest, whole
+from streamrl.weights.finite import first_not_finite, largest, local, whole
 
 Model = TypeVar("Model", Policy, Critic)
 
@@ -249,8 +249,8 @@ class Learner(Generic[Model]):
         # FSDP has averaged the ranks' sums, so multiplying by their number gives the batch's sum
         scale = self.division.averaged / normalizer
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        for gradient in gradients:
-            gradient.mul_(scale)
+        if gradients:
+            torch._foreach_mul_(list(map(local, gradients)), scale)
         self._norm = torch.nn.utils.get_total_norm(gradients)
         return float(whole(self._norm))
 

@@ -30,6 +30,9 @@ MOST_HEAD_WIDTH = 256
 """Largest D that flash attention on CUDA takes."""
 HEAD_WIDTH_STEP = 8
 """D must be a multiple of this on CUDA."""
+QUERIES_AT_ONCE = 2048
+"""Most queries to whom a GPU's kernel gives a prompt at once: its backward pass works on parts of the keys side by
+side, so a short prompt with all its completions as queries would leave most of the GPU without work."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,9 @@ class Piece:
 
 
 @lru_cache(maxsize=16)
-def pieces_of(layout: tuple[GroupLayout, ...], window: int | None, device: torch.device) -> tuple[Piece, ...]:
+def pieces_of(
+    layout: tuple[GroupLayout, ...], window: int | None, device: torch.device, at_once: int | None = None
+) -> tuple[Piece, ...]:
     """Return the pieces that together are the attention of a packed row; the first one has all queries.
 
     With a window, the part of a prompt that a completion sees is short, and is given to each completion.
@@ -70,6 +75,7 @@ def pieces_of(layout: tuple[GroupLayout, ...], window: int | None, device: torch
         layout: layout of the row.
         window: see `ScoreRule`.
         device: where it is computed.
+        at_once: most queries to whom a prompt is given at once; None: `QUERIES_AT_ONCE` on GPUs, else no limit.
     """
     if window is not None:
         return (_windowed(layout, window, device),)
@@ -78,8 +84,14 @@ def pieces_of(layout: tuple[GroupLayout, ...], window: int | None, device: torch
     with_answers = [group for group in layout if group.completion_lengths]
     if not with_answers:
         return (own,)
-    answers = [range(group.start + group.prompt_length, group.stop) for group in with_answers]
-    prompts = [range(group.start, group.start + group.prompt_length) for group in with_answers]
+    answers: list[range] = []
+    prompts: list[range] = []
+    for group in with_answers:
+        first = group.start + group.prompt_length
+        step = at_once or (QUERIES_AT_ONCE if device.type != "cpu" else group.stop - first)
+        parts = [range(at, min(at + step, group.stop)) for at in range(first, group.stop, step)]
+        answers += parts
+        prompts += [range(group.start, first)] * len(parts)
     shared = Piece(
         *(tuple(map(len, answers)), tuple(map(len, prompts)), _rows(answers, device), _rows(prompts, device)),
         *(False, device),

@@ -41,6 +41,8 @@ class Policy(nn.Module):
         self.replay = RouterReplay(model) if replays else None
         self.ranks = ranks
         """Ranks that share every row with this one (`sequence_parallel.py`); None: it has them to itself."""
+        self.fused = False
+        """Whether the head's sums are compiled (`fused_logprobs.py`)."""
 
     def forward(
         self,
@@ -67,6 +69,7 @@ class Policy(nn.Module):
             TokenDistribution(self.transform, temperature, truncation),
             every_entropy,
             None if states.shares is None else states.shares.mine % ENTROPY_STRIDE == 0,
+            fused=self.fused,
         )
         return output if states.shares is None else _of_all_tokens(output, states.shares, every_entropy)
 

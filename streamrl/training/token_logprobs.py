@@ -6,6 +6,8 @@ The distribution is the one that tokens are drawn from: hidden states h [N, d], 
 
 and the sum is over the tokens that a truncation keeps (`training/truncation.py`).
 
+On GPUs `fused_logprobs.py` reads the logits in their own type where it can.
+
 Logits of at most `SLAB_BYTES` exist at a time, in fp32, and the backward pass computes them again: memory is
 O(slab), whatever N. In fp32 that second product is saved where all logits fit into `KEPT_BYTES`: they are then one
 product, which the forward pass turns into exponentials in place and the backward pass into the gradient, in place.
@@ -28,6 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from streamrl.training.fused_logprobs import Changes, FusedTokenLogprobs, fuses
 from streamrl.training.packing import ROW_MULTIPLE
 from streamrl.training.truncation import ALL_TOKENS, Truncation, truncate_
 
@@ -94,6 +97,7 @@ def token_logprobs(
     distribution: TokenDistribution,
     every_entropy: bool = False,
     measured: torch.Tensor | None = None,
+    fused: bool = False,
 ) -> HeadOutput:
     """Return log-probabilities of the targets, entropies, and which targets a truncation would have dropped.
 
@@ -105,7 +109,15 @@ def token_logprobs(
         distribution: what the logits become before a token is drawn.
         every_entropy: whether the entropies of all tokens are returned, with gradient.
         measured: tokens whose entropy is returned otherwise, bool [N]; None: every 8th.
+        fused: whether kernels are compiled for it, where they can be (`fused_logprobs.py`).
     """
+    if fused and fuses(weight) and not every_entropy and not distribution.truncation:
+        transform, temperature = distribution.transform, distribution.temperature
+        changes = Changes(transform.scale, transform.softcap, temperature)
+        tokens = 2 * _slab_tokens(weight)  # of half the bytes
+        logprobs, entropy = FusedTokenLogprobs.apply(hidden, weight, bias, targets, changes, tokens)
+        rows = SOME_TOKENS if measured is None else measured
+        return HeadOutput(logprobs, entropy[rows], torch.zeros_like(targets, dtype=torch.bool))
     return HeadOutput(*TokenLogprobs.apply(hidden, weight, bias, targets, distribution, every_entropy, measured))
 
 

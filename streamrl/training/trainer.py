@@ -38,6 +38,7 @@ from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, split_into_
 from streamrl.rollouts.types import FloatArray
 from streamrl.training.agreements import agreed_packing
 from streamrl.training.checkpoint_writing import StateWriter, write_model
+from streamrl.training.compiled_parts import compile_parts, compiles
 from streamrl.training.critic import Critic, load_critic
 from streamrl.training.hidden_states import has_own_rows
 from streamrl.training.host_offload import HostOffload
@@ -138,6 +139,11 @@ class Trainer:
             own = agreed_packing(run, critic_path, rows) if critic_path else self.packing
             critic = load_critic(critic_path or model_path, checkpointing, own.attention, ranks)
             self.critic = Learner(critic, self.ppo.critic.lr, run, device, division)
+        if compiles(run, device):
+            of_critic = None if self.critic is None else self.critic.model
+            for one in (self.policy, self.reference, self.proximal, of_critic):
+                if one is not None:
+                    compile_parts(one, run)
         self.operations = TrainingOperations.of(
             self.policy, self.reference is not None, self.proximal is not None, self.critic is not None
         )

@@ -73,7 +73,7 @@ def _passes(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, upstream: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """Return the log-probabilities, and the gradients of hidden states and weight."""
-    logprobs = token_logprobs(hidden, weight, None, targets, TokenDistribution()).logprobs
+    logprobs = token_logprobs(hidden, weight, None, targets, TokenDistribution(), fused=True).logprobs
     return logprobs.detach(), *torch.autograd.grad(logprobs, (hidden, weight), upstream)
 
 

@@ -41,7 +41,7 @@ def train(size: Size, device: torch.device) -> Iterator[Measurement]:
     """
     with ScratchFolder() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
-        model = save_model(size, folder / "model", max(size.contexts))
+        model = save_model(size, folder / "model", max(size.contexts), device)
         one: Trainer | None = None
         for context in size.contexts:
             group = random_group(context, size.vocabulary)
@@ -121,9 +121,12 @@ def _resident() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def save_model(size: Size, folder: Path, context: int) -> Path:
+def save_model(size: Size, folder: Path, context: int, device: torch.device) -> Path:
+    """Write a random model of this shape, for sequences of so many tokens, in bf16; the device draws its weights."""
     torch.manual_seed(0)
-    Qwen2ForCausalLM(shape_config(size, context)).bfloat16().save_pretrained(folder)
+    with device:
+        model = Qwen2ForCausalLM(shape_config(size, context))
+    model.bfloat16().save_pretrained(folder)
     return folder
 
 
