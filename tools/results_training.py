@@ -395,6 +395,57 @@ def _training_graph() -> str:
     )
 
 
+STATE = "trainer's state, "
+
+
+@named(FIGURES, "gpu-step")
+def _gpu_step() -> str:
+    told = []
+    for context in ("8192", "32768"):
+        ours, *theirs = read("gpu_h200")["versus"][context]["found"]
+        quickest = max(one["tokens_per_s"] for one in theirs if "tokens_per_s" in one)
+        told.append(
+            f"{int(context) // 1024}k: {ours['tokens_per_s']:,.0f} tokens/s, MFU {ours['mfu']:.0%}, "
+            f"{ours['peak_gib']:.0f} GiB (formula {ours['formula_gib']:.0f}), "
+            f"{ours['tokens_per_s'] / quickest:.2f} times TRL's {quickest:,.0f}"
+        )
+    return "; ".join(told).replace("%", " %")
+
+
+@named(FIGURES, "gpu-before")
+def _gpu_before() -> str:
+    found = read("gpu_h200")["before_compilation"]
+    return " and ".join(f"{found[context][0]['mfu']:.0%} at {int(context) // 1024}k" for context in found).replace(
+        "%", " %"
+    )
+
+
+@named(FIGURES, "gpu-parts")
+def _gpu_parts() -> str:
+    found = read("gpu_h200")
+    value = {one["what"]: one["value"] for one in found["kit"]}
+    fused = found["fused_head_against_unfused"]
+    return (
+        f"attention {value['attention, error']:.1e} (window {value['attention, error, window 100']:.1e}), head "
+        f"{value['head, error of log-probabilities']:.1e} nats and {value['head, error of gradients']:.1e}; compiled "
+        f"beside uncompiled head {fused['log-probabilities, nats']:.0e} nats; products in bf16 "
+        f"{value['products in bfloat16']:.0f} TFLOP/s, memory {value['memory, reading'] / 1000:.1f} TB/s, trainer's "
+        f"state to host memory and back {value[STATE + 'to host memory']:.0f} and {value[STATE + 'back']:.0f} GB/s to "
+        "the same bits"
+    )
+
+
+@named(FIGURES, "gpu-grpo")
+def _gpu_grpo() -> str:
+    found = read("gpu_h200")["grpo"]
+    last = found[-1]
+    return (
+        f"{len(found)} steps of {last['tokens']:,} tokens; the last: generating {last['generate_s']:.1f} s "
+        f"(transformers), training {last['train_s']:.2f} s, new weights {last['publish_s']:.2f} s; log-probabilities "
+        f"of generator and trainer differ by {last['mean_abs_logprob_gap']:.3f} nats on average, in bf16"
+    )
+
+
 @named(FIGURES, "int8-products")
 def _int8_products() -> str:
     found = read("int8_products")["products"]

@@ -67,11 +67,11 @@ WEIGHT_PATHS = {
         untried="broadcast by NCCL; gloo, which differs in the communicator alone, has run on CPUs",
     ),
     "ipc": _pushed(
-        "the same through memory that the processes of one machine share; on GPUs, by CUDA IPC, it has not been run",
+        "the same through memory that the processes of one machine share; by CUDA IPC it has had no whole run so far",
         "ipc",
         "Ipc",
         one_machine=True,
-        untried="GPU memory shared by CUDA IPC handles; the same protocol has run with host memory, on CPUs",
+        untried="GPU memory shared by CUDA IPC handles, tried between two processes; whole runs had host memory",
     ),
 }
 """All weight paths, by their names in `weights.backend`."""

@@ -20,11 +20,7 @@ def untried(cluster: ClusterConfig, run: RunConfig) -> list[str]:
     trainer = cluster.sites[cluster.trainer_site].trainer
     pools = [pool for site in cluster.sites.values() for pool in site.generation]
     assert trainer is not None
-    found += [
-        "training on CUDA: forward, backward, AdamW (on CPUs: bf16 and fp32; the graph for a GPU by fake tensors)",
-        "attention by the kernels for CUDA (the same formulas by the CPU's kernel)",
-        "generation by vLLM on CUDA (vLLM on CPUs)",
-    ]
+    found.append("generation by vLLM on CUDA (vLLM on CPUs)")
     if not run.weights.path.untried:
         found.append("weights from a GPU through host memory to a GPU (stream between CPUs)")
     if trainer.ranks > 1:
@@ -34,7 +30,7 @@ def untried(cluster: ClusterConfig, run: RunConfig) -> list[str]:
     if trainer.sequence_parallel > 1:
         found.append("trainer.sequence_parallel over NCCL (over gloo)")
     if run.schedule.exclusive:
-        found.append("trainer and instance in turns on a GPU: offload, vLLM's sleep and wake (offload between tensors)")
+        found.append("trainer and instance in turns on a GPU: vLLM's sleep and wake (the trainer's offload alone)")
     if any(pool.gpus_per_replica > 1 for pool in pools):
         found.append("instances of several GPUs (of several CPU processes)")
     if run.weights.generation_dtype != "same":

@@ -38,7 +38,7 @@ def largest(tensors: Iterable[torch.Tensor]) -> list[float]:
     parts = list(map(local, tensors))
     some = [part for part in parts if part.numel()]
     if some and some[0].device.type == "cuda":
-        sizes = torch._foreach_norm(some, math.inf)
+        sizes = list(torch._foreach_norm(some, math.inf))
     else:
         sizes = [torch.maximum(low.neg(), high) for low, high in map(torch.aminmax, some)]
     values = iter(torch.stack([size.double() for size in sizes]).tolist() if sizes else [])

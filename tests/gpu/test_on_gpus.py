@@ -5,19 +5,28 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
+from streamrl.config.run import RunConfig
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
+from streamrl.training.attention import SHARED_PREFIX
 from streamrl.training.merged_attention import MergedAttention, has_kernel, pieces_of
 from streamrl.training.packing import GroupLayout, pack, pack_share
+from streamrl.training.packing_choice import Packing
+from streamrl.training.trainer import Trainer
 from streamrl.verify import hardware_stages
+from streamrl.verify.hardware_trainer import random_group, save_model
 from streamrl.verify.tiny_run import tiny_run
 from streamrl.weights.backends.communicator import join, lead, open_meeting
 from streamrl.weights.backends.ipc import SLOT, IpcCommunicator
+from streamrl.weights.finite import first_not_finite, largest, whole
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch sees none on this machine")
 
@@ -102,6 +111,34 @@ def test_memory_of_a_gpu_is_shared_with_a_process_and_with_its_successor(number:
         del tensor
         held.append(torch.cuda.memory_allocated())
     assert held[0] == held[2]  # a member that dies costs no memory
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_one_entry_of_many_tensors_that_is_not_finite_is_found(bad: float) -> None:
+    tensors = [torch.randn(size, device="cuda") for size in (3, 70_000, 1)] + [torch.zeros(0, device="cuda")]
+    plain = largest(tensors)
+    assert plain == [float(one.abs().max()) for one in tensors[:3]] + [0.0]
+    tensors[1][65_000] = bad
+    assert first_not_finite(dict(zip("abcd", tensors, strict=True))) == "b"
+
+
+@pytest.mark.parametrize("recomputation", [False, True, "selective"], ids=str)
+def test_a_compiled_trainer_has_the_gradients_of_one_that_is_not(tmp_path: Path, recomputation: bool | str) -> None:
+    device, contexts = torch.device("cuda", 0), (256,)
+    size = replace(hardware_stages.CPU, layers=2, heads=4, kv_heads=2, hidden=256, contexts=contexts)
+    model = save_model(size, tmp_path / "model", 256, device)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    found = []
+    for compiled in (False, True):
+        options = {"gradient_checkpointing": recomputation, "compile": compiled}
+        run = {"model": {"path": str(model), "dtype": "bfloat16", "max_context": 256}, "optimizer": options}
+        packing = Packing("shared", SHARED_PREFIX, "")
+        trainer = Trainer(RunConfig.model_validate(run), str(model), device, packing=packing)
+        trainer.accumulate([random_group(256, size.vocabulary)], is_last=True)
+        found.append([whole(one.grad) for one in trainer.policy.parameters() if one.grad is not None])
+    dist.destroy_process_group()
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).norm() / theirs.norm() < 0.03
 
 
 @pytest.mark.parametrize("stage", [*hardware_stages.STAGES])

@@ -355,7 +355,7 @@ def test_a_tracker_whose_package_is_missing_is_refused_with_the_command_that_ins
 def test_what_has_never_been_run_is_named_in_the_plan() -> None:
     assert untried(cluster(), RunConfig()) == [] == untried_warning(cluster(), RunConfig())
     plain = untried(cluster("cuda"), RunConfig())
-    assert [path.split()[0] for path in plain] == ["training", "attention", "generation", "weights", "2"]
+    assert [path.split()[0] for path in plain] == ["generation", "weights", "2"]
     values = {
         "weights": {"backend": "nccl"},
         "speculation": {"method": "ngram"},
@@ -375,7 +375,7 @@ def test_what_has_never_been_run_is_named_in_the_plan() -> None:
         "trainer.sequence_parallel over NCCL (over gloo)"
     ]
     (turns,) = untried_warning(cluster("cuda"), RunConfig.model_validate({"schedule": {"name": "colocated"}}))
-    assert turns.startswith("never run so far: training on CUDA") and "vLLM's sleep and wake" in turns
+    assert turns.startswith("never run so far: generation by vLLM on CUDA") and "vLLM's sleep and wake" in turns
 
 
 def test_a_packing_that_is_proven_wrong_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from streamrl.training.packing import GroupLayout
 LAYOUT = (GroupLayout(0, 9, (6, 1, 11)), GroupLayout(27, 1, (4,)), GroupLayout(32, 5, ()))
 ROW = 37
 HEADS, GROUPS, WIDTH = 4, 2, 8
+CPU = torch.device("cpu")
 RULES: dict[str, dict[str, Any]] = {
     "plain": {},
     "scaled": {"scaling": 0.7},
@@ -113,6 +114,27 @@ def test_the_pieces_have_just_the_pairs_that_attention_needs() -> None:
         pairs += products if piece.causal else 2 * products
     groups = [(one.prompt_length, one.completion_lengths) for one in LAYOUT]
     assert pairs == sum(p * p + sum(c * c + 2 * p * c for c in many) for p, many in groups)
+
+
+@pytest.mark.parametrize("at_once", [1, 4, 18, 1000])
+def test_a_prompt_given_to_its_completions_in_parts_is_the_same_attention(at_once: int) -> None:
+    torch.manual_seed(2)
+    leaves = [torch.randn(ROW, n, WIDTH, dtype=torch.float64, requires_grad=True) for n in (HEADS, GROUPS, GROUPS)]
+    weights = torch.randn(ROW, HEADS, WIDTH, dtype=torch.float64)
+    found = []
+    for pieces in (pieces_of(LAYOUT, None, CPU), pieces_of(LAYOUT, None, CPU, at_once)):
+        out = MergedAttention.apply(*leaves, None, pieces, 0.3)
+        found.append([out, *torch.autograd.grad(out, leaves, weights)])
+    assert max(pieces[1].query_lengths) == min(at_once, 18)
+    assert sum(pieces[1].query_lengths) == 18 + 4
+    for parts, whole in zip(*found, strict=True):
+        torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
+
+
+def test_a_gpu_gets_long_prompts_in_parts() -> None:
+    layout = (GroupLayout(0, 10, (5000,)),)
+    assert pieces_of(layout, None, torch.device("meta"))[1].query_lengths == (2048, 2048, 904)
+    assert pieces_of(layout, None, CPU)[1].query_lengths == (5000,)
 
 
 @pytest.mark.parametrize("rule", [{}, {"window": 5}, {"sinks": True}], ids=str)

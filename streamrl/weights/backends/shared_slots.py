@@ -2,8 +2,8 @@
 
     host   one file in memory (`memfd_create`). It has no name in any file system, so nothing is left of it however its
            processes end, and the size of /dev/shm does not matter. Others get its descriptor over a Unix socket
-    cuda   memory of torch's allocator, exported by CUDA IPC handles, which are plain bytes. It has never been run: it
-           needs a trainer GPU and an instance GPU in one machine. `ipc.py` is the same for both, and has run on CPUs
+    cuda   memory of torch's allocator, exported by CUDA IPC handles, which are plain bytes. It has run between two
+           processes with one GPU, and in no whole run. `ipc.py` is the same for both, and has run on CPUs
 
 `SlotsOffer` is what a process must know to open them, as plain data; no pickle is involved.
 """
@@ -115,9 +115,9 @@ class HostSlots(SharedSlots):
 
 
 class CudaSlots(SharedSlots):
-    """Slots on the trainer's GPU, which has never been run.
+    """Slots on the trainer's GPU. It was tried with one GPU; with two, what follows was read.
 
-    Read in torch's source (`torch/csrc/StorageSharing.cpp`, `CudaIPCTypes.cpp`) and CUDA's manual: who opens a handle
+    Sources are torch's (`torch/csrc/StorageSharing.cpp`, `CudaIPCTypes.cpp`) and CUDA's manual: who opens a handle
     maps the memory into the context of a device of its own, and asks CUDA to let that device access the one that has
     the memory (`cudaIpcMemLazyEnablePeerAccess`). So trainer and instance may have different GPUs of one machine if
     these can access each other; otherwise opening fails, and so does the run, before the first weight is sent. NCCL
