@@ -1,4 +1,4 @@
-"""What GPUs compile for the head is a plain log-softmax. Here its functions run uncompiled; `tests/gpu` compiles them."""
+"""What GPUs compile for the head is a plain log-softmax. Here it runs uncompiled; `tests/gpu` compiles it."""
 
 from __future__ import annotations
 
