@@ -7,14 +7,17 @@ and matrix products are kernels of their own already.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
+from torch import nn
 
 from streamrl.config.run import RunConfig
+from streamrl.errors import RunFailed
 from streamrl.training.critic import Critic
+from streamrl.training.decoder_layers import decoder_layers
 from streamrl.training.policy_model import Policy
-
-COMPILED = ("RMSNorm", "MLP")
-"""Ends of the names of transformers' classes of modules that are compiled."""
 
 
 def compiles(run: RunConfig, device: torch.device) -> bool:
@@ -22,19 +25,36 @@ def compiles(run: RunConfig, device: torch.device) -> bool:
     return run.optimizer.compile and device.type == "cuda"
 
 
-def compile_parts(model: Policy | Critic, run: RunConfig) -> None:
+def compile_parts(model: Policy | Critic, run: RunConfig, layers: int = 1) -> None:
     """Let torch compile parts of a model, for any number of tokens, at its first pass.
 
-    Layers with selective recomputation stay as they are: it looks at single operations.
+    Layers with selective recomputation stay as they are, which looks at single operations, and so do layers that ranks
+    share, whose weights are parts with operations of their own.
 
     Args:
         model: the model.
         run: the run's configuration.
+        layers: ranks that share each layer.
     """
     if isinstance(model, Policy):
         model.fused = True
-    if run.optimizer.gradient_checkpointing == "selective":
-        return
-    for module in model.model.modules():
-        if type(module).__name__.endswith(COMPILED):
+    if run.optimizer.gradient_checkpointing != "selective" and layers == 1:
+        for module in _plain_parts(model.model):
             module.compile(dynamic=True)
+
+
+def _plain_parts(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield norms, and the layers' MLPs that consist of linear layers: routers and experts have shapes of their own."""
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            yield module
+    with contextlib.suppress(RunFailed):  # a model without a list of layers
+        for layer in decoder_layers(model):
+            for module in layer.children():
+                if type(module).__name__.endswith("MLP") and all(map(_is_plain, module.modules())):
+                    yield module
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether a module has no parameters of its own, or is a linear layer."""
+    return isinstance(module, nn.Linear) or not list(module.parameters(recurse=False))

@@ -65,7 +65,9 @@ class StepReplay:
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        self.trainer = Trainer(run, model_path, device)
+        # single operations are watched
+        uncompiled = run.optimizer.model_copy(update={"compile": False})
+        self.trainer = Trainer(run.model_copy(update={"optimizer": uncompiled}), model_path, device)
         self.checkpoint: int | None = checkpoints.newest_before(step)
         """Step of the checkpoint that was loaded; None: the initial model."""
         if self.checkpoint is not None:

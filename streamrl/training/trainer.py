@@ -143,7 +143,7 @@ class Trainer:
             of_critic = None if self.critic is None else self.critic.model
             for one in (self.policy, self.reference, self.proximal, of_critic):
                 if one is not None:
-                    compile_parts(one, run)
+                    compile_parts(one, run, division.layers if division else 1)
         self.operations = TrainingOperations.of(
             self.policy, self.reference is not None, self.proximal is not None, self.critic is not None
         )

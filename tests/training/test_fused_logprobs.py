@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, GptOssConfig, Qwen2Config
 
 from streamrl.config.run import RunConfig
 from streamrl.training import fused_logprobs
@@ -102,3 +102,15 @@ def test_norms_and_mlps_are_compiled_where_no_single_operation_is_looked_at(reco
     expected = [f"{layer}.mlp", f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm", "model.norm"]
     assert compiled == ([] if recomputation == "selective" else expected)
     assert policy.fused
+
+
+def test_experts_and_layers_that_ranks_share_are_not_compiled() -> None:
+    shape = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "vocab_size": 8, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    mixture = Policy(AutoModelForCausalLM.from_config(GptOssConfig(**shape, **heads, num_local_experts=2)))
+    dense = Policy(AutoModelForCausalLM.from_config(Qwen2Config(**shape, **heads)))
+    compile_parts(mixture, RunConfig())
+    compile_parts(dense, RunConfig(), layers=2)
+    for policy, norms in ((mixture, 3), (dense, 0)):
+        kinds = [type(one).__name__ for one in policy.model.modules() if one._compiled_call_impl is not None]
+        assert len(kinds) == norms and all(kind.endswith("RMSNorm") for kind in kinds)
