@@ -6,10 +6,11 @@
 The stages, each a process with a time limit whose results are written at once, so that what fails or hangs costs itself
 alone:
 
-    kit        devices, products, memory, peers, collectives, attention against fp64, the trainer's tokens/s, share of
-               the data sheet's peak (MFU) and memory at 2k, 8k and 32k tokens (`streamrl verify --hardware`)
+    kit        devices, products, memory, peers, collectives, attention and head against fp64, the move of the trainer's
+               state to host memory and back (stages of `streamrl verify --hardware`)
     versus-*   the same batch by this trainer and by TRL's GRPOTrainer (with Liger's loss where it is installed), in
-               turns in one process, at each length: tokens/s of both, and their ratio
+               turns in one process, at each length: tokens/s of both, and their ratio; of ours the share of the data
+               sheet's peak (MFU) and memory. TRL computes one sample after the other, and all at once where they fit
     grpo       steps of GRPO on a random model of that shape with generation by transformers: seconds of each part, and
                the difference between the generator's log-probabilities and the trainer's
     tiny run   a whole run with vLLM, where it is installed
