@@ -8,9 +8,10 @@ alone:
 
     kit        devices, products, memory, peers, collectives, attention and head against fp64, the move of the trainer's
                state to host memory and back (stages of `streamrl verify --hardware`)
-    versus-*   the same batch by this trainer and by TRL's GRPOTrainer (with Liger's loss where it is installed), in
+    versus-*   the same batch by this trainer and by TRL's GRPOTrainer (with Liger's layers where it is installed), in
                turns in one process, at each length: tokens/s of both, and their ratio; of ours the share of the data
-               sheet's peak (MFU) and memory. TRL computes one sample after the other, and all at once where they fit
+               sheet's peak (MFU) and memory. TRL computes samples of one length at a time, and all at once where they
+               fit
     grpo       steps of GRPO on a random model of that shape with generation by transformers: seconds of each part, and
                the difference between the generator's log-probabilities and the trainer's
     tiny run   a whole run with vLLM, where it is installed
@@ -47,7 +48,7 @@ SAMPLES, NEW_TOKENS, STEPS = 8, 128, 3
 PROMPTS = 4
 MOST_PADDED = 16_384
 """Padded tokens up to which TRL computes all samples of a group at once, too. With 32,768 it ran out of the 140 GiB of
-an H200 (151,936 tokens of vocabulary, Liger's loss), with gradient checkpointing as well."""
+an H200 (151,936 tokens of vocabulary), with gradient checkpointing as well."""
 REPETITIONS = 3
 """Steps of each side that are timed in a comparison, after one that is not."""
 
@@ -68,13 +69,13 @@ def main() -> None:
     given = parser.parse_args()
     if absent := missing(NEEDED):
         sys.exit(f"error: not installed: {', '.join(absent)}")
-    if given.stage:
-        for found in stages(given.tiny, given.model)[given.stage]():
-            print(json.dumps(found), flush=True)
-        return
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = given.model or Path(folder, "model")
+        if given.stage:
+            for found in stages(given.tiny, model)[given.stage]():
+                print(json.dumps(found), flush=True)
+            return
         for name in given.only or [*stages(given.tiny, model), "tiny run"]:
             began = time.monotonic()
             results[name] = tiny_run_found() if name == "tiny run" else in_process(name, given.tiny, model)
@@ -146,7 +147,10 @@ def shared_model(tiny: bool, folder: Path, device: Any) -> Path:
     """Return the folder of the model, written if it is not there yet."""
     from streamrl.verify.hardware_trainer import save_model
 
-    return folder if folder.exists() else save_model(shape(tiny), folder, max(shape(tiny).contexts), device)
+    if not folder.exists():
+        part = folder.with_suffix(".part")  # a stage that is ended leaves no half model
+        save_model(shape(tiny), part, max(shape(tiny).contexts), device).rename(folder)
+    return folder
 
 
 def versus(context: int, tiny: bool, model: Path) -> Iterator[dict[str, Any]]:
@@ -184,13 +188,19 @@ def versus(context: int, tiny: bool, model: Path) -> Iterator[dict[str, Any]]:
         longest = max(len(one.completion_tokens) for one in group.sequences)
         padded = len(group.sequences) * (len(group.prompt_tokens) + longest)
         ways = [(True, False), *([(False, False)] if padded <= MOST_PADDED else [])]
-        for lone, recompute in ways:
-            about = {"side": "TRL", "one_by_one": lone, "gradient_checkpointing": recompute, "liger": liger(device)}
+        for unpadded, recompute in ways:
+            about = {
+                "side": "TRL",
+                "unpadded": unpadded,
+                "gradient_checkpointing": recompute,
+                "liger_layers": liger(device),
+                "attention": attention_of_trl(device),
+            }
             try:
-                other = timed(trl_step(model, Path(folder, "trl"), group, device, lone, recompute))
+                other = timed(trl_step(model, Path(folder, "trl"), group, device, unpadded, recompute))
             except torch.OutOfMemoryError:
                 yield about | {"out_of_memory": True}
-                if lone and not recompute:
+                if unpadded and not recompute:
                     ways.append((True, True))
             else:
                 yield about | told(other, tokens) | {"ours_over_theirs": round(other / seconds, 3)}
@@ -241,7 +251,12 @@ def liger(device: Any) -> bool:
     return device.type == "cuda" and not missing(["liger_kernel"])
 
 
-def trl_step(model: Path, folder: Path, group: Any, device: Any, lone: bool, recompute: bool) -> Callable[[], None]:
+def attention_of_trl(device: Any) -> str:
+    """Return the attention of transformers that TRL's model uses."""
+    return "flash_attention_2" if device.type == "cuda" and not missing(["flash_attn"]) else "sdpa"
+
+
+def trl_step(model: Path, folder: Path, group: Any, device: Any, unpadded: bool, recompute: bool) -> Callable[[], None]:
     """Return a function that makes TRL's GRPO step on a group: its loss, backward, clipping, AdamW.
 
     Args:
@@ -249,7 +264,7 @@ def trl_step(model: Path, folder: Path, group: Any, device: Any, lone: bool, rec
         folder: folder for its output.
         group: the samples.
         device: where it computes.
-        lone: compute one sample after the other, without padding, and sum up their gradients; else all at once.
+        unpadded: compute samples of one length at a time, and sum up their gradients; else all at once, padded.
         recompute: use gradient checkpointing.
     """
     import torch
@@ -278,8 +293,9 @@ def trl_step(model: Path, folder: Path, group: Any, device: Any, lone: bool, rec
         report_to="none",
         save_strategy="no",
     )
-    attention = "flash_attention_2" if cuda and not missing(["flash_attn"]) else "sdpa"
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation=attention)
+    policy = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation=attention_of_trl(device)
+    )
     trainer = GRPOTrainer(
         model=policy,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
@@ -287,6 +303,10 @@ def trl_step(model: Path, folder: Path, group: Any, device: Any, lone: bool, rec
         train_dataset=Dataset.from_list([{"prompt": "a"}] * samples),
         processing_class=AutoTokenizer.from_pretrained(folder, pad_token="<|end|>"),
     )
+    if liger(device):  # as transformers' `Trainer.train` does when it begins
+        from transformers.integrations.liger import apply_liger_kernel
+
+        apply_liger_kernel(trainer.model, trainer.args.liger_kernel_config)
     trainer.create_optimizer()
     longest = max(len(one.completion_tokens) for one in group.sequences)
     prompt = torch.tensor(group.prompt_tokens).long().expand(samples, -1).to(device)
@@ -299,7 +319,8 @@ def trl_step(model: Path, folder: Path, group: Any, device: Any, lone: bool, rec
         mask[row, :length] = 1
         old[row, :length] = torch.tensor(one.logprobs)
     advantages = torch.tensor([one.advantage for one in group.sequences])
-    shares = [[row] for row in range(samples)] if lone else [list(range(samples))]
+    lengths = [len(one.completion_tokens) if unpadded else 0 for one in group.sequences]
+    shares = [[row for row in range(samples) if lengths[row] == length] for length in dict.fromkeys(lengths)]
     batches = []
     for rows in shares:
         width = max(len(group.sequences[row].completion_tokens) for row in rows)
@@ -314,7 +335,7 @@ def trl_step(model: Path, folder: Path, group: Any, device: Any, lone: bool, rec
         }
         batches.append({name: value.to(device) for name, value in own.items()})
     trainer.model.train()
-    trainer.current_gradient_accumulation_steps = len(batches)
+    trainer.current_gradient_accumulation_steps = 1  # each loss is divided by all samples' tokens, so they add up
 
     def step() -> None:
         for batch in batches:

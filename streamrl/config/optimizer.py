@@ -50,8 +50,8 @@ class OptimizerConfig(StrictModel):
     compile: bool = Field(
         True,
         description="on GPUs, let torch compile norms, MLPs and the log-probabilities of the output head into fewer "
-        "kernels, which takes some ten seconds at the first step (with gradient_checkpointing: selective, only the "
-        "last of these)",
+        "kernels, which takes some ten to twenty seconds at the first step (with gradient_checkpointing: selective, "
+        "only the last of these)",
     )
 
     def decay_length(self, total_steps: int) -> int:

@@ -24,7 +24,7 @@ def untried(cluster: ClusterConfig, run: RunConfig) -> list[str]:
     if not run.weights.path.untried:
         found.append("weights from a GPU through host memory to a GPU (stream between CPUs)")
     if trainer.ranks > 1:
-        found.append(f"{trainer.ranks} trainer ranks over NCCL (over gloo)")
+        found.append(f"{trainer.ranks} trainer ranks over NCCL, with compiled parts (over gloo, without)")
     if trainer.tensor_parallel > 1:
         found.append("trainer.tensor_parallel over NCCL (over gloo)")
     if trainer.sequence_parallel > 1:

@@ -19,6 +19,9 @@ from streamrl.training.critic import Critic
 from streamrl.training.decoder_layers import decoder_layers
 from streamrl.training.policy_model import Policy
 
+RECOMPILATIONS = 64
+"""Versions that torch may compile of the modules of all models together."""
+
 
 def compiles(run: RunConfig, device: torch.device) -> bool:
     """Return whether a run compiles parts of its models on a device."""
@@ -36,6 +39,8 @@ def compile_parts(model: Policy | Critic, run: RunConfig, layers: int = 1) -> No
         run: the run's configuration.
         layers: ranks that share each layer.
     """
+    # all compiled modules share one code object, and so its limit: classes, shapes, with and without gradient
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILATIONS)
     if isinstance(model, Policy):
         model.fused = True
     if run.optimizer.gradient_checkpointing != "selective" and layers == 1:

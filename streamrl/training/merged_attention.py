@@ -31,8 +31,8 @@ MOST_HEAD_WIDTH = 256
 HEAD_WIDTH_STEP = 8
 """D must be a multiple of this on CUDA."""
 QUERIES_AT_ONCE = 2048
-"""Most queries to whom a GPU's kernel gives a prompt at once: its backward pass works on parts of the keys side by
-side, so a short prompt with all its completions as queries would leave most of the GPU without work."""
+"""Most queries to whom a GPU's kernel gives a short prompt at once: its backward pass works on parts of the keys side
+by side, so such a prompt with all its completions as queries would leave most of the GPU without work."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ def pieces_of(
         layout: layout of the row.
         window: see `ScoreRule`.
         device: where it is computed.
-        at_once: most queries to whom a prompt is given at once; None: `QUERIES_AT_ONCE` on GPUs, else no limit.
+        at_once: most queries to whom a prompt is given at once; None: on GPUs `QUERIES_AT_ONCE`, or as many as a
+            longer prompt has tokens; else no limit.
     """
     if window is not None:
         return (_windowed(layout, window, device),)
@@ -88,7 +89,8 @@ def pieces_of(
     prompts: list[range] = []
     for group in with_answers:
         first = group.start + group.prompt_length
-        step = at_once or (QUERIES_AT_ONCE if device.type != "cpu" else group.stop - first)
+        limit = max(QUERIES_AT_ONCE, group.prompt_length)  # so that copied keys are no more than queries
+        step = at_once or (limit if device.type != "cpu" else group.stop - first)
         parts = [range(at, min(at + step, group.stop)) for at in range(first, group.stop, step)]
         answers += parts
         prompts += [range(group.start, first)] * len(parts)

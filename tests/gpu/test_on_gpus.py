@@ -122,12 +122,20 @@ def test_one_entry_of_many_tensors_that_is_not_finite_is_found(bad: float) -> No
     assert first_not_finite(dict(zip("abcd", tensors, strict=True))) == "b"
 
 
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("recomputation", [False, True, "selective"], ids=str)
 def test_a_compiled_trainer_has_the_gradients_of_one_that_is_not(tmp_path: Path, recomputation: bool | str) -> None:
     device, contexts = torch.device("cuda", 0), (256,)
     size = replace(hardware_stages.CPU, layers=2, heads=4, kv_heads=2, hidden=256, contexts=contexts)
     model = save_model(size, tmp_path / "model", 256, device)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    torch._dynamo.utils.counters.clear()
     found = []
     for compiled in (False, True):
         options = {"gradient_checkpointing": recomputation, "compile": compiled}
@@ -136,7 +144,7 @@ def test_a_compiled_trainer_has_the_gradients_of_one_that_is_not(tmp_path: Path,
         trainer = Trainer(RunConfig.model_validate(run), str(model), device, packing=packing)
         trainer.accumulate([random_group(256, size.vocabulary)], is_last=True)
         found.append([whole(one.grad) for one in trainer.policy.parameters() if one.grad is not None])
-    dist.destroy_process_group()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0  # something was compiled
     for ours, theirs in zip(*found, strict=True):
         assert (ours - theirs).norm() / theirs.norm() < 0.03
 

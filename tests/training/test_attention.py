@@ -131,10 +131,13 @@ def test_a_prompt_given_to_its_completions_in_parts_is_the_same_attention(at_onc
         torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
 
 
-def test_a_gpu_gets_long_prompts_in_parts() -> None:
-    layout = (GroupLayout(0, 10, (5000,)),)
-    assert pieces_of(layout, None, torch.device("meta"))[1].query_lengths == (2048, 2048, 904)
-    assert pieces_of(layout, None, CPU)[1].query_lengths == (5000,)
+def test_a_gpu_gets_queries_in_parts_that_copy_no_more_keys_than_there_are_queries() -> None:
+    short, long = (GroupLayout(0, 10, (5000,)),), (GroupLayout(0, 3000, (5000, 1500)),)
+    gpu = torch.device("meta")
+    assert pieces_of(short, None, gpu)[1].query_lengths == (2048, 2048, 904)
+    assert pieces_of(short, None, CPU)[1].query_lengths == (5000,)
+    piece = pieces_of(long, None, gpu)[1]
+    assert piece.query_lengths == (3000, 3000, 500) and piece.key_lengths == (3000, 3000, 3000)
 
 
 @pytest.mark.parametrize("rule", [{}, {"window": 5}, {"sinks": True}], ids=str)
