@@ -401,15 +401,38 @@ STATE = "trainer's state, "
 @named(FIGURES, "gpu-step")
 def _gpu_step() -> str:
     told = []
-    for context in ("8192", "32768"):
-        ours, *theirs = read("gpu_h200")["versus"][context]["found"]
+    for context in ("2048", "8192", "32768"):
+        newer, torchs, *theirs = read("gpu_h200")["versus"][context]["found"]
         quickest = max(one["tokens_per_s"] for one in theirs if "tokens_per_s" in one)
+        ratios = " and ".join(f"{ours['tokens_per_s'] / quickest:.2f}" for ours in (newer, torchs))
         told.append(
-            f"{int(context) // 1024}k: {ours['tokens_per_s']:,.0f} tokens/s, MFU {ours['mfu']:.0%}, "
-            f"{ours['peak_gib']:.0f} GiB (formula {ours['formula_gib']:.0f}), "
-            f"{ours['tokens_per_s'] / quickest:.2f} times TRL's {quickest:,.0f}"
+            f"{int(context) // 1024}k: {newer['tokens_per_s']:,.0f} and {torchs['tokens_per_s']:,.0f} tokens/s, MFU "
+            f"{newer['mfu']:.0%} and {torchs['mfu']:.0%}, {newer['peak_gib']:.0f} GiB (formula "
+            f"{newer['formula_gib']:.0f}), {ratios} times TRL's {quickest:,.0f}"
         )
     return "; ".join(told).replace("%", " %")
+
+
+@named(FIGURES, "gpu-attention")
+def _gpu_attention() -> str:
+    kinds = "torch", "flash-attn-4"
+    times = [
+        (one["tokens"], *(one[kind]["forward and backward"] for kind in kinds))
+        for one in read("gpu_h200")["attention_kernels_ms"]
+    ]
+    differences = read("gpu_h200")["flash_attn_4"]["largest difference from torch's kernels"].values()
+    told = "; ".join(f"{tokens:,} tokens: {old:.1f} against {new:.1f} ms" for tokens, old, new in times)
+    return f"{told}; they differ by {max(differences):.1e} at most"
+
+
+@named(FIGURES, "gpu-runs")
+def _gpu_runs() -> str:
+    return "; ".join(
+        f"{one['run']}: {one['steps']} steps, first sample after {one['start_to_first_sample_s']} s, "
+        f"{one['versions_verified']} versions verified within {one['largest_difference_nats']} nats, "
+        f"log-probability gap {one['logprob_gap']:.3f} nats"
+        for one in read("gpu_h200")["runs"]
+    )
 
 
 @named(FIGURES, "gpu-before")

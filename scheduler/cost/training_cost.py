@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from scheduler.cost.hardware import TENSOR_PARALLEL, Device, tensor_parallel_degrees
+from scheduler.cost.hardware import CPU, TENSOR_PARALLEL, Device, tensor_parallel_degrees
 from scheduler.cost.model_shapes import Transformer, undivided_heads
 
 REACHED = 0.75
@@ -62,6 +62,11 @@ NORM_BYTES, QUERY_BYTES, KEY_BYTES, MLP_BYTES = 16, 4, 4, 8
 two norms each the fp32 copy of the input (4), the normalised (2) and the weighted one (2); per unit of the queries, the
 rotated ones and the output of attention; per unit of keys or values, both; per unit of the MLP, gate and up
 projection, the activation and the product, all in bf16.
+"""
+COMPILED_NORM_BYTES, COMPILED_MLP_BYTES, COMPILED_GRADIENT_BYTES = 8, 4, 8
+"""The same of norms and MLPs that are compiled (`training/compiled_parts.py`), counted in what they save: per hidden
+unit, input and output of two norms; per unit of the MLP, gate and up projection, from which the rest is computed again.
+And at a time in the backward pass per unit of the MLP: that product, its gradient, and those of both projections.
 """
 KEPT_NORM_BYTES, KEPT_QUERY_BYTES, KEPT_KEY_BYTES, KEPT_MLP_BYTES = 6, 6, 4, 4
 """The same where norms and activations are computed again (`selective`): per hidden unit, the input and the outputs of
@@ -105,6 +110,9 @@ class TrainingWork:
     """Passes over each batch."""
     mini_batches: int = 1
     """Parts of each batch, with an update of the weights for each part and pass."""
+    compiled: bool = False
+    """Whether norms and MLPs are compiled where they can be (`optimizer.compile`): not with `selective`, nor with
+    tensor parallelism."""
 
     @property
     def updates(self) -> int:
@@ -181,6 +189,8 @@ class TrainerLayout:
     """Whether a rank keeps the gradients of all its layers until the step's end, to reduce them once."""
     sequence_parallel: int = 1
     """Ranks that share each row of tokens (`trainer.sequence_parallel`); they are part of the shards."""
+    compiles: bool = True
+    """Whether the devices are GPUs, for which parts of a model are compiled (`TrainingWork.compiled`)."""
 
 
 def reduces_once(weights: float, memory_bytes: float) -> bool:
@@ -198,7 +208,7 @@ def layout_on(
 ) -> TrainerLayout:
     """Return the layout that a trainer takes on devices of a kind."""
     once = shard > 1 and reduces_once(model.parameters / tensor_parallel, device.memory_gb * 1e9)
-    return TrainerLayout(shard, tensor_parallel, once, sequence_parallel)
+    return TrainerLayout(shard, tensor_parallel, once, sequence_parallel, device.name != CPU)
 
 
 def sequence_parallel_degrees(device: Device, model: Transformer) -> list[int]:
@@ -226,7 +236,7 @@ def memory_per_gpu(model: Transformer, work: TrainingWork, layout: TrainerLayout
     gathered = 2 * GATHER_BYTES * model.parameters / model.layers if layout.shard > 1 else 2.0 * model.parameters
     if layout.whole_gradients:
         states += work.trained * REDUCE_BYTES * model.parameters / tp * (1 - 1 / layout.shard)
-    kept, again = _activation_bytes(model, work, tp, _key_copies(model, layout))
+    kept, again = _activation_bytes(model, work, layout)
     own = micro_tokens / layout.sequence_parallel
     head, held = _head_bytes(model, own) / tp, _held_gradient(model, own) / tp
     return states + gathered / tp + own * kept + max(head, held + own * again)
@@ -249,7 +259,7 @@ def _key_copies(model: Transformer, layout: TrainerLayout) -> float:
     return max(1.0, layout.sequence_parallel / model.kv_heads)
 
 
-def _activation_bytes(model: Transformer, work: TrainingWork, tp: int, key_copies: float = 1.0) -> tuple[float, float]:
+def _activation_bytes(model: Transformer, work: TrainingWork, layout: TrainerLayout) -> tuple[float, float]:
     """Return the bytes of activations per token: kept for the backward pass, and of one layer's backward pass.
 
     Tensor parallelism splits what is between the projections, not the norms (Korthikanti et al., arXiv 2205.05198,
@@ -262,13 +272,16 @@ def _activation_bytes(model: Transformer, work: TrainingWork, tp: int, key_copie
     Args:
         model: the model.
         work: models that are held.
-        tp: degree of tensor parallelism.
-        key_copies: ranks that hold each key-value head.
+        layout: how they are spread.
     """
-    queries, keys = model.heads * model.head_size, key_copies * model.kv_heads * model.head_size
-    every = QUERY_BYTES * queries + KEY_BYTES * keys + MLP_BYTES * model.intermediate
-    whole = NORM_BYTES * model.hidden + every / tp
-    gradients = GRADIENT_BYTES * (model.hidden + model.intermediate / tp)
+    tp = layout.tensor_parallel
+    queries, keys = model.heads * model.head_size, _key_copies(model, layout) * model.kv_heads * model.head_size
+    of_norms, of_mlp, of_gradients = NORM_BYTES, MLP_BYTES, GRADIENT_BYTES
+    if work.compiled and layout.compiles and tp == 1 and work.recompute != "selective":
+        of_norms, of_mlp, of_gradients = COMPILED_NORM_BYTES, COMPILED_MLP_BYTES, COMPILED_GRADIENT_BYTES
+    every = QUERY_BYTES * queries + KEY_BYTES * keys + of_mlp * model.intermediate
+    whole = of_norms * model.hidden + every / tp
+    gradients = GRADIENT_BYTES * model.hidden + of_gradients * model.intermediate / tp
     if work.recompute == "selective":
         kept = KEPT_QUERY_BYTES * queries + KEPT_KEY_BYTES * keys + KEPT_MLP_BYTES * model.intermediate
         return model.layers * (KEPT_NORM_BYTES * model.hidden + kept / tp), whole + gradients
@@ -404,7 +417,7 @@ def _spread_over(
     """Return the time of a step in one layout; None: it does not fit into memory."""
     tp, shard, sharing = layout.tensor_parallel, layout.shard, layout.sequence_parallel
     free = usable(device) - memory_per_gpu(model, work, layout, 0.0)
-    kept, again = _activation_bytes(model, work, tp, _key_copies(model, layout))
+    kept, again = _activation_bytes(model, work, layout)
     head = _head_bytes(model, math.inf) / tp
     held = _held_gradient(model, step.longest) / tp
     part = step.longest / sharing  # of the longest sample, on each rank

@@ -67,11 +67,11 @@ WEIGHT_PATHS = {
         untried="broadcast by NCCL; gloo, which differs in the communicator alone, has run on CPUs",
     ),
     "ipc": _pushed(
-        "the same through memory that the processes of one machine share; by CUDA IPC it has had no whole run so far",
+        "the same through memory that the processes of one machine share; by CUDA IPC it has run on one GPU so far",
         "ipc",
         "Ipc",
         one_machine=True,
-        untried="GPU memory shared by CUDA IPC handles, tried between two processes; whole runs had host memory",
+        untried="memory of one GPU opened by a process on another one; a whole run had one GPU for both",
     ),
 }
 """All weight paths, by their names in `weights.backend`."""

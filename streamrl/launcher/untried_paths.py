@@ -20,17 +20,14 @@ def untried(cluster: ClusterConfig, run: RunConfig) -> list[str]:
     trainer = cluster.sites[cluster.trainer_site].trainer
     pools = [pool for site in cluster.sites.values() for pool in site.generation]
     assert trainer is not None
-    found.append("generation by vLLM on CUDA (vLLM on CPUs)")
-    if not run.weights.path.untried:
-        found.append("weights from a GPU through host memory to a GPU (stream between CPUs)")
+    if not run.schedule.exclusive:
+        found.append("trainer and instances on GPUs of their own (on one GPU, which all of them shared)")
     if trainer.ranks > 1:
         found.append(f"{trainer.ranks} trainer ranks over NCCL, with compiled parts (over gloo, without)")
     if trainer.tensor_parallel > 1:
         found.append("trainer.tensor_parallel over NCCL (over gloo)")
     if trainer.sequence_parallel > 1:
         found.append("trainer.sequence_parallel over NCCL (over gloo)")
-    if run.schedule.exclusive:
-        found.append("trainer and instance in turns on a GPU: vLLM's sleep and wake (the trainer's offload alone)")
     if any(pool.gpus_per_replica > 1 for pool in pools):
         found.append("instances of several GPUs (of several CPU processes)")
     if run.weights.generation_dtype != "same":

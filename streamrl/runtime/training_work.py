@@ -10,5 +10,13 @@ def work_of(run: RunConfig) -> TrainingWork:
     """Return the models that a run's algorithm trains and evaluates."""
     algorithm = run.algorithm
     critic, reference = int(algorithm.name == "ppo"), int(algorithm.needs_reference)
-    checkpointing, batch = run.optimizer.gradient_checkpointing, run.batch
-    return TrainingWork(1 + critic, critic + reference, reference, checkpointing, batch.epochs, batch.mini_batches)
+    optimizer, batch = run.optimizer, run.batch
+    return TrainingWork(
+        1 + critic,
+        critic + reference,
+        reference,
+        optimizer.gradient_checkpointing,
+        batch.epochs,
+        batch.mini_batches,
+        optimizer.compile,
+    )

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+import torch._functorch.config
 from torch import nn
 
 from streamrl.config.run import RunConfig
@@ -41,6 +42,9 @@ def compile_parts(model: Policy | Critic, run: RunConfig, layers: int = 1) -> No
     """
     # all compiled modules share one code object, and so its limit: classes, shapes, with and without gradient
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILATIONS)
+    # an MLP's backward pass multiplies gate and up again, in a kernel that reads both anyway, instead of keeping the
+    # product, which takes as much memory as one of them
+    torch._functorch.config.ban_recompute_materialized_backward = False
     if isinstance(model, Policy):
         model.fused = True
     if run.optimizer.gradient_checkpointing != "selective" and layers == 1:

@@ -10,7 +10,7 @@ dS = S (dP - D) holds for any subset of the keys. An attention sink is one more 
 
     kernel      device                                         used where
     CPU         torch's flash attention, sequence by sequence  rows too long for `plain_attention.py`
-    CUDA        torch's flash attention for varying lengths    fp16 and bf16
+    CUDA        `flash_kernels.py`                             fp16 and bf16
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from streamrl.training.flash_kernels import Lengths, flash_backward, flash_forward
 from streamrl.training.packing import GroupLayout
 from streamrl.training.plain_attention import seen_prefix, visible
 
@@ -55,9 +56,10 @@ class Piece:
     """Positions that a query sees, its own included; None: all."""
 
     @cached_property
-    def bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ends of the sequences of queries and of keys, with a 0 in front, [n + 1] int32 each."""
-        return self._ends(self.query_lengths), self._ends(self.key_lengths)
+    def lengths(self) -> Lengths:
+        """The sequences' lengths, as the kernels of GPUs take them."""
+        ends = self._ends(self.query_lengths), self._ends(self.key_lengths)
+        return *ends, max(self.query_lengths), max(self.key_lengths)
 
     def _ends(self, lengths: tuple[int, ...]) -> torch.Tensor:
         return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=self.device)
@@ -209,14 +211,7 @@ def _forward(
     q, k, v = _taken(query, piece.query_rows), _taken(key, piece.key_rows), _taken(value, piece.key_rows)
     if not on_gpu(query):
         return _cpu_forward(q, k, v, piece, scale)
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *(q, k, v, *piece.bounds),
-        *(max(piece.query_lengths), max(piece.key_lengths), 0.0, piece.causal, False),
-        scale=scale,
-        window_size_left=None if piece.window is None else piece.window - 1,
-        window_size_right=None if piece.window is None else 0,
-    )
-    return out, lse
+    return flash_forward(q, k, v, piece.lengths, piece.causal, scale, piece.window)
 
 
 def _backward(
@@ -234,15 +229,7 @@ def _backward(
     g, o, total = _taken(grad, piece.query_rows), _taken(out, piece.query_rows), _taken(lse, piece.query_rows, 1)
     if not on_gpu(query):
         return _cpu_backward(g, q, k, v, o, total, piece, scale)
-    state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is 0
-    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten._flash_attention_backward(
-        *(g, q, k, v, o, total.contiguous(), *piece.bounds),
-        *(max(piece.query_lengths), max(piece.key_lengths), 0.0, piece.causal, state, state.new_empty(0)),
-        scale=scale,
-        window_size_left=None if piece.window is None else piece.window - 1,
-        window_size_right=None if piece.window is None else 0,
-    )
-    return found
+    return flash_backward(g, q, k, v, o, total, piece.lengths, piece.causal, scale, piece.window)
 
 
 # -- the CPU's kernel, sequence by sequence

@@ -21,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from streamrl.config.optimizer import Recomputation
 from streamrl.errors import RunFailed
+from streamrl.training.flash_kernels import NEWER_FORWARD
 
 aten = torch.ops.aten
 
@@ -34,7 +35,7 @@ KEPT_NAMES = (
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
 )
-KEPT = frozenset(getattr(aten, name).default for name in KEPT_NAMES if hasattr(aten, name))
+KEPT = frozenset([*(getattr(aten, name).default for name in KEPT_NAMES if hasattr(aten, name)), NEWER_FORWARD])
 """Operations whose results `selective` keeps; not batched products, by which short rows compute their scores."""
 OF_EXPERTS = frozenset({aten._grouped_mm.default})
 """The products of experts among these, to which transformers adds a bias in place: a kept result would be changed."""

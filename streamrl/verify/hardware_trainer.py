@@ -76,7 +76,7 @@ def trainer_of(model: Path, context: int, recomputation: Recomputation, device: 
 def memory_of(size: Size, tokens: int, recomputation: Recomputation) -> float:
     """Return the bytes that a trainer of one GPU needs for a row of so many tokens, by the formula of the plan."""
     shape = Transformer.from_config("measured", shape_config(size, tokens).to_dict())
-    return memory_per_gpu(shape, TrainingWork(recompute=recomputation), TrainerLayout(1), tokens)
+    return memory_per_gpu(shape, TrainingWork(recompute=recomputation, compiled=True), TrainerLayout(1), tokens)
 
 
 def least_recomputation(size: Size, tokens: int, device: torch.device) -> Recomputation:

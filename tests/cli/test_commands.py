@@ -264,7 +264,7 @@ def test_dry_run_prints_the_plan_of_all_sites(terminal: Terminal) -> None:
     # no GPUs, no keys, a port of another machine: nothing for this one to refuse
     unchecked, untried = result.err.splitlines()
     assert unchecked.startswith("warning: not checked: ") and "GPUs, ports, keys" in unchecked
-    assert untried.startswith("warning: never run so far: generation by vLLM on CUDA")
+    assert untried.startswith("warning: never run so far: trainer and instances on GPUs of their own")
     assert "4 trainer ranks over NCCL" in untried
     assert not (terminal.folder / "runs").exists()
     assert terminal.launch("--set", "schedule={name: sync}").code == 2  # without --dry-run it has to be told which

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from streamrl.config.run import RunConfig
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
+from streamrl.training import flash_kernels
 from streamrl.training.attention import SHARED_PREFIX
 from streamrl.training.merged_attention import MergedAttention, has_kernel, pieces_of
 from streamrl.training.packing import GroupLayout, pack, pack_share
@@ -34,9 +35,19 @@ LAYOUT = (GroupLayout(0, 300, (700, 20, 1)), GroupLayout(1021, 5, ()), GroupLayo
 HEADS, KV_HEADS, WIDTH = 8, 2, 128
 
 
+@pytest.mark.parametrize("library", ["torch", "flash-attn-4"])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 128])
-def test_the_kernels_of_gpu_and_cpu_agree(window: int | None, sinks: bool) -> None:
+def test_the_kernels_of_gpu_and_cpu_agree(
+    window: int | None, sinks: bool, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flash_kernels.newer_agrees.cache_clear()
+    if library == "torch":
+        monkeypatch.setattr(flash_kernels, "NEWER_CAPABILITIES", ())
+    else:
+        pytest.importorskip(flash_kernels.NEWER_MODULE, reason="flash-attn-4 is not installed")
+        kind = torch.bfloat16, HEADS, KV_HEADS, WIDTH, window is not None
+        assert flash_kernels.newer_agrees(torch.device("cuda", 0), *kind)
     torch.manual_seed(0)
     row = LAYOUT[-1].stop
     exact = [torch.randn(row, heads, WIDTH, dtype=torch.float64) for heads in (HEADS, KV_HEADS, KV_HEADS)]
@@ -131,23 +142,27 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("recomputation", [False, True, "selective"], ids=str)
-def test_a_compiled_trainer_has_the_gradients_of_one_that_is_not(tmp_path: Path, recomputation: bool | str) -> None:
+def test_a_compiled_trainer_rounds_no_more_than_one_that_is_not(tmp_path: Path, recomputation: bool | str) -> None:
     device, contexts = torch.device("cuda", 0), (256,)
     size = replace(hardware_stages.CPU, layers=2, heads=4, kv_heads=2, hidden=256, contexts=contexts)
     model = save_model(size, tmp_path / "model", 256, device)
     torch._dynamo.reset()  # else what an earlier case has compiled would serve this one, uncounted
     torch._dynamo.utils.counters.clear()
-    found = []
-    for compiled in (False, True):
+
+    def gradients(dtype: str, compiled: bool) -> list[torch.Tensor]:
         options = {"gradient_checkpointing": recomputation, "compile": compiled}
-        run = {"model": {"path": str(model), "dtype": "bfloat16", "max_context": 256}, "optimizer": options}
+        run = {"model": {"path": str(model), "dtype": dtype, "max_context": 256}, "optimizer": options}
         packing = Packing("shared", SHARED_PREFIX, "")
         trainer = Trainer(RunConfig.model_validate(run), str(model), device, packing=packing)
         trainer.accumulate([random_group(256, size.vocabulary)], is_last=True)
-        found.append([whole(one.grad) for one in trainer.policy.parameters() if one.grad is not None])
+        return [whole(one.grad).float() for one in trainer.policy.parameters() if one.grad is not None]
+
+    exact, plain = gradients("float32", False), gradients("bfloat16", False)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
+    compiled = gradients("bfloat16", True)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0  # something was compiled
-    for ours, theirs in zip(*found, strict=True):
-        assert (ours - theirs).norm() / theirs.norm() < 0.03
+    for ours, theirs, right in zip(compiled, plain, exact, strict=True):  # both differ by some 3 %
+        assert (ours - right).norm() < 1.5 * (theirs - right).norm()
 
 
 @pytest.mark.parametrize("stage", [*hardware_stages.STAGES])

@@ -135,7 +135,7 @@ def test_whole_gradients_count_where_the_cluster_file_asks_for_them(tmp_path: Pa
     cluster, run = configuration(tmp_path)
     site = {"trainer": {"ranks": 2, "reduce_gradients": "step"}, "generation": [{"replicas": 1}]}
     cluster = ClusterConfig.model_validate({"hardware": "cuda", "sites": {"here": site}})
-    gpus = [replace(H100, total_bytes=28 * GIB)] * 3
+    gpus = [replace(H100, total_bytes=23 * GIB)] * 3
     (problem,) = gpu_checks.check_memory(cluster, run, gpu_checks.uses_here(cluster, run, gpus))
     assert "the smallest change that fits: trainer.reduce_gradients: micro_batch" in problem
 

@@ -14,4 +14,5 @@ def test_passes_and_updates_are_those_of_the_batch() -> None:
         RunConfig.model_validate({"batch": batch, "schedule": schedule, "algorithm": {"name": "ppo", "critic": {}}})
     )
     assert (work.trained, work.epochs, work.updates) == (2, 3, 6)
-    assert work_of(RunConfig()) == TrainingWork(recompute=RunConfig().optimizer.gradient_checkpointing)
+    assert work_of(RunConfig()) == TrainingWork(recompute=RunConfig().optimizer.gradient_checkpointing, compiled=True)
+    assert not work_of(RunConfig.model_validate({"optimizer": {"compile": False}})).compiled

@@ -15,6 +15,7 @@ from scheduler.cost.training_cost import (
     REACHED,
     StepTokens,
     TrainerLayout,
+    TrainingWork,
     compute_seconds,
     exactly,
     layout_on,
@@ -227,6 +228,22 @@ def test_the_head_is_counted_where_it_needs_more_than_a_layer_that_is_computed_a
         2000 * (28 * (6 * 1536 + 6 * 1536 + 4 * 256 + 4 * 8960) - checkpoints)
     )
     assert (keeps.forwards, part.forwards, GRPO.forwards) == (3, 3, 4)
+
+
+def test_compiled_norms_and_mlps_keep_less_where_they_are_compiled() -> None:
+    model, compiled = MODELS["1.5b"], replace(GRPO, recompute=False, compiled=True)
+
+    def saved(work: TrainingWork, layout: TrainerLayout) -> float:
+        plain = memory_per_gpu(model, replace(work, compiled=False), layout, 100_000)
+        return (plain - memory_per_gpu(model, work, layout, 100_000)) / 100_000
+
+    of_a_layer, backward = 8 * 1536 + 4 * 8960, 4 * 8960
+    assert saved(compiled, TrainerLayout(1)) == pytest.approx(28 * of_a_layer - backward)
+    assert saved(replace(compiled, recompute=True), TrainerLayout(1)) == pytest.approx(of_a_layer - backward)
+    assert saved(replace(compiled, recompute="selective"), TrainerLayout(1)) == 0
+    assert saved(compiled, TrainerLayout(1, 2)) == 0, "ranks share layers"
+    cores, gpus = (layout_on(device(name), model, 1) for name in ("cpu", "H100"))
+    assert saved(compiled, cores) == 0 and saved(compiled, gpus) > 0
 
 
 def test_tensor_parallelism_costs_two_all_reduces_a_layer_and_pass() -> None:

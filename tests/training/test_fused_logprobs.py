@@ -6,13 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GptOssConfig, Qwen2Config
 
 from streamrl.config.run import RunConfig
 from streamrl.training import fused_logprobs
-from streamrl.training.compiled_parts import compile_parts, compiles
+from streamrl.training.compiled_parts import compiles
 from streamrl.training.fused_logprobs import Changes, FusedTokenLogprobs, fuses
-from streamrl.training.policy_model import Policy
 from streamrl.training.token_logprobs import LogitTransform, TokenDistribution, token_logprobs
 from tests.training.conftest import relative_error
 
@@ -90,27 +88,3 @@ def test_on_a_cpu_nothing_is_compiled() -> None:
     assert not compiles(RunConfig(), torch.device("cpu"))
     assert compiles(RunConfig(), torch.device("cuda"))
     assert not compiles(RunConfig.model_validate({"optimizer": {"compile": False}}), torch.device("cuda"))
-
-
-@pytest.mark.parametrize("recomputation", [False, True, "selective"], ids=str)
-def test_norms_and_mlps_are_compiled_where_no_single_operation_is_looked_at(recomputation: bool | str) -> None:
-    config = Qwen2Config(num_hidden_layers=1, hidden_size=16, intermediate_size=16, vocab_size=8, num_attention_heads=2)
-    policy = Policy(AutoModelForCausalLM.from_config(config))
-    compile_parts(policy, RunConfig.model_validate({"optimizer": {"gradient_checkpointing": recomputation}}))
-    compiled = [name for name, module in policy.model.named_modules() if module._compiled_call_impl is not None]
-    layer = "model.layers.0"
-    expected = [f"{layer}.mlp", f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm", "model.norm"]
-    assert compiled == ([] if recomputation == "selective" else expected)
-    assert policy.fused
-
-
-def test_experts_and_layers_that_ranks_share_are_not_compiled() -> None:
-    shape = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "vocab_size": 8, "head_dim": 8}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    mixture = Policy(AutoModelForCausalLM.from_config(GptOssConfig(**shape, **heads, num_local_experts=2)))
-    dense = Policy(AutoModelForCausalLM.from_config(Qwen2Config(**shape, **heads)))
-    compile_parts(mixture, RunConfig())
-    compile_parts(dense, RunConfig(), layers=2)
-    for policy, norms in ((mixture, 3), (dense, 0)):
-        kinds = [type(one).__name__ for one in policy.model.modules() if one._compiled_call_impl is not None]
-        assert len(kinds) == norms and all(kind.endswith("RMSNorm") for kind in kinds)

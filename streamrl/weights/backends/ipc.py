@@ -21,7 +21,8 @@ member is lost: it leaves the group, which closes its end.
 
 **Who may open the memory**: whoever reaches rank 0's socket, which is in a folder of this user alone, and only until
 all have come. Others take it from a process of their own user alone, as the kernel tells them: its path comes from the
-meeting's store, to which any user of this machine may speak. On GPUs no whole run has used it (`shared_slots.py`).
+meeting's store, to which any user of this machine may speak. On GPUs a whole run has used it, with one GPU for all
+(`shared_slots.py`).
 """
 
 from __future__ import annotations

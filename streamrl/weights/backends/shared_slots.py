@@ -2,8 +2,8 @@
 
     host   one file in memory (`memfd_create`). It has no name in any file system, so nothing is left of it however its
            processes end, and the size of /dev/shm does not matter. Others get its descriptor over a Unix socket
-    cuda   memory of torch's allocator, exported by CUDA IPC handles, which are plain bytes. It has run between two
-           processes with one GPU, and in no whole run. `ipc.py` is the same for both, and has run on CPUs
+    cuda   memory of torch's allocator, exported by CUDA IPC handles, which are plain bytes. It has run between
+           processes with one GPU, and not between two GPUs. `ipc.py` is the same for both
 
 `SlotsOffer` is what a process must know to open them, as plain data; no pickle is involved.
 """

@@ -1,0 +1,259 @@
+"""Flash attention over sequences of different lengths on GPUs, by the kernels of torch or of flash-attn-4.
+
+torch's kernels are those of FlashAttention 2. On Hopper and Blackwell the package flash-attn-4 has faster ones. They
+are taken where it is installed and where, on a small row of tensors of the same kind, their output and gradients are
+those of torch's kernels. This is tried once per process and kind; the package compiles its kernels then.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import logging
+from functools import cache
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensor
+
+logger = logging.getLogger(__name__)
+
+NEWER_MODULE = "flash_attn.cute.interface"
+NEWER_CAPABILITIES = (9, 10)
+"""Major compute capabilities for which flash-attn-4 has kernels of its own."""
+TRIED_LENGTHS = (70, 200, 131)
+"""Tokens of the sequences of the row on which both are compared."""
+TOLERANCE = 0.02
+"""Largest relative difference of outputs and gradients in 16 bits: both round scores to them before the products."""
+
+Lengths = tuple[torch.Tensor, torch.Tensor, int, int]
+"""Ends of the sequences of queries and of keys with a 0 in front, [n + 1] int32; the longest of each."""
+
+
+def flash_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: Lengths,
+    causal: bool,
+    scale: float,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute attention of sequences that lie one behind the other.
+
+    Args:
+        query: [n, H, D] in 16 bits.
+        key: [k, H_kv, D].
+        value: [k, H_kv, D].
+        lengths: of the sequences.
+        causal: whether the last query of a sequence sees all its keys, and each one before it one key less.
+        scale: of the scores.
+        window: positions that a query sees, its own included; None: all.
+
+    Returns:
+        Output [n, H, D]; log-sum-exps of the scores [H, n] fp32.
+    """
+    if _uses_newer(query, key, window):
+        out, lse = newer_forward(query, key, value, *lengths, causal, scale, -1 if window is None else window - 1)
+        return out, lse
+    return _torch_forward(query, key, value, lengths, causal, scale, window)
+
+
+def flash_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    lengths: Lengths,
+    causal: bool,
+    scale: float,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of query, key and value; the arguments are those of `flash_forward` and its results.
+
+    `out` and `lse` may be those of more keys than these (`merged_attention.py`).
+    """
+    lse = lse.contiguous()
+    if _uses_newer(query, key, window):
+        return _newer_backward(grad, query, key, value, out, lse, lengths, causal, scale, window)
+    return _torch_backward(grad, query, key, value, out, lse, lengths, causal, scale, window)
+
+
+def _uses_newer(query: torch.Tensor, key: torch.Tensor, window: int | None) -> bool:
+    if query.device.type != "cuda" or isinstance(query, FakeTensor):
+        return False
+    kind = query.dtype, query.shape[1], key.shape[1], query.shape[2]
+    return newer_agrees(query.device, *kind, window is not None)
+
+
+@cache
+def newer_agrees(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, width: int, windowed: bool
+) -> bool:
+    """Return whether flash-attn-4 is there and computes what torch's kernels do, for tensors of this kind."""
+    if torch.cuda.get_device_capability(device)[0] not in NEWER_CAPABILITIES:
+        return False
+    try:
+        _newer()
+    except ImportError:
+        return False
+    kind = f"{heads} heads over {kv_heads} of width {width} in {str(dtype).removeprefix('torch.')}"
+    try:
+        difference = _difference(device, dtype, heads, kv_heads, width, windowed)
+    except Exception as error:  # a kind that it does not support, or a version with another interface
+        logger.warning("attention by torch's kernels: flash-attn-4 failed for %s: %r", kind, error)
+        return False
+    if not difference <= TOLERANCE:
+        logger.warning("attention by torch's kernels: flash-attn-4 differs by %.3g for %s", difference, kind)
+        return False
+    logger.info("attention by the kernels of flash-attn-4 for %s", kind)
+    return True
+
+
+def _difference(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, width: int, windowed: bool
+) -> float:
+    """Return the largest relative difference between both, over outputs, log-sum-exps and gradients."""
+    generator = torch.Generator(device).manual_seed(0)
+    ends = torch.tensor([0, *itertools.accumulate(TRIED_LENGTHS)], dtype=torch.int32, device=device)
+    tokens, longest = sum(TRIED_LENGTHS), max(TRIED_LENGTHS)
+    query, key, value, grad = (
+        torch.randn(tokens, count, width, dtype=dtype, device=device, generator=generator)
+        for count in (heads, kv_heads, kv_heads, heads)
+    )
+    lengths, scale = (ends, ends, longest, longest), width**-0.5
+    worst = 0.0
+    for causal, window in [(True, 50)] if windowed else [(True, None), (False, None)]:
+        about = lengths, causal, scale, window
+        out, lse = _torch_forward(query, key, value, *about)
+        newer = newer_forward(query, key, value, *lengths, causal, scale, -1 if window is None else window - 1)
+        theirs = _torch_backward(grad, query, key, value, out, lse, *about)
+        ours = _newer_backward(grad, query, key, value, out, lse, *about)
+        for one, other in zip((*newer, *ours), (out, lse, *theirs), strict=True):
+            found = float((one.float() - other.float()).norm() / other.float().norm())
+            worst = max(worst, found if found == found else float("inf"))
+    return worst
+
+
+# -- torch's kernels
+
+
+def _torch_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: Lengths,
+    causal: bool,
+    scale: float,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        *(query, key, value, *lengths, 0.0, causal, False), scale=scale, **_sides(window)
+    )
+    return out, lse
+
+
+def _torch_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    lengths: Lengths,
+    causal: bool,
+    scale: float,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which is 0
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten._flash_attention_backward(
+        *(grad, query, key, value, out, lse, *lengths, 0.0, causal, state, state.new_empty(0)),
+        scale=scale,
+        **_sides(window),
+    )
+    return found
+
+
+def _sides(window: int | None) -> dict[str, int | None]:
+    """Return the keys that a query sees at its left and right, as both libraries call them."""
+    return {"window_size_left": None, "window_size_right": None} if window is None else {
+        "window_size_left": window - 1,
+        "window_size_right": 0,
+    }  # fmt: skip
+
+
+# -- the kernels of flash-attn-4
+
+
+@cache
+def _newer() -> Any:
+    return importlib.import_module(NEWER_MODULE)
+
+
+@torch.library.custom_op("streamrl::flash_forward", mutates_args=())
+def newer_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_ends: torch.Tensor,
+    key_ends: torch.Tensor,
+    most_queries: int,
+    most_keys: int,
+    causal: bool,
+    scale: float,
+    left: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `flash_forward` by flash-attn-4, as an operation that `selective` checkpoints can keep.
+
+    `left` is the number of keys that a query sees before its own, or -1: all.
+    """
+    out, lse = _newer()._flash_attn_fwd(
+        *(query, key, value),
+        cu_seqlens_q=query_ends,
+        cu_seqlens_k=key_ends,
+        max_seqlen_q=most_queries,
+        max_seqlen_k=most_keys,
+        softmax_scale=scale,
+        causal=causal,
+        return_lse=True,
+        **_sides(None if left < 0 else left + 1),
+    )[:2]
+    return out, lse
+
+
+@newer_forward.register_fake
+def _(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_about: torch.Tensor | int | float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(query), query.new_empty(query.shape[1], len(query), dtype=torch.float32)
+
+
+NEWER_FORWARD = torch.ops.streamrl.flash_forward.default
+
+
+def _newer_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    lengths: Lengths,
+    causal: bool,
+    scale: float,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    query_ends, key_ends, most_queries, most_keys = lengths
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _newer()._flash_attn_bwd(
+        *(query, key, value, out, grad, lse),
+        softmax_scale=scale,
+        causal=causal,
+        cu_seqlens_q=query_ends,
+        cu_seqlens_k=key_ends,
+        max_seqlen_q=most_queries,
+        max_seqlen_k=most_keys,
+        **_sides(window),
+    )[:3]
+    return found
