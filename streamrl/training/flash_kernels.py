@@ -2,7 +2,8 @@
 
 torch's kernels are those of FlashAttention 2. On Hopper and Blackwell the package flash-attn-4 has faster ones. They
 are taken where it is installed and where, on a small row of tensors of the same kind, their output and gradients are
-those of torch's kernels. This is tried once per process and kind; the package compiles its kernels then.
+those of torch's kernels. This is tried once per process and kind. The package compiles its kernels then, and further
+ones when other lengths ask for them; what it cannot compile, torch computes.
 """
 
 from __future__ import annotations
@@ -10,22 +11,25 @@ from __future__ import annotations
 import importlib
 import itertools
 import logging
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 logger = logging.getLogger(__name__)
 
 NEWER_MODULE = "flash_attn.cute.interface"
 NEWER_CAPABILITIES = (9, 10)
 """Major compute capabilities for which flash-attn-4 has kernels of its own."""
-TRIED_LENGTHS = (70, 200, 131)
-"""Tokens of the sequences of the row on which both are compared."""
+TRIED_QUERIES, TRIED_KEYS = (70, 200, 131), (160, 200, 301)
+"""Queries and keys of the sequences of the row on which both are compared; a causal row has keys for queries alone."""
 TOLERANCE = 0.02
 """Largest relative difference of outputs and gradients in 16 bits: both round scores to them before the products."""
 
+Result = TypeVar("Result")
 Lengths = tuple[torch.Tensor, torch.Tensor, int, int]
 """Ends of the sequences of queries and of keys with a 0 in front, [n + 1] int32; the longest of each."""
 
@@ -53,10 +57,8 @@ def flash_forward(
     Returns:
         Output [n, H, D]; log-sum-exps of the scores [H, n] fp32.
     """
-    if _uses_newer(query, key, window):
-        out, lse = newer_forward(query, key, value, *lengths, causal, scale, -1 if window is None else window - 1)
-        return out, lse
-    return _torch_forward(query, key, value, lengths, causal, scale, window)
+    about = query, key, value, lengths, causal, scale, window
+    return _by_the_quickest(_newer_forward, _torch_forward, about, query, key, window)
 
 
 def flash_backward(
@@ -75,10 +77,32 @@ def flash_backward(
 
     `out` and `lse` may be those of more keys than these (`merged_attention.py`).
     """
-    lse = lse.contiguous()
+    about = grad, query, key, value, out, lse.contiguous(), lengths, causal, scale, window
+    return _by_the_quickest(_newer_backward, _torch_backward, about, query, key, window)
+
+
+def _by_the_quickest(
+    newer: Callable[..., Result],
+    torchs: Callable[..., Result],
+    about: tuple[Any, ...],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    window: int | None,
+) -> Result:
+    """Call one library; torch's as well if the other one has no kernel for these lengths."""
     if _uses_newer(query, key, window):
-        return _newer_backward(grad, query, key, value, out, lse, lengths, causal, scale, window)
-    return _torch_backward(grad, query, key, value, out, lse, lengths, causal, scale, window)
+        try:
+            return newer(*about)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # each time anew: a layer that is computed again must do what it did before
+            _warn_once(f"attention of some rows by torch's kernels: flash-attn-4 failed: {error!r}")
+    return torchs(*about)
+
+
+@cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)
 
 
 def _uses_newer(query: torch.Tensor, key: torch.Tensor, window: int | None) -> bool:
@@ -95,14 +119,15 @@ def newer_agrees(
     """Return whether flash-attn-4 is there and computes what torch's kernels do, for tensors of this kind."""
     if torch.cuda.get_device_capability(device)[0] not in NEWER_CAPABILITIES:
         return False
-    try:
-        _newer()
-    except ImportError:
-        return False
     kind = f"{heads} heads over {kv_heads} of width {width} in {str(dtype).removeprefix('torch.')}"
     try:
-        difference = _difference(device, dtype, heads, kv_heads, width, windowed)
-    except Exception as error:  # a kind that it does not support, or a version with another interface
+        with _disable_current_modes():  # the layer may be one whose results a `selective` checkpoint keeps, in order
+            difference = _difference(device, dtype, heads, kv_heads, width, windowed)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a broken installation, a kind that it does not support, another interface
+        if isinstance(error, ModuleNotFoundError) and f"{NEWER_MODULE}.".startswith(f"{error.name}."):
+            return False  # it is not installed
         logger.warning("attention by torch's kernels: flash-attn-4 failed for %s: %r", kind, error)
         return False
     if not difference <= TOLERANCE:
@@ -117,18 +142,19 @@ def _difference(
 ) -> float:
     """Return the largest relative difference between both, over outputs, log-sum-exps and gradients."""
     generator = torch.Generator(device).manual_seed(0)
-    ends = torch.tensor([0, *itertools.accumulate(TRIED_LENGTHS)], dtype=torch.int32, device=device)
-    tokens, longest = sum(TRIED_LENGTHS), max(TRIED_LENGTHS)
-    query, key, value, grad = (
-        torch.randn(tokens, count, width, dtype=dtype, device=device, generator=generator)
-        for count in (heads, kv_heads, kv_heads, heads)
-    )
-    lengths, scale = (ends, ends, longest, longest), width**-0.5
-    worst = 0.0
+    scale, worst = width**-0.5, 0.0
     for causal, window in [(True, 50)] if windowed else [(True, None), (False, None)]:
-        about = lengths, causal, scale, window
+        rows = TRIED_QUERIES, TRIED_QUERIES if causal and window is None else TRIED_KEYS
+        query, key, value, grad = (
+            torch.randn(sum(row), count, width, dtype=dtype, device=device, generator=generator)
+            for row, count in zip((*rows, rows[1], rows[0]), (heads, kv_heads, kv_heads, heads), strict=True)
+        )
+        query_ends, key_ends = (
+            torch.tensor([0, *itertools.accumulate(row)], dtype=torch.int32, device=device) for row in rows
+        )
+        about = (query_ends, key_ends, max(rows[0]), max(rows[1])), causal, scale, window
         out, lse = _torch_forward(query, key, value, *about)
-        newer = newer_forward(query, key, value, *lengths, causal, scale, -1 if window is None else window - 1)
+        newer = _newer_forward(query, key, value, *about)
         theirs = _torch_backward(grad, query, key, value, out, lse, *about)
         ours = _newer_backward(grad, query, key, value, out, lse, *about)
         for one, other in zip((*newer, *ours), (out, lse, *theirs), strict=True):
@@ -231,6 +257,19 @@ def _(
 
 
 NEWER_FORWARD = torch.ops.streamrl.flash_forward.default
+
+
+def _newer_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: Lengths,
+    causal: bool,
+    scale: float,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = newer_forward(query, key, value, *lengths, causal, scale, -1 if window is None else window - 1)
+    return out, lse
 
 
 def _newer_backward(

@@ -284,10 +284,8 @@ class Learner(Generic[Model]):
         """
         trained = {name: p for name, p in self.model.named_parameters() if p.grad is not None}
         states = [self.optimizer.state.get(p, {}) for p in trained.values()]
-        none = [torch.zeros(0, device=p.device) for p in trained.values()]
-        moments = [
-            largest(state.get(moment, empty) for state, empty in zip(states, none, strict=True)) for moment in MOMENTS
-        ]
+        none = next(iter(trained.values())).new_zeros(0) if trained else torch.zeros(0)
+        moments = [largest(state.get(moment, none) for state in states) for moment in MOMENTS]
         clipped = min(norm, self.options.max_grad_norm) * (1.0 + 1e-5)
         for name, weight, *both in zip(trained, largest(trained.values()), *moments, strict=True):
             if not stays_finite(weight, clipped, (both[0], both[1]), lr, self.options):

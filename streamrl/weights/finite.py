@@ -17,8 +17,10 @@ from torch.distributed.tensor import DTensor
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor, detached; a tensor that is not sharded is its own part."""
-    detached = tensor.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():  # else each part is an operation of autograd, which takes a host 50 microseconds
+            tensor = tensor.to_local()
+    return tensor.detach()
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -41,7 +43,7 @@ def largest(tensors: Iterable[torch.Tensor]) -> list[float]:
         sizes = list(torch._foreach_norm(some, math.inf))
     else:
         sizes = [torch.maximum(low.neg(), high) for low, high in map(torch.aminmax, some)]
-    values = iter(torch.stack([size.double() for size in sizes]).tolist() if sizes else [])
+    values = iter(torch.stack(sizes).tolist() if sizes else [])
     return [float(next(values)) if part.numel() else 0.0 for part in parts]
 
 

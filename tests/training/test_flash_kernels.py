@@ -16,7 +16,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from streamrl.training import flash_kernels
-from streamrl.training.flash_kernels import newer_agrees, newer_forward
+from streamrl.training.flash_kernels import flash_backward, flash_forward, newer_agrees, newer_forward
 from streamrl.training.recomputation import KEPT, _policy
 
 DEVICE = torch.device("cpu")
@@ -54,7 +54,8 @@ def forward(
 
 
 def backward(grad: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
-    with torch.enable_grad():
+    # a kernel saves nothing, so what this does must not be seen by a checkpoint around it
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one):
         leaves = [x.detach().requires_grad_() for x in inputs[:3]]
         return torch.autograd.grad(forward(*leaves, *inputs[3:])[0], leaves, grad)
 
@@ -81,6 +82,10 @@ class FlashAttention4:
         assert about["max_seqlen_k"] == int(about["cu_seqlens_k"].diff().max())
         ends = about["cu_seqlens_q"], about["cu_seqlens_k"]
         return *ends, about["causal"], about["softmax_scale"], about["window_size_left"]
+
+
+def raised(error: Exception) -> None:
+    raise error
 
 
 @pytest.fixture
@@ -136,11 +141,8 @@ def test_a_failure_leaves_it_to_torch_and_is_told(
 def test_without_the_package_or_its_hardware_torch_computes_silently(
     package: FlashAttention4, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def absent() -> None:
-        raise ImportError("no module named flash_attn")
-
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(flash_kernels, "_newer", absent)
+    monkeypatch.setattr(flash_kernels, "_newer", lambda: raised(ModuleNotFoundError(name="flash_attn")))
     assert not newer_agrees(DEVICE, *KIND, False)
     monkeypatch.setattr(flash_kernels, "_newer", lambda: package)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
@@ -149,11 +151,52 @@ def test_without_the_package_or_its_hardware_torch_computes_silently(
     assert caplog.text == "" and package.calls == 0
 
 
+@pytest.mark.parametrize("error", [ModuleNotFoundError(name="quack"), OSError("libcute_dsl_runtime.so"), ImportError()])
+def test_a_broken_installation_is_told(
+    package: FlashAttention4, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(flash_kernels, "_newer", lambda: raised(error))
+    assert not newer_agrees(DEVICE, *KIND, False)
+    assert "flash-attn-4 failed" in caplog.text and type(error).__name__ in caplog.text
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 3)])
+def test_both_directions_go_to_the_package_and_what_it_has_no_kernel_for_to_torch(
+    package: FlashAttention4,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    causal: bool,
+    window: int | None,
+    fails: bool,
+) -> None:
+    flash_kernels._warn_once.cache_clear()
+    monkeypatch.setattr(flash_kernels, "_uses_newer", lambda *kind: True)
+    if fails:
+        monkeypatch.setattr(flash_kernels, "_newer", lambda: raised(RuntimeError("no such kernel")))
+    else:
+        monkeypatch.setattr(flash_kernels, "_torch_forward", None)
+        monkeypatch.setattr(flash_kernels, "_torch_backward", None)
+    torch.manual_seed(0)
+    queries, keys = torch.tensor([0, 4, 9], dtype=torch.int32), torch.tensor([0, 6, 11], dtype=torch.int32)
+    query, grad = torch.randn(2, 9, 4, 16)
+    key, value = torch.randn(2, 11, 2, 16)
+    about = (queries, keys, 5, 6), causal, 0.3, window
+    out, lse = flash_forward(query, key, value, *about)
+    found = flash_backward(grad, query, key, value, out, lse, *about)
+    seen = queries, keys, causal, 0.3, None if window is None else window - 1
+    expected = (*forward(query, key, value, *seen), *backward(grad, query, key, value, *seen))
+    assert all(map(torch.equal, (out, lse, *found), expected))
+    flash_forward(query, key, value, *about)
+    assert caplog.text.count("attention of some rows by torch's kernels") == fails
+
+
 class Attention(torch.autograd.Function):
     """A layer's attention, as an autograd function around the operation."""
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        assert newer_agrees(DEVICE, *KIND, False)
         out: torch.Tensor = newer_forward(query, query, query, ends, ends, len(query), len(query), True, 1.0, -1)[0]
         ctx.save_for_backward(out)
         return out.clone()
@@ -167,7 +210,8 @@ def test_selective_checkpoints_keep_its_results(package: FlashAttention4) -> Non
     query, ends = torch.randn(5, 2, 8, requires_grad=True), torch.tensor([0, 5], dtype=torch.int32)
     found = []
     for kept in (KEPT, frozenset()):
-        package.calls = 0
+        newer_agrees.cache_clear()  # so that both libraries are compared in the middle of the layer
+        package.calls = -2
         contexts = partial(create_selective_checkpoint_contexts, partial(_policy, kept))
         out = checkpoint(Attention.apply, query, ends, use_reentrant=False, context_fn=contexts)
         out.sum().backward()
