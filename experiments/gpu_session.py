@@ -160,6 +160,7 @@ def versus(context: int, tiny: bool, model: Path) -> Iterator[dict[str, Any]]:
     import torch
     import torch.distributed as dist
 
+    from streamrl.training import flash_kernels
     from streamrl.verify.hardware_measurement import sheet_peak
     from streamrl.verify.hardware_stages import device_here
     from streamrl.verify.hardware_trainer import least_recomputation, memory_of, random_group, trainer_of
@@ -184,6 +185,7 @@ def versus(context: int, tiny: bool, model: Path) -> Iterator[dict[str, Any]]:
             yield {
                 "side": "this trainer",
                 "attention": library,
+                "attention_failed": sorted(flash_kernels.failed),
                 "recomputation": str(recomputation).lower(),
                 **told(took, tokens),
                 "formula_gib": memory_of(size, group.tokens, recomputation) / 2**30,

@@ -22,6 +22,8 @@ def untried(cluster: ClusterConfig, run: RunConfig) -> list[str]:
     assert trainer is not None
     if not run.schedule.exclusive:
         found.append("trainer and instances on GPUs of their own (on one GPU, which all of them shared)")
+    elif sum(pool.most_replicas * pool.gpus_per_replica for pool in pools) > 1:
+        found.append("trainer and several instances in turns on their GPUs (one instance on one GPU)")
     if trainer.ranks > 1:
         found.append(f"{trainer.ranks} trainer ranks over NCCL, with compiled parts (over gloo, without)")
     if trainer.tensor_parallel > 1:

@@ -1,9 +1,9 @@
 """Flash attention over sequences of different lengths on GPUs, by the kernels of torch or of flash-attn-4.
 
-torch's kernels are those of FlashAttention 2. On Hopper and Blackwell the package flash-attn-4 has faster ones. They
-are taken where it is installed and where, on a small row of tensors of the same kind, their output and gradients are
-those of torch's kernels. This is tried once per process and kind. The package compiles its kernels then, and further
-ones when other lengths ask for them; what it cannot compile, torch computes.
+torch's kernels are those of FlashAttention 2. On Hopper and Blackwell the package flash-attn-4 has kernels that are
+faster for long sequences. These are taken where it is installed and where, on a small row of tensors of the same kind,
+their output and gradients are those of torch's kernels. This is tried once per process and kind. The package compiles
+its kernels then; what it cannot compile, torch computes.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from __future__ import annotations
 import importlib
 import itertools
 import logging
-from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch._subclasses import FakeTensor
@@ -24,14 +23,19 @@ logger = logging.getLogger(__name__)
 NEWER_MODULE = "flash_attn.cute.interface"
 NEWER_CAPABILITIES = (9, 10)
 """Major compute capabilities for which flash-attn-4 has kernels of its own."""
-TRIED_QUERIES, TRIED_KEYS = (70, 200, 131), (160, 200, 301)
+LEAST_LENGTH, MOST_SEQUENCES = 512, 256
+"""Queries and keys that the longest sequence must have, and most sequences, for flash-attn-4: otherwise it is no faster
+(204 keys on an H200: 0.30 ms instead of 0.28), and would compile variants of its kernels that the trial has not."""
+TRIED_QUERIES, TRIED_KEYS = (70, 600, 131), (160, 600, 701)
 """Queries and keys of the sequences of the row on which both are compared; a causal row has keys for queries alone."""
 TOLERANCE = 0.02
 """Largest relative difference of outputs and gradients in 16 bits: both round scores to them before the products."""
 
-Result = TypeVar("Result")
 Lengths = tuple[torch.Tensor, torch.Tensor, int, int]
 """Ends of the sequences of queries and of keys with a 0 in front, [n + 1] int32; the longest of each."""
+
+failed: set[str] = set()
+"""Calls of flash-attn-4 that have failed after their trial; torch's kernels take their place from then on."""
 
 
 def flash_forward(
@@ -57,8 +61,10 @@ def flash_forward(
     Returns:
         Output [n, H, D]; log-sum-exps of the scores [H, n] fp32.
     """
-    about = query, key, value, lengths, causal, scale, window
-    return _by_the_quickest(_newer_forward, _torch_forward, about, query, key, window)
+    if _uses_newer(query, key, lengths, window):
+        out, lse = newer_forward(query, key, value, *lengths, causal, scale, -1 if window is None else window)
+        return out, lse
+    return _torch_forward(query, key, value, lengths, causal, scale, window)
 
 
 def flash_backward(
@@ -78,38 +84,40 @@ def flash_backward(
     `out` and `lse` may be those of more keys than these (`merged_attention.py`).
     """
     about = grad, query, key, value, out, lse.contiguous(), lengths, causal, scale, window
-    return _by_the_quickest(_newer_backward, _torch_backward, about, query, key, window)
-
-
-def _by_the_quickest(
-    newer: Callable[..., Result],
-    torchs: Callable[..., Result],
-    about: tuple[Any, ...],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    window: int | None,
-) -> Result:
-    """Call one library; torch's as well if the other one has no kernel for these lengths."""
-    if _uses_newer(query, key, window):
+    call = _call("backward", query, key, causal, window)
+    if _uses_newer(query, key, lengths, window) and call not in failed:
         try:
-            return newer(*about)
+            return _newer_backward(*about)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # each time anew: a layer that is computed again must do what it did before
-            _warn_once(f"attention of some rows by torch's kernels: flash-attn-4 failed: {error!r}")
-    return torchs(*about)
+        except Exception as error:
+            _tell_failure(call, error)
+    return _torch_backward(*about)
 
 
-@cache
-def _warn_once(text: str) -> None:
-    logger.warning(text)
-
-
-def _uses_newer(query: torch.Tensor, key: torch.Tensor, window: int | None) -> bool:
+def _uses_newer(query: torch.Tensor, key: torch.Tensor, lengths: Lengths, window: int | None) -> bool:
+    ends, _, most_queries, most_keys = lengths
     if query.device.type != "cuda" or isinstance(query, FakeTensor):
+        return False
+    if min(most_queries, most_keys) < LEAST_LENGTH or len(ends) - 1 > MOST_SEQUENCES:
         return False
     kind = query.dtype, query.shape[1], key.shape[1], query.shape[2]
     return newer_agrees(query.device, *kind, window is not None)
+
+
+def _call(direction: str, query: torch.Tensor, key: torch.Tensor, causal: bool, window: int | None) -> str:
+    mask = "causal" if causal else "full"
+    kind = _kind(query.dtype, query.shape[1], key.shape[1], query.shape[2])
+    return f"{direction}, {mask}, {'no window' if window is None else 'window'}, {kind}"
+
+
+def _kind(dtype: torch.dtype, heads: int, kv_heads: int, width: int) -> str:
+    return f"{heads} heads over {kv_heads} of width {width} in {str(dtype).removeprefix('torch.')}"
+
+
+def _tell_failure(call: str, error: Exception) -> None:
+    failed.add(call)
+    logger.warning("attention by torch's kernels from now on: flash-attn-4 failed (%s): %r", call, error)
 
 
 @cache
@@ -119,7 +127,7 @@ def newer_agrees(
     """Return whether flash-attn-4 is there and computes what torch's kernels do, for tensors of this kind."""
     if torch.cuda.get_device_capability(device)[0] not in NEWER_CAPABILITIES:
         return False
-    kind = f"{heads} heads over {kv_heads} of width {width} in {str(dtype).removeprefix('torch.')}"
+    kind = _kind(dtype, heads, kv_heads, width)
     try:
         with _disable_current_modes():  # the layer may be one whose results a `selective` checkpoint keeps, in order
             difference = _difference(device, dtype, heads, kv_heads, width, windowed)
@@ -229,24 +237,24 @@ def newer_forward(
     most_keys: int,
     causal: bool,
     scale: float,
-    left: int,
+    window: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `flash_forward` by flash-attn-4, as an operation that `selective` checkpoints can keep.
+    """Compute `flash_forward` by flash-attn-4, as one operation, whose results `selective` checkpoints can keep.
 
-    `left` is the number of keys that a query sees before its own, or -1: all.
+    It is this operation too where the package fails and torch computes, so that a layer that is computed again finds as
+    many results as it had. `window` is -1 where there is none.
     """
-    out, lse = _newer()._flash_attn_fwd(
-        *(query, key, value),
-        cu_seqlens_q=query_ends,
-        cu_seqlens_k=key_ends,
-        max_seqlen_q=most_queries,
-        max_seqlen_k=most_keys,
-        softmax_scale=scale,
-        causal=causal,
-        return_lse=True,
-        **_sides(None if left < 0 else left + 1),
-    )[:2]
-    return out, lse
+    seen = window if window >= 0 else None
+    about = query, key, value, (query_ends, key_ends, most_queries, most_keys), causal, scale, seen
+    call = _call("forward", query, key, causal, seen)
+    if call not in failed:
+        try:
+            return _newer_forward(*about)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            _tell_failure(call, error)
+    return _torch_forward(*about)
 
 
 @newer_forward.register_fake
@@ -268,7 +276,18 @@ def _newer_forward(
     scale: float,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = newer_forward(query, key, value, *lengths, causal, scale, -1 if window is None else window - 1)
+    query_ends, key_ends, most_queries, most_keys = lengths
+    out, lse = _newer()._flash_attn_fwd(
+        *(query, key, value),
+        cu_seqlens_q=query_ends,
+        cu_seqlens_k=key_ends,
+        max_seqlen_q=most_queries,
+        max_seqlen_k=most_keys,
+        softmax_scale=scale,
+        causal=causal,
+        return_lse=True,
+        **_sides(window),
+    )[:2]
     return out, lse
 
 

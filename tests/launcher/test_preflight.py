@@ -374,7 +374,10 @@ def test_what_has_never_been_run_is_named_in_the_plan() -> None:
         "trainer.sequence_parallel over NCCL (over gloo)"
     ]
     in_turns = RunConfig.model_validate({"schedule": {"name": "colocated"}})
-    assert [path.split(" (")[0] for path in untried(cluster("cuda"), in_turns)] == [plain[1].split(" (")[0]]
+    several = "trainer and several instances in turns on their GPUs (one instance on one GPU)"
+    assert untried(cluster("cuda"), in_turns) == [several, plain[1]]
+    assert untried(cluster("cuda", replicas=1), in_turns) == [plain[1]]
+    assert untried(cluster("cuda", replicas=1, max_replicas=2), in_turns) == [several, plain[1]]
     (warning,) = untried_warning(cluster("cuda"), RunConfig())
     assert warning.startswith("never run so far: trainer and instances on GPUs of their own (on one GPU")
 

@@ -65,10 +65,13 @@ class FlashAttention4:
 
     def __init__(self) -> None:
         self.off = 0.0
-        self.calls = 0
+        self.calls = self.calls_of_torch = 0
+        self.calls_that_work = 100
 
     def _flash_attn_fwd(self, q: Any, k: Any, v: Any, **about: Any) -> tuple[torch.Tensor | None, ...]:
         self.calls += 1
+        if self.calls > self.calls_that_work:
+            raise RuntimeError("no such kernel")
         assert about["return_lse"] and about["window_size_right"] in (None, 0)
         return (*forward(q, k, v, *self._about(about)), None, None, None)
 
@@ -91,6 +94,7 @@ def raised(error: Exception) -> None:
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[FlashAttention4]:
     def torch_forward(query: Any, key: Any, value: Any, lengths: Any, causal: Any, scale: Any, window: Any) -> Any:
+        found.calls_of_torch += 1
         left = None if window is None else window - 1
         return forward(query, key, value, *lengths[:2], causal, scale, left)
 
@@ -103,6 +107,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[FlashAttention4]:
     monkeypatch.setattr(flash_kernels, "_torch_forward", torch_forward)
     monkeypatch.setattr(flash_kernels, "_torch_backward", torch_backward)
     monkeypatch.setattr(flash_kernels, "_newer", lambda: found)
+    monkeypatch.setattr(flash_kernels, "failed", set())
     newer_agrees.cache_clear()
     yield found
     newer_agrees.cache_clear()
@@ -170,7 +175,6 @@ def test_both_directions_go_to_the_package_and_what_it_has_no_kernel_for_to_torc
     window: int | None,
     fails: bool,
 ) -> None:
-    flash_kernels._warn_once.cache_clear()
     monkeypatch.setattr(flash_kernels, "_uses_newer", lambda *kind: True)
     if fails:
         monkeypatch.setattr(flash_kernels, "_newer", lambda: raised(RuntimeError("no such kernel")))
@@ -187,8 +191,8 @@ def test_both_directions_go_to_the_package_and_what_it_has_no_kernel_for_to_torc
     seen = queries, keys, causal, 0.3, None if window is None else window - 1
     expected = (*forward(query, key, value, *seen), *backward(grad, query, key, value, *seen))
     assert all(map(torch.equal, (out, lse, *found), expected))
-    flash_forward(query, key, value, *about)
-    assert caplog.text.count("attention of some rows by torch's kernels") == fails
+    flash_backward(grad, query, key, value, *flash_forward(query, key, value, *about), *about)
+    assert caplog.text.count("by torch's kernels from now on") == len(flash_kernels.failed) == 2 * fails  # once each
 
 
 class Attention(torch.autograd.Function):
@@ -206,17 +210,35 @@ class Attention(torch.autograd.Function):
         return grads[0] * ctx.saved_tensors[0], None
 
 
-def test_selective_checkpoints_keep_its_results(package: FlashAttention4) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_selective_checkpoints_keep_its_results(package: FlashAttention4, fails: bool) -> None:
     query, ends = torch.randn(5, 2, 8, requires_grad=True), torch.tensor([0, 5], dtype=torch.int32)
     found = []
     for kept in (KEPT, frozenset()):
         newer_agrees.cache_clear()  # so that both libraries are compared in the middle of the layer
-        package.calls = -2
+        package.calls, package.calls_that_work, package.calls_of_torch = -2, 0 if fails else 9, -2
+        flash_kernels.failed.clear()
         contexts = partial(create_selective_checkpoint_contexts, partial(_policy, kept))
         out = checkpoint(Attention.apply, query, ends, use_reentrant=False, context_fn=contexts)
         out.sum().backward()
-        found.append(package.calls)
-    assert found == [1, 2]
+        found.append((package.calls, package.calls_of_torch))
+    assert found == ([(1, 1), (1, 2)] if fails else [(1, 0), (2, 0)])
+
+
+def test_short_sequences_and_very_many_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(flash_kernels, "newer_agrees", lambda *kind: asked.append(kind) or True)
+    query = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16, shape=(9000, 4, 64))
+    ends = torch.zeros(257, dtype=torch.int32)
+
+    def uses(queries: int, keys: int, ends: torch.Tensor = ends, window: int | None = None) -> bool:
+        return flash_kernels._uses_newer(query, query, (ends, ends, queries, keys), window)  # type: ignore[arg-type]
+
+    assert uses(512, 512) and uses(9000, 512, window=7)
+    assert asked == [(query.device, torch.bfloat16, 4, 4, 64, windowed) for windowed in (False, True)]
+    assert not uses(511, 9000) and not uses(9000, 511) and not uses(600, 600, torch.zeros(258, dtype=torch.int32))
+    query.device = torch.device("cpu")
+    assert not uses(9000, 9000) and len(asked) == 2
 
 
 def test_the_operation_tells_the_shapes_of_its_results() -> None:
