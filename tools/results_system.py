@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import groupby
 from statistics import geometric_mean, median
 from typing import Any
 
@@ -63,6 +64,8 @@ def _stress() -> str:
         f"processes, {minutes:.0f} min each on {last['machine']}: {sum(not one['failed'] for one in rounds)} without a "
         "failure"
     )
+    longest = max(len(list(some)) for bad, some in groupby(rounds, lambda one: bool(one["failed"])) if not bad)
+    text += f", up to {longest} in a row" if longest > unbroken else ""
     text += f", the last {unbroken} in a row" if 1 < unbroken < len(rounds) else ""
     if failed:
         recent = [n for n, one in enumerate(rounds) if one["failed"]][-1]

@@ -22,7 +22,7 @@ from streamrl.run_dir.evaluations import EvaluationRow, best, evaluation_line
 from streamrl.run_dir.jsonl import AnyRow, read_rows
 from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.start_stages import Stage, read_stages
-from streamrl.run_dir.status import RunStatus, read_status
+from streamrl.run_dir.status import RoleStatus, RunStatus, read_status
 
 PLAIN_WIDTH = 200
 """Columns assumed when the output is no terminal, so that a step's line stays one line in a log."""
@@ -47,6 +47,11 @@ class Follower(Generic[AnyRow]):
         return self._rows
 
 
+def _starts_again(role: RoleStatus) -> bool:
+    """Return whether an instance starts after a death, whose state may have been too short to be seen."""
+    return role.role == "instance" and role.state == "starting" and bool(role.detail)
+
+
 class PlainLines:
     """The choice of lines for a log: start-up progress, every step once, and trouble at once.
 
@@ -58,6 +63,8 @@ class PlainLines:
         self._shown = {(row.step, row.time) for row in known}
         self._shown_evaluations = {(row.step, row.time) for row in evaluated}
         self._roles: dict[str, str] = {}
+        self._lost: set[str] = set()
+        """Instances that are starting again."""
         self._start: StartLines | None = StartLines()
         """None once the first sample has come."""
         self._state = ""
@@ -173,11 +180,14 @@ class PlainLines:
     def _state_lines(self, status: RunStatus, now: float, since: float) -> list[str]:
         found, roles = [], self._roles
         self._roles = roles | {name: role.state for name, role in status.roles.items()}
+        lost = {name for name, role in status.roles.items() if _starts_again(role)}
         changed = [
             f"{name}: {role.state}" + (f" ({role.detail})" if role.detail else "")
             for name, role in status.roles.items()
-            if role.state in BAD_STATES and role.state != roles.get(name)
+            if (role.state in BAD_STATES and role.state != roles.get(name))
+            or (name in lost and roles.get(name) not in BAD_STATES and name not in self._lost)
         ]
+        self._lost = lost
         if changed:
             found.append(f"[{duration(now - since)}] " + "  ".join(changed))
         if status.state != self._state:

@@ -375,3 +375,33 @@ def test_every_figure_of_the_closing_summary_is_apart_from_its_label() -> None:
     figures = headline_figures([row])
     assert ("cost at the listed prices", "0.5 USD, 62.5 per 1,000 samples") in figures
     assert all(len(label) < 28 for label, _ in figures)
+
+
+def test_a_log_names_the_death_of_an_instance_that_starts_again_before_it_is_seen_dead(make_run: RunMaker) -> None:
+    run_dir = make_run(2, rollouts=False, trace=False)
+    screen = Screen(terminal=False)
+    seen: list[str] = []
+
+    def look(state: str, detail: str) -> None:
+        role = {"role": "instance", "state": state, "detail": detail, "since": START}
+        status = make_status(2, 20, START + 10, roles={"here-tail-0": role})
+        write_status(run_dir, status | {"started_at": START})
+        screen.now = START + 10
+        view.refresh()
+        seen.extend(screen.take())
+
+    killed = "here-tail-0 was killed by SIGKILL"
+    with screen.view(run_dir) as view:
+        look("running", "")
+        seen.clear()
+        for state, detail in (("starting", killed), ("starting", killed), ("stale", killed), ("running", "")):
+            look(state, detail)
+        assert seen == [f"[10s] here-tail-0: starting ({killed})"]
+        seen.clear()
+        for state in ("dead", "starting", "starting", "stale"):  # seen dead: told once
+            look(state, killed)
+        assert seen == [f"[10s] here-tail-0: dead ({killed})"]
+        seen.clear()
+        for state, detail in (("running", ""), ("starting", ""), ("running", ""), ("starting", killed)):
+            look(state, detail)
+        assert seen == [f"[10s] here-tail-0: starting ({killed})"]  # once more, after it has run; a first start is none
