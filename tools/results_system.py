@@ -64,7 +64,8 @@ def _stress() -> str:
         f"processes, {minutes:.0f} min each on {last['machine']}: {sum(not one['failed'] for one in rounds)} without a "
         "failure"
     )
-    longest = max(len(list(some)) for bad, some in groupby(rounds, lambda one: bool(one["failed"])) if not bad)
+    streaks = groupby(rounds, lambda one: bool(one["failed"]))
+    longest = max((len(list(some)) for bad, some in streaks if not bad), default=0)
     text += f", up to {longest} in a row" if longest > unbroken else ""
     text += f", the last {unbroken} in a row" if 1 < unbroken < len(rounds) else ""
     if failed:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import importlib
 import itertools
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._subclasses import FakeTensor
@@ -31,21 +33,39 @@ TRIED_QUERIES, TRIED_KEYS = (70, 600, 131), (160, 600, 701)
 TOLERANCE = 0.02
 """Largest relative difference of outputs and gradients in 16 bits: both round scores to them before the products."""
 
-Lengths = tuple[torch.Tensor, torch.Tensor, int, int]
-"""Ends of the sequences of queries and of keys with a 0 in front, [n + 1] int32; the longest of each."""
+Result = TypeVar("Result")
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Of queries, keys and values."""
 
 failed: set[str] = set()
 """Calls of flash-attn-4 that have failed after their trial; torch's kernels take their place from then on."""
 
 
+@dataclass(frozen=True)
+class Sequences:
+    """Sequences that lie one behind the other, and which of its keys each query sees."""
+
+    query_ends: torch.Tensor
+    """Ends of the sequences of queries, with a 0 in front, [n + 1] int32."""
+    key_ends: torch.Tensor
+    """Ends of the sequences of keys, likewise."""
+    most_queries: int
+    """Queries of the longest sequence."""
+    most_keys: int
+    causal: bool
+    """Whether the last query of a sequence sees all its keys, and each one before it one key less."""
+    window: int | None
+    """Positions that a query sees, its own included; None: all."""
+
+    @property
+    def sides(self) -> dict[str, int | None]:
+        """Keys that a query sees at its left and right, as both libraries call them."""
+        left, right = (None, None) if self.window is None else (self.window - 1, 0)
+        return {"window_size_left": left, "window_size_right": right}
+
+
 def flash_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    lengths: Lengths,
-    causal: bool,
-    scale: float,
-    window: int | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute attention of sequences that lie one behind the other.
 
@@ -53,18 +73,18 @@ def flash_forward(
         query: [n, H, D] in 16 bits.
         key: [k, H_kv, D].
         value: [k, H_kv, D].
-        lengths: of the sequences.
-        causal: whether the last query of a sequence sees all its keys, and each one before it one key less.
+        sequences: where each begins and ends, and what its queries see.
         scale: of the scores.
-        window: positions that a query sees, its own included; None: all.
 
     Returns:
         Output [n, H, D]; log-sum-exps of the scores [H, n] fp32.
     """
-    if _uses_newer(query, key, lengths, window):
-        out, lse = newer_forward(query, key, value, *lengths, causal, scale, -1 if window is None else window)
-        return out, lse
-    return _torch_forward(query, key, value, lengths, causal, scale, window)
+    if not _uses_newer(query, key, sequences):
+        return _torch_forward(query, key, value, sequences, scale)
+    ends = sequences.query_ends, sequences.key_ends, sequences.most_queries, sequences.most_keys
+    window = -1 if sequences.window is None else sequences.window
+    out, lse = newer_forward(query, key, value, *ends, sequences.causal, window, scale)
+    return out, lse
 
 
 def flash_backward(
@@ -74,50 +94,54 @@ def flash_backward(
     value: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    lengths: Lengths,
-    causal: bool,
+    sequences: Sequences,
     scale: float,
-    window: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Gradients:
     """Return the gradients of query, key and value; the arguments are those of `flash_forward` and its results.
 
     `out` and `lse` may be those of more keys than these (`merged_attention.py`).
     """
-    about = grad, query, key, value, out, lse.contiguous(), lengths, causal, scale, window
-    call = _call("backward", query, key, causal, window)
-    if _uses_newer(query, key, lengths, window) and call not in failed:
+    about = grad, query, key, value, out, lse.contiguous(), sequences, scale
+    if not _uses_newer(query, key, sequences):
+        return _torch_backward(*about)
+    return _newer_or_torch(_newer_backward, _torch_backward, about, query, key, sequences)
+
+
+def _newer_or_torch(
+    newer: Callable[..., Result],
+    torchs: Callable[..., Result],
+    about: tuple[Any, ...],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    sequences: Sequences,
+) -> Result:
+    """Call flash-attn-4 and, where that fails, torch: also for all later calls of this kind."""
+    mask = "causal" if sequences.causal else "full"
+    window = "no window" if sequences.window is None else "window"
+    call = f"{newer.__name__}, {mask}, {window}, {_kind(query.dtype, query.shape[1], key.shape[1], query.shape[2])}"
+    if call not in failed:
         try:
-            return _newer_backward(*about)
+            return newer(*about)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            _tell_failure(call, error)
-    return _torch_backward(*about)
+            failed.add(call)
+            logger.warning("attention by torch's kernels from now on: flash-attn-4 failed (%s): %r", call, error)
+    return torchs(*about)
 
 
-def _uses_newer(query: torch.Tensor, key: torch.Tensor, lengths: Lengths, window: int | None) -> bool:
-    ends, _, most_queries, most_keys = lengths
+def _uses_newer(query: torch.Tensor, key: torch.Tensor, sequences: Sequences) -> bool:
     if query.device.type != "cuda" or isinstance(query, FakeTensor):
         return False
-    if min(most_queries, most_keys) < LEAST_LENGTH or len(ends) - 1 > MOST_SEQUENCES:
+    short = min(sequences.most_queries, sequences.most_keys) < LEAST_LENGTH
+    if short or len(sequences.query_ends) - 1 > MOST_SEQUENCES:
         return False
     kind = query.dtype, query.shape[1], key.shape[1], query.shape[2]
-    return newer_agrees(query.device, *kind, window is not None)
-
-
-def _call(direction: str, query: torch.Tensor, key: torch.Tensor, causal: bool, window: int | None) -> str:
-    mask = "causal" if causal else "full"
-    kind = _kind(query.dtype, query.shape[1], key.shape[1], query.shape[2])
-    return f"{direction}, {mask}, {'no window' if window is None else 'window'}, {kind}"
+    return newer_agrees(query.device, *kind, sequences.window is not None)
 
 
 def _kind(dtype: torch.dtype, heads: int, kv_heads: int, width: int) -> str:
     return f"{heads} heads over {kv_heads} of width {width} in {str(dtype).removeprefix('torch.')}"
-
-
-def _tell_failure(call: str, error: Exception) -> None:
-    failed.add(call)
-    logger.warning("attention by torch's kernels from now on: flash-attn-4 failed (%s): %r", call, error)
 
 
 @cache
@@ -160,7 +184,7 @@ def _difference(
         query_ends, key_ends = (
             torch.tensor([0, *itertools.accumulate(row)], dtype=torch.int32, device=device) for row in rows
         )
-        about = (query_ends, key_ends, max(rows[0]), max(rows[1])), causal, scale, window
+        about = Sequences(query_ends, key_ends, max(rows[0]), max(rows[1]), causal, window), scale
         out, lse = _torch_forward(query, key, value, *about)
         newer = _newer_forward(query, key, value, *about)
         theirs = _torch_backward(grad, query, key, value, out, lse, *about)
@@ -175,16 +199,13 @@ def _difference(
 
 
 def _torch_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    lengths: Lengths,
-    causal: bool,
-    scale: float,
-    window: int | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *(query, key, value, *lengths, 0.0, causal, False), scale=scale, **_sides(window)
+        *(query, key, value, sequences.query_ends, sequences.key_ends),
+        *(sequences.most_queries, sequences.most_keys, 0.0, sequences.causal, False),
+        scale=scale,
+        **sequences.sides,
     )
     return out, lse
 
@@ -196,26 +217,17 @@ def _torch_backward(
     value: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    lengths: Lengths,
-    causal: bool,
+    sequences: Sequences,
     scale: float,
-    window: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Gradients:
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which is 0
-    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten._flash_attention_backward(
-        *(grad, query, key, value, out, lse, *lengths, 0.0, causal, state, state.new_empty(0)),
+    found: Gradients = torch.ops.aten._flash_attention_backward(
+        *(grad, query, key, value, out, lse, sequences.query_ends, sequences.key_ends),
+        *(sequences.most_queries, sequences.most_keys, 0.0, sequences.causal, state, state.new_empty(0)),
         scale=scale,
-        **_sides(window),
+        **sequences.sides,
     )
     return found
-
-
-def _sides(window: int | None) -> dict[str, int | None]:
-    """Return the keys that a query sees at its left and right, as both libraries call them."""
-    return {"window_size_left": None, "window_size_right": None} if window is None else {
-        "window_size_left": window - 1,
-        "window_size_right": 0,
-    }  # fmt: skip
 
 
 # -- the kernels of flash-attn-4
@@ -236,8 +248,8 @@ def newer_forward(
     most_queries: int,
     most_keys: int,
     causal: bool,
-    scale: float,
     window: int,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `flash_forward` by flash-attn-4, as one operation, whose results `selective` checkpoints can keep.
 
@@ -245,16 +257,9 @@ def newer_forward(
     many results as it had. `window` is -1 where there is none.
     """
     seen = window if window >= 0 else None
-    about = query, key, value, (query_ends, key_ends, most_queries, most_keys), causal, scale, seen
-    call = _call("forward", query, key, causal, seen)
-    if call not in failed:
-        try:
-            return _newer_forward(*about)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            _tell_failure(call, error)
-    return _torch_forward(*about)
+    sequences = Sequences(query_ends, key_ends, most_queries, most_keys, causal, seen)
+    about = query, key, value, sequences, scale
+    return _newer_or_torch(_newer_forward, _torch_forward, about, query, key, sequences)
 
 
 @newer_forward.register_fake
@@ -268,26 +273,9 @@ NEWER_FORWARD = torch.ops.streamrl.flash_forward.default
 
 
 def _newer_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    lengths: Lengths,
-    causal: bool,
-    scale: float,
-    window: int | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    query_ends, key_ends, most_queries, most_keys = lengths
-    out, lse = _newer()._flash_attn_fwd(
-        *(query, key, value),
-        cu_seqlens_q=query_ends,
-        cu_seqlens_k=key_ends,
-        max_seqlen_q=most_queries,
-        max_seqlen_k=most_keys,
-        softmax_scale=scale,
-        causal=causal,
-        return_lse=True,
-        **_sides(window),
-    )[:2]
+    out, lse = _newer()._flash_attn_fwd(*(query, key, value), return_lse=True, **_as_newer_calls(sequences, scale))[:2]
     return out, lse
 
 
@@ -298,20 +286,21 @@ def _newer_backward(
     value: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    lengths: Lengths,
-    causal: bool,
+    sequences: Sequences,
     scale: float,
-    window: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    query_ends, key_ends, most_queries, most_keys = lengths
-    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _newer()._flash_attn_bwd(
-        *(query, key, value, out, grad, lse),
-        softmax_scale=scale,
-        causal=causal,
-        cu_seqlens_q=query_ends,
-        cu_seqlens_k=key_ends,
-        max_seqlen_q=most_queries,
-        max_seqlen_k=most_keys,
-        **_sides(window),
-    )[:3]
+) -> Gradients:
+    about = query, key, value, out, grad, lse
+    found: Gradients = _newer()._flash_attn_bwd(*about, **_as_newer_calls(sequences, scale))[:3]
     return found
+
+
+def _as_newer_calls(sequences: Sequences, scale: float) -> dict[str, Any]:
+    return {
+        "softmax_scale": scale,
+        "causal": sequences.causal,
+        "cu_seqlens_q": sequences.query_ends,
+        "cu_seqlens_k": sequences.key_ends,
+        "max_seqlen_q": sequences.most_queries,
+        "max_seqlen_k": sequences.most_keys,
+        **sequences.sides,
+    }

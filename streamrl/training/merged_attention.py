@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from streamrl.training.flash_kernels import Lengths, flash_backward, flash_forward
+from streamrl.training.flash_kernels import Sequences, flash_backward, flash_forward
 from streamrl.training.packing import GroupLayout
 from streamrl.training.plain_attention import seen_prefix, visible
 
@@ -56,10 +56,10 @@ class Piece:
     """Positions that a query sees, its own included; None: all."""
 
     @cached_property
-    def lengths(self) -> Lengths:
-        """The sequences' lengths, as the kernels of GPUs take them."""
+    def sequences(self) -> Sequences:
+        """The same, as the kernels of GPUs take it."""
         ends = self._ends(self.query_lengths), self._ends(self.key_lengths)
-        return *ends, max(self.query_lengths), max(self.key_lengths)
+        return Sequences(*ends, max(self.query_lengths), max(self.key_lengths), self.causal, self.window)
 
     def _ends(self, lengths: tuple[int, ...]) -> torch.Tensor:
         return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=self.device)
@@ -211,7 +211,7 @@ def _forward(
     q, k, v = _taken(query, piece.query_rows), _taken(key, piece.key_rows), _taken(value, piece.key_rows)
     if not on_gpu(query):
         return _cpu_forward(q, k, v, piece, scale)
-    return flash_forward(q, k, v, piece.lengths, piece.causal, scale, piece.window)
+    return flash_forward(q, k, v, piece.sequences, scale)
 
 
 def _backward(
@@ -229,7 +229,7 @@ def _backward(
     g, o, total = _taken(grad, piece.query_rows), _taken(out, piece.query_rows), _taken(lse, piece.query_rows, 1)
     if not on_gpu(query):
         return _cpu_backward(g, q, k, v, o, total, piece, scale)
-    return flash_backward(g, q, k, v, o, total, piece.lengths, piece.causal, scale, piece.window)
+    return flash_backward(g, q, k, v, o, total, piece.sequences, scale)
 
 
 # -- the CPU's kernel, sequence by sequence

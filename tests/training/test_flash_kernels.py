@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from streamrl.training import flash_kernels
-from streamrl.training.flash_kernels import flash_backward, flash_forward, newer_agrees, newer_forward
+from streamrl.training.flash_kernels import Sequences, flash_backward, flash_forward, newer_agrees, newer_forward
 from streamrl.training.recomputation import KEPT, _policy
 
 DEVICE = torch.device("cpu")
@@ -93,14 +94,16 @@ def raised(error: Exception) -> None:
 
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[FlashAttention4]:
-    def torch_forward(query: Any, key: Any, value: Any, lengths: Any, causal: Any, scale: Any, window: Any) -> Any:
+    def seen(sequences: Sequences, scale: float) -> tuple[Any, ...]:
+        left = None if sequences.window is None else sequences.window - 1
+        return sequences.query_ends, sequences.key_ends, sequences.causal, scale, left
+
+    def torch_forward(query: Any, key: Any, value: Any, *about: Any) -> Any:
         found.calls_of_torch += 1
-        left = None if window is None else window - 1
-        return forward(query, key, value, *lengths[:2], causal, scale, left)
+        return forward(query, key, value, *seen(*about))
 
     def torch_backward(grad: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, *about: Any) -> Any:
-        lengths, causal, scale, window = about
-        return backward(grad, query, key, value, *lengths[:2], causal, scale, None if window is None else window - 1)
+        return backward(grad, query, key, value, *seen(*about))
 
     found = FlashAttention4()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -130,8 +133,10 @@ def test_a_difference_leaves_it_to_torch_and_is_told(
 
 
 def test_a_window_of_another_width_is_noticed(package: FlashAttention4, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = flash_kernels._sides
-    monkeypatch.setattr(flash_kernels, "_sides", lambda window: right(window if window is None else window + 1))
+    right = flash_kernels._as_newer_calls
+    monkeypatch.setattr(
+        flash_kernels, "_as_newer_calls", lambda one, scale: right(replace(one, window=one.window + 1), scale)
+    )
     assert not newer_agrees(DEVICE, *KIND, True)
 
 
@@ -185,7 +190,7 @@ def test_both_directions_go_to_the_package_and_what_it_has_no_kernel_for_to_torc
     queries, keys = torch.tensor([0, 4, 9], dtype=torch.int32), torch.tensor([0, 6, 11], dtype=torch.int32)
     query, grad = torch.randn(2, 9, 4, 16)
     key, value = torch.randn(2, 11, 2, 16)
-    about = (queries, keys, 5, 6), causal, 0.3, window
+    about = Sequences(queries, keys, 5, 6, causal, window), 0.3
     out, lse = flash_forward(query, key, value, *about)
     found = flash_backward(grad, query, key, value, out, lse, *about)
     seen = queries, keys, causal, 0.3, None if window is None else window - 1
@@ -201,7 +206,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         assert newer_agrees(DEVICE, *KIND, False)
-        out: torch.Tensor = newer_forward(query, query, query, ends, ends, len(query), len(query), True, 1.0, -1)[0]
+        out: torch.Tensor = newer_forward(query, query, query, ends, ends, len(query), len(query), True, -1, 1.0)[0]
         ctx.save_for_backward(out)
         return out.clone()
 
@@ -232,7 +237,8 @@ def test_short_sequences_and_very_many_are_left_to_torch(monkeypatch: pytest.Mon
     ends = torch.zeros(257, dtype=torch.int32)
 
     def uses(queries: int, keys: int, ends: torch.Tensor = ends, window: int | None = None) -> bool:
-        return flash_kernels._uses_newer(query, query, (ends, ends, queries, keys), window)  # type: ignore[arg-type]
+        sequences = Sequences(ends, ends, queries, keys, True, window)
+        return flash_kernels._uses_newer(query, query, sequences)  # type: ignore[arg-type]
 
     assert uses(512, 512) and uses(9000, 512, window=7)
     assert asked == [(query.device, torch.bfloat16, 4, 4, 64, windowed) for windowed in (False, True)]
@@ -243,7 +249,7 @@ def test_short_sequences_and_very_many_are_left_to_torch(monkeypatch: pytest.Mon
 
 def test_the_operation_tells_the_shapes_of_its_results() -> None:
     ends = torch.tensor([0, 5], dtype=torch.int32)
-    arguments = (torch.randn(5, 2, 8), torch.randn(5, 1, 8), torch.randn(5, 1, 8), ends, ends, 5, 5, True, 1.0, -1)
+    arguments = (torch.randn(5, 2, 8), torch.randn(5, 1, 8), torch.randn(5, 1, 8), ends, ends, 5, 5, True, -1, 1.0)
     with torch._subclasses.FakeTensorMode() as mode:
         fake = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments]
         out, lse = newer_forward(*fake)
