@@ -33,7 +33,7 @@ TRIED_QUERIES, TRIED_KEYS = (70, 600, 131), (160, 600, 701)
 TOLERANCE = 0.02
 """Largest relative difference of outputs and gradients in 16 bits: both round scores to them before the products."""
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Of queries, keys and values."""
 
@@ -108,13 +108,13 @@ def flash_backward(
 
 
 def _newer_or_torch(
-    newer: Callable[..., Result],
-    torchs: Callable[..., Result],
+    newer: Callable[..., T],
+    torchs: Callable[..., T],
     about: tuple[Any, ...],
     query: torch.Tensor,
     key: torch.Tensor,
     sequences: Sequences,
-) -> Result:
+) -> T:
     """Call flash-attn-4 and, where that fails, torch: also for all later calls of this kind."""
     mask = "causal" if sequences.causal else "full"
     window = "no window" if sequences.window is None else "window"
