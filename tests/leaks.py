@@ -23,6 +23,10 @@ from tests.waiting import scaled
 
 GOING_S = 2.0
 """Seconds granted to processes that are about to end."""
+EXEC_S = 1.0
+"""Seconds for which an empty environment is read again: a process has none for a moment while it loads a program."""
+KERNEL = 2
+"""Pid of the parent of the kernel's own processes, which have no environment."""
 OF_PYTHON = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker", WARM)
 """Parts of command lines of helpers that libraries, or `tests/warm.py`, keep for the life of this process."""
 
@@ -81,18 +85,19 @@ class Leaks:
     def _is_left(self, pid: int) -> bool | None:
         """Return whether a process should be gone; None: it is not a test's."""
         try:
-            with open(f"/proc/{pid}/environ", "rb") as file:
-                environment = file.read()
-            with open(f"/proc/{pid}/stat", "rb") as file:
-                state, parent = file.read().rpartition(b")")[2].split()[:2]
+            environment, parent, ended = _read(pid)
+            end = time.monotonic() + EXEC_S
+            while not (environment or ended) and parent not in (self._own, KERNEL) and time.monotonic() < end:
+                time.sleep(0.001)
+                environment, parent, ended = _read(pid)
         except OSError:  # of another user; or without memory: the kernel's own, or one that has ended
             return None if os.path.isdir(f"/proc/{pid}") else False
-        if state in (b"Z", b"X"):
+        if ended:
             return False
         name = mark_of(environment, f"{self._own} ")
-        if name is None and int(parent) != self._own:
+        if name is None and parent != self._own:
             return None
-        return name not in self._fixtures and not (int(parent) == self._own and _is_of_python(pid))
+        return name not in self._fixtures and not (parent == self._own and _is_of_python(pid))
 
     def end_left(self) -> list[str]:
         """Kill the processes left a moment after a test; return a line about each."""
@@ -112,6 +117,19 @@ class Leaks:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
         return lines
+
+
+def _read(pid: int) -> tuple[bytes, int, bool]:
+    """Read a process's environment, its parent, and whether it has ended.
+
+    Raises:
+        OSError: it is gone, of another user, or the kernel's own.
+    """
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        environment = file.read()
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        state, parent = file.read().rpartition(b")")[2].split()[:2]
+    return environment, int(parent), state in (b"Z", b"X")
 
 
 def _name(fixture: pytest.FixtureDef[Any]) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
 import pytest
 
 from streamrl.runtime.processes import is_alive
+from tests import leaks
 from tests.leaks import Leaks
+from tests.marks import MARK
 from tests.waiting import scaled
 
 pytest_plugins = ("pytester",)
@@ -90,3 +93,16 @@ def test_looking_takes_under_five_milliseconds() -> None:
         leaks.left()
         times.append(time.thread_time() - began)
     assert min(times) < scaled(0.005)
+
+
+def test_a_process_that_has_no_environment_yet_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = f"{MARK}={os.getpid()} a test".encode()
+    for last, left in ((own, True), (b"PATH=/bin", None)):
+        seen = iter([b"", b"", last])
+        monkeypatch.setattr(leaks, "_read", lambda pid, seen=seen: (next(seen), 1, False))
+        assert Leaks()._is_left(4_000_000) is left
+        assert next(seen, None) is None  # all were read
+    monkeypatch.setattr(leaks, "EXEC_S", 0.01)
+    for parent, ended, left in ((1, False, None), (leaks.KERNEL, False, None), (1, True, False)):
+        monkeypatch.setattr(leaks, "_read", lambda pid, parent=parent, ended=ended: (b"", parent, ended))
+        assert Leaks()._is_left(4_000_000) is left
