@@ -71,7 +71,7 @@ SLOW = (
 the order in which they run.
 
 Those that take longest come first: a worker of pytest-xdist (`--dist loadfile --no-loadscope-reorder`) that has
-finished a file takes the next one, so both end at about the same time. A file's fixtures are made once.
+finished a file takes the next one, so all end at about the same time. A file's fixtures are made once.
 """
 ELSEWHERE = (
     "dashboard/test_in_browser.py",

@@ -275,16 +275,23 @@ def _watch_download(pip: subprocess.Popen[bytes], parts: Path, tell: Callable[[i
     """Wait for pip, which writes below `parts`; report the megabytes so far and give up when they stop growing."""
     size, grew = 0, time.monotonic()
     while pip.poll() is None:
-        now = 0
-        for path in parts.rglob("*"):
-            with contextlib.suppress(OSError):  # pip moves what is complete
-                now += path.stat().st_size
+        now = _bytes_below(parts)
         if now > size:
             size, grew = now, time.monotonic()
         if time.monotonic() - grew > STALL_S:
             raise UserError(f"no byte from PyPI for {STALL_S} s (had {size // 10**6} MB); try again later")
         tell(size // 10**6)
         time.sleep(0.2)
+
+
+def _bytes_below(folder: Path) -> int:
+    """Return the size of the files below a folder in which another process makes, moves and deletes some."""
+    size = 0
+    for path, _, names in os.walk(folder):  # not rglob, which raises where a folder is gone by the time it gets there
+        for name in names:
+            with contextlib.suppress(OSError):
+                size += os.stat(os.path.join(path, name)).st_size
+    return size
 
 
 def _convert(gguf: Path, target: Path, progress: Say) -> None:

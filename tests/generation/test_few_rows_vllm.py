@@ -1,10 +1,11 @@
 """What computes in vLLM on a CPU: products for a few rows, which new weights reach; norms; latent attention.
 
-What imports vLLM is imported in the tests: both of pytest's workers collect this file, and one of them runs it.
+What imports vLLM is imported in the tests: all of pytest's workers collect this file, and one of them runs it.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,16 @@ def test_what_is_compiled_is_compiled_again_for_an_engine_that_wants_it(monkeypa
     monkeypatch.delenv(EAGER)
     register()
     assert stances == ["force_eager", "default"]
+
+
+def test_an_engine_of_a_cpu_looks_at_a_models_class_in_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.models import registry
+
+    plain = registry._run_in_subprocess
+    monkeypatch.setattr(registry, "_run_in_subprocess", plain)  # what `register` puts there is taken back
+    monkeypatch.setenv(EAGER, "0")
+    register()
+    assert registry._run_in_subprocess(os.getpid) == os.getpid()
 
 
 def test_few_row_kernels_serve_known_fp32_models_that_are_not_quantised(tmp_path: Path) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -237,6 +239,29 @@ def test_a_process_that_looked_for_pip_can_import_setuptools(tmp_path: Path) -> 
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=scaled(60), check=False
     )
     assert "pip could not download" in done.stdout and done.returncode == 0, done.stderr
+
+
+def test_what_pip_deletes_while_its_folder_is_measured_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("gone/one", "kept/two", "kept/moved"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"1234567")
+    scandir, stat = os.scandir, os.stat
+
+    def scan(path: Any) -> Any:
+        if str(path).endswith("gone"):
+            shutil.rmtree(path)
+        return scandir(path)
+
+    def size(path: str, **options: Any) -> os.stat_result:
+        if str(path).endswith("moved"):
+            raise FileNotFoundError(path)
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    monkeypatch.setattr(os, "stat", size)
+    assert model_files._bytes_below(tmp_path) == 7
 
 
 def test_a_conversion_that_fails_is_reported_with_its_last_words(tmp_path: Path) -> None:
