@@ -90,7 +90,7 @@ build/dist-tools:
 # tests/conftest.py says which files are slow, and their order
 test: style
 	@$(MAKE) --no-print-directory -j 3 types audit test-quick
-	"$(BIN)/python" -m pytest -n 3 --durations 20 --dist loadfile --no-loadscope-reorder -m slow
+	"$(BIN)/python" -m pytest -n 2 --durations 20 --dist loadfile --no-loadscope-reorder -m slow
 
 # one worker more than cores: a third of what the tests take is waiting
 test-quick: $(STAMP)

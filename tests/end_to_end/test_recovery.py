@@ -20,7 +20,8 @@ from tests.waiting import finish, scaled
 
 @pytest.mark.timeout(600)
 def test_instance_rewards_and_service_come_back_and_what_they_had_goes_on(tmp_path: Path) -> None:
-    run = Running(Project(tmp_path), 500, schedule={"name": "async"}, recovery={"pause_s": 0.5})
+    silent = {"heartbeat_s": scaled(60)}  # an instance that is stopped for the time of two steps is not taken for dead
+    run = Running(Project(tmp_path), 500, schedule={"name": "async"}, recovery={"pause_s": 0.5}, deadlines=silent)
     run.wait(lambda: (run.role("here-regular-0").running or 0) > 0)
     stopped = run.signal("here-regular-0", signal.SIGSTOP)
     run.wait(lambda: run.role("here-regular-0").state == "suspect" and not run.role("here-regular-0").running)

@@ -88,7 +88,12 @@ async def draw(engine: Engine, folder: Path, second: Path) -> tuple[object, ...]
 
     await engine.set_up_weights({"directory": str(folder)}, 0)
     await engine.warm_up()
-    siblings = [await sample(request(n)) for n in range(2)]
+    siblings: list[Sample] = []
+    for number in range(10):  # any of them may draw the end of the text
+        one = await sample(request(number))
+        if siblings or len(one.completion_tokens) == TOKENS:
+            siblings.append(one)
+    siblings = siblings[:2]
     crowd = await asyncio.gather(*(sample(request(10 + n, prompt=n + 1)) for n in range(4)))
 
     async for asked, begun in running(5):
