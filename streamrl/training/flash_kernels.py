@@ -35,7 +35,7 @@ TOLERANCE = 0.02
 
 T = TypeVar("T")
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Of queries, keys and values."""
+"""The gradients of queries, keys and values."""
 
 failed: set[str] = set()
 """Calls of flash-attn-4 that have failed after their trial; torch's kernels take their place from then on."""

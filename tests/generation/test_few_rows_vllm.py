@@ -155,8 +155,7 @@ def test_what_is_compiled_is_compiled_again_for_an_engine_that_wants_it(monkeypa
 def test_an_engine_of_a_cpu_looks_at_a_models_class_in_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.models import registry
 
-    plain = registry._run_in_subprocess
-    monkeypatch.setattr(registry, "_run_in_subprocess", plain)  # what `register` puts there is taken back
+    monkeypatch.setattr(registry, "_run_in_subprocess", registry._run_in_subprocess)  # so that it is put back
     monkeypatch.setenv(EAGER, "0")
     register()
     assert registry._run_in_subprocess(os.getpid) == os.getpid()

@@ -93,7 +93,8 @@ async def draw(engine: Engine, folder: Path, second: Path) -> tuple[object, ...]
         one = await sample(request(number))
         if siblings or len(one.completion_tokens) == TOKENS:
             siblings.append(one)
-    siblings = siblings[:2]
+        if len(siblings) == 2:
+            break
     crowd = await asyncio.gather(*(sample(request(10 + n, prompt=n + 1)) for n in range(4)))
 
     async for asked, begun in running(5):

@@ -33,7 +33,7 @@ def register() -> None:
             WeightTransferEngineFactory.register_engine(path.engine, *path.engine_class)
     if EAGER in os.environ:  # an engine of a CPU
         import torch
-        import vllm.model_executor.models.registry
+        from vllm.model_executor.models import registry
 
         import streamrl.generation.instance.norms_vllm
         from streamrl.generation.instance import sampling_vllm
@@ -41,7 +41,7 @@ def register() -> None:
         sampling_vllm.install()
         # vLLM looks at the class of a model it has not seen before in a process that imports everything again, so that
         # its own does not initialize CUDA: half a minute on a slow CPU, for nothing here
-        vllm.model_executor.models.registry._run_in_subprocess = lambda fn: fn()
+        registry._run_in_subprocess = lambda fn: fn()
         # vLLM's attention uses AMX without asking the kernel for it, which ends a forked engine unless a matrix product
         # has asked before
         torch.cpu._init_amx()
