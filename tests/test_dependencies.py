@@ -87,7 +87,7 @@ def test_nothing_imports_the_command_line() -> None:
 
 ORDERS = {
     "streamrl": [
-        {"errors", "atomic_files"},
+        {"errors", "atomic_files", "imports"},
         {"plain_files", "scratch_folders", "surrogates"},
         {"config", "transport", "emulation"},
         {"machine", "rollouts"},

@@ -43,6 +43,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from streamrl.imports import importing
 from streamrl.runtime.process_plan import ONE_BLAS_THREAD, PASSIVE_WAITING, SAME_HASHES
 from streamrl.runtime.processes import end_with_parent
 from tests.marks import MARK, WARM
@@ -468,7 +469,8 @@ def main() -> None:
     before = dict(os.environ)
     outside = set(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
     path = [one for one in sys.path if one not in outside and one not in ("", os.getcwd())]
-    import_all()
+    with importing():
+        import_all()
     variables = {name: value for name, value in os.environ.items() if before.get(name) != value}
     _become_template(parent, new_session=True)
     serve(connection, parent, path, variables)

@@ -22,6 +22,7 @@ from streamrl.agents.agent_host import AgentHost
 from streamrl.agents.chat_endpoint import EpisodeWait
 from streamrl.agents.episode import Episode, EpisodeOrder, GeneratedTurn, TurnOrder
 from streamrl.agents.workers import EpisodeWorkers
+from streamrl.imports import importing
 from streamrl.machine.model_files import resolve_model
 from streamrl.protocol import site_agents
 from streamrl.protocol.message import MessageReader, wire
@@ -64,7 +65,8 @@ class AgentsProcess:
             PeerLost: the service fell silent.
             UserError: a task of the run file is wrong.
         """
-        from transformers import AutoTokenizer
+        with importing():
+            from transformers import AutoTokenizer
 
         run, site = self.context.run, self.context.cluster.sites[self.context.site]
         self.context.say("loading the tokenizer")

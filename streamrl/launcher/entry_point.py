@@ -18,6 +18,7 @@ from typing import Any
 
 from streamrl.diagnose.stacks import answer_requests
 from streamrl.errors import RestartNeeded, UserError, cause, is_final
+from streamrl.imports import importing
 from streamrl.run_dir.start_stages import say
 from streamrl.runtime.log_lines import log_to_stderr
 from streamrl.runtime.process_plan import CORES, STARTER, rank_name
@@ -164,7 +165,9 @@ def main() -> int:
         _pin()  # before there are other threads, which would stay as they are
         _say(args, "importing torch" if args.role == "trainer" else "importing libraries")
         answer_requests(args.run_dir, _name(args))
-        asyncio.run(_until_told_to_stop(_role(args)))
+        with importing():
+            role = _role(args)
+        asyncio.run(_until_told_to_stop(role))
     except BaseException as error:
         found = cause(error)
         expected = isinstance(found, RestartNeeded) or is_final(found)

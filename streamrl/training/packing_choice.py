@@ -23,6 +23,7 @@ from typing import Literal
 from streamrl.atomic_files import replace_text
 from streamrl.config.run import RunConfig
 from streamrl.errors import ErrorCode, UserError
+from streamrl.imports import importing
 from streamrl.machine.model_files import cache_directory
 from streamrl.training.packing_ways import PackingKind, PackingProof, PackingWay
 
@@ -147,9 +148,10 @@ def _code() -> str:
 
 
 def _prove_here(folder: Path) -> str:
-    from transformers import AutoConfig
+    with importing():
+        from transformers import AutoConfig
 
-    from streamrl.training.packing_proof import prove
+        from streamrl.training.packing_proof import prove
 
     try:
         config = AutoConfig.from_pretrained(folder)
@@ -174,10 +176,11 @@ def _prove_apart(folder: Path) -> str:
 def main() -> None:
     """Prove the packing of the model in a folder, and print what was found as JSON."""
     try:
-        print(_prove_here(Path(sys.argv[1])))
+        print(_prove_here(Path(sys.argv[1])), flush=True)
     except UserError as error:
         sys.exit(str(error))
 
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # taking down torch and transformers takes seconds

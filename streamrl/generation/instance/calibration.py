@@ -17,12 +17,12 @@ TOKENS = 8, 40
 and prefill of both."""
 QUICK_TOKENS = 2, 14
 """The same for a starting instance; the second number is reduced where steps are slow."""
-BUDGET_S = 20.0
+BUDGET_S = 12.0
 """Seconds for all measurements of a starting instance.
 
 The first sample should come within a minute of the start, and a plan with rough step times is better than a later one.
 On a CPU that computes the model's type well, a few seconds are enough."""
-REPEAT_S = 5.0
+REPEAT_S = 3.0
 """Seconds of them for repeats: what still differs then is said, and the instance's work shows it soon enough."""
 PROMPT = 128
 """Most tokens of the prompt whose prefill is timed."""

@@ -18,6 +18,7 @@ from streamrl.generation.instance.engine import Engine, Worked
 from streamrl.generation.instance.engine_config import Place
 from streamrl.generation.instance.sample_parts import UNNAMED_VERSION
 from streamrl.generation.site.pace import WorkedCurve, pace
+from streamrl.imports import importing
 from streamrl.machine.gpus import visible_devices
 from streamrl.protocol.controller_site import CanaryMeasured
 from streamrl.protocol.message import MessageReader, wire
@@ -103,7 +104,8 @@ class InstanceProcess:
         """
         cuda = self.context.cluster.hardware == "cuda"
         self.context.say("importing vLLM")
-        import vllm.v1.engine.async_llm  # noqa: F401  the engine needs it, and this import takes longest
+        with importing():
+            import vllm.v1.engine.async_llm  # noqa: F401  the engine needs it, and this import takes longest
 
         self.context.say("loading the model into vLLM")
         if not cuda:
