@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import sys
 from collections.abc import Iterator
 
 
@@ -20,3 +22,27 @@ def importing() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@contextlib.contextmanager
+def without_torch() -> Iterator[None]:
+    """Import transformers for its tokenizers only: it would import torch for them, which takes 5 s and 300 MB.
+
+    For as long as this process lives, transformers has no models in it; torch itself can be imported later. Where torch
+    has been imported already, nothing is spared and everything stays as it is.
+    """
+    if {"torch", "transformers"} & sys.modules.keys():
+        yield
+        return
+    advice = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(advice)
+    os.environ[advice] = "1"  # it would advise to install torch
+    sys.modules["torch"] = None  # type: ignore[assignment]  # as if it were not installed
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
+        if before is None:
+            del os.environ[advice]
+        else:
+            os.environ[advice] = before

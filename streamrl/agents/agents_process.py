@@ -22,7 +22,7 @@ from streamrl.agents.agent_host import AgentHost
 from streamrl.agents.chat_endpoint import EpisodeWait
 from streamrl.agents.episode import Episode, EpisodeOrder, GeneratedTurn, TurnOrder
 from streamrl.agents.workers import EpisodeWorkers
-from streamrl.imports import importing
+from streamrl.imports import importing, without_torch
 from streamrl.machine.model_files import resolve_model
 from streamrl.protocol import site_agents
 from streamrl.protocol.message import MessageReader, wire
@@ -65,7 +65,7 @@ class AgentsProcess:
             PeerLost: the service fell silent.
             UserError: a task of the run file is wrong.
         """
-        with importing():
+        with importing(), without_torch():
             from transformers import AutoTokenizer
 
         run, site = self.context.run, self.context.cluster.sites[self.context.site]

@@ -43,7 +43,7 @@ from streamrl.controller.void_watch import VoidWatch
 from streamrl.controller.weight_calls import WeightCalls
 from streamrl.controller.weight_canary import Measured, WeightCanary
 from streamrl.errors import RunFailed, is_final
-from streamrl.imports import importing
+from streamrl.imports import importing, without_torch
 from streamrl.machine.model_files import read_config, resolve_model
 from streamrl.machine.router_shape import shape_of
 from streamrl.protocol.controller_rewards import ScoreAnswer
@@ -179,9 +179,9 @@ class Controller:
     async def _start(self) -> None:
         """Wait for all processes and restore the run's position; publishing the first weights is then due."""
         self.context.say("loading the tokenizer and the tasks")
-        with importing():
+        with importing(), without_torch():
             from transformers import AutoTokenizer
-
+        with importing():
             source = PromptSource(self.config.tasks, self.config.seed)
         tokenizer = AutoTokenizer.from_pretrained(resolve_model(self.config.model.path))
         groups = GroupSource(self.config, source, tokenizer)
