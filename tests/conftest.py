@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 from collections.abc import Generator, Iterator
@@ -12,6 +13,9 @@ from hypothesis import settings
 
 GIVEN = "STREAMRL_TEST_SLOWNESS" in os.environ  # before anything is imported that might measure it
 """Whether this session is given its slowness by another one, as xdist's workers are."""
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    atexit.register(os._exit, 0)  # the first one registered is called last: taking down what was imported takes seconds
 
 from tests import warm  # noqa: E402
 from tests.leaks import Leaks  # noqa: E402

@@ -33,7 +33,9 @@ STATUS_EVERY_S = 0.5
 TRAINER = rank_name(0)
 """The rank that reports for the trainer."""
 MEMORY_EVERY_S = 5.0
-"""Seconds between two measurements of the memory."""
+"""Seconds between two measurements of the memory, if they are quick."""
+MEMORY_SHARE = 0.02
+"""Most of the time that measuring the memory may take: the kernel looks through all pages, 40 ms for each GB."""
 
 MOST_SILENT_S = 1e9
 """Longest silence, in seconds, that a service can say of another process."""
@@ -81,11 +83,11 @@ class Telemetry:
 
     async def keep_writing(self) -> None:
         """Write the status periodically until cancelled."""
-        measured = 0.0
+        due = 0.0
         while True:
-            if time.monotonic() - measured > MEMORY_EVERY_S:
-                measured = time.monotonic()
+            if (began := time.monotonic()) >= due:
                 self.memory_gb = await asyncio.to_thread(_family_memory_gb)
+                due = began + memory_period(time.monotonic() - began)
             try:
                 self.write()
             except OSError as error:  # if the disk is full, writing the ledger will fail the run
@@ -276,6 +278,11 @@ class Telemetry:
         return sorted(
             (wait | {key: shown(wait[key]) for key in texts} for wait in waits), key=lambda wait: wait["since"]
         )
+
+
+def memory_period(took_s: float) -> float:
+    """Return the seconds from one measurement of the memory to the next, from those that the last one took."""
+    return max(MEMORY_EVERY_S, took_s / MEMORY_SHARE)
 
 
 def _family_memory_gb() -> float | None:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from streamrl.controller.telemetry import Telemetry
+from streamrl.controller.telemetry import Telemetry, memory_period
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,8 @@ def test_a_service_says_how_long_its_agents_process_has_been_silent(
     telemetry = cast(Telemetry, SimpleNamespace(hub=hub))
     assert Telemetry._silence(telemetry, "agents-here", told) == silence
     assert Telemetry._silence(telemetry, "service-here", told) == 2.0  # whatever it says itself
+
+
+def test_measuring_the_memory_takes_a_fiftieth_of_the_time_at_most() -> None:
+    assert memory_period(0.0) == memory_period(0.1) == 5.0
+    assert memory_period(2.0) == 100.0
