@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from streamrl.generation.instance.engine import Engine
-from streamrl.generation.instance.step_trials import ONE_TOKEN, StepTrials, TimingTrial
+from streamrl.generation.instance.step_trials import MOST_REPEATS, ONE_TOKEN, StepTrials, TimingTrial
 from streamrl.machine.cpu_load import CpuSeconds, MachineLoad
 from streamrl.rollouts.types import SampleRequest
 
@@ -24,6 +24,8 @@ The first sample should come within a minute of the start, and a plan with rough
 On a CPU that computes the model's type well, a few seconds are enough."""
 REPEAT_S = 3.0
 """Seconds of them for repeats: what still differs then is said, and the instance's work shows it soon enough."""
+QUICK_REPEATS = 5
+"""Most times that one batch size of a starting instance is timed, where there is time for more."""
 PROMPT = 128
 """Most tokens of the prompt whose prefill is timed."""
 
@@ -74,7 +76,8 @@ async def measure(
     Returns:
         The times, and what else the machine did meanwhile.
     """
-    return await _measure(engine, _trials(engine, batch_sizes(largest), context, TOKENS, budget_s, budget_s), progress)
+    limits = TOKENS, budget_s, budget_s, MOST_REPEATS
+    return await _measure(engine, _trials(engine, batch_sizes(largest), context, *limits), progress)
 
 
 async def measure_quickly(
@@ -82,15 +85,22 @@ async def measure_quickly(
 ) -> tuple[StepTrials, MachineLoad]:
     """Measure the batch sizes that matter most of a starting engine, the largest first; see `measure`."""
     sizes = (largest, 1, max(1, largest // 4))
-    return await _measure(engine, _trials(engine, sizes, context, QUICK_TOKENS, BUDGET_S, REPEAT_S), progress)
+    limits = QUICK_TOKENS, BUDGET_S, REPEAT_S, QUICK_REPEATS
+    return await _measure(engine, _trials(engine, sizes, context, *limits), progress)
 
 
 def _trials(
-    engine: Engine, sizes: Iterable[int], context: int, tokens: tuple[int, int], budget_s: float, repeat_s: float
+    engine: Engine,
+    sizes: Iterable[int],
+    context: int,
+    tokens: tuple[int, int],
+    budget_s: float,
+    repeat_s: float,
+    most_repeats: int,
 ) -> StepTrials:
     """Return the trials of an engine; a batch with context takes half of the KV cache, so that none is preempted."""
     prompt, room = max(2, min(PROMPT, context // 2)), engine.kv_tokens // 2
-    return StepTrials(sizes, prompt, context - tokens[1], room, tokens, budget_s, repeat_s)
+    return StepTrials(sizes, prompt, context - tokens[1], room, tokens, budget_s, repeat_s, most_repeats)
 
 
 async def _measure(

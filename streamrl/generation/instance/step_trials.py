@@ -69,6 +69,7 @@ class StepTrials:
         tokens: tuple[int, int],
         budget_s: float,
         repeat_s: float,
+        most_repeats: int = MOST_REPEATS,
     ) -> None:
         """
         Args:
@@ -80,10 +81,11 @@ class StepTrials:
             tokens: tokens that each request of a pair's two trials produces.
             budget_s: seconds for all trials.
             repeat_s: seconds of them for repeats.
+            most_repeats: most times that one batch is timed.
         """
         self.sizes = list(dict.fromkeys(sizes))
         self.prompt, self.context, self.room, self.tokens = prompt, context, room, tokens
-        self.budget_s, self.repeat_s = budget_s, repeat_s
+        self.budget_s, self.repeat_s, self.most_repeats = budget_s, repeat_s, most_repeats
         self.times: dict[BatchAndContext, list[float]] = {}
         """Step times by batch size and context, one for each repeat."""
         self.per_prefill_token: float | None = None
@@ -172,7 +174,7 @@ class StepTrials:
             key
             for key in self._pairs
             if self._pair_s(key) <= left
-            and len(self.times[key]) < MOST_REPEATS
+            and len(self.times[key]) < self.most_repeats
             and (not is_stable(self.times[key]) or (key[1] == ONE_TOKEN and key[0] in fall))
         ]
         if not shaky:
