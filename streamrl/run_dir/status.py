@@ -286,5 +286,13 @@ def _parse_status(content: bytes) -> RunStatus:
 
 def _known_runs(parent: Path) -> str:
     """Return '; there are: ...' with the run folders in `parent`, newest first, or ''."""
-    found = sorted(parent.glob(f"*/{layout.STATUS}"), key=lambda path: path.lstat().st_mtime, reverse=True)
+    found = sorted(parent.glob(f"*/{layout.STATUS}"), key=_written, reverse=True)
     return "; there are: " + ", ".join(str(path.parent) for path in found[:5]) if found else ""
+
+
+def _written(path: Path) -> float:
+    """Return when a file was written, in unix seconds; 0: it is gone by now."""
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return 0.0

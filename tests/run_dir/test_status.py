@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -110,3 +111,16 @@ def test_watching_ends_with_the_run(make_run: RunMaker) -> None:
 
 def test_help_has_an_example() -> None:
     assert "streamrl status runs/demo" in CliRunner().invoke(command, ["--help"]).output
+
+
+def test_runs_that_are_deleted_while_they_are_listed_come_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [tmp_path / name / "status.json" for name in ("gone", "older", "newer")]
+    for number, path in enumerate(found[1:]):
+        path.parent.mkdir()
+        path.touch()
+        os.utime(path, (number + 1, number + 1))
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: iter(found))
+    with pytest.raises(UserError) as refused:
+        read_status(tmp_path / "other")
+    shown = str(refused.value).partition("; there are: ")[2].split(", ")
+    assert shown == [str(tmp_path / name) for name in ("newer", "older", "gone")]
