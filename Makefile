@@ -90,9 +90,9 @@ build/dist-tools:
 # tests/conftest.py says which files are slow, and their order
 test: style
 	@$(MAKE) --no-print-directory -j 3 types audit test-quick
-	"$(BIN)/python" -m pytest -n 2 --durations 20 --dist loadfile --no-loadscope-reorder -m slow
+	"$(BIN)/python" -m pytest -n 3 --durations 20 --dist loadfile --no-loadscope-reorder -m slow
 
-# one worker more than cores: a third of what the tests take is waiting
+# here as above one worker more than cores: tests also wait
 test-quick: $(STAMP)
 	"$(BIN)/python" -m pytest -n 3 -m "not slow" --durations 10
 
