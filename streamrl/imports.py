@@ -28,8 +28,9 @@ def importing() -> Iterator[None]:
 def without_torch() -> Iterator[None]:
     """Import transformers for its tokenizers only: it would import torch for them, which takes 5 s and 300 MB.
 
-    For as long as this process lives, transformers has no models in it; torch itself can be imported later. Where torch
-    has been imported already, nothing is spared and everything stays as it is.
+    For as long as this process lives, transformers has no models in it; torch itself can be imported later. So not in a
+    process that runs code of users. Where torch has been imported already, nothing is spared and everything stays as it
+    is.
     """
     if {"torch", "transformers"} & sys.modules.keys():
         yield

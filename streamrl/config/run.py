@@ -86,6 +86,11 @@ class RunConfig(StrictModel):
         return [task for task in (*self.tasks, *held_out) if isinstance(task, AgentTask)]
 
     @property
+    def items_by_users_code(self) -> bool:
+        """Whether functions of the user make the items of a task; the controller calls them."""
+        return any(task.items is not None for task in self.agent_tasks)
+
+    @property
     def environments(self) -> list[EnvironmentUse]:
         """Environments whose processes each site with agents has; tasks with the same settings share theirs."""
         uses = {task.environment_key: task.environment for task in self.agent_tasks}

@@ -179,7 +179,9 @@ class Controller:
     async def _start(self) -> None:
         """Wait for all processes and restore the run's position; publishing the first weights is then due."""
         self.context.say("loading the tokenizer and the tasks")
-        with importing(), without_torch():
+        # code of users may need transformers' models
+        hidden = contextlib.nullcontext() if self.config.items_by_users_code else without_torch()
+        with importing(), hidden:
             from transformers import AutoTokenizer
         with importing():
             source = PromptSource(self.config.tasks, self.config.seed)

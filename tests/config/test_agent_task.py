@@ -9,6 +9,7 @@ import pytest
 
 from streamrl.agents.agent_function import load_agent
 from streamrl.config.load import load_run
+from streamrl.config.run import RunConfig
 from streamrl.config.tasks import AgentTask
 from streamrl.errors import UserError
 from streamrl.launcher.preflight import check_tasks
@@ -98,3 +99,20 @@ def test_the_check_before_a_run_names_the_task_that_is_wrong(tmp_path: Path) -> 
     (tmp_path / "run.yaml").write_text(text)
     (problem,) = check_tasks(load_run(tmp_path / "run.yaml"))
     assert problem.startswith("tasks.1: task 'b': run 'some_agents:ordinary' must be a coroutine")
+
+
+@pytest.mark.parametrize(
+    ("training", "held_out", "by_user"),
+    [
+        (GOOD, {"kind": "reasoning_gym", "name": "chain_sum"}, True),
+        ({"kind": "reasoning_gym", "name": "chain_sum"}, GOOD, True),
+        ({**GOOD, "items": None, "path": "rows.jsonl"}, {"kind": "reasoning_gym", "name": "chain_sum"}, False),
+    ],
+)
+def test_it_is_known_whether_the_users_code_makes_items(
+    training: dict[str, Any], held_out: dict[str, Any], by_user: bool
+) -> None:
+    run = RunConfig.model_validate(
+        {"model": {"path": "m"}, "tasks": [training], "evaluation": {"tasks": [held_out], "every": 1}}
+    )
+    assert run.items_by_users_code == by_user
