@@ -92,7 +92,7 @@ test: style
 	@$(MAKE) --no-print-directory -j 3 types audit test-quick
 	"$(BIN)/python" -m pytest -n 3 --durations 20 --dist loadfile --no-loadscope-reorder -m slow
 
-# here as above one worker more than cores: tests also wait
+# one worker more than cores, as for the slow tests: tests also wait
 test-quick: $(STAMP)
 	"$(BIN)/python" -m pytest -n 3 -m "not slow" --durations 10
 

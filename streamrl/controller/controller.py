@@ -181,9 +181,9 @@ class Controller:
         self.context.say("loading the tokenizer and the tasks")
         # code of users may need transformers' models
         hidden = contextlib.nullcontext() if self.config.items_by_users_code else without_torch()
-        with importing(), hidden:
-            from transformers import AutoTokenizer
         with importing():
+            with hidden:
+                from transformers import AutoTokenizer
             source = PromptSource(self.config.tasks, self.config.seed)
         tokenizer = AutoTokenizer.from_pretrained(resolve_model(self.config.model.path))
         groups = GroupSource(self.config, source, tokenizer)

@@ -261,10 +261,8 @@ def tail_batching(max_age: int | None) -> Rounds:
     return TailBatching(6, 1.4, max_age)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "policy"),
-    [("colocated", "least-loaded"), ("sync", "group-probe"), ("sync", "skew-aware"), ("stream", "round-robin")],
-)
+@pytest.mark.parametrize("schedule", ["colocated", "sync", "stream"])
+@pytest.mark.parametrize("policy", ["least-loaded", "round-robin", "skew-aware", "group-probe"])
 @pytest.mark.parametrize("kind", [tail_batching, partial])
 def test_rounds_train_every_group_once_or_still_have_it(
     kind: Callable[[int | None], Rounds], policy: str, schedule: str
