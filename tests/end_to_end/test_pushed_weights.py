@@ -55,14 +55,20 @@ class PushedRun(Running):
         waits = read_status(self.run_dir).waits
         return max((one.since for one in waits if one.waiting_for.startswith(asked)), default=0.0)
 
+    def is_starved(self) -> bool:
+        """Whether nothing is left to do for those that have not been stopped."""
+        roles = read_status(self.run_dir).roles
+        return all(roles[name].state == "idle" for name in (REGULAR, "rewards-here", "trainer"))
+
     def kill_in_a_publish(self, name: str) -> None:
         """Kills a process in a publish, which waits for an instance that has stood still since before it began."""
         while True:
             stopped = self.signal(TAIL, signal.SIGSTOP)
-            self.wait(lambda: self.asked_since() > 0)
+            self.wait(lambda: self.asked_since() > 0 or self.is_starved())
             if self.asked_since() > stopped:
                 break
-            self.signal(TAIL, signal.SIGCONT)  # it was asked before, and may have answered, too
+            # it was asked before, and may have answered, too; or the step waits for its samples
+            self.signal(TAIL, signal.SIGCONT)
             self.goes_on(1)
         self.signal(name, signal.SIGKILL)
         self.signal(TAIL, signal.SIGCONT)
