@@ -19,7 +19,9 @@ from streamrl.launcher.local_backend import spawn
 from streamrl.run_dir import layout
 
 STOP_S = 30.0
-"""Seconds from SIGINT to SIGKILL; a launcher takes less than 10 s, under load more."""
+"""Seconds from SIGINT until all processes of the run have ended; they take less than 10 s, under load more."""
+REPORT_S = 300.0
+"""Seconds that a launcher may then take to write the report: a few, on a loaded machine a minute."""
 ENDS_S = 60.0
 """Seconds for all processes of a killed launcher to end; their wardens stop them at once."""
 FOLDER_S = 60.0
@@ -110,8 +112,11 @@ class Launcher:
 
     def _interrupt(self, process: subprocess.Popen[bytes]) -> bool:
         process.send_signal(signal.SIGINT)  # a no-op if it has ended
+        end = time.monotonic() + STOP_S
+        while process.poll() is None and _living(self.run_dir) and time.monotonic() < end:
+            time.sleep(POLL_S)
         try:
-            process.wait(STOP_S)
+            process.wait(0 if _living(self.run_dir) else REPORT_S)
         except subprocess.TimeoutExpired:
             self.kill()
             self.wait_for_end()

@@ -49,7 +49,7 @@ class RewardWorker:
         try:
             self.context.say("starting the reward workers")
             async with waits.deadline("reward workers to start", limits.startup_s):
-                await self.pool.start()
+                await self.pool.start(limits.startup_s)
             link = to_home(self.context, "rewards", waits)
             link.state = lambda: {
                 "state": "scoring" if self.scoring else "idle",

@@ -13,7 +13,7 @@ IN_INT8 = "layers in int8"
 FRESH_IN_INT8 = "a fresh engine in int8"
 BEFORE, DELIVERED, FRESH = "before", "delivered", "fresh"
 """Samples of both versions: of the running engine, and of a fresh one."""
-LIMIT_S = 400.0
+LIMIT_S = 600.0
 """Seconds that the engines of one model may take."""
 
 ALL_CODES: tuple[CodeKind, ...] = ("fp8", "int8")

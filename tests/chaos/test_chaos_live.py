@@ -25,10 +25,11 @@ def test_a_run_survives_faults_of_different_kinds_and_every_sample_is_trained_on
         model={"path": str(tmp_path / "model"), "max_context": 512, "dtype": "float32"},
         sampling={"max_tokens": 300},
         recovery={"suspect_s": 2, "pause_s": 0.5},
-        deadlines={"heartbeat_s": 20},
+        deadlines={"heartbeat_s": max(20, scaled(8))},
         schedule={"name": "async"},
     )
-    options = ["--minutes", "4", "--faults", "2", "--kinds", "instance-pause,service-kill", "--seed", "2"]
+    options = ["--minutes", f"{scaled(4)}", "--limit-s", f"{scaled(300)}", "--faults", "2", "--seed", "2"]
+    options += ["--kinds", "instance-pause,service-kill"]
     done = warm.run(
         [
             sys.executable,

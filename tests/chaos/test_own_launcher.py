@@ -14,6 +14,7 @@ from streamrl.chaos import own_launcher
 from streamrl.cli.chaos import _launcher
 from streamrl.errors import RunFailed
 from streamrl.launcher.local_backend import spawn
+from streamrl.run_dir.instance_files import StartedProcess, write_started
 
 CLUSTER = Path(__file__).parents[2] / "cluster_configs" / "local.yaml"
 BEGINS = (
@@ -21,6 +22,12 @@ BEGINS = (
     "Path({logs!r}).mkdir(); time.sleep(60)"
 )
 """A launcher takes SIGINT even if it is ignored where it is started, as it is in the background of a shell."""
+
+REPORTS = (
+    "import signal, sys, time; from pathlib import Path; "
+    "signal.signal(signal.SIGINT, lambda *_: (time.sleep(1), sys.exit())); Path({logs!r}).mkdir(); signal.pause()"
+)
+"""It needs a second once it has been told to end."""
 
 
 @pytest.fixture
@@ -53,6 +60,23 @@ def test_a_run_begins_in_the_folder_that_was_made_for_it(
     (command,) = asked
     assert command[command.index("--folder") + 1] == str(launcher.run_dir) and "--runs-dir" not in command
     assert launcher.run_dir.is_dir()
+
+
+@pytest.mark.parametrize("has_process", [False, True])
+def test_a_launcher_may_take_its_time_to_report_but_not_to_end_its_processes(
+    tmp_path: Path, commands: Callable[[str], list[list[str]]], monkeypatch: pytest.MonkeyPatch, has_process: bool
+) -> None:
+    monkeypatch.setattr(own_launcher, "STOP_S", 0.0)
+    monkeypatch.setattr(own_launcher, "ENDS_S", 0.0)
+    launcher = _launcher(CLUSTER, None, (), tmp_path)
+    commands(REPORTS.format(logs=str(launcher.run_dir / "logs")))
+    launcher.start()
+    one = subprocess.Popen([sys.executable, "-S", "-c", "input()", str(launcher.run_dir)], stdin=subprocess.PIPE)
+    if has_process:
+        write_started(launcher.run_dir, [StartedProcess("service-here", "service", one.pid)])
+    assert launcher.end() == (not has_process) and not launcher.runs
+    one.kill()
+    one.communicate()
 
 
 def test_nothing_is_left_of_a_run_that_did_not_begin(

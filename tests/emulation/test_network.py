@@ -30,7 +30,7 @@ from tests.waiting import scaled, settled
 
 BANDWIDTH = SHAPE.bandwidth_bytes_per_s or 0.0
 RTT_S = 2 * SHAPE.delay_s
-ATTEMPTS = 5
+ATTEMPTS = 50
 """A busy machine may disturb a measurement, and only to the slower side: the best of these must be exact."""
 
 
@@ -44,7 +44,10 @@ def test_bandwidth_and_round_trip_are_the_declared_ones(network: EmulatedNetwork
     with connect(network, port) as sock:
         sock.sendall(b"e")
         round_trips(sock, 2)
-        assert RTT_S <= min(round_trips(sock, 20)) <= 1.1 * RTT_S
+        trips: list[float] = []
+        while not (fastest := best(trips, 1.1 * RTT_S)):
+            trips += round_trips(sock, 20)
+        assert RTT_S <= fastest <= 1.1 * RTT_S
     expected = nbytes / BANDWIDTH
     up: list[float] = []
     while not (fastest := best(up, 1.1 * expected)):
@@ -185,12 +188,15 @@ def test_a_running_link_takes_a_new_shape(network: EmulatedNetwork, home: Home) 
         assert min(round_trips(sock, 3)) >= 0.12
         set_link_in(network.folder, "west", delay_s=0.0, bandwidth_bytes_per_s=1e6)
         round_trips(sock, 2)
-        assert min(round_trips(sock, 5)) < RTT_S
+        wait_for(lambda: min(round_trips(sock, 5)) < RTT_S)
     assert upload(network, home, port, os.urandom(500_000)) >= 0.9 * 0.5
     set_link_in(network.folder, "west", bandwidth_bytes_per_s=None)
     home.received.clear()
-    fast = [upload(network, home, port, os.urandom(500_000)) for _ in range(2) if not home.received.clear()]
-    assert min(fast) < 0.4
+    fast: list[float] = []
+    while not (fastest := best(fast, 0.4)):
+        fast.append(upload(network, home, port, os.urandom(500_000)))
+        home.received.clear()
+    assert fastest < 0.4
 
 
 def test_a_loss_makes_a_connection_wait_for_the_retransmission(network: EmulatedNetwork, home: Home) -> None:
@@ -246,8 +252,11 @@ def test_a_change_of_one_link_leaves_the_others_alone(tmp_path: Path) -> None:
             set_link_in(network.folder, "west", down=True)
             with connect(network, network.ports[0], "south") as sock:
                 sock.sendall(b"e")
-                assert min(round_trips(sock, 3)) < 0.1
-            wait_for(lambda: read_stats(network.folder)["south"]["to_home"] == 4)
+                trips = round_trips(sock, 3)
+                while not best(trips, 0.1):
+                    trips += round_trips(sock, 1)
+                assert min(trips) < 0.1
+            wait_for(lambda: read_stats(network.folder)["south"]["to_home"] == 1 + len(trips))
             assert read_stats(network.folder)["west"]["to_home"] == 0
         finally:
             home.close()

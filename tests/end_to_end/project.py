@@ -14,7 +14,7 @@ from streamrl.training.packing_proof import small_model
 from streamrl.verify.families import FAMILIES
 from tests import warm
 from tests.tiny_model import save_tiny_model
-from tests.waiting import finish
+from tests.waiting import finish, scaled
 from tests.waiting import wait_for as wait_for
 
 CLUSTER = """
@@ -99,7 +99,8 @@ class Project:
             "sampling": {"max_tokens": 16},
             "optimizer": {"lr": 1e-3},
             "checkpoint": {"every": 1, "keep": 2},
-            "deadlines": {"reward_s": 2},
+            "deadlines": {"reward_s": scaled(1) + 1},
+            "recovery": {"suspect_s": scaled(3)},
             "rewards": {"retry_pause_s": 0},
         } | changes
         run["model"] = {"dtype": self.dtype, **run["model"]}  # type: ignore[dict-item]

@@ -110,9 +110,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, str]:
     wait_for(
         lambda: (run_dir / "metrics.jsonl").exists() and bool(read_metrics(run_dir / "metrics.jsonl")), 400, process
     )
-    check_doors(process.pid, kin("agents").pid)
     hold = project.folder / "hold"
     hold.touch()  # no episode of `rooms` ends now
+    check_doors(process.pid, kin("agents").pid)
     wait_for(lambda: turns_kept(run_dir) > 3, 400, process)
     kin("agents").kill()
     kin("service").kill()

@@ -111,7 +111,7 @@ def test_a_run_on_ray_survives_the_loss_of_a_node_with_every_sample_trained_once
         "schedule": {"name": "async"},
         "recovery": {"pause_s": 0.5},
     }
-    changes |= {"deadlines": {"reward_s": 2, "startup_s": 900}}
+    changes |= {"deadlines": {"startup_s": 900}}
     options = on_ray(project, cluster.address, WIDE, nodes=2, sharding="hybrid")
     process = project.start(*options, **changes)
     run_dir = project.run_dir()
@@ -199,6 +199,7 @@ def test_the_same_run_under_ray_and_local_trains_the_same_samples_with_the_same_
             "tasks": EASY,
             "steps": 2,
             "schedule": {"name": "sync"},
+            "deadlines": {"startup_s": 900},
             "model": {"path": str(tmp_path / "model"), "max_context": 96, "dtype": "float32"},
         }
         if not (tmp_path / "model").exists():

@@ -55,7 +55,9 @@ def test_instance_rewards_and_service_come_back_and_what_they_had_goes_on(tmp_pa
 
 @pytest.mark.timeout(600)
 def test_after_the_death_of_trainer_or_controller_the_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    run = Running(Project(tmp_path, tail=False), 8, schedule={"name": "async"}, deadlines={"heartbeat_s": 25})
+    run = Running(
+        Project(tmp_path, tail=False), 8, schedule={"name": "async"}, deadlines={"heartbeat_s": max(25, scaled(8))}
+    )
     run.wait(lambda: run.steps >= 3)
     instances = {one.pid for one in read_started(run.run_dir) if one.role == "instance"}
     before = run.pid("controller")

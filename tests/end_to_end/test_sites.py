@@ -41,7 +41,7 @@ def two_sites(project: Project, port: int = 5600, **link: object) -> Path:
             "generate": {"generation": [{"name": "regular", **POOL}]},
         },
         "links": [{"between": ["generate", "train"], "bandwidth_gbit_s": 0.05, "rtt_ms": 20, **link}],
-        "absence_s": 60,
+        "absence_s": scaled(60),
         "emulation": {"trainer_threads": 1, "kv_cache_gb": 0.05, "max_batch": 8},
     }
     path = project.folder / "two.yaml"
@@ -113,7 +113,7 @@ def test_an_emulated_link_that_is_down_for_a_while_loses_nothing(tmp_path: Path)
     for row in trained_rows(project.run_dir()):
         times = [row[name] for name in ("t_queued", "t_dispatched", "t_first_token", "t_finished", "t_received")]
         # across two sites, by one clock: as exact as half a round trip, which is longer while connections begin
-        assert all(later > earlier - 0.05 for earlier, later in itertools.pairwise(times))
+        assert all(later > earlier - scaled(0.05) for earlier, later in itertools.pairwise(times))
 
 
 FLOOD = 100_000
@@ -125,10 +125,10 @@ import time
 from pathlib import Path
 FOLDER = Path(__file__).parent
 def reward(completion, *, prompt, answer):
-    """The first 20 come at once, the others when all of the flood has been read."""
+    """The first 20 come at once, the others when all of the flood has been read and looked at."""
     with (FOLDER / "asked").open("a") as asked:
         asked.write("x")
-    while (FOLDER / "asked").stat().st_size > 20 and not (FOLDER / "flooded").exists():
+    while (FOLDER / "asked").stat().st_size > 20 and not (FOLDER / "looked").exists():
         time.sleep(0.05)
     return completion.count("e") / 10 + len(completion) % 3
 '''
@@ -181,7 +181,7 @@ def test_a_site_with_another_run_file_is_refused_and_one_with_the_same_does_its_
     cluster["sites"]["hostile"] = cluster["sites"]["generate"]
     cluster["links"].append(cluster["links"][0] | {"between": ["hostile", "train"]})
     path.write_text(yaml.safe_dump(cluster))
-    changes = ASYNC | {"deadlines": {"reward_s": 250}}
+    changes = ASYNC | {"deadlines": {"reward_s": scaled(250)}}
     keys = [sys.executable, "-m", "streamrl.cli.main", "keys", "--cluster", str(path)]
     assert "generate" in warm.run(keys, scaled(60), env=project.env).stdout
     generate_dir = project.folder / "runs" / "tiny-generate"
@@ -198,6 +198,7 @@ def test_a_site_with_another_run_file_is_refused_and_one_with_the_same_does_its_
             wait_for(lambda: "hostile" in read_status(train_dir).sites, 60, hostile)
             with started(project, "--site", "generate", **changes) as generate:
                 assert_a_flood_is_survived(train_dir, "hostile", hostile, tmp_path / "flooded")
+                (tmp_path / "looked").touch()
                 ended(train, project)
                 output = ended(generate, project)
     assert_all_trained(train_dir, 4)

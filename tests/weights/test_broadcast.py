@@ -42,6 +42,7 @@ from tests.waiting import scaled, until
 from tests.weights.test_sharded import sharded
 
 LIMIT_S = 20.0
+"""Seconds on an idle machine."""
 SMALL = 4096
 """Bytes of a parcel, so that a tiny model has many."""
 SMALLER = 1500
@@ -165,7 +166,8 @@ class Site:
             return one.member.name, ""
         if call.meeting is not None:
             engine = WEIGHT_PATHS[self.path].engine
-            order = ("join", engine, call.meeting.host, call.meeting.port, rank, call.meeting.world, LIMIT_S, "")
+            place = call.meeting.host, call.meeting.port, rank, call.meeting.world
+            order = ("join", engine, *place, scaled(LIMIT_S), "")
         if one.fate and call.step == one.when:
             order, one.fate = (*order[:-1], one.fate), ""
         said = await asyncio.to_thread(one.ask, *order)
@@ -190,13 +192,14 @@ class SlowSite(Site):
 class Trainer:
     """A rank of a trainer, and its part of the model that they publish."""
 
-    def __init__(self, folder: Path, site: Site, limit_s: float = LIMIT_S) -> None:
+    def __init__(self, folder: Path, site: Site, limit_s: float | None = None) -> None:
         self.site, self.rank = site, dist.get_rank()
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         if dist.get_world_size() > 1:
             sharded(self.model)
         self.layout = ShardedLayout(self.model, torch.bfloat16)
-        run = RunConfig.model_validate({"weights": {"backend": site.path}, "deadlines": {"weights_s": limit_s}})
+        deadlines = {"weights_s": limit_s or scaled(LIMIT_S)}
+        run = RunConfig.model_validate({"weights": {"backend": site.path}, "deadlines": deadlines})
         context = SimpleNamespace(run=run, one_machine=True, addresses=SimpleNamespace(controller="ipc:///nowhere"))
         self._pool = ThreadPoolExecutor(1)
         hub: Any = None

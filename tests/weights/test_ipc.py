@@ -32,6 +32,7 @@ from tests.security.another_user import NOBODY, as_nobody
 from tests.waiting import holds, scaled, wait_for
 
 HERE, LIMIT_S, SLOT = "127.0.0.1", 30.0, 1500
+"""The limit is in seconds on an idle machine."""
 Form = tuple[str, tuple[int, ...]]
 """Type and shape of a tensor."""
 
@@ -54,9 +55,9 @@ def member(orders: Connection) -> None:
                 orders.send(f"joined as rank {values[1]}")
             elif order == "lead":
                 ipc.SLOT = SLOT
-                store, port = open_meeting(HERE, 2, LIMIT_S)
+                store, port = open_meeting(HERE, 2, scaled(LIMIT_S))
                 orders.send(port)
-                group = lead(IpcCommunicator, store, HERE, 2, LIMIT_S)
+                group = lead(IpcCommunicator, store, HERE, 2, scaled(LIMIT_S))
             else:
                 assert group is not None
                 found = [torch.full(shape, 7, dtype=torch.uint8).view(getattr(torch, kind)) for kind, shape in values]
@@ -85,14 +86,14 @@ class Group:
         self.orders.append(ours)
         return ours
 
-    def meet(self, members: int, limit_s: float = LIMIT_S) -> Communicator:
+    def meet(self, members: int, limit_s: float | None = None) -> Communicator:
         """Form a group with rank 0 here."""
         while len(self.processes) < members:
             self.start()
-        store, port = open_meeting(HERE, members + 1, LIMIT_S)
+        store, port = open_meeting(HERE, members + 1, scaled(LIMIT_S))
         for rank, orders in enumerate(self.orders[:members], 1):
-            orders.send(("join", port, rank, members + 1, LIMIT_S))
-        self.zero = lead(IpcCommunicator, store, HERE, members + 1, limit_s)
+            orders.send(("join", port, rank, members + 1, scaled(LIMIT_S)))
+        self.zero = lead(IpcCommunicator, store, HERE, members + 1, limit_s or scaled(LIMIT_S))
         assert [orders.recv() for orders in self.orders[:members]] == [
             f"joined as rank {n + 1}" for n in range(members)
         ]
@@ -199,7 +200,10 @@ def test_neither_end_speaks_of_a_chunk_before_its_copy_is_there() -> None:
     with ThreadPoolExecutor() as pool, ExitStack() as opened:
         mine = Held.make(2, SLOT)
         theirs = Held.opened(*mine.offer())
-        zero, one = IpcCommunicator(mine, {1: at_zero}, LIMIT_S), IpcCommunicator(theirs, {0: at_one}, LIMIT_S)
+        zero, one = (
+            IpcCommunicator(mine, {1: at_zero}, scaled(LIMIT_S)),
+            IpcCommunicator(theirs, {0: at_one}, scaled(LIMIT_S)),
+        )
         opened.callback(one.close)
         opened.callback(zero.close)
 
@@ -253,7 +257,8 @@ def test_whoever_waits_for_a_trainer_that_dies_is_told_at_once(group: Group) -> 
 
 def test_a_wait_ends_at_its_limit_or_when_the_group_is_aborted_and_says_for_whom_it_was(group: Group) -> None:
     tensors = [filled(number) for number in range(3)]
-    group.meet(2, limit_s=scaled(0.2))
+    group.meet(2).close()
+    group.meet(2, limit_s=scaled(0.2))  # both are there already
     group.orders[0].send(("take", *forms(tensors)))
     with pytest.raises(GroupBroken, match=r"waited \d+ s for rank 2"):
         group.send(tensors).result()
@@ -276,10 +281,10 @@ def test_a_receiver_that_expects_another_size_breaks_the_group(group: Group) -> 
 
 def test_nobody_but_the_members_gets_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ipc, "SLOT", SLOT)
-    store, port = open_meeting(HERE, 2, LIMIT_S)
+    store, port = open_meeting(HERE, 2, scaled(LIMIT_S))
     theirs = dist.TCPStore(HERE, port, 2, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
     with ThreadPoolExecutor() as pool, ExitStack() as opened:
-        leads = pool.submit(lead, IpcCommunicator, store, HERE, 2, LIMIT_S)
+        leads = pool.submit(lead, IpcCommunicator, store, HERE, 2, scaled(LIMIT_S))
         theirs.set("here/1", "")
         wait_for(lambda: theirs.check([START, DOOR]), 20)
         door = Path(theirs.get(DOOR).decode())
@@ -296,7 +301,7 @@ def test_nobody_but_the_members_gets_the_memory(monkeypatch: pytest.MonkeyPatch)
         stranger.sendall(RANK.pack(2))  # there is no such rank
         assert stranger.recv(1) == b""
         assert not leads.done()
-        joined = IpcCommunicator.connect(theirs, HERE, 1, 2, LIMIT_S)
+        joined = IpcCommunicator.connect(theirs, HERE, 1, 2, scaled(LIMIT_S))
         zero = leads.result()
         opened.callback(joined.close)
         opened.callback(zero.close)
@@ -318,7 +323,7 @@ def test_a_member_takes_no_memory_from_another_user(tmp_path: Path) -> None:
         finally:
             os.seteuid(0)
         with pytest.raises(GroupBroken, match=f"user {NOBODY} offers the weights; expected 0"):
-            IpcCommunicator.connect(store, HERE, 1, 2, LIMIT_S)
+            IpcCommunicator.connect(store, HERE, 1, 2, scaled(LIMIT_S))
 
 
 def test_the_fields_of_a_cuda_handle_are_those_that_torch_exports() -> None:
