@@ -22,6 +22,8 @@ STOP_S = 30.0
 """Seconds from SIGINT until all processes of the run have ended; they take less than 10 s, under load more."""
 REPORT_S = 300.0
 """Seconds that a launcher may then take to write the report: a few, on a loaded machine a minute."""
+KILL_S = 30.0
+"""Seconds for a killed launcher to be gone."""
 ENDS_S = 60.0
 """Seconds for all processes of a killed launcher to end; their wardens stop them at once."""
 FOLDER_S = 60.0
@@ -85,7 +87,7 @@ class Launcher:
         """Kill the launcher alone; its processes must end by themselves."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait(STOP_S)
+            self._process.wait(KILL_S)
 
     def wait_for_end(self) -> list[str]:
         """Wait until no process of the run is left; kill those that take too long, and return their names."""

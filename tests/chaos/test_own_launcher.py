@@ -71,12 +71,11 @@ def test_a_launcher_may_take_its_time_to_report_but_not_to_end_its_processes(
     launcher = _launcher(CLUSTER, None, (), tmp_path)
     commands(REPORTS.format(logs=str(launcher.run_dir / "logs")))
     launcher.start()
-    one = subprocess.Popen([sys.executable, "-S", "-c", "input()", str(launcher.run_dir)], stdin=subprocess.PIPE)
-    if has_process:
-        write_started(launcher.run_dir, [StartedProcess("service-here", "service", one.pid)])
-    assert launcher.end() == (not has_process) and not launcher.runs
-    one.kill()
-    one.communicate()
+    command = [sys.executable, "-S", "-c", "input()", str(launcher.run_dir)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as one:  # it ends with its input
+        if has_process:
+            write_started(launcher.run_dir, [StartedProcess("service-here", "service", one.pid)])
+        assert launcher.end() == (not has_process) and not launcher.runs
 
 
 def test_nothing_is_left_of_a_run_that_did_not_begin(
