@@ -4,11 +4,15 @@ Most of the computing of a tiny run before its first sample is imports: vLLM in 
 each rank, 30 s of a core for every run. Here a template imports all that once and then waits, with a single thread:
 
     pytest
-    ├── template              `python -m tests.warm`: imports, then forks processes on request
-    ├── streamrl launch       forked by the template, and handed to pytest as its own child
-    │   ├── its template      a copy of the launcher from before it ran anything
-    │   └── controller, ...   forked by that copy, and handed to the launcher
-    └── vLLM's engine         one that multiprocessing would spawn (`multiprocessing_warm`), with a copy of its own
+    ├── template                  `python -m tests.warm`: imports, then forks processes on request
+    └── worker of pytest-xdist    forked by the template, and handed to pytest as its own child (`forked_workers`)
+        ├── its template          a copy of the worker from before it ran anything
+        ├── streamrl launch       forked by that copy, and handed to the worker
+        │   ├── its template      a copy of the launcher from before it ran anything
+        │   └── controller, ...   forked by that copy, and handed to the launcher
+        └── vLLM's engine         one that multiprocessing would spawn (`multiprocessing_warm`), with a copy of its own
+
+Without workers, pytest's own process has the template, and starts the rest through it.
 
 Such a process has the arguments, environment, folder, files and parent that it would have had otherwise, and a session
 of its own if it should. Settings that C libraries and the interpreter read when they are loaded are the template's
@@ -24,6 +28,7 @@ import fcntl
 import functools
 import gc
 import importlib
+import logging
 import multiprocessing.util
 import os
 import pickle
@@ -54,6 +59,8 @@ STARTERS = ("streamrl.cli.main", "streamrl.launcher.trainer_ranks")
 """Modules that start further processes, each in a session of its own."""
 SPAWNED, FORK_SERVER = "from multiprocessing.spawn import ", "from multiprocessing.forkserver import "
 """Beginnings of the programs by which multiprocessing starts a process, and a server that forks others."""
+WORKER = "import sys;exec(eval(sys.stdin.readline()))"
+"""Program by which execnet starts a worker of pytest-xdist."""
 SETTINGS = {"OMP_NUM_THREADS": "1"} | SAME_HASHES
 """Settings that libraries and the interpreter read once; a process that needs others is not forked."""
 NO_THREADS = ONE_BLAS_THREAD | {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
@@ -67,11 +74,13 @@ HIGH = 256
 """Number of open files above which those of a new process are kept until each has its own number."""
 PID = struct.Struct("=i")
 
-LIBRARIES = (
+OF_VLLM = (
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.llama",
+)
+LIBRARIES = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.auto.tokenization_auto",
     "torch.distributed.fsdp",
@@ -80,7 +89,10 @@ LIBRARIES = (
     "matplotlib.pyplot",
     "lightgbm",
 )
-"""Modules that the package imports only as it runs."""
+"""Modules that the package, or most files of tests, import only as they run."""
+
+_own: Template | None = None
+"""Template of a worker of pytest-xdist: a copy of the worker from before it ran anything."""
 
 
 @dataclass(frozen=True)
@@ -222,6 +234,9 @@ def _begin(request: Request, files: list[int], begun: int, path: list[str], vari
     of_environment = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
     sys.path[:] = [os.getcwd(), *of_environment, *path]
     importlib.invalidate_caches()
+    if request.program[1] == WORKER and "vllm" in sys.modules:
+        global _own
+        _own = _copy(path, variables, new_session=True)  # with this command line, by which tests/leaks.py knows it
     _show(request)
     if request.before is not None:
         request.before()
@@ -394,30 +409,54 @@ def _request(values: dict[str, Any]) -> Request | None:
         return None
     words = [os.fspath(word) for word in command]
     environment = dict(os.environ if values["env"] is None else values["env"])
-    if len(words) < 3 or words[:2] != [sys.executable, "-m"] or not words[2].startswith(MODULES):
+    if len(words) < 3 or words[0] != sys.executable or not _has_settings(environment):
         return None
-    if not _has_settings(environment):
+    if words[-2:] != ["-c", WORKER] and not (words[1] == "-m" and words[2].startswith(MODULES)):
         return None
     folder = os.getcwd() if values["cwd"] is None else os.fspath(values["cwd"])
     return Request(words, environment, folder, bool(values["start_new_session"]), values["preexec_fn"])
 
 
+@contextlib.contextmanager
+def forked_workers(vllm: bool) -> Iterator[None]:
+    """Let execnet start the workers of pytest-xdist through a template meanwhile: each would import everything itself.
+
+    Args:
+        vllm: whether they begin with vLLM imported too, which changes how torch compiles; they have templates then.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    found = _start_template(vllm)
+    subprocess.Popen._execute_child = functools.partialmethod(_execute_child, found)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        subprocess.Popen._execute_child = _exec  # type: ignore[attr-defined]
+        found.close()
+
+
 @functools.cache
 def template() -> Template | None:
     """Return the template of this pytest session, which ends with it; None: this system does not support it."""
-    if sys.platform != "linux":
-        return None
+    if _own is not None or sys.platform != "linux":
+        return _own
+    found = _start_template(vllm=True)
+    atexit.register(found.close)
+    return found
+
+
+def _start_template(vllm: bool) -> Template:
     here, there = socket.socketpair()
     environment = os.environ | SETTINGS | PASSIVE_WAITING | NO_THREADS
     environment |= {"ROOM": "." * ROOM}
     environment.pop(MARK, None)  # it is started in one test, but serves all
-    command = [sys.executable, "-m", WARM, str(there.fileno()), str(os.getpid()), "." * ROOM]
+    command = [sys.executable, "-m", WARM, str(there.fileno()), str(os.getpid()), str(int(vllm)), "." * ROOM]
     root = str(Path(__file__).parents[1])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     there.set_inheritable(True)
     found = Template(here, os.posix_spawn(sys.executable, command, environment))
     there.close()
-    atexit.register(found.close)
     return found
 
 
@@ -446,17 +485,17 @@ def run(command: list[str], timeout: float, **options: Any) -> subprocess.Comple
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
-def import_all() -> None:
-    """Import everything that any process of a run imports.
+def import_all(vllm: bool) -> None:
+    """Import everything that any process of a run imports; without `vllm`, the large libraries but vLLM.
 
     Raises:
         RuntimeError: an import has started a thread, which a fork would lose.
     """
-    for name in ("streamrl", "scheduler", "ranker"):
+    for name in ("streamrl", "scheduler", "ranker") if vllm else ():
         package = importlib.import_module(name)
         for module in pkgutil.walk_packages(package.__path__, f"{name}."):
             importlib.import_module(module.name)
-    for name in LIBRARIES:
+    for name in (*LIBRARIES, *(OF_VLLM if vllm else ())):
         importlib.import_module(name)
     if (threads := len(os.listdir("/proc/self/task"))) != 1:
         raise RuntimeError(f"an import has started {threads - 1} threads")
@@ -464,13 +503,15 @@ def import_all() -> None:
 
 def main() -> None:
     """Become a template for the process that has started this one."""
-    connection, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    connection, parent, vllm = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3] == "1"
     _close_all_but(connection)
     before = dict(os.environ)
     outside = set(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
     path = [one for one in sys.path if one not in outside and one not in ("", os.getcwd())]
+    logging.disable(logging.WARNING)  # of what this machine has not, which the tests' output need not say
     with importing():
-        import_all()
+        import_all(vllm)
+    logging.disable(logging.NOTSET)
     variables = {name: value for name, value in os.environ.items() if before.get(name) != value}
     _become_template(parent, new_session=True)
     serve(connection, parent, path, variables)

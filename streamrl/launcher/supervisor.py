@@ -33,6 +33,8 @@ from streamrl.trackers.tracker_group import PATIENCE_S, QUICK_S, TrackerGroup
 log = logging.getLogger(__name__)
 
 POLL_S = 0.25
+VIEW_S = 0.5
+"""Seconds between two refreshes of the view; the controller writes as often."""
 SETTLE_S = 1.0
 """Seconds to wait after a death: other processes that die of the same cause may explain it better."""
 
@@ -119,6 +121,7 @@ def _watch(
     Raises:
         RunFailed: a process died and cannot be restarted.
     """
+    shown = float("-inf")
     while True:
         first = family.first
         if stop:
@@ -142,7 +145,9 @@ def _watch(
                 return _check_end(share)
             culprit = next((p for p in dead if p.is_root_cause), dead[0])
             raise RunFailed(f"{culprit.last_words()}{_how_to_resume(share)}")
-        view.refresh()
+        if time.monotonic() - shown >= VIEW_S:
+            view.refresh()
+            shown = time.monotonic()
         time.sleep(POLL_S)
 
 

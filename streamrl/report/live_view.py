@@ -21,7 +21,7 @@ from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.run_dir.evaluations import EvaluationRow, best, evaluation_line
 from streamrl.run_dir.jsonl import AnyRow, read_rows
 from streamrl.run_dir.metrics import MetricsRow
-from streamrl.run_dir.start_stages import Stage, read_stages
+from streamrl.run_dir.start_stages import Stage, StageReader
 from streamrl.run_dir.status import RoleStatus, RunStatus, read_status
 
 PLAIN_WIDTH = 200
@@ -232,6 +232,7 @@ class LiveView:
         self._clock = clock
         self._follower = Follower(run_dir / layout.METRICS, MetricsRow)
         self._evaluations = Follower(run_dir / layout.EVALUATIONS, EvaluationRow)
+        self._stages = StageReader(run_dir)
         self._lines = PlainLines(self._follower.rows(), self._evaluations.rows())
         self._live: Live | None = None
 
@@ -251,7 +252,7 @@ class LiveView:
         """Show what has changed; return the status read, None before the controller has written one."""
         now, status = self._clock(), self._status()
         rows, evaluations = self._follower.rows(), self._evaluations.rows()
-        stages = read_stages(self.run_dir)
+        stages = self._stages.read()
         if self._live is None:
             for line in self._lines.lines(status, rows, now, evaluations, stages):
                 self.say(line)

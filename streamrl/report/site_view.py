@@ -13,7 +13,7 @@ from streamrl.report.start_lines import StartLines
 from streamrl.report.terminal import TextConsole
 from streamrl.run_dir import layout
 from streamrl.run_dir.site_status import SiteStatus, read_site
-from streamrl.run_dir.start_stages import read_stages
+from streamrl.run_dir.start_stages import StageReader
 
 WAITS_S = 60.0
 """Most seconds between two lines while nothing starts: a site may wait hours for the trainer's site."""
@@ -28,6 +28,7 @@ class SiteView:
         self.run_dir = run_dir
         self._console = console or TextConsole(highlight=False)
         self._clock = clock
+        self._stages = StageReader(run_dir)
         self._start: StartLines | None = StartLines(WAITS_S)
         """None once the site has sent its first sample."""
         self._shown: tuple[object, ...] = ()
@@ -45,7 +46,7 @@ class SiteView:
         """Write a line if something has changed, or if there was none for a while."""
         status, now = read_site(self.run_dir), self._clock()
         if self._start is not None and not (status is not None and status.samples_sent):
-            for text in self._start.lines(read_stages(self.run_dir), now):
+            for text in self._start.lines(self._stages.read(), now):
                 self.say(text)
         else:
             self._start = None

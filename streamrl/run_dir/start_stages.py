@@ -73,19 +73,43 @@ def history(run_dir: Path, process: str) -> list[Stage]:
     return found
 
 
-def read_stages(run_dir: Path) -> dict[str, Stage]:
-    """Read the current stage of every process that has recorded one, by name, including emulated sites.
+class StageReader:
+    """Reads the stages of a run's processes again and again, each file only if it has changed."""
 
-    Raises:
-        NotPlainFile: a folder of stages is a link.
-    """
-    found: dict[str, Stage] = {}
-    for folder in layout.site_folders(run_dir).values():
-        for name in plain_names(folder / layout.START_STAGES, below=layout.whole_folder(folder)):
-            process = name.removesuffix(".jsonl")
-            if process != name and (stages := history(folder, process)):
-                found[process] = stages[-1]
-    return found
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._read: dict[Path, tuple[tuple[int, int], list[Stage]]] = {}
+        """By file: its size and time of change when it was read, and what it said."""
+
+    def read(self) -> dict[str, Stage]:
+        """Return the current stage of every process that has recorded one, by name, including emulated sites.
+
+        Raises:
+            NotPlainFile: a folder of stages is a link.
+        """
+        found: dict[str, Stage] = {}
+        for folder in layout.site_folders(self._run_dir).values():
+            for name in plain_names(folder / layout.START_STAGES, below=layout.whole_folder(folder)):
+                process = name.removesuffix(".jsonl")
+                if process != name and (stages := self._history(folder, process)):
+                    found[process] = stages[-1]
+        return found
+
+    def _history(self, folder: Path, process: str) -> list[Stage]:
+        path = folder / layout.START_STAGES / f"{process}.jsonl"
+        try:
+            there = path.lstat()
+        except OSError:
+            return []
+        seen = there.st_size, there.st_mtime_ns
+        if path not in self._read or self._read[path][0] != seen:
+            self._read[path] = seen, history(folder, process)
+        return self._read[path][1]
+
+
+def read_stages(run_dir: Path) -> dict[str, Stage]:
+    """Return the current stages once, see `StageReader.read`."""
+    return StageReader(run_dir).read()
 
 
 def waiting_for(names: Iterable[str]) -> str:

@@ -50,7 +50,13 @@ class Project:
     """A folder with a tiny model, a cluster file, a run file and a reward function."""
 
     def __init__(
-        self, folder: Path, tail: bool = True, dtype: str = "float32", warm: bool = True, mixture: bool = False
+        self,
+        folder: Path,
+        tail: bool = True,
+        dtype: str = "float32",
+        warm: bool = True,
+        mixture: bool = False,
+        batch: int = 8,
     ) -> None:
         """
         Args:
@@ -59,9 +65,12 @@ class Project:
             dtype: of its model, which every CPU has kernels for; bfloat16: what is about its rounding and small deltas.
             warm: its processes begin with everything imported (`tests/warm.py`), which is quicker than a user's do.
             mixture: whether its model is a mixture of experts, a small Qwen3-MoE.
+            batch: most samples at once of an instance of the first pool, and of the second with 2 less.
         """
         self.folder, self.dtype, self.warm = folder, dtype, warm
         self.cluster = CLUSTER if tail else CLUSTER.replace(TAIL, "")
+        self.cluster = self.cluster.replace("max_batch: 8", f"max_batch: {batch}")
+        self.cluster = self.cluster.replace("max_batch: 6", f"max_batch: {batch - 2}")
         save_tiny_model(folder / "model")
         if mixture:  # with the tokenizer of the other
             model = small_model(FAMILIES["Qwen3-MoE"]())

@@ -21,7 +21,9 @@ from tests.waiting import finish, scaled
 @pytest.mark.timeout(600)
 def test_instance_rewards_and_service_come_back_and_what_they_had_goes_on(tmp_path: Path) -> None:
     silent = {"heartbeat_s": scaled(60)}  # an instance that is stopped for the time of two steps is not taken for dead
-    run = Running(Project(tmp_path), 500, schedule={"name": "async"}, recovery={"pause_s": 0.5}, deadlines=silent)
+    run = Running(
+        Project(tmp_path, batch=24), 500, schedule={"name": "async"}, recovery={"pause_s": 0.5}, deadlines=silent
+    )
     run.wait(lambda: (run.role("here-regular-0").running or 0) > 0)
     stopped = run.signal("here-regular-0", signal.SIGSTOP)
     run.wait(lambda: run.role("here-regular-0").state == "suspect" and not run.role("here-regular-0").running)
@@ -56,7 +58,10 @@ def test_instance_rewards_and_service_come_back_and_what_they_had_goes_on(tmp_pa
 @pytest.mark.timeout(600)
 def test_after_the_death_of_trainer_or_controller_the_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     run = Running(
-        Project(tmp_path, tail=False), 8, schedule={"name": "async"}, deadlines={"heartbeat_s": max(25, scaled(8))}
+        Project(tmp_path, tail=False, batch=24),
+        8,
+        schedule={"name": "async"},
+        deadlines={"heartbeat_s": max(25, scaled(8))},
     )
     run.wait(lambda: run.steps >= 3)
     instances = {one.pid for one in read_started(run.run_dir) if one.role == "instance"}

@@ -280,7 +280,7 @@ def test_a_killed_launcher_leaves_no_process_and_resume_continues_with_the_same_
 
 @pytest.mark.timeout(600)
 def test_a_pool_grows_and_shrinks_until_ctrl_c_ends_everything_and_nothing_is_lost(tmp_path: Path) -> None:
-    project = Project(tmp_path, tail=False)
+    project = Project(tmp_path, tail=False, batch=24)
     easy = [{"kind": "reasoning_gym", "name": "chain_sum", "config": {"max_terms": 2}, "answer": "full"}]
     changes = {"model": {"path": str(tmp_path / "model"), "max_context": 512}, "sampling": {"max_tokens": 400}}
     process = project.start(steps=500, tasks=easy, checkpoint={"every": 1000}, **changes)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from streamrl.report.panels import render
 from streamrl.report.site_view import SiteView
 from streamrl.report.start_lines import StartLines, present, with_stages
 from streamrl.run_dir import start_stages
-from streamrl.run_dir.start_stages import READY, Stage, history, read_stages, say, waiting_for
+from streamrl.run_dir.start_stages import READY, Stage, StageReader, history, read_stages, say, waiting_for
 from streamrl.run_dir.status import RunStatus, write_status
 from tests.report.synthetic import START, make_row, make_status
 from tests.report.test_live_view import Screen
@@ -47,6 +48,23 @@ def test_a_process_says_its_stages_and_its_last_one_is_read(tmp_path: Path) -> N
     assert first.began == first.since == last.began <= last.since
     start_stages.forget(tmp_path)
     assert read_stages(tmp_path).keys() == {"west-a-0"}
+
+
+def test_a_reader_opens_only_files_that_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    say(tmp_path, "trainer", "importing libraries")
+    say(tmp_path, "controller", "importing libraries")
+    opened: list[str] = []
+    read = start_stages.read_plain
+    monkeypatch.setattr(start_stages, "read_plain", lambda path, **of: opened.append(path.stem) or read(path, **of))
+    reader = StageReader(tmp_path)
+    assert reader.read().keys() == reader.read().keys() == set(opened) == {"trainer", "controller"}
+    say(tmp_path, "trainer", "loading the model")
+    assert [reader.read()["trainer"].text for _ in range(2)] == ["loading the model"] * 2
+    assert sorted(opened) == ["controller", "trainer", "trainer"]
+    (tmp_path / "starting" / "controller.jsonl").unlink()
+    assert reader.read().keys() == {"trainer"}
+    (tmp_path / "starting" / "controller.jsonl").symlink_to(tmp_path / "starting" / "trainer.jsonl")
+    assert reader.read().keys() == {"trainer"}  # no plain file
 
 
 def test_half_a_line_is_left_out_and_a_process_that_starts_again_begins_anew(tmp_path: Path) -> None:
