@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 import sys
+from pathlib import Path
 
 import psutil
 
@@ -13,6 +15,11 @@ from streamrl.transport.ip_addresses import family_of
 
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 """Interface that no other machine reaches."""
+LOWEST_PORT = 20_000
+"""First port that is chosen here: Ray's workers have those up to 19,999 by default."""
+ENOUGH_PORTS, PORT_TRIES = 1_000, 20
+IANA_DYNAMIC_PORTS = 49_152
+"""First port that a system gives away by itself, if it does not say another one."""
 
 
 def collectives_on(interface: str) -> dict[str, str]:
@@ -21,12 +28,32 @@ def collectives_on(interface: str) -> dict[str, str]:
 
 
 def free_ports(count: int, host: str) -> list[int]:
-    """Return distinct ports of this machine that are free now."""
+    """Return distinct ports of this machine that are free now.
+
+    They are below those that the system gives to whoever asks for any port or connects somewhere, if it leaves enough:
+    such a port would often be taken before the process that it is meant for listens on it.
+    """
     with contextlib.ExitStack() as held:
         probes = [held.enter_context(socket.socket(family_of(host))) for _ in range(count)]
         for probe in probes:
-            probe.bind((host, 0))
+            _bind(probe, host)
         return [int(probe.getsockname()[1]) for probe in probes]
+
+
+def _bind(probe: socket.socket, host: str) -> None:
+    below = range(LOWEST_PORT, first_port_of_system())
+    for port in random.SystemRandom().sample(below, PORT_TRIES) if len(below) >= ENOUGH_PORTS else ():
+        with contextlib.suppress(OSError):  # somebody has it
+            return probe.bind((host, port))
+    probe.bind((host, 0))
+
+
+def first_port_of_system() -> int:
+    """Return the first of the ports that the system gives away by itself."""
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])  # IPv6 uses it too
+    except (OSError, ValueError, IndexError):
+        return IANA_DYNAMIC_PORTS
 
 
 def address_towards(host: str) -> str:
