@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import queue
-import socket
 import tempfile
 import time
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from data_plane_roles import (
 from running import HERE
 
 from streamrl.generation.site.uplink import Uplink
+from streamrl.runtime.interfaces import free_ports
 
 OUT = HERE / "results"
 RATE = 50_000 / 60
@@ -42,9 +42,7 @@ Row = tuple[str, float, dict[str, Any]]
 
 def free_address() -> str:
     """A port of loopback that is free just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_ports(1, '127.0.0.1')[0]}"
 
 
 @dataclass

@@ -96,10 +96,10 @@ def pytest_sessionstart(session: pytest.Session) -> Generator[None, object, obje
     """
     if FACTOR in os.environ and not GIVEN:
         raise pytest.UsageError("a conftest or what it imports scales a deadline before the number of workers is known")
-    factor = slowness(len(session.config.getoption("tx", None) or [0]))
+    workers, is_worker = session.config.getoption("tx", None), hasattr(session.config, "workerinput")
+    factor = slowness(len(workers or [0]))
     if (reporter := session.config.pluginmanager.get_plugin("terminalreporter")) is not None:
         reporter.write_line(f"deadlines of tests: {factor:g} x those of an idle machine")
-    workers, is_worker = session.config.getoption("tx", None), hasattr(session.config, "workerinput")
     if session.config.option.markexpr != "not slow" or not workers or is_worker:
         return (yield)
     with warm.forked_workers():

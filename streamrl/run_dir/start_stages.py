@@ -79,7 +79,7 @@ class StageReader:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._read: dict[Path, tuple[tuple[int, int], list[Stage]]] = {}
-        """By file: its size and time of change when it was read, and what it said."""
+        """Size and time of change of each file when it was read, and the stages in it."""
 
     def read(self) -> dict[str, Stage]:
         """Return the current stage of every process that has recorded one, by name, including emulated sites.

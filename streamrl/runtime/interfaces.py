@@ -33,15 +33,16 @@ def free_ports(count: int, host: str) -> list[int]:
     They are below those that the system gives to whoever asks for any port or connects somewhere, if it leaves enough:
     such a port would often be taken before the process that it is meant for listens on it.
     """
+    below = range(LOWEST_PORT, first_port_of_system())
     with contextlib.ExitStack() as held:
         probes = [held.enter_context(socket.socket(family_of(host))) for _ in range(count)]
         for probe in probes:
-            _bind(probe, host)
+            _bind(probe, host, below)
         return [int(probe.getsockname()[1]) for probe in probes]
 
 
-def _bind(probe: socket.socket, host: str) -> None:
-    below = range(LOWEST_PORT, first_port_of_system())
+def _bind(probe: socket.socket, host: str, below: range) -> None:
+    """Give a socket a port out of a range, or any that the system has if the range is too small or taken."""
     for port in random.SystemRandom().sample(below, PORT_TRIES) if len(below) >= ENOUGH_PORTS else ():
         with contextlib.suppress(OSError):  # somebody has it
             return probe.bind((host, port))

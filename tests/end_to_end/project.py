@@ -23,12 +23,12 @@ sites:
   here:
     trainer: {ranks: RANKS, sequence_parallel: SHARING, threads: 1}
     generation:
-      - {name: regular, replicas: 1, max_replicas: 2, threads: 1, max_batch: 8, kv_cache_gb: 0.05}
-      - {name: tail, replicas: 1, threads: 1, max_batch: 6, kv_cache_gb: 0.05}
+      - {name: regular, replicas: 1, max_replicas: 2, threads: 1, max_batch: BATCH, kv_cache_gb: 0.05}
+      - {name: tail, replicas: 1, threads: 1, max_batch: SMALLER, kv_cache_gb: 0.05}
     rewards: {workers: 1}
 """
 
-TAIL = "      - {name: tail, replicas: 1, threads: 1, max_batch: 6, kv_cache_gb: 0.05}\n"
+TAIL = "      - {name: tail, replicas: 1, threads: 1, max_batch: SMALLER, kv_cache_gb: 0.05}\n"
 
 REWARDS = '''
 import os, time, zlib
@@ -69,8 +69,7 @@ class Project:
         """
         self.folder, self.dtype, self.warm = folder, dtype, warm
         self.cluster = CLUSTER if tail else CLUSTER.replace(TAIL, "")
-        self.cluster = self.cluster.replace("max_batch: 8", f"max_batch: {batch}")
-        self.cluster = self.cluster.replace("max_batch: 6", f"max_batch: {batch - 2}")
+        self.cluster = self.cluster.replace("BATCH", str(batch)).replace("SMALLER", str(batch - 2))
         save_tiny_model(folder / "model")
         if mixture:  # with the tokenizer of the other
             model = small_model(FAMILIES["Qwen3-MoE"]())
