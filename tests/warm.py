@@ -414,7 +414,7 @@ def _request(values: dict[str, Any]) -> Request | None:
 def forked_workers() -> Iterator[None]:
     """Let execnet start the workers of pytest-xdist through a template meanwhile: each would import everything itself.
 
-    They have the large libraries but vLLM. Not for tests that start a Ray cluster, which failed in such workers.
+    They have the large libraries but vLLM.
     """
     if sys.platform != "linux":
         yield
