@@ -25,7 +25,7 @@ def untried(cluster: ClusterConfig, run: RunConfig) -> list[str]:
     elif sum(pool.most_replicas * pool.gpus_per_replica for pool in pools) > 1:
         found.append("trainer and several instances in turns on their GPUs (one instance on one GPU)")
     if trainer.ranks > 1:
-        found.append(f"{trainer.ranks} trainer ranks over NCCL, with compiled parts (over gloo, without)")
+        found.append(f"{trainer.ranks} trainer ranks over NCCL, with compiled layers (over gloo, without)")
     if trainer.tensor_parallel > 1:
         found.append("trainer.tensor_parallel over NCCL (over gloo)")
     if trainer.sequence_parallel > 1:

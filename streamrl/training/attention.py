@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from streamrl.training.merged_attention import MergedAttention, has_kernel, pieces_of
-from streamrl.training.packing import GroupLayout
+from streamrl.training.packing import GroupLayout, layout_of
 from streamrl.training.plain_attention import PlainAttention, ScoreRule, seen_prefix, visible
+from streamrl.training.row_attention import row_attention, seen_window
 
 SHARED_PREFIX = "streamrl_shared_prefix"
 SHARED_PREFIX_LONG = "streamrl_shared_prefix_long"
@@ -67,7 +68,7 @@ def shared_prefix_attention(
         softcap: bound of the scores, cap tanh(s / cap); None: none.
         s_aux: attention sinks, one score per query head, [H]; None: none.
         plain_scores: replaces `PLAIN_SCORES`.
-        kwargs: must hold `layout`, the `GroupLayout`s of the row.
+        kwargs: must hold `layout`, the numbers of the row's layout (`packing.numbers_of`).
 
     Returns:
         ([1, T, H, D_v], None).
@@ -82,23 +83,38 @@ def shared_prefix_attention(
         raise ValueError(f"{type(module).__name__} is not causal: its queries see later tokens")
     if "layout" not in kwargs:
         raise ValueError(f"{type(module).__name__} is not told of the packed row's layout by its model")
-    layout: tuple[GroupLayout, ...] = kwargs["layout"]
-    longest = max(group.prompt_length + max(group.completion_lengths, default=0) for group in layout)
-    rule = ScoreRule(
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window if sliding_window and sliding_window < longest else None,
-        softcap=softcap,
-    )
-    q, k, v = query[0], key[0], value[0]
-    if query.device.type == "cpu" and len(q) * max(map(_scores, layout)) <= (
-        PLAIN_SCORES if plain_scores is None else plain_scores
-    ):
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if torch.compiler.is_compiling() and softcap is None and has_kernel(query, value):
+        rows = (x[0].transpose(0, 1) for x in (query, key, value))
+        out, _ = row_attention(*rows, s_aux, kwargs["layout"], sliding_window or 0, scale)
+        return out[None], None
+    limit = PLAIN_SCORES if plain_scores is None else plain_scores
+    about = kwargs["layout"], scale, sliding_window, softcap, limit
+    return _of_layout(query[0], key[0], value[0], s_aux, *about), None
+
+
+@torch.compiler.disable  # else torch would compile for each layout anew
+def _of_layout(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    s_aux: torch.Tensor | None,
+    numbers: torch.Tensor,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    plain_scores: int,
+) -> torch.Tensor:
+    """Compute `shared_prefix_attention` of [H, T, D], twice [H_kv, T, ...]; returns [1, T, H, D_v]."""
+    layout = layout_of(numbers)
+    rule = ScoreRule(scale, seen_window(sliding_window, layout), softcap)
+    if q.device.type == "cpu" and len(q) * max(map(_scores, layout)) <= plain_scores:
         plain: torch.Tensor = PlainAttention.apply(q, k, v, s_aux, layout, rule)
-        return plain.transpose(0, 1)[None].contiguous(), None  # some families take a view of it
+        return plain.transpose(0, 1)[None].contiguous()  # some families take a view of it
     if softcap is None and has_kernel(q, v):
-        pieces = pieces_of(layout, rule.window, query.device)
+        pieces = pieces_of(layout, rule.window, q.device)
         merged: torch.Tensor = MergedAttention.apply(*(x.transpose(0, 1) for x in (q, k, v)), s_aux, pieces, rule.scale)
-        return merged[None].contiguous(), None
+        return merged[None].contiguous()
     outputs: list[torch.Tensor] = []
     for group in layout:
         prompt = slice(group.start, group.start + group.prompt_length)
@@ -111,7 +127,7 @@ def shared_prefix_attention(
             whole = slice(answers.start - prefix, answers.stop)
             parts = q[:, answers], k[:, whole], v[:, whole]
             outputs.append(_by_chunks(*parts, s_aux, prefix, group.completion_lengths, rule))
-    return torch.cat(outputs)[None], None
+    return torch.cat(outputs)[None]
 
 
 def _by_chunks(

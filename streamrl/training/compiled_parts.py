@@ -1,14 +1,16 @@
 """Parts of a model whose operations torch compiles into fewer kernels, on GPUs.
 
-A norm or an MLP's activation is a row of operations, each of which reads and writes a tensor as large as the layer's
-input, and each of which a slow host takes ten microseconds to launch. Compiled, they read and write it once. Attention
-and matrix products are kernels of their own already.
+A layer is a row of operations on tensors as large as its input: norms, rotations, activations, sums. Each reads and
+writes such a tensor, and a host takes ten microseconds to launch it, and twenty to record it for the backward pass.
+Compiled, a layer launches a few kernels that read and write each tensor once. Matrix products and attention are kernels
+of their own already.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch._functorch.config
@@ -16,6 +18,7 @@ from torch import nn
 
 from streamrl.config.run import RunConfig
 from streamrl.errors import RunFailed
+from streamrl.training.attention import OWN_ROWS, SHARED_PREFIX, SHARED_PREFIX_LONG
 from streamrl.training.critic import Critic
 from streamrl.training.decoder_layers import decoder_layers
 from streamrl.training.policy_model import Policy
@@ -48,8 +51,32 @@ def compile_parts(model: Policy | Critic, run: RunConfig, layers: int = 1) -> No
     if isinstance(model, Policy):
         model.fused = True
     if run.optimizer.gradient_checkpointing != "selective" and layers == 1:
+        whole = _whole_layers(model)
+        for layer in whole:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+        inside = {module for layer in whole for module in layer.modules()}
         for module in _plain_parts(model.model):
-            module.compile(dynamic=True)
+            if module not in inside:
+                module.compile(dynamic=True)
+
+
+def _whole_layers(model: Policy | Critic) -> list[nn.Module]:
+    """Return the layers that torch compiles as a whole: of linear layers, norms, and attention by `row_attention.py`.
+
+    Experts have shapes of their own, and so have the rows of each rank where several share them.
+    """
+    with contextlib.suppress(RunFailed):  # a model without a list of layers
+        trunk: Any = model.model
+        if model.ranks is None and trunk.config._attn_implementation in (SHARED_PREFIX, SHARED_PREFIX_LONG, OWN_ROWS):
+            return [layer for layer in decoder_layers(trunk) if all(map(_is_dense, layer.modules()))]
+    return []
+
+
+def _is_dense(module: nn.Module) -> bool:
+    """Return whether a module has no parameters of its own and no list of modules, or is a linear layer or a norm."""
+    if isinstance(module, nn.ModuleList):
+        return False
+    return _is_plain(module) or type(module).__name__.endswith("Norm")
 
 
 def _plain_parts(model: nn.Module) -> Iterator[nn.Module]:
@@ -57,7 +84,7 @@ def _plain_parts(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             yield module
-    with contextlib.suppress(RunFailed):  # a model without a list of layers
+    with contextlib.suppress(RunFailed):
         for layer in decoder_layers(model):
             for module in layer.children():
                 if type(module).__name__.endswith("MLP") and all(map(_is_plain, module.modules())):

@@ -8,6 +8,7 @@ from transformers import AutoModel, PreTrainedModel
 
 from streamrl.config.optimizer import Recomputation
 from streamrl.training.attention import SHARED_PREFIX
+from streamrl.training.compute_copies import ComputeCopies
 from streamrl.training.hidden_states import predicting_states
 from streamrl.training.packing import PackedBatch
 from streamrl.training.policy_model import load_model
@@ -29,6 +30,8 @@ class Critic(nn.Module):
         """Whether every completion runs in a row of its own (`hidden_states.py`)."""
         self.ranks = ranks
         """Ranks that share every row with this one (`sequence_parallel.py`); None: it has them to itself."""
+        self.copies: ComputeCopies | None = None
+        """Copies of the weights in the type that it computes in; None: it computes with the weights themselves."""
         self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
         nn.init.zeros_(self.head.weight)
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch._subclasses import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,9 @@ def flash_forward(
     """
     if not _uses_newer(query, key, sequences):
         return _torch_forward(query, key, value, sequences, scale)
+    if _get_current_dispatch_mode() is None:  # nothing looks at operations
+        about = query, key, value, sequences, scale
+        return _newer_or_torch(_newer_forward, _torch_forward, about, query, key, sequences)
     ends = sequences.query_ends, sequences.key_ends, sequences.most_queries, sequences.most_keys
     window = -1 if sequences.window is None else sequences.window
     out, lse = newer_forward(query, key, value, *ends, sequences.causal, window, scale)

@@ -7,13 +7,13 @@ per token or the logits' gradient, in the type of the product. The arithmetic in
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch._subclasses import FakeTensor
+
+from streamrl.training.compiled_formulas import compiled_on_gpus
 
 LEAST_SHIFTED = -1e4
 """Bound of logits below the largest, in the entropy: there the exponential is 0, and 0 times -inf is not."""
@@ -34,6 +34,7 @@ def fuses(weight: torch.Tensor) -> bool:
     return weight.device.type == "cuda" and half and not isinstance(weight, FakeTensor)
 
 
+@compiled_on_gpus((1,), ())
 def log_sums(
     products: torch.Tensor, targets: torch.Tensor, changes: Changes
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -60,6 +61,7 @@ def log_sums(
     return of_targets - log_total, totals, largest[:, 0], log_total - mean / totals
 
 
+@compiled_on_gpus((1,), (), (), (), ())
 def slopes(
     products: torch.Tensor,
     targets: torch.Tensor,
@@ -100,10 +102,13 @@ def _is_target(products: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return torch.arange(products.shape[-1], device=products.device) == targets[:, None]
 
 
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function compiled for any number of tokens."""
-    return torch.compile(function, dynamic=True)
+def _add_product(total: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tensor) -> None:
+    """Add gradient^T hidden to the total [V, d], which is fp32, by one kernel where there is one: on GPUs."""
+    if total.device.type == "cuda":
+        about = total, gradient.t(), hidden, total.dtype
+        torch.ops.aten.addmm.dtype_out(*about, out=total)
+    else:
+        total += gradient.t() @ hidden
 
 
 class FusedTokenLogprobs(torch.autograd.Function):
@@ -125,7 +130,7 @@ class FusedTokenLogprobs(torch.autograd.Function):
         for first in range(0, len(targets), at_once):
             part = slice(first, first + at_once)
             products = torch.nn.functional.linear(hidden[part], weight, bias)
-            sums = _compiled(log_sums)(products, targets[part], changes)
+            sums = log_sums(products, targets[part], changes)
             for row, values in zip(found, sums, strict=True):
                 row[part] = values
             del products
@@ -149,12 +154,12 @@ class FusedTokenLogprobs(torch.autograd.Function):
             part = slice(first, first + ctx.at_once)
             products = torch.nn.functional.linear(hidden[part], weight, bias)
             about = targets[part], largest[part], of_others[part], of_targets[part]
-            gradient = _compiled(slopes)(products, *about, ctx.changes)
+            gradient = slopes(products, *about, ctx.changes)
             del products
             if grad_hidden is not None:
                 torch.mm(gradient, weight, out=grad_hidden[part])
             if grad_weight is not None:
-                grad_weight += gradient.t() @ hidden[part]
+                _add_product(grad_weight, gradient, hidden[part])
             if grad_bias is not None:
                 grad_bias += gradient.sum(0, dtype=torch.float32)
             del gradient

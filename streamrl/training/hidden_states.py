@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 
 from streamrl.training.attention import OWN_ROWS
 from streamrl.training.attention_in_parts import IN_PARTS, RANKS
-from streamrl.training.packing import GroupLayout, PackedBatch
+from streamrl.training.packing import GroupLayout, PackedBatch, numbers_of
 from streamrl.training.router_replay import EXPERTS
 from streamrl.training.sequence_parallel import SequenceRanks, TokenShares, filled, local_places
 
@@ -159,12 +159,13 @@ def _packed_row(batch: PackedBatch, experts: torch.Tensor | None, parts: int) ->
 
     With several parts the row is filled up until these are equal.
     """
-    inputs: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "layout": batch.layout}
+    inputs: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
+    inputs["layout"] = numbers_of(batch.layout)
     if parts > 1:
         tokens = batch.input_ids.shape[1]
         layout, columns = filled(batch.layout, tokens, parts)
         inputs = {name: pad(inputs[name], (0, columns - tokens)) for name in ("input_ids", "position_ids")}
-        inputs["layout"] = layout
+        inputs["layout"] = numbers_of(layout)
     if experts is not None:
         inputs[EXPERTS] = experts
     return inputs, batch.source_index
@@ -186,7 +187,7 @@ def _own_rows(batch: PackedBatch, experts: torch.Tensor | None, parts: int) -> t
     inputs: dict[str, Any] = {
         "input_ids": batch.input_ids[:, places],
         "position_ids": rows.positions[None].to(device),
-        "layout": rows.layout,
+        "layout": numbers_of(rows.layout),
     }
     if experts is not None:
         inputs[EXPERTS] = experts[places]

@@ -1,7 +1,7 @@
 """A model sharded over the ranks (FSDP2), with AdamW if it is trained. Every method is a collective.
 
-A single rank that computes in the type of its master weights (fp32) has nothing to share or convert. Its model is not
-wrapped, because FSDP would hold every weight and gradient twice and copy both in each step.
+A single rank has nothing to share. Its model is not wrapped, because FSDP would copy every weight and gradient in each
+step; if it computes in another type than that of its master weights (fp32), `compute_copies.py` converts them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any, Generic, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -22,6 +21,7 @@ from streamrl.config.optimizer import OptimizerConfig
 from streamrl.config.run import RunConfig
 from streamrl.machine.own_share import total_memory
 from streamrl.protocol.controller_trainer import Refusal
+from streamrl.training.compute_copies import ComputeCopies
 from streamrl.training.critic import Critic
 from streamrl.training.decoder_layers import decoder_layers, decoder_of
 from streamrl.training.policy_model import Policy
@@ -113,7 +113,9 @@ class Division:
 def shard(
     model: Model, run: RunConfig, device: torch.device, trainable: bool, division: Division | None = None
 ) -> Model:
-    """Shard a model by FSDP2, if needed: each decoder layer is a unit, the rest is the root. Master weights stay fp32.
+    """Shard a model by FSDP2, if several ranks train it. Master weights stay fp32.
+
+    Each decoder layer is a unit, the rest is the root.
 
     Args:
         model: the loaded model, in fp32.
@@ -125,10 +127,12 @@ def shard(
     Raises:
         RunFailed: the layers cannot be shared among ranks, or are not found.
     """
-    if dist.get_world_size() > 1 or compute_type(run) != torch.float32:
+    if dist.get_world_size() > 1:
         _fully_shard(model, run, device, division or Division())
     else:
         model.to(device)
+        if compute_type(run) != torch.float32:
+            model.copies = ComputeCopies(model, decoder_layers(model.model), compute_type(run))
     if not trainable:
         model.requires_grad_(False).eval()
     return model
@@ -154,7 +158,7 @@ def _fully_shard(model: Policy | Critic, run: RunConfig, device: torch.device, d
             module.set_reshard_after_backward(several)
 
 
-def reshard(model: nn.Module) -> None:
+def reshard(model: Policy | Critic) -> None:
     """Free the layers' compute copies.
 
     The parameters are the sharded fp32 ones again, with the reduced gradients, and the next forward pass copies the
@@ -163,10 +167,12 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+    if model.copies is not None:
+        model.copies.give_back()
 
 
 @torch.no_grad()
-def copy_weights(source: nn.Module, target: nn.Module) -> None:
+def copy_weights(source: Model, target: Model) -> None:
     """Copy the weights of `source` to `target`, shard by shard; both are the same model, sharded identically."""
     reshard(source)
     reshard(target)
@@ -202,8 +208,10 @@ class Learner(Generic[Model]):
             weight_decay=self.options.weight_decay,
             fused=True,
         )
-        self._norm: torch.Tensor | None = None
-        """Norm of the divided gradient, between `divide` and `update`."""
+        self._factor: float | None = None
+        """Factor of the gradient in the next update, between `divide` and `update`."""
+        self._sizes: list[list[float]] = []
+        """Largest absolute value of each weight with a gradient and of its moments, from `divide` on."""
 
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
         """Add the gradient of a summed loss; `is_last` marks the last micro-batch of a batch.
@@ -217,6 +225,8 @@ class Learner(Generic[Model]):
             else:
                 self.model.set_requires_all_reduce(is_last)
         loss.backward()
+        if self.model.copies is not None:
+            self.model.copies.add_gradients()
         if is_last:
             reshard(self.model)
 
@@ -233,11 +243,18 @@ class Learner(Generic[Model]):
             return False
         if not is_last:
             return True
-        has_gradient = any(parameter.grad is not None for parameter in self.model.parameters())
+        has_gradient = any(parameter.grad is not None for parameter in self._weights())
         return has_gradient and not isinstance(self.model, FSDPModule)
 
+    def _weights(self) -> list[torch.Tensor]:
+        """Return the master weights, also while the model computes with copies of them."""
+        return [weight for group in self.optimizer.param_groups for weight in group["params"]]
+
     def divide(self, normalizer: float) -> float:
-        """Divide the accumulated gradient by the normalizer.
+        """Let the next update divide the accumulated gradient by the normalizer.
+
+        What the check before the update reads comes to the host together with the norm, as a GPU has nothing to do
+        while the host waits.
 
         Args:
             normalizer: normalizer of the whole batch, over all ranks.
@@ -248,11 +265,24 @@ class Learner(Generic[Model]):
         reshard(self.model)  # a forward pass since the last backward one has left compute copies, without gradients
         # FSDP has averaged the ranks' sums, so multiplying by their number gives the batch's sum
         scale = self.division.averaged / normalizer
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        if gradients:
-            torch._foreach_mul_(list(map(local, gradients)), scale)
-        self._norm = torch.nn.utils.get_total_norm(gradients)
-        return float(whole(self._norm))
+        trained: list[torch.Tensor] = [weight for weight in self._weights() if weight.grad is not None]
+        gradients = [weight.grad for weight in trained if weight.grad is not None]
+        norm: torch.Tensor = whole(torch.nn.utils.get_total_norm(gradients))
+        checked: list[torch.Tensor] = [
+            largest(trained),
+            *(largest(self._moments(trained, moment)) for moment in MOMENTS),
+        ]
+        values: list[float] = torch.cat([norm.double()[None], *(one.to(norm.device) for one in checked)]).tolist()
+        norm_of_sum, sizes, count = values[0], values[1:], len(trained)
+        self._sizes = [sizes[at : at + count] for at in range(0, len(sizes), count)] if count else [[], [], []]
+        divided: float = norm_of_sum * scale
+        # as torch.nn.utils.clip_grads_with_norm_ clips
+        self._factor = scale * min(1.0, self.options.max_grad_norm / (divided + 1e-6))
+        return divided
+
+    def _moments(self, weights: list[torch.Tensor], moment: str) -> list[torch.Tensor]:
+        """Return one of AdamW's moments of each weight; before its first update it is empty."""
+        return [self.optimizer.state.get(one, {}).get(moment, local(one).new_zeros(0)) for one in weights]
 
     def damage(self) -> Refusal | None:
         """Return which weight or moment of AdamW is not finite on this rank; None: all are."""
@@ -282,24 +312,22 @@ class Learner(Generic[Model]):
             norm: the result of `divide`.
             lr: learning rate of the update.
         """
-        trained = {name: p for name, p in self.model.named_parameters() if p.grad is not None}
-        states = [self.optimizer.state.get(p, {}) for p in trained.values()]
-        none = next(iter(trained.values())).new_zeros(0) if trained else torch.zeros(0)
-        moments = [largest(state.get(moment, none) for state in states) for moment in MOMENTS]
+        trained = [name for name, weight in self.model.named_parameters() if weight.grad is not None]
         clipped = min(norm, self.options.max_grad_norm) * (1.0 + 1e-5)
-        for name, weight, *both in zip(trained, largest(trained.values()), *moments, strict=True):
+        for name, weight, *both in zip(trained, *self._sizes, strict=True):
             if not stays_finite(weight, clipped, (both[0], both[1]), lr, self.options):
                 return Refusal("update", name)
         return None
 
     def update(self, lr: float) -> None:
-        """Clip the divided gradient, update the weights, and clear the gradient.
+        """Divide and clip the gradient, update the weights, and clear the gradient.
 
         Args:
             lr: learning rate of this update.
         """
-        assert self._norm is not None
-        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.options.max_grad_norm, self._norm)
+        assert self._factor is not None
+        if gradients := [local(weight.grad) for weight in self._weights() if weight.grad is not None]:
+            torch._foreach_mul_(gradients, self._factor)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
@@ -307,7 +335,7 @@ class Learner(Generic[Model]):
 
     def clear(self) -> None:
         """Discard the gradient; weights and optimizer state stay as they are."""
-        self._norm = None
+        self._factor, self._sizes = None, []
         self.optimizer.zero_grad(set_to_none=True)
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -328,6 +356,7 @@ class Learner(Generic[Model]):
 
         Every weight has a state, so that a checkpoint lacks none that a resumed run asks for.
         """
+        reshard(self.model)
         self._begin_states()
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {f"{prefix}model": model, f"{prefix}optimizer": optimizer}

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from streamrl.training.compiled_formulas import compiled_on_gpus
 from streamrl.training.flash_kernels import Sequences, flash_backward, flash_forward
 from streamrl.training.packing import GroupLayout
 from streamrl.training.plain_attention import seen_prefix, visible
@@ -45,8 +46,8 @@ class Piece:
 
     query_lengths: tuple[int, ...]
     key_lengths: tuple[int, ...]
-    query_rows: torch.Tensor | None
-    """Row of each query, int64; None: all rows in their order."""
+    query_rows: torch.Tensor | slice | None
+    """Row of each query, int64, or a slice of rows; None: all rows in their order."""
     key_rows: torch.Tensor | None
     """Row of each key, likewise; a row may occur several times."""
     causal: bool
@@ -54,6 +55,8 @@ class Piece:
     """Where it is computed."""
     window: int | None = None
     """Positions that a query sees, its own included; None: all."""
+    places: torch.Tensor | None = None
+    """Place of each row among `query_rows`, [T] int64, -1 where it is none of them; None where these are."""
 
     @cached_property
     def sequences(self) -> Sequences:
@@ -84,7 +87,7 @@ def pieces_of(
         return (_windowed(layout, window, device),)
     lengths = tuple(length for group in layout for length in (group.prompt_length, *group.completion_lengths))
     own = Piece(lengths, lengths, None, None, True, device)
-    with_answers = [group for group in layout if group.completion_lengths]
+    with_answers = [group for group in layout if any(group.completion_lengths)]
     if not with_answers:
         return (own,)
     answers: list[range] = []
@@ -96,9 +99,14 @@ def pieces_of(
         parts = [range(at, min(at + step, group.stop)) for at in range(first, group.stop, step)]
         answers += parts
         prompts += [range(group.start, first)] * len(parts)
+    rows: torch.Tensor | slice = _rows(answers, device)
+    if len(with_answers) == 1:  # nothing lies between them
+        rows = slice(answers[0].start, answers[-1].stop)
+    places = torch.full((sum(lengths),), -1, device=device)
+    places[rows] = torch.arange(sum(map(len, answers)), device=device)
     shared = Piece(
-        *(tuple(map(len, answers)), tuple(map(len, prompts)), _rows(answers, device), _rows(prompts, device)),
-        *(False, device),
+        *(tuple(map(len, answers)), tuple(map(len, prompts)), rows, _rows(prompts, device)),
+        *(False, device, None, places),
     )
     return own, shared
 
@@ -154,22 +162,7 @@ class MergedAttention(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         """Compute query [T, H, D]; key, value [T, H_kv, D]; sinks [H] -> [T, H, D]."""
-        out, lse = _forward(query, key, value, pieces[0], scale)
-        if len(pieces) > 1 or sinks is not None:
-            out = out.to(lse.dtype)  # merged in fp32
-        for piece in pieces[1:]:
-            part, part_lse = _forward(query, key, value, piece, scale)
-            rows = piece.query_rows
-            assert rows is not None
-            before = lse[:, rows]
-            total = torch.logaddexp(before, part_lse)
-            merged = out[rows] * _share(before, total) + part * _share(part_lse, total)
-            out.index_copy_(0, rows, merged)
-            lse = lse.index_copy(1, rows, total)  # `selective` checkpoints keep the kernel's own results
-        if sinks is not None:
-            total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-            out, lse = out * _share(lse, total), total
-        out = out.to(query.dtype)
+        out, lse = merged_forward(query, key, value, sinks, pieces, scale)
         ctx.save_for_backward(query, key, value, sinks, out, lse)
         ctx.about = pieces, scale
         return out
@@ -177,22 +170,116 @@ class MergedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of query, key, value and sinks."""
-        query, key, value, sinks, out, lse = ctx.saved_tensors
-        pieces, scale = ctx.about
-        grad = grads[0].contiguous()
-        sums = [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (query, key, value)]
-        for piece in pieces:
-            parts = _backward(grad, query, key, value, out, lse, piece, scale)
-            for total, part, rows in zip(sums, parts, (piece.query_rows, piece.key_rows, piece.key_rows), strict=True):
-                if rows is None:
-                    total += part
-                else:
-                    total.index_add_(0, rows, part.to(total.dtype))
-        grad_sinks = None
-        if sinks is not None:
-            inner = (grad * out).sum(-1, dtype=lse.dtype).T  # [H, T]
-            grad_sinks = -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * inner).sum(1).to(sinks.dtype)
-        return *(total.to(query.dtype) for total in sums), grad_sinks, None, None
+        return *merged_backward(grads[0], *ctx.saved_tensors, *ctx.about), None, None
+
+
+def merged_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    pieces: tuple[Piece, ...],
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the attention of a packed row.
+
+    Args:
+        query: [T, H, D].
+        key: [T, H_kv, D].
+        value: [T, H_kv, D].
+        sinks: attention sinks, [H]; None: none.
+        pieces: its pieces (`pieces_of`).
+        scale: of the scores.
+
+    Returns:
+        Output [T, H, D]; log-sum-exps of all scores that a query sees, [H, T] (fp32, or fp64 as the inputs).
+    """
+    out, lse = _forward(query, key, value, pieces[0], scale)
+    for piece in pieces[1:]:
+        part, part_lse = _forward(query, key, value, piece, scale)
+        assert piece.places is not None
+        out, lse = merge(out, lse, part, part_lse, piece.places, query.dtype if sinks is None else lse.dtype)
+    if sinks is not None:
+        total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+        out, lse = out * _share(lse, total), total
+    return out.to(query.dtype), lse
+
+
+def merged_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    pieces: tuple[Piece, ...],
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return the gradients of query, key, value and sinks; the arguments are those of `merged_forward`, its results and
+    the gradient of its output."""
+    grad = grad.contiguous()
+    query_grad, *of_keys = _backward(grad, query, key, value, out, lse, pieces[0], scale)
+    rows = pieces[0].key_rows
+    key_grad, value_grad = of_keys
+    if rows is not None:
+        none = torch.zeros(key.shape, dtype=lse.dtype, device=key.device)
+        key_grad, value_grad = (_with_rows(none, one, rows) for one in of_keys)
+    for piece in pieces[1:]:
+        of_query, *of_keys = _backward(grad, query, key, value, out, lse, piece, scale)
+        assert piece.places is not None and piece.key_rows is not None
+        query_grad = with_part(query_grad, of_query, piece.places, lse.dtype)
+        key_grad, value_grad = (
+            _with_rows(whole.to(lse.dtype), part, piece.key_rows)
+            for whole, part in zip((key_grad, value_grad), of_keys, strict=True)
+        )
+    sinks_grad = None
+    if sinks is not None:
+        inner = (grad * out).sum(-1, dtype=lse.dtype).T  # [H, T]
+        sinks_grad = -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * inner).sum(1).to(sinks.dtype)
+    return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), sinks_grad
+
+
+@compiled_on_gpus((1, 2), (0,), (1, 2), (0,), ())
+def merge(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    part: torch.Tensor,
+    part_lse: torch.Tensor,
+    places: torch.Tensor,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge a piece that some queries have into the attention of all.
+
+    Args:
+        out: output of all queries, [T, H, D].
+        lse: its log-sum-exps, [H, T].
+        part: the piece's output, [n, H, D].
+        part_lse: its log-sum-exps, [H, n].
+        places: see `Piece.places`, [T].
+        dtype: type of the result.
+
+    Returns:
+        Output [T, H, D]; log-sum-exps [H, T].
+    """
+    has, at = places >= 0, places.clamp(min=0)
+    other = torch.where(has, part_lse[:, at], -torch.inf)
+    total = torch.logaddexp(lse, other)
+    parts = torch.where(has[:, None, None], part[at].to(lse.dtype), 0.0)
+    merged = out.to(lse.dtype) * _share(lse, total) + parts * _share(other, total)
+    return merged.to(dtype), total
+
+
+@compiled_on_gpus((1, 2), (1, 2), ())
+def with_part(whole: torch.Tensor, part: torch.Tensor, places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Add a part's rows, [n, H, D], to those of the whole, [T, H, D], in another type; see `Piece.places`."""
+    parts = torch.where((places >= 0)[:, None, None], part[places.clamp(min=0)].to(dtype), 0.0)
+    return (whole.to(dtype) + parts).to(whole.dtype)
+
+
+def _with_rows(whole: torch.Tensor, part: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Add rows, [n, H, D], to those of the whole, [T, H, D], with these numbers, of which some come several times."""
+    return whole.index_add(0, rows, part.to(whole.dtype))
 
 
 def _share(lse: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
@@ -200,7 +287,9 @@ def _share(lse: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     return torch.exp(lse - total).T[..., None]
 
 
-def _taken(x: torch.Tensor, rows: torch.Tensor | None, dim: int = 0) -> torch.Tensor:
+def _taken(x: torch.Tensor, rows: torch.Tensor | slice | None, dim: int = 0) -> torch.Tensor:
+    if isinstance(rows, slice):
+        return x.narrow(dim, rows.start, rows.stop - rows.start)
     return x if rows is None else x.index_select(dim, rows)
 
 
@@ -261,7 +350,7 @@ def _cpu_backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     kv_heads, per_key = key.shape[1], query.shape[1] // key.shape[1]
-    grad_key, grad_value = (torch.empty(x.shape, dtype=lse.dtype) for x in (key, value))
+    grad_key, grad_value = (torch.zeros(x.shape, dtype=lse.dtype) for x in (key, value))
     grads = torch.empty_like(query), grad_key, grad_value
     for queries, keys, causal, mask in _sequences(piece, query):
         q, k, v = _by_heads(query[queries], key[keys], value[keys], per_key)
@@ -279,7 +368,8 @@ def _cpu_backward(
 def _sequences(piece: Piece, like: torch.Tensor) -> list[tuple[slice, slice, bool, torch.Tensor | None]]:
     """Return each sequence's queries and keys, whether the kernel's causal mask serves, and the mask where it does not.
 
-    The kernel aligns queries and keys at their beginnings.
+    The kernel aligns queries and keys at their beginnings. It divides by the number of queries, so sequences without
+    any, such as empty completions, are left out.
     """
     found = []
     queries = keys = 0
@@ -289,7 +379,8 @@ def _sequences(piece: Piece, like: torch.Tensor) -> list[tuple[slice, slice, boo
         if piece.causal and not plain:
             hidden = ~visible(seen - many, many, like.device, piece.window)
             mask = torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, -torch.inf)
-        found.append((slice(queries, queries + many), slice(keys, keys + seen), piece.causal and plain, mask))
+        if many:
+            found.append((slice(queries, queries + many), slice(keys, keys + seen), piece.causal and plain, mask))
         queries, keys = queries + many, keys + seen
     return found
 

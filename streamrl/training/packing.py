@@ -14,10 +14,12 @@ oneDNN makes a kernel for every shape of bf16 products on a CPU, and tensor core
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from streamrl.rollouts.micro_batch import TrainGroup, has_experts
 from streamrl.rollouts.types import ByteArray, FloatArray, IntArray
@@ -39,6 +41,31 @@ class GroupLayout:
     def stop(self) -> int:
         """Position after the group's last token."""
         return self.start + self.prompt_length + sum(self.completion_lengths)
+
+
+@lru_cache(maxsize=4)
+def numbers_of(layout: tuple[GroupLayout, ...]) -> torch.Tensor:
+    """Return a layout as numbers, int64, in host memory.
+
+    As such it passes through a model to its attention. torch compiles layers for any tensor, but looks at a tuple that
+    passes through, and would compile them for each layout anew.
+
+        [start, prompt length, number of completions, lengths of the completions ..., start of the next group, ...]
+    """
+    groups = ((one.start, one.prompt_length, len(one.completion_lengths), *one.completion_lengths) for one in layout)
+    with _disable_current_modes():  # numbers also where a step's graph is traced by tensors without any
+        return torch.tensor([number for group in groups for number in group], dtype=torch.int64)
+
+
+def layout_of(numbers: torch.Tensor) -> tuple[GroupLayout, ...]:
+    """Return the layout whose numbers these are."""
+    given: list[int] = numbers.tolist()
+    groups, at = [], 0
+    while at < len(given):
+        start, prompt, count = given[at : at + 3]
+        groups.append(GroupLayout(start, prompt, tuple(given[at + 3 : at + 3 + count])))
+        at += 3 + count
+    return tuple(groups)
 
 
 @dataclass(frozen=True)

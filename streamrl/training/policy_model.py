@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from streamrl.config.optimizer import Recomputation
 from streamrl.training.attention import SHARED_PREFIX
 from streamrl.training.attention_in_parts import IN_PARTS
+from streamrl.training.compute_copies import ComputeCopies
 from streamrl.training.hidden_states import predicting_states
 from streamrl.training.output_head import logit_transform, prove_head
 from streamrl.training.packing import PackedBatch
@@ -41,6 +42,8 @@ class Policy(nn.Module):
         self.replay = RouterReplay(model) if replays else None
         self.ranks = ranks
         """Ranks that share every row with this one (`sequence_parallel.py`); None: it has them to itself."""
+        self.copies: ComputeCopies | None = None
+        """Copies of the weights in the type that it computes in; None: it computes with the weights themselves."""
         self.fused = False
         """Whether the head's sums are compiled (`fused_logprobs.py`)."""
 

@@ -151,7 +151,7 @@ def _watched(trainer: Trainer) -> Iterator[list[str]]:
 
 
 def _finite(tensor: torch.Tensor) -> bool:
-    return math.isfinite(largest([tensor])[0])
+    return math.isfinite(float(largest([tensor])))
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

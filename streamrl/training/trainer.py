@@ -38,8 +38,10 @@ from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, split_into_
 from streamrl.rollouts.types import FloatArray
 from streamrl.training.agreements import agreed_packing
 from streamrl.training.checkpoint_writing import StateWriter, write_model
+from streamrl.training.compiled_formulas import Switch
 from streamrl.training.compiled_parts import compile_parts, compiles
 from streamrl.training.critic import Critic, load_critic
+from streamrl.training.early_copy import EarlyCopy
 from streamrl.training.hidden_states import has_own_rows
 from streamrl.training.host_offload import HostOffload
 from streamrl.training.learner import AnyLearner, Division, Learner, compute_type, copy_weights, reshard, shard
@@ -139,7 +141,8 @@ class Trainer:
             own = agreed_packing(run, critic_path, rows) if critic_path else self.packing
             critic = load_critic(critic_path or model_path, checkpointing, own.attention, ranks)
             self.critic = Learner(critic, self.ppo.critic.lr, run, device, division)
-        if compiles(run, device):
+        Switch.is_on = compiles(run, device)
+        if Switch.is_on:
             of_critic = None if self.critic is None else self.critic.model
             for one in (self.policy, self.reference, self.proximal, of_critic):
                 if one is not None:
@@ -281,11 +284,12 @@ class Trainer:
             batch.sequence_tokens,
             entropy if bonus else None,
         )
+        sums |= objective.sums | {"entropy_sum": entropy.detach().sum(), "outside": output.outside.sum()}
+        told = EarlyCopy(torch.stack([value.double() for value in sums.values()]))  # one transfer for all
         self.learner.backward(objective.loss_sum if work else objective.loss_sum * 0.0, is_last)
         if work is None:
             return MicroStats()
-        sums |= objective.sums | {"entropy_sum": entropy.detach().sum(), "outside": output.outside.sum()}
-        values = torch.stack([value.double() for value in sums.values()]).tolist()  # one transfer for all
+        values = told.arrived()
         if not all(math.isfinite(value) for name, value in zip(sums, values, strict=True) if name in LOSSES):
             self._bad_losses.append(f"micro-batch {self._micro_batches}")
         return MicroStats(

@@ -29,25 +29,30 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
-def largest(tensors: Iterable[torch.Tensor]) -> list[float]:
-    """Return the largest absolute value of each tensor's part on this rank.
+def largest(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the largest absolute value of each tensor's part on this rank, [n] fp64, on the tensors' device.
 
-    It is NaN or inf exactly if some entry is, and 0 for a tensor without entries. All values come in one transfer.
+    It is NaN or inf exactly if some entry is, and 0 for a tensor without entries.
 
     Args:
         tensors: tensors of any shapes, of one device and of a floating type of 16 bits or more.
     """
     parts = list(map(local, tensors))
     some = [part for part in parts if part.numel()]
-    if some and some[0].device.type == "cuda":
+    if not some:
+        return torch.zeros(len(parts), dtype=torch.float64)
+    if some[0].device.type == "cuda":
         sizes = list(torch._foreach_norm(some, math.inf))
     else:
         sizes = [torch.maximum(low.neg(), high) for low, high in map(torch.aminmax, some)]
-    values = iter(torch.stack(sizes).tolist() if sizes else [])
-    return [float(next(values)) if part.numel() else 0.0 for part in parts]
+    if len(some) < len(parts):
+        found, none = iter(sizes), torch.zeros((), device=some[0].device)
+        sizes = [next(found) if part.numel() else none for part in parts]
+    kinds = {size.dtype for size in sizes}  # a few launches instead of one for each of a thousand tensors
+    return torch.stack(sizes if len(kinds) == 1 else [size.double() for size in sizes]).double()
 
 
 def first_not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
     """Return the name of the first tensor with NaN or inf in this rank's part; None: all are finite."""
-    sizes = zip(tensors, largest(tensors.values()), strict=True)
+    sizes = zip(tensors, largest(tensors.values()).tolist(), strict=True)
     return next((name for name, size in sizes if not math.isfinite(size)), None)

@@ -5,14 +5,22 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from streamrl.config.run import RunConfig
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
@@ -23,7 +31,7 @@ from streamrl.training.packing import GroupLayout, pack, pack_share
 from streamrl.training.packing_choice import Packing
 from streamrl.training.trainer import Trainer
 from streamrl.verify import hardware_stages
-from streamrl.verify.hardware_trainer import random_group, save_model
+from streamrl.verify.hardware_trainer import random_group
 from streamrl.verify.tiny_run import tiny_run
 from streamrl.weights.backends.communicator import join, lead, open_meeting
 from streamrl.weights.backends.ipc import SLOT, IpcCommunicator
@@ -138,7 +146,7 @@ def test_memory_of_a_gpu_is_shared_with_a_process_and_with_its_successor(number:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_one_entry_of_many_tensors_that_is_not_finite_is_found(bad: float) -> None:
     tensors = [torch.randn(size, device="cuda") for size in (3, 70_000, 1)] + [torch.zeros(0, device="cuda")]
-    plain = largest(tensors)
+    plain = largest(tensors).tolist()
     assert plain == [float(one.abs().max()) for one in tensors[:3]] + [0.0]
     tensors[1][65_000] = bad
     assert first_not_finite(dict(zip("abcd", tensors, strict=True))) == "b"
@@ -151,12 +159,38 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+SHAPE: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 2048,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+MODELS = {
+    "Qwen 2": Qwen2Config(**SHAPE, tie_word_embeddings=True),
+    "norms of queries": Qwen3Config(**SHAPE),
+    "soft caps": Gemma2Config(**SHAPE, sliding_window=64),
+    "windows": Gemma3TextConfig(**SHAPE, sliding_window=64),
+    "experts": Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128),
+}
+
+
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("recomputation", [False, True, "selective"], ids=str)
-def test_a_compiled_trainer_rounds_no_more_than_one_that_is_not(tmp_path: Path, recomputation: bool | str) -> None:
-    device, contexts = torch.device("cuda", 0), (256,)
-    size = replace(hardware_stages.CPU, layers=2, heads=4, kv_heads=2, hidden=256, contexts=contexts)
-    model = save_model(size, tmp_path / "model", 256, device)
+@pytest.mark.parametrize(
+    ("family", "recomputation"), [*((name, False) for name in MODELS), ("Qwen 2", True), ("Qwen 2", "selective")]
+)
+def test_a_compiled_trainer_rounds_no_more_than_one_that_is_not(
+    tmp_path: Path, family: str, recomputation: bool | str
+) -> None:
+    torch.manual_seed(0)
+    model = tmp_path / "model"
+    AutoModelForCausalLM.from_config(MODELS[family]).save_pretrained(model)
     torch._dynamo.reset()  # else what an earlier case has compiled would serve this one, uncounted
     torch._dynamo.utils.counters.clear()
 
@@ -164,14 +198,16 @@ def test_a_compiled_trainer_rounds_no_more_than_one_that_is_not(tmp_path: Path, 
         options = {"gradient_checkpointing": recomputation, "compile": compiled}
         run = {"model": {"path": str(model), "dtype": dtype, "max_context": 256}, "optimizer": options}
         packing = Packing("shared", SHARED_PREFIX, "")
+        device = torch.device("cuda", 0)
         trainer = Trainer(RunConfig.model_validate(run), str(model), device, packing=packing)
-        trainer.accumulate([random_group(256, size.vocabulary)], is_last=True)
+        trainer.accumulate([random_group(256, SHAPE["vocab_size"])], is_last=True)
         return [whole(one.grad).float() for one in trainer.policy.parameters() if one.grad is not None]
 
     exact, plain = gradients("float32", False), gradients("bfloat16", False)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
     compiled = gradients("bfloat16", True)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0  # something was compiled
+    assert len(exact) == len(plain) == len(compiled) > 0
     for ours, theirs, right in zip(compiled, plain, exact, strict=True):  # both differ by some 3 %
         assert (ours - right).norm() < 1.5 * (theirs - right).norm()
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from streamrl.training import attention
 from streamrl.training.attention import shared_prefix_attention
 from streamrl.training.merged_attention import MergedAttention, has_kernel, pieces_of
-from streamrl.training.packing import GroupLayout
+from streamrl.training.packing import GroupLayout, numbers_of
 
 LAYOUT = (GroupLayout(0, 9, (6, 1, 11)), GroupLayout(27, 1, (4,)), GroupLayout(32, 5, ()))
 ROW = 37
@@ -61,7 +61,15 @@ def test_shared_prefixes_windows_caps_and_sinks_give_what_lone_sequences_give(
     options = {key: value for key, value in rule.items() if key != "sinks"}
     module = torch.nn.Identity()
     packed = shared_prefix_attention(
-        module, q[None], k[None], v[None], None, s_aux=sinks, plain_scores=plain_scores, layout=LAYOUT, **options
+        module,
+        q[None],
+        k[None],
+        v[None],
+        None,
+        s_aux=sinks,
+        plain_scores=plain_scores,
+        layout=numbers_of(LAYOUT),
+        **options,
     )[0][0]
     expected = torch.zeros_like(packed)
     for group in LAYOUT:
@@ -176,9 +184,9 @@ def test_an_attention_that_the_layout_cannot_express_is_refused() -> None:
     q, k, v = (torch.zeros(1, 1, ROW, 4) for _ in range(3))
     module: Any = torch.nn.Identity()
     with pytest.raises(ValueError, match="Identity brings a mask or a bias of its own"):
-        shared_prefix_attention(module, q, k, v, torch.zeros(1, 1, ROW, ROW), layout=LAYOUT)
+        shared_prefix_attention(module, q, k, v, torch.zeros(1, 1, ROW, ROW), layout=numbers_of(LAYOUT))
     with pytest.raises(ValueError, match="is not causal"):
-        shared_prefix_attention(module, q, k, v, None, is_causal=False, layout=LAYOUT)
+        shared_prefix_attention(module, q, k, v, None, is_causal=False, layout=numbers_of(LAYOUT))
     both_ways: Any = SimpleNamespace(is_causal=False)
     with pytest.raises(ValueError, match="is not causal"):
-        shared_prefix_attention(both_ways, q, k, v, None, layout=LAYOUT)
+        shared_prefix_attention(both_ways, q, k, v, None, layout=numbers_of(LAYOUT))

@@ -7,36 +7,55 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GptOssConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, GptOssConfig, PretrainedConfig, Qwen2Config
 
 from scheduler.cost import training_cost
 from streamrl.config.run import RunConfig
+from streamrl.training.attention import OWN_ROWS, SHARED_PREFIX
 from streamrl.training.compiled_parts import compile_parts
 from streamrl.training.policy_model import Policy
 
+SHAPE: dict[str, Any] = {
+    "num_hidden_layers": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "vocab_size": 8,
+    "head_dim": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+LAYER = "model.layers.0"
+PARTS = [f"{LAYER}.mlp", f"{LAYER}.input_layernorm", f"{LAYER}.post_attention_layernorm", "model.norm"]
 
-@pytest.mark.parametrize("recomputation", [False, True, "selective"], ids=str)
-def test_norms_and_mlps_are_compiled_where_no_single_operation_is_looked_at(recomputation: bool | str) -> None:
-    config = Qwen2Config(num_hidden_layers=1, hidden_size=16, intermediate_size=16, vocab_size=8, num_attention_heads=2)
-    policy = Policy(AutoModelForCausalLM.from_config(config))
-    compile_parts(policy, RunConfig.model_validate({"optimizer": {"gradient_checkpointing": recomputation}}))
-    compiled = [name for name, module in policy.model.named_modules() if module._compiled_call_impl is not None]
-    layer = "model.layers.0"
-    expected = [f"{layer}.mlp", f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm", "model.norm"]
-    assert compiled == ([] if recomputation == "selective" else expected)
+
+def compiled_of(
+    config: PretrainedConfig, attention: str, recomputation: bool | str = False, layers: int = 1
+) -> set[str]:
+    """Return the modules of a model that are compiled."""
+    policy = Policy(AutoModelForCausalLM.from_config(config, attn_implementation=attention))
+    run = RunConfig.model_validate({"optimizer": {"gradient_checkpointing": recomputation}})
+    compile_parts(policy, run, layers)
     assert policy.fused
+    modules = policy.model.named_modules()
+    return {name for name, one in modules if one._compiled_call_impl is not None or "forward" in vars(one)}
 
 
-def test_experts_and_layers_that_ranks_share_are_not_compiled() -> None:
-    shape = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "vocab_size": 8, "head_dim": 8}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    mixture = Policy(AutoModelForCausalLM.from_config(GptOssConfig(**shape, **heads, num_local_experts=2)))
-    dense = Policy(AutoModelForCausalLM.from_config(Qwen2Config(**shape, **heads)))
-    compile_parts(mixture, RunConfig())
-    compile_parts(dense, RunConfig(), layers=2)
-    for policy, norms in ((mixture, 3), (dense, 0)):
-        kinds = [type(one).__name__ for one in policy.model.modules() if one._compiled_call_impl is not None]
-        assert len(kinds) == norms and all(kind.endswith("RMSNorm") for kind in kinds)
+@pytest.mark.parametrize("recomputation", [False, True])
+def test_layers_whose_rows_attend_by_our_function_are_compiled_as_a_whole(recomputation: bool) -> None:
+    for attention in (SHARED_PREFIX, OWN_ROWS):
+        found = compiled_of(Qwen2Config(**SHAPE), attention, recomputation)
+        assert found == {LAYER, "model.norm"}
+
+
+@pytest.mark.parametrize("recomputation", [False, True])
+def test_of_other_layers_norms_and_mlps_are_compiled(recomputation: bool) -> None:
+    assert compiled_of(Qwen2Config(**SHAPE), "sdpa", recomputation) == set(PARTS)
+
+
+def test_of_mixtures_norms_are_compiled_and_where_single_operations_count_nothing_is() -> None:
+    assert compiled_of(GptOssConfig(**SHAPE, num_local_experts=2), SHARED_PREFIX) == set(PARTS[1:])
+    assert compiled_of(Qwen2Config(**SHAPE), SHARED_PREFIX, "selective") == set()
+    assert compiled_of(Qwen2Config(**SHAPE), SHARED_PREFIX, layers=2) == set()
 
 
 @pytest.mark.parametrize("compiled", [False, True])

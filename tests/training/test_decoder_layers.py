@@ -24,7 +24,9 @@ from transformers import (
 
 from streamrl.errors import RunFailed
 from streamrl.training.decoder_layers import decoder_layers
+from streamrl.training.learner import Division, _fully_shard
 from streamrl.training.packing_proof import prove, small_model
+from streamrl.training.policy_model import load_policy
 from streamrl.training.trainer import Trainer
 from tests.training.conftest import random_groups, run_config
 from tests.training.trained import CPU, PPO, full
@@ -79,8 +81,11 @@ def test_layers_of_other_names_are_sharded_and_trained_in_bf16(
     trainer = Trainer(run_config(tmp_path, model=model, algorithm=PPO), str(tmp_path), CPU)
     assert trainer.critic is not None
     for one in (trainer.policy, trainer.critic.model):
-        units = [module for module in one.modules() if isinstance(module, FSDPModule)]
-        assert units == [one, *decoder_layers(one.model)]
+        assert one.copies is not None
+    shared = load_policy(str(tmp_path))  # by several ranks
+    _fully_shard(shared, trainer.run, CPU, Division())
+    units = [module for module in shared.modules() if isinstance(module, FSDPModule)]
+    assert units == [shared, *decoder_layers(shared.model)]
     before = {name: weight.clone() for name, weight in trainer.weights()}
     trainer.accumulate(random_groups(2), is_last=True)
     assert all(float(full(p.grad).norm()) > 0 for layer in decoder_layers(trainer.policy.model) for p in weights(layer))

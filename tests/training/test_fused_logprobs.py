@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from streamrl.config.run import RunConfig
-from streamrl.training import fused_logprobs
 from streamrl.training.compiled_parts import compiles
 from streamrl.training.fused_logprobs import Changes, FusedTokenLogprobs, fuses
 from streamrl.training.token_logprobs import LogitTransform, TokenDistribution, token_logprobs
@@ -16,12 +13,6 @@ from tests.training.conftest import relative_error
 
 VOCABULARY, WIDTH, TOKENS = 300, 32, 50
 CHANGES = [Changes(1.0, None, 1.0), Changes(0.25, None, 0.7), Changes(1.5, 20.0, 1.3)]
-
-
-@pytest.fixture(autouse=True)
-def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(fused_logprobs, "_compiled", lambda function: function)
-    yield
 
 
 def inputs() -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:

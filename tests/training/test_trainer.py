@@ -23,6 +23,7 @@ from streamrl.rollouts.micro_batch import (
 )
 from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.training.critic import load_critic
+from streamrl.training.learner import Division, _fully_shard
 from streamrl.training.objective import policy_objective
 from streamrl.training.packing import PackedShare, pack
 from streamrl.training.policy_model import load_policy
@@ -219,23 +220,24 @@ def test_forward_passes_before_an_optimizer_step_leave_its_bits_as_they_are(
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_only_what_is_converted_or_shared_is_sharded(tiny_model: Path, one_rank: None) -> None:
-    for dtype, is_sharded in (("float32", False), ("bfloat16", True)):
+def test_a_lone_rank_shards_nothing_and_copies_what_it_converts(tiny_model: Path, one_rank: None) -> None:
+    for dtype, is_converted in (("float32", False), ("bfloat16", True)):
         model = {"path": str(tiny_model), "max_context": 256, "dtype": dtype}
         trainer = Trainer(run_config(tiny_model, model=model, algorithm=PPO), str(tiny_model), CPU)
         assert trainer.critic is not None and trainer.reference is not None
         for one in (trainer.policy, trainer.critic.model, trainer.reference):
-            assert any(isinstance(module, FSDPModule) for module in one.modules()) == is_sharded
+            assert not any(isinstance(module, FSDPModule) for module in one.modules())
+            assert (one.copies is not None) == is_converted
 
 
-def test_a_model_that_is_sharded_is_never_whole_on_the_device(tiny_model: Path, one_rank: None) -> None:
-    """torch moves each unit as it is sharded; only a model that is not sharded is moved as a whole."""
-    for dtype, whole in (("float32", {"Policy", "Critic"}), ("bfloat16", set())):
-        model = {"path": str(tiny_model), "max_context": 256, "dtype": dtype}
-        with patch.object(torch.nn.Module, "to", autospec=True) as moves:
-            Trainer(run_config(tiny_model, model=model, algorithm=PPO), str(tiny_model), CPU)
-        moved = {type(call.args[0]).__name__ for call in moves.call_args_list}
-        assert moved & {"Policy", "Critic", "FSDPPolicy", "FSDPCritic"} == whole
+def test_a_model_that_ranks_share_is_never_whole_on_the_device(tiny_model: Path, one_rank: None) -> None:
+    """torch moves each unit as it is sharded."""
+    model = {"path": str(tiny_model), "max_context": 256, "dtype": "bfloat16"}
+    policy = load_policy(str(tiny_model))
+    with patch.object(torch.nn.Module, "to", autospec=True) as moves:
+        _fully_shard(policy, run_config(tiny_model, model=model), CPU, Division())
+    assert isinstance(policy, FSDPModule)
+    assert not {type(call.args[0]).__name__ for call in moves.call_args_list} & {"Policy", "FSDPPolicy"}
 
 
 def test_kl_to_the_reference_is_zero_at_the_start_and_grows(tiny_model: Path, one_rank: None) -> None:

@@ -71,12 +71,15 @@ def _rank(
     division: Division,
     batch: dict[str, Any],
     recomputation: Recomputation,
+    dtype: str,
 ) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     schedule = {"name": "stream", "sync_every": 2}
     optimizer = {"lr": 1e-3, "max_grad_norm": 1e9, "gradient_checkpointing": recomputation}
-    config = run_config(Path(model), algorithm=algorithm, schedule=schedule, batch=batch, optimizer=optimizer)
+    policy = {"path": model, "max_context": 256, "dtype": dtype}
+    parts = {"model": policy, "algorithm": algorithm, "schedule": schedule, "batch": batch, "optimizer": optimizer}
+    config = run_config(Path(model), **parts)
     trainer = Trainer(config, model, CPU, division=division)
     if resume:
         trainer.load(Path(resume))
@@ -128,6 +131,7 @@ def _spawn(
     division: Division | None = None,
     batch: dict[str, Any] | None = None,
     recomputation: Recomputation = False,
+    dtype: str = "float32",
 ) -> dict[str, torch.Tensor]:
     arguments = (
         ranks,
@@ -139,6 +143,7 @@ def _spawn(
         division or Division(),
         batch or {},
         recomputation,
+        dtype,
     )
     run_ranks(ranks, _rank, *arguments)
     return torch.load(out / "weights.pt")
@@ -201,6 +206,19 @@ def test_two_ranks_equal_one_and_checkpoints_load_on_either(tiny_model: Path, tm
     assert reductions_of(tmp_path / "separate") > 2 * units  # micro-batches of several passes
     again = _spawn(2, tiny_model, tmp_path / "again", WHITENED, tmp_path / "hybrid", batch=TWO_UPDATES)
     same_updates(again, again_one, hybrid)
+
+
+def test_in_bf16_two_ranks_that_shard_equal_one_that_does_not(tiny_model: Path, tmp_path: Path) -> None:
+    about = EVERYTHING, None, None, None, False, "bfloat16"
+    _spawn(1, tiny_model, tmp_path / "one", *about)
+    _spawn(2, tiny_model, tmp_path / "two", *about)
+    # micro-batches are cut otherwise, and each one's gradients are rounded to 8 bits
+    assert relative_error(gradient_of(tmp_path / "two"), gradient_of(tmp_path / "one")) < 0.01
+    # the checkpoint of one loads on both
+    one = _spawn(1, tiny_model, tmp_path / "again-one", EVERYTHING, tmp_path / "one", *about[2:])
+    two = _spawn(2, tiny_model, tmp_path / "again-two", EVERYTHING, tmp_path / "one", *about[2:])
+    assert relative_error(gradient_of(tmp_path / "again-two"), gradient_of(tmp_path / "again-one")) < 0.01
+    assert all(relative_error(two[name], weight) < 0.01 for name, weight in one.items())
 
 
 @dataclass(frozen=True)
