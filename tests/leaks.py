@@ -27,7 +27,8 @@ EXEC_S = 1.0
 """Seconds for which an empty environment is read again: a process has none for a moment while it loads a program."""
 KERNEL = 2
 """Pid of the parent of the kernel's own processes, which have no environment."""
-OF_PYTHON = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker", WARM)
+COMPILERS = "torch/_inductor/compile_worker"
+OF_PYTHON = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", COMPILERS, WARM)
 """Parts of command lines of helpers that libraries, or `tests/warm.py`, keep for the life of this process."""
 
 
@@ -97,7 +98,13 @@ class Leaks:
         name = mark_of(environment, f"{self._own} ")
         if name is None and parent != self._own:
             return None
-        return name not in self._fixtures and not (parent == self._own and _is_of_python(pid))
+        return name not in self._fixtures and not self._is_helper(pid, parent)
+
+    def _is_helper(self, pid: int, parent: int) -> bool:
+        """Return whether a process is a library's, for the life of this process: also those of torch's compilers."""
+        if parent == self._own:
+            return _says(pid, *OF_PYTHON)
+        return _says(pid, COMPILERS) and _says(parent, COMPILERS)
 
     def end_left(self) -> list[str]:
         """Kill the processes left a moment after a test; return a line about each."""
@@ -136,8 +143,9 @@ def _name(fixture: pytest.FixtureDef[Any]) -> str:
     return f"the {fixture.scope}'s fixture {fixture.argname} of {fixture.baseid}"
 
 
-def _is_of_python(pid: int) -> bool:
+def _says(pid: int, *parts: str) -> bool:
+    """Return whether a process's command line has one of these parts; a process that is gone has them all."""
     with contextlib.suppress(psutil.NoSuchProcess):
         words = " ".join(psutil.Process(pid).cmdline())
-        return any(name in words for name in OF_PYTHON)
+        return any(part in words for part in parts)
     return True

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from streamrl.runtime.processes import is_alive
 from tests import leaks
 from tests.leaks import Leaks
-from tests.marks import MARK
-from tests.waiting import scaled
+from tests.marks import MARK, started_by
+from tests.waiting import scaled, wait_for
 
 pytest_plugins = ("pytester",)
 ROOT = Path(__file__).parents[1]
@@ -106,3 +109,18 @@ def test_a_process_that_has_no_environment_yet_is_looked_at_again(monkeypatch: p
     for parent, ended, left in ((1, False, None), (leaks.KERNEL, False, None), (1, True, False)):
         monkeypatch.setattr(leaks, "_read", lambda pid, parent=parent, ended=ended: (b"", parent, ended))
         assert Leaks()._is_left(4_000_000) is left
+
+
+def test_compilers_of_torch_and_what_they_start_may_stay() -> None:
+    wait = "import subprocess, sys, time; sys.argv[2:] and subprocess.Popen(sys.argv[2:]).wait(); time.sleep(600)"
+    inner = [sys.executable, "-c", wait]
+    for word, is_left in ((leaks.COMPILERS, False), ("something else", True)):
+        with started_by(f"{os.getpid()} a test"):
+            outer = subprocess.Popen([sys.executable, "-c", wait, word, *inner, word])
+        try:
+            (child,) = wait_for(psutil.Process(outer.pid).children, 30.0, what="the process inside")
+            assert Leaks()._is_left(child.pid) is is_left
+        finally:
+            for process in (*psutil.Process(outer.pid).children(), psutil.Process(outer.pid)):
+                process.kill()
+            outer.wait()
