@@ -435,6 +435,12 @@ def _gpu_runs() -> str:
     )
 
 
+@named(FIGURES, "gpu-before-layers")
+def _gpu_before_layers() -> str:
+    found = read("gpu_h200")["before_whole_layers"]
+    return " and ".join(f"{sum(found[context]):.2f}" for context in ("2048", "8192")) + " s"
+
+
 @named(FIGURES, "gpu-before")
 def _gpu_before() -> str:
     found = read("gpu_h200")["before_compilation"]
