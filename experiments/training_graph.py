@@ -2,10 +2,11 @@
 
     python experiments/training_graph.py
 
-The step is that of a run: its own model code, its attention, its head, its FSDP2 and AdamW. The tensors are fake
-(torch's `FakeTensorMode`): they have shapes, types and storages, but no numbers, so a 1.5 B model with 32k tokens needs
-no memory. What code chooses by the kind of device is chosen as on a GPU (`gpu_ways`). So the counts hold for the
-graph that a GPU is given; what its caching allocator and libraries add does not appear, and speed does not either.
+The step is that of a run: its own model code, its attention, its head, its copies of the weights and AdamW. The tensors
+are fake (torch's `FakeTensorMode`): they have shapes, types and storages, but no numbers, so a 1.5 B model with 32k
+tokens needs no memory. What code chooses by the kind of device is chosen as on a GPU (`gpu_ways`). So the counts hold
+for the graph that a GPU is given; what its caching allocator and libraries add does not appear, and speed does not
+either.
 
 The memory is compared with the formula by which `plan` and the check before a run judge (`cost.training_cost`).
 """

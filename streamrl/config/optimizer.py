@@ -49,9 +49,9 @@ class OptimizerConfig(StrictModel):
 
     compile: bool = Field(
         True,
-        description="on GPUs, let torch compile layers (of mixtures of experts, their norms) and the log-probabilities "
-        "of the output head into fewer kernels, which takes some twenty seconds at the first step (with "
-        "gradient_checkpointing: selective, only the last of these)",
+        description="on GPUs, let torch compile dense layers as a whole, norms and plain MLPs of others, and the "
+        "log-probabilities of the output head into fewer kernels, which takes some twenty seconds at the first step "
+        "(with gradient_checkpointing: selective or tensor parallelism, only the last of these)",
     )
 
     def decay_length(self, total_steps: int) -> int:

@@ -106,7 +106,7 @@ def _of_layout(
     plain_scores: int,
 ) -> torch.Tensor:
     """Compute `shared_prefix_attention` of [H, T, D], twice [H_kv, T, ...]; returns [1, T, H, D_v]."""
-    layout = layout_of(numbers)
+    layout = layout_of(tuple(numbers.tolist()))
     rule = ScoreRule(scale, seen_window(sliding_window, layout), softcap)
     if q.device.type == "cpu" and len(q) * max(map(_scores, layout)) <= plain_scores:
         plain: torch.Tensor = PlainAttention.apply(q, k, v, s_aux, layout, rule)

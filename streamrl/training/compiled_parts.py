@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch._dynamo.exc
 import torch._functorch.config
 from torch import nn
 
@@ -23,6 +24,8 @@ from streamrl.training.critic import Critic
 from streamrl.training.decoder_layers import decoder_layers
 from streamrl.training.policy_model import Policy
 
+MOST_OF_REASON = 400
+"""Characters of torch's own words that an error repeats; the log has all."""
 RECOMPILATIONS = 64
 """Versions that torch may compile of the modules of all models together."""
 
@@ -30,6 +33,23 @@ RECOMPILATIONS = 64
 def compiles(run: RunConfig, device: torch.device) -> bool:
     """Return whether a run compiles parts of its models on a device."""
     return run.optimizer.compile and device.type == "cuda"
+
+
+@contextlib.contextmanager
+def failures_told() -> Iterator[None]:
+    """Say what helps where torch cannot compile a part of a model: it tries at the first pass of each kind.
+
+    Raises:
+        RunFailed: torch has tried, and failed.
+    """
+    try:
+        yield
+    except torch._dynamo.exc.TorchDynamoException as error:
+        reason = " ".join(str(error).split())[:MOST_OF_REASON]
+        raise RunFailed(
+            f"torch cannot compile a part of the model: {type(error).__name__}: {reason}; expected a model that it can "
+            "compile, or optimizer.compile: false"
+        ) from error
 
 
 def compile_parts(model: Policy | Critic, run: RunConfig, layers: int = 1) -> None:
@@ -48,6 +68,8 @@ def compile_parts(model: Policy | Critic, run: RunConfig, layers: int = 1) -> No
     # an MLP's backward pass multiplies gate and up again, in a kernel that reads both anyway, instead of keeping the
     # product, which takes as much memory as one of them
     torch._functorch.config.ban_recompute_materialized_backward = False
+    # else the numbers of modules that FSDP2 manages, such as the width of heads, are taken for ones that vary
+    torch._dynamo.config.skip_fsdp_guards = False
     if isinstance(model, Policy):
         model.fused = True
     if run.optimizer.gradient_checkpointing != "selective" and layers == 1:

@@ -48,6 +48,10 @@ class _Gradients:
         self._pending: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._bytes = 0
 
+    def forget(self) -> None:
+        """Discard all that wait."""
+        self._pending, self._bytes = [], 0
+
     def take(self, weight: nn.Parameter, copy: torch.Tensor) -> None:
         """Take the gradient of a weight's copy."""
         gradient, copy.grad = copy.grad, None
@@ -72,7 +76,7 @@ class _Gradients:
             if pairs:
                 totals, gradients = zip(*pairs, strict=True)
                 operation(totals, gradients)
-        self._pending, self._bytes = [], 0
+        self.forget()
 
 
 class ComputeCopies:
@@ -113,6 +117,10 @@ class ComputeCopies:
 
         both: tuple[Any, Any] = tree_map_only(torch.Tensor, cast, (args, kwargs))
         return both
+
+    def forget_gradients(self) -> None:
+        """Discard gradients of a backward pass that did not end."""
+        self._gradients.forget()
 
     def add_gradients(self) -> None:
         """Complete the gradients of the weights after a backward pass."""

@@ -29,8 +29,8 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     lists = [module for module in decoder_of(model).modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise RunFailed(
-            f"the trainer cannot shard {type(model).__name__}: it has no list of decoder layers; expected model.dtype: "
-            "float32 and one rank, or another model"
+            f"the trainer cannot divide {type(model).__name__}: it has no list of decoder layers; expected "
+            "model.dtype: float32 and one rank, or another model"
         )
     return max(lists, key=_weights)  # of equal ones the outer one, which comes first
 

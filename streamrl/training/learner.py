@@ -199,9 +199,11 @@ class Learner(Generic[Model]):
         weights = sum(parameter.numel() for parameter in model.parameters())
         self._reduces_once = self.division.reduces_once(weights, device)
         self.model: Model = shard(model, run, device, True, self.division)
+        self._weights: dict[str, torch.nn.Parameter] = dict(self.model.named_parameters())
+        """Master weights by name, also while the model computes with copies of them."""
         self.options: OptimizerConfig = run.optimizer
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
+            self._weights.values(),
             lr=lr,
             betas=self.options.betas,
             eps=self.options.eps,
@@ -243,12 +245,8 @@ class Learner(Generic[Model]):
             return False
         if not is_last:
             return True
-        has_gradient = any(parameter.grad is not None for parameter in self._weights())
+        has_gradient = any(weight.grad is not None for weight in self._weights.values())
         return has_gradient and not isinstance(self.model, FSDPModule)
-
-    def _weights(self) -> list[torch.Tensor]:
-        """Return the master weights, also while the model computes with copies of them."""
-        return [weight for group in self.optimizer.param_groups for weight in group["params"]]
 
     def divide(self, normalizer: float) -> float:
         """Let the next update divide the accumulated gradient by the normalizer.
@@ -265,13 +263,13 @@ class Learner(Generic[Model]):
         reshard(self.model)  # a forward pass since the last backward one has left compute copies, without gradients
         # FSDP has averaged the ranks' sums, so multiplying by their number gives the batch's sum
         scale = self.division.averaged / normalizer
-        trained: list[torch.Tensor] = [weight for weight in self._weights() if weight.grad is not None]
+        trained: list[torch.Tensor] = [weight for weight in self._weights.values() if weight.grad is not None]
         gradients = [weight.grad for weight in trained if weight.grad is not None]
         norm: torch.Tensor = whole(torch.nn.utils.get_total_norm(gradients))
-        checked: list[torch.Tensor] = [
-            largest(trained),
-            *(largest(self._moments(trained, moment)) for moment in MOMENTS),
-        ]
+        none = norm.new_zeros(0)  # a moment before the first update
+        states: list[dict[str, torch.Tensor]] = [self.optimizer.state.get(weight, {}) for weight in trained]
+        checked: list[torch.Tensor] = [largest(trained)]
+        checked += [largest(state.get(moment, none) for state in states) for moment in MOMENTS]
         values: list[float] = torch.cat([norm.double()[None], *(one.to(norm.device) for one in checked)]).tolist()
         norm_of_sum, sizes, count = values[0], values[1:], len(trained)
         self._sizes = [sizes[at : at + count] for at in range(0, len(sizes), count)] if count else [[], [], []]
@@ -280,20 +278,15 @@ class Learner(Generic[Model]):
         self._factor = scale * min(1.0, self.options.max_grad_norm / (divided + 1e-6))
         return divided
 
-    def _moments(self, weights: list[torch.Tensor], moment: str) -> list[torch.Tensor]:
-        """Return one of AdamW's moments of each weight; before its first update it is empty."""
-        return [self.optimizer.state.get(one, {}).get(moment, local(one).new_zeros(0)) for one in weights]
-
     def damage(self) -> Refusal | None:
         """Return which weight or moment of AdamW is not finite on this rank; None: all are."""
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        if name := first_not_finite({name: parameter for parameter, name in names.items()}):
+        if name := first_not_finite(self._weights):
             return Refusal("weight", name)
         for moment in MOMENTS:
             states = {
-                name: self.optimizer.state[parameter][moment]
-                for parameter, name in names.items()
-                if moment in self.optimizer.state.get(parameter, {})
+                name: self.optimizer.state[weight][moment]
+                for name, weight in self._weights.items()
+                if moment in self.optimizer.state.get(weight, {})
             }
             if name := first_not_finite(states):
                 return Refusal(f"AdamW's {moment}", name)
@@ -301,7 +294,7 @@ class Learner(Generic[Model]):
 
     def bad_gradient(self) -> Refusal | None:
         """Return which weight's accumulated gradient is not finite on this rank; None: all are."""
-        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        gradients = {name: weight.grad for name, weight in self._weights.items() if weight.grad is not None}
         name = first_not_finite(gradients)
         return None if name is None else Refusal("gradient", name)
 
@@ -312,7 +305,7 @@ class Learner(Generic[Model]):
             norm: the result of `divide`.
             lr: learning rate of the update.
         """
-        trained = [name for name, weight in self.model.named_parameters() if weight.grad is not None]
+        trained = [name for name, weight in self._weights.items() if weight.grad is not None]
         clipped = min(norm, self.options.max_grad_norm) * (1.0 + 1e-5)
         for name, weight, *both in zip(trained, *self._sizes, strict=True):
             if not stays_finite(weight, clipped, (both[0], both[1]), lr, self.options):
@@ -326,7 +319,7 @@ class Learner(Generic[Model]):
             lr: learning rate of this update.
         """
         assert self._factor is not None
-        if gradients := [local(weight.grad) for weight in self._weights() if weight.grad is not None]:
+        if gradients := [local(weight.grad) for weight in self._weights.values() if weight.grad is not None]:
             torch._foreach_mul_(gradients, self._factor)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -336,6 +329,8 @@ class Learner(Generic[Model]):
     def clear(self) -> None:
         """Discard the gradient; weights and optimizer state stay as they are."""
         self._factor, self._sizes = None, []
+        if self.model.copies is not None:
+            self.model.copies.forget_gradients()
         self.optimizer.zero_grad(set_to_none=True)
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -346,10 +341,10 @@ class Learner(Generic[Model]):
         reshard(self.model)
         for state in self.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-        for parameter in self.model.parameters():
-            yield parameter
-            if parameter.grad is not None:
-                yield parameter.grad
+        for weight in self._weights.values():
+            yield weight
+            if weight.grad is not None:
+                yield weight.grad
 
     def state(self, prefix: str) -> dict[str, Any]:
         """Return sharded weights (`<prefix>model`) and AdamW's state (`<prefix>optimizer`) for torch's checkpoints.
@@ -366,7 +361,7 @@ class Learner(Generic[Model]):
 
         torch would leave them out of a checkpoint, and yet miss them there. Before the first step it would count one.
         """
-        for weight in self.model.parameters():
+        for weight in self._weights.values():
             if weight.requires_grad and not self.optimizer.state[weight]:
                 step = torch.zeros((), dtype=torch.float32, device=weight.device)
                 self.optimizer.state[weight] = {"step": step} | {name: torch.zeros_like(weight) for name in MOMENTS}

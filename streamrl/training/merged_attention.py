@@ -99,9 +99,8 @@ def pieces_of(
         parts = [range(at, min(at + step, group.stop)) for at in range(first, group.stop, step)]
         answers += parts
         prompts += [range(group.start, first)] * len(parts)
-    rows: torch.Tensor | slice = _rows(answers, device)
-    if len(with_answers) == 1:  # nothing lies between them
-        rows = slice(answers[0].start, answers[-1].stop)
+    lone = len(with_answers) == 1  # nothing lies between its completions
+    rows = slice(answers[0].start, answers[-1].stop) if lone else _rows(answers, device)
     places = torch.full((sum(lengths),), -1, device=device)
     places[rows] = torch.arange(sum(map(len, answers)), device=device)
     shared = Piece(

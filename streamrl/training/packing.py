@@ -57,13 +57,13 @@ def numbers_of(layout: tuple[GroupLayout, ...]) -> torch.Tensor:
         return torch.tensor([number for group in groups for number in group], dtype=torch.int64)
 
 
-def layout_of(numbers: torch.Tensor) -> tuple[GroupLayout, ...]:
+@lru_cache(maxsize=16)  # each layer asks
+def layout_of(numbers: tuple[int, ...]) -> tuple[GroupLayout, ...]:
     """Return the layout whose numbers these are."""
-    given: list[int] = numbers.tolist()
     groups, at = [], 0
-    while at < len(given):
-        start, prompt, count = given[at : at + 3]
-        groups.append(GroupLayout(start, prompt, tuple(given[at + 3 : at + 3 + count])))
+    while at < len(numbers):
+        start, prompt, count = numbers[at : at + 3]
+        groups.append(GroupLayout(start, prompt, numbers[at + 3 : at + 3 + count]))
         at += 3 + count
     return tuple(groups)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,6 +18,11 @@ def seen_window(sliding_window: int | None, layout: tuple[GroupLayout, ...]) -> 
 
 
 def _pieces(numbers: torch.Tensor, sliding_window: int, device: torch.device) -> tuple[Piece, ...]:
+    return _pieces_of(tuple(numbers.tolist()), sliding_window, device)
+
+
+@lru_cache(maxsize=16)  # each layer asks, forward and backward
+def _pieces_of(numbers: tuple[int, ...], sliding_window: int, device: torch.device) -> tuple[Piece, ...]:
     layout = layout_of(numbers)
     return pieces_of(layout, seen_window(sliding_window, layout), device)
 

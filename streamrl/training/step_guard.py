@@ -24,7 +24,7 @@ def refusal(
     A good step costs one pass over weights and moments and, with several ranks, the reduction of one number.
 
     Args:
-        learners: policy and critic, with their divided gradients.
+        learners: policy and critic, after `divide`.
         norms: norm of each learner's gradient.
         rates: learning rate of each learner's update; []: there will be none.
         bad_losses: names of this rank's micro-batches whose loss is not finite.

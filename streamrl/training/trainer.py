@@ -39,7 +39,7 @@ from streamrl.rollouts.types import FloatArray
 from streamrl.training.agreements import agreed_packing
 from streamrl.training.checkpoint_writing import StateWriter, write_model
 from streamrl.training.compiled_formulas import Switch
-from streamrl.training.compiled_parts import compile_parts, compiles
+from streamrl.training.compiled_parts import compile_parts, compiles, failures_told
 from streamrl.training.critic import Critic, load_critic
 from streamrl.training.early_copy import EarlyCopy
 from streamrl.training.hidden_states import has_own_rows
@@ -162,6 +162,7 @@ class Trainer:
         self._bad_losses: list[str] = []
         """Those of them whose loss on this rank is not finite."""
 
+    @failures_told()
     def prepare(self, groups: list[TrainGroup]) -> FloatArray:
         """Return the frozen reference's log-probabilities of the completion tokens, [N], in the groups' order.
 
@@ -182,6 +183,7 @@ class Trainer:
             found.append(logprobs.cpu().numpy()[: None if batch else 0])
         return np.concatenate(found)
 
+    @failures_told()
     @torch.no_grad()
     def estimate(self, groups: list[TrainGroup], reference_given: bool = False) -> FloatArray:
         """Return (advantage, return, value) of each token with a loss by the current weights, [N, 3], in order.
@@ -220,6 +222,7 @@ class Trainer:
         parts = split_into_rows(groups, rows, self._padded) if self._separate else [groups] if groups else []
         return pack_share(parts, self.device, self._copies)
 
+    @failures_told()
     def accumulate(
         self, share: list[TrainGroup] | PackedShare, is_last: bool, reference_given: bool = False
     ) -> MicroStats:
@@ -414,6 +417,7 @@ class Trainer:
         self._bad_losses, self._micro_batches = [], 0
         return bad
 
+    @failures_told()
     def measure_canary(self, one: Canary) -> FloatArray:
         """Return the policy's log-probabilities of the canary's completion, [C], at temperature 1."""
         sequence = TrainSequence(one.completion_tokens, np.zeros(len(one.completion_tokens), np.float32), 0.0)

@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, GptOssConfig, PretrainedConfig, Q
 
 from scheduler.cost import training_cost
 from streamrl.config.run import RunConfig
+from streamrl.errors import RunFailed
 from streamrl.training.attention import OWN_ROWS, SHARED_PREFIX
-from streamrl.training.compiled_parts import compile_parts
+from streamrl.training.compiled_parts import compile_parts, failures_told
 from streamrl.training.policy_model import Policy
 
 SHAPE: dict[str, Any] = {
@@ -89,3 +90,11 @@ def test_norm_and_mlp_keep_what_the_cost_model_counts(compiled: bool, monkeypatc
         of_norms, of_mlp = training_cost.COMPILED_NORM_BYTES, training_cost.COMPILED_MLP_BYTES
     scale = 4  # the norm's, one number in fp32
     assert found == of_norms / 2 * hidden + of_mlp * inner + scale
+
+
+def test_a_part_that_torch_cannot_compile_ends_the_run_with_what_helps() -> None:
+    def broken(*_: Any) -> Any:
+        raise NotImplementedError("no kernel")
+
+    with pytest.raises(RunFailed, match=r"no kernel.*; expected .* or optimizer.compile: false"), failures_told():
+        torch.compile(lambda x: x + 1, backend=broken)(torch.zeros(3))

@@ -68,7 +68,7 @@ def test_lists_beside_and_in_the_layers_are_not_taken_for_them() -> None:
 def test_a_model_without_a_list_is_refused() -> None:
     model = AutoModel.from_config(LlamaConfig(**SMALL))
     model.layers = torch.nn.Linear(2, 2)
-    with pytest.raises(RunFailed, match=r"cannot shard LlamaModel: it has no list .* expected model.dtype: float32"):
+    with pytest.raises(RunFailed, match=r"cannot divide LlamaModel: it has no list .* expected model.dtype: float32"):
         decoder_layers(model)
 
 

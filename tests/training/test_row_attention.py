@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.backends.debugging import aot_eager
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from streamrl.config.run import RunConfig
 from streamrl.training import attention
 from streamrl.training.compiled_parts import compile_parts
+from streamrl.training.learner import Division, _fully_shard, reshard
 from streamrl.training.merged_attention import MergedAttention, pieces_of
 from streamrl.training.packing import GroupLayout, layout_of, numbers_of, pack
 from streamrl.training.policy_model import load_policy
 from streamrl.training.row_attention import row_attention, seen_window
+from streamrl.weights.finite import whole
 from tests.training.conftest import random_groups
 from tests.training.trained import CPU
 
@@ -25,7 +29,7 @@ TOKENS = LAYOUT[-1].stop
 
 def test_numbers_say_what_the_layout_is() -> None:
     for layout in (LAYOUT, LAYOUT[:1], LAYOUT[1:2], ()):
-        assert layout_of(numbers_of(layout)) == layout
+        assert layout_of(tuple(numbers_of(layout).tolist())) == layout
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -52,14 +56,20 @@ def test_the_operation_is_the_attention_of_the_row(window: int | None, sinks: bo
     )
 
 
-@pytest.mark.parametrize("recomputation", [False, True])
+@pytest.mark.parametrize(("recomputation", "is_shared"), [(False, False), (True, False), (False, True)])
 def test_layers_are_compiled_once_for_any_row(
-    recomputation: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recomputation: bool, is_shared: bool, tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = torch.compile
 
+    unknown: list[int] = []
+
+    def backend(graph: Any, inputs: Sequence[Any]) -> Any:
+        unknown.append(sum(isinstance(one, torch.SymInt) for one in inputs))
+        return aot_eager(graph, inputs)
+
     def without_kernels(function: Any, **options: Any) -> Any:
-        return plain(function, backend="aot_eager", **options)
+        return plain(function, backend=backend, **options)
 
     monkeypatch.setattr(torch, "compile", without_kernels)
     monkeypatch.setattr(attention, "PLAIN_SCORES", -1)  # as rows are computed on GPUs
@@ -69,7 +79,11 @@ def test_layers_are_compiled_once_for_any_row(
     config = Qwen2Config(**shape, num_hidden_layers=2, vocab_size=256, tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     ours, theirs = (load_policy(str(tmp_path), recomputation) for _ in range(2))
-    compile_parts(ours, RunConfig.model_validate({"optimizer": {"gradient_checkpointing": recomputation}}))
+    options = {"gradient_checkpointing": recomputation}
+    run = RunConfig.model_validate({"model": {"path": "m", "dtype": "float32"}, "optimizer": options})
+    if is_shared:  # by ranks, of which this is the only one
+        _fully_shard(ours, run, CPU, Division())
+    compile_parts(ours, run)
     graphs = []
     for count in (2, 3, 5, 1):
         batch = pack(random_groups(count, seed=count))
@@ -78,10 +92,12 @@ def test_layers_are_compiled_once_for_any_row(
             policy.zero_grad()
             logprobs = policy(batch, 0.8).logprobs
             logprobs.sum().backward()
-            found.append([logprobs, *(weight.grad for weight in policy.parameters())])
+            reshard(policy)
+            found.append([logprobs, *(whole(weight.grad) for weight in policy.parameters())])
         for one, other in zip(*found, strict=True):
             torch.testing.assert_close(one, other)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert 0 < graphs[0] <= graphs[1] == graphs[-1]
     assert not torch._dynamo.utils.counters["graph_break"]
+    assert max(unknown) <= 2  # the tokens of a row, and the numbers of its layout
     torch._dynamo.reset()
