@@ -42,8 +42,8 @@ moments (12)."""
 TRAINING_BYTES_PER_WEIGHT_BYTE = 10
 """Trainer memory relative to the bf16 weights: bf16 weights and gradients, fp32 weights, gradients and two AdamW
 moments, 20 bytes per parameter."""
-FROZEN_BYTES_PER_WEIGHT_BYTE = 3
-"""Memory of a reference or proximal copy relative to the bf16 weights: fp32 weights and their compute copy."""
+FROZEN_BYTES_PER_WEIGHT_BYTE = 2
+"""Memory of a reference or proximal copy relative to the bf16 weights: at most fp32, the type that it computes in."""
 
 PROCESS_BYTES = 1.0 * 2**30
 """Memory of a process with torch and vLLM before it holds a model (measured on CPU: 0.7 to 1.2 GiB)."""

@@ -5,7 +5,7 @@ more than needed, and takes a host longer to do so than to launch the layers: at
 parameters a third of a step. Here one operation copies all weights, and another adds up the gradients of many. The bits
 are those of FSDP2.
 
-    forward pass       the model's parameters become the copies; floating tensors that enter a layer get their type
+    forward pass       the model's parameters become the copies
     backward pass      the copies' gradients are added to those of the weights, in fp32
     `add_gradients`    so are those that are left
     `give_back`        the parameters are the fp32 weights again; the copies' memory is freed
@@ -79,18 +79,24 @@ class _Gradients:
         self.forget()
 
 
+def cast_inputs(layers: Iterable[nn.Module], dtype: torch.dtype) -> None:
+    """Give floating tensors that enter a layer the type that it computes in, as FSDP2 does."""
+
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        return x.to(dtype) if x.is_floating_point() and x.dtype != dtype else x
+
+    def hook(_layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map_only(torch.Tensor, cast, (args, kwargs))
+
+    for layer in layers:
+        layer.register_forward_pre_hook(hook, with_kwargs=True)
+
+
 class ComputeCopies:
     """The copies of one model's weights, which its forward pass takes."""
 
-    def __init__(self, model: nn.Module, layers: Iterable[nn.Module], dtype: torch.dtype) -> None:
-        """Prepare the model.
-
-        Args:
-            model: the model, in fp32, on its device.
-            layers: its decoder layers.
-            dtype: type that it computes in.
-        """
-        self.dtype = dtype
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Prepare the model, in fp32 and on its device, to compute in another type."""
         self._gradients = _Gradients()
         pairs: dict[nn.Parameter, _Pair] = {}
         for module in model.modules():
@@ -106,17 +112,6 @@ class ComputeCopies:
         self._pairs = list(pairs.values())
         self._taken = False
         model.register_forward_pre_hook(lambda *_: self.take())
-        for layer in layers:
-            layer.register_forward_pre_hook(self._cast, with_kwargs=True)
-
-    def _cast(self, _layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Give floating tensors that enter a layer the type that it computes in, as FSDP2 does."""
-
-        def cast(x: torch.Tensor) -> torch.Tensor:
-            return x.to(self.dtype) if x.is_floating_point() and x.dtype != self.dtype else x
-
-        both: tuple[Any, Any] = tree_map_only(torch.Tensor, cast, (args, kwargs))
-        return both
 
     def forget_gradients(self) -> None:
         """Discard gradients of a backward pass that did not end."""

@@ -21,7 +21,7 @@ from streamrl.config.optimizer import OptimizerConfig
 from streamrl.config.run import RunConfig
 from streamrl.machine.own_share import total_memory
 from streamrl.protocol.controller_trainer import Refusal
-from streamrl.training.compute_copies import ComputeCopies
+from streamrl.training.compute_copies import ComputeCopies, cast_inputs
 from streamrl.training.critic import Critic
 from streamrl.training.decoder_layers import decoder_layers, decoder_of
 from streamrl.training.policy_model import Policy
@@ -113,9 +113,9 @@ class Division:
 def shard(
     model: Model, run: RunConfig, device: torch.device, trainable: bool, division: Division | None = None
 ) -> Model:
-    """Shard a model by FSDP2, if several ranks train it. Master weights stay fp32.
+    """Shard a model by FSDP2, if several ranks train it: each decoder layer is a unit, the rest is the root.
 
-    Each decoder layer is a unit, the rest is the root.
+    What is trained keeps fp32 weights; what is frozen has no need of them.
 
     Args:
         model: the loaded model, in fp32.
@@ -127,14 +127,20 @@ def shard(
     Raises:
         RunFailed: the layers cannot be shared among ranks, or are not found.
     """
-    if dist.get_world_size() > 1:
-        _fully_shard(model, run, device, division or Division())
-    else:
-        model.to(device)
-        if compute_type(run) != torch.float32:
-            model.copies = ComputeCopies(model, decoder_layers(model.model), compute_type(run))
+    dtype = compute_type(run)
     if not trainable:
         model.requires_grad_(False).eval()
+        for parameter in model.parameters():  # buffers keep their types, as FSDP2 lets them
+            parameter.data = parameter.data.to(dtype)
+    if dist.get_world_size() > 1:
+        _fully_shard(model, run, device, division or Division())
+        return model
+    model.to(device)
+    if dtype != torch.float32:
+        layers = decoder_layers(model.model)
+        cast_inputs(layers, dtype)
+        if trainable:
+            model.copies = ComputeCopies(model, dtype)
     return model
 
 
