@@ -222,14 +222,15 @@ def merged_backward(
     rows = pieces[0].key_rows
     key_grad, value_grad = of_keys
     if rows is not None:
-        none = torch.zeros(key.shape, dtype=lse.dtype, device=key.device)
-        key_grad, value_grad = (_with_rows(none, one, rows) for one in of_keys)
+        key_grad, value_grad = (
+            _add_rows(torch.zeros(key.shape, dtype=lse.dtype, device=key.device), one, rows) for one in of_keys
+        )
     for piece in pieces[1:]:
         of_query, *of_keys = _backward(grad, query, key, value, out, lse, piece, scale)
         assert piece.places is not None and piece.key_rows is not None
         query_grad = with_part(query_grad, of_query, piece.places, lse.dtype)
         key_grad, value_grad = (
-            _with_rows(whole.to(lse.dtype), part, piece.key_rows)
+            _add_rows(whole.to(lse.dtype), part, piece.key_rows)
             for whole, part in zip((key_grad, value_grad), of_keys, strict=True)
         )
     sinks_grad = None
@@ -276,9 +277,9 @@ def with_part(whole: torch.Tensor, part: torch.Tensor, places: torch.Tensor, dty
     return (whole.to(dtype) + parts).to(whole.dtype)
 
 
-def _with_rows(whole: torch.Tensor, part: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Add rows, [n, H, D], to those of the whole, [T, H, D], with these numbers, of which some come several times."""
-    return whole.index_add(0, rows, part.to(whole.dtype))
+def _add_rows(whole: torch.Tensor, part: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Add rows, [n, H, D], to those of the whole, [T, H, D], in place; a number may come several times in `rows`."""
+    return whole.index_add_(0, rows, part.to(whole.dtype))
 
 
 def _share(lse: torch.Tensor, total: torch.Tensor) -> torch.Tensor:

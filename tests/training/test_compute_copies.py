@@ -11,43 +11,24 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    GPT2Config,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3MoeConfig,
-)
+from transformers import Gemma2Config, GPT2Config, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from streamrl.config.run import RunConfig
 from streamrl.training import learner
 from streamrl.training.learner import Division, Learner, copy_weights, reshard
 from streamrl.training.packing import pack
+from streamrl.training.packing_proof import small_model
 from streamrl.training.policy_model import Policy, load_policy
 from streamrl.weights.finite import whole
 from tests.training.conftest import random_groups
 from tests.training.trained import CPU
 
-SMALL: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
-CONFIGS = {
-    "tied": Qwen2Config(**SMALL, tie_word_embeddings=True),
-    "untied": Qwen2Config(**SMALL, tie_word_embeddings=False),
-    "scaled embeddings, soft caps": Gemma2Config(**SMALL, sliding_window=16),
-    "experts": Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
-    "positions are weights": GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=256, n_positions=256),
+CONFIGS: dict[str, PretrainedConfig] = {
+    "tied": Qwen2Config(tie_word_embeddings=True),
+    "untied": Qwen2Config(tie_word_embeddings=False),
+    "scaled embeddings, soft caps": Gemma2Config(),
+    "experts": Qwen3MoeConfig(),
+    "positions are weights": GPT2Config(),
 }
 
 
@@ -57,8 +38,7 @@ def config(recomputation: bool | str = False) -> RunConfig:
 
 
 def saved(shape: PretrainedConfig, folder: Path) -> Path:
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
+    small_model(shape).save_pretrained(folder)
     return folder
 
 

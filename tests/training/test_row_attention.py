@@ -61,7 +61,6 @@ def test_layers_are_compiled_once_for_any_row(
     recomputation: bool, is_shared: bool, tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = torch.compile
-
     unknown: list[int] = []
 
     def backend(graph: Any, inputs: Sequence[Any]) -> Any:
