@@ -2,7 +2,8 @@
 
 A connection is anonymous until its hello is accepted; from then on it speaks for that name only. A link that reconnects
 says hello again with its session: its messages are then routed to the new connection, and unacknowledged ones are
-resent there. A hello with a new session is a new life of the peer, which starts with no state.
+resent there. A hello with a new session is a new life of the peer, which starts with no state. The life before it has
+ended: if its process is still there (a site launched twice, a machine that was suspended), its next hello is refused.
 
 There are two doors. Peers of the hub's own site use the inner one, a Unix socket or TCP, with keys of the site's
 processes. Those of other sites use the outer one, with their site's key. libzmq admits only connections that have
@@ -17,6 +18,7 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -58,6 +60,8 @@ log = logging.getLogger(__name__)
 
 STRANGER = "a stranger"
 """Name under which refusals of connections without a hello are counted."""
+MOST_ENDED = 1000
+"""Ended sessions that a hub remembers."""
 
 Admit = Callable[[str, str, dict[str, Any], str | None], str | None]
 AdmitInside = Callable[[str, str, str | None], str | None]
@@ -107,6 +111,8 @@ class Hub(Endpoint):
         """What other sites may still send of each kind, by the site of the key (None: there are no keys)."""
         self._doors: list[Door] = []
         self._routes: dict[PeerRoute, Peer] = {}
+        self._ended: deque[tuple[str, str]] = deque(maxlen=MOST_ENDED)
+        """Names and sessions of forgotten peers: what was in flight to them is lost, so none may go on."""
         self._joined = asyncio.Event()
         self._beat_at = time.monotonic()
         """Last time the peers were checked, in monotonic seconds."""
@@ -300,6 +306,8 @@ class Hub(Endpoint):
             self.refusals.count("too many", sender, f"a hello of {size} bytes so soon after others")
             return
         flow = self._judge(route, name, role, meta, owner)
+        if not isinstance(flow, str) and (name, message.session) in self._ended:
+            flow = f"another process of this name has come since, or {self.name} has taken this one for dead"
         if isinstance(flow, str):
             self.refused_peers += 1
             self.refusals.count("hello", sender, flow)
@@ -354,12 +362,13 @@ class Hub(Endpoint):
             return f"the hello cannot be judged: {type(error).__name__}"
 
     def drop(self, name: str) -> None:
-        """Forget a peer that is known to be dead, and everything in flight to it; if alive, it must say hello again."""
+        """Forget a peer that is known to be dead, and everything in flight to it; if alive, it will be refused."""
         if (peer := self.peers.get(name)) is not None:
             self._forget(peer)
 
     def _forget(self, peer: Peer) -> None:
-        """End a peer's session; senders that wait for its credit look it up again."""
+        """End a peer's session for good; senders that wait for its credit look it up again."""
+        self._ended.append((peer.name, peer.session))
         if self.peers.get(peer.name) is peer:
             del self.peers[peer.name]
         if peer.route is not None:

@@ -15,7 +15,7 @@ import zmq.asyncio
 from streamrl.errors import RunFailed
 from streamrl.transport import endpoint_base
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
-from streamrl.transport.endpoint import Flow, Hub, Link, PeerLost
+from streamrl.transport.endpoint import Flow, Hub, Link, PeerLost, Refused
 from streamrl.transport.wire import Message, encode
 from tests.training.conftest import free_port
 from tests.waiting import holds, scaled, until
@@ -65,6 +65,34 @@ def test_messages_arrive_in_order_with_arrays_and_are_acknowledged_after_commit(
         await link.flush(scaled(5))
         assert sorted(acknowledged) == list(range(20))
         await link.close()
+        await hub.close()
+
+    run(body)
+
+
+@pytest.mark.parametrize("how", ["another process", "taken for dead"])
+def test_a_life_that_has_ended_does_not_return(how: str) -> None:
+    """Its receiver would take the first messages of a new outbox for those that it has had, and lose them."""
+
+    async def body(address: str) -> None:
+        hub, first = hub_at(address), await link_to(address)
+        for i in range(3):
+            await hub.send("peer", "item", {"i": i})
+            (await first.receive()).ack()
+        if how == "another process":
+            second = await link_to(address)
+        else:
+            hub.drop("peer")
+        with pytest.raises(Refused, match="another process of this name has come since, or hub has taken this one for"):
+            await first.receive()  # its heartbeat is answered, and then its hello
+        await first.close()
+        if how == "taken for dead":
+            second = await link_to(address)
+        for i in range(3):
+            await hub.send("peer", "item", {"i": i})
+        assert [(await second.receive()).body["i"] for _ in range(3)] == [0, 1, 2]
+        assert hub.peers["peer"].session == second.session
+        await second.close()
         await hub.close()
 
     run(body)
