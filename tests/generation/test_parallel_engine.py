@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -25,6 +26,7 @@ from streamrl.generation.instance.engine import Engine
 from streamrl.generation.instance.engine_config import Place, worker_extension
 from streamrl.launcher.site_setup import choose_addresses
 from streamrl.rollouts.types import Sample
+from streamrl.runtime.processes import is_alive
 from streamrl.verify.families import FAMILIES
 from streamrl.verify.small_folder import save_small_models
 from streamrl.weights.backends.communicator import Communicator, lead, open_meeting
@@ -45,7 +47,7 @@ from tests.generation.test_engine import (
 )
 from tests.tiny_model import save_tiny_model
 from tests.training.conftest import free_port
-from tests.waiting import scaled
+from tests.waiting import scaled, wait_for
 from tests.weights.world import fill
 
 NODES = 2
@@ -212,6 +214,25 @@ def test_a_mixture_pushed_to_two_workers_is_in_each_what_the_stream_path_loads(
             assert await engine._llm.compute_weight_checksums() == expected
             trainer.group.close()
         finally:
-            engine.close()
+            assert_it_ends_although_vllm_cannot_name_a_process(engine)
 
     asyncio.run(body())
+
+
+def assert_it_ends_although_vllm_cannot_name_a_process(engine: Engine) -> None:
+    """Close an engine that is slow to end, one of whose processes ends while vLLM kills them."""
+    resources = engine._llm.engine_core.resources
+    (core,) = resources.engine_manager.processes
+    family = [core.pid, *(child.pid for child in psutil.Process(core.pid).children(recursive=True))]
+    assert len(family) > POOL.gpus_per_replica
+    for pid in family:
+        os.kill(pid, signal.SIGSTOP)
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(psutil.Process, "name", gone)
+        engine.close()
+    wait_for(lambda: not any(map(is_alive, family)), 10)
+    assert resources.input_socket.closed and resources.output_socket.closed
+
+
+def gone(process: psutil.Process) -> str:
+    raise psutil.NoSuchProcess(process.pid)

@@ -31,7 +31,7 @@ from streamrl.generation.instance.sample_parts import (
     versions_from,
 )
 from streamrl.generation.instance.stop_strings import look_across
-from streamrl.generation.instance.vllm_processes import fork_where_safe
+from streamrl.generation.instance.vllm_processes import end_engine, fork_where_safe
 from streamrl.machine.engine_settings import EngineSettings
 from streamrl.machine.model_files import resolve_model
 from streamrl.machine.router_shape import router_shape
@@ -486,7 +486,7 @@ class Engine:
 
     def close(self) -> None:
         """End vLLM's processes."""
-        self._llm.shutdown()
+        end_engine(self._llm)
         del self._llm  # its own clean-up at interpreter exit would come too late
 
 

@@ -5,6 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from typing import Any
+
+import psutil
+
+from streamrl.runtime.processes import kill_with_children
 
 
 def fork_where_safe(cuda: bool) -> None:
@@ -18,6 +23,23 @@ def fork_where_safe(cuda: bool) -> None:
         os.register_at_fork(after_in_child=_forget_signals)
         os.register_at_fork(after_in_child=_leave_frozen)
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+
+def end_engine(llm: Any) -> None:
+    """End the processes of an `AsyncLLM`, and close its sockets.
+
+    vLLM kills those that have not ended within seconds, and raises an error if one of them ends at that moment, as it
+    looks up their names. Then the others would go on, and the open sockets would block this process when it collects
+    its garbage.
+    """
+    try:
+        llm.shutdown()
+    except psutil.NoSuchProcess:
+        resources = llm.engine_core.resources
+        for process in resources.engine_manager.processes:
+            kill_with_children(process.pid)
+        resources()
+        llm.shutdown()  # what the error has kept it from
 
 
 def _has_one_thread() -> bool:
