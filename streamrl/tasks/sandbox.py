@@ -29,7 +29,6 @@ import functools
 import itertools
 import json
 import os
-import re
 import resource
 import selectors
 import shutil
@@ -50,9 +49,9 @@ from streamrl.runtime.process_plan import HIDDEN
 from streamrl.runtime.processes import end_with_parent
 from streamrl.scratch_folders import ScratchFolder
 from streamrl.tasks import sandbox_driver
+from streamrl.tasks.fenced_code import code_of
 from streamrl.tasks.void_reward import VoidReward
 
-BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 DRIVER = Path(sandbox_driver.__file__).read_text(encoding="utf-8")
 MOST_FILE_BYTES = 16 * 2**20
 MOST_LINE = 2**20
@@ -68,16 +67,6 @@ PROBE_S = 10.0
 """Seconds in which a sandbox of another user must have begun to be used."""
 LOOK_S = 0.1
 """Seconds between two counts of a program's processes."""
-
-
-def code_of(completion: str) -> str:
-    """Return the program in a completion: its last fenced block, or all of it if there is none.
-
-    >>> code_of("Use this:\\n```python\\nx = 1\\n```\\nDone.")
-    'x = 1\\n'
-    """
-    blocks = BLOCK.findall(completion)
-    return blocks[-1] if blocks else completion
 
 
 @dataclass(frozen=True)

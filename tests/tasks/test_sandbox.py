@@ -13,7 +13,7 @@ from streamrl.config.tasks import FileTask, Sandbox
 from streamrl.errors import UserError
 from streamrl.rollouts.void import VoidCause
 from streamrl.tasks.rewards import Scorer
-from streamrl.tasks.sandbox import _bubblewrap_options, code_of, passes
+from streamrl.tasks.sandbox import _bubblewrap_options, passes
 from streamrl.tasks.void_reward import VoidReward
 from tests.waiting import scaled
 
@@ -157,11 +157,6 @@ def test_a_sandbox_may_not_take_as_long_as_a_reward() -> None:
     with pytest.raises(ValidationError, match=r"sandbox.seconds \(20\) must be less than deadlines.reward_s \(20\)"):
         RunConfig.model_validate({"tasks": [programs]})
     RunConfig.model_validate({"tasks": [programs], "deadlines": {"reward_s": 21}})
-
-
-def test_the_last_block_is_the_program() -> None:
-    assert code_of("```\nx = 1\n```\nbetter:\n```py\nx = 2\n```") == "x = 2\n"
-    assert code_of("x = 3") == "x = 3"
 
 
 def test_bubblewrap_shows_this_python_even_where_it_is_below_tmp() -> None:
