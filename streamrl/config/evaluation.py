@@ -59,7 +59,11 @@ class EvaluationConfig(StrictModel):
         """
         tasks: list[Task] = list(self.tasks) or [task for task in run_tasks if task.is_procedural]
         if not tasks:
-            raise ValueError("evaluation.tasks is empty and no task of the run is procedural: name a held-out file")
+            raise ValueError(
+                "evaluation.tasks is empty and no task of the run is procedural: name a held-out file, or the "
+                "task of an environment, with an environment.config of its own where episodes do not follow from the "
+                "item's seed (verifiers: another split of the taskset)"
+            )
         names = [task.key for task in tasks]
         if len(names) != len(set(names)):
             raise ValueError(f"evaluation.tasks need different names (set label), got {names}")

@@ -101,13 +101,18 @@ class RunConfig(StrictModel):
         """Seconds that may pass without a new token: of generation, and of an episode whose tools work."""
         return max([self.deadlines.generation_s, *(task.deadlines.episode_s for task in self.agent_tasks)])
 
+    def _about_older_weights(self) -> str | None:
+        algorithm, every, several = self.algorithm, self.schedule.sync_every, self.batch.updates > 1
+        if SURROGATES[algorithm.surrogate].has_ratio or algorithm.off_policy.correction != "none":
+            return None
+        cause = "batch.epochs and mini_batches above 1 train" if several else f"schedule.sync_every ({every}) trains"
+        return (
+            f"{cause} on samples of older weights, which surrogate: {algorithm.surrogate} ignores: choose "
+            f"off_policy.correction: truncate, or surrogate: clip{'' if several else ', or sync_every: 1'}"
+        )
+
     def _about_updates(self) -> str | None:
-        parts, off_policy = self.batch.mini_batches, self.algorithm.off_policy
-        if not SURROGATES[self.algorithm.surrogate].has_ratio and off_policy.correction == "none":
-            return (
-                "batch.epochs and mini_batches above 1 train on samples of older weights, which surrogate: "
-                f"{self.algorithm.surrogate} ignores: choose off_policy.correction: truncate, or surrogate: clip"
-            )
+        parts = self.batch.mini_batches
         if parts > 1 and not (self.schedule.name in KINDS and KINDS[self.schedule.name].whole_batches):
             return (
                 f"batch.mini_batches ({parts}) are drawn from the whole batch, but schedule {self.schedule.name} "
@@ -187,6 +192,8 @@ class RunConfig(StrictModel):
                 "algorithm.critic.value_clip never clips where a batch has one update, during which the old values are "
                 "the current ones: leave it out, or batch.epochs or mini_batches: 2 or more"
             )
+        if self.updates_per_version > 1 and (reason := self._about_older_weights()):
+            raise ValueError(reason)
         if self.batch.updates > 1 and (reason := self._about_updates()):
             raise ValueError(reason)
         if self.evaluation is not None:

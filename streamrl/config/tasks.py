@@ -247,8 +247,11 @@ class AgentTask(TaskKeys):
 
     @property
     def is_procedural(self) -> bool:
-        """Whether its items never end; a fixed number may be a fixed list."""
-        return self.path is None and self.count is None
+        """Whether a function makes its items, and they never end; a fixed number may be a fixed list.
+
+        An environment may make its own of the number alone, as those of verifiers do, whatever the seed.
+        """
+        return self.items is not None and self.count is None
 
     @property
     def rows(self) -> str | None:

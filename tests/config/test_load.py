@@ -149,6 +149,15 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
             "batch:\n  epochs: 2\nalgorithm: {name: rloo}\n",
             "F:2: batch.epochs and mini_batches above 1 train on samples of older weights, which surrogate: reinforce",
         ),
+        (
+            "schedule: {name: stream, sync_every: 4}\nalgorithm: {name: rloo}\n",
+            "F:1: schedule.sync_every (4) trains on samples of older weights, which surrogate: reinforce ignores: "
+            "choose off_policy.correction: truncate, or surrogate: clip, or sync_every: 1",
+        ),
+        (
+            "schedule: {name: async, max_staleness: 2, sync_every: 2}\nalgorithm: {name: rloo}\n",
+            "F:1: schedule.sync_every (2) trains on samples of older weights, which surrogate: reinforce",
+        ),
         ("optimizer:\n  decay_steps: 3\n", "F:1: 'optimizer': decay_steps belongs to decay: wsd, got decay: constant"),
         (
             "steps: 9\noptimizer:\n  decay: wsd\n  decay_steps: 8\n  warmup_steps: 2\n",

@@ -189,6 +189,18 @@ def test_items_that_may_be_a_fixed_list_and_files_are_held_out_only_when_named()
         EvaluationConfig(tasks=[agent(path="items.jsonl")]).held_out([agent(path="items.jsonl")])
 
 
+def test_an_environment_that_may_ignore_the_seed_is_held_out_only_when_named() -> None:
+    words = agent(run=None, environment={"name": "words"})
+    with pytest.raises(ValueError, match=r"no task of the run is procedural: .* an environment.config of its own"):
+        EvaluationConfig().held_out([words])
+    assert EvaluationConfig().held_out([words, made(name="theirs")])[0].key == "eval-0/theirs"
+    other_split = {"name": "words", "config": {"taskset": {"split": "test"}}}
+    named = EvaluationConfig(tasks=[agent(run=None, environment=other_split)])
+    assert [task.key for task in named.held_out([words])] == ["eval-0/mine"]
+    items = agent(run=None, environment={"name": "words"}, items="episode_items:numbers")  # a function has the seed
+    assert EvaluationConfig().held_out([items])
+
+
 def test_an_agent_has_no_reward_function() -> None:
     Scorer([made()], 0)
     with pytest.raises(KeyError):
