@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,9 @@ from streamrl.plain_files import read_plain
 from streamrl.run_dir import layout
 from streamrl.run_dir.jsonl import finite
 from streamrl.run_dir.status import ABSENT_AFTER_S, StatusModel
+
+STARTING = "starting"
+"""State of a site whose service does not serve yet."""
 
 
 class SiteInstance(StatusModel):
@@ -51,6 +57,7 @@ def write_site(run_dir: Path, values: dict[str, Any]) -> None:
     """Replace the file.
 
     Raises:
+        OSError: the file cannot be written.
         pydantic.ValidationError: a value that does not fit `SiteStatus`.
     """
     clean = finite(values)
@@ -58,14 +65,26 @@ def write_site(run_dir: Path, values: dict[str, Any]) -> None:
     replace_json(run_dir / layout.SITE_STATUS, clean)
 
 
+def starting(site: str) -> dict[str, Any]:
+    """Return what a site's service writes until it serves: a sign of life, which says nothing of the site."""
+    return {"site": site, "updated_at": time.time(), "state": STARTING, "trainer_silent_s": 0.0}
+
+
+def touch_site(run_dir: Path) -> None:
+    """Make the file, if there is one, seem written now: a full disk allows that, too."""
+    with contextlib.suppress(OSError):
+        os.utime(run_dir / layout.SITE_STATUS)
+
+
 def read_site(run_dir: Path) -> SiteStatus | None:
-    """Read the newest state; None before the first.
+    """Read the newest state; None until the site serves.
 
     Raises:
         NotPlainFile: the file is a link or no regular file.
     """
     try:
         content = read_plain(run_dir / layout.SITE_STATUS, below=layout.whole_folder(run_dir))
-        return SiteStatus.model_validate_json(content)
+        status = SiteStatus.model_validate_json(content)
     except (FileNotFoundError, ValidationError):
         return None
+    return None if status.state == STARTING else status

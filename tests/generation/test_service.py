@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
@@ -14,26 +17,39 @@ from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.generation.site.service import GenerationService
 from streamrl.generation.site.token_journal import TokenJournal
-from streamrl.protocol.controller_site import Finish, Generate, IssuedGroup, LoadWeights
+from streamrl.protocol.controller_site import CanaryMeasured, Finish, Generate, IssuedGroup, LoadWeights
 from streamrl.protocol.message import TypedMessage
 from streamrl.rollouts.types import PartialSample
-from streamrl.run_dir import layout
+from streamrl.run_dir import layout, site_status
+from streamrl.run_dir.site_status import read_site
 from streamrl.runtime.process_context import Addresses, RoleContext
+from tests.waiting import until
 
 CLUSTER = ClusterConfig.model_validate({"hardware": "cpu", "sites": {"here": {"trainer": {}, "generation": [{}]}}})
+TWO_SITES = ClusterConfig.model_validate(
+    {
+        "hardware": "cpu",
+        "security": {"encryption": "none"},
+        "sites": {"home": {"trainer": {}, "address": "127.0.0.1"}, "far": {"generation": [{}]}},
+        "links": [{"between": ["home", "far"], "bandwidth_gbit_s": 1, "rtt_ms": 10}],
+    }
+)
 
 
 def weights(number: int) -> LoadWeights:
     return LoadWeights(number=number, content_hash="", source=None)
 
 
-def group(newest: int, *names: str) -> Generate:
+def group(newest: int, *names: str, budget: int | None = None) -> Generate:
     issued = IssuedGroup(group_id="g", samples=[(name, 1, None) for name in names], forecast=None)
-    return Generate(t_queued=1.0, budget=None, groups=[issued], newest=newest)
+    return Generate(t_queued=1.0, budget=budget, groups=[issued], newest=newest)
 
 
-def continued(folder: Path, *orders: TypedMessage) -> list[str]:
-    """The requests that a new service goes on with from the tokens, of versions 9 and 17, that an earlier one noted."""
+def continued(folder: Path, *orders: TypedMessage) -> dict[str, int | None]:
+    """The requests that a new service goes on with from the tokens, of versions 9 and 17, that an earlier one noted.
+
+    Each with the number of tokens at which it is parked.
+    """
     context = RoleContext("service-here", "here", folder, CLUSTER, RunConfig(), Addresses("", "", {}), True)
     earlier = TokenJournal(folder / layout.TOKEN_JOURNAL)
     for version in (9, 17):
@@ -41,7 +57,7 @@ def continued(folder: Path, *orders: TypedMessage) -> list[str]:
         earlier.add(0, PartialSample(f"of {version}", *arrays, 1.0, 2.0))
     earlier.close()
 
-    async def play() -> list[str]:
+    async def play() -> dict[str, int | None]:
         service = GenerationService(context)
         prompts = {"prompt_tokens": np.arange(4, dtype=np.int32), "prompt_lengths": np.full(1, 4, np.int32)}
         waiting = [*orders, Finish(state="done", error=None)]
@@ -54,7 +70,7 @@ def continued(folder: Path, *orders: TypedMessage) -> list[str]:
         for part in (service.controller, service.weights, service.hub):
             await part.close()
         service.journal.close()
-        return [name for name, request in service.dispatcher.requests.items() if request.kept is not None]
+        return {name: one.pause_at for name, one in service.dispatcher.requests.items() if one.kept is not None}
 
     return asyncio.run(play())
 
@@ -63,8 +79,89 @@ def continued(folder: Path, *orders: TypedMessage) -> list[str]:
 def test_tokens_of_weights_that_are_no_more_are_not_taken_for_later_ones_of_that_number(
     first: TypedMessage, tmp_path: Path
 ) -> None:
-    assert continued(tmp_path, first, weights(17), group(17, "of 9", "of 17")) == ["of 9"]
+    assert [*continued(tmp_path, first, weights(17), group(17, "of 9", "of 17"))] == ["of 9"]
 
 
 def test_a_restarted_service_goes_on_from_all_tokens_of_the_run(tmp_path: Path) -> None:
-    assert continued(tmp_path, weights(17), group(17, "of 9", "of 17")) == ["of 9", "of 17"]
+    assert continued(tmp_path, weights(17), group(17, "of 9", "of 17")) == {"of 9": None, "of 17": None}
+
+
+def test_the_budget_of_a_round_counts_what_comes_after_the_tokens_of_earlier_rounds(tmp_path: Path) -> None:
+    """A budget of 2 tokens, after the 3 that the journal has: an instance cannot generate fewer than none."""
+    assert continued(tmp_path, weights(17), group(17, "of 9", "of 17", budget=2)) == {"of 9": 5, "of 17": 5}
+
+
+@contextlib.asynccontextmanager
+async def service_in(folder: Path) -> AsyncIterator[GenerationService]:
+    """A service whose link has no answer yet, and no credit once it has sent a few reports."""
+    context = RoleContext("service-far", "far", folder, TWO_SITES, RunConfig(), Addresses("", "", {}), False)
+    service = GenerationService(context)
+    try:
+        yield service
+    finally:
+        for part in (service.controller, service.weights, service.hub):
+            await part.close()
+        service.journal.close()
+
+
+def test_a_link_that_is_down_holds_up_neither_what_instances_say_nor_who_looks_after_them(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with service_in(tmp_path) as service:
+            credits = service.controller.flow.credits
+            acknowledged: list[int] = []
+            canaries = [
+                SimpleNamespace(
+                    body=CanaryMeasured(number=number, instance="i", dtype="float32"),
+                    arrays={},
+                    ack=lambda number=number: acknowledged.append(number),
+                )
+                for number in range(credits + 5)
+            ]
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(service.hub, "receive", AsyncMock(side_effect=canaries))
+                sending = asyncio.create_task(service.reports.run())
+                with pytest.raises(StopAsyncIteration):
+                    await service._from_instances()
+            await service._fleet_changed()
+            await until(lambda: acknowledged == list(range(credits)))  # in order, until no credit is left
+            service.controller.forget_sent()
+            await until(lambda: len(acknowledged) == credits + 5)
+            sending.cancel()
+
+    asyncio.run(play())
+
+
+def test_a_site_gives_signs_of_life_before_it_serves_and_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / layout.SITE_STATUS
+
+    def stamp() -> int:
+        return file.stat().st_mtime_ns if file.exists() else 0
+
+    async def another_sign() -> None:
+        before = stamp()
+        await until(lambda: stamp() != before)
+
+    async def play() -> None:
+        async with service_in(tmp_path) as service:
+            keeping = asyncio.create_task(service._keep_site_status())
+            await another_sign()
+            await another_sign()
+            assert read_site(tmp_path) is None  # nothing is known of the site yet
+            service._serving = True
+            status = await until(lambda: read_site(tmp_path))
+            assert status is not None and (status.site, status.state) == ("far", "serving")
+            monkeypatch.setattr(site_status, "replace_json", full)
+            await another_sign()
+            await another_sign()
+            monkeypatch.undo()
+            (before,) = [read_site(tmp_path)]
+            await until(lambda: read_site(tmp_path) != before)
+            keeping.cancel()
+
+    asyncio.run(play())
+
+
+def full(path: Path, values: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")

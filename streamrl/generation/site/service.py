@@ -33,6 +33,7 @@ from streamrl.generation.site.dispatcher import Dispatcher
 from streamrl.generation.site.fleet import SiteFleet
 from streamrl.generation.site.instance_life import Life
 from streamrl.generation.site.pushed_weights import PushedWeights
+from streamrl.generation.site.reports import Reports
 from streamrl.generation.site.site_episodes import AnsweredTurn, PrefixCache, RequestedTurn, SiteEpisodes, is_turn
 from streamrl.generation.site.site_weights import SiteWeights
 from streamrl.generation.site.token_journal import TokenJournal
@@ -50,7 +51,7 @@ from streamrl.protocol.samples import (
 from streamrl.protocol.speakers import RIGHTS
 from streamrl.rollouts.types import PartialSample, SampleRequest
 from streamrl.run_dir import layout
-from streamrl.run_dir.site_status import write_site
+from streamrl.run_dir.site_status import starting, touch_site, write_site
 from streamrl.run_dir.start_stages import READY, waiting_for
 from streamrl.runtime.inside_keys import inside_admission, inside_roles
 from streamrl.runtime.process_context import RoleContext
@@ -94,6 +95,8 @@ class GenerationService:
         self._orphaned = asyncio.Event()
         self.round = 0
         """The newest round that the controller has announced."""
+        self._serving = False
+        """Whether all that this service waits for at its start has come."""
         self._newest: int | None = None
         """The newest version of the run's weights that this service has heard of, which it may still be fetching."""
         self.journal = TokenJournal(context.run_dir / layout.TOKEN_JOURNAL)
@@ -103,6 +106,7 @@ class GenerationService:
         self.controller = to_home(context, "service", self.waits)
         self.controller.reads = MessageReader(controller_site.FROM_CONTROLLER)
         self.uplink = make_uplink(context, self.controller)
+        self.reports = Reports(self.controller)
         # versions of an earlier service are of no use: the run may have gone back to an older checkpoint since
         WeightStore(context.weights_folder).claim()
         self.weights = SiteWeights(context, self.waits)
@@ -133,6 +137,13 @@ class GenerationService:
             RestartNeeded: the controller was restarted: it may have gone back to a checkpoint, and issues all work
                 again.
         """
+        async with asyncio.TaskGroup() as tasks:
+            status = tasks.create_task(self._keep_site_status()) if self.context.remote else None
+            await self._serve()
+            if status is not None:
+                status.cancel()
+
+    async def _serve(self) -> None:
         self.hub.bind(self.context.addresses.services[self.site], self.context.inside_server_security())
         await self.fleet.open()
         self.controller.meta |= {
@@ -150,10 +161,9 @@ class GenerationService:
             if not self.context.run.weights.path.fetched:
                 await self._fleet_changed()  # an earlier service's instances wait for the trainer to push weights
             async with asyncio.TaskGroup() as tasks:
-                beside = [self._from_instances(), self.uplink.run(), self._throttle(), self.weights.serve()]
-                beside += [self.fleet.run(), self._keep_journal(), self._end_if_orphaned()]
-                if self.context.remote:
-                    beside.append(self._keep_site_status())
+                beside = [self._from_instances(), self.uplink.run(), self.reports.run(), self._throttle()]
+                beside += [self.weights.serve(), self.fleet.run(), self._keep_journal(), self._end_if_orphaned()]
+                self._serving = True
                 running = [tasks.create_task(work) for work in beside]
                 await self._from_controller(tasks)
                 for task in running:
@@ -171,9 +181,19 @@ class GenerationService:
             await self.dispatcher.throttle(await self.uplink.changed())
 
     async def _keep_site_status(self) -> None:
-        """Write `site.json` for this site's launcher, once a second."""
+        """Write `site.json` once a second, by which this site's launcher sees that this process lives.
+
+        A disk that is full ends nothing: what must last is at the trainer's site.
+        """
+        problem = ""
         while True:
-            write_site(self.context.run_dir, self._site_status("serving"))
+            try:
+                write_site(self.context.run_dir, self._site_status("serving") if self._serving else starting(self.site))
+                problem = ""
+            except OSError as error:
+                if problem != (problem := str(error)):
+                    log.warning("cannot write this site's status: %s", error)
+                touch_site(self.context.run_dir)
             await asyncio.sleep(TELL_EVERY_S)
 
     async def _from_controller(self, tasks: asyncio.TaskGroup) -> None:
@@ -235,9 +255,17 @@ class GenerationService:
         self._newest = max(self._newest or 0, number)
 
     def _with_kept(self, requests: list[SampleRequest]) -> list[SampleRequest]:
-        """Add to requests the tokens that the journal has of them, which an earlier service may have noted."""
-        kept = [self.journal.kept(request.sample_id) for request in requests]
-        return [replace(request, kept=had) if had else request for request, had in zip(requests, kept, strict=True)]
+        """Add to requests the tokens that the journal has of them, which an earlier service may have noted.
+
+        A budget counts new tokens: the journal may have those of earlier rounds.
+        """
+        found = []
+        for request in requests:
+            if (had := self.journal.kept(request.sample_id)) is not None:
+                pause_at = request.pause_at and request.pause_at + len(had.completion_tokens)
+                request = replace(request, kept=had, pause_at=pause_at)
+            found.append(request)
+        return found
 
     async def _to_instance(self, name: str, kind: str, body: dict[str, Any], arrays: Arrays) -> None:
         await self.fleet.send(name, kind, body, arrays)
@@ -247,7 +275,7 @@ class GenerationService:
         parked = controller_site.Parked(
             sample_id=partial.sample_id, tokens=len(partial.completion_tokens), round=self.round
         )
-        await self.controller.send(*wire(parked))
+        self.reports.put(parked)
 
     async def _end_if_orphaned(self) -> None:
         await self._orphaned.wait()
@@ -265,7 +293,7 @@ class GenerationService:
         fleet = fleet_to_wire(self.fleet.instances())
         self.controller.meta["fleet"] = fleet
         instances = {name: controller_site.InstanceState(**values) for name, values in self.fleet.states().items()}
-        await self.controller.send(*wire(controller_site.FleetChanged(fleet=fleet, instances=instances)))
+        self.reports.put(controller_site.FleetChanged(fleet=fleet, instances=instances))
 
     def _produced(self, instance: str, sample_id: str) -> float:
         """Return the tokens that the instance's last heartbeat reported for a sample, at most a second old."""
@@ -304,8 +332,7 @@ class GenerationService:
                     delivery.ack()
                     await self.fleet.weights.on_message(delivery)
                 case controller_site.CanaryMeasured() as canary:
-                    await self.controller.send(*wire(canary), delivery.arrays)
-                    delivery.ack()
+                    self.reports.put(canary, delivery.arrays, delivery.ack)
                 case site_agents.OrderTurn() as turn:
                     await self._order_turn(turn, delivery)
                 case site_agents.EpisodeDone() as episode:
@@ -398,15 +425,15 @@ class GenerationService:
             fetched=home(fetched),
             applied={name: (home(span.started), home(span.finished)) for name, span in loaded.items()},
         )
-        await self.controller.send(*wire(report))
+        self.reports.put(report)
 
     async def _sleep(self) -> None:
         """Have all instances free their devices for training; new weights wake them up."""
         await self.fleet.weights.sleep()
-        await self.controller.send(*wire(controller_site.SiteAsleep()))
+        self.reports.put(controller_site.SiteAsleep())
 
     async def _answer_weights(self, answer: controller_site.WeightAnswer) -> None:
-        await self.controller.send(*wire(answer))
+        self.reports.put(answer)
 
     def _pushed(self, number: int) -> None:
         """Record that instances have loaded a version that the trainer has pushed to them."""
