@@ -337,10 +337,14 @@ class Controller:
                 await self._handle(delivery)
 
     def _register_waits(self) -> None:
-        """Register waits for missing samples and rewards; one that arrives renews its wait, and so does a new token."""
+        """Register waits for missing samples and rewards; one that arrives renews its wait, and so does a new token.
+
+        What other sites owe may be late by as long as they may be away.
+        """
         running = self.pool.running - self.issuer.rounds.resting + self.evaluator.generating
         unscored = len(self.pool.received) + self.evaluator.unscored
         rewards_s = self.config.longest_reward_s * 10 + self.limits.startup_s
+        away_s = self.context.cluster.absence_s if self.context.cluster.remote_sites else 0.0
         for name, missing, limit_s, progress in (
             ("samples", running, self.config.longest_silence_s, self.services.heartbeats.since_token),
             ("rewards", unscored, rewards_s, never),
@@ -349,7 +353,8 @@ class Controller:
             if not missing:
                 self.waits.end(name)
             elif name not in self.waits.begun:
-                self.waits.begin(name, f"{missing} {name} of {len(self.pool.groups)} groups", limit_s, progress)
+                waited_for = f"{missing} {name} of {len(self.pool.groups)} groups"
+                self.waits.begin(name, waited_for, limit_s + away_s, progress)
 
     async def _weights_ready(self, service: str, answer: WeightsReady) -> None:
         """Record that a site's instances serve a new version."""

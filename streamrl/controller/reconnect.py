@@ -39,8 +39,12 @@ class Recovery:
         """Current session of each known process; at first, those that were connected when the run began."""
 
     async def hello(self, name: str, session: str) -> None:
-        """Handle a process's hello; replay outstanding work to it if it has restarted."""
-        if self._sessions.get(name) == session or name not in self.hub.peers:
+        """Handle a process's hello; replay outstanding work to it if it has restarted.
+
+        A hello that another one has overtaken is left out: what is sent now would reach the later process, too.
+        """
+        peer = self.hub.peers.get(name)
+        if self._sessions.get(name) == session or peer is None or peer.session != session:
             return
         known = name in self._sessions
         self._sessions[name] = session

@@ -341,13 +341,16 @@ class Services:
             self.alone[sample_id] = group_id
 
     def _hold_unable(self, avoid: Collection[str]) -> None:
-        """Hold sites that are to be avoided, silent or congested, as long as there are others; release all others."""
+        """Hold sites that cannot work as long as there are others; release all others.
+
+        They are those that are to be avoided, silent, congested, or without an instance that is ready.
+        """
         names = self.generating
         states = {name: self._hub.peers[name].state for name in names if name in self._hub.peers}
         able = {
             name
             for name, state in states.items()
-            if self._hub.silent_for(name) < ABSENT_AFTER_S and not state.get("congested")
+            if self._fleets[name] and self._hub.silent_for(name) < ABSENT_AFTER_S and not state.get("congested")
         }
         chosen = (able - set(avoid)) or (set(names) - set(avoid)) or able or set(names)
         for name in names:

@@ -43,6 +43,16 @@ def waited_for(controller: Controller) -> set[str]:
     return {str(wait["waiting_for"]).rpartition(" of ")[0] for wait in controller.waits.snapshot()}
 
 
+def test_another_site_may_be_away_while_its_samples_and_rewards_are_waited_for(controller: Controller) -> None:
+    evaluating(controller)
+    hear(controller, batch("service-home", sample("home", 0, 0)))
+    controller._register_waits()
+    limits = {str(wait["waiting_for"]).split()[1]: wait["limit_s"] for wait in controller.waits.snapshot()}
+    own, away_s = controller.config, controller.context.cluster.absence_s
+    assert limits["samples"] == own.longest_silence_s + away_s
+    assert limits["rewards"] == own.longest_reward_s * 10 + own.deadlines.startup_s + away_s
+
+
 def test_an_evaluation_whose_samples_wait_for_rewards_waits_for_no_samples(controller: Controller, sent: Sent) -> None:
     evaluator = evaluating(controller)
     for number, site in enumerate(("home", "far")):  # training waits for nothing

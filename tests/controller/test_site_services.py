@@ -325,10 +325,14 @@ def test_a_site_that_is_away_or_congested_gets_nothing_new_while_another_can_wor
         wire.peers["service-home"].state = {"congested": True}
         await services.generate(*some_groups(26, 6))
         assert {f"g{n}" for n in range(26, 32)} <= set(wire.groups("service-far"))
-        wire.silent["service-far"] = 60.0  # nobody is left that can: it is better to wait in a queue than nowhere
+        wire.peers["service-home"].state = {}
+        services.fleet_changed("service-far", [])  # its instances have died, and are not back yet
         await services.generate(*some_groups(32, 6))
+        assert {f"g{n}" for n in range(32, 38)} <= set(wire.groups("service-home"))
+        wire.silent["service-home"] = 60.0  # nobody is left that can: it is better to wait in a queue than nowhere
+        await services.generate(*some_groups(38, 6))
         placed = wire.groups("service-home") + wire.groups("service-far")
-        assert sorted(placed) == sorted(f"g{n}" for n in range(38))
+        assert sorted(placed) == sorted(f"g{n}" for n in range(44))
 
     asyncio.run(play())
 
