@@ -94,7 +94,7 @@ def command(
     if emulate:
         cluster = emulated(cluster)
     elsewhere = bool(cluster.remote_sites) and site is None and not emulate
-    types = _check(cluster, run, run_dir.parent, site, emulate, elsewhere)
+    types = _check(cluster, run, run_dir.parent, site, emulate, elsewhere, resume_dir)
     if dry_run:
         _print_plan(cluster, run, run_dir, site, emulate, types)
         return
@@ -153,6 +153,7 @@ def _check(
     site: str | None = None,
     emulate: bool = False,
     elsewhere: bool = False,
+    resumed: Path | None = None,
 ) -> TypeChoice | None:
     """Check files and machine, print the warnings, and choose the type that this machine computes in.
 
@@ -163,6 +164,7 @@ def _check(
         site: the only site started here; None: all.
         emulate: whether all sites are emulated on this machine.
         elsewhere: whether nothing is started here; then only files are checked, and None is returned.
+        resumed: folder of the run that is continued; None: a new run.
 
     Raises:
         UserError: a check failed.
@@ -170,7 +172,7 @@ def _check(
     from streamrl.launcher.preflight import check, check_files
     from streamrl.machine.compute_type import choose
 
-    warnings = list(check_files(cluster, run) if elsewhere else check(cluster, run, runs_dir, site, emulate))
+    warnings = list(check_files(cluster, run) if elsewhere else check(cluster, run, runs_dir, site, emulate, resumed))
     types = None if elsewhere else choose(run.model, cluster.hardware == "cuda")
     if types is not None and types.warning:
         warnings.append(types.warning)

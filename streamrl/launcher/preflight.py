@@ -28,6 +28,8 @@ from streamrl.launcher.version_folder import shared_memory_warnings
 from streamrl.machine.installed_packages import package_problems
 from streamrl.machine.model_files import resolve_model, weight_bytes
 from streamrl.machine.own_share import core_numbers, free_memory, usable_cores
+from streamrl.run_dir import layout
+from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.runtime.process_plan import plan_processes
 from streamrl.tasks.chat_template import load_chat_template
 from streamrl.tasks.sandbox import isolation_of
@@ -50,7 +52,12 @@ PROCESS_BYTES = 1.0 * 2**30
 
 
 def check(
-    cluster: ClusterConfig, run: RunConfig, runs_root: Path, site: str | None = None, emulate: bool = False
+    cluster: ClusterConfig,
+    run: RunConfig,
+    runs_root: Path,
+    site: str | None = None,
+    emulate: bool = False,
+    resumed: Path | None = None,
 ) -> list[str]:
     """Check files, machine and packages against the configuration; return warnings about what may be slow or fail.
 
@@ -58,6 +65,7 @@ def check(
         runs_root: parent of the run folders.
         site: the only site started here; None: all.
         emulate: whether the sites are emulated.
+        resumed: folder of the run that is continued; None: a new run.
 
     Raises:
         UserError: one line per problem.
@@ -72,13 +80,13 @@ def check(
         check_sites(cluster, run),
         check_weight_path(cluster, run),
         check_this_machine(cluster, run, site),
-        check_disk(run, runs_root),
+        check_folder(runs_root),
         check_ray(cluster, run, site),
         check_cores(cluster, run, core_numbers(), site),
     ]
     if site in (None, cluster.trainer_site):
         checks += [check_chat_template(run), check_tasks(run), check_ranker(run), check_packing(run)]
-        checks += [check_sequence_parallel(cluster, run), check_trackers(run)]
+        checks += [check_sequence_parallel(cluster, run), check_trackers(run), check_disk(run, runs_root, resumed)]
     if not emulate:
         checks.append(check_ports(cluster, site or cluster.trainer_site))
     checks.append(check_metrics(cluster, site or cluster.trainer_site))
@@ -371,22 +379,36 @@ def check_metrics(cluster: ClusterConfig, name: str) -> Iterable[str]:
     yield from endpoint_problems(endpoint, f"sites.{name}.metrics")
 
 
-def check_disk(run: RunConfig, runs_root: Path) -> Iterable[str]:
-    """Check for disk space for the kept checkpoints and the one being written."""
+def check_folder(runs_root: Path) -> Iterable[str]:
+    """Check that run folders can be made."""
+    existing = _existing(runs_root)
+    if not os.access(existing, os.W_OK):
+        yield f"--runs-dir {runs_root}: cannot write to {existing}"
+
+
+def check_disk(run: RunConfig, runs_root: Path, resumed: Path | None = None) -> Iterable[str]:
+    """Check for disk space for the kept checkpoints and the one being written, less those that a run has already."""
     try:
         folder = Path(resolve_model(run.model.path))
     except UserError:
         return
-    existing = next(p for p in [runs_root.absolute(), *runs_root.absolute().parents] if p.exists())
-    if not os.access(existing, os.W_OK):
-        yield f"--runs-dir {runs_root}: cannot write to {existing}"
-    needed = (run.checkpoint.keep + 1) * weight_bytes(folder) * CHECKPOINT_BYTES_PER_WEIGHT_BYTE
-    free = shutil.disk_usage(existing).free
+    keep, there, abandoned = run.checkpoint.keep, 0, 0
+    if resumed is not None:
+        checkpoints = CheckpointFolder(resumed / layout.CHECKPOINTS)
+        there, abandoned = min(checkpoints.count(), keep), checkpoints.abandoned_bytes()
+    needed = (keep + 1 - there) * weight_bytes(folder) * CHECKPOINT_BYTES_PER_WEIGHT_BYTE
+    free = shutil.disk_usage(_existing(runs_root)).free + abandoned  # the next checkpoint removes these
     if needed > free:
+        has = f", of which {there} are there" if there else ""
         yield ErrorCode.DISK.refer(
-            f"--runs-dir {runs_root}: {needed / 2**30:.1f} GiB needed for {run.checkpoint.keep} checkpoints and "
-            f"one more, {free / 2**30:.1f} GiB free"
+            f"--runs-dir {runs_root}: {needed / 2**30:.1f} GiB needed for {keep} checkpoints and one more{has}, "
+            f"{free / 2**30:.1f} GiB free"
         )
+
+
+def _existing(folder: Path) -> Path:
+    """Return the folder, or the nearest one above it that exists."""
+    return next(path for path in [folder.absolute(), *folder.absolute().parents] if path.exists())
 
 
 def thread_warnings(cluster: ClusterConfig, run: RunConfig, cores: int, site: str | None = None) -> list[str]:

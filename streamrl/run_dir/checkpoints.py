@@ -11,6 +11,8 @@ from streamrl.atomic_files import replace_json, sync_files, sync_folder
 from streamrl.plain_files import read_plain
 
 BEST_FILE = "best.json"
+PARTIAL = ".partial_step_"
+"""Beginning of the name of a checkpoint that is being written, or never was completed."""
 
 
 class CheckpointFolder:
@@ -35,11 +37,21 @@ class CheckpointFolder:
         return max((found for found in self._steps() if found < step), default=None)
 
     def begin(self, step: int) -> Path:
-        """Create an empty folder to write a checkpoint into; remove what a crash has left there."""
+        """Create an empty folder to write a checkpoint into; remove what crashes have left, of any step."""
+        for left in self._abandoned():
+            shutil.rmtree(left, ignore_errors=True)
         partial = self._partial(step)
-        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         return partial
+
+    def count(self) -> int:
+        """Return the number of complete checkpoints."""
+        return len(self._steps())
+
+    def abandoned_bytes(self) -> int:
+        """Return the bytes of checkpoints that were never completed, while none is being written."""
+        files = (path for left in self._abandoned() for path in left.rglob("*"))
+        return sum(path.stat().st_size for path in files if path.is_file() and not path.is_symlink())
 
     def commit(self, step: int, keep: int, best: int | None = None, pending: Collection[int] = ()) -> Path:
         """Give a written checkpoint its final name, and delete those that are no longer needed.
@@ -81,7 +93,10 @@ class CheckpointFolder:
         return (step, score) if self.path(step).is_dir() else None
 
     def _partial(self, step: int) -> Path:
-        return self.directory / f".partial_step_{step}"
+        return self.directory / f"{PARTIAL}{step}"
+
+    def _abandoned(self) -> list[Path]:
+        return [path for path in self.directory.glob(f"{PARTIAL}*") if path.is_dir() and not path.is_symlink()]
 
     def _steps(self) -> list[int]:
         found = (path.name.removeprefix("step_") for path in self.directory.glob("step_*") if path.is_dir())

@@ -28,6 +28,7 @@ from streamrl.launcher.speculation_check import check_speculation
 from streamrl.launcher.untried_paths import untried, untried_warning
 from streamrl.machine import installed_packages
 from streamrl.machine.cpu import Cpu
+from streamrl.run_dir import layout
 from streamrl.runtime.interfaces import free_ports
 from tests.ipv6 import with_ipv6
 
@@ -316,6 +317,49 @@ def test_a_disk_without_room_for_the_checkpoints(tmp_path: Path, monkeypatch: py
     assert "21.0 GiB needed" in "".join(preflight.check_disk(run, tmp_path / "not" / "yet"))
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage(21 * GIB))
     assert list(preflight.check_disk(run, tmp_path / "not" / "yet")) == []
+
+
+def test_a_resumed_run_needs_no_room_for_the_checkpoints_that_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "free")
+    run = make_model(tmp_path / "m", megabytes=1024)  # 7 GiB a checkpoint, of which two are kept
+    checkpoints = tmp_path / "run" / layout.CHECKPOINTS
+    for step, free, missing in ((1, 13, 14), (2, 6, 7), (3, 6, 7)):
+        (checkpoints / f"step_{step}").mkdir(parents=True)
+        monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path, free=free: usage(free * GIB))
+        there = f"{missing}.0 GiB needed for 2 checkpoints and one more, of which {min(step, 2)} are there"
+        assert there in "".join(preflight.check_disk(run, tmp_path, tmp_path / "run"))
+        monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path, missing=missing: usage(missing * GIB))
+        assert list(preflight.check_disk(run, tmp_path, tmp_path / "run")) == []
+    (checkpoints / ".partial_step_4").mkdir()
+    (checkpoints / ".partial_step_4" / "part").write_bytes(bytes(1000))
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage(7 * GIB - 1000))
+    assert list(preflight.check_disk(run, tmp_path, tmp_path / "run")) == []
+
+
+def test_a_site_that_does_not_train_needs_no_room_for_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "free")
+    run = make_model(tmp_path / "m", megabytes=1024)
+    two = ClusterConfig.model_validate(
+        {
+            "hardware": "cpu",
+            "security": {"encryption": "none"},
+            "sites": {"home": {"trainer": {}, "address": "127.0.0.1"}, "away": {"generation": [{}]}},
+            "links": [{"between": ["home", "away"], "bandwidth_gbit_s": 1, "rtt_ms": 10}],
+        }
+    )
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage(GIB))
+    monkeypatch.setattr(preflight, "check_ports", lambda *given: ())
+    for site, refused in (("home", True), ("away", False)):
+        told = ""
+        try:
+            preflight.check(two, run, tmp_path, site)
+        except UserError as error:
+            told = str(error)
+        assert ("GiB needed for 2 checkpoints" in told) == refused, told
 
 
 def test_an_address_that_is_not_this_machines() -> None:

@@ -55,3 +55,13 @@ def test_a_best_without_its_checkpoint_is_none(tmp_path: Path) -> None:
     (folder.directory / "best.json").write_text('{"st')
     assert folder.best() is None
     assert not list(folder.directory.glob("*.tmp")) and not list(folder.directory.glob(".*"))
+
+
+def test_what_crashes_have_left_goes_with_the_next_checkpoint_whatever_its_step(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    save(folder, 5)
+    (folder.begin(7) / "part").write_bytes(bytes(100))  # and the trainer dies
+    assert (folder.count(), folder.abandoned_bytes()) == (1, 100)
+    save(folder, 10, keep=2)
+    assert (folder.count(), folder.abandoned_bytes()) == (2, 0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10", "step_5"]
