@@ -71,6 +71,8 @@ class EpisodeWorkers:
         self._programs = asyncio.Semaphore(PROGRAMS)
         self._background: set[asyncio.Task[Any]] = set()
         self._closed = False
+        self._start_s = 120.0
+        """Seconds that a worker may take to be ready."""
 
     async def start(self, timeout_s: float = 120.0) -> None:
         """Start the workers, and wait until all are ready.
@@ -79,15 +81,11 @@ class EpisodeWorkers:
             UserError: an agent cannot be imported, or is no coroutine; an environment does not start.
             RunFailed: the workers are not ready within `timeout_s` seconds, or die at their start.
         """
+        self._start_s = timeout_s
         await self._environments.start(timeout_s)
         if not self._coroutines():
             return
-        try:
-            async with asyncio.timeout(timeout_s):
-                started = await asyncio.gather(*(self._start_worker() for _ in range(self._count)))
-        except TimeoutError as error:
-            await self.close()
-            raise RunFailed(f"the agent workers did not start within {timeout_s:g} s {self._log.where}") from error
+        started = await asyncio.gather(*(self._start_worker() for _ in range(self._count)))
         if problem := next((worker.problem for worker in started if worker.problem), ""):
             await self.close()
             raise UserError(problem)
@@ -162,11 +160,16 @@ class EpisodeWorkers:
                 self._workers.discard(worker)
 
     async def _start_worker(self) -> WorkerProcess:
-        """Start a worker, and wait until it is ready or has ended."""
+        """Start a worker, and wait until it is ready or has ended; one that takes too long is killed."""
         worker = await WorkerProcess.start(self._log, self._suspects)
         self._workers.add(worker)
         worker.send(Begin(tasks=[task.model_dump(mode="json") for task in self._coroutines()]))
-        await worker.ready.wait()
+        try:
+            async with asyncio.timeout(self._start_s):
+                await worker.ready.wait()
+        except TimeoutError:
+            worker.kill(f"it was not ready within {self._start_s:g} s", VoidCause.TIMEOUT)
+            await worker.reading
         return worker
 
     def _coroutines(self) -> list[AgentTask]:

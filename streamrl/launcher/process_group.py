@@ -186,7 +186,7 @@ class ProcessGroup:
             if started != self._written.get(site):
                 with contextlib.suppress(OSError):  # a full disk does not end the run here
                     write_started(folder, started)
-                self._written[site] = started
+                    self._written[site] = started  # else the next look tries again
 
     def _as_started(self, process: RunProcess) -> StartedProcess:
         spec, code = process.spec, process.exit_code

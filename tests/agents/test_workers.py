@@ -521,3 +521,29 @@ def test_a_worker_that_cannot_start_is_tried_again(caplog: pytest.LogCaptureFixt
             assert (await second).reward not in (None, first.reward)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("episode", ["another", "suspect"])
+def test_a_worker_whose_imports_never_end_holds_nobody_up_for_good(
+    episode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = Path("mischievous_agents.py")
+    works = module.read_text()
+
+    async def scenario() -> None:
+        async with started() as owner:
+            first = await play(owner, None, order("pid", "first"))
+            if episode == "suspect":
+                owner._suspects.add("second")
+            module.write_text("import time; time.sleep(1000)")
+            owner._start_s = 3.0
+            if episode == "suspect":
+                void = (await play(owner, None, order("pid", "second"))).void
+                assert void is not None and "did not start: it was not ready within 3 s" in void.text
+            os.kill(int(first.reward or 0), signal.SIGKILL)
+            await until(lambda: "an agent worker did not start: it was not ready within 3 s" in caplog.text, 30)
+            module.write_text(works)
+            owner._start_s = scaled(60)
+            assert (await play(owner, None, order("pid", "third"))).reward not in (None, first.reward)
+
+    asyncio.run(scenario())

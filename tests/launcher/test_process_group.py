@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from streamrl.run_dir.instance_files import (
     write_wanted,
 )
 from streamrl.runtime.process_plan import ProcessSpec, Role
+from streamrl.runtime.processes import is_alive
 from tests.waiting import scaled, wait_for
 
 QUICKLY = {"pause_s": 0.0, "restarts": 2}
@@ -202,6 +203,24 @@ def test_the_files_between_service_and_launcher_are_read_as_they_were_written(tm
     assert read_wanted(tmp_path) == wanted and read_started(tmp_path) == started
     forget(tmp_path)
     assert read_wanted(tmp_path) is None and read_started(tmp_path) == []
+
+
+def test_what_a_full_disk_has_kept_from_being_written_is_written_later(
+    tmp_path: Path, families: Callable[..., ProcessGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = families(tmp_path, *CORE, spec("i-0", "instance"))
+    with monkeypatch.context() as full:
+
+        def write(folder: Path, started: Sequence[StartedProcess]) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        full.setattr(process_group, "write_started", write)
+        pid = alive(tmp_path)["i-0"][0]
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not is_alive(pid), 10)
+        family.reconcile()
+    assert alive(tmp_path)["i-0"][0] == pid  # as it was written last
+    until(lambda: "i-0" not in alive(tmp_path), family)
 
 
 def test_a_disk_that_is_full_is_no_reason_to_try_again(tmp_path: Path) -> None:
