@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 import venv
 from collections.abc import Iterable
@@ -64,11 +65,17 @@ def main() -> int:
 
 
 def check_machine(folder: Path) -> None:
-    """Raise at once for problems that would show only minutes later: no C compiler, an old CPU, a full disk."""
+    """Raise at once for problems that would show minutes later: no C compiler or headers, an old CPU, a full disk."""
     if not (shutil.which("cc") or shutil.which("gcc")):
         raise InstallError(
             "no C compiler found: torch compiles CPU kernels with it and pycosat (of reasoning-gym) is built with it.\n"
             "  Debian/Ubuntu: apt install gcc g++ python3-dev"
+        )
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.exists():
+        raise InstallError(
+            f"the headers of {sys.executable} are missing ({header}): pycosat (of reasoning-gym) is built with them.\n"
+            f"  Debian/Ubuntu: apt install python{sys.version_info.major}.{sys.version_info.minor}-dev"
         )
     cpuinfo = Path("/proc/cpuinfo")
     if problem := checks.instruction_problem(cpuinfo.read_text() if cpuinfo.exists() else ""):

@@ -49,7 +49,7 @@ def test_missing_disk_space_is_told_in_gigabytes(checks: ModuleType) -> None:
     assert problem.startswith("1.5 GB of disk space are missing: the environment needs 4.0 GB, /data has 1.5 GB free")
 
 
-def test_a_full_disk_and_an_old_cpu_end_the_installation(
+def test_a_full_disk_an_old_cpu_and_missing_headers_end_the_installation(
     install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lock = tmp_path / "lock.txt"
@@ -63,6 +63,10 @@ def test_a_full_disk_and_an_old_cpu_end_the_installation(
         old.setattr(install.checks, "VECTORS", {"no_such_instruction"})
         assert install.main() == 1
     assert "has neither AVX2" in capsys.readouterr().err
+    with monkeypatch.context() as bare:
+        bare.setattr(install.sysconfig, "get_path", lambda name: str(tmp_path / name))
+        assert install.main() == 1
+    assert f"are missing ({tmp_path / 'include' / 'Python.h'})" in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
 
 
