@@ -198,14 +198,22 @@ def run_folder() -> str:
     from streamrl.run_dir.status import RunStatus
 
     about = """
-    What a run leaves in `runs/<name>`, and which process writes it. Names are those of `streamrl/run_dir/layout.py`;
+    What a run leaves in `runs/<name>`, and which process writes it; with several sites each has its own
+    `runs/<name>-<site>` ([sites](../how-to/sites.md#start-them)). Names are those of `streamrl/run_dir/layout.py`;
     checkpoints are described [below](#checkpoints). [architecture](../explanation/architecture.md#the-runs-folder)
     says how the files work together.
     """
     names = [("launcher", f"`{RESOLVED_NAME}`", "Cluster file and run file with every key.")]
-    known = FILES
+    used = set()
     for group, name, value, meaning in constants(Path(inspect.getfile(layout))):
-        names.append((group.removeprefix("written by "), f"`{value}`", meaning or known.get(name, "")))
+        if not meaning:
+            used.add(name)
+        names.append((group.removeprefix("written by "), f"`{value}`", meaning or FILES.get(name, "")))
+    if unused := sorted(FILES.keys() - used):
+        raise ValueError(
+            f"FILES describes {', '.join(unused)}: expected constants of layout.py that are set to a text, one each in "
+            "an assignment of its own, and have no string below them"
+        )
     lines = [*_docstring(layout), "## Files and folders", ""]
     lines += table(("written by", "name", "content"), names)
     seen: set[type] = set()
@@ -235,6 +243,7 @@ FILES = {
     "CHECKPOINTS": "Folder: one folder for each checkpoint.",
     "SITE_STATUS": "State of a site that does not train.",
     "TOKEN_JOURNAL": "SQLite: tokens of the requests in flight, so that another instance can continue them.",
+    "TURN_JOURNAL": "SQLite: finished turns of open episodes, so that an episode of an agent can be resumed.",
     "WANTED_INSTANCES": "Which instances should run now.",
     "ADDRESSES": "Where each process listens.",
     "PROCESSES": "Processes that were started, and how those that ended did.",

@@ -22,7 +22,7 @@ def command(cluster: Path, sites: tuple[str, ...], replace: bool) -> None:
     \b
     Example:
       streamrl keys --cluster cluster_configs/cross_datacenter.yaml
-      streamrl keys --cluster cluster_configs/cross_datacenter.yaml --site west
+      streamrl keys --cluster cluster_configs/cross_datacenter.yaml --site oslo
     """
     import difflib
 

@@ -33,10 +33,12 @@ def command(directory: Path, pool: str, site: str, replicas: int, wait: bool) ->
     A new instance gets requests once it has loaded the current weights. A leaving instance returns its requests with
     their tokens, and other instances continue them.
 
+    A pool can grow to the max_replicas of the cluster file, by default the number that it begins with.
+
     \b
     Examples:
-      streamrl scale runs/demo --pool regular --replicas 3
-      streamrl scale runs/demo --pool regular --site west --replicas 1 --no-wait
+      streamrl scale runs/mine --pool regular --replicas 3
+      streamrl scale runs/mine-train --pool regular --site generate --replicas 1 --no-wait
     """
     from streamrl.run_dir.status import read_status
 

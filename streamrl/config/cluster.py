@@ -178,7 +178,7 @@ class MetricsEndpoint(StrictModel):
         None,
         min_length=1,
         description="file with the token that a scraper sends (Authorization: Bearer TOKEN), readable by its owner "
-        "only; none: no token",
+        "only; a relative path counts from the folder in which `streamrl launch` is called; none: no token",
     )
 
 

@@ -22,7 +22,9 @@ class RecoveryConfig(StrictModel):
 class CheckpointConfig(StrictModel):
     """Frequency and number of checkpoints."""
 
-    every: int = Field(10, ge=1, description="optimizer steps between checkpoints (the last step always writes one)")
+    every: int = Field(
+        10, ge=1, description="optimizer steps between checkpoints; evaluated steps and the last step always write one"
+    )
     keep: int = Field(2, ge=1, description="newest checkpoints kept; older ones, except the best, are deleted")
 
 

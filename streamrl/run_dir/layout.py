@@ -32,7 +32,8 @@ CHECKPOINTS = "checkpoints"
 
 # written by a site's service
 SITE_STATUS = "site.json"
-TOKEN_JOURNAL, TURN_JOURNAL = "journal.sqlite", "turns.sqlite"
+TOKEN_JOURNAL = "journal.sqlite"
+TURN_JOURNAL = "turns.sqlite"
 WANTED_INSTANCES = "instances.json"
 
 # written by a launcher
