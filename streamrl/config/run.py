@@ -158,6 +158,11 @@ class RunConfig(StrictModel):
                 f"weights.backend {self.weights.backend} needs devices of its own for each member of its group, and "
                 f"schedule {self.schedule.name} shares the trainer's with instances; set backend: auto or stream"
             )
+        if self.elasticity.enabled and self.schedule.name == "auto":
+            raise ValueError(
+                "elasticity.enabled does not go with schedule: auto, which divides the devices among the instances that "
+                "the run begins with: leave out one of the two"
+            )
         if (given := self.optimizer.decay_steps) is not None and given + self.optimizer.warmup_steps > self.steps:
             raise ValueError(
                 f"optimizer.decay_steps ({given}) and warmup_steps ({self.optimizer.warmup_steps}) need at least as "

@@ -150,6 +150,10 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
             "F:2: batch.epochs and mini_batches above 1 train on samples of older weights, which surrogate: reinforce",
         ),
         (
+            "schedule: {name: auto}\nelasticity: {enabled: true}\n",
+            "F:2: elasticity.enabled does not go with schedule: auto, which divides the devices among the instances",
+        ),
+        (
             "schedule: {name: stream, sync_every: 4}\nalgorithm: {name: rloo}\n",
             "F:1: schedule.sync_every (4) trains on samples of older weights, which surrogate: reinforce ignores: "
             "choose off_policy.correction: truncate, or surrogate: clip, or sync_every: 1",
