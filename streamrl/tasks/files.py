@@ -21,6 +21,8 @@ from streamrl.tasks.task_items import PromptMessage, TaskItems, with_suffix
 
 T = TypeVar("T")
 ROLES = ("system", "user", "assistant")
+ONE_ANSWER = ("math_verify", "exact_match")
+"""Rewards that compare with a single text or number."""
 """Roles of a prompt's messages; a system message comes first, and the user's last."""
 
 
@@ -218,6 +220,11 @@ def _row(task: RowsTask, where: str, record: dict[str, Any]) -> TaskRow:
             raise UserError(f"{where}: column {task.answer_column!r}: {error}") from error
         if isinstance(task, FileTask) and task.reward == PYTHON_TESTS:
             answer = _tests(f"{where}: column {task.answer_column!r}", answer)
+        elif isinstance(task, FileTask) and task.reward in ONE_ANSWER and isinstance(answer, list | dict):
+            raise UserError(
+                f"{where}: column {task.answer_column!r}: reward {task.reward} compares with one text or number, got "
+                f"{_kind(answer)}; write its answer into a column of its own, or name a reward function that takes it"
+            )
     return TaskRow(plain_text(prompt), answer, earlier)
 
 

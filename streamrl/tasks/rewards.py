@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 import numbers
+import re
 import reprlib
 import shutil
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from typing import Any, Protocol
 
 from streamrl.config.tasks import PYTHON_TESTS, AgentTask, FileTask, Task
@@ -106,6 +108,9 @@ def _file_score(task: FileTask) -> Score:
 def math_verify_score(completion: str, answer: Any) -> float:
     r"""Return 1.0 if the completion's final expression equals the reference, else 0.0.
 
+    The final expression is that of the last complete <answer> tag, if there is one in it. Of several boxes all
+    together may be the answer, a set, or the last one.
+
     The reference is a number, LaTeX with or without dollars ('\frac{1}{2}', '$x^2$'), or a solution that
     ends with '#### 72' as in GSM8K.
 
@@ -118,7 +123,19 @@ def math_verify_score(completion: str, answer: Any) -> float:
     gold = math_verify.parse(reference if delimited else f"${reference}$") or math_verify.parse(reference)
     if not gold:
         raise ValueError(f"math-verify cannot read the reference answer {reference[:100]!r}")
-    return float(math_verify.verify(gold, math_verify.parse(completion)))
+    readable = _readable(completion)
+    found = math_verify.parse(tagged(readable) or "") or math_verify.parse(readable)
+    if math_verify.verify(gold, found):
+        return 1.0
+    boxes = readable.split("\\boxed")
+    return float(len(boxes) > 2 and math_verify.verify(gold, math_verify.parse(f"\\boxed{boxes[-1]}")))
+
+
+def _readable(text: str) -> str:
+    """Write numbers as math-verify looks for them: apart from what precedes them, with an ordinary minus."""
+    text = re.sub(r"(</?answer>)", r" \1 ", text).replace("\u2212", "-")
+    text = re.sub(r"\\\$(?=\d)", "", text)  # the dollar of an amount, as it is written in Markdown
+    return re.sub(r"(?i)(\banswer:|####)(?=\S)", r"\1 ", text)
 
 
 def exact_match_score(completion: str, answer: Any) -> float:
@@ -131,10 +148,10 @@ def exact_match_score(completion: str, answer: Any) -> float:
 
 
 def _as_text(answer: Any) -> str:
-    """Write a value as text; whole floats lose their decimals, as Parquet's 72.0 means '72'."""
+    """Write a value as text: a float without an exponent, and a whole one as an integer (Parquet's 72.0 means '72')."""
     if isinstance(answer, float) and answer.is_integer():
         return str(int(answer))
-    return str(answer)
+    return format(Decimal(repr(answer)), "f") if isinstance(answer, float) else str(answer)
 
 
 def load_function(spec: str, whose: str) -> RewardFunction:

@@ -112,7 +112,7 @@ def test_answers_are_sendable_whatever_the_file_holds(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     answers = [{"n": decimal.Decimal("1.50"), "d": datetime.date(2024, 1, 2), "l": [1.5, None], "big": True}]
     pq.write_table(pa.table({"prompt": ["p"], "answer": answers}), path)
-    (row,) = load_rows(file_task(path))
+    (row,) = load_rows(file_task(path, reward="mine:function"))
     assert row.answer == {"n": "1.50", "d": "2024-01-02", "l": [1.5, None], "big": True}
     (tmp_path / "big.jsonl").write_text('{"prompt": "p", "answer": 100000000000000000000000}\n')
     (big,) = load_rows(file_task(tmp_path / "big.jsonl"))
@@ -192,7 +192,7 @@ def test_half_of_a_surrogate_pair_reaches_tokenizer_and_messages_as_a_replacemen
     prompts = [f"one{HALF}?", [*chat, {"role": "user", "content": f"two{HALF}?"}], "three \ud83d\ude00"]
     rows = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, answers, strict=True)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    items = FileItems(file_task(path), 0)
+    items = FileItems(file_task(path, reward="mine:function"), 0)
     assert [items.question(index) for index in range(3)] == ["one\ufffd?", "two\ufffd?", "three \U0001f600"]
     given = [items.reward_input(index)["answer"] for index in range(3)]
     assert given == ["\ufffd", {"a\ufffd": ["\ufffd"]}, "\U0001f600"]
@@ -217,8 +217,8 @@ def test_a_list_of_tests_is_joined(tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": ["p"], "answer": [several]}), tmp_path / "a.parquet")
     task = file_task(tmp_path / "a.parquet", reward="python_tests", sandbox={"command": ["env"]})
     assert load_rows(task)[0].answer == rows[1].answer
-    plain = task.model_copy(update={"reward": "exact_match", "sandbox": None})
-    assert load_rows(plain)[0].answer == several  # other rewards get lists as they are
+    plain = task.model_copy(update={"reward": "mine:function", "sandbox": None})
+    assert load_rows(plain)[0].answer == several  # functions get lists as they are
 
 
 @pytest.mark.parametrize(
@@ -243,6 +243,21 @@ def test_what_is_no_test_is_named_with_its_line(tmp_path: Path, answer: Any, got
         load_rows(programs(path, "assert add(1, 2) == 3", answer))
     expected = "reward python_tests expects Python that uses the program, or a list of such texts"
     assert str(caught.value) == f"{path}:2: column 'tests': {expected}, got {got}"
+
+
+@pytest.mark.parametrize("reward", ["math_verify", "exact_match"])
+@pytest.mark.parametrize(
+    ("answer", "got"), [({"ground_truth": "72", "style": "rule"}, "dict"), (["Paris", "paris"], "list"), ([], "list")]
+)
+def test_what_no_completion_could_equal_is_named_with_its_line(
+    tmp_path: Path, reward: str, answer: Any, got: str
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "p", "answer": one}) + "\n" for one in ("72", answer)))
+    said = f"{path}:2: column 'answer': reward {reward} compares with one text or number, got {got}"
+    with pytest.raises(UserError, match=re.escape(said)):
+        load_rows(file_task(path, reward=reward))
+    assert len(load_rows(file_task(path, reward="mine:function"))) == 2
 
 
 def test_unreadable_places_are_explained(tmp_path: Path) -> None:
