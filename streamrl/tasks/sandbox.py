@@ -37,6 +37,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -54,8 +55,8 @@ from streamrl.tasks.void_reward import VoidReward
 
 DRIVER = Path(sandbox_driver.__file__).read_text(encoding="utf-8")
 MOST_FILE_BYTES = 16 * 2**20
-MOST_LINE = 2**20
-"""Most bytes of one question or answer."""
+MOST_BYTES = {"tests": 2**24, "program": 2**26}
+"""Most bytes of one question, and of one answer, which repeats the arguments; an integer has about 20."""
 MOST_STDERR = 300
 """Most characters of a sandbox's last words."""
 MOST_PROCESSES = 32
@@ -179,12 +180,15 @@ def _verdict(program: Boxed, judge: Boxed, end: float) -> bool:
         for one in both:
             ready.register(one.output, selectors.EVENT_READ, one)
         while (now := time.monotonic()) < end:
-            for key, _ in ready.select(min(end - now, LOOK_S)):
-                for line in key.data.read():
-                    if (verdict := _pass_on(key.data, line, program, judge)) is not None:
+            for one in _readable(ready, both, min(end - now, LOOK_S)):
+                for line in one.read():
+                    if (verdict := _pass_on(one, line, program, judge)) is not None:
                         return verdict
             for one in both:
                 if one.closed:
+                    if one is judge and one.sends_too_much:
+                        text = f"the tests pass more than {MOST_BYTES['tests'] >> 20} MiB to the program at once"
+                        raise VoidReward(VoidCause.VERIFIER, text, retry=False)
                     if one.begun:
                         return False
                     raise one.never_began(f"ended with {one.wait()}")
@@ -198,6 +202,17 @@ def _verdict(program: Boxed, judge: Boxed, end: float) -> bool:
             one.kill()
             raise one.never_began(f"did not end within {one.sandbox.seconds:g} s")
     return False
+
+
+def _readable(ready: selectors.BaseSelector, both: Iterable[Boxed], seconds: float) -> list[Boxed]:
+    """Wait until something can be read, or what is pending written; return those that can be read."""
+    waiting = [one.input for one in both if one.pending]
+    for pipe in waiting:
+        ready.register(pipe, selectors.EVENT_WRITE)
+    found = [key.data for key, _ in ready.select(seconds) if key.data is not None]
+    for pipe in waiting:
+        ready.unregister(pipe)
+    return found
 
 
 def _pass_on(one: Boxed, line: bytes, program: Boxed, judge: Boxed) -> bool | None:
@@ -239,16 +254,16 @@ class Boxed:
 
     def __init__(self, side: str, source: str, isolation: Isolation, sandbox: Sandbox) -> None:
         self.side, self.sandbox = side, sandbox
-        self.begun = self.closed = False
+        self.begun = self.closed = self.sends_too_much = False
         driver = [sys.executable, "-I", "-c", DRIVER]
         self.command = [*isolation.command, *driver]
         self.user: int | None = None
         """Number of the user that it runs as; None: this process's."""
         if not sandbox.command and may_change_user(isolation.command):  # a command of the run file may need to be root
             self.user = FIRST_USER + USERS_OF_WORKER * os.getpid() + next(_numbers) % USERS_OF_WORKER
-        self.pending = _first_words(side, source, isolation.command)
+        self.pending = bytearray(_first_words(side, source, isolation.command))
         """Bytes that it has not taken yet."""
-        self._read = b""
+        self._read = bytearray()
         self._folder = ScratchFolder()
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `_close`)
 
@@ -283,16 +298,17 @@ class Boxed:
         except (OSError, subprocess.SubprocessError) as error:
             self._close()
             raise VoidReward(VoidCause.SANDBOX, f"the sandbox {self.command[0]} did not start: {error}") from error
-        for pipe in (self._input, self.output):
+        for pipe in (self.input, self.output):
             os.set_blocking(pipe.fileno(), False)
         if self.user is not None:  # else it could not open /dev/stdout
-            for file in (self._input, self.output, self._complaints):
+            for file in (self.input, self.output, self._complaints):
                 os.fchown(file.fileno(), self.user, self.user)
         self.flush()
         return self
 
     @property
-    def _input(self) -> IO[bytes]:
+    def input(self) -> IO[bytes]:
+        """The pipe to it."""
         assert self.process.stdin is not None
         return self.process.stdin
 
@@ -305,22 +321,27 @@ class Boxed:
     def read(self) -> list[bytes]:
         """Return the lines that are there now; whoever sends too long a line has ended."""
         try:
-            part = os.read(self.output.fileno(), MOST_LINE)
+            part = os.read(self.output.fileno(), 2**20)
         except BlockingIOError:
             return []
-        self.closed = not part or len(self._read) > MOST_LINE
-        *lines, self._read = (self._read + part).split(b"\n")
+        self._read += part
+        lines: list[bytes] = []
+        if b"\n" in part:
+            *lines, rest = bytes(self._read).split(b"\n")
+            self._read = bytearray(rest)
+        self.sends_too_much = len(self._read) > MOST_BYTES[self.side]
+        self.closed = not part or self.sends_too_much
         return [line + b"\n" for line in lines]
 
     def flush(self) -> None:
         """Write as much of what is pending as it takes now."""
         try:
-            while self.pending and (count := os.write(self._input.fileno(), self.pending)):
-                self.pending = self.pending[count:]
+            while self.pending and (count := os.write(self.input.fileno(), self.pending)):
+                del self.pending[:count]
         except BlockingIOError:
             pass
         except BrokenPipeError:
-            self.pending = b""
+            self.pending.clear()
 
     def has_too_many(self) -> bool:
         """Whether it has started too many processes; for root, whom the kernel does not limit."""
@@ -367,6 +388,6 @@ class Boxed:
     def __exit__(self, *_: Any) -> None:
         self.kill()
         self.process.wait()
-        self._input.close()
+        self.input.close()
         self.output.close()
         self._close()

@@ -120,7 +120,7 @@ class Program:
     def run(self, source: str) -> None:
         """Run the program, then answer until streamrl ends this process."""
         try:
-            exec(compile(source, "completion", "exec"), self.names)
+            exec(compile(source, "completion", "exec", dont_inherit=True), self.names)
         except BaseException as error:
             self.channel.send("failed", failure(error))
             return
@@ -211,7 +211,7 @@ class Tests:
             return
         raised = None
         try:
-            exec(compile(source, "tests", "exec"), Names(self, frozenset(names)))
+            exec(compile(source, "tests", "exec", dont_inherit=True), Names(self, frozenset(names)))
         except BaseException as error:
             raised = error
         if not self.used:

@@ -12,6 +12,7 @@ from streamrl.config.run import RunConfig
 from streamrl.config.tasks import FileTask, Sandbox
 from streamrl.errors import UserError
 from streamrl.rollouts.void import VoidCause
+from streamrl.tasks import sandbox
 from streamrl.tasks.rewards import Scorer
 from streamrl.tasks.sandbox import _bubblewrap_options, passes
 from streamrl.tasks.void_reward import VoidReward
@@ -162,3 +163,38 @@ def test_a_sandbox_may_not_take_as_long_as_a_reward() -> None:
 def test_bubblewrap_shows_this_python_even_where_it_is_below_tmp() -> None:
     options = _bubblewrap_options()  # carried out in their order
     assert options.index("--tmpfs") < min(options.index(sys.prefix), options.index(sys.base_prefix))
+
+
+LONG = Sandbox(command=["env"], seconds=scaled(60), memory_mb=4096)
+
+
+@pytest.mark.parametrize(
+    ("program", "tests"),
+    [
+        ("def f(numbers):\n    return sum(numbers)", "assert f(list(range(200_000))) == 19999900000"),
+        ("def f(n):\n    return list(range(n))", "assert len(f(200_000)) == 200_000"),
+        ("def f(text):\n    return text[::-1]", "assert f('ab' * 1_500_000).startswith('ba')"),
+    ],
+)
+def test_a_program_may_be_given_much_and_give_much_back(program: str, tests: str) -> None:
+    assert passes(program, tests, LONG)
+    assert not passes(program, tests.replace("==", "!=").replace("'ba'", "'ab'"), LONG)
+
+
+def test_tests_that_pass_too_much_void_the_reward_whatever_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sandbox.MOST_BYTES, "tests", 2**20)
+    with pytest.raises(VoidReward, match="the tests pass more than 1 MiB to the program at once") as found:
+        passes("def f(text):\n    return 1", "assert f('a' * 2_000_000) == 1", LONG)
+    assert found.value.cause == VoidCause.VERIFIER
+    monkeypatch.setitem(sandbox.MOST_BYTES, "program", 2**20)
+    assert not passes("def f():\n    return 'a' * 2_000_000", "assert len(f()) == 2_000_000", LONG)
+
+
+def test_a_program_is_compiled_as_a_file_of_its_own_would_be() -> None:
+    missing = "def f(a: List[int]) -> int:\n    return sum(a)"
+    assert not passes(missing, "assert f([1, 2]) == 3", NOTHING)
+    assert passes(f"from typing import List\n{missing}", "assert f([1, 2]) == 3", NOTHING)
+    assert passes(f"from __future__ import annotations\n{missing}", "assert f([1, 2]) == 3", NOTHING)
+    shared = "seen: ClassVar[list] = []\n    x: int = 0"
+    point = f"from dataclasses import dataclass\nfrom typing import ClassVar\n@dataclass\nclass P:\n    {shared}"
+    assert passes(point, "assert P(3).x == 3", NOTHING)
