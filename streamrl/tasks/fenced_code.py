@@ -5,10 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from textwrap import dedent
 
-FENCE = re.compile(r"([^`]*)(`{3,})([^`]*)")
-"""A line with a fence: what is before it, its backticks, and what follows; no other backticks."""
+TICKS = "```"
 TAGS = ("python", "python3", "py")
+TAG = re.compile(r"[\w+#.{}-]*[\w}]")
+"""What directly follows a fence that opens a block, and no text does."""
+BEHIND_CODE = re.compile(r"[ \t\r]*(?:[.,;:!?]*[ \t\r]*|</.*)")
+"""What may follow a fence that ends a block at the end of its last line of code; after anything else it is a part of
+the code."""
 MOST_INDENT = 3
 """Columns by which a fence inside a block may be indented beyond the one that opened it; others are text, such as those
 of an example in a docstring.
@@ -26,10 +31,18 @@ class _Block:
     indent: int
     """Characters before the opening fence, if they are all blank; else 0."""
     lines: list[str] = field(default_factory=list)
+    first_deep: int | None = None
+    """Number of the first line that is a bare fence, but indented too far; None: there is none."""
 
-    def is_program(self, closed: bool) -> bool:
-        """Whether it is to be run; a fence without a tag and an end may as well be one that ends nothing."""
-        return self.tag in TAGS or (closed and not self.tag)
+    def program(self, closed: bool) -> str | None:
+        """Return the program in it; None: it holds something else.
+
+        A fence without a tag and an end may as well be one that ends nothing.
+        """
+        if self.tag not in TAGS and (self.tag or not closed):
+            return None
+        program = "".join(f"{line}\n" for line in (self.lines if closed else self.lines[: self.first_deep]))
+        return dedent(program) if program.lstrip("\n")[:1].isspace() else program  # in a list, for example
 
 
 def code_of(completion: str) -> str:
@@ -41,32 +54,67 @@ def code_of(completion: str) -> str:
     >>> code_of("Use this:\\n```python\\nx = 1\\n```\\nwith\\n```bash\\npip install x\\n```\\nDone.")
     'x = 1\\n'
     """
-    programs = [block for block, closed in _blocks(completion) if block.is_program(closed)]
-    return "".join(f"{line}\n" for line in programs[-1].lines) if programs else completion
+    found = [block.program(closed) for block, closed in _blocks(completion)]
+    return next((program for program in reversed(found) if program is not None), completion)
 
 
 def _blocks(text: str) -> Iterator[tuple[_Block, bool]]:
     """Yield the fenced blocks of a text in order, each with whether a fence ends it; in time linear in its length."""
     block: _Block | None = None
     for line in text.split("\n"):  # not `splitlines`, which also ends lines within Python's texts
-        fence = FENCE.fullmatch(line)
-        before, ticks, after = fence.groups() if fence else (line, "", "")
-        words, alone = after.split(), not before.strip()
         if block is None:
-            if ticks and (alone or len(words) < 2):  # models write "Answer: ```python", too
-                block = _opened(before, ticks, words)
-        elif len(ticks) >= block.ticks and (len(before) <= block.indent + MOST_INDENT if alone else not words):
-            if not alone:
-                block.lines.append(before)
-            yield block, not words
-            block = _opened(before, ticks, words) if words else None
+            block = _opened(line)
+            continue
+        ticks, blank, after = _fence_at_start(line)
+        deep = blank > block.indent + MOST_INDENT
+        if ticks >= block.ticks and not deep:
+            opens = TAG.fullmatch(after.rstrip()) is not None
+            yield block, not opens
+            block = _opened(line) if opens else None
+        elif not ticks and (code := _before_end(line, block)) is not None:
+            block.lines.append(code)
+            yield block, True
+            block = None
         else:
-            blank = len(line) - len(line.lstrip(" \t"))
+            if ticks >= block.ticks and not after.strip() and block.first_deep is None:
+                block.first_deep = len(block.lines)
             block.lines.append(line[min(blank, block.indent) :])
     if block is not None:
         yield block, False
 
 
-def _opened(before: str, ticks: str, words: list[str]) -> _Block:
-    """Return the block that a fence opens."""
-    return _Block(words[0].lower() if words else "", len(ticks), 0 if before.strip() else len(before))
+def _fence_at_start(line: str) -> tuple[int, int, str]:
+    """Return the backticks with which a line begins (0: fewer than three), the blanks before and the text after."""
+    text = line.lstrip(" \t")
+    after = text.lstrip("`")
+    ticks = len(text) - len(after)
+    return (ticks if ticks >= len(TICKS) else 0), len(line) - len(text), after
+
+
+def _fence_at_end(line: str) -> tuple[str, int, str] | None:
+    """Return what is before the only fence of a line that begins with text, its backticks, and what is after it."""
+    end = line.rfind(TICKS) + len(TICKS)
+    before = line[:end].rstrip("`")
+    if end < len(TICKS) or TICKS in before or "`" in line[end:]:
+        return None
+    return before, end - len(before), line[end:]
+
+
+def _opened(line: str) -> _Block | None:
+    """Return the block that a line opens; None: it opens none."""
+    ticks, blank, after = _fence_at_start(line)
+    if ticks:
+        words = after.split()
+        return None if "`" in after else _Block(words[0].lower() if words else "", ticks, blank)
+    fence = _fence_at_end(line)  # models write "Answer: ```python", too
+    if fence is None or len(words := fence[2].split()) > 1:
+        return None
+    return _Block(words[0].lower() if words else "", fence[1], 0)
+
+
+def _before_end(line: str, block: _Block) -> str | None:
+    """Return the code of a line at whose end a fence ends the block; None: there is no such fence."""
+    fence = _fence_at_end(line)
+    if fence is None or fence[1] < block.ticks or not BEHIND_CODE.fullmatch(fence[2]):
+        return None
+    return fence[0]

@@ -67,6 +67,15 @@ def test_fences_without_a_partner(text: str, program: str) -> None:
         (f"{ONE}Begin with ```python in a line of its own.", "x = 1\n"),
         ("```python\nx = '\x0c\u2028'\n```", "x = '\x0c\u2028'\n"),  # ends no line of Python's
         ("~~~python\nx = 1\n~~~", "~~~python\nx = 1\n~~~"),
+        ("<answer>```\nx = 1\n```</answer>", "x = 1\n"),
+        ("```\nx = 1\n``` Done.", "x = 1\n"),
+        ("```python\nx = 1\n``` where `x` is one.", "x = 1\n"),
+        ("```python\nprint('a')```.", "print('a')\n"),
+        ("```python\nx = 1```</answer>", "x = 1\n"),
+        ("```python\nx = '```'\ny = 1\n```", "x = '```'\ny = 1\n"),
+        ("```python\ndef f():\n    return 1\n    ```\nThis is f.", "def f():\n    return 1\n"),
+        (" - ```python\n     x = 1\n     ```\n   That is all.", "x = 1\n"),
+        ("Use `solve`: ```python\nx = 1\n```", "x = 1\n"),
     ],
 )
 def test_longer_indented_and_joined_fences(text: str, program: str) -> None:
