@@ -5,6 +5,8 @@ family a model uses is found by having its template render a call and reading th
 is assumed from a model's name. A model whose template renders no tools, or renders calls that no family reads, gets
 the text protocol: tools are described in the system message, calls are written as in the Hermes family, results come
 as user messages.
+
+Calls are looked for behind the reasoning only: what a model drafts there, or says there about calls, is none.
 """
 
 from __future__ import annotations
@@ -13,9 +15,13 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
+THOUGHT_BEGIN, THOUGHT_END = "<think>", "</think>"
+ARGUMENT_KEYS = ("arguments", "parameters")
+"""Where a JSON call has its arguments: each family has one of them, and models write the other one, too."""
 INSTRUCTIONS = f"""You can use the tools below. To call one, write its name and arguments like this:
 {CALL_BEGIN}
 {{"name": "tool_name", "arguments": {{"argument": "value"}}}}
@@ -51,23 +57,32 @@ class ParsedAnswer:
     """Why the answer was left as it is although it begins a call; empty: nothing is wrong."""
 
 
-def _read_call(text: str, arguments_key: str) -> ToolCall:
-    """Read one call.
+def _load(text: str) -> Any:
+    """Read JSON.
 
     Raises:
-        ValueError: the text is not a JSON object with a name and an object of arguments.
+        ValueError: the text is no JSON, or nested too deeply.
     """
     try:
-        value = json.loads(text)
-        if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
-            raise ValueError('a call is a JSON object with "name" and "arguments"')
-        arguments = value.get(arguments_key, {})
-        if isinstance(arguments, str):  # some models write the arguments as JSON in JSON, as the API of OpenAI has it
-            arguments = json.loads(arguments)
+        return json.loads(text)
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
+
+
+def _json_call(value: Any) -> ToolCall:
+    """Return the call that a JSON value is.
+
+    Raises:
+        ValueError: it is not an object with a name and an object of arguments.
+    """
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+        raise ValueError('a call is a JSON object with "name" and "arguments"')
+    key = next((key for key in ARGUMENT_KEYS if key in value), "")
+    arguments = value[key] if key else {}
+    if isinstance(arguments, str):  # some models write the arguments as JSON in JSON, as the API of OpenAI has it
+        arguments = _load(arguments)
     if not isinstance(arguments, dict):
-        raise ValueError(f'"{arguments_key}" of a call is a JSON object')
+        raise ValueError(f'"{key}" of a call is a JSON object')
     return _call(value["name"], arguments)
 
 
@@ -85,16 +100,36 @@ def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
     raise ValueError(TOO_DEEP)
 
 
+def _after_reasoning(text: str) -> tuple[str, str]:
+    """Cut an answer behind its last `THOUGHT_END`; where the prompt began the reasoning, the answer only ends it.
+
+    One that stands in a call, with the call's end as the next tag behind it, is text of an argument.
+    """
+    outside = end = 0
+    for tag in re.finditer(f"{THOUGHT_END}|{CALL_BEGIN}|{CALL_END}", text):
+        if tag[0] == THOUGHT_END:
+            end = tag.end()
+        elif tag[0] == CALL_BEGIN:
+            outside = end
+        else:
+            end = outside
+    return text[:end], text[end:]
+
+
 def parse_hermes(text: str) -> ParsedAnswer:
     """Find calls of the form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen 2.5 and 3)."""
-    return _parse_between_tags(text, lambda body: _read_call(body, "arguments"))
+    return _parse_between_tags(text, lambda body: _json_call(_load(body)))
 
 
 def _parse_between_tags(text: str, read: Callable[[str], ToolCall]) -> ParsedAnswer:
     """Find the calls between `CALL_BEGIN` and `CALL_END`, each read by `read` (ValueError: it is malformed)."""
-    if CALL_BEGIN not in text:
+    thought, answer = _after_reasoning(text)
+    if CALL_BEGIN not in answer:
         return ParsedAnswer(text)
-    content, *parts = text.split(CALL_BEGIN)
+    if answer.lstrip().startswith(THOUGHT_BEGIN):  # a draft may be in it, so the model has to say what it wants
+        return ParsedAnswer(text, malformed=f"the call is in reasoning that does not end: no {THOUGHT_END}")
+    content, *parts = answer.split(CALL_BEGIN)
+    content = thought + content
     calls = []
     for part in parts:
         body, end, after = part.partition(CALL_END)
@@ -108,15 +143,31 @@ def _parse_between_tags(text: str, read: Callable[[str], ToolCall]) -> ParsedAns
     return ParsedAnswer(content.strip(), tuple(calls))
 
 
-def parse_llama3(text: str) -> ParsedAnswer:
+def parse_llama3(text: str, tools: Tools = ()) -> ParsedAnswer:
     """Find a call of the form `{"name": ..., "parameters": {...}}` that is the whole answer (Llama 3.1 and later)."""
-    whole = text.strip()
-    if not re.match(r'\{\s*"name"\s*:', whole):
+    # an answer that begins with JSON has no reasoning; what would end it is text of an argument
+    thought, answer = ("", text) if text.lstrip().startswith("{") else _after_reasoning(text)
+    whole = answer.strip()
+    if not whole.startswith("{"):
         return ParsedAnswer(text)
+    meant = re.match(r'\{\s*("type"\s*:\s*"function"\s*,\s*)?"name"\s*:', whole) is not None
     try:
-        return ParsedAnswer("", (_read_call(whole, "parameters"),))
+        value = _load(whole)
+        meant = _means_call(value, tools)
+        if meant:
+            return ParsedAnswer(thought.strip(), (_json_call(value),))
     except ValueError as error:
-        return ParsedAnswer(text, malformed=str(error))
+        return ParsedAnswer(text, malformed=str(error) if meant else "")
+    return ParsedAnswer(text)
+
+
+def _means_call(value: dict[str, Any], tools: Tools) -> bool:
+    """Return whether an object is a call; without tags around it, it may as well be an answer that is JSON."""
+    if not isinstance(value.get("name"), str) or value.get("type", "function") != "function":
+        return False
+    return any(key in value for key in ARGUMENT_KEYS) or value["name"] in [
+        _function(tool).get("name") for tool in tools
+    ]
 
 
 def parse_qwen_xml(text: str, tools: Tools = ()) -> ParsedAnswer:
@@ -206,7 +257,7 @@ class ToolFamily:
 TEXT_PROTOCOL = ToolFamily("text protocol", lambda text, _: parse_hermes(text))
 TOOL_FAMILIES = (
     ToolFamily("hermes", lambda text, _: parse_hermes(text)),
-    ToolFamily("llama3", lambda text, _: parse_llama3(text)),
+    ToolFamily("llama3", parse_llama3),
     ToolFamily("qwen_xml", parse_qwen_xml),
     ToolFamily("glm", parse_glm),
 )
@@ -220,6 +271,9 @@ def to_text_protocol(
     messages: list[dict[str, Any]], tools: list[dict[str, Any]], *, role: str = "system"
 ) -> list[dict[str, Any]]:
     """Rewrite messages for a template that knows neither tools nor their results.
+
+    Messages of the user that follow each other become one, joined by line breaks: results of tools are such messages,
+    and some templates (Gemma) take only one between two answers.
 
     Args:
         messages: messages of the chat API, each content a text.
@@ -245,4 +299,14 @@ def to_text_protocol(
         own = result.pop(0)["content"] if result and result[0]["role"] == role else ""
         parts = [own, INSTRUCTIONS + described] if role == "system" else [INSTRUCTIONS + described, own]
         result.insert(0, {"role": role, "content": "\n\n".join(filter(None, parts))})
-    return result
+    return _user_messages_joined(result)
+
+
+def _user_messages_joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    joined: list[dict[str, Any]] = []
+    for role, group in groupby(messages, lambda message: message["role"]):
+        same = list(group)
+        if role == "user":
+            same = [{**same[0], "content": "\n".join(message["content"] for message in same)}]
+        joined += same
+    return joined

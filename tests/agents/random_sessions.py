@@ -193,6 +193,7 @@ def expect(tokenizer: Any, played: Played, turn: Turn, generated: GeneratedTurn)
         if tools:
             own = "\n\n".join(part for part in (own, tool_text(tools)) if part)
         written += ["<|im_start|>", "system\n", ("text", own), "<|im_end|>", "\n"]
+    said: list[tuple[str, str]] = []
     for message in rest:
         text, role = message["content"], message["role"]
         if role == "tool":
@@ -200,6 +201,11 @@ def expect(tokenizer: Any, played: Played, turn: Turn, generated: GeneratedTurn)
         for call in message.get("tool_calls", ()):
             function = {name: call["function"][name] for name in ("name", "arguments")}
             text += ("\n" if text else "") + f"<tool_call>\n{json.dumps(function, ensure_ascii=False)}\n</tool_call>"
+        if said and said[-1][0] == role == "user":
+            said[-1] = (role, f"{said[-1][1]}\n{text}")
+        else:
+            said.append((role, text))
+    for role, text in said:
         written += ["<|im_start|>", role + "\n", ("text", text), "<|im_end|>", "\n"]
     written += ["<|im_start|>", "assistant\n"]
     prompt = (parent.tokens if parent else []) + encode(tokenizer, written)

@@ -161,6 +161,47 @@ def test_a_turn_whose_reasoning_the_template_drops_begins_a_row_which_says_why(n
     assert len(said.session.rows()) == 2
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_6"])
+def test_a_call_drafted_in_the_reasoning_is_not_made_and_its_turn_is_extended(name: str) -> None:
+    tokenizer = tokenizer_of(name)
+    asked = rendered(tokenizer, [USER], asks=True)
+    written = rendered(tokenizer, [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}], asks=False)
+    call = written[written.rindex("<tool_call>") : written.rindex("</tool_call>") + len("</tool_call>")]
+    thought = f"Maybe {call.replace('12', '7')}, or no."
+    opened = "" if asked.endswith("<think>\n") else "<think>\n"
+    said = Conversation(tokenizer)
+    first = said.turn([USER], f"{opened}{thought}\n</think>\n\n{call}", tools=True)
+    assert [one["function"]["arguments"] for one in first.answer["tool_calls"]] == ['{"x": "12"}']
+    assert thought in first.answer["content"]
+    result = {"role": "tool", "content": "12", "tool_call_id": first.answer["tool_calls"][0]["id"]}
+    second = said.turn([result], "It is twelve.", tools=True)
+    assert second.parent is first and len(said.session.rows()) == 1
+
+
+@pytest.mark.parametrize("name", ["gemma", "gemma3"])
+def test_results_and_a_question_after_them_are_one_message_where_roles_have_to_alternate(name: str) -> None:
+    tokenizer = tokenizer_of(name)
+    said = Conversation(tokenizer)
+    written = '<tool_call>\n{"name": "probe_tool", "arguments": {"x": "a"}}\n</tool_call>'
+    first = said.turn([USER], f"{written}\n{written}", tools=True)
+    results = [
+        {"role": "tool", "content": str(number), "tool_call_id": call["id"]}
+        for number, call in enumerate(first.answer["tool_calls"], 12)
+    ]
+    second = said.turn([*results, {"role": "user", "content": "Sure?"}], written, tools=True)
+    assert second.parent is first
+    assert tokenizer.decode(second.order.prompt_tokens[len(first.tokens) :]) == (
+        "<end_of_turn>\n<start_of_turn>user\n<tool_response>\n12\n</tool_response>\n<tool_response>\n13\n</tool_response>"
+        "\nSure?<end_of_turn>\n<start_of_turn>model\n"
+    )
+    result = {"role": "tool", "content": "14", "tool_call_id": second.answer["tool_calls"][0]["id"]}
+    third = said.turn([result], "It is twelve.", tools=True)
+    assert third.parent is second and len(said.session.rows()) == 1
+    again = Conversation(tokenizer)  # a history that no session knows is rendered whole
+    whole = again.turn(said.messages[:-1], "It is twelve.", tools=True)
+    assert "</tool_response>\nSure?<end_of_turn>\n" in tokenizer.decode(whole.order.prompt_tokens)
+
+
 def test_tools_are_described_to_a_template_without_a_system_message_in_the_first_question() -> None:
     tokenizer = tokenizer_of("gemma")
     said = Conversation(tokenizer)
