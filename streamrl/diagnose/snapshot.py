@@ -22,6 +22,7 @@ from streamrl.diagnose.stacks import CLOCK_S, ObservedProcesses
 from streamrl.plain_files import open_plain, read_plain
 from streamrl.run_dir import layout
 from streamrl.run_dir.instance_files import StartedProcess, read_started
+from streamrl.run_dir.site_status import STARTING
 from streamrl.run_dir.start_stages import read_stages
 
 Of = TypeVar("Of")
@@ -75,6 +76,8 @@ def collect(run_dir: Path, threads: bool = False, ask: bool = True) -> Facts:
     processes = tuple(replace(one.facts, loop=one.loop, tasks=one.tasks, threads=one.threads) for one in seen)
     steps, last = _steps(run_dir)
     site = _read_json(run_dir / layout.SITE_STATUS) if status is None else None
+    if site is not None and site.get("state") == STARTING:
+        site = None  # a sign of life, which says nothing of the site
     return Facts(
         now=time.time(),
         run=_run(status) if status is not None else None,

@@ -23,8 +23,10 @@ from streamrl.diagnose.facts import (
     WaitFacts,
     innermost,
 )
+from streamrl.diagnose.snapshot import collect
 from streamrl.diagnose.stuck import judge, targets
 from streamrl.run_dir import status
+from streamrl.run_dir.site_status import starting, write_site
 from tests.report.synthetic import RunMaker, make_status
 
 NOW = 10_000.0
@@ -384,6 +386,14 @@ def test_a_site_with_a_launcher_of_its_own_is_judged_by_what_it_hears() -> None:
     assert deaf.state == "stuck" and "has heard nothing of the trainer's site for 80 s" in deaf.sentence
     stopped = (replace(service[0], alive="stopped"),)
     assert "kill -CONT 51" in judge(Facts(NOW, None, stopped, site=site)).sentence
+
+
+def test_a_site_that_does_not_serve_yet_is_not_judged_by_what_it_hears(tmp_path: Path) -> None:
+    write_site(tmp_path, starting("b"))
+    assert collect(tmp_path).site is None
+    assert judge(collect(tmp_path)).state != "healthy"
+    write_site(tmp_path, starting("b") | {"state": "serving"})
+    assert (found := collect(tmp_path).site) is not None and found.state == "serving"
 
 
 def test_a_full_disk_is_told() -> None:

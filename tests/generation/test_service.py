@@ -149,7 +149,7 @@ def test_a_site_gives_signs_of_life_before_it_serves_and_on_a_full_disk(
             await another_sign()
             await another_sign()
             assert read_site(tmp_path) is None  # nothing is known of the site yet
-            service._serving = True
+            service._state_of_site = "serving"
             status = await until(lambda: read_site(tmp_path))
             assert status is not None and (status.site, status.state) == ("far", "serving")
             monkeypatch.setattr(site_status, "replace_json", full)

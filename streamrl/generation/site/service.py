@@ -51,7 +51,7 @@ from streamrl.protocol.samples import (
 from streamrl.protocol.speakers import RIGHTS
 from streamrl.rollouts.types import PartialSample, SampleRequest
 from streamrl.run_dir import layout
-from streamrl.run_dir.site_status import starting, touch_site, write_site
+from streamrl.run_dir.site_status import STARTING, starting, touch_site, write_site
 from streamrl.run_dir.start_stages import READY, waiting_for
 from streamrl.runtime.inside_keys import inside_admission, inside_roles
 from streamrl.runtime.process_context import RoleContext
@@ -95,8 +95,8 @@ class GenerationService:
         self._orphaned = asyncio.Event()
         self.round = 0
         """The newest round that the controller has announced."""
-        self._serving = False
-        """Whether all that this service waits for at its start has come."""
+        self._state_of_site = STARTING
+        """State in `site.json`: it starts, serves, or how the run has ended."""
         self._newest: int | None = None
         """The newest version of the run's weights that this service has heard of, which it may still be fetching."""
         self.journal = TokenJournal(context.run_dir / layout.TOKEN_JOURNAL)
@@ -163,7 +163,7 @@ class GenerationService:
             async with asyncio.TaskGroup() as tasks:
                 beside = [self._from_instances(), self.uplink.run(), self.reports.run(), self._throttle()]
                 beside += [self.weights.serve(), self.fleet.run(), self._keep_journal(), self._end_if_orphaned()]
-                self._serving = True
+                self._state_of_site = "serving"
                 running = [tasks.create_task(work) for work in beside]
                 await self._from_controller(tasks)
                 for task in running:
@@ -188,7 +188,8 @@ class GenerationService:
         problem = ""
         while True:
             try:
-                write_site(self.context.run_dir, self._site_status("serving") if self._serving else starting(self.site))
+                starts = self._state_of_site == STARTING
+                write_site(self.context.run_dir, starting(self.site) if starts else self._site_status())
                 problem = ""
             except OSError as error:
                 if problem != (problem := str(error)):
@@ -207,9 +208,10 @@ class GenerationService:
             match delivery.body:
                 case controller_site.Finish() as end:
                     delivery.ack()
+                    self._state_of_site = end.state
                     if self.context.remote:
                         with contextlib.suppress(OSError):
-                            write_site(self.context.run_dir, self._site_status(end.state))
+                            write_site(self.context.run_dir, self._site_status())
                     if end.state != "done":
                         why = end.error or f"{end.state} at its trainer's site"
                         raise RunFailed(f"the run has ended: {why}")
@@ -470,14 +472,14 @@ class GenerationService:
             changes["trajectory"] = msgspec.structs.replace(told, steps=steps)
         return msgspec.structs.replace(sample, **changes)
 
-    def _site_status(self, state: str) -> dict[str, Any]:
+    def _site_status(self) -> dict[str, Any]:
         """Return the contents of `site.json` (`run_dir/site_status.py`)."""
         uplink, clock = self.uplink, self.controller.clock
         saved = uplink.raw_bytes / uplink.sent_bytes if uplink.sent_bytes else None
         return {
             "site": self.site,
             "updated_at": time.time(),
-            "state": state,
+            "state": self._state_of_site,
             "trainer_silent_s": self.controller.silent_for,
             "rtt_ms": None if clock.rtt_s is None else clock.rtt_s * 1e3,
             "clock_offset_s": clock.offset_s,
