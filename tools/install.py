@@ -71,10 +71,12 @@ def check_machine(folder: Path) -> None:
             "no C compiler found: torch compiles CPU kernels with it and pycosat (of reasoning-gym) is built with it.\n"
             "  Debian/Ubuntu: apt install gcc g++ python3-dev"
         )
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    if not header.exists():
+    # Debian's default scheme may name a folder for packages' headers
+    folders = [sysconfig.get_path("include"), sysconfig.get_path("include", "posix_prefix")]
+    folders += os.environ.get("CPATH", "").split(os.pathsep)
+    if not any((Path(one) / "Python.h").exists() for one in folders if one):
         raise InstallError(
-            f"the headers of {sys.executable} are missing ({header}): pycosat (of reasoning-gym) is built with them.\n"
+            f"the headers of {sys.executable} are missing (Python.h): pycosat (of reasoning-gym) is built with them.\n"
             f"  Debian/Ubuntu: apt install python{sys.version_info.major}.{sys.version_info.minor}-dev"
         )
     cpuinfo = Path("/proc/cpuinfo")

@@ -64,9 +64,15 @@ def test_a_full_disk_an_old_cpu_and_missing_headers_end_the_installation(
         assert install.main() == 1
     assert "has neither AVX2" in capsys.readouterr().err
     with monkeypatch.context() as bare:
-        bare.setattr(install.sysconfig, "get_path", lambda name: str(tmp_path / name))
+        bare.setattr(install.sysconfig, "get_path", lambda *names: str(tmp_path / "-".join(names)))
         assert install.main() == 1
-    assert f"are missing ({tmp_path / 'include' / 'Python.h'})" in capsys.readouterr().err
+        assert f"the headers of {sys.executable} are missing (Python.h)" in capsys.readouterr().err
+        headers = tmp_path / "include-posix_prefix"
+        headers.mkdir()
+        (headers / "Python.h").touch()
+        bare.setattr(install.checks, "ENVIRONMENT_BYTES", 1e18)
+        assert install.main() == 1  # it goes on to the next check
+        assert "GB of disk space are missing" in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
 
 
