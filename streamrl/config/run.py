@@ -160,8 +160,8 @@ class RunConfig(StrictModel):
             )
         if self.elasticity.enabled and self.schedule.name == "auto":
             raise ValueError(
-                "elasticity.enabled does not go with schedule: auto, which divides the devices among the instances that "
-                "the run begins with: leave out one of the two"
+                "elasticity.enabled does not go with schedule: auto, which divides the devices among the instances "
+                "that the run begins with: leave out one of the two"
             )
         if (given := self.optimizer.decay_steps) is not None and given + self.optimizer.warmup_steps > self.steps:
             raise ValueError(

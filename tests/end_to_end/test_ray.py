@@ -39,12 +39,12 @@ STARTS = 4
 EASY = [{"kind": "reasoning_gym", "name": "chain_sum", "config": {"max_terms": 2}, "answer": "full"}]
 
 
-TWO = ({"name": "regular", "replicas": 2},)
+ONE = ({"name": "regular"},)
 WIDE = ({"name": "regular", "gpu": "large"}, {"name": "wide", "gpus_per_replica": 2, "nodes": 2})
 """One instance beside the trainer, and one over both of the 'fast' nodes."""
 
 
-def on_ray(project: Project, address: str, pools: Sequence[dict[str, object]] = TWO, **trainer: object) -> list[str]:
+def on_ray(project: Project, address: str, pools: Sequence[dict[str, object]] = ONE, **trainer: object) -> list[str]:
     """The project's cluster, its processes on Ray: trainer ranks on one or two nodes, instances where 'fast' is."""
     pool = {"gpu": "fast", "threads": 1, "max_batch": 8, "kv_cache_gb": 0.05}
     site = {
