@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from streamrl.chaos import own_launcher
@@ -15,6 +16,7 @@ from streamrl.cli.chaos import _launcher
 from streamrl.errors import RunFailed
 from streamrl.launcher.local_backend import spawn
 from streamrl.run_dir.instance_files import StartedProcess, write_started
+from tests.waiting import wait_for
 
 CLUSTER = Path(__file__).parents[2] / "cluster_configs" / "local.yaml"
 BEGINS = (
@@ -74,6 +76,8 @@ def test_a_launcher_may_take_its_time_to_report_but_not_to_end_its_processes(
     command = [sys.executable, "-S", "-c", "input()", str(launcher.run_dir)]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as one:  # it ends with its input
         if has_process:
+            # the kernel shows the arguments of a process a moment after it has begun a program
+            wait_for(lambda: str(launcher.run_dir) in psutil.Process(one.pid).cmdline(), 10)
             write_started(launcher.run_dir, [StartedProcess("service-here", "service", one.pid)])
         assert launcher.end() == (not has_process) and not launcher.runs
 
