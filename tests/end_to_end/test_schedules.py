@@ -76,7 +76,11 @@ def test_an_async_run_that_is_killed_goes_on_with_what_was_under_way_and_evaluat
     run_dir = project.run_dir()
     recorded = run_dir / "evaluations.jsonl"
     # the evaluation of version 0 is not repeated after a checkpoint
-    wait_for(lambda: (run_dir / "checkpoints" / "step_2").exists() and recorded.exists(), 400, process)
+    wait_for(
+        lambda: (run_dir / "checkpoints" / "step_2").exists() and 0 in [row.step for row in read_evaluations(recorded)],
+        400,
+        process,
+    )
     family = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.communicate()
