@@ -78,8 +78,6 @@ the order in which they run.
 Those that take longest come first: a worker of pytest-xdist (`--dist loadfile --no-loadscope-reorder`) that has
 finished a file takes the next one, so all end at about the same time. A file's fixtures are made once.
 """
-PARTS = ("slow", "not slow")
-"""Expressions of marks (`-m`) that choose a part of the tests by file."""
 ELSEWHERE = (
     "dashboard/test_in_browser.py",
     "environments/test_real_environments.py",
@@ -94,7 +92,7 @@ ELSEWHERE = (
 def pytest_sessionstart(session: pytest.Session) -> Generator[None, object, object]:
     """Measure the machine's slowness once, before xdist's workers start; they inherit it by their environment.
 
-    Then start the workers, of a whole part by forking them with the large libraries imported.
+    Then start the workers; those of all quick tests are forked with the large libraries imported.
     """
     if FACTOR in os.environ and not GIVEN:
         raise pytest.UsageError("a conftest or what it imports scales a deadline before the number of workers is known")
@@ -102,10 +100,9 @@ def pytest_sessionstart(session: pytest.Session) -> Generator[None, object, obje
     factor = slowness(len(workers or [0]))
     if (reporter := session.config.pluginmanager.get_plugin("terminalreporter")) is not None:
         reporter.write_line(f"deadlines of tests: {factor:g} x those of an idle machine")
-    part = session.config.option.markexpr
-    if part not in PARTS or not workers or is_worker:
+    if session.config.option.markexpr != "not slow" or not workers or is_worker:
         return (yield)
-    with warm.forked_workers(vllm=part == "slow"):
+    with warm.forked_workers():
         return (yield)
 
 
@@ -131,7 +128,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """
     if collection_path.is_relative_to(TESTS) and collection_path.relative_to(TESTS).as_posix() in ELSEWHERE:
         return True
-    if collection_path.suffix != ".py" or config.option.markexpr not in PARTS:
+    if collection_path.suffix != ".py" or config.option.markexpr not in ("slow", "not slow"):
         return None
     is_slow = collection_path.relative_to(TESTS).as_posix() in SLOW
     return True if is_slow != (config.option.markexpr == "slow") else None

@@ -4,15 +4,14 @@ Most of the computing of a tiny run before its first sample is imports: vLLM in 
 each rank, 30 s of a core for every run. Here a template imports all that once and then waits, with a single thread:
 
     pytest
-    ├── template                  `python -m tests.warm`: imports, then forks processes on request
-    └── worker of pytest-xdist    forked by the template, and handed to pytest as its own child (`forked_workers`)
-        ├── its template          a copy of the worker from before it ran anything
-        ├── streamrl launch       forked by that copy, and handed to the worker
-        │   ├── its template      a copy of the launcher from before it ran anything
-        │   └── controller, ...   forked by that copy, and handed to the launcher
-        └── vLLM's engine         one that multiprocessing would spawn (`multiprocessing_warm`), with a copy of its own
+    ├── template              `python -m tests.warm`: imports, then forks processes on request
+    ├── streamrl launch       forked by the template, and handed to pytest as its own child
+    │   ├── its template      a copy of the launcher from before it ran anything
+    │   └── controller, ...   forked by that copy, and handed to the launcher
+    └── vLLM's engine         one that multiprocessing would spawn (`multiprocessing_warm`), with a copy of its own
 
-Without workers, pytest's own process has the template, and starts the rest through it.
+The workers of pytest-xdist that run the quick tests are forked in the same way (`forked_workers`), by a template
+without vLLM, which changes how torch compiles.
 
 Such a process has the arguments, environment, folder, files and parent that it would have had otherwise, and a session
 of its own if it should. Settings that C libraries and the interpreter read when they are loaded are the template's
@@ -90,9 +89,6 @@ LIBRARIES = (
     "lightgbm",
 )
 """Modules that the package, or most files of tests, import only as they run."""
-
-_own: Template | None = None
-"""Template of a worker of pytest-xdist: a copy of the worker from before it ran anything."""
 
 
 @dataclass(frozen=True)
@@ -234,9 +230,6 @@ def _begin(request: Request, files: list[int], begun: int, path: list[str], vari
     of_environment = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
     sys.path[:] = [os.getcwd(), *of_environment, *path]
     importlib.invalidate_caches()
-    if request.program[1] == WORKER and "vllm" in sys.modules:
-        global _own
-        _own = _copy(path, variables, new_session=True)  # with this command line, by which tests/leaks.py knows it
     _show(request)
     if request.before is not None:
         request.before()
@@ -418,16 +411,15 @@ def _request(values: dict[str, Any]) -> Request | None:
 
 
 @contextlib.contextmanager
-def forked_workers(vllm: bool) -> Iterator[None]:
+def forked_workers() -> Iterator[None]:
     """Let execnet start the workers of pytest-xdist through a template meanwhile: each would import everything itself.
 
-    Args:
-        vllm: whether they begin with vLLM imported too, which changes how torch compiles; they have templates then.
+    They have the large libraries but vLLM.
     """
     if sys.platform != "linux":
         yield
         return
-    found = _start_template(vllm)
+    found = _start_template(vllm=False)
     subprocess.Popen._execute_child = functools.partialmethod(_execute_child, found)  # type: ignore[attr-defined]
     try:
         yield
@@ -439,8 +431,8 @@ def forked_workers(vllm: bool) -> Iterator[None]:
 @functools.cache
 def template() -> Template | None:
     """Return the template of this pytest session, which ends with it; None: this system does not support it."""
-    if _own is not None or sys.platform != "linux":
-        return _own
+    if sys.platform != "linux":
+        return None
     found = _start_template(vllm=True)
     atexit.register(found.close)
     return found
