@@ -24,7 +24,7 @@ from streamrl.run_dir.instance_files import read_started
 from streamrl.run_dir.metrics import read_metrics
 from streamrl.run_dir.status import read_status
 from streamrl.runtime.process_context import Addresses
-from streamrl.runtime.processes import is_alive
+from streamrl.runtime.processes import is_alive, kill_with_children
 from streamrl.runtime.warden import ENDS_WITHIN_S
 from tests.end_to_end.project import Project, trained_rows, wait_for
 from tests.environments.own_environment import install
@@ -68,8 +68,11 @@ class OwnCluster(Cluster):
         """Starts a node, again if it has ended by itself: under load its raylet waits too briefly for its agent."""
         with started_by(self.mark):
             for _ in range(STARTS - 1):
+                before = set(psutil.Process().children())
                 with contextlib.suppress(Exception):  # Ray raises nothing narrower
                     return super().add_node(*args, **options)
+                for left in set(psutil.Process().children()) - before:  # such as the servers of a head
+                    kill_with_children(left.pid)
             return super().add_node(*args, **options)
 
 
