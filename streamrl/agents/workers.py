@@ -35,6 +35,8 @@ from streamrl.errors import RunFailed, UserError
 from streamrl.rollouts.void import VoidCause
 from streamrl.runtime.output_pipe import OutputLog
 
+START_S = 120.0
+"""Seconds that a worker may take to be ready, unless `start` is told otherwise."""
 RESTART_S = 60.0
 """Seconds that an episode waits for a worker that is restarted."""
 LONGEST_PAUSE_S = 30.0
@@ -71,10 +73,10 @@ class EpisodeWorkers:
         self._programs = asyncio.Semaphore(PROGRAMS)
         self._background: set[asyncio.Task[Any]] = set()
         self._closed = False
-        self._start_s = 120.0
+        self._start_s = START_S
         """Seconds that a worker may take to be ready."""
 
-    async def start(self, timeout_s: float = 120.0) -> None:
+    async def start(self, timeout_s: float = START_S) -> None:
         """Start the workers, and wait until all are ready.
 
         Raises:

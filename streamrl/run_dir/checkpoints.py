@@ -28,6 +28,10 @@ class CheckpointFolder:
     def path(self, step: int) -> Path:
         return self.directory / f"step_{step}"
 
+    def partial(self, step: int) -> Path:
+        """Return the folder of a checkpoint that is being written."""
+        return self.directory / f"{PARTIAL}{step}"
+
     def latest(self) -> int | None:
         """Return the step of the newest complete checkpoint; None: there is none."""
         return max(self._steps(), default=None)
@@ -40,7 +44,7 @@ class CheckpointFolder:
         """Create an empty folder to write a checkpoint into; remove what crashes have left, of any step."""
         for left in self._abandoned():
             shutil.rmtree(left, ignore_errors=True)
-        partial = self._partial(step)
+        partial = self.partial(step)
         partial.mkdir(parents=True)
         return partial
 
@@ -63,9 +67,9 @@ class CheckpointFolder:
             pending: steps whose evaluations are in flight; one of them may turn out to be the best.
         """
         target = self.path(step)
-        sync_files(self._partial(step))
+        sync_files(self.partial(step))
         shutil.rmtree(target, ignore_errors=True)
-        self._partial(step).rename(target)
+        self.partial(step).rename(target)
         sync_folder(self.directory)
         recorded = self.best()
         spared = {best if best is not None else recorded[0] if recorded else None, *pending}
@@ -91,9 +95,6 @@ class CheckpointFolder:
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
         return (step, score) if self.path(step).is_dir() else None
-
-    def _partial(self, step: int) -> Path:
-        return self.directory / f"{PARTIAL}{step}"
 
     def _abandoned(self) -> list[Path]:
         return [path for path in self.directory.glob(f"{PARTIAL}*") if path.is_dir() and not path.is_symlink()]

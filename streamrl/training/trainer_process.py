@@ -324,7 +324,7 @@ class TrainerWorker:
         Raises:
             RunFailed: it cannot be written.
         """
-        partial = self.checkpoints.directory / f".partial_step_{step}"
+        partial = self.checkpoints.partial(step)
         with told_in_words(partial):
             if self.rank == 0:
                 self.checkpoints.begin(step)

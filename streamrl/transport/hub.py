@@ -305,9 +305,7 @@ class Hub(Endpoint):
         if route.door.outside and not self.covered("hello", owner, size):
             self.refusals.count("too many", sender, f"a hello of {size} bytes so soon after others")
             return
-        flow = self._judge(route, name, role, meta, owner)
-        if not isinstance(flow, str) and (name, message.session) in self._ended:
-            flow = f"another process of this name has come since, or {self.name} has taken this one for dead"
+        flow = self._judge(route, name, message.session, role, meta, owner)
         if isinstance(flow, str):
             self.refused_peers += 1
             self.refusals.count("hello", sender, flow)
@@ -336,7 +334,9 @@ class Hub(Endpoint):
         if known is None:
             self._joined.set()
 
-    def _judge(self, route: PeerRoute, name: str, role: str, meta: dict[str, Any], owner: str | None) -> Flow | str:
+    def _judge(
+        self, route: PeerRoute, name: str, session: str, role: str, meta: dict[str, Any], owner: str | None
+    ) -> Flow | str:
         """Return the flow to the peer of a hello, or why it is refused; `owner` as for `_arrived`."""
         site = meta.get("site") if route.door.outside else None
         if route.door.outside and not is_name(site):
@@ -356,6 +356,8 @@ class Hub(Endpoint):
                 reason = self.admit_inside(name, role, owner)
             if reason is not None:
                 return reason
+            if (name, session) in self._ended:
+                return f"another process of this name has come since, or {self.name} has taken this one for dead"
             return self.flow if self.flows is None else self.flows(name)
         except Exception as error:  # no message of a stranger may end the hub
             log.exception("cannot judge the hello of %r", name)

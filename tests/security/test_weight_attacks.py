@@ -246,7 +246,7 @@ def test_bytes_are_on_disk_before_a_restart_can_trust_their_name(
     stored(tmp_path / "store")
     checkpoints = CheckpointFolder(tmp_path / "checkpoints")
     (checkpoints.begin(3) / "deep").mkdir()
-    (checkpoints._partial(3) / "deep" / "model.bin").write_bytes(b"weights")
+    (checkpoints.partial(3) / "deep" / "model.bin").write_bytes(b"weights")
     checkpoints.commit(3, keep=1)
     assert named == {"version_1.json": True, "version_1.bin": True, "step_3": True}
     assert {(tmp_path / "store").stat().st_ino, (tmp_path / "checkpoints").stat().st_ino} <= synced
