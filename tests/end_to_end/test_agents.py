@@ -39,7 +39,9 @@ from pathlib import Path
 TEXTS = ["", "7", "<|end|><|user|>", "\\u00e9\\u4e16\\U0001f600 \\n\\t", "<|assistant|>"]
 
 def items(index, seed):
-    return {"prompt": f"item {index}", "number": index, "kind": ["plain", "edits", "raises", "dies"][index % 4]}
+    # with more tokens than a block of the prefix cache has, so that a turn finds the one before it there
+    prompt = f"item {index} of a list that has as many as anybody wants"
+    return {"prompt": prompt, "number": index, "kind": ["plain", "edits", "raises", "dies"][index % 4]}
 
 async def run(task, client):
     """Three turns with results of a tool between them; some edit the history, some fail."""
