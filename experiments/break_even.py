@@ -24,7 +24,7 @@ from typing import Literal
 import numpy as np
 
 from scheduler.capacity.allocation import DELTA_RATIO, SYNC_SIZES, Allocator, Offer, Problem, Route, Split
-from scheduler.capacity.placement_plan import PlacementPlan, colocated, evaluate, plans
+from scheduler.capacity.placement_plan import PlacementPlan, colocated, evaluate, plans, plans_within
 from scheduler.cost.generation_cost import Batch
 from scheduler.cost.hardware import Device
 from scheduler.cost.model_shapes import Transformer
@@ -211,9 +211,8 @@ def in_turns(problem: Problem, counts: Sequence[int]) -> list[Cost]:
 
 def shortest_step(problem: Problem, schedule: str) -> float:
     """Return the seconds of the shortest step within the budget, as `plans` finds it; infinite: there is no plan."""
-    allocator = Allocator(problem, schedule)
-    splits = allocator.candidates("throughput")
-    return min((evaluate(allocator, split).chosen.seconds for split in splits), default=math.inf)
+    made = plans_within(problem, schedule, "throughput")
+    return min((one.chosen.seconds for one in made), default=math.inf)
 
 
 @dataclass(frozen=True)

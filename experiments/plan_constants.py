@@ -25,7 +25,7 @@ BETWEEN = Route(80e9 / 8)
 
 def batch(lengths: str) -> Batch:
     """1,024 answers of the paper's shape."""
-    values, _ = find_lengths(lengths)
+    values = find_lengths(lengths)[0]
     return Batch.of(values, SAMPLES, PROMPT_TOKENS)
 
 

@@ -20,6 +20,8 @@ import pyarrow.parquet as pq
 from ranker.errors import RankerError
 from ranker.segments import Array
 
+ROLLOUTS = "rollouts"
+"""Folder of a run's rollouts in the run's own."""
 REQUIRED = ("prompt", "output_length")
 TEXT = ("prompt", "task", "group_id", "finish_reason", "void_cause")
 NUMBERS = ("output_length", "epoch", "step", "difficulty", "t_finished")
@@ -113,7 +115,7 @@ def read_rollouts(paths: Iterable[str | Path], open_file: FileOpener = _open) ->
         RankerError: a path does not exist or holds no such file, a file cannot be read or lacks a column, or nothing
             usable is left.
     """
-    files = {file: Path(path) for path in paths for file in _files(Path(path))}
+    files = {file: Path(path) for path in paths for file in rollout_files(Path(path))}
     if not files:
         raise RankerError("no rollouts given: expected files or folders of .parquet or .jsonl")
     builder = Builder()
@@ -236,13 +238,19 @@ def _codes(values: Sequence[Any] | None, count: int, known: dict[str, int]) -> A
     return np.array([-1 if v is None else known.setdefault(v, len(known)) for v in values], int)
 
 
-def _files(path: Path) -> Iterator[Path]:
-    """Yield the rollout files at a path, in a stable order."""
+def rollout_files(path: Path) -> Iterator[Path]:
+    """Yield the rollout files at a path, in a stable order; of a run's folder those in `rollouts/` alone.
+
+    Raises:
+        RankerError: there are none.
+    """
     if path.is_dir():
         found = sorted(p for p in path.rglob("*") if p.suffix in (".parquet", ".jsonl") and not p.is_dir())
-        if not found:
+        runs = [folder.parent for folder in path.rglob(ROLLOUTS) if folder.is_dir()]
+        others = {p for run in runs for p in found if p.is_relative_to(run) and not p.is_relative_to(run / ROLLOUTS)}
+        if not (kept := [p for p in found if p not in others]):
             raise RankerError(f"{path}: no .parquet or .jsonl file in this folder or below it")
-        yield from found
+        yield from kept
     elif not path.exists():
         raise RankerError(f"{path}: no such file or folder; expected rollouts (.parquet or .jsonl)")
     elif path.suffix not in (".parquet", ".jsonl"):

@@ -124,6 +124,8 @@ class Problem:
     """Site that trains now; of plans that are alike, one that trains there is chosen. '': none."""
     expert_bytes: int = 0
     """Bytes of a token's experts that a sample carries besides (router replay)."""
+    sync_every: int = 1
+    """Steps between versions of the weights."""
 
     def __post_init__(self) -> None:
         if not self.offers:
@@ -228,12 +230,13 @@ class Allocator:
             offer = problem.offers[number]
             free = offer.count - (taken if number == trainer else 0)
             route = None if offer.site == home else problem.route(home, offer.site)
-            if offer.site != home and (route is None or route.weight_seconds(problem.sent_bytes) > deadline):
+            between = deadline * problem.sync_every  # versions
+            if offer.site != home and (route is None or route.weight_seconds(problem.sent_bytes) > between):
                 continue
             usd_per_byte = 0.0 if route is None else route.usd_per_gb / 1e9 * 3600 / deadline
             if offer.site not in sites:
                 sites.append(offer.site)
-                fixed.append(usd_per_byte * problem.sent_bytes)
+                fixed.append(usd_per_byte * problem.sent_bytes / problem.sync_every)
                 limit = math.inf
                 if route is not None and problem.sample_bytes:
                     limit = deadline * route.bytes_per_s / problem.sample_bytes

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 from scheduler.capacity.allocation import Allocator, Problem
+from scheduler.capacity.placement_plan import plans_within
 from scheduler.cost.generation_cost import GPU_MEMORY_FRACTION, free_bytes, slots_of
 from scheduler.cost.hardware import tensor_parallel_degrees
 from scheduler.cost.training_cost import (
@@ -17,20 +18,24 @@ from scheduler.cost.training_cost import (
 )
 
 
-def explain(problem: Problem, allocator: Allocator) -> str:
-    """Write a message for users about a problem that has no plan."""
+def explain(problem: Problem, schedule: str) -> str:
+    """Write a message for users about a problem that has no plan under a schedule."""
+    allocator = Allocator(problem, schedule)
     if not allocator.trainers:
         return _training(problem)
     if not any(allocator.kinds.values()):
         return _generation(problem)
     if math.isfinite(problem.budget):
-        unlimited = Allocator(replace(problem, budget=math.inf), allocator.schedule)
-        cheapest = min((split.rent(problem.offers) for split in unlimited.candidates("cost")), default=math.inf)
-        if math.isfinite(cheapest):
-            short = cheapest - problem.budget
+        unlimited = replace(problem, budget=math.inf)
+        free = replace(unlimited, routes=tuple(route for route in problem.routes if not route[1].usd_per_gb))
+        made = [one for each in (unlimited, free) for one in plans_within(each, schedule, "cost")]
+        if made:
+            cheapest = min(made, key=lambda one: one.chosen.usd_per_hour)
+            price, rent = cheapest.chosen.usd_per_hour, cheapest.split.rent(problem.offers)
             return (
                 f"no plan for {problem.model.name} fits a budget of {problem.budget:g} USD/h; the cheapest that was "
-                f"found rents GPUs for {cheapest:.2f} USD/h: {short:.2f} USD/h more, traffic not counted"
+                f"found costs {price:.2f} USD/h, of which traffic {price - rent:.2f}: {price - problem.budget:.2f} "
+                "USD/h more"
             )
     return _together(problem, allocator)
 

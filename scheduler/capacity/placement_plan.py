@@ -41,6 +41,8 @@ SIMULATED = 3
 types to roles that may be shown."""
 MOVE = 0.01
 """Share by which a plan that moves the trainer to another site must be better: moving it has a price of its own."""
+ROUNDING = 1e-9
+"""Share by which a price may be above the budget."""
 ALIKE = 0.02
 """Share by which plans with the same GPU types in the same roles must differ to be shown separately."""
 
@@ -115,7 +117,7 @@ class PlacementPlan:
 
     @cached_property
     def egress_usd(self) -> float:
-        """USD per step for traffic between sites: one copy of the weights to each site, its samples back."""
+        """USD per step for traffic between sites: one copy of new weights to each site, its samples back."""
         problem, home = self.problem, self.problem.offers[self.split.trainer].site
         usd, seen = 0.0, set()
         for one, share in zip(self.split.generation, self.shares, strict=True):
@@ -123,14 +125,16 @@ class PlacementPlan:
             route = None if site == home else problem.route(home, site)
             if route is not None:
                 usd += route.usd_per_gb / 1e9 * share * problem.sample_bytes
-                usd += 0.0 if site in seen else route.usd_per_gb / 1e9 * problem.sent_bytes
+                usd += 0.0 if site in seen else route.usd_per_gb / 1e9 * problem.sent_bytes / self._every(self.schedule)
                 seen.add(site)
         return usd
 
     @cached_property
     def steady(self) -> SteadyStep:
         """Simulated step of the split under `async`."""
-        return steady_step(self.split.generation, self.problem.batch, self.split.time, self.transfer_s, self.load_s)
+        problem, trainer = self.problem, self.split.time
+        weights = self.transfer_s, self.load_s, self._every("async")
+        return steady_step(self.split.generation, problem.batch, trainer, *weights)
 
     def step(self, schedule: str) -> Step:
         """Return the step of the same split under any schedule."""
@@ -148,11 +152,19 @@ class PlacementPlan:
     def least_seconds(self, schedule: str) -> float:
         """Return the seconds of a step by the stages' times; under `async` one in which nobody waits."""
         generation = self.played_s(schedule)
+        load, transfer = self.load_s / self._every(schedule), self.transfer_s / self._every(schedule)
         if KINDS[schedule].overlaps:
-            return max(generation + self.load_s, self.training_s, self.transfer_s)
+            return max(generation + load, self.training_s, transfer)
         both = following_seconds(schedule, self.split, self.makespan_s, self.problem.batch)
         both += generation - self.makespan_s
-        return both + self.transfer_s + self.load_s
+        return both + transfer + load
+
+    def _every(self, schedule: str) -> int:
+        """Return the steps between versions of the weights under a schedule."""
+        kind = KINDS[schedule]
+        if not kind.overlaps:
+            return self.problem.sync_every
+        return min(self.problem.sync_every, self.problem.batch.staleness + 1) if kind.continuous else 1
 
     @cached_property
     def chosen(self) -> Step:
@@ -201,7 +213,7 @@ class PlacementPlan:
         generation = self.steady_s if KINDS[self.schedule].continuous else self.makespan_s
         slower, other = ("training", "generation") if self.training_s >= generation else ("generation", "training")
         long, short = max(self.training_s, generation), min(self.training_s, generation)
-        if KINDS[self.schedule].overlaps and self.transfer_s > long:
+        if KINDS[self.schedule].overlaps and self.transfer_s > long * self._every(self.schedule):
             return f"new weights limit it: {self.transfer_s:.1f} s to the last site; smaller deltas or a faster link"
         batch = self.problem.batch
         if batch.stepping_s > long:
@@ -265,6 +277,37 @@ def _spread(problem: Problem, device: Device) -> float:
     return problem.model.weight_bytes * (1 / network + 2 / (device.link_gb_s * 1e9))
 
 
+def plans_within(
+    problem: Problem, schedule: str, objective: PlanObjective, waiting: bool = False
+) -> list[PlacementPlan]:
+    """Return plans of which one is the best; [] if none keeps to the budget.
+
+    Args:
+        problem: what to plan for.
+        schedule: determines which stages overlap.
+        objective: what is to be small.
+        waiting: whether groups may be waited for, so that rates alone give generation too little.
+    """
+    allocator = Allocator(problem, schedule)
+
+    def found(one: Problem) -> list[PlacementPlan]:
+        splits = {split.key: split for split in Allocator(one, schedule).candidates(objective)}
+        if waiting:
+            splits |= {split.key: split for split in Allocator(one, "one_step_off").candidates("throughput")}
+        return [evaluate(allocator, split, objective) for split in splits.values()]
+
+    def kept(some: list[PlacementPlan]) -> list[PlacementPlan]:
+        return [one for one in some if one.chosen.usd_per_hour <= problem.budget * (1 + ROUNDING)]
+
+    made = found(problem)
+    within = kept(made)
+    if len(within) < len(made):
+        # the search counts traffic at the pace that it asks for; a plan has its own, which may be a faster one
+        free = tuple((ends, route) for ends, route in problem.routes if not route.usd_per_gb)
+        within += kept(found(replace(problem, routes=free)))
+    return list({one.split.key: one for one in within}.values())
+
+
 def plans(problem: Problem, schedule: str, objective: PlanObjective, simulated: bool = True) -> list[PlacementPlan]:
     """Return the best plan, and the next-best ones that differ.
 
@@ -279,20 +322,14 @@ def plans(problem: Problem, schedule: str, objective: PlanObjective, simulated: 
     """
     from scheduler.capacity.misfit import explain
 
-    allocator = Allocator(problem, schedule)
-    splits = {split.key: split for split in allocator.candidates(objective)}
-    if KINDS[schedule].continuous and simulated:
-        # rates alone give generation too little where groups are waited for
-        waiting = Allocator(problem, "one_step_off")
-        splits |= {split.key: split for split in waiting.candidates("throughput")}
-    if not splits:
-        raise ValueError(explain(problem, allocator))
+    made = plans_within(problem, schedule, objective, KINDS[schedule].continuous and simulated)
+    if not made:
+        raise ValueError(explain(problem, schedule))
 
     def worth(one: PlacementPlan) -> tuple[float, float]:
         step = one.chosen
         return (step.seconds, step.usd_per_1k) if objective == "throughput" else (step.usd_per_1k, step.seconds)
 
-    made = [evaluate(allocator, split, objective) for split in splits.values()]
     if simulated:
         if KINDS[schedule].continuous:
             made = _worth_simulating(made, schedule, objective)

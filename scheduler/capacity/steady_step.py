@@ -3,7 +3,7 @@
 Rates alone would say that nobody ever waits. What they leave out is in the discrete events of a whole run
 (`simulation.pipeline`), which the schedule's own rules drive: groups are issued as far as the staleness allows, a step
 takes complete groups, one that is due may not be overtaken, a group is complete with its last sample, and requests
-share slots and step times. So this runs the chosen replicas for `STEPS` steps and takes the mean of the last ones.
+share slots and step times. So this runs the chosen replicas for a number of steps and takes the mean of `MEASURED`.
 
 Large batches are thinned: each simulated request stands for `m` of them, on instances with 1/m of the slots, whose step
 of b requests takes as long as one of m b.
@@ -34,8 +34,9 @@ SLOTS = 8
 """Fewest simulated slots of an instance, which then differ by at most 1 in 16 from its own."""
 MOST_REQUESTS = 2048
 """Simulated requests of a batch beyond which instances have fewer slots than that: a plan should take seconds."""
-STEPS, WARM = 7, 3
-"""Steps that are simulated, and those of them that fill the pipeline and do not count."""
+MEASURED = 4
+"""Steps whose mean is taken. Before them are those that fill the pipeline: all groups that the staleness allows are
+issued at once at first. After them are as many as its groups may be ahead, so that the last ones have followers."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ def steady_step(
     trainer: TrainerTime,
     weights_s: float,
     load_s: float = 0.0,
+    sync_every: int = 1,
 ) -> SteadyStep:
     """Simulate steps.
 
@@ -64,6 +66,7 @@ def steady_step(
         trainer: the trainer that processes it.
         weights_s: seconds until new weights have reached all replicas.
         load_s: seconds for which replicas then pause to load them.
+        sync_every: steps between versions of the weights.
     """
     group = min(batch.group, batch.samples)
     most = batch.samples // max(REQUESTS, GROUPS * group)
@@ -90,14 +93,17 @@ def steady_step(
         environment_s=batch.environment_s * merged * processes / batch.environment_processes,
         environment_processes=processes,
     )
-    schedule = make_schedule("async", batch.staleness)
+    schedule = make_schedule("async", batch.staleness, sync_every)
     policy = make_policy("least-loaded", batch.longest_answer, affinity=group)
-    outcome = Pipeline(policy, fleet, stages, schedule, groups).run(_groups(batch, groups, group), STEPS)
-    times = outcome.iteration_times()[WARM:]
-    (began, _), (ended, _) = outcome.busy_until[WARM - 1], outcome.busy_until[STEPS - 1]
+    warm = batch.staleness + 2
+    end = warm + MEASURED
+    steps = end + batch.staleness - 1
+    outcome = Pipeline(policy, fleet, stages, schedule, groups).run(_groups(batch, groups, group), steps)
+    times = outcome.iteration_times()[warm:end]
+    (began, _), (ended, _) = outcome.busy_until[warm - 1], outcome.busy_until[end - 1]
     seconds = float(np.mean(times)) / share
     busy = (ended - began) / sum(times)
-    stale = float(np.mean(outcome.staleness_by_step[WARM:]))
+    stale = float(np.mean(outcome.staleness_by_step[warm:end]))
     return SteadyStep(seconds, 1.0 - min(1.0, busy), stale)
 
 

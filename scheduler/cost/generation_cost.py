@@ -142,9 +142,8 @@ class Batch:
         """Tokens that the trainer processes."""
         whole = np.asarray(self.lengths) + self.prompt_tokens
         each = self.samples / len(self.lengths)
-        return StepTokens(
-            float(whole.sum()) * each, float((whole * whole).sum()) * each, self.most_tokens, self.samples
-        )
+        tokens, squares = float(whole.sum()) * each, float((whole * whole).sum()) * each
+        return StepTokens(tokens, squares, float(whole[0]), self.samples, self.most_tokens)
 
     @property
     def running_context(self) -> float:

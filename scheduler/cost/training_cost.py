@@ -139,8 +139,15 @@ class StepTokens:
     squares: float
     """Sum of the samples' squared lengths."""
     longest: float
-    """Tokens of the longest sample that must fit."""
+    """Tokens of the longest sample."""
     samples: int
+    limit: float = 0.0
+    """Tokens of a sample that must fit, though the step may have none as long; 0: the longest."""
+
+    @property
+    def must_fit(self) -> float:
+        """Tokens of the longest sample that memory must hold."""
+        return max(self.limit, self.longest)
 
 
 @dataclass(frozen=True)
@@ -419,8 +426,8 @@ def _spread_over(
     free = usable(device) - memory_per_gpu(model, work, layout, 0.0)
     kept, again = _activation_bytes(model, work, layout)
     head = _head_bytes(model, math.inf) / tp
-    held = _held_gradient(model, step.longest) / tp
-    part = step.longest / sharing  # of the longest sample, on each rank
+    held = _held_gradient(model, step.must_fit) / tp
+    part = step.must_fit / sharing  # of the longest sample, on each rank
     micro = min((free - head) / kept, (free - held) / (kept + again), max(MICRO_BATCH_TOKENS, part))
     if micro < part:
         return None
@@ -431,7 +438,8 @@ def _spread_over(
     if tp > 1:
         compute += _all_reduce_seconds(model, work, device, max(step.tokens / ranks, step.longest), tp)
     if sharing > 1:
-        compute += _all_to_all_seconds(model, work, device, max(step.tokens / ranks, part), layout)
+        most = max(step.tokens / ranks, step.longest / sharing)
+        compute += _all_to_all_seconds(model, work, device, most, layout)
     network, fast = device.network_gbit_s * 1e9 / 8, device.link_gb_s * 1e9 / 2
     weights = model.parameters / tp
     rounds = work.updates * max(1, math.ceil(step.tokens / work.mini_batches / ranks / micro))

@@ -87,7 +87,7 @@ def command(
     run = None if run_file is None else load_run(run_file)
     if schedule is None:
         schedule = run.schedule.name if run is not None and run.schedule.name in SEPARATE else "async"
-    inputs = gather(cluster, cluster_file, run, **options)
+    inputs = gather(cluster, cluster_file, run, schedule, **options)
     aim = cast("PlanObjective", objective)
     try:
         found = plans(inputs.problem, schedule, aim)

@@ -108,12 +108,12 @@ def writers(paths: Sequence[str | Path]) -> tuple[str, ...]:
     """Return the models of the runs whose rollouts are at or below these paths; empty if some rollouts name none."""
     import yaml
 
+    from ranker.data import rollout_files
     from streamrl.config.load import ConfigError, read_resolved
 
     found: set[str] = set()
     for path in (Path(os.path.abspath(path)) for path in paths):  # `.` has no parent; links stay
-        files = [path] if path.is_file() else [f for f in path.rglob("*") if f.suffix in (".parquet", ".jsonl")]
-        for folder in {file.parent for file in files}:
+        for folder in {file.parent for file in rollout_files(path)}:
             try:
                 values = yaml.safe_load(read_resolved(folder.parent))
                 found.add(str(values["run"]["model"]["path"]))

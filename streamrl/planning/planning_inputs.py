@@ -68,12 +68,18 @@ def load_devices(path: Path | None) -> dict[str, Device]:
 
 
 def offers_of(
-    cluster: ClusterConfig, devices: dict[str, Device], cluster_file: Path
+    cluster: ClusterConfig, devices: dict[str, Device], cluster_file: Path, in_turns: bool = False
 ) -> tuple[tuple[Offer, ...], tuple[str, ...]]:
     """Return all GPUs of the cluster file by site, type and price, whatever their pool, and the prices' sources.
 
     A `max_batch` that the file states limits replicas on all GPUs of that type, wherever they are, to the largest one
     stated: what a GPU can do does not depend on the pool that it is in. Where none is stated, memory is the limit.
+
+    Args:
+        cluster: the cluster file's content.
+        devices: known types of GPUs.
+        cluster_file: its path, for errors.
+        in_turns: whether the trainer's GPUs of a site are those of its pools of the same type, which take turns.
 
     Raises:
         UserError: an unknown GPU type, or a price that is missing or zero.
@@ -86,9 +92,10 @@ def offers_of(
     slots: dict[str, int] = {}
     for site, entry in cluster.sites.items():
         pools: list[tuple[str, TrainerPool | GenerationPool, int, int]] = []
-        if entry.trainer is not None:
-            pools.append(("trainer", entry.trainer, entry.trainer.ranks, 1))
         pools += [(f"pool {p.name}", p, p.replicas, p.gpus_per_replica) for p in entry.generation]
+        if entry.trainer is not None:
+            pools.insert(len(pools) if in_turns else 0, ("trainer", entry.trainer, entry.trainer.ranks, 1))
+        generate: Counter[str] = Counter()
         for what, pool, members, each in pools:
             try:
                 found = device(pool.gpu, devices)
@@ -111,10 +118,15 @@ def offers_of(
                     f"{cluster_file}: site {site}, {what}: no price_per_hour, and {found.name} has no default; "
                     f"give one there, or {found.name}: {{usd_per_hour: ...}} in --hardware FILE"
                 )
-            key = (site, found.name, usd, source)
-            counts[key] += members * each
-            if isinstance(pool, GenerationPool) and "max_batch" in pool.model_fields_set:
-                slots[found.name] = max(pool.max_batch, slots.get(found.name, 0))
+            key, count = (site, found.name, usd, source), members * each
+            if isinstance(pool, GenerationPool):
+                generate[found.name] += count
+                if "max_batch" in pool.model_fields_set:
+                    slots[found.name] = max(pool.max_batch, slots.get(found.name, 0))
+            elif in_turns:
+                count = max(0, count - generate[found.name])
+            if count:
+                counts[key] += count
     offers = [Offer(site, devices[gpu], count, usd, slots.get(gpu)) for (site, gpu, usd, _), count in counts.items()]
     return tuple(offers), tuple(source for *_, source in counts)
 
@@ -161,8 +173,8 @@ def find_model(name: str, key: str = "--model") -> Transformer:
     raise UserError(f"{key} {name}: no such model{hint}; known: {known}")
 
 
-def find_lengths(text: str) -> tuple[np.ndarray, str]:
-    """Return answer lengths [n] and their source.
+def find_lengths(text: str) -> tuple[np.ndarray, float, str]:
+    """Return answer lengths [n], the longest that must fit, and their source.
 
     Args:
         text: the longest answer, such as 20k or 4096 (the paper's shape, scaled to it), or files of past rollouts.
@@ -181,7 +193,7 @@ def find_lengths(text: str) -> tuple[np.ndarray, str]:
         tail = rng.uniform(4000, PAPER_LIMIT, PAPER_DRAWS)
         drawn = np.where(rng.random(PAPER_DRAWS) < PAPER_TAIL, tail, body)
         values = np.clip(drawn, 1, PAPER_LIMIT) * limit / PAPER_LIMIT
-        return np.maximum(values, 1.0), f"the paper's shape, scaled to {limit:.0f} tokens"
+        return np.maximum(values, 1.0), limit, f"the paper's shape, scaled to {limit:.0f} tokens"
     from ranker.data import read_rollouts
     from ranker.errors import RankerError
     from streamrl.planning.workload import open_found
@@ -190,13 +202,15 @@ def find_lengths(text: str) -> tuple[np.ndarray, str]:
         rollouts = read_rollouts([text], open_found)
     except RankerError as error:
         raise UserError(f"--lengths {text}: expected the longest answer, like 20k, or rollouts: {error}") from error
-    return np.asarray(rollouts.output_length, dtype=np.float64), f"{len(rollouts)} past rollouts in {text}"
+    values = np.asarray(rollouts.output_length, dtype=np.float64)
+    return values, float(values.max(initial=0.0)), f"{len(rollouts)} past rollouts in {text}"
 
 
 def gather(
     cluster: ClusterConfig,
     cluster_file: Path,
     run: RunConfig | None,
+    schedule: str,
     model: str | None,
     lengths: str | None,
     samples: int | None,
@@ -221,22 +235,22 @@ def gather(
     from streamrl.config.speculation import SpeculationConfig
 
     devices = load_devices(hardware)
-    offers, prices = offers_of(cluster, devices, cluster_file)
+    offers, prices = offers_of(cluster, devices, cluster_file, run is not None and run.schedule.exclusive)
     shape = find_model(run.model.path, "model.path") if run and not model else find_model(model or "7b")
     if samples is None:
         samples = run.batch.prompts_per_step * run.batch.samples_per_prompt if run else SAMPLES
     if prompt_tokens is None:
         prompt_tokens = min(PROMPT_TOKENS, run.model.max_context - run.sampling.max_tokens) if run else PROMPT_TOKENS
-    longest = float(run.sampling.max_tokens) if run else 0.0
-    values, source = find_lengths(lengths or (str(int(longest)) if run else "20k"))
-    if algorithm is not None:
-        work, name = {"ppo": (PPO, "ppo"), "grpo": (GRPO, "grpo")}[algorithm]
-    elif run is not None:
+    values, longest, source = find_lengths(lengths or (str(run.sampling.max_tokens) if run else "20k"))
+    name = algorithm or (run.algorithm.name if run is not None else "ppo")
+    work = PPO if name == "ppo" else GRPO
+    sync_every = 1
+    if run is not None:
         from streamrl.runtime.training_work import work_of
 
-        work, name = work_of(run), run.algorithm.name
-    else:
-        work, name = PPO, "ppo"
+        work, longest = work_of(run, algorithm), float(run.sampling.max_tokens)
+        if run.schedule.name == schedule:
+            sync_every = run.schedule.sync_every
     if delta_ratio is None:
         delta_ratio = 1.0 if run is not None and run.weights.encoding == "raw" else DELTA_RATIO
     try:
@@ -254,6 +268,7 @@ def gather(
             *(shape, batch, work, offers, routes_of(cluster)),
             *(math.inf if budget is None else budget, delta_ratio, cluster.trainer_site),
             expert_bytes=_expert_bytes(run),
+            sync_every=sync_every,
         )
     except ValueError as error:
         raise UserError(str(error)) from error

@@ -6,10 +6,15 @@ from scheduler.cost.training_cost import TrainingWork
 from streamrl.config.run import RunConfig
 
 
-def work_of(run: RunConfig) -> TrainingWork:
-    """Return the models that a run's algorithm trains and evaluates."""
-    algorithm = run.algorithm
-    critic, reference = int(algorithm.name == "ppo"), int(algorithm.needs_reference)
+def work_of(run: RunConfig, algorithm: str | None = None) -> TrainingWork:
+    """Return the models that a run trains and evaluates.
+
+    Args:
+        run: the run.
+        algorithm: name of an algorithm that takes the place of the run's; None: the run's own.
+    """
+    critic = int((algorithm or run.algorithm.name) == "ppo")
+    reference = int(run.algorithm.needs_reference)
     optimizer, batch = run.optimizer, run.batch
     return TrainingWork(
         1 + critic,

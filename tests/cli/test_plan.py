@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import yaml
 from ranker.data import read_rollouts
 from scheduler.cost.hardware import known_devices
 from streamrl.cli import main as cli
-from streamrl.config.load import load_cluster
+from streamrl.config.load import load_cluster, load_run
 from streamrl.errors import UserError
-from streamrl.planning.planning_inputs import find_model, offers_of
+from streamrl.planning.planning_inputs import Inputs, find_model, gather, offers_of
 from tests.cli.calling import streamrl
 
 ROOT = Path(__file__).parents[2]
@@ -298,3 +299,69 @@ def test_a_model_that_does_not_fit_says_by_how_much_and_what_would(
     assert streamrl(monkeypatch, "plan", "--cluster", edited(tmp_path, small), "--model", "72b") == 2
     told = capsys.readouterr().err
     assert "GB too much" in told and "smallest change that fits" in told
+
+
+def gathered(tmp_path: Path, run: dict[str, Any] | None, schedule: str = "async", **given: Any) -> Inputs:
+    """The problem of the heterogeneous cluster file and a run file."""
+    options = dict.fromkeys(("model", "lengths", "samples", "prompt_tokens", "algorithm", "hardware", "budget"))
+    options |= {"delta_ratio": None, "acceptance": None, "environment_s": 0.0, "environment_processes": None}
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(run))
+    options |= {"model": "7b"} | given
+    return gather(load_cluster(HETEROGENEOUS), HETEROGENEOUS, load_run(path) if run else None, schedule, **options)
+
+
+def test_gpus_that_take_turns_are_planned_once(tmp_path: Path) -> None:
+    def change(values: Any) -> None:
+        pool = {"name": "turns", "gpu": "H800", "replicas": 3, "gpus_per_replica": 2, "price_per_hour": 2.0}
+        values["sites"]["train"]["generation"] = [pool]
+
+    path = edited(tmp_path, change)
+    cluster = load_cluster(path)
+    trainer = cluster.sites["train"].trainer
+    assert trainer is not None and trainer.ranks > 6
+    counts = []
+    for in_turns in (False, True):
+        offers, prices = offers_of(cluster, known_devices(), path, in_turns)
+        assert len(offers) == len(prices)
+        counts.append(sum(offer.count for offer in offers if offer.site == "train"))
+    assert counts == [trainer.ranks + 6, trainer.ranks]
+    alike = gathered(tmp_path, {"schedule": {"name": "colocated"}}).problem.offers
+    assert alike == gathered(tmp_path, {}).problem.offers  # this site has no pools
+
+
+def test_another_algorithm_keeps_the_rest_of_the_runs_training(tmp_path: Path) -> None:
+    run = {
+        "algorithm": {"name": "grpo", "kl": {"coef": 0.1}},
+        "schedule": {"name": "sync"},
+        "batch": {"epochs": 4, "mini_batches": 2},
+        "optimizer": {"gradient_checkpointing": False},
+    }
+    own, same, ppo = (gathered(tmp_path, run, algorithm=name).problem.work for name in (None, "grpo", "ppo"))
+    assert own == same and (own.epochs, own.mini_batches, own.recompute, own.frozen) == (4, 2, False, 1)
+    assert ppo == replace(own, trained=2, forward_only=2)
+
+
+def test_weights_come_as_often_as_the_run_says_under_its_own_schedule(tmp_path: Path) -> None:
+    run = {"schedule": {"name": "async", "max_staleness": 3, "sync_every": 4}}
+    assert gathered(tmp_path, run).problem.sync_every == 4
+    assert gathered(tmp_path, run, "one_step_off").problem.sync_every == 1
+    assert gathered(tmp_path, None).problem.sync_every == 1
+
+
+def test_the_longest_answer_fits_also_where_few_are_planned(tmp_path: Path) -> None:
+    for samples in (1, 8, 1024):
+        assert gathered(tmp_path, None, lengths="20k", samples=samples).problem.batch.longest_answer == 20_000
+
+
+def test_the_lengths_of_a_runs_folder_are_those_of_its_rollouts(tmp_path: Path) -> None:
+    for name, lengths in (("a", (5, 50)), ("b", (7, 70))):
+        (tmp_path / "runs" / name / "rollouts").mkdir(parents=True)
+        rows = "".join(json.dumps({"prompt": f"p{n}", "output_length": n}) + "\n" for n in lengths)
+        (tmp_path / "runs" / name / "rollouts" / "step_000001.jsonl").write_text(rows)
+        (tmp_path / "runs" / name / "metrics.jsonl").write_text('{"step": 1}\n')
+    one = gathered(tmp_path, None, lengths=str(tmp_path / "runs" / "a"))
+    assert one.problem.batch.longest_answer == 50 and "2 past rollouts" in one.lengths
+    assert gathered(tmp_path, None, lengths=str(tmp_path / "runs")).lengths.startswith("4 past rollouts")
+    bare = tmp_path / "runs" / "a" / "rollouts" / "step_000001.jsonl"
+    assert gathered(tmp_path, None, lengths=str(bare)).lengths.startswith("2 past rollouts")

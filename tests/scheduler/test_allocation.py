@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -352,3 +353,43 @@ def test_the_named_smallest_change_fits() -> None:
 def test_counts_prices_and_bandwidths_must_be_positive(wrong: object) -> None:
     with pytest.raises(ValueError):
         wrong()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("schedule", ["async", "sync"])
+@pytest.mark.parametrize("generates", [True, False])
+def test_a_budget_holds_at_the_plans_own_pace(schedule: str, generates: bool) -> None:
+    """Where GPUs are so fast that traffic costs more than at the pace that was asked for."""
+    link = (frozenset({"a", "b"}), Route(1e9, usd_per_gb=0.05))
+    near, far = replace(offer("a", "H100", 3, 2.5), generates=generates), replace(offer("b", "RTX4090", 4, 0.4))
+    one = Problem(MODELS["1.5b"], BATCH, GRPO, (near, replace(far, trains=False)), (link,), delta_ratio=1.0)
+    free = plans(one, schedule, "throughput")[0].chosen.usd_per_hour
+    cheapest = min(plans(one, schedule, "cost"), key=lambda plan: plan.chosen.usd_per_hour).chosen.usd_per_hour
+    for budget in (free * 0.99, cheapest * 1.01, 5.5):
+        try:
+            found = plans(replace(one, budget=budget), schedule, "throughput")
+        except ValueError as error:
+            words = re.search(r"costs ([\d.]+) USD/h, of which traffic ([\d.]+): ([\d.]+) USD/h more", str(error))
+            assert words is not None and float(words[3]) > 0, error
+            assert budget < cheapest or not generates
+        else:
+            assert all(plan.chosen.usd_per_hour <= budget * 1.001 for plan in found)
+
+
+def test_weights_that_are_sent_less_often_cost_less_time_and_traffic() -> None:
+    link = (frozenset({"a", "b"}), Route(1e8, usd_per_gb=0.05))
+    near, far = replace(offer("a", "H100", 2), generates=False), replace(offer("b", "H100", 4), trains=False)
+    batch = replace(BATCH, staleness=3)
+    each = Problem(MODELS["1.5b"], batch, GRPO, (near, far), (link,), delta_ratio=1.0)
+    every = replace(each, sync_every=4)
+    for schedule in ("async", "sync", "stream"):
+        allocator = Allocator(each, schedule)
+        split = next(allocator.candidates("throughput"))
+        often, seldom = evaluate(allocator, split), evaluate(Allocator(every, schedule), split)
+        weights = each.sent_bytes / 1e9 * 0.05
+        assert often.egress_usd - seldom.egress_usd == pytest.approx(weights * 3 / 4)
+        assert seldom.chosen.seconds <= often.chosen.seconds
+        if schedule != "async":
+            saved = (often.transfer_s + often.load_s) * 3 / 4
+            assert often.chosen.seconds - seldom.chosen.seconds == pytest.approx(saved)
+    shown = evaluate(Allocator(every, "sync"), split)
+    assert shown.step("one_step_off").seconds == often.step("one_step_off").seconds  # publishes after every step

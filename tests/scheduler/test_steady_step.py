@@ -129,3 +129,21 @@ def test_all_replicas_pause_to_load_weights() -> None:
     pool = Replicas(0, 1, kind(EQUAL))
     plain, paused = (steady_step([pool], EQUAL, FAST, 0.0, load_s).seconds for load_s in (0.0, 3.0))
     assert paused == pytest.approx(plain + 3.0, rel=0.01)
+
+
+@pytest.mark.parametrize("staleness", [2, 4, 8])
+def test_a_large_staleness_is_seen_in_steps_beyond_the_start_up(
+    staleness: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools, batch = [Replicas(0, 4, kind(TAILED))], replace(TAILED, group=8, staleness=staleness)
+    found = steady_step(pools, batch, trainer(16.0), weights_s=0.0)
+    monkeypatch.setattr(module, "MEASURED", 30)
+    long = steady_step(pools, batch, trainer(16.0), weights_s=0.0)
+    assert found.seconds == pytest.approx(long.seconds, rel=0.05)
+    assert found.staleness == pytest.approx(long.staleness, abs=0.3)
+
+
+def test_weights_that_come_every_few_steps_pause_the_replicas_less_often() -> None:
+    pools, batch = [Replicas(0, 1, kind(EQUAL))], replace(EQUAL, staleness=3)
+    each, every = (steady_step(pools, batch, FAST, 0.0, 3.0, sync_every).seconds for sync_every in (1, 2))
+    assert each - every == pytest.approx(3.0 / 2, rel=0.01)

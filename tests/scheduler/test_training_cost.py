@@ -313,3 +313,14 @@ def test_gradients_are_reduced_once_where_the_whole_of_them_is_small_and_are_cou
     link = gpu.link_gb_s * 1e9 / 2
     if once.shard > 1:
         assert once.communication_s == pytest.approx((rounds * 4 + 4) * weights / link)
+
+
+def test_a_sample_that_must_fit_takes_memory_and_no_time() -> None:
+    gpu, model = device("H100"), MODELS["7b"]
+    step = StepTokens(256 * 1000.0, 256 * 1000.0**2, 2000.0, 256)
+    plain = trainer_times(model, GRPO, gpu, 64, step)
+    roomy = trainer_times(model, GRPO, gpu, 64, replace(step, limit=32_768.0))
+    assert plain[64] is not None and roomy[64] is not None
+    assert roomy[64].compute_s == pytest.approx(plain[64].compute_s, rel=0.01)
+    assert sum(one is None for one in roomy) > sum(one is None for one in plain)
+    assert (step.must_fit, replace(step, limit=10.0).must_fit, replace(step, limit=1e5).must_fit) == (2e3, 2e3, 1e5)
