@@ -76,7 +76,7 @@ def test_the_head_can_be_on_a_node_with_gpus(export: Export, tmp_path: Path) -> 
 STUBS = {
     "scontrol": 'echo "$3" | tr , "\\n"',
     "hostname": "echo 127.0.1.1 10.0.0.5",
-    "sleep": "exec /bin/sleep 0.05",
+    "sleep": 'exec /bin/sleep "${PAUSE:-0.05}"',
     "python3": f'PYTHONPATH=$STUBS exec {sys.executable} "$@"',
     "srun": """
 echo "srun $*" >>"$STUBS/calls"
@@ -222,7 +222,7 @@ def test_a_node_that_does_not_start_ends_the_job(export: Export, tmp_path: Path,
 def test_waiting_for_nodes_has_a_limit(export: Export, tmp_path: Path) -> None:
     script = export("slurm", two_types()).replace(" < 7)", " < 8)")
     limit = math.ceil(scaled(3))  # in which Ray's head has to answer, too
-    job = Started(tmp_path, script, STREAMRL_START_S=str(limit))
+    job = Started(tmp_path, script, STREAMRL_START_S=str(limit), PAUSE="0.5")  # Python starts after each pause
     code, error = job.end()
     assert code == 1 and f"no Ray on 7 nodes within {limit} s" in error
     assert job.calls().count("ended workers") == 2 and "ended head" in job.calls()

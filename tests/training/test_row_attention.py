@@ -56,7 +56,7 @@ def test_the_operation_is_the_attention_of_the_row(window: int | None, sinks: bo
     )
 
 
-@pytest.mark.parametrize(("recomputation", "is_shared"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(("recomputation", "is_shared"), [(True, False), (False, True)])
 def test_layers_are_compiled_once_for_any_row(
     recomputation: bool, is_shared: bool, tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
