@@ -23,12 +23,13 @@ class Evaluator(Evaluations):
     """The evaluations of a run, if it has any."""
 
     def __init__(
-        self, run: RunConfig, run_dir: Path, groups: GroupSource, mark_best: Callable[[int, float], None]
+        self, run: RunConfig, run_dir: Path, groups: GroupSource, mark_best: Callable[[int | None, float], None]
     ) -> None:
         """Choose the prompts, in the chat template of `groups`.
 
         Args:
-            mark_best: called with the step and the score of a version that is the best so far.
+            mark_best: called with the step and the score of a version that is the best so far; with None if a run
+                goes back to where no version is.
 
         Raises:
             UserError: there are not enough prompts that fit the context.
@@ -56,10 +57,16 @@ class Evaluator(Evaluations):
         return len(self._samples)
 
     def rewind(self, step: int) -> None:
-        """Rewind to a resumed run's step: forget evaluations of later versions and mark earlier ones as done."""
+        """Rewind to a resumed run's step: forget evaluations of later versions and mark earlier ones as done.
+
+        The best version is then the best of the earlier ones: the one before may have been a later one.
+        """
         if self._writer is not None:
             self._writer.rewind(step)
-            self.restore(read_evaluations(self._writer.path))
+            rows = read_evaluations(self._writer.path)
+            self.restore(rows)
+            found = best(rows)
+            self._mark_best(None if found is None else found.step, 0.0 if found is None else found.score)
 
     def due(self, step: int) -> bool:
         """Return whether the version made by `step` optimizer steps should be evaluated, now that it is served."""

@@ -130,6 +130,17 @@ def read_config(folder: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
+def end_tokens(model: str, tokenizer: Any) -> list[int]:
+    """Return the end-of-turn ids of the tokenizer and of the model's generation config."""
+    from transformers import GenerationConfig
+
+    ids = {tokenizer.eos_token_id}
+    if Path(model).joinpath("generation_config.json").exists():
+        configured = GenerationConfig.from_pretrained(model).eos_token_id
+        ids |= set(configured if isinstance(configured, list) else [configured])
+    return sorted(i for i in ids if i is not None)
+
+
 def weight_bytes(folder: Path) -> int:
     """Return the size of a model folder's weights in bytes."""
     return sum(path.stat().st_size for path in _weight_files(folder))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.errors import UserError
-from streamrl.generation.instance.engine import end_tokens
+from streamrl.machine.model_files import end_tokens
 from streamrl.tasks.chat_template import ChatTemplate
 from streamrl.verify.findings import Finding
 

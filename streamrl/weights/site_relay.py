@@ -131,11 +131,19 @@ class WeightRelay:
     async def ensure(self, number: int, content_hash: str) -> None:
         """Verify a stored version; fetch it again if it is damaged or gone.
 
+        One that cannot be read at the moment stays as it is: who loads it verifies it, too.
+
         Raises:
+            NotPublished: it is damaged, and the publisher no longer has it.
             DeadlineExpired, RunFailed: it is damaged, and cannot be fetched again.
         """
         async with self._turns(number):
-            if not await in_thread(self.store.is_whole, number):
+            try:
+                whole = await in_thread(self.store.is_whole, number)
+            except OSError as error:
+                log.warning("weights %d are not verified before they are loaded: %s", number, error)
+                return
+            if not whole:
                 log.warning("weights %d are damaged in the store: fetching them again", number)
                 await self._fetch(number, content_hash, newest=False)
 

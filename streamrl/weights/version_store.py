@@ -181,21 +181,33 @@ class WeightStore:
     def newest_verified(self) -> int | None:
         """Return the newest stored version, or None.
 
-        Versions left by an earlier process are verified first, and deleted if they are damaged.
+        Versions left by an earlier process are verified first, and deleted if they are damaged. One that cannot be read
+        at the moment is left out.
         """
         numbers = (int(path.stem.split("_")[1]) for path in self.directory.glob("version_*.bin"))
         for number in sorted(numbers, reverse=True):
-            if number in self._verified or self.is_whole(number):
+            try:
+                whole = number in self._verified or self.is_whole(number)
+            except OSError as error:
+                log.warning("version %d is not used: %s", number, error)
+                continue
+            if whole:
                 self._verified.add(number)
                 return number
         return None
 
     def is_whole(self, number: int) -> bool:
-        """Return whether a version is stored and undamaged; delete it if not."""
+        """Return whether a version is stored and undamaged; delete it if not.
+
+        Raises:
+            OSError: it cannot be read at the moment, which says nothing about it (too many open files, for example).
+        """
         try:
             manifest, buffer = self.open(number)
             manifest.verify(buffer)
         except (CorruptWeights, OSError, ValueError, RecursionError) as error:
+            if isinstance(error, OSError) and not _is_missing(error):
+                raise
             if self.has(number):
                 log.warning("deleting version %d: %s", number, error)
             self._path(number).unlink(missing_ok=True)
@@ -273,6 +285,11 @@ def _opened(path: Path, flags: int) -> BinaryIO:
         raise PermissionError(f"{path} belongs to another user")
     mode = {os.O_RDONLY: "rb", os.O_WRONLY: "wb"}.get(flags & os.O_ACCMODE, "r+b")
     return cast(BinaryIO, os.fdopen(descriptor, mode))
+
+
+def _is_missing(error: OSError) -> bool:
+    """Return whether `_opened` failed because no file of this user has the name, which will not change by itself."""
+    return isinstance(error, FileNotFoundError | PermissionError) or error.errno == errno.ELOOP
 
 
 def _is_free(path: Path) -> bool:

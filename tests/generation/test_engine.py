@@ -344,7 +344,7 @@ def test_new_requests_meet_a_prefix_that_older_weights_computed_only_where_they_
     content_hash = stored(engines.store, number, new, torch.float32)
     prompt = np.arange(3, 80, dtype=np.int32)  # two whole blocks of KV cache
 
-    async def body(engine: Engine) -> tuple[int, PartialSample, Sample, Sample, Sample]:
+    async def body(engine: Engine) -> tuple[int, PartialSample, Sample, Sample, Sample, Sample]:
         before, asked = engine.version, SampleRequest("g.0", "g", prompt, 0, 0.0)
         first = asyncio.create_task(engine.generate(asked, "regular"))
         await longer(engine)
@@ -357,11 +357,14 @@ def test_new_requests_meet_a_prefix_that_older_weights_computed_only_where_they_
         (drawn,) = await taken_off(engine, [asked], [first])
         turn = np.concatenate([prompt, drawn.completion_tokens[:9]])  # one of an episode that keeps its cache
         kept = await sample(engine, SampleRequest("g.3", "g", turn, 3, 0.0, cache_version=before))
-        return before, drawn, second, third, kept
+        engine.line += 1  # this number means other weights now
+        last = await sample(engine, SampleRequest("g.4", "g", prompt, 4, 0.0))
+        return before, drawn, second, third, kept, last
 
-    before, first, second, third, kept_turn = engines.run(exact(config(old, max_tokens=ENDLESS)), body)
+    before, first, second, third, kept_turn, last = engines.run(exact(config(old, max_tokens=ENDLESS)), body)
     assert kept_turn.cached_tokens >= len(prompt) // CPU_BLOCK_SIZE * CPU_BLOCK_SIZE > 0
     known = len(prompt) + second.output_length - 1  # nothing was computed from the last token
+    assert last.cached_tokens == 0
     assert (second.cached_tokens, third.cached_tokens) == (0, known // CPU_BLOCK_SIZE * CPU_BLOCK_SIZE)
     assert_logprobs_are_the_models(new, np.concatenate([prompt, second.completion_tokens, prompt[:9]]), third, 1.0)
     assert set(first.token_versions.tolist()) == {before, number} and set(second.token_versions.tolist()) == {number}

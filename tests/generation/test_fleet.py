@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import cast
+from typing import Any, Literal, cast
 from unittest.mock import AsyncMock, create_autospec
 
 import pytest
@@ -26,10 +26,16 @@ POOL = {"name": "one", "replicas": 2, "max_replicas": 3}
 CLUSTER = ClusterConfig.model_validate({"hardware": "cpu", "sites": {"here": {"trainer": {}, "generation": [POOL]}}})
 
 
-def with_fleet(folder: Path, work: Callable[[SiteFleet], Awaitable[None]], pause_s: float = 0.0) -> None:
+def with_fleet(
+    folder: Path,
+    work: Callable[[SiteFleet], Awaitable[None]],
+    pause_s: float = 0.0,
+    cluster: ClusterConfig = CLUSTER,
+    **options: object,
+) -> None:
     """Does something with a fleet of two instances that are ready; a dead one is restarted after a pause."""
-    run = RunConfig.model_validate({"recovery": {"pause_s": pause_s, "longest_pause_s": pause_s}})
-    context = RoleContext("service-here", "here", folder, CLUSTER, run, Addresses("", "", {}), False)
+    run = RunConfig.model_validate({"recovery": {"pause_s": pause_s, "longest_pause_s": pause_s}} | options)
+    context = RoleContext("service-here", "here", folder, cluster, run, Addresses("", "", {}), False)
 
     async def play() -> None:
         waits, dispatcher = WaitRegistry("service-here"), create_autospec(Dispatcher, instance=True)
@@ -131,3 +137,27 @@ def test_the_death_of_one_that_is_leaving_is_handled_once(tmp_path: Path) -> Non
         assert lost.await_count == 2, "this is another process"
 
     with_fleet(tmp_path, work, pause_s=1000.0)
+
+
+@pytest.mark.parametrize("hardware", ["cuda", "cpu"])
+@pytest.mark.parametrize("schedule", ["colocated", "async"])
+def test_an_instance_that_shares_the_trainer_s_gpu_has_the_time_of_a_step_more_to_start(
+    schedule: str, hardware: Literal["cuda", "cpu"], tmp_path: Path
+) -> None:
+    async def work(fleet: SiteFleet) -> None:
+        async def limits(wait: Coroutine[Any, Any, None]) -> set[float]:
+            waiting = asyncio.create_task(wait)
+            await until(fleet.waits.snapshot)
+            found = {one["limit_s"] for one in fleet.waits.snapshot()}
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            return found
+
+        shared = schedule == "colocated" and hardware == "cuda"
+        expected = {10.0 + (500.0 if shared else 0.0)}
+        assert await limits(fleet._await_hello(fleet.lives["here-one-0"])) == expected
+        assert await limits(fleet.open()) == expected
+
+    deadlines = {"startup_s": 10.0, "training_s": 500.0}
+    cluster = CLUSTER.model_copy(update={"hardware": hardware})
+    with_fleet(tmp_path, work, cluster=cluster, schedule={"name": schedule}, deadlines=deadlines)

@@ -1,4 +1,4 @@
-"""An instance that shares its GPU with the trainer: when it gives the GPU back, and what it makes of a new service."""
+"""What an instance makes of a new service; if it shares its GPU with the trainer, when it gives the GPU back."""
 
 from __future__ import annotations
 
@@ -14,14 +14,22 @@ import pytest
 from scheduler.cost.decode import StepCurve
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
+from streamrl.config.schedule import OnUpdate
 from streamrl.generation.instance import instance_process
 from streamrl.generation.instance.engine import Worked
 from streamrl.generation.instance.instance_process import InstanceProcess
+from streamrl.generation.instance.sample_parts import UNNAMED_VERSION
 from streamrl.generation.site.pace import WorkedCurve
 from streamrl.machine.gpus import VISIBLE
 from streamrl.protocol.message import TypedMessage, kind_of, wire
 from streamrl.protocol.samples import request_to_wire
-from streamrl.protocol.site_instance import ApplyWeights, InstanceAsleep, SleepInstance, WeightsApplied
+from streamrl.protocol.site_instance import (
+    ApplyWeights,
+    InstanceAsleep,
+    SleepInstance,
+    WeightsApplied,
+    WeightsMissed,
+)
 from streamrl.rollouts.types import PartialSample, SampleRequest
 from streamrl.runtime.device_turns import DeviceTurns
 from streamrl.runtime.process_context import Addresses, RoleContext
@@ -31,6 +39,8 @@ from tests.waiting import holds, scaled, until
 
 CLUSTER = ClusterConfig.model_validate({"hardware": "cuda", "sites": {"here": {"trainer": {}, "generation": [{}]}}})
 RUN = RunConfig.model_validate({"schedule": {"name": "colocated"}})
+APART = RunConfig.model_validate({"schedule": {"name": "async", "on_update": "wait"}})
+"""Trainer and instance have GPUs of their own, and running requests end before weights are loaded."""
 NAME, SERVICE = "here-regular-0", "service-here"
 
 
@@ -39,6 +49,7 @@ class StandIn:
 
     caches_prefixes = False
     busy_since = None
+    version, line = UNNAMED_VERSION, 0
 
     def __init__(self) -> None:
         self._running: dict[str, asyncio.Future[PartialSample]] = {}
@@ -68,7 +79,17 @@ class StandIn:
     async def wake_up(self) -> None:
         self.did.append("wake up")
 
-    async def wake_for_update(self) -> None: ...
+    async def wake_for_update(self) -> None:
+        self.did.append("take memory")
+
+    async def pause(self, on_update: OnUpdate, version: int) -> None:
+        self.version = version
+        self.did.append("pause")
+        await until(lambda: on_update != "wait" or not self.running)
+
+    async def resume(self) -> None:
+        self.did.append(f"resume with {self.version}")
+
     async def start_weight_update(self) -> None: ...
     async def update_weights(self, info: dict[str, Any]) -> None: ...
     async def finish_weight_update(self, number: int) -> None: ...
@@ -88,10 +109,12 @@ class StandIn:
 class Site:
     """The site of one instance: its service, which may be replaced, and its trainer's turn on the GPU."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, run: RunConfig = RUN) -> None:
         self.engine, self.address = StandIn(), f"ipc://{folder}/service"
+        self.stored = {3}
+        """Versions in the site's store."""
         addresses = Addresses("", "", {"here": self.address})
-        self.instance = InstanceProcess(RoleContext(NAME, "here", folder, CLUSTER, RUN, addresses, False), "regular")
+        self.instance = InstanceProcess(RoleContext(NAME, "here", folder, CLUSTER, run, addresses, False), "regular")
         self.instance.engine = self.engine  # type: ignore[assignment]
         self.instance.worked = WorkedCurve(StepCurve((1,), (0.01,)), (1,))
         self.trainer = DeviceTurns(folder, ["0"], WaitRegistry("trainer-0"))
@@ -105,6 +128,12 @@ class Site:
     async def tell(self, service: Hub, order: TypedMessage, arrays: Any = None) -> None:
         await service.send(NAME, *wire(order), arrays)
 
+    async def generate(self, service: Hub) -> None:
+        """The instance runs a request."""
+        order, arrays = request_to_wire(SampleRequest("g.0", "g", np.arange(4, dtype=np.int32), 1, 0.0), "regular")
+        await self.tell(service, order, arrays)
+        await until(lambda: self.engine.running)
+
     async def answers(self, service: Hub, *kinds: type[TypedMessage]) -> None:
         """The next messages of the instance are these."""
         for kind in kinds:
@@ -113,7 +142,9 @@ class Site:
             assert delivery.kind == kind_of(kind)
 
 
-def play(folder: Path, monkeypatch: pytest.MonkeyPatch, body: Callable[[Site], Awaitable[None]]) -> None:
+def play(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, body: Callable[[Site], Awaitable[None]], run: RunConfig = RUN
+) -> None:
     """An instance serves, with its GPU to itself."""
 
     async def connect(context: object, link: Any, hub: str, address: str) -> None:
@@ -121,12 +152,15 @@ def play(folder: Path, monkeypatch: pytest.MonkeyPatch, body: Callable[[Site], A
 
     monkeypatch.setenv(VISIBLE, "0")
     monkeypatch.setattr(instance_process, "connect_inside", connect)
-    monkeypatch.setattr(instance_process, "WeightStore", lambda folder: SimpleNamespace(has=lambda number: True))
 
     async def started() -> None:
-        site = Site(folder)
-        assert site.instance.turns is not None
-        await site.instance.turns.take(scaled(5))
+        site = Site(folder, run)
+        store = SimpleNamespace(has=lambda number: number in site.stored)
+        monkeypatch.setattr(instance_process, "WeightStore", lambda folder: store)
+        turns = site.instance.turns
+        assert (turns is not None) == (run is RUN)
+        if turns:
+            await turns.take(scaled(5))
         serving = asyncio.create_task(site.instance._serve())
         try:
             await body(site)
@@ -135,7 +169,8 @@ def play(folder: Path, monkeypatch: pytest.MonkeyPatch, body: Callable[[Site], A
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
             site.trainer.give_back()
-            site.instance.turns.give_back()
+            if turns:
+                turns.give_back()
 
     asyncio.run(started())
 
@@ -145,9 +180,7 @@ def test_the_trainer_of_a_run_that_goes_back_gets_the_gpu_of_an_instance_that_wa
 ) -> None:
     async def body(site: Site) -> None:
         service = await site.service()
-        order, arrays = request_to_wire(SampleRequest("g.0", "g", np.arange(4, dtype=np.int32), 1, 0.0), "regular")
-        await site.tell(service, order, arrays)
-        await until(lambda: site.engine.running)
+        await site.generate(service)
         waiting = asyncio.create_task(site.trainer.take(scaled(60)))  # as it starts, before it connects to anybody
         await holds(lambda: not waiting.done(), 0.2)
         await service.close()
@@ -159,7 +192,7 @@ def test_the_trainer_of_a_run_that_goes_back_gets_the_gpu_of_an_instance_that_wa
         await holds(lambda: site.engine.did == ["sleep"], 0.2)
         site.trainer.give_back()
         await site.answers(service, WeightsApplied)
-        assert site.engine.did == ["sleep", "wake up"]
+        assert site.engine.did == ["sleep", "take memory", "wake up"]
         await service.close()
 
     play(tmp_path, monkeypatch, body)
@@ -178,3 +211,63 @@ def test_an_instance_that_is_told_twice_to_sleep_answers_twice_and_sleeps_once(
         await service.close()
 
     play(tmp_path, monkeypatch, body)
+
+
+def test_weights_that_a_restarted_service_no_longer_has_when_requests_have_ended_are_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(site: Site) -> None:
+        service = await site.service()
+        await site.generate(service)
+        await site.tell(service, ApplyWeights(number=3, content_hash=""))
+        await until(lambda: site.engine.did == ["pause"])
+        assert site.instance._doing() == "updating"
+        await service.close()
+        site.stored.clear()
+        service = await site.service()  # the running request is given up, and the pause is over
+        await site.answers(service, WeightsMissed)
+        assert site.engine.did == ["pause", f"resume with {UNNAMED_VERSION}"]
+        assert site.instance._doing() == "idle" and site.instance.version == UNNAMED_VERSION
+
+        site.stored.add(2)
+        await site.tell(service, ApplyWeights(number=2, content_hash=""))
+        await site.answers(service, WeightsApplied)
+        assert site.engine.did[2:] == ["pause", "resume with 2"] and site.instance.version == 2
+        await service.close()
+
+    play(tmp_path, monkeypatch, body, APART)
+
+
+def test_weights_that_are_gone_once_the_trainer_has_left_the_gpu_are_missed_by_an_instance_that_sleeps_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(site: Site) -> None:
+        service = await site.service()
+        await site.tell(service, SleepInstance())
+        await site.answers(service, InstanceAsleep)
+        await site.trainer.take(scaled(5))
+        await site.tell(service, ApplyWeights(number=3, content_hash=""))
+        await holds(lambda: site.engine.did == ["sleep"], 0.2)
+        site.stored.clear()
+        site.trainer.give_back()
+        await site.answers(service, WeightsMissed)
+        assert site.engine.did == ["sleep"] and site.instance._doing() == "asleep"
+        await site.trainer.take(scaled(5))
+        await service.close()
+
+    play(tmp_path, monkeypatch, body)
+
+
+def test_weights_of_a_new_service_are_of_another_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run may have gone back to a checkpoint: what it has under a number from then on are other weights."""
+
+    async def body(site: Site) -> None:
+        for line in (0, 1):
+            service = await site.service()
+            for _ in range(2):
+                await site.tell(service, ApplyWeights(number=3, content_hash=""))
+                await site.answers(service, WeightsApplied)
+                assert site.engine.line == line
+            await service.close()
+
+    play(tmp_path, monkeypatch, body, APART)

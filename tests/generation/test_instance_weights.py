@@ -1,4 +1,4 @@
-"""Instances that are silent while others get weights or fall asleep: what they are told once they are heard again."""
+"""Instances that have missed weights, or their site's sleep: what they are told once they are heard again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from streamrl.generation.site.pending_answers import Answers
 from streamrl.protocol.message import kind_of
 from streamrl.protocol.site_instance import ApplyWeights, InstanceAsleep, SleepInstance, WeightsApplied
 from streamrl.transport.deadlines import WaitRegistry
+from streamrl.weights.site_relay import NotPublished
 from streamrl.weights.version import WeightVersion
+
+UPDATED = ["a apply_weights", "b apply_weights", "b joins"]
 
 
 class Fleet:
@@ -27,6 +30,8 @@ class Fleet:
         self.answers = Answers(self.hub, WaitRegistry("service"))  # type: ignore[arg-type]
         self.dispatcher = SimpleNamespace(knows=lambda name: False, unhold=self._unhold)
         self.happened: list[str] = []
+        self.replaced = False
+        """Whether the served version is damaged, and the trainer's site has a newer one in its place."""
         ready: Any = self
         self.weights = InstanceWeights(ready, self._ensure)
 
@@ -45,8 +50,12 @@ class Fleet:
         asyncio.get_running_loop().call_soon(self.answers.take, delivery)
 
     async def _unhold(self, name: str, why: str) -> None: ...
-    async def _ensure(self, version: WeightVersion) -> None: ...
-    async def changed(self) -> None: ...
+    async def _ensure(self, version: WeightVersion) -> None:
+        if self.replaced:
+            raise NotPublished("a newer one has replaced it", (version.number + 1,))
+
+    async def changed(self) -> None:
+        self.happened.append("the controller hears")
 
     async def admit(self, name: str) -> None:
         self.lives[name].on("current")
@@ -67,7 +76,23 @@ def test_one_that_was_silent_when_its_site_fell_asleep_leaves_its_devices_once_i
         assert fleet.happened == ["a sleep", "b sleep"] and silent.state is Life.STALE
         fleet.happened.clear()
         await fleet.weights.update(WeightVersion(4, None, ""))
-        assert sorted(fleet.happened) == ["a apply_weights", "b apply_weights", "b joins"]
+        assert sorted(fleet.happened) == [*UPDATED, "the controller hears"]
         assert silent.state is Life.READY
+
+    asyncio.run(body())
+
+
+def test_one_whose_weights_are_damaged_and_were_replaced_by_newer_ones_joins_with_these() -> None:
+    async def body() -> None:
+        fleet = Fleet()
+        await fleet.weights.update(WeightVersion(3, None, ""))
+        fleet.lives["b"] = life = InstanceLife("b", "pool", 1, 2, Life.STALE)  # a new process
+        fleet.replaced = True
+        fleet.happened.clear()
+        await fleet.weights.catch_up(life)
+        assert life.can("current") and fleet.happened == ["the controller hears"]
+        fleet.happened.clear()
+        await fleet.weights.update(WeightVersion(4, None, ""))
+        assert life.state is Life.READY and sorted(fleet.happened) == [*UPDATED, "the controller hears"]
 
     asyncio.run(body())

@@ -19,7 +19,7 @@ from streamrl.protocol.weights import Fetch
 from streamrl.runtime.processes import this_host
 from streamrl.transport.endpoint import Delivery, Link
 from streamrl.weights import publisher as publisher_module
-from streamrl.weights.site_relay import Encoding
+from streamrl.weights.site_relay import Encoding, NotPublished
 from streamrl.weights.version_store import WeightStore
 from tests.weights.world import DamagingLink, Policy, RecordingPublisher, World, fill, flip_a_bit, in_world
 
@@ -352,6 +352,50 @@ def test_weights_of_another_model_are_refused_naming_the_tensor(tmp_path: Path) 
             with pytest.raises(RunFailed, match=message):
                 await world.fetch(relay, version)
             assert relay.store.newest_verified() is None
+
+    in_world(tmp_path, body)
+
+
+@pytest.mark.parametrize("encoding", ["raw", "delta"])
+def test_a_damaged_version_that_a_newer_one_has_replaced_is_said_to_be_gone_and_the_newer_one_comes(
+    tmp_path: Path, encoding: Encoding
+) -> None:
+    async def body(world: World) -> None:
+        relay, policy = await world.relay("site", encoding), Policy()
+        for _ in range(3):  # the first one is an anchor
+            manifest, buffer = policy.step()
+            await world.publisher.publish(manifest, buffer)
+            await world.fetch(relay, (manifest, buffer))
+        newer = policy.step()
+        await world.publisher.publish(*newer)
+        flip_a_bit(relay.store.directory / f"version_{manifest.version.number}.bin", 99)
+        relay.store.keep_only({manifest.version.number})
+        if encoding == "raw":
+            with pytest.raises(NotPublished, match="a newer one has replaced it"):
+                await relay.ensure(manifest.version.number, manifest.version.content_hash)
+        else:  # by anchor and deltas
+            await relay.ensure(manifest.version.number, manifest.version.content_hash)
+            np.testing.assert_array_equal(relay.store.open(manifest.version.number)[1], buffer)
+        await world.fetch(relay, newer)
+
+    in_world(tmp_path, body)
+
+
+def test_a_version_that_cannot_be_read_at_the_moment_is_not_fetched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(world: World) -> None:
+        relay, (manifest, buffer) = await world.relay("site", "raw"), Policy().step()
+        await world.publisher.publish(manifest, buffer)
+        await world.fetch(relay, (manifest, buffer))
+
+        def is_whole(number: int) -> bool:
+            raise OSError("too many open files")
+
+        monkeypatch.setattr(relay.store, "is_whole", is_whole)
+        await relay.ensure(manifest.version.number, manifest.version.content_hash)
+        assert len(world.publisher.sent) == 1
+        np.testing.assert_array_equal(relay.store.open(manifest.version.number)[1], buffer)
 
     in_world(tmp_path, body)
 

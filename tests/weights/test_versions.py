@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
 import torch
 
-from streamrl.weights import publisher
+from streamrl.weights import publisher, version_store
 from streamrl.weights.publisher import code
 from streamrl.weights.version import CorruptWeights, Manifest, Part, lay_out
 from streamrl.weights.version_store import WeightStore
@@ -115,6 +117,38 @@ def test_a_version_whose_bytes_have_changed_since_is_no_version(tmp_path: Path) 
     path.write_bytes(content)
     assert not store.is_whole(4)
     assert not path.exists() and store.newest_verified() is None
+
+
+def test_a_version_that_cannot_be_read_at_the_moment_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(WeightStore(tmp_path), 1, seed=1)
+    store = WeightStore(tmp_path)
+
+    def opened(path: Path, flags: int) -> BinaryIO:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as full:
+        full.setattr(version_store, "_opened", opened)
+        with pytest.raises(OSError, match="Too many open files"):
+            store.is_whole(1)
+        assert store.newest_verified() is None
+    assert store.is_whole(1) and store.newest_verified() == 1
+
+
+def test_what_is_no_file_of_this_user_is_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, path = WeightStore(tmp_path), tmp_path / "version_1.bin"
+    put(store, 1, seed=1)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    assert not store.is_whole(1) and not path.is_symlink()
+    put(store, 1, seed=1)
+    with monkeypatch.context() as foreign:
+        user = os.geteuid()
+        foreign.setattr(store, "_check_folder", lambda: None)
+        foreign.setattr(os, "geteuid", lambda: user + 1)
+        assert not store.is_whole(1)
+    assert not path.exists()
 
 
 def test_a_base_stays_while_the_next_version_is_made_from_it(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from streamrl.generation.instance.sample_parts import (
 from streamrl.generation.instance.stop_strings import look_across
 from streamrl.generation.instance.vllm_processes import end_engine, fork_where_safe
 from streamrl.machine.engine_settings import EngineSettings
-from streamrl.machine.model_files import resolve_model
+from streamrl.machine.model_files import end_tokens, resolve_model
 from streamrl.machine.router_shape import router_shape
 from streamrl.rollouts.canary import canary
 from streamrl.rollouts.types import FloatArray, PartialSample, Sample, SampleRequest
@@ -100,6 +100,8 @@ class Engine:
         """Unix seconds since which at least one request has been running; None: nothing runs."""
         self.version = UNNAMED_VERSION
         """Version that new requests meet; during an update, already the new one."""
+        self.line = 0
+        """Changes where a version's number may come to mean other weights; requests share no KV cache across that."""
         self._kept: dict[str, int] = {}
         """Tokens that running requests had already when they arrived here."""
         self._begun: dict[str, tuple[float, float]] = {}
@@ -404,9 +406,9 @@ class Engine:
         if kept:
             self._kept[request.sample_id] = kept
         try:
-            # salted with the version, so that a request reuses no prefix of older weights, unless it is told to
+            # salted with the version, so that a request reuses no prefix of other weights, unless it is told to
             salt = self.version if request.cache_version is None else request.cache_version
-            tokens = TokensPrompt(prompt_token_ids=prompt.tolist(), cache_salt=f"version {salt}")
+            tokens = TokensPrompt(prompt_token_ids=prompt.tolist(), cache_salt=f"version {salt} of line {self.line}")
             async for output in self._llm.generate(tokens, params, request.sample_id):
                 last = output
         finally:
@@ -488,14 +490,3 @@ class Engine:
         """End vLLM's processes."""
         end_engine(self._llm)
         del self._llm  # its own clean-up at interpreter exit would come too late
-
-
-def end_tokens(model: str, tokenizer: Any) -> list[int]:
-    """Return the end-of-turn ids of the tokenizer and of the model's generation config."""
-    from transformers import GenerationConfig
-
-    ids = {tokenizer.eos_token_id}
-    if Path(model).joinpath("generation_config.json").exists():
-        configured = GenerationConfig.from_pretrained(model).eos_token_id
-        ids |= set(configured if isinstance(configured, list) else [configured])
-    return sorted(i for i in ids if i is not None)

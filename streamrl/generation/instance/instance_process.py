@@ -236,22 +236,40 @@ class InstanceProcess:
     async def _apply(self, number: int, content_hash: str) -> None:
         """Load a version from the site's store; generation pauses for exactly this long."""
         async with self._loading:  # an earlier service may have ordered a version, too
-            if not WeightStore(self.context.weights_folder).has(number):
-                # ordered while this process stood still: the site has a newer version by now
+            if not await self._begin_update(number):
                 await self.link.send(*wire(WeightsMissed(number=number)))
                 return
-            if self.asleep:
-                if self.turns:
-                    await self.turns.take(self.context.run.deadlines.weights_s)
-                await self.engine.wake_for_update()
-            else:
-                await self._pause(number)
             started = self._clock()
             await self.engine.start_weight_update()
             await self.engine.update_weights({"number": number, "content_hash": content_hash})
             await self._finish(number)
         await self.link.send(*wire(WeightsApplied(number=number, started=started, finished=self._clock())))
         await self._measure_canary(number)
+
+    async def _begin_update(self, number: int) -> bool:
+        """Pause generation, or take the devices back, for a version from the site's store.
+
+        Return False, with everything as before, if the store does not have the version, or has lost it meanwhile:
+        running requests may take minutes to end, and a service that is restarted begins with an empty store.
+        """
+        store = WeightStore(self.context.weights_folder)
+        if not store.has(number):
+            return False  # ordered while this process stood still: the site has a newer version by now
+        if self.asleep:
+            if self.turns:
+                await self.turns.take(self.context.run.deadlines.weights_s)
+                if not store.has(number):
+                    self.turns.give_back()
+                    return False
+            await self.engine.wake_for_update()
+            return True
+        await self._pause(number)
+        if not store.has(number):
+            self.engine.version = self.version
+            await self.engine.resume()
+            self.updating = False
+            return False
+        return True
 
     async def _take(self, order: TakeWeights) -> None:
         """Carry out a step of an update that the trainer pushes; a group that breaks is reported.
@@ -317,6 +335,7 @@ class InstanceProcess:
 
     async def _pause(self, number: int) -> None:
         self.updating = self._updated = True
+        self.engine.line = self._service_restarts  # the run may have gone back, and make other weights of a number
         await self.engine.pause(self.context.run.schedule.on_update, number)
 
     async def _finish(self, number: int) -> None:

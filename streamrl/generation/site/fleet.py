@@ -30,6 +30,7 @@ from streamrl.protocol.site_instance import Retire
 from streamrl.rollouts.types import PartialSample
 from streamrl.run_dir.instance_files import WantedInstance, read_started, read_wanted, write_wanted
 from streamrl.run_dir.start_stages import waiting_for
+from streamrl.runtime.device_turns import takes_turns
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.process_plan import instance_name, possible_instances
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
@@ -70,6 +71,9 @@ class SiteFleet:
         """
         self.context, self.hub, self.dispatcher, self.waits = context, hub, dispatcher, waits
         self.limits, self.recovery, self.journal = context.run.deadlines, context.run.recovery, journal
+        shared = takes_turns(context.cluster.hardware == "cuda", context.run)
+        self._startup_s = self.limits.startup_s + (self.limits.training_s if shared else 0.0)
+        """Seconds until an instance has connected, which may first wait until the trainer leaves its GPU."""
         self.lives: dict[str, InstanceLife] = {}
         self._pools = {pool.name: pool for pool in context.cluster.sites[context.site].generation}
         self._wanted = {name: pool.replicas for name, pool in self._pools.items()}
@@ -115,7 +119,7 @@ class SiteFleet:
         adopted = self._adopt()
         self._reconcile(bring_in=False)
         names = set(self.lives)
-        hellos = self.hub.wait_for(names, self.limits.startup_s, lambda missing: self.context.say(waiting_for(missing)))
+        hellos = self.hub.wait_for(names, self._startup_s, lambda missing: self.context.say(waiting_for(missing)))
         coming = asyncio.ensure_future(hellos)
         try:
             while not (await asyncio.wait({coming}, timeout=WATCH_S))[0]:
@@ -247,9 +251,9 @@ class SiteFleet:
             DeadlineExpired: the process did not connect in time.
         """
         process = life.process
-        async with self.waits.deadline(f"{life.name} to start", self.limits.startup_s):
+        async with self.waits.deadline(f"{life.name} to start", self._startup_s):
             while True:
-                await self.hub.wait_for({life.name}, self.limits.startup_s)
+                await self.hub.wait_for({life.name}, self._startup_s)
                 if not (life.process == process and life.can("met")):
                     raise InstanceLost
                 if self.hub.peers[life.name].meta.get("process") == process:

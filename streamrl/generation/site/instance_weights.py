@@ -19,6 +19,7 @@ from streamrl.protocol.message import kind_of
 from streamrl.protocol.site_instance import ApplyWeights, InstanceAsleep, SleepInstance, WeightsApplied
 from streamrl.transport.deadlines import DeadlineExpired, never
 from streamrl.transport.endpoint import Delivery
+from streamrl.weights.site_relay import NotPublished
 from streamrl.weights.version import WeightVersion
 
 log = logging.getLogger(__name__)
@@ -62,12 +63,21 @@ class InstanceWeights:
                 if self._asleep:  # the trainer has the devices: it joins with the next weights
                     await self._put_to_sleep(life.name)  # one that was silent may still have a part of them
                     return
-                await self._ensure(self.served)
-                if await self._update(life.name, self.served) is None:
-                    return  # handled where the loss was noticed
-                if life.process == process and life.can("current"):
-                    await self.fleet.admit(life.name)
+                if await self._restored(self.served, life.name):
+                    if await self._update(life.name, self.served) is None:
+                        return  # handled where the loss was noticed
+                    if life.process == process and life.can("current"):
+                        await self.fleet.admit(life.name)
         await self.fleet.changed()  # where the trainer pushes weights, it is shown as stale, and gets them
+
+    async def _restored(self, version: WeightVersion, name: str) -> bool:
+        """Return whether a version is intact, maybe again; if not, an instance waits for the next `update`."""
+        try:
+            await self._ensure(version)
+        except NotPublished as error:  # a newer one is, or will be
+            log.warning("%s gets no requests before the next weights: %s", name, error)
+            return False
+        return True
 
     async def update(self, version: WeightVersion) -> dict[str, WeightsApplied]:
         """Have all instances load a version from the site's store, one after the other if updates are rolling.

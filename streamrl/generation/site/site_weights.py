@@ -129,6 +129,7 @@ class SiteWeights:
         """Make sure that a version that was fetched earlier is still intact in the store; fetch it again otherwise.
 
         Raises:
+            NotPublished: it is damaged, and the trainer's site has a newer one in its place.
             DeadlineExpired, RunFailed: it is damaged, and cannot be fetched again.
         """
         await self.home.ensure(version.number, version.content_hash)
