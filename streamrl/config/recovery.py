@@ -36,6 +36,7 @@ class DeadlineConfig(StrictModel):
         900, gt=0, description="without a new token of any sample while samples are being generated"
     )
     training_s: float = Field(900, gt=0, description="for one micro-batch or one optimizer step")
+    checkpoint_s: float = Field(3600, gt=0, description="for a checkpoint to be written")
     weights_s: float = Field(300, gt=0, description="for a new version to reach every instance")
     reward_s: float = Field(20, gt=0, description="for one try of a reward; after that the try counts as a timeout")
     heartbeat_s: float = Field(60, gt=0, description="without a sign of life from a process")

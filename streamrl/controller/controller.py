@@ -57,10 +57,8 @@ from streamrl.protocol.controller_site import (
     WeightCall,
     WeightsReady,
 )
-from streamrl.protocol.controller_trainer import (
-    Answer,
-)
-from streamrl.protocol.message import MessageReader, wire
+from streamrl.protocol.controller_trainer import Answer, SaveCheckpoint
+from streamrl.protocol.message import MessageReader, kind_of, wire
 from streamrl.protocol.operator import CheckpointNow, CheckpointPlanned, ScalePool
 from streamrl.protocol.speakers import RIGHTS
 from streamrl.rollouts.kept_micro_batches import KeptMicroBatches
@@ -105,7 +103,8 @@ class Controller:
         plan = plan_processes(context.cluster, context.run, context.run_dir)
         trainer = context.cluster.sites[context.cluster.trainer_site].trainer
         assert trainer is not None
-        self.trainers = Trainers(self.hub, self.waits, trainer.ranks, self.limits.training_s, trainer.sharing)
+        longer = {kind_of(SaveCheckpoint): self.limits.checkpoint_s}
+        self.trainers = Trainers(self.hub, self.waits, trainer.ranks, self.limits.training_s, trainer.sharing, longer)
         services = {spec.name: spec.site for spec in plan if spec.role == "service"}
         self.services = Services(self.hub, self.waits, services, context.cluster, context.run)
         self.hub.can_lose = lambda speaker: speaker.name in {*self.services.excluded, *self.rewarders.excluded}
@@ -137,7 +136,7 @@ class Controller:
         self.rewarders = Rewarders(self.hub, {spec.name: spec.site for spec in plan if spec.role == "rewards"})
         spending, peak = self.scaling.spending, peak_tflops(trainer.gpu, trainer.ranks)
         self.recorder = Recorder(self.rollouts, self.ledger, self.audit, self.times, self.telemetry, spending, peak)
-        self.canary = WeightCanary(context.run)
+        self.canary = WeightCanary(context.run, context.wire_type if context.cluster.remote_sites else "float32")
         self.telemetry.verified = self.canary.state
 
     async def run(self) -> None:

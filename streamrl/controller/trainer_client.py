@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,15 @@ class _Command:
 class Trainers:
     """The ranks of the trainer; they get one command at a time, or two micro-batches."""
 
-    def __init__(self, hub: Hub, waits: WaitRegistry, ranks: int, limit_s: float, sharing: int = 1) -> None:
+    def __init__(
+        self,
+        hub: Hub,
+        waits: WaitRegistry,
+        ranks: int,
+        limit_s: float,
+        sharing: int = 1,
+        limits_s: Mapping[str, float] | None = None,
+    ) -> None:
         """
         Args:
             hub: the hub that the ranks connect to.
@@ -50,12 +58,13 @@ class Trainers:
             limit_s: seconds for all ranks to answer a command.
             sharing: number of adjacent ranks that share layers or rows (tensor or sequence parallelism) and get the
                 same groups.
+            limits_s: seconds for commands of a kind that have a limit of their own.
         """
         self.names = [rank_name(rank) for rank in range(ranks)]
         self.workers = self.names[::sharing]
         """First rank of each set of ranks that share layers or rows; its answer stands for the whole set."""
         self._sharing = sharing
-        self._hub, self._waits, self._limit_s = hub, waits, limit_s
+        self._hub, self._waits, self._limit_s, self._limits_s = hub, waits, limit_s, dict(limits_s or {})
         self.progress: dict[str, Callable[[], float]] = {}
         """Functions that return the seconds since the latest sign of progress, by kind of command (`WaitRegistry`)."""
         self._commands: deque[_Command] = deque()
@@ -146,7 +155,8 @@ class Trainers:
 
     def _wait_for(self, command: str) -> None:
         progress = self.progress.get(command, never)
-        self._waits.begin(WAIT, f"{', '.join(self.names)} to answer {command!r}", self._limit_s, progress)
+        limit_s = self._limits_s.get(command, self._limit_s)
+        self._waits.begin(WAIT, f"{', '.join(self.names)} to answer {command!r}", limit_s, progress)
 
 
 def _given(shares: Sequence[list[TrainGroup]]) -> bool:

@@ -30,6 +30,7 @@ from streamrl.controller.step_times import StepTimes
 from streamrl.controller.telemetry import Telemetry
 from streamrl.controller.trainer_client import Trainers
 from streamrl.controller.weight_canary import Measured, WeightCanary
+from streamrl.errors import RunFailed
 from streamrl.protocol.controller_trainer import (
     Answer,
     CanaryDone,
@@ -268,6 +269,11 @@ class TrainingSteps:
                 if published.behind:
                     await self.services.spread(published)
                     return
+                if self._published < 0 and published.number != self.step:
+                    raise RunFailed(
+                        f"the trainer begins at step {published.number} and the controller at step {self.step}: they "
+                        "do not see the same checkpoints in the run's folder; --resume once they do"
+                    )
                 self._published = published.number
                 self._publish_due, self._canary_due, self._canary_ahead = False, not self._canary_ahead, False
                 if await self.services.spread(published):

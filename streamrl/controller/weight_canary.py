@@ -42,7 +42,13 @@ class Mismatch:
 class WeightCanary:
     """The comparison of all instances with the trainer, version by version."""
 
-    def __init__(self, run: RunConfig) -> None:
+    def __init__(self, run: RunConfig, sent: str = "float32") -> None:
+        """
+        Args:
+            run: configuration of the run.
+            sent: type in which weights are sent, where that is not the trainer's compute type.
+        """
+        self._sent = sent
         self._bound, self._generation_dtype = run.mismatch.bound, run.weights.generation_dtype
         self._may_multiply_in_8_bits = run.generation.compute != "same"  # an instance's word alone widens no bound
         self._of_trainer: dict[int, Measured] = {}
@@ -97,7 +103,8 @@ class WeightCanary:
     def _compare(self, number: int, instance: str, measured: Measured) -> Mismatch | None:
         trainer = self._of_trainer[number]
         eight_bits = measured.dtype if self._may_multiply_in_8_bits and measured.dtype in ("int8", "fp8") else None
-        bound = self._bound or mismatch_bound(trainer.dtype, measured.dtype, eight_bits or self._generation_dtype)
+        linear = eight_bits or self._generation_dtype
+        bound = self._bound or mismatch_bound(trainer.dtype, measured.dtype, linear, self._sent)
         gap = difference(trainer.logprobs, measured.logprobs)
         self.comparisons += 1
         self.bound = max(bound, self.bound or 0.0)

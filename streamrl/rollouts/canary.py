@@ -23,7 +23,8 @@ MOST_TOKENS = 40
 """Most tokens of prompt and completion together: a prefill of this size costs less than a step with a full batch."""
 
 EXACT, ROUNDED, EIGHT_BITS = 1e-3, 0.1, 0.5
-"""Bounds on the mean |difference| of log-probabilities, nats: both sides in fp32; any in bf16; 8-bit weights."""
+"""Bounds on the mean |difference| of log-probabilities, nats: both sides in fp32, and the weights between them; any of
+these in bf16; 8-bit weights."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def difference(ours: FloatArray, theirs: FloatArray) -> float:
     return found if np.isfinite(found) else float("inf")
 
 
-def mismatch_bound(trainer: str, generator: str, generation_dtype: str = "same") -> float:
+def mismatch_bound(trainer: str, generator: str, generation_dtype: str = "same", sent: str = "float32") -> float:
     """Return how far log-probabilities of trainer and generator may differ in the mean, nats.
 
     Args:
@@ -70,10 +71,11 @@ def mismatch_bound(trainer: str, generator: str, generation_dtype: str = "same")
         generator: compute type of the instance.
         generation_dtype: type of 8 bits that linear weights are sent in, or that the instance multiplies in; same:
             neither.
+        sent: type in which weights are sent: in bf16 they are not exactly the trainer's.
     """
     if generation_dtype != "same":
         return EIGHT_BITS
-    return EXACT if trainer == generator == "float32" else ROUNDED
+    return EXACT if trainer == generator == sent == "float32" else ROUNDED
 
 
 def gap_warning(gap: float | None, staleness: float | None, bound: float | None) -> str | None:

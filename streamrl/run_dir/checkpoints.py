@@ -48,6 +48,10 @@ class CheckpointFolder:
         partial.mkdir(parents=True)
         return partial
 
+    def has(self, step: int) -> bool:
+        """Return whether the checkpoint of a step is complete."""
+        return self.path(step).is_dir()
+
     def count(self) -> int:
         """Return the number of complete checkpoints."""
         return len(self._steps())
@@ -78,12 +82,19 @@ class CheckpointFolder:
                 shutil.rmtree(self.path(old), ignore_errors=True)
         return target
 
-    def mark_best(self, step: int, score: float) -> None:
+    def mark_best(self, step: int | None, score: float) -> None:
         """Record the best step and its score in `best.json` atomically; its checkpoint may still be incomplete.
+
+        Args:
+            step: the best step; None: there is none, and no record either.
+            score: its score.
 
         Raises:
             OSError: the file cannot be written.
         """
+        if step is None:
+            (self.directory / BEST_FILE).unlink(missing_ok=True)
+            return
         self.directory.mkdir(parents=True, exist_ok=True)
         replace_json(self.directory / BEST_FILE, {"step": step, "score": score})
 
@@ -94,7 +105,7 @@ class CheckpointFolder:
             step, score = int(found["step"]), float(found["score"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
-        return (step, score) if self.path(step).is_dir() else None
+        return (step, score) if self.has(step) else None
 
     def _abandoned(self) -> list[Path]:
         return [path for path in self.directory.glob(f"{PARTIAL}*") if path.is_dir() and not path.is_symlink()]

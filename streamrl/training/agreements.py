@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import time
+
 import torch.distributed as dist
 
 from streamrl.config.run import RunConfig
 from streamrl.errors import RunFailed, UserError
+from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.training.packing_choice import Packing, decide_packing
+
+SEEN_S, LOOK_S = 120.0, 1.0
+"""Seconds within which every node sees a new folder of a shared file system, and between two looks: NFS keeps what it
+knows of a folder for up to a minute."""
 
 
 def agreed_type(dtype: str) -> str:
@@ -14,6 +21,28 @@ def agreed_type(dtype: str) -> str:
     chosen: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(chosen, dtype)
     return dtype if len(set(chosen)) == 1 else "float32"
+
+
+def agreed_checkpoint(folder: CheckpointFolder) -> int | None:
+    """Return the step of the newest checkpoint, which rank 0 chooses for all; None: there is none.
+
+    Ranks of other nodes may see a new folder later, where it is shared over a network: they wait for it.
+
+    Raises:
+        RunFailed: on a rank that does not see that checkpoint within `SEEN_S`.
+    """
+    found: list[int | None] = [folder.latest() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    (step,) = found
+    deadline = time.monotonic() + SEEN_S
+    while step is not None and not folder.has(step):
+        if time.monotonic() > deadline:
+            raise RunFailed(
+                f"rank {dist.get_rank()} does not see the checkpoint of step {step} in {folder.directory} within "
+                f"{SEEN_S:.0f} s, and rank 0 loads it: all nodes of the trainer need the run's folder"
+            )
+        time.sleep(LOOK_S)
+    return step
 
 
 def agreed_packing(run: RunConfig, model_path: str, rows: int = 1) -> Packing:

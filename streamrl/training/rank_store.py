@@ -45,11 +45,17 @@ def rank_store(environment: Mapping[str, str], limit_s: float) -> dist.Store:
         raise RunFailed(f"rank 0 {error}") from error
 
 
-def join_ranks(backend: str, limit_s: float) -> None:
+def join_ranks(backend: str, limit_s: float, collective_s: float) -> None:
     """Join this process, by its environment, to the trainer's process group.
+
+    Args:
+        backend: `nccl` or `gloo`.
+        limit_s: seconds for all ranks to come.
+        collective_s: seconds for which a rank waits in a collective for the others, who may still write files.
 
     Raises:
         RunFailed: as `rank_store`.
     """
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(backend, store=rank_store(os.environ, limit_s), rank=rank, world_size=ranks)
+    store, limit = rank_store(os.environ, limit_s), timedelta(seconds=collective_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)

@@ -62,7 +62,7 @@ from streamrl.run_dir.start_stages import READY, say, waiting_for
 from streamrl.runtime.device_turns import DeviceTurns, takes_turns
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.site_connections import CONTROLLER, PUBLISHER, bind_home, connect_inside, home_hub
-from streamrl.training.agreements import agreed_packing, agreed_type
+from streamrl.training.agreements import agreed_checkpoint, agreed_packing, agreed_type
 from streamrl.training.checkpoint_writing import told_in_words
 from streamrl.training.learner import Division
 from streamrl.training.packing import PackedShare
@@ -167,7 +167,8 @@ class TrainerWorker:
             device = torch.device("cpu")
         if (ranks := int(os.environ["WORLD_SIZE"])) > 1:
             self._say(f"joining {ranks} ranks")
-        join_ranks("nccl" if self.cuda else "gloo", self.limits.startup_s)
+        longest_s = max(self.limits.training_s, self.limits.checkpoint_s)  # of the controller's commands
+        join_ranks("nccl" if self.cuda else "gloo", self.limits.startup_s, longest_s)
         self._agree_on_type()
         torch.manual_seed(self.run_config.seed)
         algorithm = self.run_config.algorithm
@@ -185,7 +186,7 @@ class TrainerWorker:
         log.info("packs groups: %s", packing)
         self._say("loading the model")
         self.trainer = Trainer(self.run_config, model, device, critic_path, division, published, packing)
-        if self.context.resume and (step := self.checkpoints.latest()) is not None:
+        if self.context.resume and (step := agreed_checkpoint(self.checkpoints)) is not None:
             self._say(f"loading the checkpoint of step {step}")
             self.trainer.load(self.checkpoints.path(step))
             self.version = step

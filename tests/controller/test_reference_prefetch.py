@@ -13,7 +13,8 @@ from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.reference_prefetch import Preparation
 from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.trainer_client import Trainers
-from streamrl.protocol.controller_trainer import Publish
+from streamrl.protocol.controller_trainer import Publish, SaveCheckpoint
+from streamrl.protocol.message import kind_of
 from streamrl.rollouts.micro_batch import TrainGroup, from_wire
 from streamrl.rollouts.rank_shares import deal
 from streamrl.rollouts.types import FloatArray, Group
@@ -216,6 +217,22 @@ def test_a_micro_batch_may_follow_another_and_each_is_answered_in_its_turn() -> 
         assert not trainers.awaits(Delivery("trainer-0", "train_done", 3, {}, lambda: None))
 
     asyncio.run(play())
+
+
+def test_a_command_of_a_kind_with_a_limit_of_its_own_has_that_limit() -> None:
+    waits = WaitRegistry("test")
+    limits = {"checkpoint": 3000.0}
+    trainers = Trainers(_Hub(), waits, ranks=1, limit_s=60.0, limits_s=limits)  # type: ignore[arg-type]
+
+    async def play() -> list[float]:
+        found = []
+        for command in (SaveCheckpoint(step=1, state={}, pending=[]), Publish()):
+            await trainers.ask(command)
+            found.append(waits.snapshot()[0]["limit_s"])
+            trainers.answered(Delivery("trainer-0", f"{kind_of(command)}_done", {}, {}, lambda: None))
+        return found
+
+    assert asyncio.run(play()) == [3000.0, 60.0]
 
 
 def test_only_a_micro_batch_that_waiting_would_not_make_larger_is_sent_ahead() -> None:

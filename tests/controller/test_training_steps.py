@@ -13,6 +13,7 @@ from streamrl.config.run import RunConfig
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.live_rounds import NoRounds
 from streamrl.controller.training_steps import TrainingSteps
+from streamrl.errors import RunFailed
 from streamrl.protocol.controller_trainer import CanaryDone, CheckpointDone, Publish, PublishDone
 from streamrl.rollouts.types import Group
 from streamrl.rollouts.void import Void, VoidCause
@@ -242,3 +243,16 @@ def test_lengths_of_groups_that_are_dropped_while_a_full_step_is_trained_are_lea
         end(late, void=True)
         steps.resume_at(steps.step + 1)
     assert learned == [["b", "a"], ["e", "d", "c"]]
+
+
+def test_a_trainer_that_begins_at_another_checkpoint_than_the_controller_ends_the_run() -> None:
+    pushing = Pushing(step=10)
+
+    async def body(number: int) -> None:
+        await pushing.steps.drive()
+        done = PublishDone(rank=0, started=0.0, finished=1.0, number=number, content_hash="x", bytes=1)
+        await pushing.steps.answered([SimpleNamespace(body=done, kind="done", arrays={})])  # type: ignore[list-item]
+
+    with pytest.raises(RunFailed, match="the trainer begins at step 20 and the controller at step 10"):
+        asyncio.run(body(20))
+    asyncio.run(body(10))

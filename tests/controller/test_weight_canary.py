@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from streamrl.config.run import RunConfig
 from streamrl.controller.weight_canary import HISTORY, Measured, WeightCanary
-from streamrl.rollouts.canary import MOST_TOKENS, canary, difference, gap_warning, mismatch_bound
+from streamrl.rollouts.canary import (
+    EXACT,
+    MOST_TOKENS,
+    ROUNDED,
+    canary,
+    difference,
+    gap_warning,
+    mismatch_bound,
+)
+from tests.security.hostile_world import Sent, two_sites
 
 LOGPROBS = np.linspace(-3, -1, 5).astype(np.float32)
 
@@ -46,6 +57,11 @@ def test_the_bound_follows_the_compute_types_of_both_sides_unless_the_run_file_h
     assert mismatch_bound("float32", "float32") < mismatch_bound("float32", "bfloat16")
     assert mismatch_bound("bfloat16", "bfloat16") == mismatch_bound("bfloat16", "float32")
     assert mismatch_bound("bfloat16", "bfloat16", "int8") > mismatch_bound("bfloat16", "bfloat16")
+    assert mismatch_bound("float32", "float32", sent="bfloat16") == mismatch_bound("bfloat16", "float32")
+    for sent, wrong in (("float32", True), ("bfloat16", False)):
+        one = WeightCanary(RunConfig(), sent)
+        one.trainer_measured(0, measured())
+        assert bool(one.instance_measured(0, "a", measured(0.01))) == wrong  # of weights that are rounded on the way
     for dtype, shift, wrong in (("float32", 0.01, True), ("bfloat16", 0.01, False), ("bfloat16", 0.3, True)):
         one = watching()
         one.trainer_measured(0, measured())
@@ -95,3 +111,13 @@ def test_a_steps_gap_is_judged_only_if_its_samples_come_from_the_weights_trained
     assert gap_warning(0.02, 0.0, 0.01) is not None
     for gap, staleness, bound in ((0.01, 0.0, 0.01), (0.02, 1.0, 0.01), (None, 0.0, 0.01), (0.02, 0.0, None)):
         assert gap_warning(gap, staleness, bound) is None
+
+
+def test_weights_that_cross_links_are_expected_in_the_type_in_which_they_are_sent(tmp_path: Path) -> None:
+    for dtype, bound in (("auto", ROUNDED), ("float32", EXACT)):
+        with two_sites(
+            tmp_path / dtype, Sent(), model={"path": str(tmp_path / dtype / "model"), "dtype": dtype}
+        ) as one:
+            one.canary.trainer_measured(0, measured())
+            one.canary.instance_measured(0, "a", measured())
+            assert one.canary.bound == bound
