@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -87,13 +88,14 @@ class Progress:
         now = time.monotonic()
         if not self.terminal and now - self.shown < self.every_s:
             return
-        if written is not None and written > 5e7:
-            stage += f", {written / 1e9:.2f} GB unpacked"
-        stage += f" ({now - self.started:.0f} s)"
-        if self.terminal:
-            print(f"\r\033[K  {stage}", end="", flush=True)
+        figures = f", {written / 1e9:.2f} GB unpacked" if written is not None and written > 5e7 else ""
+        figures += f" ({now - self.started:.0f} s)"
+        if self.terminal:  # a line that is wrapped would leave its first row behind
+            room = max(0, shutil.get_terminal_size().columns - 3)
+            line = stage[: max(0, room - len(figures))] + figures
+            print(f"\r\033[K  {line[:room]}", end="", flush=True)
         else:
-            say(f"  {stage}")
+            say(f"  {stage}{figures}")
             self.shown = now
 
     def tell(self, text: str) -> None:

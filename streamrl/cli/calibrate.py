@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from streamrl.errors import UserError
 
@@ -52,6 +53,10 @@ def command(
       streamrl calibrate --cluster cluster_configs/local.yaml --run examples/demo.yaml --engine
       streamrl simulate --trace runs/demo --curve local.json --instances 2 --slots 32
     """
+    source = click.get_current_context().get_parameter_source
+    for name in ("seconds", "out"):
+        if engine and source(name) is ParameterSource.COMMANDLINE:
+            raise UserError(f"--{name} does not go with --engine, which measures and stores in its own way")
     from streamrl.config.load import load_cluster, load_run
     from streamrl.runtime.process_plan import KEPT_HEAP, PASSIVE_WAITING
 

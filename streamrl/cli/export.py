@@ -22,6 +22,8 @@ OF_SLURM = ("partition", "account", "time", "setup", "gres", "shared_head")
 OF_KUBERAY = ("image", "volume_claim", "node_selector", "keys", "resume")
 SLURM_WORD = re.compile(r"[A-Za-z0-9_.,+@:-]+")
 SLURM_TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
+OF_SHELL = re.compile(r"[\s\"'`$\\&;|<>()*?!\[\]{}]")
+"""Characters that a script's shell does not take as they are."""
 KUBE_NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 """Names allowed for a RayJob; KubeRay adds suffixes and accepts at most 47 characters."""
 KUBE_NODES = "--node-selector TYPE=LABEL=VALUE"
@@ -154,15 +156,17 @@ def _slurm(job: Job, groups: Sequence[NodeGroup], options: Mapping[str, Any]) ->
     time = options["time"] or "24:00:00"
     if not SLURM_TIME.fullmatch(time):
         raise UserError(f"--time {time}: expected hours:minutes:seconds or days-hours, such as 24:00:00 or 3-0")
-    if re.search(r"[\s\"'`$\\]", job.runs_dir):
-        raise UserError(f"--runs-dir {job.runs_dir!r}: expected a path without spaces, quotes, $ and backslashes")
+    runs_dir = str(Path(job.runs_dir).resolve())
+    if OF_SHELL.search(runs_dir):
+        plain = "expected a path without spaces, quotes, $, backslashes and the like"
+        raise UserError(f"--runs-dir {job.runs_dir!r}: {plain}, got {runs_dir!r}")
     words = {"--name": [job.name], "--partition": partitions.values(), "--gres": gres.values()}
     for option, values in (words | {"--account": [options["account"] or "-"]}).items():
         for value in values:
             if not SLURM_WORD.fullmatch(value):
                 raise UserError(f"{option} {value!r}: expected letters, digits and any of _ . , + @ : -")
     return slurm_script(
-        replace(job, runs_dir=str(Path(job.runs_dir).resolve())),
+        replace(job, runs_dir=runs_dir),
         groups,
         SlurmOptions(partitions, gres, options["account"] or "", time, options["setup"], options["shared_head"]),
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -51,11 +52,12 @@ def command(
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file, expected a folder")
     if model is None:
-        model = click.prompt("Model (a folder, a hub id, or a known name)", default=next(iter(KNOWN_MODELS)))
+        model = _asked("--model", "Model (a folder, a hub id, or a known name)", default=next(iter(KNOWN_MODELS)))
     if prompts is None:
-        prompts = click.prompt("Prompts (a JSONL file)", default=EXAMPLE)
+        prompts = _asked("--prompts", "Prompts (a JSONL file)", default=EXAMPLE)
     if gpus is None:
-        gpus = click.prompt("GPUs of this machine (0: CPUs)", default=len(gpu_names()), type=click.IntRange(0))
+        most = len(gpu_names())
+        gpus = _asked("--gpus", "GPUs of this machine (0: CPUs)", default=most, type=click.IntRange(0))
     chosen = _chosen_prompts(folder, prompts, prompt_column, answer_column)
     if Path(model).is_dir():
         model = _seen_from(folder, Path(model))
@@ -75,6 +77,23 @@ def command(
     launch = "streamrl launch --cluster cluster.yaml --run run.yaml"
     for line in ("next:", *steps, f"{launch} --dry-run", launch):
         click.echo(line if line == "next:" else f"  {line}")
+
+
+def _asked(option: str, question: str, **how: Any) -> Any:
+    """Ask a question that an option would have answered; return the answer.
+
+    Raises:
+        UserError: there is nobody to answer: the input has ended, or cannot be read.
+        click.Abort: the user stopped the command.
+    """
+    try:
+        if sys.stdin is not None:
+            return click.prompt(question, **how)
+    except (click.Abort, OSError) as error:
+        if isinstance(error, click.Abort) and not isinstance(error.__context__, EOFError):
+            raise
+        click.echo()  # the question's line has no end
+    raise UserError(f"no answer to {question!r}: give {option}")
 
 
 def _chosen_prompts(folder: Path, answer: str, prompt_column: str | None, answer_column: str | None) -> Prompts | None:

@@ -73,13 +73,11 @@ def command(
     if steps is not None:
         overrides = (*overrides, f"steps={steps}")
     if resume_dir is not None:
-        cluster, run = load_resolved(resume_dir)
-        check_plain(resume_dir, apart=FOREIGN)
         if run_file is not None or any(not o.startswith("steps=") for o in overrides):
             kept = "--resume continues a run as it was; only --cluster and --steps may be given with it"
             raise UserError(ErrorCode.RESUME.refer(kept))
-        if steps is not None:
-            run = run.model_copy(update={"steps": steps})
+        cluster, run = load_resolved(resume_dir, overrides)
+        check_plain(resume_dir, apart=FOREIGN)
         _refuse_finished(resume_dir, run.steps)
         run_dir = resume_dir
     else:

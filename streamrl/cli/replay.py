@@ -32,8 +32,8 @@ def command(directory: Path, step: int) -> None:
     from streamrl.rollouts.kept_micro_batches import KeptMicroBatches
     from streamrl.run_dir import layout
 
-    check_plain(directory, apart=layout.FOREIGN)  # the model's library opens files by itself
     cluster, run = load_resolved(directory)
+    check_plain(directory, apart=layout.FOREIGN)  # the model's library opens files by itself
     kept = KeptMicroBatches(directory / layout.REFUSED).read(step)
     click.echo(f"step {step} was refused: {kept.cause}")
     from streamrl.machine.compute_type import decided

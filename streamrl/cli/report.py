@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from streamrl.errors import UserError
+
 
 @click.command(name="report")
 @click.argument("directory", type=click.Path(path_type=Path), metavar="DIR")
@@ -23,7 +25,12 @@ def command(directory: Path) -> None:
     from streamrl.run_dir import evaluations, layout
     from streamrl.run_dir.metrics import read_metrics
 
-    path = write_report(directory)
+    try:
+        path = write_report(directory)
+    except UserError:
+        raise
+    except OSError as error:
+        raise UserError(f"{directory}: its report cannot be written: {error}") from error
     rows = read_metrics(directory / layout.METRICS)
     if rows:
         for what, value in headline_figures(rows):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from scheduler.schedule.schedules import NAMES
 from streamrl.errors import UserError
@@ -21,6 +22,13 @@ if TYPE_CHECKING:
     from scheduler.simulation.generation_simulator import Outcome, SimulatedInstance
     from scheduler.simulation.stages import PipelineOutcome, Stages
     from streamrl.planning.workload import Workload
+
+OF_ITERATIONS = (
+    *("over_issue", "round_tokens", "schedules", "sync_every", "max_age", "max_staleness", "train_rate"),
+    *("colocated_train_rate", "colocated_instances", "switch_s", "environment_s", "environment_processes", "reward_s"),
+    *("weights_gb", "link_gbit", "link_ms", "trainer_price"),
+)
+"""Parameters of the command that only --iterations uses."""
 
 
 @click.command(name="simulate")
@@ -170,18 +178,13 @@ def command(
         raise UserError("--ranker needs --trace: it predicts from the prompts of a recorded run")
     if iterations is not None and train_rate is None:
         raise UserError("--iterations needs --train-rate: the tokens that the trainer works through per second")
-    in_rounds = {"--over-issue": over_issue, "--round-tokens": round_tokens}
-    only_iterations = in_rounds | {
-        "--schedule": schedules,
-        "--sync-every": sync_every > 1,
-        "--max-age": max_age is not None,
-        "--train-rate": train_rate,
-        "--colocated-train-rate": colocated_train_rate,
-        "--colocated-instances": colocated_instances,
-        "--environment-s": environment_s,
-    }
-    if iterations is None and (given := [option for option, value in only_iterations.items() if value]):
+    if iterations is None and (given := _given(*OF_ITERATIONS)):
         raise UserError(f"{given[0]} needs --iterations: without it only generation is simulated")
+    if acceptance is None and _given("most_drafts"):
+        raise UserError("--most-drafts needs --acceptance: without it instances do not speculate")
+    if ranker is not None and _given("noise"):
+        raise UserError("--noise does not go with --ranker: the forecasts are the ranker's own")
+    in_rounds = {"--over-issue": over_issue, "--round-tokens": round_tokens}
     drafts = None if acceptance is None else Speculation(acceptance, most_drafts)
 
     def fleet_of(count: int) -> list[SimulatedInstance]:
@@ -231,6 +234,13 @@ def command(
         )
         _compare_schedules(rows, workload, instances, price * instances + trainer_price, out)
     click.echo(f"plot written to {out}")
+
+
+def _given(*names: str) -> list[str]:
+    """Return those of these parameters that stand on the command line, as options."""
+    context = click.get_current_context()
+    options = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+    return [options[name] for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
 
 
 def _compare_policies(

@@ -93,11 +93,11 @@ def save_resolved(run_dir: Path, cluster: ClusterConfig, run: RunConfig) -> None
         raise UserError(f"cannot write {target}: {error.strerror or error}") from error
 
 
-def load_resolved(run_dir: Path) -> tuple[ClusterConfig, RunConfig]:
-    """Read the configuration that `save_resolved` wrote.
+def load_resolved(run_dir: Path, overrides: Sequence[str] = ()) -> tuple[ClusterConfig, RunConfig]:
+    """Read the configuration that `save_resolved` wrote, and apply overrides of the run's keys, as `load_run` does.
 
     Raises:
-        ConfigError: there is no such file, or it was edited and contains mistakes.
+        ConfigError: there is no such file, or it was edited and it, or an override, contains mistakes.
     """
     path = Path(run_dir) / RESOLVED_NAME
     document = _parse(path, read_resolved(run_dir), above=-1)  # both files are one level deeper here
@@ -108,7 +108,7 @@ def load_resolved(run_dir: Path) -> tuple[ClusterConfig, RunConfig]:
     def part(key: str) -> Document:
         return Document(document.name, data[key], _child(document.node, key))
 
-    return _validate(ClusterConfig, part("cluster")), _validate(RunConfig, part("run"))
+    return _validate(ClusterConfig, part("cluster")), _validate(RunConfig, _override(part("run"), overrides))
 
 
 def read_resolved(run_dir: Path) -> str:

@@ -186,6 +186,14 @@ else:
     ScheduleConfig = Annotated[Union[*SCHEDULES.values(), AutoScheduleConfig], Field(discriminator="name")]
 
 
+def staleness_limit(schedule: ScheduleConfig) -> int | None:
+    """Return the most optimizer steps between the weights that sampled a token and those that train on it.
+
+    None: any number, as rounds without `max_age` carry a sample over for as long as it takes.
+    """
+    return schedule.max_staleness if schedule.rounds is None else schedule.rounds.max_age
+
+
 def default_schedule() -> ScheduleConfig:
     """Return the schedule of a run file that names none."""
     return SCHEDULES["stream"](name="stream")

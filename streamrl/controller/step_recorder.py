@@ -76,7 +76,7 @@ class Recorder:
         self.ledger.train(batch.step, batch.step, groups, now, dropped)
         times = self.times.end_step(now, result.finished if publishes else None)
         audit = self._audit_lengths(batch)
-        memory_gb = self.telemetry.memory_gb
+        memory_gb = self.telemetry.memory.total_gb
         row = step_metrics(
             batch,
             times,

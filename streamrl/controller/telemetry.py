@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import psutil
-
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.length_predictor import LengthPredictor
+from streamrl.controller.process_memory import FamilyMemory, run_memory
 from streamrl.controller.step_batch import StepBatch
 from streamrl.rollouts.plain_text import shown
 from streamrl.run_dir import layout
@@ -62,8 +60,8 @@ class Telemetry:
         """Function that returns how many weight versions are verified end to end."""
         self.batch: StepBatch | None = None
         self.pool: GroupPool | None = None
-        self.memory_gb: float | None = None
-        """Memory of all processes of the run, GiB; shared pages count once (PSS). None: not measured."""
+        self.memory = FamilyMemory()
+        """Memory of the run's processes on this machine, as last measured."""
         self.detail = "waiting for processes"
         self.metrics = RowWriter(context.run_dir / layout.METRICS, MetricsRow)
         self.trace = TraceWriter(context.run_dir / layout.TRACE)
@@ -86,7 +84,7 @@ class Telemetry:
         due = 0.0
         while True:
             if (began := time.monotonic()) >= due:
-                self.memory_gb = await asyncio.to_thread(_family_memory_gb)
+                self.memory = await asyncio.to_thread(run_memory, self.context.run_dir)
                 due = began + memory_period(time.monotonic() - began)
             try:
                 self.write()
@@ -248,6 +246,7 @@ class Telemetry:
                     "since": self._states[name][1],
                     "silent_s": self._silence(speaker, known),
                     "drafts": shown(known.get("drafts", "")),
+                    "memory_gb": self.memory.of_process.get(name),
                 }
                 | numbers
                 | self._types.get(name, {})
@@ -283,19 +282,3 @@ class Telemetry:
 def memory_period(took_s: float) -> float:
     """Return the seconds from one measurement of the memory to the next, from those that the last one took."""
     return max(MEMORY_EVERY_S, took_s / MEMORY_SHARE)
-
-
-def _family_memory_gb() -> float | None:
-    """Return the memory of the launcher and its descendants, GiB; None if the system does not report it."""
-    total = 0
-    try:
-        launcher = psutil.Process(os.getppid())
-        for process in [launcher, *launcher.children(recursive=True)]:
-            try:
-                info = process.memory_full_info()
-                total += getattr(info, "pss", info.uss)
-            except psutil.Error:
-                continue
-    except psutil.Error:
-        return None
-    return total / 2**30

@@ -52,14 +52,13 @@ def state_view(folder: Path, now: float) -> dict[str, Any]:
     folders = _site_folders(folder)
     started = _started(folders, notes)
     sites = {site: told for site, path in folders.items() if (told := _site(path))}
-    live = status is not None and not status.final and status.stale_for(now) is None
-    seen = now if status is None or live else status.updated_at  # times of a run that has ended stand still
+    seen = now if status is None else status.as_of(now)  # times of a run that has ended stand still
     view: dict[str, Any] = {
         "name": folder.name,
         "folder": str(folder),
         "now": now,
         "state": _state_word(folder, status, sites),
-        "live": live,
+        "live": status is not None and status.is_live(now),
         "trouble": [text for text in (status and status.error, status and stale_message(status, now)) if text],
         "processes": _processes(status, stages, started, seen),
         "sites": _sites(status, sites, now),

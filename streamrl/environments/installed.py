@@ -139,14 +139,14 @@ def remove_environment(folder: Path) -> None:
     """Delete an environment, or what an interrupted installation has left.
 
     Raises:
-        UserError: there is none, or the folder holds something else.
+        UserError: there is none, the folder holds something else, or it cannot be deleted.
     """
     if not folder.is_dir() or folder.is_symlink():
         known = ", ".join(one.name for one in list_environments(folder.parent)) or "none"
         raise UserError(f"there is no environment {folder.name!r} in {folder.parent}; installed: {known}")
     if strange := _something_else(folder):
         raise UserError(f"{folder} is no environment: it holds {strange!r}; nothing was removed")
-    with _locked(folder):
+    with _writing(folder), _locked(folder):
         (folder / MANIFEST).unlink(missing_ok=True)  # first, so that half of it is no environment
         shutil.rmtree(folder)
 
@@ -172,11 +172,11 @@ def add_environment(
         lock: file of `pip freeze`, the packages of which are installed as they are; `requirements` is then empty.
 
     Raises:
-        UserError: an argument is wrong, it is installed already, or a package cannot be installed; with pip's words.
+        UserError: an argument is wrong, it is installed already, the folder cannot be written, or a package cannot be
+            installed; with pip's words.
     """
     _check(folder, make, requirements, paths, lock)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder):
+    with _writing(folder), _locked(folder):
         if (folder / MANIFEST).is_file():
             raise UserError(
                 f"environment {folder.name!r} is already installed in {folder.parent}; "
@@ -256,12 +256,30 @@ def _run(command: list[str], what: str) -> str:
 
 
 @contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Say which file or folder of an environment cannot be written.
+
+    Raises:
+        UserError: one cannot be.
+    """
+    try:
+        yield
+    except OSError as error:
+        path = error.filename or folder
+        raise UserError(f"environment {folder.name!r}: cannot write {path}: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep other commands from one environment; the file stays, as removing it would let two in.
+    """Keep other commands from one environment, in a folder that is made if there is none.
+
+    The lock's file stays, as removing it would let two in.
 
     Raises:
         UserError: another command works on it.
+        OSError: the folder cannot be made, or not be written to.
     """
+    folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f".{folder.name}.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

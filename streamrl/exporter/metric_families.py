@@ -1,7 +1,7 @@
 """The metrics that Prometheus gets: names, types, labels and meanings; docs/reference/metrics.md is made from them.
 
 Every one has the label `run`. The figures of the newest step are `streamrl_train_<key>`, with the keys of
-`metrics.jsonl`.
+`metrics.jsonl`; of `samples_total` and `groups_total` without `_total`, which only counters end in.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ RUN: Mapping[str, MetricKind] = {
     "wait_used_ratio": _gauge("longest wait of a process as a share of its limit, at which the run ends", "owner"),
     "process_up": _gauge("1 if a process of this launcher runs, 0 if it has ended", "process", "role", "site"),
     "process_silent_seconds": _gauge("time since a process's last sign of life", "process", "role"),
-    "process_memory_bytes": _gauge("memory of a process", "process", "role"),
+    "process_memory_bytes": _gauge(
+        "memory of a process and those below it, if it is on this machine", "process", "role"
+    ),
     "process_requests_running": _gauge("requests that a process works on", "process", "role"),
     "process_requests_waiting": _gauge("requests in a process's queue", "process", "role"),
     "process_tokens_per_second": _gauge("tokens generated per second", "process", "role"),
@@ -61,7 +63,9 @@ RUN: Mapping[str, MetricKind] = {
     "site_excluded": _gauge("1 if a site is not used any more", "site"),
     "progress_samples": _gauge("samples of the step in progress: total, finished, trained", "kind"),
     "disk_free_bytes": _gauge("free space where the run's folder is"),
-    "staleness_limit": _gauge("most weight versions between sampling and training that the schedule allows"),
+    "staleness_limit": _gauge(
+        "most weight versions between sampling and training that the schedule allows; none if it allows any"
+    ),
     "mismatch": _gauge("1 if instances and trainer disagree beyond the bound, on the fixed text or in the newest step"),
     "verified_difference_nats": _gauge("largest difference of instances and trainer on the fixed text"),
     "verified_bound_nats": _gauge("largest difference allowed"),
@@ -80,8 +84,14 @@ RUN: Mapping[str, MetricKind] = {
 }
 """Name after `streamrl_` -> what it is; counters also end in `_total`, and begin anew behind a checkpoint."""
 
+
+def step_name(key: str) -> str:
+    """Return the name, after `streamrl_`, of a figure of the newest step."""
+    return f"{STEP_PREFIX}_{key.removesuffix('_total')}"
+
+
 STEP: Mapping[str, MetricKind] = {
-    f"{STEP_PREFIX}_{key}": MetricKind(LABELS.get(key, ()), f"newest step: {field.description or key}")
+    step_name(key): MetricKind(LABELS.get(key, ()), f"newest step: {field.description or key}")
     for key, field in MetricsRow.model_fields.items()
     if key not in NOT_FIGURES
 }

@@ -7,27 +7,32 @@ import shutil
 import statistics
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import get_args
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from streamrl.errors import UserError
-from streamrl.exporter.metric_families import Families
+from streamrl.exporter.metric_families import Families, step_name
 from streamrl.run_dir import layout
 from streamrl.run_dir.appended_lines import AppendedLines, AppendedRows
 from streamrl.run_dir.evaluations import EvaluationRow
-from streamrl.run_dir.figures import NOT_FIGURES, STEP_PREFIX, numbers
+from streamrl.run_dir.figures import NOT_FIGURES, numbers
 from streamrl.run_dir.instance_files import read_started
 from streamrl.run_dir.jsonl import parse_row
 from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.sent_record import SentRecord
 from streamrl.run_dir.site_status import read_site
 from streamrl.run_dir.status import FINAL_STATES, RunStatus, read_status
+from streamrl.transport.refusals import RefusalCause
 
 STATES = ("starting", "running", "stopping", *sorted(FINAL_STATES))
+SUMS = ("samples_trained", "samples_judged", "samples_void", "tokens_trained", "steps_refused", "usd")
+"""Counters that are sums over all steps."""
+CAUSES: tuple[str, ...] = get_args(RefusalCause)
 RECENT_STEPS = 20
 GIB = 2**30
 
@@ -40,7 +45,7 @@ class StepTotals:
         self._clear()
 
     def _clear(self) -> None:
-        self.sums: defaultdict[str, float] = defaultdict(float)
+        self.sums = dict.fromkeys(SUMS, 0.0)
         self.newest: MetricsRow | None = None
         self.times: deque[float] = deque(maxlen=RECENT_STEPS)
         self.priced = False
@@ -86,9 +91,9 @@ class TrackerSteps:
 class RunCollector(Collector):
     """The metrics of one run, or of a site's share of it."""
 
-    def __init__(self, folder: Path, max_staleness: int, clock: Callable[[], float] = time.time) -> None:
-        """Take the run's folder, and the staleness that its schedule allows."""
-        self._folder, self._max_staleness, self._clock = folder, max_staleness, clock
+    def __init__(self, folder: Path, staleness_limit: int | None, clock: Callable[[], float] = time.time) -> None:
+        """Take the run's folder, and the staleness that its schedule allows; None: any."""
+        self._folder, self._staleness_limit, self._clock = folder, staleness_limit, clock
         self._looking = threading.Lock()
         """Held during a look: scrapes may overlap, and each continues where the last one stopped reading."""
         self._steps = StepTotals(folder)
@@ -133,8 +138,8 @@ class RunCollector(Collector):
             used[wait.owner] = max(used.get(wait.owner, 0.0), share)
         for owner, share in used.items():
             found.add("wait_used_ratio", share, owner)
-        for cause, peers in status.refused.items():
-            found.add("messages_refused", sum(peers.values()), cause)
+        for cause in dict.fromkeys((*CAUSES, *status.refused)):  # from 0 on, else the first would be no increase
+            found.add("messages_refused", sum(status.refused.get(cause, {}).values()), cause)
         for pool, count in status.scaling.wanted.items():
             found.add("instances_wanted", count, pool)
         for pool, count in status.scaling.ready.items():
@@ -145,7 +150,7 @@ class RunCollector(Collector):
             found.add("site_silent_seconds", site.silent_s, name)
             found.add("site_samples_waiting", site.samples_waiting, name)
             found.add("site_excluded", bool(site.excluded), name)
-        found.add("staleness_limit", self._max_staleness)
+        found.add("staleness_limit", self._staleness_limit)
         newest = self._steps.newest
         warned = newest is not None and newest.mismatch_warning is not None
         found.add("mismatch", bool(status.verified.mismatch) or warned)
@@ -177,7 +182,7 @@ class RunCollector(Collector):
         for key in MetricsRow.model_fields:
             if key not in NOT_FIGURES:
                 for names, number in numbers(getattr(steps.newest, key)):
-                    found.add(f"{STEP_PREFIX}_{key}", number, *names)
+                    found.add(step_name(key), number, *names)
 
     def _add_started(self, found: Families) -> None:
         with contextlib.suppress(OSError):

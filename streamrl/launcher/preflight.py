@@ -62,7 +62,7 @@ def check(
     """Check files, machine and packages against the configuration; return warnings about what may be slow or fail.
 
     Args:
-        runs_root: parent of the run folders.
+        runs_root: parent of the run folders, in which a new run makes its own.
         site: the only site started here; None: all.
         emulate: whether the sites are emulated.
         resumed: folder of the run that is continued; None: a new run.
@@ -80,7 +80,7 @@ def check(
         check_sites(cluster, run),
         check_weight_path(cluster, run),
         check_this_machine(cluster, run, site),
-        check_folder(runs_root),
+        check_folder(runs_root, resumed),
         check_ray(cluster, run, site),
         check_cores(cluster, run, core_numbers(), site),
     ]
@@ -379,11 +379,11 @@ def check_metrics(cluster: ClusterConfig, name: str) -> Iterable[str]:
     yield from endpoint_problems(endpoint, f"sites.{name}.metrics")
 
 
-def check_folder(runs_root: Path) -> Iterable[str]:
-    """Check that run folders can be made."""
-    existing = _existing(runs_root)
+def check_folder(runs_root: Path, resumed: Path | None = None) -> Iterable[str]:
+    """Check that a run's folder can be made, or that of a run that is continued be written to."""
+    existing = _existing(resumed or runs_root)
     if not os.access(existing, os.W_OK):
-        yield f"--runs-dir {runs_root}: cannot write to {existing}"
+        yield f"{_named(runs_root, resumed)}: cannot write to {existing}"
 
 
 def check_disk(run: RunConfig, runs_root: Path, resumed: Path | None = None) -> Iterable[str]:
@@ -397,13 +397,18 @@ def check_disk(run: RunConfig, runs_root: Path, resumed: Path | None = None) -> 
         checkpoints = CheckpointFolder(resumed / layout.CHECKPOINTS)
         there, abandoned = min(checkpoints.count(), keep), checkpoints.abandoned_bytes()
     needed = (keep + 1 - there) * weight_bytes(folder) * CHECKPOINT_BYTES_PER_WEIGHT_BYTE
-    free = shutil.disk_usage(_existing(runs_root)).free + abandoned  # the next checkpoint removes these
+    free = shutil.disk_usage(_existing(resumed or runs_root)).free + abandoned  # the next checkpoint removes these
     if needed > free:
         has = f", of which {there} are there" if there else ""
         yield ErrorCode.DISK.refer(
-            f"--runs-dir {runs_root}: {needed / 2**30:.1f} GiB needed for {keep} checkpoints and one more{has}, "
+            f"{_named(runs_root, resumed)}: {needed / 2**30:.1f} GiB needed for {keep} checkpoints and one more{has}, "
             f"{free / 2**30:.1f} GiB free"
         )
+
+
+def _named(runs_root: Path, resumed: Path | None) -> str:
+    """Return the option that names where the run is written, with its folder."""
+    return f"--runs-dir {runs_root}" if resumed is None else f"--resume {resumed}"
 
 
 def _existing(folder: Path) -> Path:

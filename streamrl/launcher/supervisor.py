@@ -18,6 +18,7 @@ from types import FrameType
 
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
+from streamrl.config.schedule import staleness_limit
 from streamrl.errors import ErrorCode, RunFailed, UserError
 from streamrl.launcher.process_group import ProcessGroup
 from streamrl.launcher.site_setup import Share, prepare
@@ -176,7 +177,8 @@ def _metrics(share: Share) -> Iterator[str]:
         return
     from streamrl.exporter.metrics_server import serving_metrics
 
-    with serving_metrics(endpoint, f"sites.{name}.metrics", share.run_dir, share.run.schedule.max_staleness) as address:
+    limit = staleness_limit(share.run.schedule)
+    with serving_metrics(endpoint, f"sites.{name}.metrics", share.run_dir, limit) as address:
         yield address
 
 

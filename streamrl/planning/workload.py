@@ -102,7 +102,7 @@ def replay(trace: Path, ranker: Path | None, noise: float, seed: int) -> Workloa
         seed: seed of that spread.
 
     Raises:
-        UserError: there are no rollouts, or they have the wrong form.
+        UserError: there are no rollouts, they have no rows, or they have the wrong form.
     """
     import numpy as np
     import pyarrow as pa
@@ -121,6 +121,8 @@ def replay(trace: Path, ranker: Path | None, noise: float, seed: int) -> Workloa
         tables = [first_rows(read_columns(file, trace if trace.is_dir() else file.parent)) for file in files]
     except (RankerError, OSError, pa.ArrowInvalid) as error:
         raise UserError(f"--trace {trace}: {error}") from error
+    if not any(table.num_rows for table in tables):
+        raise UserError(f"--trace {trace}: its rollouts have no rows; expected those of a step at least")
     batches = []
     longest = 1.0
     rng = np.random.default_rng(seed)

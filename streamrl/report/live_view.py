@@ -95,7 +95,10 @@ class PlainLines:
         doing = present(status, stages or {})
         found: list[str] = []
         if status is not None:
-            found += self._state_lines(status, now, begun_at(doing, status.started_at) if stages else status.started_at)
+            seen = status.as_of(now)
+            found += self._state_lines(
+                status, seen, begun_at(doing, status.started_at) if stages else status.started_at
+            )
         found += self._start_lines(status, rows, now, doing)
         for index, row in enumerate(rows):
             if (row.step, row.time) in self._shown:

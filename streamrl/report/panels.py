@@ -59,12 +59,11 @@ def stale_message(status: RunStatus, now: float) -> str | None:
 
 def header(status: RunStatus, rows: Sequence[MetricsRow], now: float) -> Text:
     """Return the head of the view: run, model, schedule, state, step and times."""
-    ended = status.updated_at if status.final else now
     about = (status.model, status.types, status.schedule, status.hardware)
     text = Text.assemble((status.run, "bold"), *(f"  {part}" for part in about if part), "\n")
     text.append(status.state, style=_colour(status.state))
-    text.append(f"  step {status.step}/{status.steps}  elapsed {duration(ended - status.started_at)}")
-    if not status.final:
+    text.append(f"  step {status.step}/{status.steps}  elapsed {duration(status.as_of(now) - status.started_at)}")
+    if status.is_live(now):
         text.append(f"  left {duration(time_left(status, rows))}")
     for trouble in (status.error, stale_message(status, now)):
         if trouble:
@@ -109,21 +108,25 @@ def _blocks(counts: Sequence[int]) -> str:
 
 
 def roles_table(status: RunStatus, now: float) -> Table:
-    """Return a table with a row per process; it fits 76 columns when no process reports what it is doing."""
-    table = plain_table("process", "state", "for", "run+wait", "tokens/s", "ver", "GiB", text_columns=2)
+    """Return a table with a row per process; it fits 76 columns when no process reports what it is doing.
+
+    What was last known of the processes is called that; those of a run that has ended have no rates.
+    """
+    live, rates = status.is_live(now), not status.final
+    columns = ["process", "state" if live else "last state", "for", "ver"]
+    if rates:
+        columns[3:] = ["run+wait", "tokens/s", "ver", "GiB"]
+    table = plain_table(*columns, text_columns=2)
     table.expand = True
-    table.add_column("doing", overflow="ellipsis", no_wrap=True, ratio=1)
+    table.add_column("doing" if live else "last doing", overflow="ellipsis", no_wrap=True, ratio=1)
     for name, role in status.roles.items():
-        table.add_row(
-            name,
-            Text(role.state, style=_colour(role.state)),
-            duration(now - role.since),
-            NONE if role.running is None else f"{role.running}+{role.waiting or 0}",
-            NONE if role.tokens_per_s is None else f"{role.tokens_per_s:.0f}",
-            NONE if role.weight_version is None else str(role.weight_version),
-            fixed(role.memory_gb, 1),
-            Text(role.detail),
-        )
+        cells = [NONE if role.weight_version is None else str(role.weight_version)]
+        if rates:
+            running = NONE if role.running is None else f"{role.running}+{role.waiting or 0}"
+            speed = NONE if role.tokens_per_s is None else f"{role.tokens_per_s:.0f}"
+            cells = [running, speed, *cells, fixed(role.memory_gb, 1)]
+        state = Text(role.state, style=_colour(role.state) if live or role.state in BAD_STATES else "dim")
+        table.add_row(name, state, duration(status.as_of(now) - role.since), *cells, Text(role.detail))
     return table
 
 
@@ -285,14 +288,18 @@ def render(
     evaluations: Sequence[EvaluationRow] = (),
     stages: Mapping[str, Stage] | None = None,
 ) -> RenderableType:
-    """Return the whole view; the arguments are those of `PlainLines.lines`, with a status."""
+    """Return the whole view; the arguments are those of `PlainLines.lines`, with a status.
+
+    Times of a run that has ended, or whose controller has stopped writing, stand still.
+    """
+    seen = status.as_of(now)
     starts = status.state == "starting" and present(status, stages or {})
     status = with_stages(status, stages or {})
     parts: list[RenderableType] = [header(status, rows, now), ""]
     if status.state in ("running", "stopping"):
         parts += [step_progress(status), length_histogram(status), ranker_text(status), ""]
     if starts:
-        parts += [start_table(starts, now), ""]
+        parts += [start_table(starts, seen), ""]
     elif status.roles:
         parts += [roles_table(status, now), ""]
     if status.sites:
@@ -304,7 +311,7 @@ def render(
         for what, text, colour in notes:
             table.add_row(f"{what:<10}", Text(text, style=colour))
         parts.append(table)
-    if not status.final and (waits := waits_text(status, now)):
+    if not status.final and (waits := waits_text(status, seen)):
         parts.append(waits)
     return Panel(Group(*parts), title="streamrl", border_style="dim", expand=True)
 

@@ -80,14 +80,16 @@ class MetricsRow(StepRow):
     dispatch_captured: float | None = Field(
         None, description="dispatch_saved as a share of what known lengths would save"
     )
-    groups_total: int | None = None
+    groups_total: int | None = Field(None, description="groups trained; in Prometheus `streamrl_train_groups`")
     groups_no_gradient: int | None = Field(
         None,
         description="groups without a gradient: their rewards are all equal; 0 where such groups have one (advantages "
         "that are not relative to the group, a KL term, an entropy bonus)",
     )
     samples_total: int | None = Field(
-        None, description="samples trained: those of the step's groups that have a reward"
+        None,
+        description="samples trained: those of the step's groups that have a reward; in Prometheus "
+        "`streamrl_train_samples`",
     )
     samples_judged: int | None = Field(
         None, description="samples of the step's groups, of those that they replaced, and of those not finite"

@@ -41,7 +41,9 @@ class RoleStatus(StatusModel):
     detail: str = ""
     since: float = Field(description="unix seconds at which it entered this state")
     pid: int | None = None
-    memory_gb: float | None = None
+    memory_gb: float | None = Field(
+        None, description="memory of the process and of those below it, GiB; none: not measured, as on another machine"
+    )
     silent_s: float | None = Field(
         None, description="seconds since its last sign of life; none: it reports to another process"
     )
@@ -232,6 +234,14 @@ class RunStatus(StatusModel):
         """Return the seconds since the last update if that is too long for a live run, else None."""
         age = now - self.updated_at
         return age if not self.final and age > STALE_AFTER_S else None
+
+    def is_live(self, now: float) -> bool:
+        """Whether the status says what the run does now: it has not ended, and the controller still writes."""
+        return not self.final and self.stale_for(now) is None
+
+    def as_of(self, now: float) -> float:
+        """Return the time of which the status tells: now, but that of its last update if it is not live."""
+        return now if self.is_live(now) else min(now, self.updated_at)
 
 
 def write_status(run_dir: Path, status: dict[str, Any]) -> None:

@@ -198,6 +198,37 @@ def test_resuming_takes_everything_from_the_folder(terminal: Terminal) -> None:
     assert (run.seed, run.steps, run_dir, resume) == (5, 9, Path("runs/tiny"), True)
 
 
+@pytest.mark.parametrize(("arguments", "steps"), [((), 9), (("--steps", "7"), 7)])
+def test_a_resumed_run_takes_its_steps_from_set_too(terminal: Terminal, arguments: tuple[str, ...], steps: int) -> None:
+    terminal.launch()
+    result = terminal("launch", "--resume", "runs/tiny", "--set", "steps=9", *arguments)
+    assert result.code == 0, result.err
+    assert terminal.launched[-1][1].steps == steps
+
+
+def test_a_resumed_run_refuses_steps_that_no_run_can_have(terminal: Terminal) -> None:
+    terminal.launch()
+    for steps in ("0", "many"):
+        result = terminal("launch", "--resume", "runs/tiny", "--set", f"steps={steps}")
+        assert result.code == 2 and f"--set steps={steps}: " in result.err
+    assert len(terminal.launched) == 1
+
+
+def test_a_resumed_run_is_checked_in_its_own_folder(terminal: Terminal) -> None:
+    terminal.launch()
+    access = os.access
+    refused = [Path("runs").absolute()]
+    terminal.monkeypatch.setattr(
+        os, "access", lambda path, mode, **how: path not in refused and access(path, mode, **how)
+    )
+    assert terminal.launch().code == 2
+    result = terminal("launch", "--resume", "runs/tiny", "--steps", "9")
+    assert result.code == 0, result.err
+    refused.append(Path("runs/tiny").absolute())
+    result = terminal("launch", "--resume", "runs/tiny", "--steps", "9")
+    assert result.code == 2 and f"--resume runs/tiny: cannot write to {refused[1]}" in result.err
+
+
 def test_a_resumed_run_cannot_change_what_it_trains(terminal: Terminal) -> None:
     terminal.launch()
     assert terminal("launch", "--resume", "runs/tiny", "--set", "seed=1").code == 2
@@ -328,6 +359,9 @@ def test_all_problems_are_told_at_once_and_nothing_starts(terminal: Terminal) ->
         (["launch", "--resume", "runs"], "is not a run's folder"),
         (["fetch-model", "smollm2-135"], "did you mean smollm2-135m"),
         (["schema", "runs"], "'cluster', 'run'"),
+        (["replay", "run.yaml", "3"], "run.yaml is not a run's folder"),
+        (["calibrate", "--cluster", "none.yaml", "--engine", "--out", "x"], "--out does not go with --engine"),
+        (["calibrate", "--cluster", "none.yaml", "--engine", "--seconds", "9"], "--seconds does not go with"),
     ],
 )
 def test_bad_input_gets_one_message_and_exit_code_2(terminal: Terminal, arguments: list[str], words: str) -> None:
@@ -355,6 +389,14 @@ def test_schema_is_json_schema_with_descriptions_and_refuses_unknown_keys(
     assert key in schema["properties"]
     assert schema["additionalProperties"] is False
     assert "description" in json.dumps(schema["$defs"])
+
+
+def test_a_report_that_cannot_be_written_is_told(terminal: Terminal) -> None:
+    write_run(terminal.folder / "demo", 3, rollouts=False, trace=False)
+    (terminal.folder / "demo" / "report.html" / "mine").mkdir(parents=True)
+    result = terminal("report", "demo")
+    assert result.code == 2 and "Traceback" not in result.err
+    assert result.err.startswith("error: demo: its report cannot be written: ")
 
 
 def test_a_terminal_without_utf8_shows_a_run_with_other_characters(tmp_path: Path) -> None:

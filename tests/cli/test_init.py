@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+import click.termui
 import pytest
 from click.testing import CliRunner, Result
 
@@ -17,6 +20,7 @@ from streamrl.config.tasks import FileTask
 from streamrl.errors import UserError
 from streamrl.scaffold.project_files import shipped
 from streamrl.tasks.files import TaskRow, load_rows
+from tests.cli.calling import streamrl
 from tests.tiny_model import save_tiny_model
 
 
@@ -168,6 +172,34 @@ def test_bad_input_is_refused_and_nothing_is_written(arguments: list[str], words
     done = init(*arguments, "--model", "m", "--gpus", "0")
     assert isinstance(done.exception, UserError) and words in str(done.exception)
     assert not list(folder.glob("**/*.yaml"))
+
+
+ANSWERS = {"--model": "smollm2-135m", "--prompts": "example", "--gpus": "0"}
+
+
+@pytest.mark.parametrize("missing", list(ANSWERS))
+@pytest.mark.parametrize("stdin", ["ended", "closed", "unreadable"])
+def test_a_question_that_nobody_can_answer_names_its_option(
+    missing: str, stdin: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [word for option, answer in ANSWERS.items() if option != missing for word in (option, answer)]
+    with (folder / "written").open("w") as unreadable:
+        monkeypatch.setattr(sys, "stdin", {"ended": io.StringIO(), "closed": None, "unreadable": unreadable}[stdin])
+        assert streamrl(monkeypatch, "init", "mine", *given) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: no answer to ") and error.endswith(f": give {missing}\n")
+    assert not (folder / "mine").exists()
+
+
+def test_a_question_can_be_interrupted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: str) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(click.termui, "visible_prompt_func", interrupted)
+    assert streamrl(monkeypatch, "init", "mine") == 130
+    assert "give --model" not in capsys.readouterr().err
 
 
 def test_no_file_is_overwritten(folder: Path) -> None:

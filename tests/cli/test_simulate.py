@@ -163,7 +163,16 @@ ITERATIONS = ["--iterations", "3", "--train-rate", "9"]
             "--round-tokens goes with colocated, sync or stream",
         ),
         ([*ITERATIONS, "--sync-every", "2", "--over-issue", "2"], "--over-issue goes with colocated, sync or stream"),
-        (["--environment-s", "2"], "--environment-s needs --iterations"),
+        *(
+            ([option, value], f"{option} needs --iterations: without it only generation is simulated")
+            for option, value in (
+                *(("--environment-s", "2"), ("--environment-processes", "2"), ("--trainer-price", "2")),
+                *(("--reward-s", "1"), ("--switch-s", "1"), ("--weights-gb", "1"), ("--link-gbit", "1")),
+                *(("--link-ms", "1"), ("--max-staleness", "1"), ("--sync-every", "1")),
+            )
+        ),
+        (["--most-drafts", "2"], "--most-drafts needs --acceptance"),
+        (["--trace", "x", "--ranker", "r.lgb", "--noise", "0.1"], "--noise does not go with --ranker"),
         ([*ITERATIONS, "--environment-s", "2", "--over-issue", "2"], "--over-issue does not go with --environment-s"),
         (["--lengths", "zipf:2"], "--lengths zipf:2: expected lognormal:MU,SIGMA"),
         (["--lengths", "lognormal:7"], "expected lognormal:MU,SIGMA"),
@@ -173,6 +182,8 @@ ITERATIONS = ["--iterations", "3", "--train-rate", "9"]
         (["--curve", "no.json"], "--curve no.json"),
         (["--ranker", "r.lgb"], "--ranker needs --trace"),
         (["--trace", "nowhere"], "--trace nowhere: no rollouts"),
+        (["--trace", "none.parquet"], "--trace none.parquet: its rollouts have no rows"),
+        ([*ITERATIONS, "--trace", "none.parquet"], "--trace none.parquet: its rollouts have no rows"),
     ],
 )
 def test_bad_input_gets_one_message(
@@ -183,6 +194,7 @@ def test_bad_input_gets_one_message(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    pq.write_table(pa.Table.from_pylist([], schema=SCHEMA), "none.parquet")
     Path("falls.json").write_text(json.dumps({"step_seconds": {"1": 0.05, "8": 0.01}}))
     assert streamrl(monkeypatch, "simulate", *arguments) == 2
     error = capsys.readouterr().err

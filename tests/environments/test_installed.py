@@ -86,6 +86,22 @@ def test_wrong_arguments_are_refused_before_anything_is_made(folder: Path, argum
     assert re.search(text, str(done.exception) + done.output)
 
 
+def test_a_folder_that_cannot_be_written_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder.parent / "file").write_text("")
+    with pytest.raises(UserError, match=r"environment 'room': cannot write .*file/envs: Not a directory"):
+        add_environment(folder.parent / "file" / "envs" / "room", "")
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(folder / "room"))
+
+    for name in ("_install", "shutil.rmtree"):
+        (folder / "room").mkdir(parents=True, exist_ok=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(f"streamrl.environments.installed.{name}", refused)
+            with pytest.raises(UserError, match=r"environment 'room': cannot write .*room: Permission denied"):
+                (add_environment(folder / "room", "") if name == "_install" else remove_environment(folder / "room"))
+
+
 def test_the_commands_add_list_test_and_remove(folder: Path) -> None:
     def call(*arguments: str) -> str:
         done = click.testing.CliRunner().invoke(command, arguments)

@@ -10,6 +10,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -19,11 +21,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from streamrl.config.cluster import MetricsEndpoint
+from streamrl.config.run import RunConfig
 from streamrl.exporter import metrics_server, run_collector
-from streamrl.exporter.metric_families import KINDS, full_name
+from streamrl.exporter.metric_families import KINDS, STEP, full_name, step_name
 from streamrl.exporter.metrics_server import endpoint_problems, serving_metrics
 from streamrl.exporter.run_collector import RunCollector
+from streamrl.launcher import supervisor
+from streamrl.launcher.site_setup import Share
 from streamrl.run_dir import layout
+from streamrl.run_dir.figures import NOT_FIGURES
 from streamrl.run_dir.instance_files import StartedProcess, write_started
 from streamrl.run_dir.jsonl import RowWriter
 from streamrl.run_dir.metrics import MetricsRow
@@ -120,10 +126,12 @@ def test_a_scrape_has_the_state_every_process_and_the_newest_step(folder: Path) 
         ("process_up", "rewards-here", "rewards", ""): 0,
         ("site_silent_seconds", "west"): 12,
         ("messages_refused_total", "malformed"): 3,
+        ("messages_refused_total", "wrong key"): 0,
         ("samples_trained_total",): 24,
         ("samples_void_total",): 6,
         ("train_reward_by_task", "sum"): 0.75,
         ("train_samples_void",): 3,
+        ("train_samples",): 8,
         ("evaluation_pass_at", "sum", "2"): 0.5,
         ("evaluation_reward", ""): 0.25,
         ("tracker_steps_waiting", "wandb"): 2,
@@ -133,6 +141,48 @@ def test_a_scrape_has_the_state_every_process_and_the_newest_step(folder: Path) 
     assert {key: found.get(key) for key in expected} == expected
     assert not any(key[:2] == ("process_up", "here-regular-1") for key in found)  # it was asked to leave
     assert ("usd_total",) not in found  # the cluster file has no prices
+
+
+def test_counters_are_there_before_their_first_increment(folder: Path) -> None:
+    write_state(folder, refused={})
+    collector = RunCollector(folder, None, lambda: NOW)
+
+    def found() -> dict[tuple[str, ...], float]:
+        return {key_of(sample): sample.value for family in collector.collect() for sample in family.samples}
+
+    begun = found()
+    counters = {name.removeprefix("streamrl_") for name in map(full_name, KINDS) if name.endswith("_total")}
+    assert {name for name, *_ in begun if name.endswith("_total")} == counters - {"usd_total"}
+    assert all(value == 0 for (name, *_), value in begun.items() if name.endswith("_total"))
+    assert len([key for key in begun if key[0] == "messages_refused_total"]) == 8
+    write_steps(folder, {"step": 1, "step_refused": "not finite", "usd": 0.5})
+    assert (found()["steps_refused_total",], found()["usd_total",]) == (1, 0.5)
+    back_to(folder, 0)
+    assert found()["steps_refused_total",] == 0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "limit"),
+    [
+        ({"name": "async", "max_staleness": 3}, 3),
+        ({"name": "sync", "sync_every": 2}, 1),
+        ({"name": "stream"}, 0),
+        ({"name": "one_step_off"}, 1),
+        ({"name": "auto", "max_staleness": 2}, 2),
+        ({"name": "stream", "rounds": {"kind": "tail_batching", "max_age": 2}}, 2),
+        ({"name": "sync", "rounds": {"kind": "partial_rollouts", "round_tokens": 64}}, None),
+    ],
+)
+def test_the_limit_of_staleness_is_that_of_the_schedule_or_of_its_rounds(
+    folder: Path, schedule: dict[str, object], limit: int | None
+) -> None:
+    write_state(folder)
+    cluster = SimpleNamespace(sites={"here": SimpleNamespace(metrics=MetricsEndpoint(port=0))})
+    run = RunConfig.model_validate({"schedule": schedule})
+    share = SimpleNamespace(folders={"here": folder}, cluster=cluster, run=run, run_dir=folder)
+    with supervisor._metrics(cast(Share, share)) as address:
+        answer = samples_of(urllib.request.urlopen(address, timeout=scaled(10)).read().decode())
+    assert answer.get(("staleness_limit",)) == limit
 
 
 def test_totals_follow_a_run_that_goes_on_and_one_that_goes_back_to_a_checkpoint(folder: Path) -> None:
@@ -234,6 +284,8 @@ def test_an_endpoint_that_cannot_be_served_is_refused_before_anything_starts(tmp
 def test_names_are_valid_and_counters_end_in_total() -> None:
     names = [full_name(name) for name in KINDS]
     assert len(names) == len(set(names))
+    assert all(full_name(name).endswith("_total") == (kind.type == "counter") for name, kind in KINDS.items())
+    assert set(map(step_name, MetricsRow.model_fields.keys() - NOT_FIGURES)) == set(STEP)
     assert all(name.replace("_", "").isalnum() and name == name.lower() for name in names)
     assert full_name("usd") == "streamrl_usd_total" and full_name("train_usd") == "streamrl_train_usd"
 

@@ -52,6 +52,12 @@ def test_every_metric_and_label_that_the_dashboard_and_the_alerts_ask_for_is_ser
     }
 
 
+def test_the_bytes_that_an_alert_tells_of_a_disk_are_those_that_are_free() -> None:
+    (disk,) = (rule for rule in rules() if rule["alert"] == "StreamRLDisk")
+    value, _, when = str(disk["expr"]).partition("\nand ")
+    assert value == "streamrl_disk_free_bytes" and "predict_linear" in when and "humanize1024" in str(disk)
+
+
 def test_the_dashboard_is_what_its_list_of_panels_says() -> None:
     done = subprocess.run([sys.executable, ROOT / "tools" / "grafana.py", "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

@@ -425,3 +425,20 @@ def test_make_refuses_an_environment_that_it_cannot_name(tmp_path: Path, name: s
     done = make(tmp_path, "clean", f"VENV={name}")
     assert done.returncode == 2 and "choose another with: make VENV=" in done.stderr
     assert (tmp_path / "a").exists() and (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("columns", [80, 20, 2])
+def test_the_rewritten_line_fits_into_one_row_of_the_terminal(
+    run: ModuleType, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stage = "fetching " + "a_package_with_a_long_name, " * 9
+    progress = run.Progress(0.0)
+    progress.show(stage, 3e9)
+    assert f"{stage}, 3.00 GB unpacked (0 s)\n" in capsys.readouterr().out, "a line of a file is whole"
+    progress.terminal = True
+    progress.show(stage, 3e9)
+    line = capsys.readouterr().out.removeprefix("\r\033[K")
+    assert len(line) == max(2, columns - 1)
+    if columns == 80:
+        assert line.startswith("  fetching a_pack") and line.endswith(", 3.00 GB unpacked (0 s)")

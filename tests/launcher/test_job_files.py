@@ -131,6 +131,20 @@ def test_bad_input_is_one_message(
     assert "cluster.yaml" in error and "Traceback" not in error
 
 
+@pytest.mark.parametrize("name", ["my runs", "a$b", "a;b", "a(1)"])
+def test_a_folder_of_runs_that_no_script_can_name_is_refused(
+    export: Export, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(name)
+    monkeypatch.chdir(tmp_path / name)
+    for options in ((), ("--runs-dir", str(tmp_path / "link" / "runs"))):
+        code, out, error = export.tried("slurm", one_type(), *options)
+        assert code == 2 and out == ""
+        assert "--runs-dir " in error and f"got {str(tmp_path / name / 'runs')!r}" in error
+    assert export("slurm", one_type(), "--runs-dir", str(tmp_path / "runs"))
+
+
 def test_a_file_that_cannot_be_written_is_told(export: Export, tmp_path: Path) -> None:
     code, _, error = export.tried("slurm", one_type(), "--out", str(tmp_path / "none" / "job.sh"))
     assert code == 2 and "--out" in error and "No such file" in error

@@ -338,6 +338,18 @@ def test_a_resumed_run_needs_no_room_for_the_checkpoints_that_it_has(
     assert list(preflight.check_disk(run, tmp_path, tmp_path / "run")) == []
 
 
+def test_a_resumed_run_needs_its_room_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "free")
+    run, resumed = make_model(tmp_path / "m", megabytes=1024), tmp_path / "run"
+    resumed.mkdir()
+    room = {tmp_path: 0, resumed: 21 * GIB}
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage(room[path]))
+    assert list(preflight.check_disk(run, tmp_path, resumed)) == []
+    room[resumed] = 20 * GIB
+    (problem,) = preflight.check_disk(run, tmp_path, resumed)
+    assert problem.startswith(f"--resume {resumed}: 21.0 GiB needed")
+
+
 def test_a_site_that_does_not_train_needs_no_room_for_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

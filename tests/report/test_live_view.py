@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,30 @@ def test_a_log_tells_each_change_of_trust_once(tmp_path: Path) -> None:
 def test_a_failed_run_shows_its_error(make_run: RunMaker) -> None:
     run_dir = make_run(2, rollouts=False, trace=False, state="failed", error="here-regular-0 died: [out of memory]")
     assert "here-regular-0 died: [out of memory]" in picture(run_dir, START + 500)
+
+
+@pytest.mark.parametrize("state", ["done", "running"])  # running: its controller was killed
+def test_the_times_of_a_run_that_is_over_stand_still_and_nothing_seems_at_work(make_run: RunMaker, state: str) -> None:
+    wait = {"owner": "controller", "waiting_for": "group g7", "since": START + 10, "limit_s": 900.0}
+    run_dir = make_run(8, rollouts=False, trace=False, state=state, waits=[wait])
+    updated = read_status(run_dir).updated_at
+    day = picture(run_dir, updated + 86_400)
+    assert f"{state}  step 8/20  elapsed 3m04s" in day and "left " not in day and "24h" not in day.split("no update")[0]
+    assert re.search(r"trainer +running +2m44s", day) and "last state" in day and "last doing" in day
+    assert ("no update for 24h00m" in day) == (state == "running")
+    assert ("tokens/s" in day, "GiB" in day) == (state == "running", state == "running")
+    assert ("controller waits for group g7: 2m54s of 15m00s" in day) == (state == "running")
+    now = picture(run_dir, updated + 1)
+    assert ("left 5m10s" in now, "last state" in now) == (state == "running", state == "done")
+
+
+def test_a_log_tells_the_age_at_which_a_run_ended(make_run: RunMaker) -> None:
+    run_dir = make_run(8, rollouts=False, trace=False, state="done", roles={})
+    screen = Screen(terminal=False)
+    screen.now = START + 86_400
+    with screen.view(run_dir) as view:
+        view.refresh()
+    assert screen.take()[0] == "[3m04s] demo: done"
 
 
 def test_on_a_terminal_the_view_is_drawn_and_left_standing(make_run: RunMaker) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from streamrl.cli.fetch_model import Phases
 from streamrl.cli.status import command as status_command
 from streamrl.errors import UserError
+from streamrl.launcher import supervisor
 from streamrl.report.live_view import PlainLines
 from streamrl.report.panels import render
 from streamrl.report.site_view import SiteView
@@ -241,9 +242,10 @@ def test_a_site_of_its_own_tells_stages_too(tmp_path: Path) -> None:
 
 def test_status_shows_a_run_whose_controller_has_not_written_yet(tmp_path: Path) -> None:
     say(tmp_path, "trainer", "importing torch")
-    shown = CliRunner().invoke(status_command, [str(tmp_path)])
+    with supervisor._locked(tmp_path):
+        shown = CliRunner().invoke(status_command, [str(tmp_path)])
     assert shown.exit_code == 0
-    assert "trainer" in shown.output and "importing torch" in shown.output
+    assert "has not reported yet" in shown.output and "trainer" in shown.output and "importing torch" in shown.output
     roles = {"trainer": role("starting", "", "trainer")}
     write_status(tmp_path, make_status(0, 20, START, state="starting", roles=roles))
     assert "importing torch" in CliRunner().invoke(status_command, [str(tmp_path)]).output

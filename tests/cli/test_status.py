@@ -1,0 +1,163 @@
+"""`streamrl status` of folders in which nothing runs, or no trainer: it says so, and watching ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from streamrl.cli import status
+from streamrl.launcher import supervisor
+from streamrl.run_dir.launcher_lock import has_launcher
+from streamrl.run_dir.site_status import starting, write_site
+from streamrl.run_dir.start_stages import say
+from streamrl.run_dir.status import write_status
+from tests.cli.calling import streamrl
+from tests.report.synthetic import make_status, write_run
+from tests.waiting import scaled
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "demo").mkdir()
+    return tmp_path / "demo"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "REFRESH_S", 0.01)
+
+
+def site(folder: Path, **changes: object) -> None:
+    values = {"site": "west", "updated_at": time.time() - 7200, "state": "serving", "trainer_silent_s": 1.0}
+    write_site(folder, values | changes)
+
+
+def test_the_launchers_lock_says_whether_there_is_one(folder: Path) -> None:
+    inner = folder / "sites" / "west"
+    inner.mkdir(parents=True)
+    assert not has_launcher(folder)
+    with supervisor._locked(folder):
+        assert has_launcher(folder) and has_launcher(inner)
+        assert has_launcher(folder), "looking does not free it"
+    assert not has_launcher(folder) and not has_launcher(inner)
+    (folder / ".lock").unlink()
+    (folder / ".lock").symlink_to(os.devnull)
+    assert has_launcher(folder), "what cannot be told is not denied"
+
+
+def test_a_file_is_no_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    (tmp_path / "run.yaml").touch()
+    for more in ((), ("--watch",)):
+        assert streamrl(monkeypatch, "status", tmp_path / "run.yaml", *more) == 2
+        error = capsys.readouterr().err
+        assert error == f"error: {tmp_path / 'run.yaml'} is a file; expected a run folder such as runs/NAME\n"
+
+
+def test_a_damaged_status_is_no_start(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    say(folder, "trainer", "loading the model")
+    (folder / "status.json").write_text("{")
+    assert streamrl(monkeypatch, "status", folder) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("watch", [(), ("--watch",)])
+def test_a_launcher_that_was_killed_at_the_start_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured, watch: tuple[str, ...]
+) -> None:
+    say(folder, "trainer", "loading the model")
+    assert streamrl(monkeypatch, "status", folder, *watch) == 0
+    shown = capsys.readouterr().out
+    assert (
+        f"no launcher runs {folder} any more: it ended before its controller reported (trainer: loading the model)"
+        in shown
+    )
+    assert "has not reported yet" not in shown
+
+
+def test_a_start_is_shown_while_its_launcher_lives(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    say(folder, "trainer", "loading the model")
+    with supervisor._locked(folder):
+        assert streamrl(monkeypatch, "status", folder) == 0
+    shown = capsys.readouterr().out
+    assert "has not reported yet" in shown and "loading the model" in shown and "no launcher" not in shown
+
+
+def test_a_generating_sites_folder_shows_what_the_site_says(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    site(folder, samples_sent=12, instances={"west-tail-0": {"state": "generating", "running": 3}})
+    say(folder, "service-west", "ready")
+    with supervisor._locked(folder):
+        assert streamrl(monkeypatch, "status", folder) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("west: serving; 1 instances, 3 running") and "12 samples sent" in shown
+    assert shown.endswith("; as of 2h00m ago\n")
+    streamrl(monkeypatch, "status", folder)
+    assert capsys.readouterr().out.endswith(f"as of 2h00m ago\nno launcher runs {folder} any more\n")
+
+
+def test_a_site_that_does_not_serve_yet_starts(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    write_site(folder, starting("west"))
+    say(folder, "service-west", "starting Python")
+    with supervisor._locked(folder):
+        assert streamrl(monkeypatch, "status", folder) == 0
+    assert "starting Python" in capsys.readouterr().out
+
+
+def test_a_run_whose_launcher_is_gone_says_that_it_can_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    write_run(tmp_path / "demo", 3, rollouts=False, trace=False)
+    gone = f"no launcher runs {tmp_path / 'demo'} any more; streamrl launch --resume continues it"
+    assert streamrl(monkeypatch, "status", tmp_path / "demo") == 0
+    assert capsys.readouterr().out.endswith(gone + "\n")
+    assert streamrl(monkeypatch, "status", tmp_path / "demo", "--watch") == 0
+    assert capsys.readouterr().out.endswith(gone + "\n")
+    with supervisor._locked(tmp_path / "demo"):
+        assert streamrl(monkeypatch, "status", tmp_path / "demo") == 0
+    assert "no launcher" not in capsys.readouterr().out
+
+
+@contextlib.contextmanager
+def watching(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[None]:
+    """Watch in a thread, which must have ended soon after the block."""
+    codes: list[int] = []
+    thread = threading.Thread(
+        target=lambda: codes.append(streamrl(monkeypatch, "status", folder, "--watch")), daemon=True
+    )
+    thread.start()
+    yield
+    thread.join(scaled(30))
+    assert codes == [0]
+
+
+def test_watching_ends_with_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    write_status(folder, make_status(3, 20, time.time()))
+    with supervisor._locked(folder), watching(monkeypatch, folder):
+        write_status(folder, make_status(20, 20, time.time(), state="done"))
+    shown = capsys.readouterr().out
+    assert "demo: done after" in shown and "no launcher" not in shown
+
+
+def test_watching_a_site_ends_with_its_launcher(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    say(folder, "service-west", "starting Python")
+    with contextlib.ExitStack() as launcher:
+        launcher.enter_context(supervisor._locked(folder))
+        with watching(monkeypatch, folder):
+            site(folder, samples_sent=12)
+            launcher.close()
+    shown = capsys.readouterr().out
+    assert "west: serving; 0 instances" in shown and "no optimizer step" not in shown
+    assert shown.endswith(f"no launcher runs {folder} any more\n")
