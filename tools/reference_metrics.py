@@ -41,9 +41,9 @@ def prometheus_metrics() -> Iterator[str]:
     several = ", ".join(f"`streamrl_{STEP_PREFIX}_{key}` ({', '.join(names)})" for key, names in LABELS.items())
     yield filled(f"""
     A launcher serves these ([how](../how-to/prometheus.md)), each with the label `run`, and the figures of the newest
-    step as gauges `streamrl_{STEP_PREFIX}_<key>`, with the keys of `metrics.jsonl` below. Of these, some have further
-    labels: {several}. Counters begin anew behind the checkpoint that a run goes on from. What has no figure is not
-    served.
+    step as gauges `streamrl_{STEP_PREFIX}_<key>`, with the keys of `metrics.jsonl` below, without a `_total` at their
+    end, which Prometheus keeps for counters. Of these, some have further labels: {several}. Counters begin anew behind
+    the checkpoint that a run goes on from. What has no figure is not served.
     """)
     yield ""
     rows = (

@@ -44,6 +44,7 @@ from streamrl.protocol.message import TypedMessage, wire
 from streamrl.protocol.samples import fleet_from_wire, groups_to_wire
 from streamrl.rollouts.types import Group
 from streamrl.run_dir.status import ABSENT_AFTER_S
+from streamrl.runtime.device_turns import takes_turns
 from streamrl.transport.deadlines import WaitRegistry, never
 from streamrl.transport.endpoint import Hub
 from streamrl.transport.wire import Arrays
@@ -51,7 +52,7 @@ from streamrl.transport.wire import Arrays
 WEIGHTS, SLEEP, RETURN = "weights", "sleep", "return"
 """Names of waits; those for weights and for a return are followed by the service's name."""
 RETURN_S = 300.0
-"""Seconds for the service of the trainer's site to restart."""
+"""Fewest seconds for the service of the trainer's site to restart."""
 FINISH_S = 3.0
 """Seconds for a site to acknowledge that the run is over; a site that does not will notice the silence."""
 MOST_ITEM_BYTES = 4 << 20
@@ -100,6 +101,9 @@ class Services:
         self.names = list(sites)
         self._sites, self._cluster = dict(sites), cluster
         self._hub, self._waits = hub, waits
+        # it reports once its instances have started; one of these may first wait until the trainer leaves its GPU
+        start_s, shared = run.deadlines.startup_s, takes_turns(cluster.hardware == "cuda", run)
+        self._return_s = max(RETURN_S, start_s + (run.deadlines.training_s if shared else 0.0))
         self._weights_s = self._update_s = run.deadlines.weights_s
         if run.schedule.on_update == "wait":
             self._update_s += run.deadlines.generation_s
@@ -198,8 +202,9 @@ class Services:
         """Wait for a service that has said goodbye to reconnect; its launcher may restart it."""
         if name in self.excluded:
             return
-        remote = self._sites[name] in self._cluster.remote_sites
-        self._waits.begin(f"{RETURN} {name}", f"{name} to come back", self._cluster.absence_s if remote else RETURN_S)
+        is_remote = self._sites[name] in self._cluster.remote_sites
+        limit_s = self._cluster.absence_s if is_remote else self._return_s
+        self._waits.begin(f"{RETURN} {name}", f"{name} to come back", limit_s)
 
     async def returned(self, name: str) -> list[str]:
         """Bring a restarted service up to date: send it the newest weights and the instances to use.

@@ -96,6 +96,26 @@ def test_a_token_of_a_mixture_that_is_replayed_has_more_bytes_on_a_link(wire: Wi
         assert made._dispatch.bytes_per_token == expected
 
 
+@pytest.mark.parametrize(
+    ("hardware", "run", "limit_s"),
+    [
+        ("cpu", {}, 300.0),
+        ("cpu", {"deadlines": {"startup_s": 900}}, 900.0),
+        ("cuda", {"deadlines": {"training_s": 5000}, "schedule": {"name": "colocated"}}, 5300.0),
+        ("cpu", {"deadlines": {"training_s": 5000}, "schedule": {"name": "colocated"}}, 300.0),
+    ],
+)
+def test_the_trainers_site_may_take_as_long_to_come_back_as_its_instances_to_start(
+    wire: Wire, hardware: str, run: dict[str, Any], limit_s: float
+) -> None:
+    waits, sites = WaitRegistry("test"), {"service-home": "home", "service-far": "far"}
+    cluster = CLUSTER.model_copy(update={"hardware": hardware})
+    made = Services(wire, waits, sites, cluster, RunConfig.model_validate(run))  # type: ignore[arg-type]
+    made.gone("service-home")
+    made.gone("service-far")
+    assert [one["limit_s"] for one in waits.snapshot()] == [limit_s, 500.0]
+
+
 @pytest.fixture
 def services(wire: Wire) -> Services:
     return make_services(wire, RunConfig())
