@@ -9,6 +9,9 @@ message is processed exactly once while both processes live.
 
 Two things must never happen: an acknowledgement before the commit (a crash in between would lose the message), and a
 number used twice within a session. A new process has a new session and starts at number 1.
+
+A receiver that was restarted begins with nothing, while its senders count on. Each sender says which of its messages
+is the first that is not acknowledged; those before it will never come again.
 """
 
 from __future__ import annotations
@@ -36,6 +39,11 @@ class Outbox(Generic[T]):
     """Bytes of each pending message."""
     in_flight_bytes: int = 0
     """Bytes of all pending messages."""
+
+    @property
+    def first(self) -> int:
+        """Number before which everything is acknowledged or given up."""
+        return next(iter(self.pending), self.next_number)
 
     @property
     def has_credit(self) -> bool:
@@ -96,8 +104,7 @@ class Inbox:
     def receive(self, session: str, number: int, size: int = 0) -> str:
         """Return what to do with a message of `size` bytes: 'new' (process it), 'open' (drop it, it is being
         processed), 'committed' (drop it and acknowledge again) or 'full' (drop it; its sender may repeat it)."""
-        if session != self.session:
-            self.session, self.committed_to, self.committed, self.open, self.open_bytes = session, 0, set(), {}, 0
+        self._begin(session)
         if number <= self.committed_to or number in self.committed:
             return "committed"
         if number in self.open:
@@ -115,8 +122,24 @@ class Inbox:
         if session != self.session or number not in self.open:
             return False
         self.open_bytes -= self.open.pop(number)
-        self.committed.add(number)
+        if number > self.committed_to:
+            self.committed.add(number)
+            self._advance()
+        return True
+
+    def begin_at(self, session: str, first: int) -> None:
+        """Expect no message before `first`: its sender has an acknowledgement of each, maybe of an earlier receiver."""
+        self._begin(session)
+        if first - 1 > self.committed_to:
+            self.committed_to = first - 1
+            self.committed = {number for number in self.committed if number > self.committed_to}
+            self._advance()
+
+    def _begin(self, session: str) -> None:
+        if session != self.session:
+            self.session, self.committed_to, self.committed, self.open, self.open_bytes = session, 0, set(), {}, 0
+
+    def _advance(self) -> None:
         while self.committed_to + 1 in self.committed:
             self.committed_to += 1
             self.committed.discard(self.committed_to)
-        return True

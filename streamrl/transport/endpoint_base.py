@@ -106,13 +106,14 @@ def take_ack(outbox: Outbox[Outgoing], session: str, ack: Message) -> bool:
 
 
 def take_state(message: Message) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the sender's state and the times in a heartbeat.
+    """Return the sender's state and the times in a heartbeat; the link's own figures are no state.
 
     Raises:
         MalformedMessage: the state contains something that a status file cannot hold.
     """
     state = dict(message.body)
     times = state.pop("clock", {})
+    state.pop("first", None)
     if not isinstance(times, dict) or not is_plain(state):
         raise MalformedMessage("a heartbeat's state is not plain")
     return state, times

@@ -52,6 +52,7 @@ from streamrl.transport.wire import (
     Message,
     decode,
     is_name,
+    is_natural,
     is_plain,
     is_time,
 )
@@ -287,6 +288,7 @@ class Hub(Endpoint):
         if self.check_state is not None:
             self.check_state(peer.speaker, state)
         peer.state = state
+        peer.inbox.begin_at(message.session, _first(message))
         sent = times.get("sent")
         echo = {"clock": {"sent": sent, "hub": self._clock()}} if is_time(sent) else {}
         self._to(peer, self._control("heartbeat", self.state() | echo))
@@ -301,6 +303,7 @@ class Hub(Endpoint):
         name, role, meta = message.body.get("name"), message.body.get("role"), message.body.get("meta")
         if not is_name(name) or not is_name(role) or not isinstance(meta, dict) or not is_plain(meta):
             raise MalformedMessage("a hello without a name, a role or its meta")
+        first = _first(message)
         sender = _key_of(route, owner) or name
         if route.door.outside and not self.covered("hello", owner, size):
             self.refusals.count("too many", sender, f"a hello of {size} bytes so soon after others")
@@ -324,6 +327,7 @@ class Hub(Endpoint):
             self.peers[name] = peer
             if self.forwards_hellos:
                 self._inbox.put_nowait(Delivery(name, "hello", {"session": peer.session}, {}, lambda: None))
+        peer.inbox.begin_at(message.session, first)
         before, peer.last_seen, peer.lost = peer.route, time.monotonic(), False
         if before is not None:
             self._routes.pop(before, None)
@@ -416,3 +420,15 @@ def _key_of(route: PeerRoute, owner: str | None) -> str | None:
     A name in a hello is only claimed, and could put the blame on somebody else.
     """
     return f"site {owner}" if owner is not None and route.door.outside else owner
+
+
+def _first(message: Message) -> int:
+    """Return the number of the sender's first message that is not acknowledged, in a hello or a heartbeat.
+
+    Raises:
+        MalformedMessage: it is no number of a message.
+    """
+    first = message.body.get("first", 1)
+    if not is_natural(first):
+        raise MalformedMessage(f"a {message.kind} whose first message is {first!r}")
+    return first

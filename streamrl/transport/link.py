@@ -212,7 +212,8 @@ class Link(Endpoint):
 
     def _hello(self) -> Frames:
         self._hello_at = time.monotonic()
-        return self._control("hello", {"name": self.name, "role": self.role, "meta": self.meta})
+        about = {"name": self.name, "role": self.role, "meta": self.meta}
+        return self._control("hello", about | {"first": self._outbox.first})
 
     async def _read(self) -> None:
         for count in itertools.count(1):
@@ -287,7 +288,8 @@ class Link(Endpoint):
             own = {"waits": waits, "malformed": self.malformed}
             own["refused"] = merged(one.refused() for one in self.reports)
             clocks = {"clock_offset_s": self.clock.offset_s, "rtt_s": self.clock.rtt_s}
-            self._put(self._control("heartbeat", told | own | clocks | {"clock": {"sent": self._clock()}}))
+            links = {"clock": {"sent": self._clock()}, "first": self._outbox.first}
+            self._put(self._control("heartbeat", told | own | clocks | links))
             await asyncio.sleep(pause)
             now = time.monotonic()
             self._last_seen += max(0.0, now - last - pause)  # a standstill of this process is not silence of the hub

@@ -112,6 +112,34 @@ def test_a_new_session_forgets_what_the_old_one_had_open() -> None:
     assert inbox.receive("b", 3, 20) == "new"
 
 
+def test_a_receiver_that_begins_later_waits_for_no_message_that_has_been_acknowledged() -> None:
+    outbox: Outbox[str] = Outbox(credits=4)
+    assert outbox.first == 1
+    for _ in range(4):
+        outbox.send("", 0.0)
+    outbox.acknowledged(1)
+    outbox.acknowledged(3)
+    assert outbox.first == 2
+    inbox = Inbox()
+    inbox.begin_at("s", outbox.first)
+    assert [inbox.receive("s", number) for number in (1, 2, 4)] == ["committed", "new", "new"]
+    assert inbox.commit("s", 4) and inbox.commit("s", 2) and (inbox.committed_to, inbox.committed) == (2, {4})
+    outbox.acknowledged(2)
+    inbox.begin_at("s", outbox.first)  # 3 will not come again
+    assert (outbox.first, inbox.committed_to, inbox.committed) == (4, 4, set())
+    inbox.begin_at("s", 1)  # a word that comes late
+    assert inbox.committed_to == 4
+    outbox.forget()
+    assert outbox.first == 5
+
+
+def test_what_is_open_where_a_sender_says_that_it_is_acknowledged_stays_open() -> None:
+    inbox = Inbox()
+    assert inbox.receive("s", 2) == "new"
+    inbox.begin_at("s", 10)  # of a sender that does not keep to the protocol
+    assert inbox.commit("s", 2) and (inbox.committed_to, inbox.committed) == (9, set())
+
+
 def test_a_new_session_starts_anew() -> None:
     inbox = Inbox()
     assert inbox.receive("life-1", 1) == "new"

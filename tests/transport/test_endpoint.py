@@ -13,9 +13,11 @@ import zmq
 import zmq.asyncio
 
 from streamrl.errors import RunFailed
+from streamrl.transport import delivery as delivery_module
 from streamrl.transport import endpoint_base
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
 from streamrl.transport.endpoint import Flow, Hub, Link, PeerLost, Refused
+from streamrl.transport.peer import PeerRoute
 from streamrl.transport.wire import Message, encode
 from tests.training.conftest import free_port
 from tests.waiting import holds, scaled, until
@@ -184,6 +186,53 @@ def test_unacknowledged_messages_are_delivered_once_after_the_hub_restarts(
         assert again.receive_now() is None
         await link.close()
         await again.close()
+
+    run(body)
+
+
+def test_a_link_that_outlives_its_hub_counts_on_and_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also beyond the numbers that a hub remembers, and where the old hub has left gaps."""
+    monkeypatch.setattr(endpoint_base, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(delivery_module, "MOST_AHEAD", 50)
+
+    async def body(address: str) -> None:
+        hub, link = hub_at(address), await link_to(address)
+        for number in range(60):
+            await link.send("item", {"i": number})
+            arrived = await hub.receive()
+            if number != 55:  # read, not committed
+                arrived.ack()
+        await until(lambda: len(link._outbox.pending) == 1)
+        await hub.close()
+        again = await restarted_hub(address)
+        delivery = await again.receive()
+        assert delivery.body == {"i": 55}
+        delivery.ack()
+        for number in range(60, 200):
+            await link.send("item", {"i": number})
+            delivery = await again.receive()
+            assert delivery.body == {"i": number}
+            delivery.ack()
+            await link.flush(scaled(5))
+            if number % 10 == 0:  # within the numbers that are remembered
+                beaten = again.peers["peer"].inbox
+                await until(lambda: beaten.committed_to == 1 + number)  # noqa: B023  (called at once)
+        assert not again.peers["peer"].inbox.committed
+        await link.close()
+        await again.close()
+
+    run(body)
+
+
+@pytest.mark.parametrize("first", [-1, True, 1.5, "1", None])
+def test_a_hello_that_begins_at_no_number_is_malformed(first: object) -> None:
+    async def body(address: str) -> None:
+        hub = hub_at(address)
+        route = PeerRoute(hub._doors[0], b"peer")
+        about = {"name": "peer", "role": "test", "meta": {}, "first": first}
+        hub._arrived(route, list(encode(Message("hello", "s", 0, about))), None)
+        assert not hub.peers and hub.malformed == 1
+        await hub.close()
 
     run(body)
 
