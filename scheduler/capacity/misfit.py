@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-
 from scheduler.capacity.allocation import Allocator, Problem
-from scheduler.capacity.placement_plan import plans_within
 from scheduler.cost.generation_cost import GPU_MEMORY_FRACTION, free_bytes, slots_of
 from scheduler.cost.hardware import tensor_parallel_degrees
 from scheduler.cost.training_cost import (
@@ -18,25 +14,25 @@ from scheduler.cost.training_cost import (
 )
 
 
-def explain(problem: Problem, schedule: str) -> str:
-    """Write a message for users about a problem that has no plan under a schedule."""
+def explain(problem: Problem, schedule: str, cheapest: tuple[float, float] | None) -> str:
+    """Write a message for users about a problem that has no plan under a schedule.
+
+    Args:
+        problem: the problem.
+        schedule: the schedule.
+        cheapest: USD per hour of the cheapest plan beyond the budget, and of its traffic alone; None: there is none.
+    """
     allocator = Allocator(problem, schedule)
     if not allocator.trainers:
         return _training(problem)
     if not any(allocator.kinds.values()):
         return _generation(problem)
-    if math.isfinite(problem.budget):
-        unlimited = replace(problem, budget=math.inf)
-        free = replace(unlimited, routes=tuple(route for route in problem.routes if not route[1].usd_per_gb))
-        made = [one for each in (unlimited, free) for one in plans_within(each, schedule, "cost")]
-        if made:
-            cheapest = min(made, key=lambda one: one.chosen.usd_per_hour)
-            price, rent = cheapest.chosen.usd_per_hour, cheapest.split.rent(problem.offers)
-            return (
-                f"no plan for {problem.model.name} fits a budget of {problem.budget:g} USD/h; the cheapest that was "
-                f"found costs {price:.2f} USD/h, of which traffic {price - rent:.2f}: {price - problem.budget:.2f} "
-                "USD/h more"
-            )
+    if cheapest is not None:
+        price, traffic = cheapest
+        return (
+            f"no plan for {problem.model.name} fits a budget of {problem.budget:g} USD/h; the cheapest that was found "
+            f"costs {price:.2f} USD/h, of which traffic {traffic:.2f}: {price - problem.budget:.2f} USD/h more"
+        )
     return _together(problem, allocator)
 
 

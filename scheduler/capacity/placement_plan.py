@@ -303,9 +303,26 @@ def plans_within(
     within = kept(made)
     if len(within) < len(made):
         # the search counts traffic at the pace that it asks for; a plan has its own, which may be a faster one
-        free = tuple((ends, route) for ends, route in problem.routes if not route.usd_per_gb)
-        within += kept(found(replace(problem, routes=free)))
+        within += kept(found(_without_paid_routes(problem)))
     return list({one.split.key: one for one in within}.values())
+
+
+def _without_paid_routes(problem: Problem) -> Problem:
+    free = tuple((ends, route) for ends, route in problem.routes if not route.usd_per_gb)
+    return replace(problem, routes=free)
+
+
+def _cheapest(problem: Problem, schedule: str) -> tuple[float, float] | None:
+    """Return the USD per hour of the cheapest plan beyond a budget, and of its traffic; None: no budget, or no plan."""
+    if math.isinf(problem.budget):
+        return None
+    unlimited = replace(problem, budget=math.inf)
+    each = (unlimited, _without_paid_routes(unlimited))
+    made = [(one.chosen.usd_per_hour, one) for some in each for one in plans_within(some, schedule, "cost")]
+    if not made:
+        return None
+    price, plan = min(made, key=lambda one: one[0])
+    return price, price - plan.split.rent(problem.offers)
 
 
 def plans(problem: Problem, schedule: str, objective: PlanObjective, simulated: bool = True) -> list[PlacementPlan]:
@@ -324,7 +341,7 @@ def plans(problem: Problem, schedule: str, objective: PlanObjective, simulated: 
 
     made = plans_within(problem, schedule, objective, KINDS[schedule].continuous and simulated)
     if not made:
-        raise ValueError(explain(problem, schedule))
+        raise ValueError(explain(problem, schedule, _cheapest(problem, schedule)))
 
     def worth(one: PlacementPlan) -> tuple[float, float]:
         step = one.chosen

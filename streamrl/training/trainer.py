@@ -489,9 +489,8 @@ class Trainer:
         Raises:
             Exception, CheckpointException: it cannot be written; see `checkpoint_writing.told_in_words`.
         """
-        dcp.save(self._state(), storage_writer=StateWriter(directory / "trainer_state"))
-        # last: rank 0 writes the files when the others have gone on, and none of them waits in a collective
         write_model(self.policy.model, self.weights(), directory, self.run.model.dtype, self.rank == 0)
+        dcp.save(self._state(), storage_writer=StateWriter(directory / "trainer_state"))
 
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote, also by another number of ranks.

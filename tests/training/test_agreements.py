@@ -12,7 +12,7 @@ import torch.distributed as dist
 from streamrl.errors import RunFailed
 from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.runtime.process_plan import RANK_MEETING
-from streamrl.training import agreements, trainer
+from streamrl.training import agreements
 from streamrl.training.agreements import agreed_checkpoint
 from streamrl.training.rank_store import join_ranks
 
@@ -66,22 +66,3 @@ def test_ranks_wait_for_each_other_as_long_as_a_command_may_take(
         assert backend.options._timeout.total_seconds() == 7777.0
     finally:
         dist.destroy_process_group()
-
-
-def test_no_rank_waits_in_a_collective_for_the_files_that_rank_0_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    order: list[str] = []
-    monkeypatch.setattr(trainer.dcp, "save", lambda *_, **__: order.append("state"))
-    monkeypatch.setattr(trainer, "write_model", lambda *_: order.append("model"))
-    one: Any = object.__new__(trainer.Trainer)
-    one.__dict__.update(policy=_Anything(), run=_Anything(), rank=0)
-    monkeypatch.setattr(trainer.Trainer, "weights", lambda self: iter(()))
-    monkeypatch.setattr(trainer.Trainer, "_state", lambda self: {})
-    one.save(tmp_path)
-    assert order == ["state", "model"]
-
-
-class _Anything:
-    def __getattr__(self, name: str) -> Any:
-        return _Anything()
