@@ -1,7 +1,12 @@
-"""The handshake between sites: a site is admitted only if its configuration files and tokenizer match."""
+"""The handshake between sites: a site is admitted only if its configuration files match, and its model's tokenizer.
+
+The canary compares log-probabilities of tokens that are given. So it does not see where a site's copy of the model ends
+its answers at other tokens, or puts other tokens around a conversation: these are compared here.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -31,8 +36,36 @@ def agreement(cluster: ClusterConfig, run: RunConfig) -> dict[str, Any]:
     folder = Path(resolve_model(run.model.path))
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
-            values[f"model's {name} (BLAKE3)"] = blake3((folder / name).read_bytes()).hexdigest()[:16]
-    return values
+            values[f"model's {name} (BLAKE3)"] = _hash((folder / name).read_bytes())
+    return values | _ends_and_template(folder)
+
+
+def _ends_and_template(folder: Path) -> dict[str, Any]:
+    """Return what ends a model's answers, and its chat template: by content, whatever else the files say."""
+    generation, tokenizer = (_read(folder / name) for name in ("generation_config.json", "tokenizer_config.json"))
+    ends, last = generation.get("eos_token_id"), tokenizer.get("eos_token")
+    ids = sorted(str(one) for one in (ends if isinstance(ends, list) else [ends]) if one is not None)
+    template = tokenizer.get("chat_template")
+    if (own := folder / "chat_template.jinja").is_file():  # takes the place of the other
+        template = own.read_text(encoding="utf-8")
+    plain = template.strip() if isinstance(template, str) else json.dumps(template, sort_keys=True)
+    return {
+        "model's end tokens": ", ".join(ids),
+        "model's eos_token": str(last.get("content") if isinstance(last, dict) else last),
+        "model's chat template (BLAKE3)": _hash(plain.encode()) if template else None,
+    }
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _hash(content: bytes) -> str:
+    return blake3(content).hexdigest()[:16]
 
 
 def disagreement(here: Mapping[str, Any], there: object) -> str | None:

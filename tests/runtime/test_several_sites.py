@@ -204,3 +204,29 @@ def test_sites_agree_on_everything_but_where_things_lie(tmp_path: Path) -> None:
     text = disagreement(mine, agreement(cluster(), elsewhere))
     assert text is not None and "tokenizer.json" in text
     assert "does not say" in (disagreement(mine, None) or "")
+
+
+def test_copies_of_a_model_with_other_end_tokens_or_another_template_differ(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save_tiny_model(tmp_path / name)
+    mine, theirs = (tmp_path / name for name in ("a", "b"))
+
+    def differs() -> str | None:
+        both = (RunConfig.model_validate({"model": {"path": str(folder)}}) for folder in (mine, theirs))
+        here, there = (agreement(cluster(), run) for run in both)
+        return disagreement(here, there)
+
+    (mine / "chat_template.jinja").unlink()
+    (mine / "generation_config.json").write_text('{"eos_token_id": [2, 7], "temperature": 1}')
+    (theirs / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
+    (mine / "tokenizer_config.json").write_text('{"eos_token": "</s>", "chat_template": "{{ x }}"}')
+    (theirs / "tokenizer_config.json").write_text('{"eos_token": {"content": "</s>"}, "extra": 1}')
+    (theirs / "chat_template.jinja").write_text("{{ x }}\n")
+    assert differs() is None  # written in other ways
+    (theirs / "generation_config.json").write_text('{"eos_token_id": 2}')
+    assert "model's end tokens is '2' there and '2, 7' here" in (differs() or "")
+    (theirs / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    (theirs / "chat_template.jinja").write_text("{{ y }}")
+    assert "chat template" in (differs() or "")
+    (theirs / "chat_template.jinja").unlink()
+    assert "chat template (BLAKE3) is None there" in (differs() or "")
