@@ -333,6 +333,19 @@ class ClusterConfig(StrictModel):
         return self
 
     @model_validator(mode="after")
+    def _different_names(self) -> Self:
+        pools: dict[str, str] = {}
+        for site_name, site in self.sites.items():
+            for pool in site.generation:
+                name, here = f"{site_name}-{pool.name}", f"sites.{site_name}.generation ({pool.name})"
+                if (other := pools.setdefault(name, here)) != here:
+                    raise ValueError(
+                        f"{other} and {here} would both have an instance {name}-0: expected different names; rename "
+                        "one of these pools or sites"
+                    )
+        return self
+
+    @model_validator(mode="after")
     def _linked(self) -> Self:
         seen: set[frozenset[str]] = set()
         for link in self.links:

@@ -111,6 +111,12 @@ class RunConfig(StrictModel):
             f"off_policy.correction: truncate, or surrogate: clip{'' if several else ', or sync_every: 1'}"
         )
 
+    @property
+    def _takes_turns(self) -> bool:
+        """Whether generation and training never work at the same time."""
+        kind = KINDS.get(self.schedule.name)
+        return kind is not None and kind.whole_batches and not kind.overlaps
+
     def _about_updates(self) -> str | None:
         parts = self.batch.mini_batches
         if parts > 1 and not (self.schedule.name in KINDS and KINDS[self.schedule.name].whole_batches):
@@ -163,12 +169,18 @@ class RunConfig(StrictModel):
                 "elasticity.enabled does not go with schedule: auto, which divides the devices among the instances "
                 "that the run begins with: leave out one of the two"
             )
+        if self.elasticity.enabled and self._takes_turns:
+            raise ValueError(
+                f"elasticity.enabled does not go with schedule: {self.schedule.name}, whose training never covers "
+                "generation, so that one instance fewer always costs time: leave out one of the two, or choose schedule "
+                "stream, one_step_off or async"
+            )
         if (given := self.optimizer.decay_steps) is not None and given + self.optimizer.warmup_steps > self.steps:
             raise ValueError(
                 f"optimizer.decay_steps ({given}) and warmup_steps ({self.optimizer.warmup_steps}) need at least as "
                 f"many steps together, expected at most {self.steps} (steps)"
             )
-        for task in self.tasks:
+        for task in (*self.tasks, *(self.evaluation.tasks if self.evaluation else ())):
             if isinstance(task, FileTask) and task.sandbox and task.sandbox.seconds >= self.deadlines.reward_s:
                 raise ValueError(
                     f"task {task.key!r}: sandbox.seconds ({task.sandbox.seconds:g}) must be less than "

@@ -119,7 +119,10 @@ class FileTask(TaskKeys):
     kind: Literal["file", "hf_dataset"]
     name: str = Field(description="name shown in rollouts and reports")
     path: str = Field(description="file (.jsonl, .parquet), or Hugging Face data set: folder, id, or id:subset")
-    split: str = Field("train", description="split of the data set (hf_dataset only)")
+    split: str | None = Field(
+        None,
+        description="split of the data set (hf_dataset only); none: train, or what a `Dataset` on disk holds",
+    )
     weight: float = Field(1.0, gt=0, description="share of the prompts, relative to the other tasks")
     prompt_column: str = Field(
         "prompt", description="column with the prompt: a text, or a list of chat messages that ends with the user's"
@@ -146,16 +149,27 @@ class FileTask(TaskKeys):
 
     @property
     def rows(self) -> str | None:
-        """The file that its path leads to; of a data set, its folder or id, and the split."""
-        if self.kind == "file":
-            return _place(self.path)
-        folder = _place(self.path)
-        return f"{folder if os.path.isdir(folder) else self.path} ({self.split})"
+        """The file that its path leads to; of a data set, its folder or id, and the split if it may have several."""
+        place = _place(self.path)
+        if self.kind == "file" or is_saved_alone(place):
+            return place
+        return f"{place if os.path.isdir(place) else self.path} ({self.split_read})"
+
+    @property
+    def split_read(self) -> str:
+        """The split that is read where there are several."""
+        return self.split or "train"
 
     @property
     def library(self) -> str | None:
         """The package of a named reward that needs one."""
         return "math_verify" if self.reward == "math_verify" else None
+
+    @model_validator(mode="after")
+    def _has_splits(self) -> Self:
+        if self.kind == "file" and self.split is not None:
+            raise ValueError(f"split ({self.split}) belongs to kind: hf_dataset: a file has no splits; leave it out")
+        return self
 
     @model_validator(mode="after")
     def _runs_in_a_sandbox(self) -> Self:
@@ -288,6 +302,13 @@ Task = Annotated[ReasoningGymTask | FileTask | AgentTask, Field(discriminator="k
 def _place(path: str) -> str:
     """Return the absolute path that a run reads, which is seen from the working directory."""
     return os.path.realpath(os.path.expanduser(path))
+
+
+def is_saved_alone(folder: str) -> bool:
+    """Return whether a folder holds one data set that `save_to_disk` wrote, not a dictionary of splits."""
+    return os.path.isfile(os.path.join(folder, "state.json")) and not os.path.isfile(
+        os.path.join(folder, "dataset_dict.json")
+    )
 
 
 def default_tasks() -> list[Task]:

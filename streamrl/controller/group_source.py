@@ -12,11 +12,12 @@ from streamrl.config.run import RunConfig
 from streamrl.errors import ErrorCode, RunFailed
 from streamrl.rollouts.seeds import derive_seed
 from streamrl.rollouts.types import Group
-from streamrl.tasks.chat_template import ChatTemplate
+from streamrl.tasks.prompt_tokens import PromptTokens
 from streamrl.tasks.source import Prompt, PromptSource
 
 MAX_SKIPPED_IN_A_ROW = 1000
-"""Limit on consecutive prompts that do not fit the context; reaching it fails the run."""
+"""Limit on consecutive prompts that do not fit the context; reaching it fails the run. Files in an order of their own,
+such as a curriculum by length, may have more of them together: all their rows count."""
 
 
 class GroupSource:
@@ -25,10 +26,11 @@ class GroupSource:
     def __init__(self, run: RunConfig, source: PromptSource, tokenizer: Any) -> None:
         """
         Raises:
-            UserError: the model's chat template does not use a variable of `model.chat_template_kwargs`.
+            UserError: the model's chat template lacks what `model` sets (see `PromptTokens`).
         """
         self.run, self.source, self.tokenizer = run, source, tokenizer
-        self._template = ChatTemplate(tokenizer, run.model.chat_template_kwargs)
+        self.tokens = PromptTokens(run.model, tokenizer)
+        """Returns the token ids of a prompt."""
         self.too_long = 0
         """Number of prompts skipped since the start."""
         self._next_index = 0
@@ -55,9 +57,11 @@ class GroupSource:
         """Make the next group, for optimizer step `step` (from 1).
 
         Raises:
-            RunFailed: `MAX_SKIPPED_IN_A_ROW` consecutive prompts do not fit the context.
+            RunFailed: `MAX_SKIPPED_IN_A_ROW` consecutive prompts do not fit the context, or the chat template does not
+                accept one.
         """
-        for _ in range(MAX_SKIPPED_IN_A_ROW):
+        most_skipped = max(MAX_SKIPPED_IN_A_ROW, self.source.ordered_rows)
+        for _ in range(most_skipped):
             if again := bool(self._to_reissue):
                 index = self._to_reissue.popleft()
             else:
@@ -70,27 +74,9 @@ class GroupSource:
         limit = f"model.max_context {self.run.model.max_context} - sampling.max_tokens {self.run.sampling.max_tokens}"
         raise RunFailed(
             ErrorCode.CONTEXT.refer(
-                f"{MAX_SKIPPED_IN_A_ROW} prompts in a row have more than {self.longest_prompt} tokens ({limit})"
+                f"{most_skipped} prompts in a row have more than {self.longest_prompt} tokens ({limit})"
             )
         )
-
-    def tokens(self, prompt: Prompt) -> np.ndarray:
-        """Return the token ids of a prompt's messages in the model's chat template, int32 of shape [P].
-
-        Raises:
-            RunFailed: the prompt is a conversation, and the model has no chat template.
-        """
-        if not self._template.exists:
-            if prompt.earlier:
-                raise RunFailed(
-                    f"prompt {prompt.prompt_id} is a conversation of {len(prompt.earlier) + 1} messages, but the model "
-                    f"{self.run.model.path} has no chat template: expected prompts of one message"
-                )
-            return np.asarray(self.tokenizer.encode(prompt.text), dtype=np.int32)
-        messages = prompt.messages
-        if self.run.model.system_prompt is not None and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": self.run.model.system_prompt})
-        return self._template.tokens(messages)
 
 
 def prompt_group(

@@ -69,6 +69,8 @@ class GivenWork(NamedTuple):
     """Name of the work in `SiteDispatch`: the group's id, or that of a sample that was given again."""
     group: Group
     draws: Sequence[SampleDraw]
+    evaluation: bool = False
+    """Whether it is part of an evaluation, whose samples run to their end whatever the round's budget."""
 
 
 def sendable(work: Sequence[GivenWork], most: int = MOST_ITEM_BYTES) -> Iterator[list[GivenWork]]:
@@ -230,10 +232,12 @@ class Services:
     async def resend(self, name: str, work: Sequence[GivenWork], budget: int | None) -> None:
         """Send a service work of its site, first or again after its restart; `budget` as for `generate`."""
         newest = self._versions.newest
-        for part in sendable(work):
-            groups, draws = [one.group for one in part], [one.draws for one in part]
-            message, arrays = groups_to_wire(groups, draws, time.time(), budget, self.train_tokens_s, newest)
-            await self._send(name, message, arrays)
+        for evaluation in (False, True):
+            limit = None if evaluation else budget
+            for part in sendable([one for one in work if one.evaluation is evaluation]):
+                groups, draws = [one.group for one in part], [one.draws for one in part]
+                message, arrays = groups_to_wire(groups, draws, time.time(), limit, self.train_tokens_s, newest)
+                await self._send(name, message, arrays)
 
     async def park_resting(self, name: str, number: int, sample_ids: Sequence[str]) -> None:
         """Tell a restarted service the number of the current round and which samples are parked in it."""
@@ -331,7 +335,7 @@ class Services:
         """Send work to the sites that will generate it, as `generate`; to services of `avoid` only if no other can."""
         self._hold_unable(avoid)
         self._dispatch.submit(
-            SiteGroup(key, len(some), group.forecast, len(group.prompt_tokens)) for key, group, some in work
+            SiteGroup(key, len(some), group.forecast, len(group.prompt_tokens)) for key, group, some, _ in work
         )
         place = dict(self._dispatch.decide())
         for name, site in self._sites.items():

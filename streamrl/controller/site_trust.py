@@ -67,7 +67,7 @@ def open_work(
             continue
         draws = [draw for draw in draws if (draw[0] == key if key in alone else draw[0] not in alone)]
         if draws:
-            found.append(GivenWork(key, group, draws))
+            found.append(GivenWork(key, group, draws, evaluation=group_id in evaluated))
     return found
 
 

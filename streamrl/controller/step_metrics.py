@@ -91,7 +91,7 @@ def step_metrics(
         bubble_fraction_generation=times.generation_bubble,
         bubble_fraction_training=times.training_bubble,
         samples_per_s=len(samples) / seconds,
-        tokens_per_s=float(lengths.sum()) / seconds,
+        tokens_per_s=sum(m.sample.output_length for m in everything) / seconds,
         reward_mean=float(rewards.mean()),
         reward_std=float(rewards.std()),
         loss=stats["loss_sum"] / normalizer,

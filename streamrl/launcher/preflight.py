@@ -20,6 +20,7 @@ from streamrl.config.weight_sync import COLLECTIVE_S, LONGER
 from streamrl.errors import ErrorCode, UserError
 from streamrl.launcher.generation_check import check_generation
 from streamrl.launcher.gpu_checks import check_this_machine, sites_here, warnings_here
+from streamrl.launcher.prompt_check import check_prompts
 from streamrl.launcher.router_check import check_router_replay
 from streamrl.launcher.sequence_check import check_sequence_parallel
 from streamrl.launcher.speculation_check import check_speculation
@@ -31,7 +32,6 @@ from streamrl.machine.own_share import core_numbers, free_memory, usable_cores
 from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.runtime.process_plan import plan_processes
-from streamrl.tasks.chat_template import load_chat_template
 from streamrl.tasks.sandbox import isolation_of
 from streamrl.trackers.backends.opener import missing_packages
 from streamrl.training.packing_choice import decide_packing
@@ -85,7 +85,7 @@ def check(
         check_cores(cluster, run, core_numbers(), site),
     ]
     if site in (None, cluster.trainer_site):
-        checks += [check_chat_template(run), check_tasks(run), check_ranker(run), check_packing(run)]
+        checks += [check_tasks(run), check_ranker(run), check_packing(run)]
         checks += [check_sequence_parallel(cluster, run), check_trackers(run), check_disk(run, runs_root, resumed)]
     if not emulate:
         checks.append(check_ports(cluster, site or cluster.trainer_site))
@@ -256,15 +256,6 @@ def check_model(run: RunConfig) -> Iterable[str]:
         yield ErrorCode.CONTEXT.refer(f"model.max_context: {asked}")
 
 
-def check_chat_template(run: RunConfig) -> Iterable[str]:
-    """Check that the model's chat template uses the variables of `model.chat_template_kwargs`."""
-    try:
-        if run.model.chat_template_kwargs:
-            load_chat_template(resolve_model(run.model.path), run.model.chat_template_kwargs)
-    except UserError as error:
-        yield str(error)
-
-
 def check_packing(run: RunConfig) -> Iterable[str]:
     """Check that `batch.packing` is proven right for the models that are trained; the proof is kept."""
     critic = run.algorithm.critic.path if isinstance(run.algorithm, PPOConfig) else None
@@ -298,7 +289,10 @@ def check_heads(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
 
 
 def check_tasks(run: RunConfig) -> Iterable[str]:
-    """Check task names, settings, files, reward functions and agents by building them as the run will."""
+    """Check task names, settings, files, reward functions and agents by building them as the run will.
+
+    The first prompt of each is rendered in the model's chat template, if the model is here.
+    """
     from streamrl.agents.agent_function import load_agent
     from streamrl.tasks.rewards import Scorer
     from streamrl.tasks.source import PromptSource
@@ -306,14 +300,16 @@ def check_tasks(run: RunConfig) -> Iterable[str]:
     held_out = run.evaluation.tasks if run.evaluation else []
     named = [(f"tasks.{index}", task) for index, task in enumerate(run.tasks)]
     named += [(f"evaluation.tasks.{index}", task) for index, task in enumerate(held_out)]
+    prompts = {}
     for key, task in named:
         try:
-            PromptSource([task], run.seed).prompt(0)
+            prompts[key] = PromptSource([task], run.seed).prompt(0)
             Scorer([task], run.seed)
             if isinstance(task, AgentTask):
                 load_agent(task)
         except UserError as error:
             yield f"{key}: {error}"
+    yield from check_prompts(run, prompts)
 
 
 def check_ranker(run: RunConfig) -> Iterable[str]:

@@ -25,7 +25,7 @@ class MetricsRow(StepRow):
     bubble_fraction_generation: float | None = Field(None, description="share of the step in which instances were idle")
     bubble_fraction_training: float | None = Field(None, description="share of the step in which the trainer was idle")
     samples_per_s: float | None = Field(None, description="trained samples per second of the step")
-    tokens_per_s: float | None = Field(None, description="generated tokens per second of the step")
+    tokens_per_s: float | None = Field(None, description="generated tokens of samples_judged per second of the step")
     reward_mean: float | None = Field(None, description="mean reward of the samples trained; void ones are left out")
     reward_std: float | None = Field(None, description="standard deviation of the rewards over the same samples")
     loss: float | None = None

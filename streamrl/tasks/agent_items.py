@@ -15,7 +15,7 @@ from streamrl.config.tasks import AgentTask
 from streamrl.errors import RunFailed, UserError
 from streamrl.rollouts.plain_text import plain_text
 from streamrl.rollouts.seeds import derive_seed
-from streamrl.tasks.files import load_records, plain
+from streamrl.tasks.files import load_records, plain, unsendable
 from streamrl.tasks.task_items import TaskItems
 from streamrl.tasks.user_functions import import_ordinary
 
@@ -105,4 +105,6 @@ def _checked(found: Any) -> dict[str, Any]:
             item[plain_text(name)] = plain(value)
         except TypeError as error:
             raise _NoItem(f"{name!r}: {error}") from error
+    if reason := unsendable(item):
+        raise _NoItem(reason)
     return item

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.errors import UserError
+from streamrl.imports import importing, without_torch
 
 
 class ChatTemplate:
@@ -48,23 +49,23 @@ class ChatTemplate:
         return np.asarray(ids, dtype=np.int32)
 
 
-def load_chat_template(path: str, variables: Mapping[str, Any]) -> ChatTemplate:
-    """Load the chat template of a model.
+def load_tokenizer(path: str) -> Any:
+    """Load the tokenizer of a model, without torch (`without_torch`).
 
     Args:
         path: folder or hub id.
-        variables: see `ChatTemplate`.
 
     Raises:
-        UserError: there is no tokenizer that can be read, or see `ChatTemplate`.
+        UserError: there is no tokenizer that can be read.
     """
-    from transformers import AutoTokenizer
+    with importing(), without_torch():
+        from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.path: no tokenizer in {path}: {str(error).splitlines()[0]}") from error
-    return ChatTemplate(tokenizer, variables)
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # the libraries raise whatever their authors chose
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"model.path: no tokenizer in {path}: {reason}") from error
 
 
 def _check_used(name: str, template: str) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgpack
+
 from streamrl.config.tasks import PYTHON_TESTS, AgentTask, FileTask
 from streamrl.errors import UserError
 from streamrl.rollouts.plain_text import plain_text
@@ -20,6 +22,8 @@ from streamrl.tasks.procedural import nearest
 from streamrl.tasks.task_items import PromptMessage, TaskItems, with_suffix
 
 T = TypeVar("T")
+MOST_BYTES = 8 * 2**20
+"""Most bytes of a row as it goes to rewards and agents: half of what a message of the transport may have."""
 ROLES = ("system", "user", "assistant")
 ONE_ANSWER = ("math_verify", "exact_match")
 """Rewards that compare with a single text or number."""
@@ -51,7 +55,7 @@ def load_rows(task: FileTask) -> list[TaskRow]:
         UserError: missing or empty file, missing column, null or wrong type (with file and line or row).
     """
     if task.kind == "hf_dataset":
-        records = _table_records(_columns(task), _hf_table(task), f"{task.path} (split {task.split})")
+        records = _table_records(_columns(task), _hf_table(task), f"{task.path} (split {task.split_read})")
     else:
         records = _file_records(task, task.path)
     return _not_empty(task, [_row(task, where, record) for where, record in records])
@@ -116,6 +120,8 @@ def _item(task: AgentTask, where: str, record: dict[str, Any]) -> dict[str, Any]
             item[name] = plain(value)
         except TypeError as error:
             raise UserError(f"{where}: column {name!r}: {error}") from error
+    if reason := unsendable(item):
+        raise UserError(f"{where}: {reason}")
     return item
 
 
@@ -181,9 +187,15 @@ def _hf_table(task: FileTask) -> Any:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(f"task {task.key!r}: cannot load the data set {task.path!r}: {reason}") from error
     if isinstance(data, datasets.DatasetDict):
-        if task.split not in data:
-            raise UserError(f"task {task.key!r}: {task.path} has no split {task.split!r}, but {', '.join(data)}")
-        data = data[task.split]
+        if (split := task.split_read) not in data:
+            raise UserError(f"task {task.key!r}: {task.path} has no split {split!r}, but {', '.join(data)}")
+        data = data[split]
+    elif task.split is not None and str(data.split) != task.split:  # saved alone
+        holds = "of no known split" if data.split is None else f"of split {str(data.split)!r}"
+        raise UserError(
+            f"task {task.key!r}: split is {task.split!r}, but {task.path} was saved alone and is {holds}: leave split "
+            "out, or save a `DatasetDict` of all splits"
+        )
     _check_columns(task, task.path, data.column_names)
     return data.with_format("arrow")[:]  # a table with the rows in the data set's own order
 
@@ -225,7 +237,10 @@ def _row(task: RowsTask, where: str, record: dict[str, Any]) -> TaskRow:
                 f"{where}: column {task.answer_column!r}: reward {task.reward} compares with one text or number, got "
                 f"{_kind(answer)}; write its answer into a column of its own, or name a reward function that takes it"
             )
-    return TaskRow(plain_text(prompt), answer, earlier)
+    row = TaskRow(plain_text(prompt), answer, earlier)
+    if isinstance(task, FileTask) and (reason := unsendable({"prompt": row.prompt, "answer": answer})):
+        raise UserError(f"{where}: {reason}")  # of an agent's row, all columns count: see `_item`
+    return row
 
 
 def _tests(where: str, answer: Any) -> str:
@@ -268,6 +283,22 @@ def _messages(where: str, given: list[Any]) -> list[PromptMessage]:
         got = found[-1]["role"] if found else "no message"
         raise UserError(f"{where}: expected a conversation that ends with a message of the user, got {got}")
     return found
+
+
+def unsendable(values: dict[str, Any]) -> str:
+    """Return why a row or an item cannot be sent with every completion; '': it can.
+
+    Args:
+        values: what a reward or an agent gets, plain values by name.
+    """
+    sizes = {name: len(msgpack.packb(value)) for name, value in values.items()}
+    if (size := sum(sizes.values())) <= MOST_BYTES:
+        return ""
+    largest = max(sizes, key=sizes.__getitem__)
+    return (
+        f"{size:,} bytes would be sent with every completion, {sizes[largest]:,} of them in {largest!r}: expected at "
+        f"most {MOST_BYTES:,}"
+    )
 
 
 def plain(value: Any) -> Any:

@@ -117,6 +117,14 @@ class PromptSource:
             earlier=items.earlier(item),
         )
 
+    @property
+    def ordered_rows(self) -> int:
+        """Rows of all tasks, if each has an end and one keeps its order, in which long rows may be together; else 0."""
+        counts = [items.count for items in self._items]
+        if all(task.shuffles for task in self._tasks):
+            return 0
+        return 0 if None in counts else sum(filter(None, counts))
+
     def _make_permutation(self, number: int, epoch: int) -> npt.NDArray[np.int64]:
         count, task = self._items[number].count, self._tasks[number]
         assert count is not None

@@ -153,6 +153,13 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
             "schedule: {name: auto}\nelasticity: {enabled: true}\n",
             "F:2: elasticity.enabled does not go with schedule: auto, which divides the devices among the instances",
         ),
+        *(
+            (
+                f"schedule: {{name: {name}}}\nelasticity: {{enabled: true}}\n",
+                f"F:2: elasticity.enabled does not go with schedule: {name}, whose training never covers generation",
+            )
+            for name in ("sync", "colocated")
+        ),
         (
             "schedule: {name: stream, sync_every: 4}\nalgorithm: {name: rloo}\n",
             "F:1: schedule.sync_every (4) trains on samples of older weights, which surrogate: reinforce ignores: "
@@ -185,6 +192,15 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
             "F:2: 'sampling.repetition_penalty' is not supported: the trainer could not recompute",
         ),
         ("tasks:\n- {kind: reasoning_gym, name: a}\n- {kind: reasoning_gym, name: a}\n", "F:1: tasks need different"),
+        (
+            "tasks:\n- {kind: file, name: a, path: a.jsonl, split: test}\n",
+            "F:2: 'tasks.0': split (test) belongs to kind: hf_dataset: a file has no splits",
+        ),
+        (
+            "deadlines: {reward_s: 5}\nevaluation:\n  tasks:\n"
+            "  - {kind: file, name: a, path: a.jsonl, reward: python_tests, sandbox: {seconds: 5}}\n",
+            "F:1: task 'a': sandbox.seconds (5) must be less than deadlines.reward_s (5): otherwise a program",
+        ),
     ],
 )
 def test_a_mistake_in_a_run_file(write: Write, text: str, expected: str) -> None:
@@ -220,6 +236,12 @@ def test_a_mistake_in_a_run_file(write: Write, text: str, expected: str) -> None
         (
             "hardware: cpu\nsites:\n  a: {trainer: {}, generation: [{}]}\nabsence_s: .inf\n",
             "F:4: 'absence_s' is inf, expected a finite number",
+        ),
+        (
+            "hardware: cpu\nsites:\n  home: {trainer: {}, port: 5600}\n  gpu: {generation: [{name: a100-spot}]}\n"
+            "  gpu-a100: {generation: [{name: spot}]}\n",
+            "F:2: sites.gpu.generation (a100-spot) and sites.gpu-a100.generation (spot) would both have an instance "
+            "gpu-a100-spot-0: expected different names",
         ),
     ],
 )

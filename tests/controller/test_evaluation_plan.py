@@ -256,8 +256,8 @@ def test_a_file_that_is_trained_on_is_found_under_any_of_its_names(
     names = ["data/a.jsonl", "./data/a.jsonl", str(tmp_path / "data/a.jsonl"), "~/data/a.jsonl", "link.jsonl"]
     for trained, held_out in itertools.product(names, repeat=2):
         run: list[Task] = [FileTask(kind="file", name="mine", path=trained)]
-        other_split = FileTask(kind="file", name="test", path=held_out, split="test")  # which files have not
-        for task in (other_split, AgentTask(kind="agent", name="test", run="m:f", path=held_out)):
+        same = FileTask(kind="file", name="test", path=held_out)
+        for task in (same, AgentTask(kind="agent", name="test", run="m:f", path=held_out)):
             with pytest.raises(ValueError, match=r"^evaluation task 'test' reads /.*/data/a.jsonl, which is trained"):
                 EvaluationConfig(tasks=[task]).held_out(run)
     other = FileTask(kind="file", name="test", path="data/b.jsonl")
@@ -275,6 +275,16 @@ def test_a_split_of_a_data_set_is_held_out_only_from_other_splits(
     assert EvaluationConfig(tasks=[split]).held_out(run)
     with pytest.raises(ValueError, match=r"(sums|gsm8k:main) \(train\), which is trained on"):
         EvaluationConfig(tasks=[split.model_copy(update={"split": "train"})]).held_out(run)
+
+
+def test_a_data_set_that_was_saved_alone_has_no_other_splits(tmp_path: Path) -> None:
+    (tmp_path / "state.json").touch()
+    run: list[Task] = [FileTask(kind="hf_dataset", name="mine", path=str(tmp_path))]
+    split = FileTask(kind="hf_dataset", name="test", path=str(tmp_path), split="test")
+    with pytest.raises(ValueError, match=f"reads {tmp_path}, which is trained on by task 'mine'"):
+        EvaluationConfig(tasks=[split]).held_out(run)
+    (tmp_path / "dataset_dict.json").touch()
+    assert EvaluationConfig(tasks=[split]).held_out(run)
 
 
 def test_held_out_prompts_are_scored_under_their_own_names_beside_those_of_training() -> None:

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -30,6 +30,7 @@ from streamrl.errors import RunFailed
 from streamrl.protocol.controller_trainer import StepDone
 from streamrl.rollouts.length_audit import LengthAudit
 from streamrl.rollouts.types import Group
+from streamrl.tasks.prompt_tokens import PromptTokens
 from streamrl.tasks.source import PromptSource
 from tests.rollouts.test_rollouts import LATE, make_sample
 from tests.rollouts.test_row_parts import TWO_TURNS, trajectory
@@ -303,7 +304,7 @@ def test_sample_ids_and_seeds_depend_on_the_run_and_the_prompt_only() -> None:
     assert {seed for _, seed, _ in samples_of(group, seed=2)}.isdisjoint(seed for _, seed, _ in samples)
 
 
-def group_source(tmp_path: Path, max_tokens: int, context: int) -> GroupSource:
+def group_source(tmp_path: Path, max_tokens: int, context: int, **settings: Any) -> GroupSource:
     from transformers import AutoTokenizer
 
     from tests.tiny_model import save_tiny_model
@@ -315,6 +316,7 @@ def group_source(tmp_path: Path, max_tokens: int, context: int) -> GroupSource:
             "batch": {"prompts_per_step": 3, "samples_per_prompt": 2},
             "tasks": [{"kind": "reasoning_gym", "name": "chain_sum", "config": {"max_terms": 6}}],
         }
+        | settings
     )
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     return GroupSource(config, PromptSource(config.tasks, config.seed), tokenizer)
@@ -350,11 +352,26 @@ def test_prompts_that_do_not_fit_are_skipped_and_counted_and_all_too_long_is_an_
         group_source(tmp_path, 100, 110).group(1)
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_curriculum_may_end_in_more_long_rows_than_come_together_by_chance(tmp_path: Path, shuffle: bool) -> None:
+    rows, path = ["1"] * 2 + ["2" * 50] * 1200, tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": row, "answer": row}) + "\n" for row in rows))
+    task = {"kind": "file", "name": "t", "path": str(path), "shuffle": shuffle}
+    source = group_source(tmp_path, 100, 110, tasks=[task])
+    if shuffle:
+        with pytest.raises(RunFailed, match=r"^1000 prompts in a row have more than 10 tokens"):
+            prompts(source, 9)
+        return
+    groups = [source.group(1) for _ in range(5)]
+    assert [(group.prompt_id, group.epoch) for group in groups[:4]] == [("t/0", 0), ("t/1", 0), ("t/0", 1), ("t/1", 1)]
+    path.write_text("".join(json.dumps({"prompt": row, "answer": row}) + "\n" for row in rows[2:]))
+    with pytest.raises(RunFailed, match=r"^1200 prompts in a row have more than 10 tokens"):
+        group_source(tmp_path, 100, 110, tasks=[task]).group(1)
+
+
 def test_chat_template_is_applied_with_the_system_prompt(tmp_path: Path) -> None:
     source = group_source(tmp_path, 100, 400)
-    source.run = source.run.model_copy(
-        update={"model": source.run.model.model_copy(update={"system_prompt": "Be brief"})}
-    )
+    source.tokens = PromptTokens(source.run.model.model_copy(update={"system_prompt": "Be brief"}), source.tokenizer)
     group = source.group(1)
     text = source.tokenizer.decode(group.prompt_tokens)
     assert text == f"<|system|>Be brief<|user|>{group.prompt}<|assistant|>"
@@ -471,6 +488,7 @@ def test_step_metrics_leave_void_samples_out_of_means_and_count_them_by_cause() 
     batch = taken(config(2), {"a": (1.0, 0.0, None), "b": (None, 0.5, 0.5)})
     batch.dropped.append(finish(pool_of("c", 3), "c", [None, 7.0, None]))
     batch.not_finite.append(finish(pool_of("d", 3), "d", [None, 7.0, 8.0]))
+    every = [*batch.groups.values(), *batch.dropped, *batch.not_finite]
     times = Interval(0.0, 10.0, (), (), {"one": ()}, {"one": ()}, (), {"one": (0.0, 10.0)})
     result = StepDone(rank=0, started=0.0, finished=1.0, grad_norm=0.3, learning_rate=1e-3, skipped=False)
     audit, nothing = LengthAudit(128).end_step(1), StepLengths(None, None)
@@ -481,3 +499,5 @@ def test_step_metrics_leave_void_samples_out_of_means_and_count_them_by_cause() 
     assert row.void_rate == pytest.approx(5 / 12) == row.void_rate_by_cause["timeout"]
     assert row.output_length_mean == 3.0  # of all six: lengths are valid
     assert row.samples_per_s == 0.4
+    assert row.tokens_per_s == pytest.approx(sum(m.sample.output_length for g in every for m in g.members()) / 10)
+    assert row.tokens_per_s > 6 * row.output_length_mean / 10

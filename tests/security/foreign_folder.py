@@ -153,9 +153,14 @@ def in_time(work: Callable[[], Any]) -> Any:
     return found[0]
 
 
-def asked_of_dashboard(folder: Path, parent: bool = False) -> str:
-    """Everything that a page can ask of the run, as one text."""
-    app = make_app(WatchedRuns([folder.parent if parent else folder]), folder)
+def listed_by_dashboard(folder: Path) -> str:
+    """What a page lists of a dashboard that is given this very folder."""
+    return TestClient(make_app(WatchedRuns([folder]), folder), raise_server_exceptions=True).get("/api/runs").text
+
+
+def asked_of_dashboard(folder: Path) -> str:
+    """Everything that a page can ask of the run, which is found in its parent, as one text."""
+    app = make_app(WatchedRuns([folder.parent]), folder)
     client = TestClient(app, raise_server_exceptions=True)
     listing = client.get("/api/runs")
     texts = [listing.text]

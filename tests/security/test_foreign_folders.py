@@ -44,6 +44,7 @@ from tests.security.foreign_folder import (
     asked_of_dashboard,
     in_time,
     link,
+    listed_by_dashboard,
     make_folder,
     make_secrets,
     opens_of,
@@ -138,7 +139,7 @@ def test_nothing_in_a_foreign_folder_leads_elsewhere_or_holds_a_reader_up(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name in attacked(run, made[1], attack):
-        seen = in_time(lambda: asked_of_dashboard(run)) + in_time(lambda: asked_of_dashboard(run, parent=True))
+        seen = in_time(lambda: asked_of_dashboard(run)) + in_time(lambda: listed_by_dashboard(run))
         seen += printed(capsys, monkeypatch, "status", run) + printed(capsys, monkeypatch, "why-stuck", run)
         seen += repr(in_time(lambda: list(RunCollector(run, 1).collect())))
         assert SECRET not in seen, name

@@ -32,6 +32,7 @@ def no_prompt(index, seed): return {"question": "p"}
 def empty_prompt(index, seed): return {"prompt": " "}
 def an_object(index, seed): return {"prompt": "p", "thing": object()}
 def not_finite(index, seed): return {"prompt": "p", "bound": float("inf")}
+def too_large(index, seed): return {"prompt": "p", "text": "x" * 2**23}
 def number_key(index, seed): return {"prompt": "p", 3: 4}
 def halves(index, seed): return {"prompt": "\\ud83d", "answer": "\\ud83d", "\\ud83d": {"\\ud83d": "\\ud83d"}}
 def without_seed(index): return {"prompt": "p"}
@@ -157,6 +158,7 @@ def test_an_empty_file_and_a_folder_are_refused(tmp_path: Path) -> None:
         ("episode_items:empty_prompt", "item 0: expected a text `prompt`, got an empty one"),
         ("episode_items:an_object", "item 0: 'thing': expected text, a number, a list or a mapping, got object"),
         ("episode_items:not_finite", "item 0: 'bound': expected a finite number, got inf"),
+        ("episode_items:too_large", "item 0: 8,388,.* bytes would be sent .* in 'text': expected at most 8,388,608"),
         ("episode_items:number_key", "item 0: expected texts as keys, got 3"),
     ],
 )

@@ -14,8 +14,8 @@ from streamrl.agents.rendering import ChatRenderer
 from streamrl.config.run import RunConfig
 from streamrl.controller.evaluation_plan import choose_prompts
 from streamrl.controller.group_source import GroupSource
-from streamrl.errors import RunFailed, UserError
-from streamrl.launcher.preflight import check_chat_template
+from streamrl.errors import RunFailed, UserError, is_final
+from streamrl.launcher.preflight import check_tasks
 from streamrl.tasks.source import PromptSource
 from tests.tiny_model import CHAT_TEMPLATE, save_tiny_model
 
@@ -36,6 +36,19 @@ def model(tmp_path: Path) -> Path:
     tokenizer.chat_template = THINKING
     tokenizer.save_pretrained(folder)
     return folder
+
+
+NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+"""As Gemma 2's template."""
+IN_TURNS = "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+IN_TURNS += "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
+
+
+def change_template(model: Path, template: str | None) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = template
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(model)
 
 
 def run_of(model: Path, tasks: Path, **settings: Any) -> RunConfig:
@@ -83,12 +96,12 @@ def test_rewards_get_the_last_message_and_readers_all_of_them(model: Path, tmp_p
 def test_a_variable_that_the_template_does_not_use_is_refused_before_the_start(model: Path, tmp_path: Path) -> None:
     wrong = run_of(model, tmp_path / "tasks", chat_template_kwargs={"enable_thinkin": False})
     right = run_of(model, tmp_path / "tasks", chat_template_kwargs={"enable_thinking": False})
-    (problem,) = check_chat_template(wrong)
+    (problem,) = check_tasks(wrong)
     assert problem == (
         "model.chat_template_kwargs has 'enable_thinkin', which the model's chat template does not use: expected a "
         "variable of the template; did you mean enable_thinking?"
     )
-    assert list(check_chat_template(right)) == []
+    assert list(check_tasks(right)) == []
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="but the model has no chat template: leave it out"):
@@ -98,7 +111,53 @@ def test_a_variable_that_the_template_does_not_use_is_refused_before_the_start(m
 def test_a_model_without_a_chat_template_takes_texts_but_no_conversations(model: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = None
-    source = source_of(run_of(model, tmp_path / "tasks"), tokenizer)
+    source = source_of(run_of(model, tmp_path / "tasks", system_prompt=None), tokenizer)
     with pytest.raises(RunFailed, match=r"prompt sums/0 is a conversation of 4 messages, but the model .* has no chat"):
         source.tokens(source.source.prompt(0))
     assert np.array_equal(source.tokens(source.source.prompt(1)), tokenizer.encode("7 + 5?\nNumber only."))
+
+
+@pytest.mark.parametrize(
+    ("template", "lone_words"),
+    [
+        (NO_SYSTEM, "(system, user): System role not supported; the system message is model.system_prompt: if"),
+        (IN_TURNS, "(system, user): roles must alternate; the system message is model.system_prompt: if"),
+    ],
+)
+def test_a_conversation_that_the_template_refuses_ends_the_run_and_is_told_before_it(
+    model: Path, tmp_path: Path, template: str, lone_words: str
+) -> None:
+    change_template(model, template + CHAT_TEMPLATE)
+    run = run_of(model, tmp_path / "tasks")
+    source = source_of(run, AutoTokenizer.from_pretrained(model))
+    refused = f"the chat template of {model} does not accept its messages"
+    with pytest.raises(RunFailed) as caught:
+        source.tokens(source.source.prompt(1))
+    assert is_final(caught.value)
+    assert f"prompt sums/1: {refused} {lone_words}" in str(caught.value)
+    (problem,) = check_tasks(run)  # of the first row, which has a system message of its own
+    assert problem.startswith(f"tasks.0: prompt sums/0: {refused} (system, user, assistant, user): ")
+    assert "model.system_prompt" not in problem
+    evaluated = {"every": 1, "tasks": [run.tasks[0].model_dump()]}
+    other = {"kind": "reasoning_gym", "name": "chain_sum"}
+    held_out = RunConfig.model_validate({"model": run.model.model_dump(), "tasks": [other], "evaluation": evaluated})
+    assert [problem.partition(": prompt ")[0] for problem in check_tasks(held_out)] == ["tasks.0", "evaluation.tasks.0"]
+    change_template(model, CHAT_TEMPLATE)
+    assert list(check_tasks(run)) == []
+
+
+def test_a_system_prompt_that_no_template_renders_is_refused(model: Path, tmp_path: Path) -> None:
+    change_template(model, None)
+    run = run_of(model, tmp_path / "tasks")
+    says = f"model.system_prompt is set, but the model {model} has no chat template"
+    with pytest.raises(UserError, match=says):
+        source_of(run, AutoTokenizer.from_pretrained(model))
+    (problem,) = check_tasks(run)
+    assert problem.startswith(says) and "`suffix`" in problem
+
+
+def test_a_model_without_a_tokenizer_is_told_before_the_start(model: Path, tmp_path: Path) -> None:
+    run = run_of(model, tmp_path / "tasks")
+    (model / "tokenizer.json").write_text("{}")
+    (problem,) = check_tasks(run)
+    assert problem.startswith(f"model.path: no tokenizer in {model}: ")

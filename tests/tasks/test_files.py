@@ -15,10 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from streamrl.config.tasks import FileTask
+from streamrl.config.tasks import AgentTask, FileTask
 from streamrl.errors import UserError
-from streamrl.tasks.chat_template import load_chat_template
-from streamrl.tasks.files import FileItems, TaskRow, load_rows
+from streamrl.tasks.chat_template import ChatTemplate, load_tokenizer
+from streamrl.tasks.files import MOST_BYTES, FileItems, TaskRow, load_records, load_rows
 from tests.tiny_model import save_tiny_model
 
 ROWS = [TaskRow("one?", "1"), TaskRow("two?\nreally?", "2"), TaskRow("dreißig?", "30")]
@@ -106,6 +106,35 @@ def test_hf_folder_of_files_with_a_split(tmp_path: Path) -> None:
     assert load_rows(file_task(folder, kind="hf_dataset", split="test")) == ROWS[:1]
     with pytest.raises(UserError, match="no split 'dev', but train, test"):
         load_rows(file_task(folder, kind="hf_dataset", split="dev"))
+
+
+def test_the_split_of_a_data_set_that_was_saved_alone_is_the_one_that_it_holds(tmp_path: Path) -> None:
+    unknown, known, several = (tmp_path / name for name in ("unknown", "known", "several"))
+    datasets.Dataset.from_dict(COLUMNS).save_to_disk(unknown)
+    datasets.Dataset.from_dict(COLUMNS, split=datasets.Split.TEST).save_to_disk(known)
+    datasets.DatasetDict({"test": datasets.Dataset.from_dict(COLUMNS)}).save_to_disk(several)
+    for folder, split in ((unknown, None), (known, None), (known, "test"), (several, "test")):
+        assert load_rows(file_task(folder, kind="hf_dataset", split=split)) == ROWS
+    for folder, split, holds in ((unknown, "test", "of no known split"), (known, "train", "of split 'test'")):
+        said = f"split is '{split}', but {folder} was saved alone and is {holds}: leave split out"
+        with pytest.raises(UserError, match=re.escape(said)):
+            load_rows(file_task(folder, kind="hf_dataset", split=split))
+    with pytest.raises(UserError, match="has no split 'train', but test"):
+        load_rows(file_task(several, kind="hf_dataset"))
+
+
+def test_a_row_that_is_too_large_to_be_sent_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    rows = [{"prompt": "p", "answer": "x" * size, "more": "y" * 99} for size in (MOST_BYTES - 99, MOST_BYTES)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = re.escape(f"{path}:2: ") + r"8,388,\d+ bytes .* 8,388,613 of them in 'answer': expected at most 8,388,608"
+    with pytest.raises(UserError, match=words):
+        load_rows(file_task(path, reward="mine:function"))
+    agent = AgentTask(kind="agent", name="a", run="m:f", path=str(path))
+    with pytest.raises(UserError, match=re.escape(f"{path}:1: ") + "8,388,.* in 'answer'"):  # with all columns
+        load_records(agent)
+    path.write_text(path.read_text().splitlines()[0])
+    assert len(load_rows(file_task(path, reward="mine:function"))[0].answer) == MOST_BYTES - 99
 
 
 def test_answers_are_sendable_whatever_the_file_holds(tmp_path: Path) -> None:
@@ -197,7 +226,7 @@ def test_half_of_a_surrogate_pair_reaches_tokenizer_and_messages_as_a_replacemen
     given = [items.reward_input(index)["answer"] for index in range(3)]
     assert given == ["\ufffd", {"a\ufffd": ["\ufffd"]}, "\U0001f600"]
     assert [one["content"] for one in items.earlier(1)] == ["system\ufffd", "user\ufffd", "assistant\ufffd"]
-    template = load_chat_template(str(save_tiny_model(tmp_path / "model")), {})
+    template = ChatTemplate(load_tokenizer(str(save_tiny_model(tmp_path / "model"))))
     for index in range(3):
         messages = [*items.earlier(index), {"role": "user", "content": items.question(index)}]
         assert len(template.tokens(messages)) > len(items.question(index))

@@ -67,7 +67,8 @@ class Dispatcher:
         """Reasons for which an instance gets no new requests, by instance."""
         self._continuing: dict[str, set[str]] = {}
         """Requests that go on while their instance is held, by instance."""
-        self._unused: set[str] = set()
+        self._allowed: set[str] | None = None
+        """Instances of the last call of `use`, also those that have not joined; None: all get requests."""
         self._slow: dict[str, float] = {}
         """Factor by which steps take longer than the instance's curve says, by instance."""
         self._throttled = False
@@ -76,7 +77,7 @@ class Dispatcher:
         """Add an instance that is ready for work."""
         self._joined[instance] = (slots, curve, pool)
         self._slow.pop(instance, None)
-        if instance in self._unused:
+        if self._allowed is not None and instance not in self._allowed:
             self._held[instance] = {"unused"}
             return
         self.policy.join(instance, slots, curve, pool)
@@ -198,11 +199,6 @@ class Dispatcher:
         await self._place(waiting)
         return parked
 
-    async def retire(self, instance: str) -> None:
-        """Remove an instance that was held and has no requests left."""
-        self._unused.discard(instance)
-        self.leave(instance)
-
     def leave(self, instance: str) -> None:
         """Require an instance to join again before it gets requests; it keeps what it works on."""
         self._held.pop(instance, None)
@@ -211,12 +207,12 @@ class Dispatcher:
         self._handed_over.pop(instance, None)
 
     async def use(self, instances: Iterable[str]) -> None:
-        """Give requests to these instances only; requests running on others are placed again."""
-        unused = self._joined.keys() - set(instances)
-        for instance in sorted(unused - self._unused):
+        """Give requests to these instances only, also to those that join later; those of others are placed again."""
+        allowed = self._allowed = set(instances)
+        held = {instance for instance in self._joined if "unused" in self._held.get(instance, ())}
+        for instance in sorted(self._joined.keys() - allowed - held):
             await self.hold(instance, requeue=True, why="unused")
-        back, self._unused = self._unused - unused, set(unused)
-        for instance in sorted(back):
+        for instance in sorted(held & allowed):
             await self.unhold(instance, "unused")
 
     async def throttle(self, on: bool) -> None:

@@ -279,7 +279,7 @@ class SiteFleet:
         async with self.waits.deadline(f"{name} to release its requests", self.limits.generation_s):
             while self.dispatcher.works_on(name):
                 await asyncio.sleep(POLL_S)
-        await self.dispatcher.retire(name)
+        self.dispatcher.leave(name)
         if name in self.hub.peers:
             with contextlib.suppress(InstanceLost):
                 await self.answers.ask(name, Retire(), "bye", self.limits.generation_s)
