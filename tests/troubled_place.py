@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from streamrl.config.load import load_cluster, load_run, save_resolved
 from streamrl.launcher import site_setup, supervisor
@@ -59,7 +61,8 @@ class Place:
         model = folder / "model"  # as much of one as is looked at before a run
         model.mkdir()
         (model / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 512}))
-        (model / "tokenizer.json").write_text("{}")
+        Tokenizer(BPE(vocab={"a": 0}, merges=[])).save(str(model / "tokenizer.json"))
+        (model / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
         (model / "model.safetensors").write_bytes(bytes(2**20))
 
     def write_cluster(self, hardware: str = "cpu", **here: Any) -> Place:

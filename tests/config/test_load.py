@@ -199,7 +199,7 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
         (
             "deadlines: {reward_s: 5}\nevaluation:\n  tasks:\n"
             "  - {kind: file, name: a, path: a.jsonl, reward: python_tests, sandbox: {seconds: 5}}\n",
-            "F:1: task 'a': sandbox.seconds (5) must be less than deadlines.reward_s (5): otherwise a program",
+            "F: task 'a': sandbox.seconds (5) must be less than deadlines.reward_s (5): otherwise a program",
         ),
     ],
 )

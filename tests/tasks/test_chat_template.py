@@ -16,6 +16,7 @@ from streamrl.controller.evaluation_plan import choose_prompts
 from streamrl.controller.group_source import GroupSource
 from streamrl.errors import RunFailed, UserError, is_final
 from streamrl.launcher.preflight import check_tasks
+from streamrl.machine import installed_packages
 from streamrl.tasks.source import PromptSource
 from tests.tiny_model import CHAT_TEMPLATE, save_tiny_model
 
@@ -156,8 +157,12 @@ def test_a_system_prompt_that_no_template_renders_is_refused(model: Path, tmp_pa
     assert problem.startswith(says) and "`suffix`" in problem
 
 
-def test_a_model_without_a_tokenizer_is_told_before_the_start(model: Path, tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer_is_told_before_the_start(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = run_of(model, tmp_path / "tasks")
     (model / "tokenizer.json").write_text("{}")
     (problem,) = check_tasks(run)
     assert problem.startswith(f"model.path: no tokenizer in {model}: ")
+    monkeypatch.setattr(installed_packages.importlib.util, "find_spec", lambda name: None)
+    assert list(check_tasks(run)) == []  # where transformers is not installed, which the check of packages tells

@@ -1,0 +1,62 @@
+"""The token ids of prompts: a prompt's messages, and the run's system message, in the model's chat template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.config.model_and_batch import ModelConfig
+from streamrl.errors import RunFailed, UserError
+from streamrl.tasks.chat_template import ChatTemplate
+from streamrl.tasks.source import Prompt
+
+
+class PromptTokens:
+    """Makes prompts into token ids, as one model takes them."""
+
+    def __init__(self, model: ModelConfig, tokenizer: Any) -> None:
+        """
+        Args:
+            model: the run's model.
+            tokenizer: its tokenizer, of `transformers`.
+
+        Raises:
+            UserError: the chat template does not use a variable of `model.chat_template_kwargs`, or there is a system
+                prompt and no chat template.
+        """
+        self._model, self._tokenizer = model, tokenizer
+        self._template = ChatTemplate(tokenizer, model.chat_template_kwargs)
+        if model.system_prompt is not None and not self._template.exists:
+            raise UserError(
+                f"model.system_prompt is set, but the model {model.path} has no chat template to render it: leave it "
+                "out, and put the instruction into the prompts or the tasks' `suffix`"
+            )
+
+    def __call__(self, prompt: Prompt) -> npt.NDArray[np.int32]:
+        """Return the token ids of a prompt's messages, int32 of shape [P].
+
+        Raises:
+            RunFailed: the chat template does not accept the messages, or they are several and there is no template.
+        """
+        if not self._template.exists:
+            if prompt.earlier:
+                raise RunFailed(
+                    f"prompt {prompt.prompt_id} is a conversation of {len(prompt.earlier) + 1} messages, but the model "
+                    f"{self._model.path} has no chat template: expected prompts of one message"
+                )
+            return np.asarray(self._tokenizer.encode(prompt.text), dtype=np.int32)
+        messages, hint = prompt.messages, ""
+        if self._model.system_prompt is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self._model.system_prompt})
+            hint = "; the system message is model.system_prompt: if that is refused, put it into the task's `suffix`"
+        try:
+            return self._template.tokens(messages)
+        except Exception as error:  # templates raise whatever their authors chose
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            roles = ", ".join(message["role"] for message in messages)
+            raise RunFailed(
+                f"prompt {prompt.prompt_id}: the chat template of {self._model.path} does not accept its messages "
+                f"({roles}): {reason}{hint}"
+            ) from error
