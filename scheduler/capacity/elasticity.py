@@ -235,6 +235,12 @@ class Elasticity:
         self._restart()
         self.note = f"{change.pool} could not be changed from {change.before} to {change.after} instances"
 
+    def leave_out(self, pool: str) -> None:
+        """Leave a pool as it is from now on; a requested change of it has failed."""
+        self.limits.pop(pool, None)
+        if self.waiting is not None and self.waiting.pool == pool:
+            self.failed()
+
     def _restart(self) -> None:
         self._settling = self.settle
         self._streaks.clear()

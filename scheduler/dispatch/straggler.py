@@ -1,6 +1,6 @@
 """Detection of instances that are slower than the cost model predicts, relative to the others. Pure.
 
-For each stretch of time in which an instance worked, it reports the ratio of its step time to that of its curve
+For each stretch of time in which an instance worked, its step time is divided by that of the curve that plans use
 (`StepCurve`). A ratio that all instances share does not count: contexts grow, a machine is shared. So the median of an
 instance's last ratios is compared with the median of the others' medians. An instance becomes slow at `SLOW` and
 recovers at `WELL`; the distance between the two prevents flapping. A single instance is never judged: no other one
@@ -34,7 +34,7 @@ class SlowWatch:
 
         Args:
             instance: its name.
-            ratio: its seconds per step, divided by those of its curve.
+            ratio: its seconds per step, divided by those that plans expect.
 
         Raises:
             ValueError: the ratio is not a positive number.

@@ -172,8 +172,8 @@ class RunConfig(StrictModel):
         if self.elasticity.enabled and self._takes_turns:
             raise ValueError(
                 f"elasticity.enabled does not go with schedule: {self.schedule.name}, whose training never covers "
-                "generation, so that one instance fewer always costs time: leave out one of the two, or choose schedule "
-                "stream, one_step_off or async"
+                "generation, so that one instance fewer always costs time: leave out one of the two, or choose "
+                "schedule stream, one_step_off or async"
             )
         if (given := self.optimizer.decay_steps) is not None and given + self.optimizer.warmup_steps > self.steps:
             raise ValueError(

@@ -100,7 +100,8 @@ class SiteOwn:
             prompt_tokens: tokens of its prompt; what it is for an episode does not matter.
         """
         arrays = sample.completion_tokens, sample.logprobs, sample.token_versions
-        times = sample.t_queued, sample.t_dispatched, sample.t_first_token, sample.t_finished
+        times = [sample.t_queued, sample.t_dispatched, sample.t_first_token, sample.t_finished]
+        times += [sample.t_last_part] if sample.t_last_part is not None else []
         tokens, _, versions = arrays
         if [array.dtype for array in arrays] != [np.int32, np.float32, np.int32]:
             return f"arrays of types {', '.join(str(array.dtype) for array in arrays)}"

@@ -75,6 +75,15 @@ class Scaling:
         self._wanted = {key: pool.replicas for key, pool in self._pools.items()}
         self._instances: dict[str, dict[str, str]] = {key: {} for key in self._pools}
         """Life stage of each instance (`generation/site/instance_life.py`), by pool."""
+        self._dead: set[str] = set()
+        """Instances that are dead for good."""
+        self._buried: set[str] = set()
+        """Those that are not waited for any more."""
+        self._short_since: dict[str, tuple[int, float]] = {}
+        """Target that a pool falls short of, and since when, unix seconds."""
+        limits_s = run.deadlines
+        self._patience_s = limits_s.startup_s + limits_s.training_s + limits_s.weights_s
+        """Seconds in which an added instance starts and gets weights, maybe after a step of the trainer."""
         self._file = run_dir / layout.REPLICAS
         self.coming: deque[Coming] = deque(maxlen=MOST_COMING)
         """Instances that were added during the run, the newest last."""
@@ -178,6 +187,9 @@ class Scaling:
         now, before = time.time(), set(self._living())
         for key, pool in self._pools_of(service).items():
             self._instances[key] = {name: one.life for name, one in report.instances.items() if one.pool == pool}
+        self._dead -= report.instances.keys()
+        self._buried -= {name for name, one in report.instances.items() if not one.for_good}
+        self._dead |= {name for name, one in report.instances.items() if one.for_good}
         self.services.fleet_changed(service, report.fleet)
         self.spending.change(now, self._prices())
         lives = {name: life for some in self._instances.values() for name, life in some.items()}
@@ -229,15 +241,18 @@ class Scaling:
         """Apply the change chosen since the previous step, and start the next choice in a thread."""
         if self.elasticity is None:
             return
-        if self._choosing is not None:
-            change = await self._choosing
-            self._choosing = None
-            if change is not None and self._wanted[change.pool] == change.before:
-                log.info("elasticity: %s", change.why)
-                await self._scale(change.pool, change.after)
+        change = await self._choosing if self._choosing is not None else None
+        self._choosing = None
+        for service in self.services.excluded:
+            for key in self._pools_of(service):
+                self.elasticity.leave_out(key)
+        if change is not None and change is self.elasticity.waiting and self._wanted[change.pool] == change.before:
+            log.info("elasticity: %s", change.why)
+            await self._scale(change.pool, change.after)
         self._kinds |= {pool: one for one in self.services.fleet() if (pool := self._pool_of(one.name)) is not None}
-        replicas = self._ready()
-        if replicas != self._wanted:
+        replicas = {key: count for key, count in self._ready().items() if key in self.elasticity.limits}
+        await self._give_up(replicas, time.time())
+        if any(count != self._wanted[key] for key, count in replicas.items()):
             return  # a change is in flight
         if (waiting := self.elasticity.waiting) is not None:
             if replicas[waiting.pool] == waiting.before:
@@ -252,6 +267,30 @@ class Scaling:
 
         choose = functools.partial(self.elasticity.step_done, times.generate_s, times.train_s, replicas, predict)
         self._choosing = asyncio.ensure_future(asyncio.to_thread(choose))
+
+    async def _give_up(self, ready: Mapping[str, int], now: float) -> None:
+        """Lower the targets of pools by instances that will not come, so that the rule goes on.
+
+        These are the ones that are dead for good. In a pool that has fallen short for too long it is the last one, the
+        first to leave, unless that is there.
+        """
+        for key, count in ready.items():
+            wanted, some = self._wanted[key], self._instances[key]
+            dead = self._dead & some.keys()
+            lost = len(dead - self._buried)
+            self._buried |= dead
+            if count >= wanted:
+                self._short_since.pop(key, None)
+                continue
+            if self._short_since.get(key, (0, 0.0))[0] != wanted:
+                self._short_since[key] = wanted, now
+            if not lost and count and now - self._short_since[key][1] > self._patience_s:
+                staying = [name for name, life in some.items() if name not in dead and life != "draining"]
+                last = max(staying, key=lambda name: int(name.rpartition("-")[2]))
+                lost = int(len(staying) < wanted or some[last] != "ready")
+            if lost:
+                log.warning("%s gets no more than %d of %d instances: elasticity goes on", key, wanted - lost, wanted)
+                await self._scale(key, wanted - lost)
 
     def _pool_of(self, instance: str) -> str | None:
         """Return the pool of an instance; None: its service has told of it in its hello, and not reported it yet."""

@@ -207,6 +207,8 @@ class InstanceState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     life: str
     detail: str
     """Cause of its latest death; '': it has not died."""
+    for_good: bool = False
+    """Whether it is dead and will not be restarted."""
 
 
 class FleetChanged(TypedMessage, frozen=True, tag="fleet"):

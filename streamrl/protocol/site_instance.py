@@ -116,6 +116,8 @@ class FinishedSample(TypedMessage, frozen=True, tag="sample"):
     drafted_tokens: int = 0
     """Tokens drafted and verified on the instance that sends it; 0 without speculation."""
     accepted_tokens: int = 0
+    t_last_part: float | None = None
+    """When the instance that sends it took it, if others or it itself had begun it; None: it has all its tokens."""
 
 
 class ReleasedSample(TypedMessage, frozen=True, tag="released"):

@@ -139,6 +139,8 @@ class Sample:
     """Tokens that the instance on which it ended has drafted for it and verified (speculative decoding)."""
     accepted_tokens: int = 0
     """Those of them that were accepted."""
+    t_last_part: float | None = None
+    """When its last instance took it, after it had been parked, moved or given back; None: it never was."""
     experts: ByteArray | None = None
     """Experts of each position of prompt and completion but the last, which draws nothing, as bytes: uint8
     [P + C - 1, row bytes] (`machine.router_shape`; [0, row bytes] where C is 0); None: there is no router replay."""

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from scheduler.capacity.elasticity import REST_AFTER_FAILURE
 from scheduler.cost.decode import StepCurve
 from scheduler.simulation.generation_simulator import SimulatedInstance
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
+from streamrl.controller import pool_sizes
 from streamrl.controller.pool_sizes import Scaling
 from streamrl.controller.spending import Spending
 from streamrl.controller.step_times import StepTimes
@@ -44,6 +46,7 @@ class Sites:
     def __init__(self) -> None:
         self.asked: list[tuple[str, str, int]] = []
         self.fleets: dict[str, list[str]] = {}
+        self.excluded: dict[str, str] = {}
 
     def site_of(self, name: str) -> str:
         return name.removeprefix("service-")
@@ -85,10 +88,25 @@ def ask(scaling: Scaling, pool: str, replicas: int, site: str = "") -> dict[str,
 
 
 def told(scaling: Scaling, **lives: str) -> None:
-    """The service says where its instances are in their lives."""
-    instances = {name.replace("_", "-"): InstanceState(name.split("_")[1], life, "") for name, life in lives.items()}
+    """The service says where its instances are in their lives; 'gone' are those that are dead for good."""
+    instances = {
+        name.replace("_", "-"): InstanceState(name.split("_")[1], life.replace("gone", "dead"), "", life == "gone")
+        for name, life in lives.items()
+    }
     ready = [name for name, one in instances.items() if one.life == "ready"]
     scaling.fleet_changed("service-home", FleetChanged(instances=instances, fleet=ready))  # type: ignore[arg-type]
+
+
+async def steps(scaling: Scaling, count: int, generation: float, training: float) -> None:
+    """So many steps of 16 groups of 8 samples, in which generation and training take these times."""
+    sample = SimpleNamespace(sample=SimpleNamespace(output_length=100))
+    group = SimpleNamespace(prompt_tokens=[1] * 5, members=lambda: [sample] * 8)
+    batch: Any = SimpleNamespace(groups={f"g{n}": group for n in range(16)})
+    times: Any = SimpleNamespace(generate_s=generation, train_s=training)
+    for _ in range(count):
+        await scaling.step_done(batch, times)
+        if scaling._choosing is not None:
+            await scaling._choosing
 
 
 START = {"home_regular_0": "ready", "home_regular_1": "ready", "home_tail_0": "ready"}
@@ -169,35 +187,78 @@ def test_the_rule_adds_an_instance_once_generation_takes_too_long(tmp_path: Path
     scaling, sites, _ = make(tmp_path, {"elasticity": {"enabled": True, "patience": 2, "settle": 0}})
     told(scaling, **START)
     sites.fleets["service-home"].append("home-regular-2")  # as a restarted service's hello has it, before its report
-    lengths = [[100] * 8 for _ in range(16)]
-
-    def batch() -> Any:
-        groups = {
-            f"g{n}": SimpleNamespace(
-                prompt_tokens=[1] * 5,
-                members=lambda some=some: [SimpleNamespace(sample=SimpleNamespace(output_length=s)) for s in some],
-            )
-            for n, some in enumerate(lengths)
-        }
-        return SimpleNamespace(groups=groups)
-
-    async def steps(count: int, generation: float, training: float) -> None:
-        for _ in range(count):
-            times: Any = SimpleNamespace(generate_s=generation, train_s=training)
-            await scaling.step_done(batch(), times)
-            if scaling._choosing is not None:
-                await scaling._choosing
-
-    asyncio.run(steps(3, 20.0, 18.0))
+    asyncio.run(steps(scaling, 3, 20.0, 18.0))
     assert not sites.asked and "no change" in scaling.status()["note"]
-
-    async def out_of_balance() -> None:
-        await steps(2, 40.0, 10.0)
-        await steps(1, 40.0, 10.0)  # what was chosen after the step before
-
-    asyncio.run(out_of_balance())
+    asyncio.run(steps(scaling, 3, 40.0, 10.0))  # the last one does what was chosen after the step before
     assert sites.asked == [("home", "regular", 3)]
     assert "one more instance of home/regular" in scaling.status()["note"]
+
+
+ELASTIC = {"elasticity": {"enabled": True, "patience": 1, "settle": 0}, "deadlines": {"startup_s": 100}}
+
+
+def test_an_added_instance_that_is_dead_for_good_is_given_up_and_the_rule_goes_on(tmp_path: Path) -> None:
+    scaling, sites, _ = make(tmp_path, ELASTIC)
+    told(scaling, **START)
+    asyncio.run(steps(scaling, 2, 40.0, 10.0))
+    assert sites.asked == [("home", "regular", 3)]
+    told(scaling, **START, home_regular_2="dead")  # it is restarted
+    asyncio.run(steps(scaling, 2, 40.0, 10.0))
+    assert len(sites.asked) == 1 and scaling.elasticity is not None and scaling.elasticity.waiting is not None
+    told(scaling, **START, home_regular_2="gone")
+    asyncio.run(steps(scaling, 1, 40.0, 10.0))
+    assert sites.asked[1:] == [("home", "regular", 2)] and scaling.elasticity.waiting is None
+    asyncio.run(steps(scaling, REST_AFTER_FAILURE + 4, 10.0, 40.0))
+    assert sites.asked[2:] == [("home", "regular", 1)]
+
+
+def test_an_instance_of_the_start_that_is_dead_for_good_does_not_end_elasticity(tmp_path: Path) -> None:
+    scaling, sites, _ = make(tmp_path, ELASTIC)
+    told(scaling, **START)
+    asyncio.run(steps(scaling, 1, 20.0, 18.0))
+    told(scaling, **(START | {"home_regular_0": "gone"}))
+    asyncio.run(steps(scaling, 5, 40.0, 10.0))
+    assert sites.asked[:2] == [("home", "regular", 1), ("home", "regular", 2)]
+
+
+def test_an_addition_does_not_pay_for_a_death_that_nobody_waits_for(tmp_path: Path) -> None:
+    scaling, sites, _ = make(tmp_path, ELASTIC)
+    told(scaling, **START)
+    ask(scaling, "regular", 1)
+    told(scaling, **(START | {"home_regular_1": "gone"}))
+    asyncio.run(steps(scaling, 1, 20.0, 18.0))
+    ask(scaling, "regular", 2)
+    asyncio.run(steps(scaling, 3, 20.0, 18.0))
+    assert [replicas for _, _, replicas in sites.asked] == [1, 2]
+
+
+def test_an_added_instance_that_is_overdue_is_given_up_but_none_in_place_of_one_that_is_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaling, sites, _ = make(tmp_path, ELASTIC)
+    told(scaling, **START)
+    asyncio.run(steps(scaling, 2, 40.0, 10.0))
+    told(scaling, **START, home_regular_2="starting")
+    asyncio.run(steps(scaling, 1, 40.0, 10.0))
+    now = time.time()
+    monkeypatch.setattr(pool_sizes.time, "time", lambda: now + 100 + 900 + 300 + 1)
+    told(scaling, **(START | {"home_regular_0": "starting"}), home_regular_2="ready")
+    asyncio.run(steps(scaling, 1, 40.0, 10.0))
+    assert sites.asked == [("home", "regular", 3)], "the last one would leave, which works"
+    told(scaling, **START, home_regular_2="starting")
+    asyncio.run(steps(scaling, 1, 40.0, 10.0))
+    assert sites.asked[1:] == [("home", "regular", 2)]
+    assert scaling.elasticity is not None and scaling.elasticity.waiting is None
+
+
+def test_pools_of_an_excluded_site_are_left_out(tmp_path: Path) -> None:
+    scaling, sites, _ = make(tmp_path, ELASTIC)
+    told(scaling, **START)
+    asyncio.run(steps(scaling, 1, 40.0, 10.0))
+    assert scaling.elasticity is not None and scaling.elasticity.waiting is not None
+    sites.excluded["service-home"] = "its samples cannot be used"
+    asyncio.run(steps(scaling, 3, 40.0, 10.0))
+    assert not sites.asked and scaling.elasticity.waiting is None and scaling.elasticity.limits == {}
 
 
 def test_what_is_spent_follows_the_price_over_time() -> None:

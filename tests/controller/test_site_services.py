@@ -17,7 +17,9 @@ from scheduler.cost.decode import StepCurve
 from scheduler.simulation.generation_simulator import SimulatedInstance
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
+from streamrl.controller.group_source import samples_of
 from streamrl.controller.site_services import GivenWork, Services, sendable
+from streamrl.controller.site_trust import open_work
 from streamrl.controller.step_times import Traffic
 from streamrl.protocol.controller_site import Use, WeightsReady
 from streamrl.protocol.controller_trainer import PublishDone
@@ -192,6 +194,26 @@ def test_a_service_that_was_started_anew_is_told_weights_and_what_its_site_has(w
         assert newest[0] == 0 and newest[-1] == 1, "tokens of version 1 may be kept before it has fetched it"
 
     asyncio.run(play())
+
+
+def test_what_is_sent_again_of_an_evaluation_has_no_budget(wire: Wire, services: Services) -> None:
+    """Nobody would resume an evaluation's sample that is parked at the budget of a round."""
+    (trained, evaluated), draws = some_groups(0, 2)
+    pool: Any = SimpleNamespace(
+        groups={"g0": trained}, unfinished=lambda ids: [draw[0] for draw in samples_of(trained, 1)]
+    )
+    evaluator: Any = SimpleNamespace(open_groups=lambda: {"g1": evaluated}, unfinished_samples=lambda group: draws[1])
+    work = open_work(["g0", "g1", "g1/1"], {"g1/1": "g1"}, pool, evaluator, seed=1)
+    asyncio.run(services.resend("service-far", work, 16))
+    sent = [
+        (body["budget"], sample[0])
+        for kind, body in wire.sent["service-far"]
+        if kind == "generate"
+        for group in body["groups"]
+        for sample in group["samples"]
+    ]
+    assert [one for one in sent if one[1].startswith("g1")] == [(None, "g1/0"), (None, "g1/1")]
+    assert {budget for budget, name in sent if name.startswith("g0")} == {16}
 
 
 def test_a_service_that_died_before_its_instances_slept_is_asked_again_once_they_have_weights(

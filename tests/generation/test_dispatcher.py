@@ -207,6 +207,30 @@ def test_instances_that_are_not_used_hand_their_requests_over_also_while_they_lo
     asyncio.run(body())
 
 
+def test_an_instance_that_is_not_used_gets_nothing_when_it_joins_later_or_anew() -> None:
+    work, sent = dispatcher(LeastLoaded())
+
+    async def body() -> None:
+        await work.use(["a"])  # a service that was restarted hears this before any instance has joined
+        await work.join("b", 4, None, REGULAR)
+        await work.submit([(requests("g.0", "g.1"), None)])
+        assert told(sent) == []
+        await work.join("a", 4, None, REGULAR)
+        assert {to for to, _, _ in told(sent)} == {"a"}
+        await work.use(["a", "b"])
+        await work.lost("b", lambda sample_id: None)
+        await work.use(["a"])  # b is dead at that moment
+        await work.join("b", 4, None, REGULAR)
+        await work.submit([(requests("h.0"), None)])
+        assert told(sent) == [("a", "generate", "h.0")]
+        await work.use(["b"])
+        assert {to for to, kind, _ in told(sent) if kind == "generate"} <= {"b"}
+        await work.submit([(requests("k.0"), None)])
+        assert told(sent) == [("b", "generate", "k.0")]
+
+    asyncio.run(body())
+
+
 def test_an_instance_may_finish_what_it_has_before_it_loads_weights() -> None:
     work, sent = dispatcher(LeastLoaded())
 

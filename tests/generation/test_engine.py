@@ -499,6 +499,7 @@ def test_a_request_that_is_taken_off_goes_on_with_its_tokens(engines: Engines) -
     np.testing.assert_array_equal(whole.logprobs[:had], partial.logprobs)
     assert set(whole.token_versions.tolist()) == {version}
     assert whole.t_dispatched == partial.t_dispatched and whole.t_first_token == partial.t_first_token
+    assert whole.t_last_part is not None and partial.t_first_token < whole.t_last_part < whole.t_finished
     # the rest is not drawn with the noise of the beginning again
     more = whole.completion_tokens[had:]
     assert more[:had].tolist() != partial.completion_tokens[: len(more)].tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -161,3 +162,14 @@ def test_an_instance_that_shares_the_trainer_s_gpu_has_the_time_of_a_step_more_t
     deadlines = {"startup_s": 10.0, "training_s": 500.0}
     cluster = CLUSTER.model_copy(update={"hardware": hardware})
     with_fleet(tmp_path, work, cluster=cluster, schedule={"name": schedule}, deadlines=deadlines)
+
+
+def test_only_one_that_is_not_restarted_is_said_to_be_dead_for_good(tmp_path: Path) -> None:
+    async def work(fleet: SiteFleet) -> None:
+        assert not any(state["for_good"] for state in fleet.states().values())
+        fleet.lives["here-one-1"].deaths += [time.monotonic()] * 5
+        for name in ("here-one-1", "here-one-0"):  # the second one is restarted after a pause
+            await fleet.died(fleet.lives[name], "killed")
+        assert [name for name, state in fleet.states().items() if state["for_good"]] == ["here-one-1"]
+
+    with_fleet(tmp_path, work, pause_s=1000.0)

@@ -19,7 +19,7 @@ from streamrl.generation.instance import instance_process
 from streamrl.generation.instance.engine import Worked
 from streamrl.generation.instance.instance_process import InstanceProcess
 from streamrl.generation.instance.sample_parts import UNNAMED_VERSION
-from streamrl.generation.site.pace import WorkedCurve
+from streamrl.generation.site.pace import Stretches, WorkedCurve
 from streamrl.machine.gpus import VISIBLE
 from streamrl.protocol.message import TypedMessage, kind_of, wire
 from streamrl.protocol.samples import request_to_wire
@@ -117,6 +117,7 @@ class Site:
         self.instance = InstanceProcess(RoleContext(NAME, "here", folder, CLUSTER, run, addresses, False), "regular")
         self.instance.engine = self.engine  # type: ignore[assignment]
         self.instance.worked = WorkedCurve(StepCurve((1,), (0.01,)), (1,))
+        self.instance.stretches = Stretches(self.instance.worked.start, Worked())
         self.trainer = DeviceTurns(folder, ["0"], WaitRegistry("trainer-0"))
 
     async def service(self) -> Hub:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from scheduler.cost.decode import StepCurve
 from scheduler.dispatch.baselines import LeastLoaded
+from scheduler.dispatch.straggler import STRETCHES
 from streamrl.config.cluster import GenerationPool
 from streamrl.generation.instance.engine import Worked
-from streamrl.generation.site.pace import ENOUGH, KEPT, LEAST_TOKENS, WorkedCurve, pace
+from streamrl.generation.site.instance_monitor import InstanceWatch
+from streamrl.generation.site.pace import ENOUGH, KEPT, LEAST_TOKENS, Pace, Stretches, WorkedCurve, pace
 from streamrl.generation.site.step_curves import CHANGE, FleetCurves, differ
 from tests.generation.dispatching import dispatcher
 
@@ -40,6 +44,57 @@ def test_idle_time_does_not_count() -> None:
 def test_too_little_work_says_nothing() -> None:
     assert pace(CURVE, Worked(), Worked(LEAST_TOKENS - 1, 1.0, 1.0)) is None
     assert pace(CURVE, Worked(5, 1.0, 1.0), Worked(5, 1.0, 1.0)) is None
+
+
+def test_a_slow_instance_is_judged_over_several_heartbeats() -> None:
+    stretches = Stretches(CURVE, Worked())
+    told = [stretches.heartbeat(Worked(10 * n, 10.0 * n, 1.0 * n, 500), {"g.0"}, updated=False) for n in range(1, 7)]
+    assert told[:2] == [None, None]  # too little; prompts were prefilled
+    assert stretches.newest == Pace(3, pytest.approx(50.0), pytest.approx(10.0), 500.0)
+    assert told[3] == Pace(2, pytest.approx(50.0), pytest.approx(10.0), 500.0) and told[2] is told[4] is None
+
+
+def test_a_prompt_that_was_prefilled_anywhere_in_a_stretch_counts() -> None:
+    stretches = Stretches(CURVE, Worked())
+    for n, running in enumerate([{"a"}, {"a"}, {"a", "b"}, {"a"}], start=1):
+        told = stretches.heartbeat(Worked(8 * n, 1.0 * n, 1.0 * n), running, updated=False)
+    assert told is None and stretches.newest is not None and stretches.newest.number == 2
+
+
+def test_updates_and_idle_time_end_a_stretch() -> None:
+    for running, updated in (({"a"}, True), (set(), False)):
+        stretches = Stretches(CURVE, Worked())
+        stretches.heartbeat(Worked(10, 1.0, 1.0), {"a"}, updated=False)
+        stretches.heartbeat(Worked(11, 9.0, 9.0), running, updated)
+        stretches.heartbeat(Worked(21, 10.0, 10.0), {"a"}, updated=False)
+        assert stretches.newest is None
+        stretches.heartbeat(Worked(31, 11.0, 11.0), {"a"}, updated=False)
+        assert stretches.newest == Pace(1, pytest.approx(0.1 / 0.01), 1.0, 0.0)
+    last = Stretches(CURVE, Worked())
+    last.heartbeat(Worked(20, 1.0, 1.0), set(), updated=False)
+    assert last.newest is not None, "what has just ended is judged"
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_instances_are_compared_by_what_plans_expect_not_by_what_each_measured_at_its_start(slow: bool) -> None:
+    """Of two alike, 'a' measured its steps as twice too long as it started; in one case it really is that slow."""
+    own = {"a": CURVE.scaled(2.0), "b": CURVE}
+    seconds = {"a": 0.04 if slow else 0.02, "b": 0.02}
+    peers = {name: SimpleNamespace(meta={"curve": curve.to_json()}, state={}) for name, curve in own.items()}
+    work, _ = dispatcher(LeastLoaded(), {})
+    fleet: Any = SimpleNamespace(ready=["a", "b"], hub=SimpleNamespace(peers=peers), dispatcher=work)
+    watch = InstanceWatch(fleet)
+
+    async def body() -> None:
+        for name in "ab":
+            await work.join(name, 16, CURVE.scaled(1.5), "regular")
+        for number in range(1, STRETCHES + 2):
+            for name, peer in peers.items():
+                peer.state["pace"] = [number, seconds[name] / float(own[name].step(10, 0)), 10.0, 0.0]
+            await watch._compare()
+
+    asyncio.run(body())
+    assert watch.slow.factors == ({"a": pytest.approx(2.0)} if slow else {})
 
 
 def test_the_curve_is_corrected_where_work_was_measured_and_scaled_elsewhere() -> None:

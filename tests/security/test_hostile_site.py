@@ -71,6 +71,7 @@ def test_a_site_cannot_have_a_sample_of_another_overlooked(controller: Controlle
         {"token_versions": OWN + 7},
         {"token_versions": OWN - 1},
         {"t_dispatched": 1e300},
+        {"t_last_part": float("nan")},
         {"text": "x" * 1_000_000},
         {"route": "x" * 1_000_000},
         *({"logprobs": np.full(4, value, "f4")} for value in (np.nan, -np.inf, -1e30, 5.0)),
@@ -90,6 +91,12 @@ def test_a_sample_that_makes_no_sense_is_refused_and_ends_nothing(
     assert late == refused | {"not its own": {"service-far": 1}}
     assert hear(controller, batch("service-home", sample("home", 1))) == late
     assert controller.pool.missing("p1-0") == 0 and controller.ledger.counts() == {"issued": 2, "finished": 2}
+
+
+def test_the_time_for_which_a_sample_was_parked_does_not_count_as_generation(controller: Controller) -> None:
+    assert not hear(controller, batch("service-home", sample("home", 0)))
+    assert not hear(controller, batch("service-far", sample("far", 1, t_last_part=2.5)))
+    assert controller.times.generating == [("home-regular-0", 1.0, 3.0), ("far-regular-0", 2.5, 3.0)]
 
 
 def test_bytes_that_are_no_samples_are_refused_and_others_arrive(controller: Controller) -> None:

@@ -232,6 +232,7 @@ class Engine:
             cached_tokens=output.num_cached_tokens or 0,
             drafted_tokens=drafts.num_draft_tokens if drafts else 0,
             accepted_tokens=sum(n * steps for n, steps in enumerate(drafts.histogram)) if drafts else 0,
+            t_last_part=t_dispatched if request.kept is not None else None,
         )
         if self.run.speculation.method == "auto":
             self._lessons.ends(request, sample.completion_tokens, int(sample.token_versions[-1]))

@@ -17,7 +17,7 @@ from streamrl.generation.instance.eight_bits import choose_here, with_computatio
 from streamrl.generation.instance.engine import Engine, Worked
 from streamrl.generation.instance.engine_config import Place
 from streamrl.generation.instance.sample_parts import UNNAMED_VERSION
-from streamrl.generation.site.pace import WorkedCurve, pace
+from streamrl.generation.site.pace import Stretches, WorkedCurve
 from streamrl.imports import importing
 from streamrl.machine.gpus import visible_devices
 from streamrl.protocol.controller_site import CanaryMeasured
@@ -86,12 +86,8 @@ class InstanceProcess:
         self._rate = (time.monotonic(), Worked())
         self._active_at = time.monotonic()
         """Monotonic seconds at which the engine last had a new token, or nothing to generate."""
-        self._begun: frozenset[str] = frozenset()
-        """Requests that were running at the last heartbeat."""
         self._clock: Callable[[], float] = time.time
         """Returns unix seconds by the clock of the site's service, once it is connected: this node's may be wrong."""
-        self._pace: tuple[int, float] | None = None
-        """(Number, ratio) of the newest stretch of work that was compared with the step curve."""
         self._drafts: dict[str, dict[str, int]] = {}
         """Tokens that the drafter has 'drafted' and that were 'accepted', by source and age of the text."""
 
@@ -139,6 +135,7 @@ class InstanceProcess:
                 log.info("while step times were measured, %s", load)
             self._drafts = await self.engine.teach_drafter(measured.curve) or {}
             self.worked = WorkedCurve(measured.curve, batch_sizes(largest), doubts)
+            self.stretches = Stretches(measured.curve, self.engine.worked())
             if self.turns:
                 await self._sleep()  # the first weights wake it up
             note = f" ({measured.left_out})" if measured.left_out else ""
@@ -352,12 +349,8 @@ class InstanceProcess:
         (then, before), self._rate = self._rate, (now, worked)
         if worked.tokens != before.tokens or not self.engine.running or self.updating or self.asleep:
             self._active_at = now
-        ratio = pace(self.worked.start, before, worked)
-        if ratio is not None and not self._updated:
-            self._pace = (self._pace[0] + 1 if self._pace else 1, ratio)
-            if self.engine.begun <= self._begun:  # else prompts were prefilled meanwhile
-                self.worked.saw((worked.request_s - before.request_s) / (worked.busy_s - before.busy_s), ratio)
-        self._begun = self.engine.begun
+        if (stretch := self.stretches.heartbeat(worked, self.engine.begun, self._updated)) is not None:
+            self.worked.saw(stretch.batch, stretch.ratio)
         self._updated = self.updating
         return {
             "state": self._doing(),
@@ -366,7 +359,7 @@ class InstanceProcess:
             "running": self.engine.running,
             "tokens_per_s": (worked.tokens - before.tokens) / max(now - then, 1e-3),
             "stalled_s": now - self._active_at,
-            "pace": self._pace,
+            "pace": self.stretches.newest,
             "curve": self.worked.curve.to_json(),
             "weight_version": self.version,
             "busy_since": self.engine.busy_since,

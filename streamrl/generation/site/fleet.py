@@ -179,9 +179,14 @@ class SiteFleet:
         return self.curves.simulated(name, self.lives[name].pool, int(self.hub.peers[name].meta["slots"]))
 
     def states(self) -> dict[str, dict[str, Any]]:
-        """Return every instance's pool, state and cause of its latest death, by name."""
+        """Return the fields of every instance's `protocol.controller_site.InstanceState`, by name."""
         return {
-            name: {"pool": life.pool, "life": str(life.state), "detail": self._causes.get(name, "")}
+            name: {
+                "pool": life.pool,
+                "life": str(life.state),
+                "detail": self._causes.get(name, ""),
+                "for_good": life.state is Life.DEAD and name not in self._pausing,
+            }
             for name, life in self.lives.items()
         }
 

@@ -6,9 +6,11 @@ import asyncio
 import logging
 import time
 
+from scheduler.cost.decode import StepCurve
 from scheduler.dispatch.straggler import SlowWatch
 from streamrl.generation.site.fleet_view import FleetView
 from streamrl.generation.site.instance_life import InstanceLife, Life
+from streamrl.generation.site.pace import Pace
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +26,8 @@ class InstanceWatch:
     def __init__(self, fleet: FleetView) -> None:
         self.fleet = fleet
         self.slow = SlowWatch()
-        self._paces: dict[str, tuple[int, float]] = {}
-        """(Number, ratio) of the newest pace that each instance has reported."""
+        self._paces: dict[str, Pace] = {}
+        """The newest pace that each instance has reported."""
         self._heard_at: dict[str, float] = {}
         """When a silent instance that still has requests to release was heard again, monotonic seconds, by name."""
 
@@ -76,14 +78,20 @@ class InstanceWatch:
                 await fleet.died(life, why)
 
     async def _compare(self) -> None:
-        """Give less work to instances whose steps exceed their curves by more than those of the others do."""
+        """Give less work to instances whose steps exceed what plans expect by more than those of the others do.
+
+        Plans use the curve of an instance's kind (`step_curves.FleetCurves`); it compares its steps with its own.
+        """
         fleet = self.fleet
         for name in fleet.ready:
-            reported = fleet.hub.peers[name].state.get("pace") if name in fleet.hub.peers else None
-            if reported and self._paces.get(name) != tuple(reported):
-                self._paces[name] = number, ratio = int(reported[0]), float(reported[1])
-                if number > 1:  # the first stretch includes the prefill of the first prompts
-                    self.slow.heard(name, ratio)
+            peer = fleet.hub.peers.get(name)
+            reported = peer.state.get("pace") if peer is not None else None
+            if peer is None or not reported or self._paces.get(name) == (pace := Pace(*reported)):
+                continue
+            self._paces[name] = pace
+            if pace.number > 1:  # the first stretch includes the prefill of the first prompts
+                own, planned = StepCurve.from_json(peer.meta["curve"]), fleet.dispatcher.curve_of(name)
+                self.slow.heard(name, pace.on(own, planned or own))
         for name, factor in self.slow.changed(fleet.ready).items():
             log.warning("%s is %.1f times as slow as the others", name, factor)
             await fleet.dispatcher.slow(name, factor)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence, Set
+from typing import TYPE_CHECKING, NamedTuple
 
 from scheduler.cost.decode import StepCurve
 
@@ -40,9 +40,73 @@ def pace(curve: StepCurve, before: Worked, now: Worked) -> float | None:
     tokens, request_s, busy_s = now.tokens - before.tokens, now.request_s - before.request_s, now.busy_s - before.busy_s
     if tokens < LEAST_TOKENS or busy_s <= 0:
         return None
+    return request_s / tokens / float(curve.step(request_s / busy_s, _context(before, now)))
+
+
+def _context(before: Worked, now: Worked) -> float:
     contexts = [work.context for work in (before, now) if work.context]
-    context = statistics.mean(contexts) if contexts else 0.0
-    return request_s / tokens / float(curve.step(request_s / busy_s, context))
+    return statistics.mean(contexts) if contexts else 0.0
+
+
+class Pace(NamedTuple):
+    """A stretch of work that was compared with the instance's step curve, as heartbeats report it."""
+
+    number: int
+    """Counted from 1."""
+    ratio: float
+    """Of its step time to the one that the curve gives."""
+    batch: float
+    """Its mean batch size."""
+    context: float
+    """Mean tokens of context of the whole batch."""
+
+    def on(self, own: StepCurve, other: StepCurve) -> float:
+        """Return the ratio of its step time to the one that another curve gives; `own` is the instance's."""
+        return self.ratio * float(own.step(self.batch, self.context) / other.step(self.batch, self.context))
+
+
+class Stretches:
+    """An instance's work, divided into stretches that are long enough to judge; pure.
+
+    A stretch lasts from one heartbeat to a later one, until it has `LEAST_TOKENS` tokens, so that the slowest instances
+    have some, too. Loading weights and having nothing to do end it unjudged.
+    """
+
+    def __init__(self, curve: StepCurve, before: Worked) -> None:
+        """
+        Args:
+            curve: step curve of the instance.
+            before: its work up to now.
+        """
+        self.newest: Pace | None = None
+        """The newest judged stretch."""
+        self._curve, self._before = curve, before
+        self._running: Set[str] = frozenset()
+        self._prefilled = False
+
+    def heartbeat(self, now: Worked, running: Set[str], updated: bool) -> Pace | None:
+        """Continue the stretch up to a heartbeat, or end it.
+
+        Args:
+            now: work up to the heartbeat.
+            running: requests that run now.
+            updated: whether weights were loaded since the last heartbeat.
+
+        Returns:
+            The stretch, if it has been judged and no prompts were prefilled in it.
+        """
+        self._prefilled |= not running <= self._running
+        self._running = running
+        before = self._before
+        ratio = None if updated else pace(self._curve, before, now)
+        if ratio is None and running and not updated:
+            return None
+        prefilled, self._before, self._prefilled = self._prefilled, now, False
+        if ratio is None:
+            return None
+        batch = (now.request_s - before.request_s) / (now.busy_s - before.busy_s)
+        self.newest = Pace(self.newest.number + 1 if self.newest else 1, ratio, batch, _context(before, now))
+        return None if prefilled else self.newest
 
 
 class WorkedCurve:

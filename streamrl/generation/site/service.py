@@ -70,8 +70,8 @@ TO_AN_INSTANCE = 100_000
 Its slots are the actual limit: a send that waited for credits of a silent instance would hold up all others."""
 JOURNAL_S = 0.5
 """Seconds between two writes of the journals."""
-OWN_TIMES = ("t_dispatched", "t_first_token", "t_finished")
-"""Times of a sample that the instance takes from this site's clock."""
+OWN_TIMES = ("t_dispatched", "t_first_token", "t_finished", "t_last_part")
+"""Times of a sample that the instance takes from this site's clock, those that it has."""
 SHOWN_OF_INSTANCES = ("state", "running", "tokens_per_s", "weight_version")
 
 
@@ -464,7 +464,7 @@ class GenerationService:
     def _in_home_time(self, sample: site_instance.FinishedSample) -> site_instance.FinishedSample:
         """Convert a sample's times to the controller's clock; `t_queued` is in it already."""
         home, times = self.controller.clock.to_hub_time, ("started", "finished")
-        changes: dict[str, Any] = {key: home(getattr(sample, key)) for key in OWN_TIMES}
+        changes: dict[str, Any] = {key: home(at) for key in OWN_TIMES if (at := getattr(sample, key)) is not None}
         if (told := sample.trajectory) is not None:
             steps = [
                 msgspec.structs.replace(step, **{key: home(getattr(step, key)) for key in times}) for step in told.steps
