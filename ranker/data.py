@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress, repeat
@@ -22,6 +22,8 @@ from ranker.segments import Array
 
 ROLLOUTS = "rollouts"
 """Folder of a run's rollouts in the run's own."""
+OF_RUNS = ("config.yaml", "metrics.jsonl")
+"""Files one of which is in every run's folder."""
 REQUIRED = ("prompt", "output_length")
 TEXT = ("prompt", "task", "group_id", "finish_reason", "void_cause")
 NUMBERS = ("output_length", "epoch", "step", "difficulty", "t_finished")
@@ -246,9 +248,8 @@ def rollout_files(path: Path) -> Iterator[Path]:
     """
     if path.is_dir():
         found = sorted(p for p in path.rglob("*") if p.suffix in (".parquet", ".jsonl") and not p.is_dir())
-        runs = [folder.parent for folder in path.rglob(ROLLOUTS) if folder.is_dir()]
-        others = {p for run in runs for p in found if p.is_relative_to(run) and not p.is_relative_to(run / ROLLOUTS)}
-        if not (kept := [p for p in found if p not in others]):
+        runs = {folder.parent for folder in path.rglob(ROLLOUTS) if _is_run(folder.parent)}
+        if not (kept := [p for p in found if not _is_beside_rollouts(p, runs)]):
             raise RankerError(f"{path}: no .parquet or .jsonl file in this folder or below it")
         yield from kept
     elif not path.exists():
@@ -257,6 +258,16 @@ def rollout_files(path: Path) -> Iterator[Path]:
         raise RankerError(f"{path}: expected a file that ends in .parquet or .jsonl, or a folder of such files")
     else:
         yield path
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in OF_RUNS) and (folder / ROLLOUTS).is_dir()
+
+
+def _is_beside_rollouts(file: Path, runs: Collection[Path]) -> bool:
+    """Return whether a file is in the folder of a run, and not in its rollouts."""
+    run = next((folder for folder in file.parents if folder in runs), None)
+    return run is not None and run / ROLLOUTS not in file.parents
 
 
 def _missing(file: Path, there: Iterable[str]) -> None:

@@ -238,6 +238,8 @@ class Elasticity:
     def leave_out(self, pool: str) -> None:
         """Leave a pool as it is from now on; a requested change of it has failed."""
         self.limits.pop(pool, None)
+        if self._replicas:
+            self._replicas = {name: count for name, count in self._replicas.items() if name != pool}
         if self.waiting is not None and self.waiting.pool == pool:
             self.failed()
 

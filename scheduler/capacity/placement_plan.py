@@ -290,8 +290,8 @@ def plans_within(
     """
     allocator = Allocator(problem, schedule)
 
-    def found(one: Problem) -> list[PlacementPlan]:
-        splits = {split.key: split for split in Allocator(one, schedule).candidates(objective)}
+    def found(one: Problem, aim: PlanObjective = objective) -> list[PlacementPlan]:
+        splits = {split.key: split for split in Allocator(one, schedule).candidates(aim)}
         if waiting:
             splits |= {split.key: split for split in Allocator(one, "one_step_off").candidates("throughput")}
         return [evaluate(allocator, split, objective) for split in splits.values()]
@@ -304,6 +304,8 @@ def plans_within(
     if len(within) < len(made):
         # the search counts traffic at the pace that it asks for; a plan has its own, which may be a faster one
         within += kept(found(_without_paid_routes(problem)))
+    if not within and math.isfinite(problem.budget):
+        within = kept(found(replace(problem, budget=math.inf), "cost"))
     return list({one.split.key: one for one in within}.values())
 
 
@@ -316,7 +318,7 @@ def _cheapest(problem: Problem, schedule: str) -> tuple[float, float] | None:
     """Return the USD per hour of the cheapest plan beyond a budget, and of its traffic; None: no budget, or no plan."""
     if math.isinf(problem.budget):
         return None
-    unlimited = replace(problem, budget=math.inf)
+    unlimited = replace(problem, budget=math.inf)  # one within the budget would have been found
     each = (unlimited, _without_paid_routes(unlimited))
     made = [(one.chosen.usd_per_hour, one) for some in each for one in plans_within(some, schedule, "cost")]
     if not made:

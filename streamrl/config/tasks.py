@@ -165,11 +165,15 @@ class FileTask(TaskKeys):
         """The package of a named reward that needs one."""
         return "math_verify" if self.reward == "math_verify" else None
 
-    @model_validator(mode="after")
-    def _has_splits(self) -> Self:
-        if self.kind == "file" and self.split is not None:
-            raise ValueError(f"split ({self.split}) belongs to kind: hf_dataset: a file has no splits; leave it out")
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _has_splits(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("kind") != "file" or values.get("split") is None:
+            return values
+        if values["split"] != "train":  # the default once, which is in the configurations of older runs
+            named = values["split"]
+            raise ValueError(f"split ({named}) belongs to kind: hf_dataset: a file has no splits; leave it out")
+        return {key: value for key, value in values.items() if key != "split"}
 
     @model_validator(mode="after")
     def _runs_in_a_sandbox(self) -> Self:

@@ -15,9 +15,10 @@ from streamrl.rollouts.types import Group
 from streamrl.tasks.prompt_tokens import PromptTokens
 from streamrl.tasks.source import Prompt, PromptSource
 
-MAX_SKIPPED_IN_A_ROW = 1000
+MAX_SKIPPED_IN_A_ROW, MOST_SKIPPED_OF_A_CURRICULUM = 1000, 5000
 """Limit on consecutive prompts that do not fit the context; reaching it fails the run. Files in an order of their own,
-such as a curriculum by length, may have more of them together: all their rows count."""
+such as a curriculum by length, may have more of them together: up to all their rows, or the second number. Meanwhile
+the controller does nothing else, and 10,000 long prompts may take the minute after which it counts as hanging."""
 
 
 class GroupSource:
@@ -60,7 +61,7 @@ class GroupSource:
             RunFailed: `MAX_SKIPPED_IN_A_ROW` consecutive prompts do not fit the context, or the chat template does not
                 accept one.
         """
-        most_skipped = max(MAX_SKIPPED_IN_A_ROW, self.source.ordered_rows)
+        most_skipped = max(MAX_SKIPPED_IN_A_ROW, min(self.source.ordered_rows, MOST_SKIPPED_OF_A_CURRICULUM))
         for _ in range(most_skipped):
             if again := bool(self._to_reissue):
                 index = self._to_reissue.popleft()

@@ -188,8 +188,9 @@ class Scaling:
         for key, pool in self._pools_of(service).items():
             self._instances[key] = {name: one.life for name, one in report.instances.items() if one.pool == pool}
         self._dead -= report.instances.keys()
-        self._buried -= {name for name, one in report.instances.items() if not one.for_good}
-        self._dead |= {name for name, one in report.instances.items() if one.for_good}
+        dead = {name for name, one in report.instances.items() if one.for_good and one.life == "dead"}
+        self._buried -= report.instances.keys() - dead
+        self._dead |= dead
         self.services.fleet_changed(service, report.fleet)
         self.spending.change(now, self._prices())
         lives = {name: life for some in self._instances.values() for name, life in some.items()}
@@ -286,9 +287,9 @@ class Scaling:
                 self._short_since[key] = wanted, now
             if not lost and count and now - self._short_since[key][1] > self._patience_s:
                 staying = [name for name, life in some.items() if name not in dead and life != "draining"]
-                last = max(staying, key=lambda name: int(name.rpartition("-")[2]))
+                last = max(staying, key=lambda name: int(name.rpartition("-")[2]), default="")
                 lost = int(len(staying) < wanted or some[last] != "ready")
-            if lost:
+            if lost := min(lost, wanted):
                 log.warning("%s gets no more than %d of %d instances: elasticity goes on", key, wanted - lost, wanted)
                 await self._scale(key, wanted - lost)
 

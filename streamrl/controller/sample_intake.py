@@ -98,8 +98,9 @@ class SampleIntake:
             self.trust.usable(peer, sample.sample_id)
             self.services.finished(sample.sample_id, group.group_id, sample.output_length)
             self.scaling.sample_came(sample, now)
-            began = sample.t_dispatched if sample.t_last_part is None else sample.t_last_part  # it may have been parked
-            self.times.generating.append((sample.instance, began, sample.t_finished))
+            # with rounds it may have been parked before its last part, and nothing been generated
+            began = sample.t_last_part if self.rounds.active else None
+            self.times.generating.append((sample.instance, began or sample.t_dispatched, sample.t_finished))
             if (trajectory := sample.trajectory) is None:
                 await self.rewarders.ask(group, sample.sample_id, sample.text)
             else:  # the agent has said what it is worth

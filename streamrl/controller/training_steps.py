@@ -30,7 +30,7 @@ from streamrl.controller.step_times import StepTimes
 from streamrl.controller.telemetry import Telemetry
 from streamrl.controller.trainer_client import Trainers
 from streamrl.controller.weight_canary import Measured, WeightCanary
-from streamrl.errors import RunFailed
+from streamrl.errors import RestartNeeded
 from streamrl.protocol.controller_trainer import (
     Answer,
     CanaryDone,
@@ -270,9 +270,9 @@ class TrainingSteps:
                     await self.services.spread(published)
                     return
                 if self._published < 0 and published.number != self.step:
-                    raise RunFailed(
+                    raise RestartNeeded(
                         f"the trainer begins at step {published.number} and the controller at step {self.step}: they "
-                        "do not see the same checkpoints in the run's folder; --resume once they do"
+                        "do not see the same checkpoints in the run's folder"
                     )
                 self._published = published.number
                 self._publish_due, self._canary_due, self._canary_ahead = False, not self._canary_ahead, False

@@ -125,7 +125,7 @@ def check_files(cluster: ClusterConfig, run: RunConfig) -> list[str]:
     Raises:
         UserError: one line per problem of the files themselves.
     """
-    checks, missing = [check_sites(cluster, run), check_tasks(run), check_ranker(run)], []
+    checks, missing = [check_sites(cluster, run), check_tasks(run, rendered=False), check_ranker(run)], []
     checks.append(check_weight_path(cluster, run))
     try:
         resolve_model(run.model.path)
@@ -288,10 +288,12 @@ def check_heads(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
             yield f"{key} is {ranks}: expected a divisor of the {count} {kind} heads of {run.model.path}"
 
 
-def check_tasks(run: RunConfig) -> Iterable[str]:
+def check_tasks(run: RunConfig, rendered: bool = True) -> Iterable[str]:
     """Check task names, settings, files, reward functions and agents by building them as the run will.
 
-    The first prompt of each is rendered in the model's chat template, if the model is here.
+    Args:
+        run: the run.
+        rendered: whether the first prompt of each is rendered in the model's chat template, if the model is here.
     """
     from streamrl.agents.agent_function import load_agent
     from streamrl.tasks.rewards import Scorer
@@ -309,7 +311,8 @@ def check_tasks(run: RunConfig) -> Iterable[str]:
                 load_agent(task)
         except UserError as error:
             yield f"{key}: {error}"
-    yield from check_prompts(run, prompts)
+    if rendered:
+        yield from check_prompts(run, prompts)
 
 
 def check_ranker(run: RunConfig) -> Iterable[str]:

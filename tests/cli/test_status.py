@@ -48,6 +48,8 @@ def test_the_launchers_lock_says_whether_there_is_one(folder: Path) -> None:
         assert has_launcher(folder) and has_launcher(inner)
         assert has_launcher(folder), "looking does not free it"
     assert not has_launcher(folder) and not has_launcher(inner)
+    (folder / ".lock").write_text("process 1 on another-machine")
+    assert has_launcher(folder), "its lock need not reach this one"
     (folder / ".lock").unlink()
     (folder / ".lock").symlink_to(os.devnull)
     assert has_launcher(folder), "what cannot be told is not denied"

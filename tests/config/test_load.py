@@ -20,7 +20,7 @@ from streamrl.config.dispatching import DispatchConfig
 from streamrl.config.load import ConfigError, load_cluster, load_resolved, load_run, save_resolved
 from streamrl.config.run import RunConfig
 from streamrl.config.schedule import SCHEDULES
-from streamrl.config.tasks import default_tasks
+from streamrl.config.tasks import FileTask, default_tasks
 from streamrl.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -419,3 +419,9 @@ def test_every_schedule_can_be_chosen_and_has_the_keys_of_what_it_does() -> None
         keys = set(SCHEDULES[name].model_fields) - {"name"}
         assert ("rounds" in keys) == (not kind.overlaps and not kind.exclusive)
         assert ("rolling" in keys) == kind.overlaps and ("max_staleness" in keys) == kind.continuous
+
+
+def test_the_default_split_of_a_file_in_the_configuration_of_an_older_run_is_left_out() -> None:
+    task = {"kind": "file", "name": "a", "path": "a.jsonl"}
+    old, new = (FileTask.model_validate(task | more) for more in ({"split": "train"}, {}))
+    assert old == new and old.split is None

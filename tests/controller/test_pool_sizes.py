@@ -221,6 +221,25 @@ def test_an_instance_of_the_start_that_is_dead_for_good_does_not_end_elasticity(
     assert sites.asked[:2] == [("home", "regular", 1), ("home", "regular", 2)]
 
 
+def test_more_deaths_than_instances_are_wanted_leave_no_target_below_zero(tmp_path: Path) -> None:
+    scaling, sites, _ = make(tmp_path, ELASTIC)
+    told(scaling, **START)
+    asyncio.run(steps(scaling, 1, 20.0, 18.0))
+    ask(scaling, "regular", 1)
+    told(scaling, **(START | {"home_regular_0": "gone", "home_regular_1": "gone"}))
+    asyncio.run(steps(scaling, 2, 20.0, 18.0))
+    assert [replicas for _, _, replicas in sites.asked] == [1, 0]
+
+
+def test_an_instance_that_is_called_ready_and_dead_for_good_is_ready(tmp_path: Path) -> None:
+    scaling, sites, _ = make(tmp_path, ELASTIC)
+    told(scaling, **START)
+    reports = {name: InstanceState("regular", "ready", "", True) for name in ("home-regular-0", "home-regular-1")}
+    scaling.fleet_changed("service-home", FleetChanged(fleet=[], instances=reports))
+    asyncio.run(steps(scaling, 3, 20.0, 18.0))
+    assert not sites.asked and not scaling._dead
+
+
 def test_an_addition_does_not_pay_for_a_death_that_nobody_waits_for(tmp_path: Path) -> None:
     scaling, sites, _ = make(tmp_path, ELASTIC)
     told(scaling, **START)

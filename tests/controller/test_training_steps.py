@@ -13,7 +13,7 @@ from streamrl.config.run import RunConfig
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.live_rounds import NoRounds
 from streamrl.controller.training_steps import TrainingSteps
-from streamrl.errors import RunFailed
+from streamrl.errors import RestartNeeded
 from streamrl.protocol.controller_trainer import CanaryDone, CheckpointDone, Publish, PublishDone
 from streamrl.rollouts.types import Group
 from streamrl.rollouts.void import Void, VoidCause
@@ -245,7 +245,7 @@ def test_lengths_of_groups_that_are_dropped_while_a_full_step_is_trained_are_lea
     assert learned == [["b", "a"], ["e", "d", "c"]]
 
 
-def test_a_trainer_that_begins_at_another_checkpoint_than_the_controller_ends_the_run() -> None:
+def test_a_trainer_that_begins_at_another_checkpoint_than_the_controller_is_started_again_with_it() -> None:
     pushing = Pushing(step=10)
 
     async def body(number: int) -> None:
@@ -253,6 +253,6 @@ def test_a_trainer_that_begins_at_another_checkpoint_than_the_controller_ends_th
         done = PublishDone(rank=0, started=0.0, finished=1.0, number=number, content_hash="x", bytes=1)
         await pushing.steps.answered([SimpleNamespace(body=done, kind="done", arrays={})])  # type: ignore[list-item]
 
-    with pytest.raises(RunFailed, match="the trainer begins at step 20 and the controller at step 10"):
+    with pytest.raises(RestartNeeded, match="the trainer begins at step 20 and the controller at step 10"):
         asyncio.run(body(20))
     asyncio.run(body(10))

@@ -97,6 +97,29 @@ def test_instances_are_compared_by_what_plans_expect_not_by_what_each_measured_a
     assert watch.slow.factors == ({"a": pytest.approx(2.0)} if slow else {})
 
 
+def test_an_idle_instance_is_not_called_slow_when_plans_change_their_curve() -> None:
+    peers = {name: SimpleNamespace(meta={"curve": CURVE.to_json()}, state={}) for name in "ab"}
+    planned = {"curve": CURVE}
+    slowed: list[str] = []
+
+    async def slow(name: str, factor: float) -> None:
+        slowed.append(name)
+
+    work = SimpleNamespace(curve_of=lambda name: planned["curve"], slow=slow)
+    watch = InstanceWatch(SimpleNamespace(ready=["a", "b"], hub=SimpleNamespace(peers=peers), dispatcher=work))  # type: ignore[arg-type]
+
+    async def body() -> None:
+        for number in range(1, 2 * STRETCHES + 2):
+            for name in "ab" if number <= STRETCHES + 1 else "a":
+                peers[name].state["pace"] = [number, 2.0, 10.0, 0.0]
+            await watch._compare()
+            if number == STRETCHES + 1:
+                planned["curve"] = CURVE.scaled(2.0)  # from now on 'b' has nothing to do
+
+    asyncio.run(body())
+    assert not slowed
+
+
 def test_the_curve_is_corrected_where_work_was_measured_and_scaled_elsewhere() -> None:
     worked = WorkedCurve(StepCurve.measured({1: 0.01, 16: 0.04}, per_prefill_token=0.001), [1, 2, 4, 8, 16])
     for _ in range(ENOUGH - 1):

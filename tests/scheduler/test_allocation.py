@@ -393,3 +393,17 @@ def test_weights_that_are_sent_less_often_cost_less_time_and_traffic() -> None:
             assert often.chosen.seconds - seldom.chosen.seconds == pytest.approx(saved)
     shown = evaluate(Allocator(every, "sync"), split)
     assert shown.step("one_step_off").seconds == often.step("one_step_off").seconds  # publishes after every step
+
+
+@pytest.mark.parametrize("schedule", ["async", "sync"])
+def test_a_budget_that_the_cheapest_plan_keeps_is_never_refused(schedule: str) -> None:
+    """Where the GPUs that a shorter step asks for are so fast that their traffic costs more than is left."""
+    link = (frozenset({"a", "b"}), Route(1e9, usd_per_gb=0.05))
+    trainer = replace(offer("a", "H100", 1, 2.5), generates=False)
+    fast, slow = (replace(offer("b", "H100", 1, 1.0), trains=False, max_batch=most) for most in (None, 8))
+    one = Problem(MODELS["1.5b"], BATCH, GRPO, (trainer, fast, slow), (link,), delta_ratio=1.0)
+    made = [plan for aim in ("cost", "throughput") for plan in plans(one, schedule, aim, simulated=False)]  # type: ignore[arg-type]
+    prices = [plan.chosen.usd_per_hour for plan in made]
+    for budget in np.linspace(min(prices) * 1.01, max(prices) * 1.1, 8):
+        found = plans(replace(one, budget=float(budget)), schedule, "throughput")
+        assert all(plan.chosen.usd_per_hour <= budget * 1.001 for plan in found)

@@ -93,10 +93,15 @@ def test_a_sample_that_makes_no_sense_is_refused_and_ends_nothing(
     assert controller.pool.missing("p1-0") == 0 and controller.ledger.counts() == {"issued": 2, "finished": 2}
 
 
-def test_the_time_for_which_a_sample_was_parked_does_not_count_as_generation(controller: Controller) -> None:
+@pytest.mark.parametrize("rounds", [True, False])
+def test_the_time_for_which_a_sample_was_parked_does_not_count_as_generation(
+    controller: Controller, rounds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller.intake.rounds, "active", rounds)  # else it was moved, and generated before
     assert not hear(controller, batch("service-home", sample("home", 0)))
     assert not hear(controller, batch("service-far", sample("far", 1, t_last_part=2.5)))
-    assert controller.times.generating == [("home-regular-0", 1.0, 3.0), ("far-regular-0", 2.5, 3.0)]
+    began = 2.5 if rounds else 1.0
+    assert controller.times.generating == [("home-regular-0", 1.0, 3.0), ("far-regular-0", began, 3.0)]
 
 
 def test_bytes_that_are_no_samples_are_refused_and_others_arrive(controller: Controller) -> None:

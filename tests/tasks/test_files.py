@@ -113,7 +113,7 @@ def test_the_split_of_a_data_set_that_was_saved_alone_is_the_one_that_it_holds(t
     datasets.Dataset.from_dict(COLUMNS).save_to_disk(unknown)
     datasets.Dataset.from_dict(COLUMNS, split=datasets.Split.TEST).save_to_disk(known)
     datasets.DatasetDict({"test": datasets.Dataset.from_dict(COLUMNS)}).save_to_disk(several)
-    for folder, split in ((unknown, None), (known, None), (known, "test"), (several, "test")):
+    for folder, split in ((unknown, None), (unknown, "train"), (known, None), (known, "test"), (several, "test")):
         assert load_rows(file_task(folder, kind="hf_dataset", split=split)) == ROWS
     for folder, split, holds in ((unknown, "test", "of no known split"), (known, "train", "of split 'test'")):
         said = f"split is '{split}', but {folder} was saved alone and is {holds}: leave split out"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 
 from scheduler.cost.decode import StepCurve
-from scheduler.dispatch.straggler import SlowWatch
+from scheduler.dispatch.straggler import STRETCHES, SlowWatch
 from streamrl.generation.site.fleet_view import FleetView
 from streamrl.generation.site.instance_life import InstanceLife, Life
 from streamrl.generation.site.pace import Pace
@@ -26,8 +27,10 @@ class InstanceWatch:
     def __init__(self, fleet: FleetView) -> None:
         self.fleet = fleet
         self.slow = SlowWatch()
-        self._paces: dict[str, Pace] = {}
+        self._newest: dict[str, Pace] = {}
         """The newest pace that each instance has reported."""
+        self._stretches: dict[str, deque[Pace]] = {}
+        """The newest of them, since it joined."""
         self._heard_at: dict[str, float] = {}
         """When a silent instance that still has requests to release was heard again, monotonic seconds, by name."""
 
@@ -51,6 +54,7 @@ class InstanceWatch:
     def forget(self, name: str) -> None:
         """Forget an instance's pace and silence, because it is another process or has just joined."""
         self.slow.forget(name)
+        self._stretches.pop(name, None)
         self._heard_at.pop(name, None)
 
     async def _listen(self, life: InstanceLife, silent_s: float, now: float) -> None:
@@ -80,18 +84,24 @@ class InstanceWatch:
     async def _compare(self) -> None:
         """Give less work to instances whose steps exceed what plans expect by more than those of the others do.
 
-        Plans use the curve of an instance's kind (`step_curves.FleetCurves`); it compares its steps with its own.
+        Plans use the curve of an instance's kind (`step_curves.FleetCurves`); it compares its steps with its own. The
+        plans' curves change, and then all stretches are compared with the new ones.
         """
         fleet = self.fleet
         for name in fleet.ready:
             peer = fleet.hub.peers.get(name)
             reported = peer.state.get("pace") if peer is not None else None
-            if peer is None or not reported or self._paces.get(name) == (pace := Pace(*reported)):
+            if peer is None or not reported:
                 continue
-            self._paces[name] = pace
-            if pace.number > 1:  # the first stretch includes the prefill of the first prompts
+            stretches, newest = self._stretches.setdefault(name, deque(maxlen=STRETCHES)), Pace(*reported)
+            # the first stretch includes the prefill of the first prompts
+            if newest.number > 1 and self._newest.get(name) != newest:
+                stretches.append(newest)
+            self._newest[name] = newest
+            if len(stretches) == STRETCHES:
                 own, planned = StepCurve.from_json(peer.meta["curve"]), fleet.dispatcher.curve_of(name)
-                self.slow.heard(name, pace.on(own, planned or own))
+                for stretch in stretches:
+                    self.slow.heard(name, stretch.on(own, planned or own))
         for name, factor in self.slow.changed(fleet.ready).items():
             log.warning("%s is %.1f times as slow as the others", name, factor)
             await fleet.dispatcher.slow(name, factor)
