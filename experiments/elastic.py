@@ -5,8 +5,7 @@
 
 The small reasoner (experiments/small_reasoner) works out sums step by step: the more terms, the longer its answers. A
 file of prompts whose terms go from 2 to 10 and back to 2, read in its order, makes the lengths of a real run grow and
-shrink. `stream` schedule: training starts with the first groups, so that it covers a part of generation. The results
-that are kept here are of `sync`, with which elasticity is refused by now.
+shrink. `stream` schedule: training starts with the first groups, so that it covers a part of generation.
 
 *By the rule.* `elasticity` on, a pool of 1 to 2 instances. The figure has generation and training time of each step
 beside the number of instances (in the manner of the StreamRL paper's figure of its own rule).

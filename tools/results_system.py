@@ -361,8 +361,8 @@ def _elastic_hand() -> str:
     hand = read("elastic")["hand"]
     (came,) = hand["came"]
     return (
-        f"ready after {came['ready_at'] - came['asked_at']:.1f} s, first sample after "
-        f"{came['first_sample_at'] - came['asked_at']:.1f} s; {hand['ledger']['trained']} samples, "
+        f"ready after {came['ready_at'] - came['requested_at']:.1f} s, first sample after "
+        f"{came['first_sample_at'] - came['requested_at']:.1f} s; {hand['ledger']['trained']} samples, "
         f"{hand['groups_missing']} groups lost"
     )
 
