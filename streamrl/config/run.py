@@ -112,7 +112,7 @@ class RunConfig(StrictModel):
         )
 
     @property
-    def _takes_turns(self) -> bool:
+    def _never_overlaps(self) -> bool:
         """Whether generation and training never work at the same time."""
         kind = KINDS.get(self.schedule.name)
         return kind is not None and kind.whole_batches and not kind.overlaps
@@ -169,7 +169,7 @@ class RunConfig(StrictModel):
                 "elasticity.enabled does not go with schedule: auto, which divides the devices among the instances "
                 "that the run begins with: leave out one of the two"
             )
-        if self.elasticity.enabled and self._takes_turns:
+        if self.elasticity.enabled and self._never_overlaps:
             raise ValueError(
                 f"elasticity.enabled does not go with schedule: {self.schedule.name}, whose training never covers "
                 "generation, so that one instance fewer always costs time: leave out one of the two, or choose "

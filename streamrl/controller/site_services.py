@@ -44,7 +44,7 @@ from streamrl.protocol.message import TypedMessage, wire
 from streamrl.protocol.samples import fleet_from_wire, groups_to_wire
 from streamrl.rollouts.types import Group
 from streamrl.run_dir.status import ABSENT_AFTER_S
-from streamrl.runtime.device_turns import takes_turns
+from streamrl.runtime.device_turns import instance_start_s
 from streamrl.transport.deadlines import WaitRegistry, never
 from streamrl.transport.endpoint import Hub
 from streamrl.transport.wire import Arrays
@@ -103,9 +103,8 @@ class Services:
         self.names = list(sites)
         self._sites, self._cluster = dict(sites), cluster
         self._hub, self._waits = hub, waits
-        # it reports once its instances have started; one of these may first wait until the trainer leaves its GPU
-        start_s, shared = run.deadlines.startup_s, takes_turns(cluster.hardware == "cuda", run)
-        self._return_s = max(RETURN_S, start_s + (run.deadlines.training_s if shared else 0.0))
+        # it reports once its instances have started
+        self._return_s = max(RETURN_S, instance_start_s(cluster.hardware == "cuda", run))
         self._weights_s = self._update_s = run.deadlines.weights_s
         if run.schedule.on_update == "wait":
             self._update_s += run.deadlines.generation_s

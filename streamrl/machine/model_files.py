@@ -121,10 +121,10 @@ def hub_config(hub_id: str) -> Path | None:
         return None
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return a model folder's `config.json`; empty if it cannot be read."""
+def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """Return one of a model folder's JSON files; empty if it cannot be read."""
     try:
-        values = json.loads((folder / "config.json").read_text())
+        values = json.loads((folder / name).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}

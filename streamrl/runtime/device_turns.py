@@ -31,6 +31,12 @@ def takes_turns(cuda: bool, run: RunConfig) -> bool:
     return cuda and run.schedule.exclusive
 
 
+def instance_start_s(cuda: bool, run: RunConfig) -> float:
+    """Return the seconds in which an instance starts, which may first wait until the trainer leaves its GPU."""
+    limits = run.deadlines
+    return limits.startup_s + (limits.training_s if takes_turns(cuda, run) else 0.0)
+
+
 class DeviceTurns:
     """Locks on the GPUs of one process."""
 

@@ -17,7 +17,7 @@ from blake3 import blake3
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.errors import ErrorCode
-from streamrl.machine.model_files import resolve_model
+from streamrl.machine.model_files import read_config, resolve_model
 
 OWN_RUN_KEYS = ("name", "steps", "ranker.path", "model.path")
 """Keys of the run file that may differ between sites: local paths, and what only the trainer's site uses."""
@@ -42,7 +42,7 @@ def agreement(cluster: ClusterConfig, run: RunConfig) -> dict[str, Any]:
 
 def _ends_and_template(folder: Path) -> dict[str, Any]:
     """Return what ends a model's answers, and its chat template: by content, whatever else the files say."""
-    generation, tokenizer = (_read(folder / name) for name in ("generation_config.json", "tokenizer_config.json"))
+    generation, tokenizer = (read_config(folder, f"{name}_config.json") for name in ("generation", "tokenizer"))
     ends, last = generation.get("eos_token_id"), tokenizer.get("eos_token")
     ids = sorted(str(one) for one in (ends if isinstance(ends, list) else [ends]) if one is not None)
     template = tokenizer.get("chat_template")
@@ -54,14 +54,6 @@ def _ends_and_template(folder: Path) -> dict[str, Any]:
         "model's eos_token": str(last.get("content") if isinstance(last, dict) else last),
         "model's chat template (BLAKE3)": _hash(plain.encode()) if template else None,
     }
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
 
 
 def _hash(content: bytes) -> str:

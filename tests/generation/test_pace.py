@@ -77,7 +77,7 @@ def test_updates_and_idle_time_end_a_stretch() -> None:
 
 @pytest.mark.parametrize("slow", [False, True])
 def test_instances_are_compared_by_what_plans_expect_not_by_what_each_measured_at_its_start(slow: bool) -> None:
-    """Of two alike, 'a' measured its steps as twice too long as it started; in one case it really is that slow."""
+    """One of two like instances, 'a', measured its steps as twice too long at its start, or is really that slow."""
     own = {"a": CURVE.scaled(2.0), "b": CURVE}
     seconds = {"a": 0.04 if slow else 0.02, "b": 0.02}
     peers = {name: SimpleNamespace(meta={"curve": curve.to_json()}, state={}) for name, curve in own.items()}

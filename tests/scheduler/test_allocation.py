@@ -358,7 +358,7 @@ def test_counts_prices_and_bandwidths_must_be_positive(wrong: object) -> None:
 @pytest.mark.parametrize("schedule", ["async", "sync"])
 @pytest.mark.parametrize("generates", [True, False])
 def test_a_budget_holds_at_the_plans_own_pace(schedule: str, generates: bool) -> None:
-    """Where GPUs are so fast that traffic costs more than at the pace that was asked for."""
+    """The GPUs are so fast that traffic costs more than at the pace that was asked for."""
     link = (frozenset({"a", "b"}), Route(1e9, usd_per_gb=0.05))
     near, far = replace(offer("a", "H100", 3, 2.5), generates=generates), replace(offer("b", "RTX4090", 4, 0.4))
     one = Problem(MODELS["1.5b"], BATCH, GRPO, (near, replace(far, trains=False)), (link,), delta_ratio=1.0)
@@ -397,7 +397,7 @@ def test_weights_that_are_sent_less_often_cost_less_time_and_traffic() -> None:
 
 @pytest.mark.parametrize("schedule", ["async", "sync"])
 def test_a_budget_that_the_cheapest_plan_keeps_is_never_refused(schedule: str) -> None:
-    """Where the GPUs that a shorter step asks for are so fast that their traffic costs more than is left."""
+    """The GPUs that a shorter step asks for are so fast that their traffic costs more than is left."""
     link = (frozenset({"a", "b"}), Route(1e9, usd_per_gb=0.05))
     trainer = replace(offer("a", "H100", 1, 2.5), generates=False)
     fast, slow = (replace(offer("b", "H100", 1, 1.0), trains=False, max_batch=most) for most in (None, 8))

@@ -40,7 +40,7 @@ def model(tmp_path: Path) -> Path:
 
 
 NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-"""As Gemma 2's template."""
+"""A template like Gemma 2's."""
 IN_TURNS = "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
 IN_TURNS += "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
 

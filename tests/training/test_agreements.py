@@ -29,7 +29,7 @@ def test_rank_0_chooses_the_newest_checkpoint(tmp_path: Path, one_rank: None) ->
 
 
 def test_another_rank_waits_until_it_sees_that_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a node that shows a shared folder's content later."""
+    """Its node shows a shared folder's content later."""
 
     def given(found: list[Any]) -> None:
         assert found == [None]  # only rank 0 looks

@@ -191,7 +191,7 @@ def test_unacknowledged_messages_are_delivered_once_after_the_hub_restarts(
 
 
 def test_a_link_that_outlives_its_hub_counts_on_and_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also beyond the numbers that a hub remembers, and where the old hub has left gaps."""
+    """Its numbers are beyond those that a hub remembers, and the old hub has left gaps."""
     monkeypatch.setattr(endpoint_base, "HEARTBEAT_S", 0.05)
     monkeypatch.setattr(delivery_module, "MOST_AHEAD", 50)
 

@@ -30,7 +30,7 @@ from streamrl.protocol.site_instance import Retire
 from streamrl.rollouts.types import PartialSample
 from streamrl.run_dir.instance_files import WantedInstance, read_started, read_wanted, write_wanted
 from streamrl.run_dir.start_stages import waiting_for
-from streamrl.runtime.device_turns import takes_turns
+from streamrl.runtime.device_turns import instance_start_s
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.process_plan import instance_name, possible_instances
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
@@ -71,9 +71,8 @@ class SiteFleet:
         """
         self.context, self.hub, self.dispatcher, self.waits = context, hub, dispatcher, waits
         self.limits, self.recovery, self.journal = context.run.deadlines, context.run.recovery, journal
-        shared = takes_turns(context.cluster.hardware == "cuda", context.run)
-        self._startup_s = self.limits.startup_s + (self.limits.training_s if shared else 0.0)
-        """Seconds until an instance has connected, which may first wait until the trainer leaves its GPU."""
+        self._startup_s = instance_start_s(context.cluster.hardware == "cuda", context.run)
+        """Seconds until an instance has connected."""
         self.lives: dict[str, InstanceLife] = {}
         self._pools = {pool.name: pool for pool in context.cluster.sites[context.site].generation}
         self._wanted = {name: pool.replicas for name, pool in self._pools.items()}
