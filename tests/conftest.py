@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -107,7 +109,14 @@ def pytest_sessionstart(session: pytest.Session) -> Generator[None, object, obje
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the plugin that finds left processes, and the mark `slow`."""
+    """Register the plugin that finds left processes and the mark `slow`, and give the tests an empty cache.
+
+    With the user's own they would pass or fail by the models that the machine happens to have, and by what earlier
+    code measured on it.
+    """
+    if not hasattr(config, "workerinput"):  # xdist's workers inherit it
+        os.environ["STREAMRL_CACHE"] = cache = tempfile.mkdtemp(prefix="streamrl-tests-cache-")
+        config.add_cleanup(lambda: shutil.rmtree(cache, ignore_errors=True))
     config.pluginmanager.register(Leaks(), "leaks")
     config.addinivalue_line(
         "markers", "slow: needs vLLM, a whole run, Ray, TRL or several processes (given by file in tests/conftest.py)"

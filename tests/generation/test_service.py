@@ -23,6 +23,7 @@ from streamrl.rollouts.types import PartialSample
 from streamrl.run_dir import layout, site_status
 from streamrl.run_dir.site_status import read_site
 from streamrl.runtime.process_context import Addresses, RoleContext
+from tests.tiny_model import save_tiny_model
 from tests.waiting import until
 
 CLUSTER = ClusterConfig.model_validate({"hardware": "cpu", "sites": {"here": {"trainer": {}, "generation": [{}]}}})
@@ -94,7 +95,8 @@ def test_the_budget_of_a_round_counts_what_comes_after_the_tokens_of_earlier_rou
 @contextlib.asynccontextmanager
 async def service_in(folder: Path) -> AsyncIterator[GenerationService]:
     """A service whose link has no answer yet, and no credit once it has sent a few reports."""
-    context = RoleContext("service-far", "far", folder, TWO_SITES, RunConfig(), Addresses("", "", {}), False)
+    run = RunConfig.model_validate({"model": {"path": str(save_tiny_model(folder / "model"))}})
+    context = RoleContext("service-far", "far", folder, TWO_SITES, run, Addresses("", "", {}), False)
     service = GenerationService(context)
     try:
         yield service
