@@ -9,8 +9,9 @@ and the sum is over the tokens that a truncation keeps (`training/truncation.py`
 On GPUs `fused_logprobs.py` reads the logits in their own type where it can.
 
 Logits of at most `SLAB_BYTES` exist at a time, in fp32, and the backward pass computes them again: memory is
-O(slab), whatever N. In fp32 that second product is saved where all logits fit into `KEPT_BYTES`: they are then one
-product, which the forward pass turns into exponentials in place and the backward pass into the gradient, in place.
+O(slab), whatever N. In fp32, and on CPUs in any type, that second product is saved where all logits fit into
+`KEPT_BYTES`: they are then one product. In fp32 the forward pass turns it into exponentials, in place; in 16 bits it
+stays as it is. The backward pass turns it into the gradient, in place.
 
 The products have the type of the weight, as they do in the model's own head and in vLLM; all else is fp32. Near
 certainty nothing cancels: with e_v = exp(z_v - max z) and the target's entry set to 0, `rest` = sum_v e_v is exactly
@@ -41,10 +42,10 @@ A product first copies the head's weight, so it should have hundreds of rows.
 """
 
 KEPT_BYTES = 2**30
-"""Size up to which all fp32 logits of a call stay in memory for its backward pass: 5461 tokens of 49,152."""
+"""Size up to which all logits of a call stay in memory for its backward pass: in fp32 5461 tokens of 49,152."""
 
-CACHED_TOKENS = 64
-"""Tokens whose logits a CPU works on at once: those of 64 fit its caches, which is a third faster."""
+CACHED_TOKENS = 32
+"""Tokens whose logits a CPU works on at once: those of 32 fit its caches."""
 
 ENTROPY_STRIDE = 8
 """Distance of the completion tokens whose entropy is measured; this diagnostic costs as much as the log-softmax.
@@ -143,11 +144,10 @@ class TokenLogprobs(torch.autograd.Function):
         outside = torch.zeros(count, dtype=torch.bool, device=hidden.device)
         entropies: list[torch.Tensor] = []
         keeps = any(ctx.needs_input_grad[:3]) and _may_keep(count, weight, distribution)
-        logits: torch.Tensor | None = None
+        products: torch.Tensor | None = None
         for slab in _parts(0, count, count if keeps else _slab_tokens(weight)):
-            logits = _product(hidden[slab], weight, bias)
-            for part in _cached(slab, logits.device):
-                here = logits[part.start - slab.start : part.stop - slab.start]
+            products = torch.nn.functional.linear(_filled(hidden[slab]), weight, bias)
+            for part, here in _cached(slab, products):
                 _transform_(here, distribution)
                 if distribution.truncation:
                     outside[part] = truncate_(here, targets[part], distribution.truncation)
@@ -159,10 +159,10 @@ class TokenLogprobs(torch.autograd.Function):
                 entropies.append(entropy)
                 del here
             if not keeps:
-                logits = None  # before the next slab's exist
+                products = None  # before the next slab's exist
         entropy = torch.cat(entropies) if entropies else logprobs.new_zeros(0)
         of_all = entropy if every_entropy else None
-        ctx.save_for_backward(hidden, weight, bias, targets, logprobs, totals, of_all, logits if keeps else None)
+        ctx.save_for_backward(hidden, weight, bias, targets, logprobs, totals, of_all, products if keeps else None)
         ctx.distribution = distribution
         ctx.mark_non_differentiable(*([outside] if every_entropy else [entropy, outside]))
         return logprobs, entropy, outside
@@ -178,35 +178,37 @@ class TokenLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight: torch.Tensor | None = None  # sums of several slabs are fp32
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
-        for slab in _parts(0, len(targets), _slab_tokens(weight) if kept is None else len(targets)):
-            if kept is not None:  # in place: the largest tensor of the step
-                grad_logits = kept
-                for part in _parts(0, len(targets), len(targets) if entropy is None else _slab_tokens(weight)):
-                    slopes.apply_(kept[part], part)
-            else:
-                grad_logits = _product(hidden[slab], weight, bias)
-                for part in _cached(slab, grad_logits.device):
-                    here = grad_logits[part.start - slab.start : part.stop - slab.start]
+        slabs = [*_parts(0, len(targets), _slab_tokens(weight) if kept is None else len(targets))]
+        for slab in slabs:
+            inputs = _filled(hidden[slab])
+            products = torch.nn.functional.linear(inputs, weight, bias) if kept is None else kept
+            for part, here in _cached(slab, products):
+                slope = None
+                if kept is None or kept.dtype != torch.float32:  # else these are the exponentials
                     slope = _transform_(here, distribution)
                     if distribution.truncation:
                         truncate_(here, targets[part], distribution.truncation)
                     _exponentials_(here, targets[part], SOME_TOKENS)
-                    slopes.apply_(here, part)
-                    if slope is not None:
-                        here.mul_(slope)
-                    del here, slope
+                slopes.apply_(here, part)
+                if slope is not None:
+                    here.mul_(slope)
+                if products.dtype != torch.float32:
+                    products[part.start - slab.start : part.stop - slab.start] = here
+                del here, slope
+            products[slab.stop - slab.start :] = 0.0  # what fills the rows up has a product with the bias
             if grad_bias is not None:
-                grad_bias += grad_logits.sum(0)
-            grad_logits, inputs = _filled(grad_logits.to(weight.dtype)), _filled(hidden[slab])
+                grad_bias += products.sum(0, dtype=torch.float32)
             if grad_hidden is not None:
-                grad_hidden[slab] = (grad_logits @ weight)[: slab.stop - slab.start]
+                grad_hidden[slab] = (products @ weight)[: slab.stop - slab.start]
             if needs_weight and grad_weight is None:
-                grad_weight = (grad_logits.t() @ inputs).float()
+                grad_weight = products.t() @ inputs
+                if len(slabs) > 1:
+                    grad_weight = grad_weight.float()
             elif grad_weight is not None and weight.dtype == torch.float32:
-                grad_weight.addmm_(grad_logits.t(), inputs)
+                grad_weight.addmm_(products.t(), inputs)
             elif grad_weight is not None:
-                grad_weight += grad_logits.t() @ inputs
-            del grad_logits, inputs  # before the next slab's exist
+                grad_weight += products.t() @ inputs
+            del products, inputs  # before the next slab's exist
         if needs_weight and grad_weight is None:
             grad_weight = torch.zeros_like(weight)
         return (
@@ -261,19 +263,31 @@ def _slab_tokens(weight: torch.Tensor) -> int:
 
 
 def _may_keep(count: int, weight: torch.Tensor, distribution: TokenDistribution) -> bool:
-    """Return whether the logits of `count` tokens stay for the backward pass, in which they cannot be uncapped."""
-    fits = 4 * count * len(weight) <= KEPT_BYTES
-    return fits and weight.dtype == torch.float32 and distribution.transform.softcap is None
+    """Return whether the logits of `count` tokens stay for the backward pass.
+
+    In fp32 they become exponentials in place, whose soft cap has no slope any more; a GPU's memory is planned without.
+    """
+    if weight.element_size() * count * len(weight) > KEPT_BYTES:
+        return False
+    if weight.dtype == torch.float32:
+        return distribution.transform.softcap is None
+    return weight.device.type == "cpu"
 
 
-def _cached(slab: slice, device: torch.device) -> Iterator[slice]:
-    """Yield the parts of a slab that are worked on one after the other."""
-    return _parts(slab.start, slab.stop, CACHED_TOKENS if device.type == "cpu" else slab.stop - slab.start)
+def _cached(slab: slice, products: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield the parts of a slab that are worked on one after the other, each with its products in fp32, [n, V].
 
-
-def _product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return the output projection of hidden [n, d] in the weight's type, as fp32 [n, V]."""
-    return torch.nn.functional.linear(_filled(hidden), weight, bias)[: len(hidden)].float()
+    In fp32 these are the slab's own. In 16 bits they are copies, for which a CPU uses the same memory again: getting it
+    anew takes longer than copying.
+    """
+    is_cpu, count = products.device.type == "cpu", slab.stop - slab.start
+    most = CACHED_TOKENS if is_cpu else count
+    space = None
+    if is_cpu and products.dtype != torch.float32:
+        space = products.new_empty(min(most, count), products.shape[-1], dtype=torch.float32)
+    for part in _parts(slab.start, slab.stop, most):
+        here = products[part.start - slab.start : part.stop - slab.start]
+        yield part, here.float() if space is None else space[: len(here)].copy_(here)
 
 
 def _filled(rows: torch.Tensor) -> torch.Tensor:

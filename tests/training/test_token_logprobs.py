@@ -27,7 +27,7 @@ VOCABULARY, WIDTH, TOKENS = 500, 32, 150
 
 @pytest.fixture(params=["kept", "recomputed"])
 def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What becomes of the logits; those that are computed again come in three slabs."""
+    """What becomes of the logits; those that are computed again come in several slabs."""
     if request.param == "recomputed":
         monkeypatch.setattr(head, "KEPT_BYTES", 0)
         monkeypatch.setitem(head.SLAB_BYTES, "cpu", 4 * VOCABULARY * head.CACHED_TOKENS)
@@ -78,6 +78,28 @@ def test_values_and_gradients_are_those_of_a_plain_log_softmax(distribution: Tok
         assert relative_error(ours.grad, theirs.grad) < 2e-6
 
 
+@pytest.mark.parametrize("every_entropy", [False, True])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS[:3], ids=["plain", "scaled", "capped"])
+def test_in_bf16_they_are_those_of_the_rounded_products(
+    distribution: TokenDistribution, every_entropy: bool, memory: str
+) -> None:
+    """The products' rows are filled up to a multiple of a few, which must not reach the gradient of the bias."""
+    values, targets, upstream = inputs()
+    rounded = [value.detach().bfloat16().requires_grad_() for value in values]
+    output = token_logprobs(*rounded, targets, distribution, every_entropy)
+    exact = [value.detach().double().requires_grad_() for value in rounded]
+    every = plain(exact, targets, distribution)
+    chosen, entropies = every.gather(-1, targets[:, None])[:, 0], -(every.exp() * every).sum(-1)
+    torch.testing.assert_close(output.logprobs.double(), chosen, rtol=0, atol=0.1)
+    loss, expected = (output.logprobs * upstream).sum(), (chosen * upstream).sum()
+    if every_entropy:
+        loss, expected = loss + (output.entropy * upstream).sum(), expected + (entropies * upstream).sum()
+    loss.backward()
+    expected.backward()
+    for ours, theirs in zip(rounded, exact, strict=True):
+        assert relative_error(ours.grad.double(), theirs.grad) < 0.02
+
+
 @pytest.mark.parametrize(
     "distribution", DISTRIBUTIONS, ids=["plain", "scaled", "capped", "truncated", "capped and truncated"]
 )
@@ -121,16 +143,18 @@ def test_no_tokens_have_no_log_probabilities_and_a_gradient_of_zeros(memory: str
 
 
 class Largest(TorchDispatchMode):
-    """Notes the largest tensor that any operation returns."""
+    """Notes the largest tensor that any operation returns, and the largest one in fp32."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.elements = 0
+        self.elements = self.of_fp32 = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         if isinstance(made, torch.Tensor):
             self.elements = max(self.elements, made.numel())
+            if made.dtype == torch.float32:
+                self.of_fp32 = max(self.of_fp32, made.numel())
         return made
 
 
@@ -142,6 +166,8 @@ def test_logits_of_more_tokens_than_a_slab_never_exist_at_once(dtype: torch.dtyp
         token_logprobs(*values, targets, PLAIN).logprobs.sum().backward()
     if memory == "kept" and dtype == torch.float32:
         assert largest.elements == TOKENS * VOCABULARY
+    elif memory == "kept":
+        assert largest.of_fp32 == head.CACHED_TOKENS * VOCABULARY
     elif memory == "recomputed":
         assert largest.elements == head.CACHED_TOKENS * VOCABULARY
 
