@@ -49,6 +49,8 @@ OPTIMIZER = "optimizer"
 KINDS = {
     "TokenLogprobs": "head",
     "TokenLogprobsBackward": "head",
+    "GroupAttention": "attention",
+    "GroupAttentionBackward": "attention",
     "PlainAttention": "attention",
     "PlainAttentionBackward": "attention",
     OPTIMIZER: "optimizer",

@@ -2,8 +2,9 @@
 
 It is registered with transformers' attention interface, so any decoder model that uses it (Llama, Qwen, Mistral, ...)
 runs packed without a patch. The cost is sum_i C_i (P + C_i) per group instead of the (P + sum C_i)^2 of one masked row.
-Short rows on a CPU take `plain_attention.py`, all others the kernels of `merged_attention.py`. What these cannot do
-(soft caps, values of another width than keys, fp32 on CUDA) goes by the formula, in chunks.
+A CPU takes the kernel of `group_attention.py` or, where that cannot be compiled or there is a soft cap or a sink, short
+rows `plain_attention.py`. All others take the kernels of `merged_attention.py`. What these cannot do (soft caps, values
+of another width than keys, fp32 on CUDA) goes by the formula, in chunks.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
+from streamrl.training.group_attention import GroupAttention, has_cpu_kernel
 from streamrl.training.merged_attention import MergedAttention, has_kernel, pieces_of
 from streamrl.training.packing import GroupLayout, layout_of
 from streamrl.training.plain_attention import PlainAttention, ScoreRule, seen_prefix, visible
@@ -22,7 +24,7 @@ from streamrl.training.row_attention import row_attention, seen_window
 
 SHARED_PREFIX = "streamrl_shared_prefix"
 SHARED_PREFIX_LONG = "streamrl_shared_prefix_long"
-"""The same attention as GPUs and long rows compute it, on any device: to compare the formulas."""
+"""The same attention as GPUs compute it, on any device: to compare the formulas."""
 
 OWN_ROWS = "streamrl_own_rows"
 """The same attention for completions that repeat their prompts: each is a sequence of its own in a row without padding
@@ -67,7 +69,7 @@ def shared_prefix_attention(
         sliding_window: positions that a query sees, its own included; None: all before it.
         softcap: bound of the scores, cap tanh(s / cap); None: none.
         s_aux: attention sinks, one score per query head, [H]; None: none.
-        plain_scores: replaces `PLAIN_SCORES`.
+        plain_scores: replaces `PLAIN_SCORES`; 0: a CPU computes as GPUs do.
         kwargs: must hold `layout`, the numbers of the row's layout (`packing.numbers_of`).
 
     Returns:
@@ -108,6 +110,9 @@ def _of_layout(
     """Compute `shared_prefix_attention` of [H, T, D], twice [H_kv, T, ...]; returns [1, T, H, D_v]."""
     layout = layout_of(tuple(numbers.tolist()))
     rule = ScoreRule(scale, seen_window(sliding_window, layout), softcap)
+    if plain_scores > 0 and softcap is None and has_cpu_kernel(q, k, v, s_aux):
+        own: torch.Tensor = GroupAttention.apply(q, k, v, layout, rule)
+        return own.transpose(0, 1)[None].contiguous()
     if q.device.type == "cpu" and len(q) * max(map(_scores, layout)) <= plain_scores:
         plain: torch.Tensor = PlainAttention.apply(q, k, v, s_aux, layout, rule)
         return plain.transpose(0, 1)[None].contiguous()  # some families take a view of it

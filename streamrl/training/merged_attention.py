@@ -9,7 +9,7 @@ The backward pass calls each kernel's own with the merged `out` and `lse`: with 
 dS = S (dP - D) holds for any subset of the keys. An attention sink is one more key with a value of 0.
 
     kernel      device                                         used where
-    CPU         torch's flash attention, sequence by sequence  rows too long for `plain_attention.py`
+    CPU         torch's flash attention, sequence by sequence  long rows with sinks, or without a C compiler
     CUDA        `flash_kernels.py`                             fp16 and bf16
 """
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from streamrl.errors import UserError
-from streamrl.generation.instance import few_rows
 from streamrl.generation.instance.few_rows import HUGE_PAGE, MOST_ROWS, Shelf, multiply, product
+from streamrl.machine import compiled_c
 from streamrl.scratch_folders import ScratchFolder
 
 ACCESS = os.access
@@ -37,7 +37,7 @@ def test_denormal_numbers_are_left_as_they_are() -> None:
 
 
 def test_without_a_compiler_there_is_no_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few_rows, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(compiled_c, "cache_directory", lambda: tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert product.__wrapped__() is None
 
@@ -46,7 +46,7 @@ def test_without_a_compiler_there_is_no_product(tmp_path: Path, monkeypatch: pyt
 def test_a_library_that_others_could_have_put_into_a_shared_cache_is_not_loaded(
     folder_mode: int, file_mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(few_rows, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(compiled_c, "cache_directory", lambda: tmp_path)
     assert product.__wrapped__() is not None
     (library,) = (tmp_path / "compiled").iterdir()
     library.unlink()  # what is loaded stays as it is
@@ -69,7 +69,7 @@ def scratch(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
             super().__init__()
             made.append(self.path)
 
-    monkeypatch.setattr(few_rows, "ScratchFolder", Noted)
+    monkeypatch.setattr(compiled_c, "ScratchFolder", Noted)
     return made
 
 
@@ -77,7 +77,7 @@ def test_a_cache_that_cannot_be_made_is_replaced_by_a_temporary_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(few_rows, "cache_directory", lambda: tmp_path / "file")
+    monkeypatch.setattr(compiled_c, "cache_directory", lambda: tmp_path / "file")
     made = scratch(monkeypatch)
     function = product.__wrapped__()
     assert function is not None and len(made) == 1
@@ -87,10 +87,10 @@ def test_a_cache_that_cannot_be_made_is_replaced_by_a_temporary_folder(
 def test_a_cache_that_is_only_read_is_used_if_it_has_the_library_and_replaced_if_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(few_rows, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(compiled_c, "cache_directory", lambda: tmp_path)
     made = scratch(monkeypatch)
     assert product.__wrapped__() is not None
-    monkeypatch.setattr(few_rows.os, "access", lambda path, mode: False if mode == os.W_OK else ACCESS(path, mode))
+    monkeypatch.setattr(compiled_c.os, "access", lambda path, mode: False if mode == os.W_OK else ACCESS(path, mode))
     assert product.__wrapped__() is not None and made == []
     (library,) = (tmp_path / "compiled").iterdir()
     library.unlink()
@@ -104,7 +104,7 @@ def test_without_a_folder_for_the_cache_there_is_no_product_and_no_failure(
     def refused() -> Path:
         raise UserError("this user has no home folder; set HOME to a folder of yours")
 
-    monkeypatch.setattr(few_rows, "cache_directory", refused)
+    monkeypatch.setattr(compiled_c, "cache_directory", refused)
     assert product.__wrapped__() is None
     assert "set HOME to a folder of yours" in caplog.text
 
@@ -112,8 +112,8 @@ def test_without_a_folder_for_the_cache_there_is_no_product_and_no_failure(
 def test_a_compiler_that_fails_is_told_and_leaves_no_product(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(few_rows, "cache_directory", lambda: tmp_path)
-    monkeypatch.setattr(few_rows, "FLAGS", ("-not-a-flag",))
+    monkeypatch.setattr(compiled_c, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(compiled_c, "FLAGS", ("-not-a-flag",))
     assert product.__wrapped__() is None
     assert "use vLLM's matrix products" in caplog.text
 

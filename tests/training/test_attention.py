@@ -45,14 +45,16 @@ def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Any, r
 
 
 @pytest.mark.parametrize(
-    ("plain_scores", "value_width"),
-    [(attention.PLAIN_SCORES, 6), (0, WIDTH), (0, 6)],
-    ids=["plain", "kernels", "formula"],
+    ("plain_scores", "value_width", "compiles"),
+    [(attention.PLAIN_SCORES, 6, True), (attention.PLAIN_SCORES, 6, False), (0, WIDTH, True), (0, 6, True)],
+    ids=["own kernel", "plain", "kernels", "formula"],
 )
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_shared_prefixes_windows_caps_and_sinks_give_what_lone_sequences_give(
-    rule: dict[str, Any], plain_scores: int, value_width: int, monkeypatch: pytest.MonkeyPatch
+    rule: dict[str, Any], plain_scores: int, value_width: int, compiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not compiles:
+        monkeypatch.setattr(attention, "has_cpu_kernel", lambda *_: False)
     monkeypatch.setattr(attention, "CHUNK_SCORES", 300)  # several chunks even here
     torch.manual_seed(0)
     shapes = (HEADS, ROW, WIDTH), (GROUPS, ROW, WIDTH), (GROUPS, ROW, value_width), (HEADS,)

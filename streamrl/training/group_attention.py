@@ -1,0 +1,126 @@
+"""Attention over packed groups on a CPU, by a kernel of our own that is compiled on first use (`group_attention.c`).
+
+It computes what `plain_attention.py` does. There, each operation writes the scores of all sequences to memory and reads
+them again, and a prompt's keys and values are repeated for each answer; here they stay in the caches. Measured on two
+cores, forward and backward: a third of that time in bf16, a quarter in fp32, at 8 answers of up to 96 tokens; and half
+of the time of torch's flash attention for sequences of thousands.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensor
+
+from streamrl.machine import compiled_c
+from streamrl.training.packing import GroupLayout, numbers_of
+from streamrl.training.plain_attention import ScoreRule
+
+SOURCE = Path(__file__).with_suffix(".c")
+TYPES = torch.float32, torch.bfloat16
+
+
+class _Tensor(ctypes.Structure):
+    """`Tensor` of the C file: heads of rows."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("head", ctypes.c_long), ("row", ctypes.c_long))
+
+
+class _Shape(ctypes.Structure):
+    """`Shape` of the C file: sizes, layout and rule."""
+
+    _fields_ = (
+        *((name, ctypes.c_long) for name in ("heads", "kv_heads", "width", "value_width", "groups")),
+        ("numbers", ctypes.c_void_p),
+        ("window", ctypes.c_long),
+        ("scale", ctypes.c_float),
+        ("bf16", ctypes.c_int),
+    )
+
+
+def has_cpu_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None) -> bool:
+    """Return whether `GroupAttention` computes such tensors, and its kernel can be compiled on this machine."""
+    if sinks is not None or query.device.type != "cpu" or isinstance(query, FakeTensor):
+        return False
+    return query.dtype in TYPES and query.dtype == key.dtype == value.dtype and _library() is not None
+
+
+class GroupAttention(torch.autograd.Function):
+    """Attention softmax(scale Q K^T) V of every group, by the formulas of `PlainAttention`, all in fp32.
+
+    The log-sum-exps of the scores are kept for the backward pass, which computes the scores again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: tuple[GroupLayout, ...],
+        rule: ScoreRule,
+    ) -> torch.Tensor:
+        """Compute query [H, T, D]; key [H_kv, T, D]; value [H_kv, T, D_v] -> [H, T, D_v].
+
+        The layout covers all T rows; the rule has no soft cap.
+        """
+        query, key, value = map(_with_rows, (query, key, value))
+        heads, tokens = query.shape[:2]
+        out = value.new_empty(tokens, heads, value.shape[-1]).transpose(0, 1)
+        lse = torch.empty(heads, tokens, dtype=torch.float32)
+        _call("group_attention", (query, key, value, out), lse, layout, rule)
+        ctx.save_for_backward(query, key, value, lse)
+        ctx.about = layout, rule
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of query, key and value."""
+        query, key, value, lse = ctx.saved_tensors
+        found = [torch.empty_like(one) for one in (query, key, value)]
+        tensors = query, key, value, _with_rows(grads[0].to(query.dtype)), *found
+        _call("group_attention_backward", tensors, lse, *ctx.about)
+        return *found, None, None
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """Return the compiled kernels; None: they could not be compiled."""
+    library = compiled_c.load(SOURCE, "attention takes operations of torch")
+    if library is not None:
+        for function, tensors in ((library.group_attention, 4), (library.group_attention_backward, 7)):
+            pointers: list[Any] = [ctypes.POINTER(_Shape), *[ctypes.POINTER(_Tensor)] * tensors, ctypes.c_void_p]
+            function.argtypes = [*pointers, ctypes.c_long, ctypes.c_int]
+    return library
+
+
+def _with_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose rows' elements are next to each other: this one, or a copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _call(
+    name: str,
+    tensors: tuple[torch.Tensor, ...],
+    lse: torch.Tensor,
+    layout: tuple[GroupLayout, ...],
+    rule: ScoreRule,
+) -> None:
+    """Call a function of the C file with tensors of heads and rows, of which queries, keys and values come first.
+
+    Raises:
+        MemoryError: a group's keys and values in fp32 do not fit into memory.
+    """
+    query, key, value = tensors[:3]
+    numbers = numbers_of(layout)  # has to outlive the call
+    sizes = len(query), len(key), query.shape[-1], value.shape[-1], len(layout)
+    is_bf16 = query.dtype == torch.bfloat16
+    shape = _Shape(*sizes, numbers.data_ptr(), rule.window or 0, rule.scale, is_bf16)
+    arguments = (_Tensor(x.data_ptr(), x.stride(0), x.stride(1)) for x in tensors)
+    function = getattr(_library(), name)
+    if function(shape, *arguments, lse.data_ptr(), query.shape[1], torch.get_num_threads()):
+        raise MemoryError(f"no memory for the keys and values of a group of {layout[0].stop - layout[0].start} tokens")
