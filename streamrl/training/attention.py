@@ -2,9 +2,9 @@
 
 It is registered with transformers' attention interface, so any decoder model that uses it (Llama, Qwen, Mistral, ...)
 runs packed without a patch. The cost is sum_i C_i (P + C_i) per group instead of the (P + sum C_i)^2 of one masked row.
-A CPU takes the kernel of `group_attention.py` or, where that cannot be compiled or there is a soft cap or a sink, short
-rows `plain_attention.py`. All others take the kernels of `merged_attention.py`. What these cannot do (soft caps, values
-of another width than keys, fp32 on CUDA) goes by the formula, in chunks.
+A CPU takes the kernel of `group_attention.py`. Where that cannot be compiled, or has less work than threads, or there
+is a soft cap or a sink, short rows take `plain_attention.py`. All others take the kernels of `merged_attention.py`.
+What these cannot do (soft caps, values of another width than keys, fp32 on CUDA) goes by the formula, in chunks.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _of_layout(
     """Compute `shared_prefix_attention` of [H, T, D], twice [H_kv, T, ...]; returns [1, T, H, D_v]."""
     layout = layout_of(tuple(numbers.tolist()))
     rule = ScoreRule(scale, seen_window(sliding_window, layout), softcap)
-    if plain_scores > 0 and softcap is None and has_cpu_kernel(q, k, v, s_aux):
+    if plain_scores > 0 and softcap is None and has_cpu_kernel(q, k, v, s_aux, len(layout)):
         own: torch.Tensor = GroupAttention.apply(q, k, v, layout, rule)
         return own.transpose(0, 1)[None].contiguous()
     if q.device.type == "cpu" and len(q) * max(map(_scores, layout)) <= plain_scores:

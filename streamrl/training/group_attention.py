@@ -42,11 +42,18 @@ class _Shape(ctypes.Structure):
     )
 
 
-def has_cpu_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None) -> bool:
-    """Return whether `GroupAttention` computes such tensors, and its kernel can be compiled on this machine."""
+def has_cpu_kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, groups: int
+) -> bool:
+    """Return whether `GroupAttention` computes such tensors of so many groups, and keeps all of torch's threads busy.
+
+    A key-value head of a group is one thread's work. Without a compiler on this machine there is no kernel.
+    """
     if sinks is not None or query.device.type != "cpu" or isinstance(query, FakeTensor):
         return False
-    return query.dtype in TYPES and query.dtype == key.dtype == value.dtype and _library() is not None
+    if query.dtype not in TYPES or not query.dtype == key.dtype == value.dtype:
+        return False
+    return groups * len(key) >= torch.get_num_threads() and _library() is not None
 
 
 class GroupAttention(torch.autograd.Function):

@@ -64,7 +64,7 @@ def test_outputs_and_gradients_are_the_formulas(
     sizes: tuple[int, ...], window: int | None, dtype: torch.dtype, bound: float
 ) -> None:
     tensors, rule = inputs(sizes, dtype), ScoreRule(0.3, window)
-    assert has_cpu_kernel(*tensors, None), "no C compiler on this machine"
+    assert has_cpu_kernel(*tensors, None, len(LAYOUT)), "no C compiler on this machine"
     exact = [one.detach().double().requires_grad_() for one in tensors]
     found, expected = GroupAttention.apply(*tensors, LAYOUT, rule), formula(exact, rule)
     assert relative_error(found, expected) < bound
@@ -122,14 +122,22 @@ def test_what_is_not_finite_is_never_hidden_and_stays_in_its_group(number: int, 
     assert all(torch.isfinite(one[:, :195]).all() for one in grads)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_row_with_less_work_than_threads_is_left_to_other_ways(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert has_cpu_kernel(*inputs(SIZES["small"]), None, groups=1) == (
+        threads <= 2
+    )  # one thread for each key-value head
+
+
 def test_other_tensors_are_left_to_other_ways() -> None:
     query, key, value = inputs(SIZES["small"])
-    assert not has_cpu_kernel(query, key, value, torch.zeros(4))
-    assert not has_cpu_kernel(query.double(), key.double(), value.double(), None)
-    assert not has_cpu_kernel(query, key.bfloat16(), value, None)
-    assert not has_cpu_kernel(query.to("meta"), key, value, None)
+    assert not has_cpu_kernel(query, key, value, torch.zeros(4), 3)
+    assert not has_cpu_kernel(query.double(), key.double(), value.double(), None, 3)
+    assert not has_cpu_kernel(query, key.bfloat16(), value, None, 3)
+    assert not has_cpu_kernel(query.to("meta"), key, value, None, 3)
     with FakeTensorMode() as mode:
-        assert not has_cpu_kernel(mode.from_tensor(query), key, value, None)
+        assert not has_cpu_kernel(mode.from_tensor(query), key, value, None, 3)
 
 
 @pytest.mark.parametrize("has_compiler", [True, False])
