@@ -202,9 +202,17 @@ def _trl_amx_short() -> str:
     return f"{medians:.1f} times"
 
 
+@named(FIGURES, "trl-bf16-bound")
+def _trl_bf16_bound() -> str:
+    return _bound_of(read("peer_trl"))
+
+
 @named(FIGURES, "trl-amx-bound")
 def _trl_amx_bound() -> str:
-    found = read("peer_trl_amx")
+    return _bound_of(read("peer_trl_amx"))
+
+
+def _bound_of(found: dict[str, Any]) -> str:
     steps = [step for block in found["blocks"] for step in block["StreamRL"]]
     bound = median(_bound_s(step, found) for step in steps)
     return f"{bound:.1f} s at {found['peak_gflops']:.0f} GFLOP/s"
@@ -260,6 +268,11 @@ def _decoding_float32() -> str:
     return _decoding(read("cpu_speed_decode"))
 
 
+@named(FIGURES, "decoding-bf16")
+def _decoding_bf16() -> str:
+    return _decoding(read("cpu_speed_decode_bfloat16"))
+
+
 @named(FIGURES, "decoding-amx")
 def _decoding_amx() -> str:
     return _decoding(read("cpu_speed_decode_amx"))
@@ -280,7 +293,8 @@ def _shares_of(training: dict[str, Any]) -> float:
 
 
 def _shares_of_peak(found: dict[str, Any]) -> str:
-    return f"{' and '.join(f'{100 * share:.0f}' for share in found['training']['share_of_peak'])} %"
+    *others, last = (f"{100 * share:.0f}" for share in found["training"]["share_of_peak"])
+    return f"{', '.join(others)} and {last} %"
 
 
 @named(FIGURES, "agent-rows")
