@@ -10,13 +10,14 @@ import hashlib
 import logging
 import os
 import platform
-import secrets
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from streamrl.atomic_files import replacing
 from streamrl.errors import UserError
 from streamrl.machine.cpu import this_cpu
 from streamrl.machine.model_files import cache_directory
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 COMPILE_S = 60
+LAST_WORDS = 500
+"""Characters of what a compiler says that are logged."""
 
 
 def load(source: Path, instead: str) -> ctypes.CDLL | None:
@@ -36,26 +39,58 @@ def load(source: Path, instead: str) -> ctypes.CDLL | None:
         source: the C file.
         instead: what is done without it, for the log.
     """
-    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
-    if compiler is None:
-        return None
-    cpu = this_cpu()
-    facts = [source.read_text(), *FLAGS, compiler, platform.machine(), cpu.name, *sorted(cpu.flags)]
-    digest = hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
-    name = f"{source.stem.replace('_', '-')}-{digest}.so"
     try:
-        with _own_folder(cache_directory() / "compiled", name) as folder:
-            library = folder / name
-            if not is_own(library):
-                part = library.with_suffix(f".{secrets.token_hex(8)}")
-                command = [compiler, *FLAGS, str(source), "-o", str(part), "-lm"]
-                subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
-                part.chmod(0o700)
-                part.replace(library)
-            return ctypes.CDLL(str(library))
-    except (OSError, subprocess.SubprocessError, UserError) as error:
-        log.warning("%s, because %s could not be compiled: %s", instead, source.name, error)
-        return None
+        compiler = _compiler()
+        cpu = this_cpu()
+        facts = [source.read_text(), *FLAGS, *compiler, platform.machine(), cpu.name, *sorted(cpu.flags)]
+        digest = hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
+        command = [*compiler, *FLAGS, str(source), "-lm"]
+        return _loaded(f"{source.stem.replace('_', '-')}-{digest}.so", command)
+    except subprocess.CalledProcessError as error:
+        reason = f"{error} {error.stderr.decode(errors='replace')[-LAST_WORDS:]}"
+    except (OSError, ValueError, subprocess.SubprocessError, UserError) as error:
+        reason = str(error)
+    log.warning("%s, because %s could not be compiled: %s", instead, source.name, reason)
+    return None
+
+
+def _compiler() -> list[str]:
+    """Return the words that start a command of the compiler: those of CC, or cc, or gcc.
+
+    Raises:
+        OSError: there is none.
+        ValueError: CC has a quotation without an end.
+    """
+    named = shlex.split(os.environ.get("CC", ""))
+    for first, *others in [named] if named else [["cc"], ["gcc"]]:
+        if found := shutil.which(first):
+            return [found, *others]
+    raise OSError(f"there is no {named[0] if named else 'C compiler'}")
+
+
+def _loaded(name: str, command: list[str]) -> ctypes.CDLL:
+    """Return the library of this name in the cache; without it, or if it cannot be loaded, compile it.
+
+    Raises:
+        OSError: no file could be written, or the library cannot be loaded.
+        subprocess.SubprocessError: the compiler failed, or took too long.
+    """
+    with _own_folder(cache_directory() / "compiled", name) as folder:
+        library = folder / name
+        for is_damaged in (False, True):
+            with suppress(OSError):
+                if is_damaged or not is_own(library):
+                    _compile(command, library)
+                return ctypes.CDLL(str(library))
+    with ScratchFolder() as private:  # nothing may be written to, or executed from, the cache
+        _compile(command, private / name)
+        return ctypes.CDLL(str(private / name))
+
+
+def _compile(command: list[str], library: Path) -> None:
+    with replacing(library, lasting=True) as part:
+        subprocess.run([*command, "-o", str(part)], check=True, capture_output=True, timeout=COMPILE_S)
+        part.chmod(0o700)
 
 
 @contextmanager

@@ -100,8 +100,10 @@ class PlainLines:
                 status, seen, begun_at(doing, status.started_at) if stages else status.started_at
             )
         found += self._start_lines(status, rows, now, doing)
+        # a row that was written since this status is shown with the next one, after what the start has to say
+        is_starting = status is not None and status.state == "starting"
         for index, row in enumerate(rows):
-            if (row.step, row.time) in self._shown:
+            if is_starting or (row.step, row.time) in self._shown:
                 continue
             self._shown.add((row.step, row.time))
             steps = row.step if status is None else max(status.steps, row.step)

@@ -73,6 +73,7 @@ static void store(const float *from, const Tensor *x, int bf16, long head, long 
 /* exp(x) for x <= 0, as 2^n 2^f with |f| <= 1/2: the polynomial is Cephes' expf */
 static inline float exponential(float x) {
     float bounded = x < -87.0f ? -87.0f : x;
+    bounded = bounded != bounded ? 0.0f : bounded; /* no integer is NaN; what is returned is */
     float n = __builtin_rintf(bounded * 1.44269504088896341f);
     float r = bounded - n * 0.693359375f + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
@@ -82,8 +83,8 @@ static inline float exponential(float x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    union { int32_t bits; float value; } power = {((int32_t)n + 127) << 23};
-    return x < -87.0f ? 0.0f : p * power.value;
+    union { int32_t bits; float value; } power = {(int32_t)((uint32_t)((int32_t)n + 127) << 23)};
+    return x < -87.0f ? 0.0f : x != x ? x : p * power.value;
 }
 
 /* -- C [m, n] = A B or C + A B: n is a multiple of WIDE; element (i, k) of A is at i * ra + k * ca */
@@ -278,6 +279,14 @@ static float dot(const float *x, const float *y, long from, long to) {
     return sum;
 }
 
+/* Turn exponentials into weights P, and dP into dS = P (dP - mean) */
+static void slope(float *weights, float *slopes, long from, long to, float share, float mean) {
+    for (long i = from; i < to; i++) {
+        weights[i] *= share;
+        slopes[i] = weights[i] * (slopes[i] - mean);
+    }
+}
+
 /* Turn a query's scores into exp(score - shift), 0 for keys that it does not see; return their sum */
 static float weigh(const Shape *s, const Group *g, const Piece *p, float *x, long row, const float *known,
                    float *shift) {
@@ -293,7 +302,7 @@ static float weigh(const Shape *s, const Group *g, const Piece *p, float *x, lon
 }
 
 static void forward_piece(const Shape *s, const Group *g, Space *w, const Piece *p, const Tensor *query,
-                          const Tensor *out, float *lse, long tokens, long head) {
+                          const Tensor *out, float *shifts, long tokens, long head) {
     long row = g->start + p->own + p->first;
     for (long i = 0; i < p->rows; i++)
         load(w->query + i * w->width, query, s->bf16, head, row + i, s->width, s->scale);
@@ -302,16 +311,18 @@ static void forward_piece(const Shape *s, const Group *g, Space *w, const Piece 
     for (long i = 0; i < p->rows; i++) {
         float shift;
         sums[i] = weigh(s, g, p, w->scores + i * w->scores_width, i, 0, &shift);
-        lse[head * tokens + row + i] = shift + logf(sums[i]);
+        shifts[head * tokens + row + i] = shift;
     }
     over_keys(w, p, w->scores, w->values, w->value_width, w->out, w->value_width);
     for (long i = 0; i < p->rows; i++)
         store(w->out + i * w->value_width, out, s->bf16, head, row + i, s->value_width, 1.0f / sums[i]);
 }
 
-/* With P the weights and dP = dO V': dV = P' dO, dS = P (dP - rowsum(P dP)), dQ = scale dS K, dK = dS' (scale Q) */
+/* Sums of the weights are computed again: a log-sum-exp in their place is rounded, so that the weights of large scores
+   would not add up to 1, and what all keys have in common would reach dQ.
+   With P the weights and dP = dO V': dV = P' dO, dS = P (dP - rowsum(P dP)), dQ = scale dS K, dK = dS' (scale Q) */
 static void backward_piece(const Shape *s, const Group *g, Space *w, const Piece *p, const Tensor *query,
-                           const Tensor *grad, const float *lse, const Tensor *of_query, long tokens, long head) {
+                           const Tensor *grad, const float *shifts, const Tensor *of_query, long tokens, long head) {
     long row = g->start + p->own + p->first, own = p->own_column;
     for (long i = 0; i < p->rows; i++) {
         load(w->query + i * w->width, query, s->bf16, head, row + i, s->width, s->scale);
@@ -321,10 +332,10 @@ static void backward_piece(const Shape *s, const Group *g, Space *w, const Piece
     with_keys(w, p, w->grad, s->value_width, w->value_width, w->values_t, w->slopes);
     for (long i = 0; i < p->rows; i++) {
         float *weights = w->scores + i * w->scores_width, *slopes = w->slopes + i * w->scores_width, shift;
-        weigh(s, g, p, weights, i, lse + head * tokens + row + i, &shift);
-        float mean = dot(weights, slopes, 0, p->shared) + dot(weights, slopes, own, own + p->keys);
-        for (long k = 0; k < p->shared; k++) slopes[k] = weights[k] * (slopes[k] - mean);
-        for (long k = own; k < own + p->keys; k++) slopes[k] = weights[k] * (slopes[k] - mean);
+        float share = 1.0f / weigh(s, g, p, weights, i, shifts + head * tokens + row + i, &shift);
+        float mean = share * (dot(weights, slopes, 0, p->shared) + dot(weights, slopes, own, own + p->keys));
+        slope(weights, slopes, 0, p->shared, share, mean);
+        slope(weights, slopes, own, own + p->keys, share, mean);
     }
     to_keys(w, p, w->scores, w->grad, w->value_width, w->of_values);
     to_keys(w, p, w->slopes, w->query, w->width, w->of_keys);
@@ -333,9 +344,9 @@ static void backward_piece(const Shape *s, const Group *g, Space *w, const Piece
         store(w->out + i * w->width, of_query, s->bf16, head, row + i, s->width, s->scale);
 }
 
-/* query [H, T, D], key [H_kv, T, D], value [H_kv, T, D_v] -> out [H, T, D_v], lse [H, T]; returns 0, or 1: no memory */
+/* query [H, T, D], key [H_kv, T, D], value [H_kv, T, D_v] -> out [H, T, D_v], largest scores [H, T]; returns 0, or 1: no memory */
 int group_attention(const Shape *s, const Tensor *query, const Tensor *key, const Tensor *value, const Tensor *out,
-                    float *lse, long tokens, int threads) {
+                    float *shifts, long tokens, int threads) {
     int failed = 0;
     long per_key = s->heads / s->kv_heads;
 #pragma omp parallel for schedule(dynamic) num_threads(threads) reduction(| : failed)
@@ -352,7 +363,7 @@ int group_attention(const Shape *s, const Tensor *query, const Tensor *key, cons
             for (long first = 0; first < length; first += QUERIES) {
                 Piece p = piece_of(s, &g, own, sequence >= 0, first, length);
                 for (long head = kv * per_key; head < (kv + 1) * per_key; head++)
-                    forward_piece(s, &g, &w, &p, query, out, lse, tokens, head);
+                    forward_piece(s, &g, &w, &p, query, out, shifts, tokens, head);
             }
             own += length;
         }
@@ -361,10 +372,10 @@ int group_attention(const Shape *s, const Tensor *query, const Tensor *key, cons
     return failed;
 }
 
-/* The gradients of query, key and value, from that of out [H, T, D_v] and from lse; returns as above */
+/* The gradients of query, key and value, from that of out [H, T, D_v] and from the largest scores; returns as above */
 int group_attention_backward(const Shape *s, const Tensor *query, const Tensor *key, const Tensor *value,
                              const Tensor *grad, const Tensor *of_query, const Tensor *of_key, const Tensor *of_value,
-                             const float *lse, long tokens, int threads) {
+                             const float *shifts, long tokens, int threads) {
     int failed = 0;
     long per_key = s->heads / s->kv_heads;
 #pragma omp parallel for schedule(dynamic) num_threads(threads) reduction(| : failed)
@@ -381,7 +392,7 @@ int group_attention_backward(const Shape *s, const Tensor *query, const Tensor *
             for (long first = 0; first < length; first += QUERIES) {
                 Piece p = piece_of(s, &g, own, sequence >= 0, first, length);
                 for (long head = kv * per_key; head < (kv + 1) * per_key; head++)
-                    backward_piece(s, &g, &w, &p, query, grad, lse, of_query, tokens, head);
+                    backward_piece(s, &g, &w, &p, query, grad, shifts, of_query, tokens, head);
             }
             own += length;
         }

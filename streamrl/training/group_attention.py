@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensor
+from torch.autograd.function import once_differentiable
 
 from streamrl.machine import compiled_c
 from streamrl.training.packing import GroupLayout, numbers_of
@@ -49,9 +49,10 @@ def has_cpu_kernel(
 
     A key-value head of a group is one thread's work. Without a compiler on this machine there is no kernel.
     """
-    if sinks is not None or query.device.type != "cpu" or isinstance(query, FakeTensor):
-        return False
-    if query.dtype not in TYPES or not query.dtype == key.dtype == value.dtype:
+    tensors = query, key, value
+    if sinks is not None or any(type(x) not in (torch.Tensor, torch.nn.Parameter) for x in tensors):
+        return False  # others have no memory of their own: `FakeTensor`, `DTensor`
+    if query.dtype not in TYPES or any(x.dtype != query.dtype or x.device.type != "cpu" for x in tensors):
         return False
     return groups * len(key) >= torch.get_num_threads() and _library() is not None
 
@@ -59,7 +60,7 @@ def has_cpu_kernel(
 class GroupAttention(torch.autograd.Function):
     """Attention softmax(scale Q K^T) V of every group, by the formulas of `PlainAttention`, all in fp32.
 
-    The log-sum-exps of the scores are kept for the backward pass, which computes the scores again.
+    Each query's largest score is kept for the backward pass, which computes the scores again.
     """
 
     @staticmethod
@@ -73,24 +74,29 @@ class GroupAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         """Compute query [H, T, D]; key [H_kv, T, D]; value [H_kv, T, D_v] -> [H, T, D_v].
 
-        The layout covers all T rows; the rule has no soft cap.
+        The layout covers all T rows, of which others are left undefined; the rule has no soft cap.
+
+        Raises:
+            ValueError: the tensors' sizes do not fit together, or the layout has more rows.
         """
+        _check(query, key, value, layout)
         query, key, value = map(_with_rows, (query, key, value))
         heads, tokens = query.shape[:2]
         out = value.new_empty(tokens, heads, value.shape[-1]).transpose(0, 1)
-        lse = torch.empty(heads, tokens, dtype=torch.float32)
-        _call("group_attention", (query, key, value, out), lse, layout, rule)
-        ctx.save_for_backward(query, key, value, lse)
+        largest = torch.empty(heads, tokens, dtype=torch.float32)
+        _call("group_attention", (query, key, value, out), largest, layout, rule)
+        ctx.save_for_backward(query, key, value, largest)
         ctx.about = layout, rule
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of query, key and value."""
-        query, key, value, lse = ctx.saved_tensors
+        query, key, value, largest = ctx.saved_tensors
         found = [torch.empty_like(one) for one in (query, key, value)]
         tensors = query, key, value, _with_rows(grads[0].to(query.dtype)), *found
-        _call("group_attention_backward", tensors, lse, *ctx.about)
+        _call("group_attention_backward", tensors, largest, *ctx.about)
         return *found, None, None
 
 
@@ -105,6 +111,15 @@ def _library() -> ctypes.CDLL | None:
     return library
 
 
+def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: tuple[GroupLayout, ...]) -> None:
+    """Raise ValueError unless the sizes fit together: the kernel reads and writes memory by them."""
+    (heads, tokens, width), (kv_heads, *of_keys) = query.shape, key.shape
+    fits = value.shape[:2] == key.shape[:2] and of_keys == [tokens, width] and heads % kv_heads == 0
+    if not fits or max(group.stop for group in layout) > tokens:
+        sizes = ", ".join(str(list(x.shape)) for x in (query, key, value))
+        raise ValueError(f"queries, keys and values of sizes {sizes} do not fit together, or their layout {layout}")
+
+
 def _with_rows(x: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose rows' elements are next to each other: this one, or a copy."""
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -113,7 +128,7 @@ def _with_rows(x: torch.Tensor) -> torch.Tensor:
 def _call(
     name: str,
     tensors: tuple[torch.Tensor, ...],
-    lse: torch.Tensor,
+    largest: torch.Tensor,
     layout: tuple[GroupLayout, ...],
     rule: ScoreRule,
 ) -> None:
@@ -126,8 +141,9 @@ def _call(
     numbers = numbers_of(layout)  # has to outlive the call
     sizes = len(query), len(key), query.shape[-1], value.shape[-1], len(layout)
     is_bf16 = query.dtype == torch.bfloat16
-    shape = _Shape(*sizes, numbers.data_ptr(), rule.window or 0, rule.scale, is_bf16)
+    shape = _Shape(*sizes, numbers.data_ptr(), 0 if rule.window is None else rule.window, rule.scale, is_bf16)
     arguments = (_Tensor(x.data_ptr(), x.stride(0), x.stride(1)) for x in tensors)
     function = getattr(_library(), name)
-    if function(shape, *arguments, lse.data_ptr(), query.shape[1], torch.get_num_threads()):
-        raise MemoryError(f"no memory for the keys and values of a group of {layout[0].stop - layout[0].start} tokens")
+    if function(shape, *arguments, largest.data_ptr(), query.shape[1], torch.get_num_threads()):
+        longest = max(group.stop - group.start for group in layout)
+        raise MemoryError(f"no memory for keys and values in fp32 of groups of up to {longest} tokens")

@@ -119,7 +119,9 @@ def token_logprobs(
         logprobs, entropy = FusedTokenLogprobs.apply(hidden, weight, bias, targets, changes, tokens)
         rows = SOME_TOKENS if measured is None else measured
         return HeadOutput(logprobs, entropy[rows], torch.zeros_like(targets, dtype=torch.bool))
-    return HeadOutput(*TokenLogprobs.apply(hidden, weight, bias, targets, distribution, every_entropy, measured))
+    has_backward = torch.is_grad_enabled()  # never so in the function below
+    rest = distribution, every_entropy, measured, has_backward
+    return HeadOutput(*TokenLogprobs.apply(hidden, weight, bias, targets, *rest))
 
 
 class TokenLogprobs(torch.autograd.Function):
@@ -135,6 +137,7 @@ class TokenLogprobs(torch.autograd.Function):
         distribution: TokenDistribution,
         every_entropy: bool,
         measured: torch.Tensor | None,
+        has_backward: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute (logprobs [N], entropy [ceil(N / 8)] or [N], outside [N]); see `token_logprobs`."""
         hidden = hidden.to(weight.dtype)
@@ -143,10 +146,10 @@ class TokenLogprobs(torch.autograd.Function):
         totals = torch.empty_like(logprobs)
         outside = torch.zeros(count, dtype=torch.bool, device=hidden.device)
         entropies: list[torch.Tensor] = []
-        keeps = any(ctx.needs_input_grad[:3]) and _may_keep(count, weight, distribution)
+        keeps = has_backward and any(ctx.needs_input_grad[:3]) and _may_keep(count, weight, distribution)
         products: torch.Tensor | None = None
         for slab in _parts(0, count, count if keeps else _slab_tokens(weight)):
-            products = torch.nn.functional.linear(_filled(hidden[slab]), weight, bias)
+            products = _product(_filled(hidden[slab]), weight, bias)
             for part, here in _cached(slab, products):
                 _transform_(here, distribution)
                 if distribution.truncation:
@@ -163,7 +166,7 @@ class TokenLogprobs(torch.autograd.Function):
         entropy = torch.cat(entropies) if entropies else logprobs.new_zeros(0)
         of_all = entropy if every_entropy else None
         ctx.save_for_backward(hidden, weight, bias, targets, logprobs, totals, of_all, products if keeps else None)
-        ctx.distribution = distribution
+        ctx.distribution, ctx.is_used = distribution, False
         ctx.mark_non_differentiable(*([outside] if every_entropy else [entropy, outside]))
         return logprobs, entropy, outside
 
@@ -171,6 +174,9 @@ class TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients by d logp_n / d z_nv = 1[v = target_n] - softmax(z_n)_v, and that of the entropy."""
         hidden, weight, bias, targets, logprobs, totals, entropy, kept = ctx.saved_tensors
+        if ctx.is_used and kept is not None:
+            raise RuntimeError("a second backward pass through the head, whose logits the first one has replaced")
+        ctx.is_used = True
         distribution: TokenDistribution = ctx.distribution
         inner = distribution.transform.scale / distribution.temperature
         slopes = _Slopes(targets, logprobs, totals, grads[0] * inner, entropy, grads[1] * inner)
@@ -181,7 +187,7 @@ class TokenLogprobs(torch.autograd.Function):
         slabs = [*_parts(0, len(targets), _slab_tokens(weight) if kept is None else len(targets))]
         for slab in slabs:
             inputs = _filled(hidden[slab])
-            products = torch.nn.functional.linear(inputs, weight, bias) if kept is None else kept
+            products = _product(inputs, weight, bias) if kept is None else kept
             for part, here in _cached(slab, products):
                 slope = None
                 if kept is None or kept.dtype != torch.float32:  # else these are the exponentials
@@ -215,7 +221,7 @@ class TokenLogprobs(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            *(None, None, None, None),
+            *(None, None, None, None, None),
         )
 
 
@@ -288,6 +294,11 @@ def _cached(slab: slice, products: torch.Tensor) -> Iterator[tuple[slice, torch.
     for part in _parts(slab.start, slab.stop, most):
         here = products[part.start - slab.start : part.stop - slab.start]
         yield part, here.float() if space is None else space[: len(here)].copy_(here)
+
+
+def _product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return the output projection of hidden [n, d] in the weight's type, [n, V], also under autocast."""
+    return torch.nn.functional.linear(hidden, weight, bias).to(weight.dtype)
 
 
 def _filled(rows: torch.Tensor) -> torch.Tensor:

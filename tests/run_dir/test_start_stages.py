@@ -215,6 +215,18 @@ def test_a_step_ends_the_start_even_if_no_sample_was_seen() -> None:
     assert lines.lines(status(progress=none, roles={}), [make_row(1)], START + 65, stages=stages) == []
 
 
+def test_a_step_that_was_written_since_the_status_is_shown_after_what_ends_the_start() -> None:
+    none = {"samples_finished": 0, "samples_total": 64}
+    lines, stages = PlainLines([]), {"a": stage("importing vLLM")}
+    lines.lines(None, [], START, stages=stages)
+    late = lines.lines(status(state="starting", progress=none, roles={}), [make_row(1)], START + 50, stages=stages)
+    assert not [line for line in late if line.startswith("step 1/")]
+    found = lines.lines(status(roles={}), [make_row(1)], START + 51, stages=stages)
+    assert found.index("[51s] the first sample is finished") < found.index(
+        next(line for line in found if line.startswith("step 1/"))
+    )
+
+
 def test_before_the_controller_reports_a_terminal_shows_every_stage(tmp_path: Path) -> None:
     say(tmp_path, "here-tail-0", "importing vLLM")
     screen = Screen(terminal=True)

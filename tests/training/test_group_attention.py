@@ -108,6 +108,39 @@ def test_scores_of_any_size_have_finite_weights(scale: float) -> None:
     assert all(torch.isfinite(one).all() for one in ours)
 
 
+@pytest.mark.parametrize("offset", [100.0, 1000.0])
+def test_what_all_keys_have_in_common_adds_no_error(offset: float) -> None:
+    """As a bias of the keys does. Weights that do not add up to 1 would let it reach the queries' gradients."""
+    tensors, rule = inputs(SIZES["small"]), ScoreRule(0.3)
+    with torch.no_grad():
+        tensors[0][..., 0], tensors[1][..., 0] = 1.0, offset / 0.3
+    exact = [one.detach().double().requires_grad_() for one in tensors]
+    found, expected = GroupAttention.apply(*tensors, LAYOUT, rule), formula(exact, rule)
+    upstream = torch.randn(expected.shape)
+    ours, theirs = (
+        torch.autograd.grad(found, tensors, upstream),
+        torch.autograd.grad(expected, exact, upstream.double()),
+    )
+    for one, other in zip(ours, theirs, strict=True):
+        assert relative_error(one, other) < 4e-7 * offset
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(4, 10, 8), (2, 10, 8), (2, 10, 8)],
+        [(4, 423, 8), (2, 422, 8), (2, 423, 8)],
+        [(4, 423, 8), (2, 423, 7), (2, 423, 8)],
+        [(4, 423, 8), (2, 423, 8), (1, 423, 8)],
+        [(3, 423, 8), (2, 423, 8), (2, 423, 8)],
+    ],
+    ids=["fewer rows than the layout", "fewer keys", "narrower keys", "fewer values", "odd query heads"],
+)
+def test_sizes_that_do_not_fit_together_are_refused(shapes: list[tuple[int, ...]]) -> None:
+    with pytest.raises(ValueError, match="do not fit together, or their layout"):
+        GroupAttention.apply(*map(torch.zeros, shapes), LAYOUT, ScoreRule(1.0))
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("number", [0, 1, 2], ids=["query", "key", "value"])
 def test_what_is_not_finite_is_never_hidden_and_stays_in_its_group(number: int, value: float) -> None:
@@ -138,6 +171,7 @@ def test_other_tensors_are_left_to_other_ways() -> None:
     assert not has_cpu_kernel(query.to("meta"), key, value, None, 3)
     with FakeTensorMode() as mode:
         assert not has_cpu_kernel(mode.from_tensor(query), key, value, None, 3)
+        assert not has_cpu_kernel(query, key, mode.from_tensor(value), None, 3)
 
 
 @pytest.mark.parametrize("has_compiler", [True, False])

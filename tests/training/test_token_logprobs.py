@@ -172,6 +172,39 @@ def test_logits_of_more_tokens_than_a_slab_never_exist_at_once(dtype: torch.dtyp
         assert largest.elements == head.CACHED_TOKENS * VOCABULARY
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_stay_only_for_a_backward_pass_and_only_for_one(dtype: torch.dtype) -> None:
+    values, targets, _ = inputs()
+    values = [value.detach().to(dtype).requires_grad_() for value in values]
+    with torch.no_grad(), Largest() as largest:
+        token_logprobs(*values, targets, PLAIN)
+    assert largest.elements <= max(head._slab_tokens(values[1]), TOKENS) * VOCABULARY
+
+    kept: list[torch.Tensor] = []
+
+    def noted(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(noted, lambda tensor: tensor):
+        with torch.no_grad():
+            token_logprobs(*values, targets, PLAIN)
+        assert kept == []
+        loss = token_logprobs(*values, targets, PLAIN).logprobs.sum()
+    assert max(tensor.numel() for tensor in kept) >= TOKENS * VOCABULARY
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward pass through the head"):
+        loss.backward()
+
+
+def test_autocast_changes_no_type_of_what_stays() -> None:
+    values, targets, _ = inputs()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = token_logprobs(*values, targets, PLAIN).logprobs.sum()
+    loss.backward()
+    assert all(value.grad.dtype == torch.float32 for value in values)
+
+
 def test_without_a_truncation_nothing_is_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "truncate_", None)
     values, targets, _ = inputs()

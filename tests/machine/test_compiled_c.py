@@ -1,0 +1,117 @@
+"""C sources that are compiled on first use: what is in the cache, which compiler, and why there is none."""
+
+from __future__ import annotations
+
+import _ctypes
+import ctypes
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from streamrl.machine import compiled_c
+from streamrl.machine.compiled_c import load
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A source of its own, and an empty cache."""
+    monkeypatch.setattr(compiled_c, "cache_directory", lambda: tmp_path / "cache")
+    file = tmp_path / "half_of.c"
+    file.write_text("int half(int x) { return x / 2; }")
+    return file
+
+
+def compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:
+    """A program in place of the compiler."""
+    program = folder / "own-cc"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o700)
+    monkeypatch.setenv("CC", str(program))
+    return program
+
+
+def in_cache(source: Path) -> list[Path]:
+    return sorted((source.parent / "cache" / "compiled").iterdir())
+
+
+def test_a_library_is_compiled_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = load(source, "slow")
+    assert library is not None and library.half(6) == 3
+    (file,) = in_cache(source)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o700
+    monkeypatch.setattr(compiled_c.subprocess, "run", None)
+    again = load(source, "slow")
+    assert again is not None and again.half(8) == 4
+
+
+@pytest.mark.parametrize("content", [b"", b"no library"])
+def test_one_that_cannot_be_loaded_is_compiled_again(content: bytes, source: Path) -> None:
+    first = load(source, "slow")
+    assert first is not None
+    _ctypes.dlclose(first._handle)  # else it is found by its name
+    (file,) = in_cache(source)
+    file.write_bytes(content)
+    file.chmod(0o700)
+    library = load(source, "slow")
+    assert library is not None and library.half(6) == 3
+    assert in_cache(source) == [file] and file.read_bytes()[:4] == b"\x7fELF"
+
+
+def test_a_cache_from_which_nothing_may_be_executed_is_replaced_by_a_temporary_folder(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, tried = ctypes.CDLL, []
+
+    def refused(path: str) -> ctypes.CDLL:
+        tried.append(path)
+        if Path(path).is_relative_to(source.parent / "cache"):
+            raise OSError("failed to map segment from shared object")
+        return plain(path)
+
+    monkeypatch.setattr(compiled_c.ctypes, "CDLL", refused)
+    library = load(source, "slow")
+    assert library is not None and library.half(6) == 3
+    assert not Path(tried[-1]).exists()
+
+
+def test_the_words_of_cc_are_the_compilers_command(
+    source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = compiler(tmp_path, monkeypatch, f'echo "$1" > {tmp_path}/first; shift; exec cc "$@"')
+    monkeypatch.setenv("CC", f"{program} '-a word'")
+    library = load(source, "slow")
+    assert library is not None and library.half(6) == 3
+    assert (tmp_path / "first").read_text() == "-a word\n"
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"), [("no-such-compiler -m64", "there is no no-such-compiler"), ("'cc", "No closing quotation")]
+)
+def test_a_compiler_that_is_not_there_is_told(
+    value: str, reason: str, source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", value)
+    assert load(source, "all is slow") is None
+    assert f"all is slow, because half_of.c could not be compiled: {reason}" in caplog.text
+
+
+def test_what_a_compiler_says_is_told_and_it_leaves_nothing(
+    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    compiler(tmp_path, monkeypatch, 'for last; do :; done; echo half > "$last"; echo "no such flag" >&2; exit 3')
+    assert load(source, "slow") is None
+    assert "exit status 3. no such flag" in caplog.text
+    assert in_cache(source) == []
+
+
+def test_a_compiler_that_takes_too_long_is_ended(
+    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(compiled_c, "COMPILE_S", 0.2)
+    compiler(tmp_path, monkeypatch, f"echo $$ > {tmp_path}/pid; exec sleep 1000")
+    assert load(source, "slow") is None
+    assert "timed out" in caplog.text and in_cache(source) == []
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
