@@ -156,10 +156,11 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 def gpu_ways() -> Iterator[None]:
     """Let tensors without a device take the ways of a GPU: its kernels, and its sizes of parts."""
     slabs = patch.dict(token_logprobs.SLAB_BYTES, cpu=token_logprobs.SLAB_BYTES["cuda"])
-    whole = patch.object(token_logprobs, "_cached", lambda slab, device: iter([slab]))
+    whole = patch.object(token_logprobs, "_cached", lambda slab, products: iter([(slab, products.float())]))
+    made_again = patch.object(token_logprobs, "_may_keep", lambda count, weight, distribution: False)
     kernels = patch.object(merged_attention, "on_gpu", lambda x: True)
     filled = patch.object(token_logprobs, "_filled", lambda rows: rows)
-    with slabs, whole, filled, kernels, patch.object(attention, "PLAIN_SCORES", -1):
+    with slabs, whole, made_again, filled, kernels, patch.object(attention, "PLAIN_SCORES", -1):
         yield
 
 
