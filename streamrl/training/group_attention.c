@@ -155,6 +155,11 @@ static float *cut(char **at, long floats) {
     return here;
 }
 
+static void transpose(const Space *p, const float *rows, long ld, long width, float *to) {
+    for (long i = 0; i < p->tokens; i++)
+        for (long d = 0; d < width; d++) to[d * p->columns + i] = rows[i * ld + d];
+}
+
 static int make_space(Space *p, const Shape *s, const Group *g, const Tensor *key, const Tensor *value, long kv,
                       int backward) {
     long longest = g->prompt;
@@ -168,30 +173,21 @@ static int make_space(Space *p, const Shape *s, const Group *g, const Tensor *ke
     char *at;
     if (posix_memalign((void **)&at, 64, floats * sizeof(float) + 16 * 64)) return 1;
     p->memory = at;
+    memset(at, 0, floats * sizeof(float) + 16 * 64); /* what rounds widths up stays 0, and gradients begin with it */
     p->keys = cut(&at, p->tokens * p->width), p->values = cut(&at, p->tokens * p->value_width);
     p->keys_t = cut(&at, p->columns * s->width);
     p->query = cut(&at, QUERIES * p->width), p->grad = cut(&at, QUERIES * p->value_width);
     p->out = cut(&at, QUERIES * most(p->width, p->value_width));
     p->scores = cut(&at, QUERIES * p->scores_width), p->slopes = cut(&at, QUERIES * p->scores_width);
-    memset(p->keys, 0, sizeof(float) * p->tokens * p->width);
-    memset(p->values, 0, sizeof(float) * p->tokens * p->value_width);
-    memset(p->keys_t, 0, sizeof(float) * p->columns * s->width);
-    memset(p->query, 0, sizeof(float) * QUERIES * p->width);
-    memset(p->grad, 0, sizeof(float) * QUERIES * p->value_width);
     for (long i = 0; i < p->tokens; i++) {
         load(p->keys + i * p->width, key, s->bf16, kv, g->start + i, s->width, 1.0f);
         load(p->values + i * p->value_width, value, s->bf16, kv, g->start + i, s->value_width, 1.0f);
-        for (long d = 0; d < s->width; d++) p->keys_t[d * p->columns + i] = p->keys[i * p->width + d];
     }
+    transpose(p, p->keys, p->width, s->width, p->keys_t);
     if (!backward) return 0;
     p->values_t = cut(&at, p->columns * s->value_width);
     p->of_keys = cut(&at, p->tokens * p->width), p->of_values = cut(&at, p->tokens * p->value_width);
-    memset(p->values_t, 0, sizeof(float) * p->columns * s->value_width);
-    memset(p->of_keys, 0, sizeof(float) * p->tokens * p->width);
-    memset(p->of_values, 0, sizeof(float) * p->tokens * p->value_width);
-    for (long i = 0; i < p->tokens; i++)
-        for (long d = 0; d < s->value_width; d++)
-            p->values_t[d * p->columns + i] = p->values[i * p->value_width + d];
+    transpose(p, p->values, p->value_width, s->value_width, p->values_t);
     return 0;
 }
 
@@ -287,52 +283,50 @@ static void slope(float *weights, float *slopes, long from, long to, float share
     }
 }
 
-/* Turn a query's scores into exp(score - shift), 0 for keys that it does not see; return their sum */
-static float weigh(const Shape *s, const Group *g, const Piece *p, float *x, long row, const float *known,
-                   float *shift) {
+/* Turn a query's scores into exp(score - largest score), 0 for keys that it does not see; return their sum */
+static float weigh(const Shape *s, const Group *g, const Piece *p, float *x, long row) {
     long a, c, d, own = p->own_column;
     seen(s, g, p, row, &a, &c, &d);
-    if (known) *shift = *known;
-    else *shift = highest(x, own + c, own + d, highest(x, a, p->shared, -INFINITY));
-    float sum = exponentials(x, a, p->shared, *shift) + exponentials(x, own + c, own + d, *shift);
+    float shift = highest(x, own + c, own + d, highest(x, a, p->shared, -INFINITY));
+    float sum = exponentials(x, a, p->shared, shift) + exponentials(x, own + c, own + d, shift);
     clear(x, 0, a);
     clear(x, own, own + c);
     clear(x, own + d, own + p->keys);
     return sum;
 }
 
-static void forward_piece(const Shape *s, const Group *g, Space *w, const Piece *p, const Tensor *query,
-                          const Tensor *out, float *shifts, long tokens, long head) {
+/* What is computed: out from query, key and value, or, if `of_query` is not NULL, their gradients from that of out */
+typedef struct {
+    const Tensor *query, *key, *value, *out; /* [H, T, D], [H_kv, T, D], [H_kv, T, D_v], [H, T, D_v] */
+    const Tensor *grad, *of_query, *of_key, *of_value;
+} Work;
+
+static void forward_piece(const Shape *s, const Group *g, Space *w, const Piece *p, const Work *work, long head) {
     long row = g->start + p->own + p->first;
     for (long i = 0; i < p->rows; i++)
-        load(w->query + i * w->width, query, s->bf16, head, row + i, s->width, s->scale);
+        load(w->query + i * w->width, work->query, s->bf16, head, row + i, s->width, s->scale);
     with_keys(w, p, w->query, s->width, w->width, w->keys_t, w->scores);
     float sums[QUERIES];
-    for (long i = 0; i < p->rows; i++) {
-        float shift;
-        sums[i] = weigh(s, g, p, w->scores + i * w->scores_width, i, 0, &shift);
-        shifts[head * tokens + row + i] = shift;
-    }
+    for (long i = 0; i < p->rows; i++) sums[i] = weigh(s, g, p, w->scores + i * w->scores_width, i);
     over_keys(w, p, w->scores, w->values, w->value_width, w->out, w->value_width);
     for (long i = 0; i < p->rows; i++)
-        store(w->out + i * w->value_width, out, s->bf16, head, row + i, s->value_width, 1.0f / sums[i]);
+        store(w->out + i * w->value_width, work->out, s->bf16, head, row + i, s->value_width, 1.0f / sums[i]);
 }
 
-/* Sums of the weights are computed again: a log-sum-exp in their place is rounded, so that the weights of large scores
-   would not add up to 1, and what all keys have in common would reach dQ.
+/* Largest scores and sums are computed again: a log-sum-exp in their place is rounded, so that the weights of large
+   scores would not add up to 1, and what all keys have in common would reach dQ.
    With P the weights and dP = dO V': dV = P' dO, dS = P (dP - rowsum(P dP)), dQ = scale dS K, dK = dS' (scale Q) */
-static void backward_piece(const Shape *s, const Group *g, Space *w, const Piece *p, const Tensor *query,
-                           const Tensor *grad, const float *shifts, const Tensor *of_query, long tokens, long head) {
+static void backward_piece(const Shape *s, const Group *g, Space *w, const Piece *p, const Work *work, long head) {
     long row = g->start + p->own + p->first, own = p->own_column;
     for (long i = 0; i < p->rows; i++) {
-        load(w->query + i * w->width, query, s->bf16, head, row + i, s->width, s->scale);
-        load(w->grad + i * w->value_width, grad, s->bf16, head, row + i, s->value_width, 1.0f);
+        load(w->query + i * w->width, work->query, s->bf16, head, row + i, s->width, s->scale);
+        load(w->grad + i * w->value_width, work->grad, s->bf16, head, row + i, s->value_width, 1.0f);
     }
     with_keys(w, p, w->query, s->width, w->width, w->keys_t, w->scores);
     with_keys(w, p, w->grad, s->value_width, w->value_width, w->values_t, w->slopes);
     for (long i = 0; i < p->rows; i++) {
-        float *weights = w->scores + i * w->scores_width, *slopes = w->slopes + i * w->scores_width, shift;
-        float share = 1.0f / weigh(s, g, p, weights, i, shifts + head * tokens + row + i, &shift);
+        float *weights = w->scores + i * w->scores_width, *slopes = w->slopes + i * w->scores_width;
+        float share = 1.0f / weigh(s, g, p, weights, i);
         float mean = share * (dot(weights, slopes, 0, p->shared) + dot(weights, slopes, own, own + p->keys));
         slope(weights, slopes, 0, p->shared, share, mean);
         slope(weights, slopes, own, own + p->keys, share, mean);
@@ -341,66 +335,51 @@ static void backward_piece(const Shape *s, const Group *g, Space *w, const Piece
     to_keys(w, p, w->slopes, w->query, w->width, w->of_keys);
     over_keys(w, p, w->slopes, w->keys, w->width, w->out, w->width);
     for (long i = 0; i < p->rows; i++)
-        store(w->out + i * w->width, of_query, s->bf16, head, row + i, s->width, s->scale);
+        store(w->out + i * w->width, work->of_query, s->bf16, head, row + i, s->width, s->scale);
 }
 
-/* query [H, T, D], key [H_kv, T, D], value [H_kv, T, D_v] -> out [H, T, D_v], largest scores [H, T]; returns 0, or 1: no memory */
-int group_attention(const Shape *s, const Tensor *query, const Tensor *key, const Tensor *value, const Tensor *out,
-                    float *shifts, long tokens, int threads) {
-    int failed = 0;
-    long per_key = s->heads / s->kv_heads;
-#pragma omp parallel for schedule(dynamic) num_threads(threads) reduction(| : failed)
-    for (long task = 0; task < s->groups * s->kv_heads; task++) {
-        Group g = group_of(s, task / s->kv_heads);
-        long kv = task % s->kv_heads, own = 0;
-        Space w;
-        if (make_space(&w, s, &g, key, value, kv, 0)) {
-            failed = 1;
-            continue;
+/* All queries of one key-value head of one group; returns 1 if there is no memory for it */
+static int task(const Shape *s, const Work *work, long number) {
+    Group g = group_of(s, number / s->kv_heads);
+    long kv = number % s->kv_heads, per_key = s->heads / s->kv_heads, own = 0;
+    int backward = work->of_query != 0;
+    Space w;
+    if (make_space(&w, s, &g, work->key, work->value, kv, backward)) return 1;
+    for (long sequence = -1; sequence < g.completions; sequence++) {
+        long length = sequence < 0 ? g.prompt : g.lengths[sequence];
+        for (long first = 0; first < length; first += QUERIES) {
+            Piece p = piece_of(s, &g, own, sequence >= 0, first, length);
+            for (long head = kv * per_key; head < (kv + 1) * per_key; head++)
+                (backward ? backward_piece : forward_piece)(s, &g, &w, &p, work, head);
         }
-        for (long sequence = -1; sequence < g.completions; sequence++) {
-            long length = sequence < 0 ? g.prompt : g.lengths[sequence];
-            for (long first = 0; first < length; first += QUERIES) {
-                Piece p = piece_of(s, &g, own, sequence >= 0, first, length);
-                for (long head = kv * per_key; head < (kv + 1) * per_key; head++)
-                    forward_piece(s, &g, &w, &p, query, out, shifts, tokens, head);
-            }
-            own += length;
-        }
-        free(w.memory);
+        own += length;
     }
+    for (long i = 0; backward && i < w.tokens; i++) {
+        store(w.of_keys + i * w.width, work->of_key, s->bf16, kv, g.start + i, s->width, 1.0f);
+        store(w.of_values + i * w.value_width, work->of_value, s->bf16, kv, g.start + i, s->value_width, 1.0f);
+    }
+    free(w.memory);
+    return 0;
+}
+
+static int all_tasks(const Shape *s, const Work *work, int threads) {
+    int failed = 0;
+#pragma omp parallel for schedule(dynamic) num_threads(threads) reduction(| : failed)
+    for (long number = 0; number < s->groups * s->kv_heads; number++) failed |= task(s, work, number);
     return failed;
 }
 
-/* The gradients of query, key and value, from that of out [H, T, D_v] and from the largest scores; returns as above */
+/* Compute out; returns 0, or 1: no memory */
+int group_attention(const Shape *s, const Tensor *query, const Tensor *key, const Tensor *value, const Tensor *out,
+                    int threads) {
+    Work work = {.query = query, .key = key, .value = value, .out = out};
+    return all_tasks(s, &work, threads);
+}
+
+/* Compute the gradients of query, key and value from that of out; returns as above */
 int group_attention_backward(const Shape *s, const Tensor *query, const Tensor *key, const Tensor *value,
                              const Tensor *grad, const Tensor *of_query, const Tensor *of_key, const Tensor *of_value,
-                             const float *shifts, long tokens, int threads) {
-    int failed = 0;
-    long per_key = s->heads / s->kv_heads;
-#pragma omp parallel for schedule(dynamic) num_threads(threads) reduction(| : failed)
-    for (long task = 0; task < s->groups * s->kv_heads; task++) {
-        Group g = group_of(s, task / s->kv_heads);
-        long kv = task % s->kv_heads, own = 0;
-        Space w;
-        if (make_space(&w, s, &g, key, value, kv, 1)) {
-            failed = 1;
-            continue;
-        }
-        for (long sequence = -1; sequence < g.completions; sequence++) {
-            long length = sequence < 0 ? g.prompt : g.lengths[sequence];
-            for (long first = 0; first < length; first += QUERIES) {
-                Piece p = piece_of(s, &g, own, sequence >= 0, first, length);
-                for (long head = kv * per_key; head < (kv + 1) * per_key; head++)
-                    backward_piece(s, &g, &w, &p, query, grad, shifts, of_query, tokens, head);
-            }
-            own += length;
-        }
-        for (long i = 0; i < w.tokens; i++) {
-            store(w.of_keys + i * w.width, of_key, s->bf16, kv, g.start + i, s->width, 1.0f);
-            store(w.of_values + i * w.value_width, of_value, s->bf16, kv, g.start + i, s->value_width, 1.0f);
-        }
-        free(w.memory);
-    }
-    return failed;
+                             int threads) {
+    Work work = {query, key, value, 0, grad, of_query, of_key, of_value};
+    return all_tasks(s, &work, threads);
 }

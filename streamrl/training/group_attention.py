@@ -60,7 +60,7 @@ def has_cpu_kernel(
 class GroupAttention(torch.autograd.Function):
     """Attention softmax(scale Q K^T) V of every group, by the formulas of `PlainAttention`, all in fp32.
 
-    Each query's largest score is kept for the backward pass, which computes the scores again.
+    Only the inputs are kept for the backward pass, which computes the scores again.
     """
 
     @staticmethod
@@ -83,9 +83,8 @@ class GroupAttention(torch.autograd.Function):
         query, key, value = map(_with_rows, (query, key, value))
         heads, tokens = query.shape[:2]
         out = value.new_empty(tokens, heads, value.shape[-1]).transpose(0, 1)
-        largest = torch.empty(heads, tokens, dtype=torch.float32)
-        _call("group_attention", (query, key, value, out), largest, layout, rule)
-        ctx.save_for_backward(query, key, value, largest)
+        _call("group_attention", (query, key, value, out), layout, rule)
+        ctx.save_for_backward(query, key, value)
         ctx.about = layout, rule
         return out
 
@@ -93,10 +92,10 @@ class GroupAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of query, key and value."""
-        query, key, value, largest = ctx.saved_tensors
+        query, key, value = ctx.saved_tensors
         found = [torch.empty_like(one) for one in (query, key, value)]
         tensors = query, key, value, _with_rows(grads[0].to(query.dtype)), *found
-        _call("group_attention_backward", tensors, largest, *ctx.about)
+        _call("group_attention_backward", tensors, *ctx.about)
         return *found, None, None
 
 
@@ -106,8 +105,8 @@ def _library() -> ctypes.CDLL | None:
     library = compiled_c.load(SOURCE, "attention takes operations of torch")
     if library is not None:
         for function, tensors in ((library.group_attention, 4), (library.group_attention_backward, 7)):
-            pointers: list[Any] = [ctypes.POINTER(_Shape), *[ctypes.POINTER(_Tensor)] * tensors, ctypes.c_void_p]
-            function.argtypes = [*pointers, ctypes.c_long, ctypes.c_int]
+            pointers: list[Any] = [ctypes.POINTER(_Shape), *[ctypes.POINTER(_Tensor)] * tensors]
+            function.argtypes = [*pointers, ctypes.c_int]
     return library
 
 
@@ -128,7 +127,6 @@ def _with_rows(x: torch.Tensor) -> torch.Tensor:
 def _call(
     name: str,
     tensors: tuple[torch.Tensor, ...],
-    largest: torch.Tensor,
     layout: tuple[GroupLayout, ...],
     rule: ScoreRule,
 ) -> None:
@@ -144,6 +142,6 @@ def _call(
     shape = _Shape(*sizes, numbers.data_ptr(), 0 if rule.window is None else rule.window, rule.scale, is_bf16)
     arguments = (_Tensor(x.data_ptr(), x.stride(0), x.stride(1)) for x in tensors)
     function = getattr(_library(), name)
-    if function(shape, *arguments, largest.data_ptr(), query.shape[1], torch.get_num_threads()):
+    if function(shape, *arguments, torch.get_num_threads()):
         longest = max(group.stop - group.start for group in layout)
         raise MemoryError(f"no memory for keys and values in fp32 of groups of up to {longest} tokens")

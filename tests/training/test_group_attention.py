@@ -110,7 +110,7 @@ def test_scores_of_any_size_have_finite_weights(scale: float) -> None:
 
 @pytest.mark.parametrize("offset", [100.0, 1000.0])
 def test_what_all_keys_have_in_common_adds_no_error(offset: float) -> None:
-    """As a bias of the keys does. Weights that do not add up to 1 would let it reach the queries' gradients."""
+    """A bias of the keys is such a part. Weights that do not add up to 1 would let it reach the queries' gradients."""
     tensors, rule = inputs(SIZES["small"]), ScoreRule(0.3)
     with torch.no_grad():
         tensors[0][..., 0], tensors[1][..., 0] = 1.0, offset / 0.3
