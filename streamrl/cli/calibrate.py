@@ -58,6 +58,9 @@ def command(
         if engine and source(name) is ParameterSource.COMMANDLINE:
             raise UserError(f"--{name} does not go with --engine, which measures and stores in its own way")
     from streamrl.config.load import load_cluster, load_run
+    from streamrl.launcher.generation_check import check_generation, check_kv_cache
+    from streamrl.launcher.preflight import check_heads, check_model, refuse
+    from streamrl.launcher.speculation_check import check_speculation
     from streamrl.runtime.process_plan import KEPT_HEAP, PASSIVE_WAITING
 
     cluster, run = load_cluster(cluster_file), load_run(run_file, overrides)
@@ -69,6 +72,15 @@ def command(
     site, chosen = pools[pool] if pool else next(iter(pools.values()))
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: its folder does not exist")
+    refuse(
+        [
+            check_model(run),
+            check_heads(cluster, run),
+            check_speculation(cluster, run),
+            check_generation(cluster, run, site),
+        ]
+    )
+    refuse([check_kv_cache(cluster, run, site)])
     # those of an instance: torch reads its number of threads when it is imported, glibc how it keeps memory when vLLM's
     # process starts
     heap = {} if cluster.hardware == "cuda" else KEPT_HEAP
@@ -94,7 +106,10 @@ def command(
     from streamrl.generation.instance.engine import Engine
 
     async def work() -> dict[str, object]:
-        engine = Engine(chosen, run, cluster.hardware == "cuda", "calibrate", site)
+        try:
+            engine = Engine(chosen, run, cluster.hardware == "cuda", "calibrate", site)
+        except (ValueError, RuntimeError) as error:
+            raise UserError(f"vLLM does not start an instance of pool {chosen.name!r}: {error}") from error
         try:
             await engine.warm_up()
             trials, load = await measure(engine, chosen.max_batch, run.model.max_context, seconds, click.echo)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
@@ -134,7 +134,16 @@ class SamplingConfig(StrictModel):
         0.0, ge=0, le=1, description="sample among tokens of at least this share of the likeliest one's probability"
     )
     max_tokens: int = Field(128, ge=1, description="most tokens in one completion")
-    stop: list[str] = Field(default_factory=list, description="strings that end a completion")
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=list, description="strings that end a completion; special tokens too"
+    )
+
+    @model_validator(mode="after")
+    def _leaves_a_choice(self) -> Self:
+        for key, value in (("top_k", self.top_k), ("min_p", self.min_p)):
+            if value == 1:
+                raise ValueError(f"{key}: 1 leaves only the likeliest token, whose ratio teaches nothing")
+        return self
 
     @property
     def truncates(self) -> bool:

@@ -1,16 +1,20 @@
-"""Whether instances can compute what a run file's `generation:` asks for, found before anything starts."""
+"""Whether instances can multiply in the 8 bits that are asked for, and hold one request."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from pathlib import Path
 
+from scheduler.cost.model_shapes import Transformer
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
-from streamrl.generation.instance.eight_bits import choose_here
+from streamrl.generation.instance.eight_bits import choose_here, device_lacks
+from streamrl.generation.instance.engine_config import CPU_BLOCK_SIZE
 from streamrl.launcher.gpu_checks import sites_here
 from streamrl.machine.compute_type import choose, with_type
-from streamrl.machine.model_files import resolve_model
+from streamrl.machine.model_files import read_config, resolve_model
 
 
 def check_generation(cluster: ClusterConfig, run: RunConfig, site: str | None) -> Iterable[str]:
@@ -33,3 +37,51 @@ def check_generation(cluster: ClusterConfig, run: RunConfig, site: str | None) -
                 choose_here(typed, cuda, pool.gpus_per_replica)
             except UserError as error:
                 yield str(error)
+
+
+def check_eight_bits(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
+    """Check what no site could do about 8 bits, whatever machine it has."""
+    kind = run.generation.compute
+    if kind == "same" or kind == "auto":
+        return
+    if cluster.hardware == "cuda" and (lacks := device_lacks(kind, run.model.dtype, None)):
+        yield f"generation.compute: {kind}: {lacks}; expected same or auto"
+    for name, one in cluster.sites.items():
+        for pool in (pool for pool in one.generation if pool.gpus_per_replica > 1):
+            yield (
+                f"generation.compute: {kind} needs instances of one worker, and pool {pool.name!r} of site {name!r} "
+                f"has gpus_per_replica: {pool.gpus_per_replica}; expected same or auto"
+            )
+
+
+def check_kv_cache(cluster: ClusterConfig, run: RunConfig, site: str | None) -> Iterable[str]:
+    """Check that the KV cache of a CPU instance holds one request of `model.max_context`, without which vLLM ends.
+
+    Models whose layers keep less than all tokens, and those that the cost model does not know, are left to vLLM.
+
+    Args:
+        site: the only site started here; None: all.
+    """
+    if cluster.hardware != "cpu":
+        return
+    try:
+        values = read_config(Path(resolve_model(run.model.path)))
+        model = Transformer.from_config(run.model.path, values)
+    except (UserError, ValueError):
+        return
+    values = values.get("text_config") or values
+    has_window = values.get("sliding_window") and values.get("use_sliding_window", True)
+    if has_window or values.get("kv_lora_rank") or not model.attends_alone:
+        return
+    size = 4 if choose(run.model, False).dtype == "float32" else 2
+    blocks = -(-run.model.max_context // CPU_BLOCK_SIZE) + 1  # vLLM keeps one free
+    for one in sites_here(cluster, site):
+        for pool in one.generation:
+            copies = max(1.0, pool.gpus_per_replica / model.kv_heads)
+            needed = blocks * CPU_BLOCK_SIZE * model.layers * model.shape.kv_width * size * copies / 2**30
+            if needed > pool.kv_cache_gb:
+                yield (
+                    f"pool {pool.name!r}: kv_cache_gb is {pool.kv_cache_gb:g}, and one request of model.max_context: "
+                    f"{run.model.max_context} needs {needed:.2f}; expected kv_cache_gb: {math.ceil(100 * needed) / 100}"
+                    " or more, or a smaller context"
+                )

@@ -18,7 +18,7 @@ from streamrl.config.run import RunConfig
 from streamrl.config.tasks import AgentTask, FileTask
 from streamrl.config.weight_sync import COLLECTIVE_S, LONGER
 from streamrl.errors import ErrorCode, UserError
-from streamrl.launcher.generation_check import check_generation
+from streamrl.launcher.generation_check import check_eight_bits, check_generation, check_kv_cache
 from streamrl.launcher.gpu_checks import check_this_machine, sites_here, warnings_here
 from streamrl.launcher.prompt_check import check_prompts
 from streamrl.launcher.router_check import check_router_replay
@@ -77,6 +77,7 @@ def check(
         check_speculation(cluster, run),
         check_router_replay(cluster, run),
         check_generation(cluster, run, site),
+        check_kv_cache(cluster, run, site),
         check_sites(cluster, run),
         check_weight_path(cluster, run),
         check_this_machine(cluster, run, site),
@@ -92,7 +93,7 @@ def check(
     checks.append(check_metrics(cluster, site or cluster.trainer_site))
     if cluster.remote_sites and site is not None:
         checks.append(check_keys(cluster, site))
-    _refuse(checks)
+    refuse(checks)
     return [
         *untried_warning(cluster, run),
         *sandbox_warnings(run),
@@ -105,7 +106,7 @@ def check(
     ]
 
 
-def _refuse(checks: Iterable[Iterable[str]]) -> None:
+def refuse(checks: Iterable[Iterable[str]]) -> None:
     """Carry out checks, in order.
 
     Raises:
@@ -126,14 +127,14 @@ def check_files(cluster: ClusterConfig, run: RunConfig) -> list[str]:
         UserError: one line per problem of the files themselves.
     """
     checks, missing = [check_sites(cluster, run), check_tasks(run, rendered=False), check_ranker(run)], []
-    checks.append(check_weight_path(cluster, run))
+    checks += [check_weight_path(cluster, run), check_speculation(cluster, run), check_eight_bits(cluster, run)]
     try:
         resolve_model(run.model.path)
         of_model = [check_model(run), check_heads(cluster, run), check_router_replay(cluster, run)]
         checks = [*of_model, check_sequence_parallel(cluster, run), *checks]
     except UserError as error:
         missing.append(f"on this machine: {error}")
-    _refuse(checks)
+    refuse(checks)
     skipped = "packages, model, GPUs, ports, keys, Ray's nodes, disk and memory"
     note = f"not checked: {skipped} of the sites; each checks its own with --site NAME --dry-run"
     return [note, *untried_warning(cluster, run), *missing]

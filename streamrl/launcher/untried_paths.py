@@ -36,8 +36,6 @@ def untried(cluster: ClusterConfig, run: RunConfig) -> list[str]:
         found.append(f"generation in {run.weights.generation_dtype} on CUDA (on CPUs)")
     if run.generation.compute == "fp8":
         found.append("matrix products in fp8 (its description of layers and its codes on CPUs, int8 as a whole)")
-    if run.speculation.method != "none":
-        found.append("speculative decoding on CUDA (on CPUs)")
     if run.algorithm.router_replay:
         found.append("experts recorded by vLLM's second model runner (by its first one on CPUs, which we wrap)")
     return found

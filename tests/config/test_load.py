@@ -117,6 +117,9 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
         ("tasks: []\n", "F:1: 'tasks' is [], expected at least one entry"),
         ("name: a/b\n", "F:1: 'name' is 'a/b', expected text that matches"),
         ("sampling:\n  top_k: 3\n  min_p: 2\n", "F:3: 'sampling.min_p' is 2, expected at most 1"),
+        ("sampling:\n  top_k: 1\n", "F:1: 'sampling': top_k: 1 leaves only the likeliest token"),
+        ("sampling:\n  min_p: 1\n", "F:1: 'sampling': min_p: 1 leaves only the likeliest token"),
+        ("sampling:\n  stop: ['']\n", "F:2: 'sampling.stop.0'"),
         (
             "sampling:\n  min_p: 0.1\nspeculation:\n  method: auto\n",
             "F:2: sampling.min_p (0.1) does not go with speculation.method auto: vLLM would leave min_p out",

@@ -65,3 +65,9 @@ def test_bad_input_starts_nothing(tmp_path: Path, arguments: list[str], complain
     done = calibrate(tmp_path, *arguments)
     assert done.returncode == 2
     assert complaint in done.stderr and "Traceback" not in done.stderr
+
+
+def test_what_a_launch_would_refuse_is_refused_before_vllm_starts(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model", seed=0)
+    done = calibrate(tmp_path, "--set", f"model.path={model}", "--set", "model.max_context=100000")
+    assert done.returncode == 2 and "has 512 positions, 100000 are asked for" in done.stderr

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -21,8 +21,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.config.schedule import OnUpdate
+from streamrl.generation.instance.calibration import Stopwatch
 from streamrl.generation.instance.engine import Engine
 from streamrl.generation.instance.engine_config import CPU_BLOCK_SIZE
+from streamrl.generation.instance.step_trials import TimingTrial
 from streamrl.generation.instance.stop_strings import detokenizer_after
 from streamrl.rollouts.canary import canary, difference, mismatch_bound
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
@@ -532,6 +534,37 @@ def test_a_stop_string_ends_a_completion_and_text_is_decoded(engines: Engines) -
     assert stopped[0].output_length < plain[0].output_length
     with pytest.raises(AssertionError):
         assert_same(plain[:1], stopped)
+
+
+def test_a_special_token_can_be_a_stop_string(engines: Engines) -> None:
+    run = exact(config(engines.models[0], max_tokens=64))
+    special = {token: text for token, text in ((258, "<|user|>"), (259, "<|assistant|>"), (260, "<|system|>"))}
+
+    async def work(engine: Engine) -> tuple[int, int, Sample]:
+        for seed in range(40):
+            plain = await sample(engine, request(0, seed))
+            tokens = plain.completion_tokens.tolist()
+            if at := next((n for n, token in enumerate(tokens[:-1]) if token in special), 0):
+                break
+        engine.run = exact(config(engines.models[0], max_tokens=64, stop=[special[tokens[at]]]))
+        return at, len(tokens), await sample(engine, request(0, seed))
+
+    at, length, stopped = engines.run(run, work)
+    assert stopped.finish_reason == "stop" and len(stopped.completion_tokens) == at + 1 < length
+
+
+def test_calibration_draws_tokens_as_the_run_does(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = config(engines.models[0], temperature=0.7, top_p=0.9, top_k=20)
+
+    async def work(engine: Engine) -> list[Any]:
+        asked, generate = [], engine._llm.generate
+        monkeypatch.setattr(engine._llm, "generate", lambda *args: asked.append(args[1]) or generate(*args))
+        await Stopwatch(engine).trial(TimingTrial(2, 8, 3, "prefill"))
+        monkeypatch.undo()
+        return asked
+
+    asked = engines.run(run, work)
+    assert [(one.temperature, one.top_p, one.top_k, one.ignore_eos) for one in asked] == 2 * [(0.7, 0.9, 20, True)]
 
 
 def test_a_stop_string_of_which_a_part_was_kept_ends_the_completion(engines: Engines) -> None:

@@ -21,7 +21,7 @@ from streamrl.config.weight_sync import COLLECTIVE_S
 from streamrl.errors import UserError
 from streamrl.generation.instance import eight_bits
 from streamrl.launcher import gpu_checks, preflight
-from streamrl.launcher.generation_check import check_generation
+from streamrl.launcher.generation_check import check_eight_bits, check_generation, check_kv_cache
 from streamrl.launcher.router_check import check_router_replay
 from streamrl.launcher.sequence_check import check_sequence_parallel
 from streamrl.launcher.speculation_check import check_speculation
@@ -408,19 +408,59 @@ def test_a_tracker_whose_package_is_missing_is_refused_with_the_command_that_ins
     ]
 
 
+SMALL = {"num_hidden_layers": 30, "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}
+SMALL |= {"intermediate_size": 1536, "vocab_size": 49152, "tie_word_embeddings": True}
+
+
+def test_a_kv_cache_that_holds_no_whole_request_is_refused_on_a_cpu(tmp_path: Path) -> None:
+    values = make_model(tmp_path / "m", model_type="llama", **SMALL).model_dump()
+
+    def asking(context: int, dtype: str = "float32") -> RunConfig:
+        return RunConfig.model_validate(values | {"model": values["model"] | {"max_context": context, "dtype": dtype}})
+
+    (problem,) = check_kv_cache(cluster(kv_cache_gb=0.35), asking(8192), None)
+    # 2 x 30 layers x 3 heads x 64 x 4 bytes x 8192 tokens, and a block of 32 that stays free
+    assert (
+        "kv_cache_gb is 0.35" in problem and "model.max_context: 8192 needs 0.35; expected kv_cache_gb: 0.36" in problem
+    )
+    assert list(check_kv_cache(cluster(kv_cache_gb=0.36), asking(8192), None)) == []
+    assert list(check_kv_cache(cluster(kv_cache_gb=0.18), asking(8192, "bfloat16"), None)) == []
+    assert len(list(check_kv_cache(cluster(kv_cache_gb=0.17), asking(8192, "bfloat16"), None))) == 1
+    assert list(check_kv_cache(cluster("cuda"), asking(10**6), None)) == []
+    windows = make_model(tmp_path / "w", model_type="mistral", sliding_window=64, **SMALL).model_dump()
+    assert list(check_kv_cache(cluster(kv_cache_gb=0.01), RunConfig.model_validate(windows), None)) == []
+    assert list(check_kv_cache(cluster(kv_cache_gb=0.01), RunConfig(), None)) == []  # `check_model` reports that
+
+
+def test_what_no_site_could_do_is_refused_in_the_plan_of_several(tmp_path: Path) -> None:
+    two = cluster("cuda").model_dump()
+    two["sites"]["here"] |= {"port": 5600}
+    two["links"] = [{"between": ["here", "far"], "bandwidth_gbit_s": 1, "rtt_ms": 1}]
+    two["sites"]["far"] = {"generation": [{"name": "wide", "gpus_per_replica": 2}]}
+    both, plain = ClusterConfig.model_validate(two), RunConfig(tasks=RunConfig().tasks)
+    drafting = plain.model_copy(update={"speculation": SpeculationConfig(method="ngram")})
+    with pytest.raises(UserError, match=r"speculation\.method: ngram has not been run on GPUs"):
+        preflight.check_files(both, drafting)
+    corrected = {"name": "grpo", "off_policy": {"ratio_to": "proximal", "correction": "truncate"}}
+    for compute, told in (("int8", "int8 is for CPUs"), ("fp8", "pool 'wide' of site 'far' has gpus_per_replica: 2")):
+        asking = RunConfig.model_validate({"algorithm": corrected, "generation": {"compute": compute}})
+        assert any(told in one for one in check_eight_bits(both, asking))
+        with pytest.raises(UserError, match=r"generation\.compute"):
+            preflight.check_files(both, asking)
+    assert list(check_eight_bits(both, plain)) == []
+
+
 def test_what_has_never_been_run_is_named_in_the_plan() -> None:
     assert untried(cluster(), RunConfig()) == [] == untried_warning(cluster(), RunConfig())
     plain = untried(cluster("cuda"), RunConfig())
     assert [path.split()[0] for path in plain] == ["trainer", "2"]
     values = {
         "weights": {"backend": "nccl"},
-        "speculation": {"method": "ngram"},
     }
     more = untried(cluster("cuda", gpus_per_replica=2), RunConfig.model_validate(values))
     assert [path.split(" (")[0] for path in more if path not in plain] == [
         "weights.backend: nccl",
         "instances of several GPUs",
-        "speculative decoding on CUDA",
     ]
     shared = RunConfig.model_validate({"weights": {"backend": "ipc"}})
     assert untried(cluster(), shared) == []  # between CPUs it has run

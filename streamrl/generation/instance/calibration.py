@@ -36,7 +36,10 @@ def batch_sizes(largest: int) -> list[int]:
 
 
 class Stopwatch:
-    """Timer for requests of a warm, otherwise idle engine."""
+    """Timer for requests of a warm, otherwise idle engine.
+
+    Tokens are drawn as in a run: top-p may take longer than the model.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -56,7 +59,7 @@ class Stopwatch:
         if trial.kind == "fill":
             self._filled = prompts
         requests = [
-            SampleRequest(f"calibrate-{next(self._names)}", "", prompt, n, 0, 0.0) for n, prompt in enumerate(prompts)
+            SampleRequest(f"calibrate-{next(self._names)}", "", prompt, n, 0) for n, prompt in enumerate(prompts)
         ]
         return await self._engine.time(requests, trial.tokens)
 

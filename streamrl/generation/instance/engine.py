@@ -400,6 +400,7 @@ class Engine:
             ignore_eos=to_the_end,
             logprobs=0,
             detokenize=bool(sampling.stop) and not to_the_end,
+            skip_special_tokens=False,  # a stop string may be one; vLLM's text serves for nothing else
             output_kind=RequestOutputKind.FINAL_ONLY,
             routed_experts_prompt_start=first_row(request),
         )
