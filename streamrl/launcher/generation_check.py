@@ -82,6 +82,6 @@ def check_kv_cache(cluster: ClusterConfig, run: RunConfig, site: str | None) -> 
             if needed > pool.kv_cache_gb:
                 yield (
                     f"pool {pool.name!r}: kv_cache_gb is {pool.kv_cache_gb:g}, and one request of model.max_context: "
-                    f"{run.model.max_context} needs {needed:.2f}; expected kv_cache_gb: {math.ceil(100 * needed) / 100}"
+                    f"{run.model.max_context} needs {needed:.3f}; expected kv_cache_gb: {math.ceil(100 * needed) / 100}"
                     " or more, or a smaller context"
                 )
