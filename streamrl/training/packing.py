@@ -208,7 +208,7 @@ def pack(groups: list[TrainGroup]) -> PackedBatch:
     sequence_tokens: list[np.ndarray] = []
     numbers: dict[str, int] = {}
     reference: list[FloatArray] = []
-    estimates: list[FloatArray] = []
+    estimates: list[FloatArray] = [np.zeros((0, 3), dtype=np.float32)]
     masks: list[np.ndarray] = []
     cursor = row = sequence = 0
     for group in groups:

@@ -72,6 +72,8 @@ def test_estimates_are_there_if_every_sequence_with_tokens_has_them() -> None:
     assert batch.estimates is not None
     assert batch.estimates.tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0], [10.0, 11.0, 12.0]]
     assert pack([full, group("b", [1], sequence([2], 1.0))]).estimates is None
+    empty = pack([group("a", [1], estimated([], 0.0))]).estimates
+    assert empty is not None and empty.shape == (0, 3)
 
 
 def test_a_share_for_a_cpu_is_there_at_once() -> None:
