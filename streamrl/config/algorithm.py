@@ -66,8 +66,8 @@ class OffPolicyConfig(StrictModel):
     )
     correction: Literal["none", "truncate", "mask"] = Field(
         "none",
-        description="use of the weight w: truncate: min(w, high); mask: 0 outside [low, high]. w = proximal / "
-        "generator; with ratio_to: generator, w = trainer / generator",
+        description="use of the weight w: none: 1 in its place; truncate: min(w, high); mask: 0 outside [low, high]. "
+        "w = proximal / generator; with ratio_to: generator, w = trainer / generator",
     )
     level: Literal["token", "sequence", "geometric"] = Field(
         "token",
@@ -146,7 +146,8 @@ class Algorithm(SurrogateKeys, StrictModel):
     max_importance_ratio: float | None = Field(
         None,
         gt=1,
-        description="skip an optimizer step if its batch's mean importance ratio exceeds this; none: no limit",
+        description="skip an optimizer step if its batch's mean importance ratio, over tokens, exceeds this; the "
+        "ratio is the surrogate's (sequence_clip: the sequence's); none: no limit",
     )
 
     @property

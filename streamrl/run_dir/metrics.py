@@ -143,10 +143,16 @@ class MetricsRow(StepRow):
     process_memory_gb: float | None = Field(None, description="memory of all of the run's processes, GiB")
 
     importance_ratio_mean: float | None = Field(
-        None, description="mean importance ratio over the step's tokens; about 1 when all is well"
+        None,
+        description="mean importance ratio of the surrogate (by token, or the sequence's) over the step's tokens; "
+        "about 1 when all is well",
     )
     ess_token: float | None = Field(None, description="effective sample size of the tokens' weights as a share, 0 to 1")
-    ess_sequence: float | None = Field(None, description="effective sample size of the sequences' weights as a share")
+    ess_sequence: float | None = Field(
+        None,
+        description="effective sample size of the sequences' weights as a share; an agent's episode is one sequence "
+        "where the algorithm has ratios or weights of sequences, else each of its rows is",
+    )
     masked_fraction: float | None = Field(
         None, description="share of tokens left out of the loss as too far off-policy"
     )

@@ -54,9 +54,9 @@ def importance_weights(log_weights: torch.Tensor, sequence_ids: torch.Tensor, le
 def correct(
     weights: torch.Tensor, correction: Literal["none", "truncate", "mask"], low: float, high: float
 ) -> Correction:
-    """Truncate or mask importance weights.
+    """Truncate or mask importance weights, or replace them by 1.
 
-    truncate: min(w, high), truncated importance sampling (Ionides 2008; between generator and trainer: AReaL,
+    none: 1. truncate: min(w, high), truncated importance sampling (Ionides 2008; between generator and trainer: AReaL,
     arXiv 2505.24298). mask: w within [low, high], 0 outside (IcePop, ring-1T, arXiv 2510.18855).
 
     Args:
@@ -68,7 +68,7 @@ def correct(
     none = torch.zeros_like(weights, dtype=torch.bool)
     match correction:
         case "none":
-            return Correction(weights, none, none)
+            return Correction(torch.ones_like(weights), none, none)
         case "truncate":
             return Correction(weights.clamp(max=high), none, weights > high)
         case "mask":

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from streamrl.config.algorithm import Algorithm, PPOConfig
-from streamrl.surrogates import SURROGATES, LossInputs, bounded, sequence_lengths, sequence_sums
+from streamrl.surrogates import SURROGATES, LossInputs, bounded, sequence_lengths, sequence_means, sequence_sums
 from streamrl.training.advantages import gae, token_rewards
 from streamrl.training.corrections import correct, importance_weights
 from streamrl.training.losses import clipped_value_loss, kl_estimate, token_weights, value_loss
@@ -43,7 +43,7 @@ class MicroStats:
     gap_sum: float = 0.0
     """Trainer-generator mismatch: |trainer log-prob - generator log-prob|."""
     ratio_sum: float = 0.0
-    """The surrogate's ratio of each token: trainer / generator, or trainer / proximal."""
+    """The surrogate's ratio of each token, or its sequence's: trainer / generator, or trainer / proximal."""
     ratio_max: float = 0.0
     """Largest ratio trainer / generator of a token (at most e^20)."""
     weight_sum: float = 0.0
@@ -104,9 +104,10 @@ def policy_objective(
                              (decoupled PPO, arXiv 2110.00641 and 2505.24298)
         ratio_to generator   L's ratio is policy / generator and contains the weight: w = 0 where policy / generator is
                              masked, else 1
-        L without a ratio    w = policy / generator, corrected; 1 with correction `none`
+        L without a ratio    w = policy / generator, corrected
 
-    The KL term and the entropy bonus (PPO, arXiv 1707.06347, eq. 9) are not weighted by w.
+    With correction `none` w is 1 in each. The KL term and the entropy bonus (PPO, arXiv 1707.06347, eq. 9) are not
+    weighted by w.
 
     Args:
         algorithm: the run file's `algorithm`.
@@ -135,10 +136,8 @@ def policy_objective(
         options.low,
         options.high,
     )
-    if options.ratio_to == "generator" and (surrogate.has_ratio or options.correction == "none"):
-        weights = (~corrected.masked).to(logprobs.dtype)
-    else:
-        weights = corrected.weights
+    in_ratio = options.ratio_to == "generator" and surrogate.has_ratio
+    weights = (~corrected.masked).to(logprobs.dtype) if in_ratio else corrected.weights
     token_loss = surrogate.loss(LossInputs(logprobs, logprobs - anchor, advantages, sequence_ids), algorithm)
     losses = token_loss.loss * weights  # both are finite: log-ratios are bounded
     kl_sum = logprobs.new_zeros(())
@@ -156,7 +155,9 @@ def policy_objective(
     lengths = sequence_lengths(sequence_ids)[sequence_ids] if sequence_tokens is None else sequence_tokens
     loss_sum = (losses * token_weights(lengths, algorithm.aggregation, logprobs.dtype)).sum()
     with torch.no_grad():
-        gap = current - generator_logprobs
+        gap, log_ratios = current - generator_logprobs, current - anchor
+        if surrogate.by_sequence:
+            log_ratios = sequence_means(log_ratios, sequence_ids)[sequence_ids]
         ratios = torch.exp(bounded(gap)).double()
         sequence_ratios = torch.exp(bounded(sequence_sums(gap, sequence_ids))).double()
         sequence_ratios *= sequence_lengths(sequence_ids) > 0  # a number that no token has would count as a ratio of 1
@@ -165,7 +166,7 @@ def policy_objective(
             "clipped": token_loss.clipped.sum(),
             "kl_sum": kl_sum,
             "gap_sum": gap.abs().sum(),
-            "ratio_sum": torch.exp(bounded(current - anchor)).double().sum(),
+            "ratio_sum": torch.exp(bounded(log_ratios)).double().sum(),
             "ratio_max": ratios.max() if len(ratios) else ratios.new_zeros(()),
             "weight_sum": ratios.sum(),
             "weight_sq_sum": ratios.square().sum(),

@@ -41,9 +41,9 @@ def test_the_mask_keeps_both_bounds() -> None:
     assert masked.masked.tolist() == [True, False, False, False, True] and not masked.truncated.any()
 
 
-def test_no_correction_changes_nothing() -> None:
+def test_without_a_correction_every_weight_is_1() -> None:
     same = correct(WEIGHTS, "none", 0.5, 3.0)
-    assert torch.equal(same.weights, WEIGHTS) and not same.masked.any() and not same.truncated.any()
+    assert same.weights.tolist() == [1.0] * 5 and not same.masked.any() and not same.truncated.any()
 
 
 def test_no_gradient_flows_through_a_weight() -> None:
@@ -52,4 +52,4 @@ def test_no_gradient_flows_through_a_weight() -> None:
     assert not weights.requires_grad
     for correction in ("none", "truncate", "mask"):
         corrected = correct(2.0 * logs, correction, 0.5, 3.0)  # type: ignore[arg-type]
-        assert correction == "none" or not corrected.weights.requires_grad
+        assert not corrected.weights.requires_grad

@@ -151,3 +151,12 @@ def test_truncated_weights_between_generator_and_proximal_policy_are_trls(grpo_t
     ours, our_gradient = our_loss(values, "generator", "old", keys)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
     torch.testing.assert_close(our_gradient, their_gradient, rtol=1e-12, atol=1e-15)
+
+
+def test_without_a_correction_the_ratio_to_the_proximal_policy_is_all(grpo_trainer: Any) -> None:
+    values = data()
+    theirs, their_gradient = trls_loss(grpo_trainer, values, None, loss_type="dapo")
+    keys = {"name": "dapo", "off_policy": {"ratio_to": "proximal"}}
+    ours, our_gradient = our_loss(values, "generator", "old", keys)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+    torch.testing.assert_close(our_gradient, their_gradient, rtol=1e-12, atol=1e-15)

@@ -46,7 +46,7 @@ def test_weights_and_corrections_by_hand() -> None:
     masked = correct(geometric, "mask", 0.5, 3.0)
     assert masked.weights.tolist() == pytest.approx([0.0, 0.0, 0.0, 2.0, 2.0])
     assert masked.masked.tolist() == [True, True, True, False, False] and not masked.truncated.any()
-    assert torch.equal(correct(geometric, "none", 0.5, 3.0).weights, geometric)
+    assert correct(geometric, "none", 0.5, 3.0).weights.tolist() == [1.0] * 5
 
 
 def written_out(config: Algorithm, new: list[float], current: list[float]) -> float:
@@ -62,11 +62,9 @@ def written_out(config: Algorithm, new: list[float], current: list[float]) -> fl
                 "geometric": math.prod(math.exp(x) for x in log_w) ** (1 / len(tokens)),
             }[options.level]
             inside = options.low <= w <= options.high
-            corrected = {"none": w, "truncate": min(w, options.high), "mask": w if inside else 0.0}[options.correction]
+            corrected = {"none": 1.0, "truncate": min(w, options.high), "mask": w * inside}[options.correction]
             if not proximal and config.surrogate != "reinforce":
                 corrected = 0.0 if options.correction == "mask" and not inside else 1.0
-            elif not proximal and options.correction == "none":
-                corrected = 1.0
             anchor = PROXIMAL if proximal else GENERATOR
             ratio = math.exp(new[t] - anchor[t])
             if config.surrogate == "sequence_clip":
@@ -210,3 +208,11 @@ def test_everything_is_finite_whatever_the_log_probabilities(name: str, data: st
     result.loss_sum.backward()
     assert torch.isfinite(result.loss_sum) and torch.isfinite(new.grad).all()
     assert all(math.isfinite(float(value)) for value in result.sums.values())
+
+
+def test_the_ratios_of_a_loss_by_sequence_are_those_of_the_sequences() -> None:
+    new, old = [-1.0, -5.0, -2.0], [-3.0, -3.0, -2.5]  # means of the log-ratios: 0 and 0.5
+    rows = [vector(new), vector(old), vector([1.0, 1.0, 1.0]), torch.tensor([0, 0, 1])]
+    sums = policy_objective(algorithm("gspo"), *rows).sums
+    assert float(sums["ratio_sum"]) == pytest.approx(2 * 1.0 + math.exp(0.5))
+    assert float(sums["ratio_max"]) == pytest.approx(math.exp(2.0)), "that of a token, for the mismatch"

@@ -156,9 +156,8 @@ def test_two_passes_over_a_batch_are_two_of_torchs_steps_with_the_old_log_probab
             chosen = logprobs.gather(-1, tokens[0, len(prompt) :, None])[:, 0]
             first = torch.tensor(one.logprobs) if ratio_to == "generator" else chosen.detach()
             ratio = torch.exp(chosen - old.setdefault(number, first))
-            weight = torch.exp(old[number] - torch.tensor(one.logprobs)) if ratio_to == "proximal" else 1.0
             clipped = ratio.clamp(0.8, 1.2)
-            loss = loss - (weight * torch.minimum(ratio * one.advantage, clipped * one.advantage)).sum()
+            loss = loss - torch.minimum(ratio * one.advantage, clipped * one.advantage).sum()
         optimizer.zero_grad()
         (loss / normalizer).backward()
         optimizer.step()

@@ -149,7 +149,8 @@ def _spawn(
     return torch.load(out / "weights.pt")
 
 
-EVERYTHING = PPO | {"off_policy": {"ratio_to": "proximal"}, "entropy_coef": 0.5}
+UNCAPPED = {"ratio_to": "proximal", "correction": "truncate", "high": 1e9}
+EVERYTHING = PPO | {"off_policy": UNCAPPED, "entropy_coef": 0.5}
 """Every model there is: critic, reference, proximal copy; and an entropy bonus."""
 
 WHITENED = EVERYTHING | {"critic": {"lr": 1e-3, "value_clip": 0.01}, "whiten_advantages": True}
