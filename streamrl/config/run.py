@@ -71,6 +71,11 @@ class RunConfig(StrictModel):
         return self.schedule.sync_every * self.batch.updates
 
     @property
+    def critic_path(self) -> str | None:
+        """Initial weights of a critic that does not begin as the policy does; None: it does, or there is none."""
+        return self.algorithm.critic.path if isinstance(self.algorithm, PPOConfig) else None
+
+    @property
     def needs_estimates(self) -> bool:
         """Whether the critic's values and advantages are computed for a whole batch, before its first update.
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from scheduler.cost.model_shapes import undivided_heads
-from streamrl.config.algorithm import PPOConfig
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
@@ -22,8 +21,7 @@ def check_sequence_parallel(cluster: ClusterConfig, run: RunConfig) -> Iterable[
     if trainer.sequence_parallel == 1:
         return
     asked = f"sites.{cluster.trainer_site}.trainer.sequence_parallel is {trainer.sequence_parallel}"
-    critic = run.algorithm.critic.path if isinstance(run.algorithm, PPOConfig) else None
-    for path in filter(None, (run.model.path, critic)):
+    for path in filter(None, (run.model.path, run.critic_path)):
         try:
             folder = resolve_model(path)
             values = json.loads((Path(folder) / "config.json").read_text())

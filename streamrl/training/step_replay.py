@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from streamrl.config.run import RunConfig
+from streamrl.machine.model_files import resolve_model
 from streamrl.rollouts.kept_micro_batches import KeptStep
 from streamrl.rollouts.micro_batch import TrainGroup
 from streamrl.run_dir.checkpoints import CheckpointFolder
@@ -61,13 +62,17 @@ class StepReplay:
             model_path: HF folder or id of the initial weights.
             checkpoints: the run's checkpoints.
             step: number of the step, from 1.
+
+        Raises:
+            UserError: the critic's own initial weights are not on this machine.
         """
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         # single operations are watched
         uncompiled = run.optimizer.model_copy(update={"compile": False})
-        self.trainer = Trainer(run.model_copy(update={"optimizer": uncompiled}), model_path, device)
+        critic = resolve_model(run.critic_path) if run.critic_path else None
+        self.trainer = Trainer(run.model_copy(update={"optimizer": uncompiled}), model_path, device, critic)
         self.checkpoint: int | None = checkpoints.newest_before(step)
         """Step of the checkpoint that was loaded; None: the initial model."""
         if self.checkpoint is not None:

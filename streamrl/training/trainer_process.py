@@ -24,7 +24,6 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from streamrl.config.algorithm import PPOConfig
 from streamrl.errors import RunFailed
 from streamrl.machine.compute_type import TypeChoice
 from streamrl.machine.gpus import visible_devices
@@ -171,8 +170,7 @@ class TrainerWorker:
         join_ranks("nccl" if self.cuda else "gloo", self.limits.startup_s, longest_s)
         self._agree_on_type()
         torch.manual_seed(self.run_config.seed)
-        algorithm = self.run_config.algorithm
-        own_critic = isinstance(algorithm, PPOConfig) and algorithm.critic.path
+        own_critic = self.run_config.critic_path
         critic_path = resolve_model(own_critic) if own_critic else None
         pool = self.context.cluster.sites[self.context.cluster.trainer_site].trainer
         assert pool is not None

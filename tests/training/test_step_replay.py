@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from streamrl.cli.replay import command
 from streamrl.config.cluster import ClusterConfig
@@ -19,6 +20,7 @@ from streamrl.rollouts.micro_batch import TrainGroup
 from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.training.step_replay import ReplayedGroup, StepReplay
+from tests.tiny_model import save_tiny_model
 from tests.training.conftest import random_groups, run_config
 
 CLUSTER = {"hardware": "cpu", "sites": {"here": {"trainer": {"threads": 1}, "generation": [{"name": "one"}]}}}
@@ -74,6 +76,24 @@ def test_the_first_module_that_is_not_finite_is_named(
     if not backward:
         assert expected in found[0].where
     assert all(math.isfinite(one.loss) == backward and not math.isfinite(one.grad_norm) for one in found)
+
+
+def test_a_critic_of_another_size_is_replayed_as_it_was_trained(
+    tiny_model: Path, one_rank: None, tmp_path: Path
+) -> None:
+    own = save_tiny_model(tmp_path / "critic")
+    small = LlamaConfig.from_pretrained(own, num_hidden_layers=1, hidden_size=32)
+    LlamaForCausalLM(small).save_pretrained(own)
+    run = run_config(tiny_model, algorithm={"name": "ppo", "critic": {"path": str(own)}})
+    first = StepReplay(run, str(tiny_model), CheckpointFolder(tmp_path / "none"), 1)
+    checkpoints = CheckpointFolder(tmp_path / "checkpoints")
+    checkpoints.begin(1)
+    first.trainer.save(checkpoints.partial(1))
+    (checkpoints.partial(1) / "state.json").write_text("{}")
+    checkpoints.commit(1, 2)
+    for replay in (first, StepReplay(run, str(tiny_model), checkpoints, 2)):
+        assert replay.trainer.critic is not None and len(replay.trainer.critic.model.model.layers) == 1
+    assert replay.checkpoint == 1 and all(one.finite for one in replay.groups(kept_step(named(random_groups(2)))))
 
 
 def test_the_command_prints_every_group_and_refuses_a_step_without_micro_batches(
