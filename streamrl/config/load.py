@@ -19,6 +19,7 @@ from streamrl.atomic_files import replace_text
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.mistakes import ConfigProblem, explain
 from streamrl.config.run import RunConfig
+from streamrl.config.unused_keys import unused_keys
 from streamrl.errors import ErrorCode, UserError
 from streamrl.plain_files import read_plain
 
@@ -75,7 +76,11 @@ def load_run(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfi
     document = _read(Path(path)) if path is not None else Document("(no run file)", None, None)
     if document.data is None:
         document = Document(document.name, {}, document.node)
-    return _validate(RunConfig, _override(document, overrides))
+    document = _override(document, overrides)
+    run = _validate(RunConfig, document)
+    if problems := list(unused_keys(run)):
+        raise _error(document, problems)
+    return run
 
 
 def save_resolved(run_dir: Path, cluster: ClusterConfig, run: RunConfig) -> None:
@@ -280,9 +285,13 @@ def _validate(model: type[ModelType], document: Document) -> ModelType:
     try:
         return model.model_validate(document.data)
     except ValidationError as error:
-        problems = [_located(document, problem) for problem in explain(model, error, document.data)]
-        texts = "\n".join(text for _, text in sorted(problems, key=lambda item: item[0]))
-        raise ConfigError(ErrorCode.CONFIGURATION.refer(texts)) from error
+        raise _error(document, explain(model, error, document.data)) from error
+
+
+def _error(document: Document, problems: Sequence[ConfigProblem]) -> ConfigError:
+    """Return the error that tells of all problems, in the order of the file."""
+    located = sorted((_located(document, problem) for problem in problems), key=lambda item: item[0])
+    return ConfigError(ErrorCode.CONFIGURATION.refer("\n".join(text for _, text in located)))
 
 
 def _located(document: Document, problem: ConfigProblem) -> tuple[int, str]:

@@ -177,6 +177,35 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
             "steps: 9\noptimizer:\n  decay: wsd\n  decay_steps: 8\n  warmup_steps: 2\n",
             "F:4: optimizer.decay_steps (8) and warmup_steps (2) need at least as many steps",
         ),
+        (
+            "algorithm: {name: grpo, off_policy: {high: 2.0}}\n",
+            "F:1: 'algorithm.off_policy.high' has no use with correction: none: leave it out, or choose truncate or ",
+        ),
+        (
+            "algorithm:\n  name: grpo\n  off_policy:\n    ratio_to: proximal\n    level: sequence\n",
+            "F:5: 'algorithm.off_policy.level' has no use with correction: none",
+        ),
+        (
+            "algorithm: {name: rloo, off_policy: {correction: truncate, low: 0.9}}\n",
+            "F:1: 'algorithm.off_policy.low' has no use with correction: truncate: leave it out, or choose mask",
+        ),
+        ("algorithm: {name: grpo, kl: {estimator: k2}}\n", "F:1: 'algorithm.kl.estimator' has no use with coef: 0"),
+        (
+            "algorithm: {name: ppo, critic: {}, kl: {placement: reward}}\n",
+            "F:1: 'algorithm.kl.placement' has no use with coef: 0, without a KL term",
+        ),
+        (
+            "algorithm: {name: grpo, max_replaced: 5}\n",
+            "F:1: 'algorithm.max_replaced' has no use without dynamic_sampling: leave it out",
+        ),
+        (
+            "optimizer:\n  min_lr_fraction: 0\n",
+            "F:2: 'optimizer.min_lr_fraction' has no use with decay: constant: leave it out, or choose linear",
+        ),
+        (
+            "steps: 9\noptimizer:\n  decay: cosine\n  warmup_steps: 9\n",
+            "F:4: 'optimizer.warmup_steps' is 9 of 9 steps, so that decay: cosine never begins: fewer, or decay: const",
+        ),
         ("sampling:\n  temperature: 0\n", "F:2: 'sampling.temperature' is 0, expected at least 0.01"),
         ("optimizer:\n  lr: yes\n", "F:2: 'optimizer.lr' is 'true', expected a number"),
         ("optimizer:\n  betas: [yes, 0.9]\n", "F:2: 'optimizer.betas.0' is 'true', expected a number"),
@@ -350,6 +379,18 @@ def test_a_resolved_run_reads_back_the_same(tmp_path: Path) -> None:
     assert load_resolved(tmp_path / "new") == (cluster, run)
     assert set(yaml.safe_load((tmp_path / "new/config.yaml").read_text())) == {"cluster", "run"}
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["config.yaml"], "no partial file stays"
+
+
+def test_a_run_that_began_with_keys_without_use_goes_on(tmp_path: Path) -> None:
+    algorithm = {"name": "grpo", "off_policy": {"high": 2.0}, "kl": {"estimator": "k2"}, "max_replaced": 5}
+    options = {"decay": "linear", "warmup_steps": 30}
+    run = RunConfig.model_validate({"steps": 20, "algorithm": algorithm, "optimizer": options})
+    cluster = load_cluster(ROOT / "cluster_configs/local.yaml")
+    save_resolved(tmp_path, cluster, run)
+    assert load_resolved(tmp_path, ["steps=25"]) == (cluster, run.model_copy(update={"steps": 25}))
+    copied = tmp_path / "run.yaml"
+    copied.write_text(yaml.safe_dump(load_run(None).model_dump(mode="json")))
+    assert load_run(copied) == RunConfig(), "a file with every key is a run file as well"
 
 
 def test_a_folder_that_holds_no_run_is_refused(tmp_path: Path) -> None:

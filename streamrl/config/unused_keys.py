@@ -1,0 +1,60 @@
+"""Keys of a run file that would do nothing, told where a file is read.
+
+The configuration in a run's folder is not asked: it has all keys, and earlier versions began runs with such values. For
+the same reason a key with its default value is never told: a file may be copied from such a configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from streamrl.config.cluster import StrictModel
+from streamrl.config.mistakes import ConfigProblem, KeyPath, dotted
+from streamrl.config.run import RunConfig
+
+UNUSED = {
+    "none": (("level", "low", "high"), "truncate or mask"),
+    "truncate": (("low",), "mask"),
+    "mask": ((), ""),
+}
+"""Keys of `off_policy` that each correction has no use for, and those that have."""
+
+
+def unused_keys(run: RunConfig) -> Iterable[ConfigProblem]:
+    """Yield what a run would not use although it was set to something else than its default."""
+    algorithm, optimizer = run.algorithm, run.optimizer
+    keys, others = UNUSED[algorithm.off_policy.correction]
+    for key in _changed(algorithm.off_policy, keys):
+        yield _problem(
+            ("algorithm", "off_policy", key),
+            ("algorithm", "off_policy", "correction"),
+            f"has no use with correction: {algorithm.off_policy.correction}: leave it out, or choose {others}",
+        )
+    if not algorithm.needs_reference:
+        for key in _changed(algorithm.kl, ("estimator", "placement")):
+            reason = "has no use with coef: 0, without a KL term: leave it out, or set coef"
+            yield _problem(("algorithm", "kl", key), ("algorithm", "kl", "coef"), reason)
+    if not algorithm.dynamic_sampling:
+        for key in _changed(algorithm, ("max_replaced",)):
+            reason = "has no use without dynamic_sampling: leave it out, or set dynamic_sampling: true"
+            yield _problem(("algorithm", key), ("algorithm", "dynamic_sampling"), reason)
+    if optimizer.decay == "constant":
+        for key in _changed(optimizer, ("min_lr_fraction",)):
+            reason = "has no use with decay: constant: leave it out, or choose linear, cosine or wsd"
+            yield _problem(("optimizer", key), ("optimizer", "decay"), reason)
+    elif optimizer.warmup_steps >= run.steps:
+        yield _problem(
+            ("optimizer", "warmup_steps"),
+            ("steps",),
+            f"is {optimizer.warmup_steps} of {run.steps} steps, so that decay: {optimizer.decay} never begins: fewer, "
+            "or decay: constant",
+        )
+
+
+def _changed(section: StrictModel, keys: Iterable[str]) -> list[str]:
+    """Return the keys that have another value than their default."""
+    return [key for key in keys if getattr(section, key) != type(section).model_fields[key].default]
+
+
+def _problem(key: KeyPath, beside: KeyPath, reason: str) -> ConfigProblem:
+    return ConfigProblem(key, f"'{dotted(key)}' {reason}", (beside,))
