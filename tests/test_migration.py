@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 
 from streamrl.config.load import load_run
 from streamrl.controller.group_source import GroupSource
-from streamrl.launcher.preflight import check_model, check_tasks
+from streamrl.launcher.model_check import check_model
+from streamrl.launcher.preflight import check_tasks
 from streamrl.tasks.rewards import Scorer
 from streamrl.tasks.source import PromptSource
 from tests.tiny_model import save_tiny_model

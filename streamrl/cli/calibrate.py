@@ -59,7 +59,8 @@ def command(
             raise UserError(f"--{name} does not go with --engine, which measures and stores in its own way")
     from streamrl.config.load import load_cluster, load_run
     from streamrl.launcher.generation_check import check_generation, check_kv_cache
-    from streamrl.launcher.preflight import check_heads, check_model, refuse
+    from streamrl.launcher.model_check import check_heads, check_model
+    from streamrl.launcher.preflight import refuse
     from streamrl.launcher.speculation_check import check_speculation
     from streamrl.runtime.process_plan import KEPT_HEAP, PASSIVE_WAITING
 

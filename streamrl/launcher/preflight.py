@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import json
 import os
 import shutil
 import socket
@@ -20,8 +19,10 @@ from streamrl.config.weight_sync import COLLECTIVE_S, LONGER
 from streamrl.errors import ErrorCode, UserError
 from streamrl.launcher.generation_check import check_eight_bits, check_generation, check_kv_cache
 from streamrl.launcher.gpu_checks import check_this_machine, sites_here, warnings_here
+from streamrl.launcher.model_check import check_critic, check_heads, check_model, critic_warnings
 from streamrl.launcher.prompt_check import check_prompts
 from streamrl.launcher.router_check import check_router_replay
+from streamrl.launcher.run_warnings import run_warnings
 from streamrl.launcher.sequence_check import check_sequence_parallel
 from streamrl.launcher.speculation_check import check_speculation
 from streamrl.launcher.untried_paths import untried_warning
@@ -93,9 +94,14 @@ def check(
     checks.append(check_metrics(cluster, site or cluster.trainer_site))
     if cluster.remote_sites and site is not None:
         checks.append(check_keys(cluster, site))
+    critic = list(check_critic(cluster, run)) if site in (None, cluster.trainer_site) else []
+    if resumed is None:  # earlier versions began runs without this check
+        checks.append(critic)
     refuse(checks)
     return [
         *untried_warning(cluster, run),
+        *run_warnings(run),
+        *(critic or critic_warnings(run) if site in (None, cluster.trainer_site) else []),
         *sandbox_warnings(run),
         *ray_warnings(cluster, os.environ, site),
         *thread_warnings(cluster, run, usable_cores(), site),
@@ -130,14 +136,15 @@ def check_files(cluster: ClusterConfig, run: RunConfig) -> list[str]:
     checks += [check_weight_path(cluster, run), check_speculation(cluster, run), check_eight_bits(cluster, run)]
     try:
         resolve_model(run.model.path)
-        of_model = [check_model(run), check_heads(cluster, run), check_router_replay(cluster, run)]
+        of_model = [check_model(run), check_heads(cluster, run), check_critic(cluster, run)]
+        of_model.append(check_router_replay(cluster, run))
         checks = [*of_model, check_sequence_parallel(cluster, run), *checks]
     except UserError as error:
         missing.append(f"on this machine: {error}")
     refuse(checks)
     skipped = "packages, model, GPUs, ports, keys, Ray's nodes, disk and memory"
     note = f"not checked: {skipped} of the sites; each checks its own with --site NAME --dry-run"
-    return [note, *untried_warning(cluster, run), *missing]
+    return [note, *untried_warning(cluster, run), *run_warnings(run), *missing]
 
 
 def check_sites(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
@@ -243,50 +250,13 @@ def check_packages(cluster: ClusterConfig) -> Iterable[str]:
     yield from package_problems(("torch", "vllm", "transformers"), f"{extra},tasks")
 
 
-def check_model(run: RunConfig) -> Iterable[str]:
-    """Check that the model is present and its context long enough; multi-modal models state it in `text_config`."""
-    try:
-        folder = Path(resolve_model(run.model.path))
-    except UserError as error:
-        yield str(error)
-        return
-    config = json.loads((folder / "config.json").read_text())
-    longest = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings")
-    if isinstance(longest, int) and run.model.max_context > longest:
-        asked = f"{run.model.path} has {longest} positions, {run.model.max_context} are asked for"
-        yield ErrorCode.CONTEXT.refer(f"model.max_context: {asked}")
-
-
 def check_packing(run: RunConfig) -> Iterable[str]:
     """Check that `batch.packing` is proven right for the models that are trained; the proof is kept."""
-    critic = run.algorithm.critic.path if isinstance(run.algorithm, PPOConfig) else None
-    for path in filter(None, (run.model.path, critic)):
+    for path in filter(None, (run.model.path, run.critic_path)):
         try:
             decide_packing(run, resolve_model(path))
         except UserError as error:
             yield str(error)
-
-
-def check_heads(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
-    """Check that the model's attention heads can be split as the cluster file says."""
-    try:
-        values = json.loads((Path(resolve_model(run.model.path)) / "config.json").read_text())
-    except UserError:
-        return  # reported by `check_model`
-    values = values.get("text_config") or values
-    heads = values.get("num_attention_heads")
-    asked = [
-        (f"sites.{name}.generation ({pool.name}).gpus_per_replica", pool.gpus_per_replica, heads, "attention")
-        for name, site in cluster.sites.items()
-        for pool in site.generation
-    ]
-    trainer = cluster.sites[cluster.trainer_site].trainer
-    assert trainer is not None
-    key = f"sites.{cluster.trainer_site}.trainer.tensor_parallel"
-    asked.append((key, trainer.tensor_parallel, values.get("num_key_value_heads") or heads, "key-value"))
-    for key, ranks, count, kind in asked:
-        if isinstance(count, int) and count % ranks:
-            yield f"{key} is {ranks}: expected a divisor of the {count} {kind} heads of {run.model.path}"
 
 
 def check_tasks(run: RunConfig, rendered: bool = True) -> Iterable[str]:

@@ -80,28 +80,6 @@ def test_gpus_that_this_user_may_not_use_do_not_count() -> None:
     assert "got '2'; it has GPUs 0 to 1 (GPU-0, GPU-1)" in problem
 
 
-def test_a_context_longer_than_the_model_has_positions(tmp_path: Path) -> None:
-    run = make_model(tmp_path / "m", max_position_embeddings=512)
-    assert "has 512 positions, 1024 are asked for" in "".join(preflight.check_model(run))
-    run = make_model(tmp_path / "m", text_config={"max_position_embeddings": 1023})
-    assert "has 1023 positions" in "".join(preflight.check_model(run))
-    for config in ({"max_position_embeddings": 1024}, {"n_positions": 7}):
-        assert list(preflight.check_model(make_model(tmp_path / "m", **config))) == []
-
-
-def test_heads_that_cannot_be_shared_out_are_told(tmp_path: Path) -> None:
-    run = make_model(tmp_path / "m", num_attention_heads=8, num_key_value_heads=2)
-    assert list(preflight.check_heads(cluster(gpus_per_replica=8), run)) == []
-    values = cluster(gpus_per_replica=3).model_dump()
-    values["sites"]["here"]["trainer"] = {"ranks": 4, "tensor_parallel": 4}
-    several = ClusterConfig.model_validate(values)
-    assert list(preflight.check_heads(several, run)) == [
-        f"sites.here.generation (regular).gpus_per_replica is 3: expected a divisor of the 8 attention heads of "
-        f"{run.model.path}",
-        f"sites.here.trainer.tensor_parallel is 4: expected a divisor of the 2 key-value heads of {run.model.path}",
-    ]
-
-
 def sharing_rows(ranks: int, hardware: str = "cpu") -> ClusterConfig:
     values = cluster(hardware).model_dump()
     values["sites"]["here"]["trainer"] = {"ranks": ranks, "sequence_parallel": ranks}

@@ -1,0 +1,142 @@
+"""Checks whether a run's models are of the kind that can be trained, and whether its critic fits the policy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from streamrl.config.cluster import ClusterConfig
+from streamrl.config.run import RunConfig
+from streamrl.errors import ErrorCode, UserError
+from streamrl.machine.model_files import read_config, resolve_model
+
+FULL_ON_CPU = {"fp8", "mxfp4"}
+"""Kinds of quantized weights that transformers turns into full ones as it loads them, where there is no GPU."""
+
+
+def check_model(run: RunConfig) -> Iterable[str]:
+    """Check that the model is present, has full weights, and a context long enough."""
+    try:
+        folder = Path(resolve_model(run.model.path))
+    except UserError as error:
+        yield str(error)
+        return
+    config = json.loads((folder / "config.json").read_text())
+    # an instance would be built for the file's codes and scales, and every version has full weights
+    if (kind := _quantized(config)) is not None:
+        yield f"model.path: {_needs_full(run.model.path, kind)}"
+    if (longest := _positions(config)) is not None and run.model.max_context > longest:
+        asked = f"{run.model.path} has {longest} positions, {run.model.max_context} are asked for"
+        yield ErrorCode.CONTEXT.refer(f"model.max_context: {asked}")
+
+
+def check_heads(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
+    """Check that the model's attention heads can be split as the cluster file says."""
+    try:
+        values = _of_text(read_config(Path(resolve_model(run.model.path))))
+    except UserError:
+        return  # reported by `check_model`
+    heads = values.get("num_attention_heads")
+    for name, site in cluster.sites.items():
+        for pool in site.generation:
+            key = f"sites.{name}.generation ({pool.name}).gpus_per_replica"
+            yield from _undivided(key, pool.gpus_per_replica, heads, "attention", run.model.path)
+    yield from _undivided_by_trainer(cluster, values, run.model.path)
+
+
+def check_critic(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
+    """Check that a critic with weights of its own has full ones, reads what the policy writes, and can be split."""
+    if (path := run.critic_path) is None:
+        return
+    try:
+        folder, policy = Path(resolve_model(path)), Path(resolve_model(run.model.path))
+    except UserError:
+        return  # reported by `check_model` and `check_packing`
+    if folder == policy:
+        return
+    config = read_config(folder)
+    if (kind := _quantized(config)) is not None and not (cluster.hardware == "cpu" and kind in FULL_ON_CPU):
+        yield f"algorithm.critic.path: {_needs_full(path, kind)}"
+    if (longest := _positions(config)) is not None and run.model.max_context > longest:
+        asked = f"{path} has {longest} positions, {run.model.max_context} are asked for"
+        yield ErrorCode.CONTEXT.refer(f"model.max_context: the critic {asked}")
+    known, own, read = _rows(config), _tokens(policy), _tokens(folder)
+    if known is not None and (used := _count(policy)) > known:
+        yield f"algorithm.critic.path: {path} knows {known} tokens, and the tokenizer of {run.model.path} has {used}"
+    elif others := sum(read[number] != token for number, token in own.items() if number in read):
+        yield (
+            f"algorithm.critic.path: {path} has another tokenizer than {run.model.path}: {others} of {len(own)} "
+            "tokens have other numbers"
+        )
+    yield from _undivided_by_trainer(cluster, _of_text(config), path)
+
+
+def critic_warnings(run: RunConfig) -> Iterable[str]:
+    """Warn about a critic with fewer rows of tokens than the policy, which may write one that its tokenizer lacks."""
+    if (path := run.critic_path) is None:
+        return
+    folder, policy = Path(resolve_model(path)), Path(resolve_model(run.model.path))
+    known, written = _rows(read_config(folder)), _rows(read_config(policy))
+    if known is not None and written is not None and _count(policy) <= known < written:
+        yield (
+            f"algorithm.critic.path: {path} has {known} rows of tokens, and {run.model.path} {written}: a token beyond "
+            "those of the tokenizer, which trained models hardly ever write, would end the run"
+        )
+
+
+def _quantized(config: Mapping[str, Any]) -> str | None:
+    """Return the kind of a model's quantized weights; None: they are full."""
+    if not (found := config.get("quantization_config")):
+        return None
+    return str(found.get("quant_method", "of an unknown kind")) if isinstance(found, dict) else "of an unknown kind"
+
+
+def _needs_full(path: str, kind: str) -> str:
+    return f"{path} is quantized ({kind}): the trainer needs full weights; use the unquantized model"
+
+
+def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a configuration that describes the language model."""
+    return config.get("text_config") or config
+
+
+def _positions(config: Mapping[str, Any]) -> int | None:
+    """Return how many tokens a model's context has; None: it does not say."""
+    longest = config.get("max_position_embeddings") or _of_text(config).get("max_position_embeddings")
+    return longest if isinstance(longest, int) else None
+
+
+def _rows(config: Mapping[str, Any]) -> int | None:
+    """Return how many tokens a model can read and write, those of padding included; None: it does not say."""
+    rows = _of_text(config).get("vocab_size")
+    return rows if isinstance(rows, int) else None
+
+
+def _count(folder: Path) -> int:
+    """Return the number of a model's tokens, counted up to the last one that its tokenizer has; 0: not known."""
+    added = [token["id"] for token in read_config(folder, "tokenizer.json").get("added_tokens", ())]
+    return max([*_tokens(folder), *added], default=-1) + 1
+
+
+def _tokens(folder: Path) -> dict[int, str]:
+    """Return a model's tokens by number, without those that were added to its vocabulary; {}: not known."""
+    model = read_config(folder, "tokenizer.json").get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, dict):
+        return {number: token for token, number in vocabulary.items()}
+    return {number: token for number, (token, _) in enumerate(vocabulary or ())}  # with a score each
+
+
+def _undivided_by_trainer(cluster: ClusterConfig, values: Mapping[str, Any], path: str) -> Iterable[str]:
+    trainer = cluster.sites[cluster.trainer_site].trainer
+    assert trainer is not None
+    heads = values.get("num_key_value_heads") or values.get("num_attention_heads")
+    key = f"sites.{cluster.trainer_site}.trainer.tensor_parallel"
+    yield from _undivided(key, trainer.tensor_parallel, heads, "key-value", path)
+
+
+def _undivided(key: str, ranks: int, heads: object, kind: str, path: str) -> Iterable[str]:
+    if isinstance(heads, int) and heads % ranks:
+        yield f"{key} is {ranks}: expected a divisor of the {heads} {kind} heads of {path}"

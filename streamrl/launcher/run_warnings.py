@@ -1,0 +1,42 @@
+"""What a run file asks for that may train worse than its author expects; nothing here depends on a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from streamrl.config.algorithm import PPOConfig
+from streamrl.config.run import RunConfig
+from streamrl.config.schedule import staleness_limit
+from streamrl.surrogates import SURROGATES
+
+
+def run_warnings(run: RunConfig) -> Iterable[str]:
+    """Say where samples of older weights count as new ones, and where a learning rate is never reached."""
+    yield from _about_staleness(run)
+    if run.optimizer.decay == "constant" and run.optimizer.warmup_steps > run.steps:
+        yield _never_reached("optimizer", run.optimizer.warmup_steps, run.steps)
+    if isinstance(run.algorithm, PPOConfig) and run.algorithm.critic.warmup_steps > run.steps:
+        yield _never_reached("algorithm.critic", run.algorithm.critic.warmup_steps, run.steps)
+
+
+def _about_staleness(run: RunConfig) -> Iterable[str]:
+    """Say that samples may be of weights older than the last published, and that nothing in the loss sees it."""
+    options, limit = run.algorithm.off_policy, staleness_limit(run.schedule)
+    newest_only = limit is not None and limit < run.schedule.sync_every
+    if newest_only or options.correction != "none":
+        return
+    if not SURROGATES[run.algorithm.surrogate].has_ratio:
+        blind, remedy = f"algorithm.surrogate: {run.algorithm.surrogate}", "off_policy.correction: truncate"
+    elif options.ratio_to == "proximal":
+        blind, remedy = "off_policy.ratio_to: proximal", "off_policy.correction: truncate, or ratio_to: generator,"
+    else:
+        return
+    kind = run.schedule.name if run.schedule.rounds is None else f"{run.schedule.name} with rounds"
+    yield (
+        f"schedule {kind} may train on samples of older weights, and {blind} without a correction takes them for new "
+        f"ones: {remedy} weighs for the difference"
+    )
+
+
+def _never_reached(section: str, warmup_steps: int, steps: int) -> str:
+    return f"{section}.lr is never reached: {section}.warmup_steps is {warmup_steps}, and the run has {steps} steps"

@@ -1,0 +1,117 @@
+"""Models that cannot be trained, and critics that do not fit the policy, are found before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.config.cluster import ClusterConfig
+from streamrl.config.run import RunConfig
+from streamrl.errors import UserError
+from streamrl.launcher import preflight
+from streamrl.launcher.model_check import check_critic, check_heads, check_model, critic_warnings
+from tests.tiny_model import save_tiny_model
+
+LETTERS = {letter: number for number, letter in enumerate("abcdefgh")}
+SHAPE = {"vocab_size": 12, "max_position_embeddings": 2048, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def cluster(hardware: str = "cpu", tensor_parallel: int = 1, **pool: Any) -> ClusterConfig:
+    trainer = {"ranks": tensor_parallel, "tensor_parallel": tensor_parallel}
+    site = {"trainer": trainer, "generation": [{"replicas": 2, **pool}]}
+    return ClusterConfig.model_validate({"hardware": hardware, "sites": {"here": site}})
+
+
+def model(folder: Path, vocabulary: Any = None, **config: Any) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    added = [{"id": len(LETTERS), "content": "<end>"}]
+    tokenizer = {"model": {"vocab": LETTERS if vocabulary is None else vocabulary}, "added_tokens": added}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "model.safetensors").touch()
+    return str(folder)
+
+
+def of_model(path: str) -> RunConfig:
+    return RunConfig.model_validate({"model": {"path": path}})
+
+
+def with_critic(folder: Path, vocabulary: Any = None, **config: Any) -> RunConfig:
+    critic = {"path": model(folder / "critic", vocabulary, **(SHAPE | config))}
+    policy = {"path": model(folder / "policy", **SHAPE)}
+    return RunConfig.model_validate({"model": policy, "algorithm": {"name": "ppo", "critic": critic}})
+
+
+def test_a_context_longer_than_the_model_has_positions(tmp_path: Path) -> None:
+    run = of_model(model(tmp_path / "m", max_position_embeddings=512))
+    assert "has 512 positions, 1024 are asked for" in "".join(check_model(run))
+    run = of_model(model(tmp_path / "m", text_config={"max_position_embeddings": 1023}))
+    assert "has 1023 positions" in "".join(check_model(run))
+    for config in ({"max_position_embeddings": 1024}, {"n_positions": 7}, {"quantization_config": None}):
+        assert list(check_model(of_model(model(tmp_path / "m", **config)))) == []
+
+
+def test_heads_that_cannot_be_shared_out_are_told(tmp_path: Path) -> None:
+    run = of_model(model(tmp_path / "m", num_attention_heads=8, num_key_value_heads=2))
+    assert list(check_heads(cluster(gpus_per_replica=8), run)) == []
+    assert list(check_heads(cluster(tensor_parallel=4, gpus_per_replica=3), run)) == [
+        f"sites.here.generation (regular).gpus_per_replica is 3: expected a divisor of the 8 attention heads of "
+        f"{run.model.path}",
+        f"sites.here.trainer.tensor_parallel is 4: expected a divisor of the 2 key-value heads of {run.model.path}",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["awq", "gptq", "bitsandbytes", "fp8", "mxfp4"])
+def test_quantized_weights_are_refused(tmp_path: Path, kind: str) -> None:
+    run = of_model(model(tmp_path / "m", quantization_config={"quant_method": kind}))
+    (problem,) = check_model(run)
+    needed = f"is quantized ({kind}): the trainer needs full weights; use the unquantized model"
+    assert problem == f"model.path: {run.model.path} {needed}"
+    run = with_critic(tmp_path, quantization_config={"quant_method": kind})
+    found = [*check_critic(cluster("cuda"), run), *check_critic(cluster("cpu"), run)]
+    assert len(found) == (1 if kind in ("fp8", "mxfp4") else 2), "on CPUs transformers loads these as full weights"
+    assert set(found) == {f"algorithm.critic.path: {run.critic_path} {needed}"}
+
+
+def test_a_critic_that_does_not_fit_the_policy_is_told(tmp_path: Path) -> None:
+    run = with_critic(tmp_path)
+    named = f"algorithm.critic.path: {run.critic_path}"
+    assert [*check_critic(cluster(tensor_parallel=2), run), *critic_warnings(run)] == []
+
+    (problem,) = check_critic(cluster(), with_critic(tmp_path, max_position_embeddings=512))
+    assert problem.startswith(f"model.max_context: the critic {run.critic_path} has 512 positions, 1024 are asked for")
+    (problem,) = check_critic(cluster(), with_critic(tmp_path, vocab_size=8))
+    assert problem == f"{named} knows 8 tokens, and the tokenizer of {run.model.path} has 9"
+    turned = {letter: 7 - number for letter, number in LETTERS.items()}
+    for vocabulary in (turned, [[letter, -1.0] for letter in reversed(LETTERS)]):
+        (problem,) = check_critic(cluster(), with_critic(tmp_path, vocabulary))
+        assert problem == f"{named} has another tokenizer than {run.model.path}: 8 of 8 tokens have other numbers"
+    (problem,) = check_critic(cluster(tensor_parallel=2), with_critic(tmp_path, num_key_value_heads=3))
+    assert problem.startswith("sites.here.trainer.tensor_parallel is 2: expected a divisor of the 3 key-value heads of")
+
+    longer = with_critic(tmp_path, LETTERS | {"i": 9}, vocab_size=9)
+    assert list(check_critic(cluster(), longer)) == [], "a relative with more tokens, or fewer rows of padding"
+    (warning,) = critic_warnings(longer)
+    assert warning.startswith(f"{named} has 9 rows of tokens, and {run.model.path} 12: a token beyond")
+
+
+def test_a_critic_that_begins_as_the_policy_does_has_nothing_to_check(tmp_path: Path) -> None:
+    path = model(tmp_path / "m", max_position_embeddings=8)
+    for critic in ({}, {"path": path}):
+        run = RunConfig.model_validate({"model": {"path": path}, "algorithm": {"name": "ppo", "critic": critic}})
+        assert [*check_critic(cluster(), run), *critic_warnings(run)] == []
+
+
+def test_a_run_that_began_with_such_a_critic_goes_on_with_a_warning(tmp_path: Path) -> None:
+    policy, critic = (save_tiny_model(tmp_path / name) for name in ("policy", "critic"))
+    config = json.loads((critic / "config.json").read_text())
+    (critic / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 128}))
+    values = {"model": {"path": str(policy), "max_context": 256}, "sampling": {"max_tokens": 8}}
+    run = RunConfig.model_validate({**values, "algorithm": {"name": "ppo", "critic": {"path": str(critic)}}})
+    with pytest.raises(UserError, match=r"the critic \S+ has 128 positions, 256 are asked for"):
+        preflight.check(cluster(), run, tmp_path)
+    warnings = preflight.check(cluster(), run, tmp_path, resumed=tmp_path)
+    assert any("has 128 positions" in warning for warning in warnings)

@@ -1,0 +1,68 @@
+"""A run file that trains, but perhaps not as its author expects, is told so before the start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.config.load import load_cluster, load_run
+from streamrl.config.run import RunConfig
+from streamrl.launcher import preflight
+from streamrl.launcher.run_warnings import run_warnings
+
+ROOT = Path(__file__).parents[2]
+RLOO = {"name": "rloo"}
+PROXIMAL = {"name": "grpo", "off_policy": {"ratio_to": "proximal"}}
+CORRECTED: list[dict[str, Any]] = [
+    {"name": "rloo", "off_policy": {"correction": "truncate"}},
+    {"name": "grpo", "off_policy": {"ratio_to": "proximal", "correction": "truncate"}},
+    {"name": "grpo"},
+]
+STALE: list[tuple[dict[str, Any], str]] = [
+    ({"name": "async", "max_staleness": 4}, "async"),
+    ({"name": "one_step_off"}, "one_step_off"),
+    ({"name": "auto"}, "auto"),
+    ({"name": "stream", "rounds": {"kind": "partial_rollouts", "round_tokens": 16}}, "stream with rounds"),
+    ({"name": "sync", "rounds": {"kind": "tail_batching", "max_age": 2}}, "sync with rounds"),
+]
+
+
+def warnings(**keys: Any) -> list[str]:
+    return list(run_warnings(RunConfig.model_validate(keys)))
+
+
+@pytest.mark.parametrize(("schedule", "named"), STALE, ids=[named for _, named in STALE])
+def test_a_loss_that_takes_old_samples_for_new_ones_is_told(schedule: dict[str, Any], named: str) -> None:
+    (warning,) = warnings(schedule=schedule, algorithm=RLOO)
+    assert warning.startswith(f"schedule {named} may train on samples of older weights, and algorithm.surrogate: rein")
+    assert "off_policy.correction: truncate weighs" in warning
+    (warning,) = warnings(schedule=schedule, algorithm=PROXIMAL)
+    assert "off_policy.ratio_to: proximal without a correction" in warning and "or ratio_to: generator, w" in warning
+    for algorithm in CORRECTED:
+        assert warnings(schedule=schedule, algorithm=algorithm) == []
+
+
+def test_samples_of_the_last_published_weights_are_no_older_ones() -> None:
+    for name in ("stream", "sync", "colocated"):
+        assert warnings(schedule={"name": name}, algorithm=RLOO) == []
+        assert warnings(schedule={"name": name, "sync_every": 4}, algorithm=PROXIMAL) == []
+    several: dict[str, Any] = {"name": "async", "sync_every": 3}
+    assert warnings(schedule=several | {"max_staleness": 2}, algorithm=PROXIMAL) == []
+    assert len(warnings(schedule=several | {"max_staleness": 3}, algorithm=PROXIMAL)) == 1
+
+
+def test_a_learning_rate_that_is_never_reached_is_told() -> None:
+    assert warnings(steps=20, optimizer={"warmup_steps": 21}) == [
+        "optimizer.lr is never reached: optimizer.warmup_steps is 21, and the run has 20 steps"
+    ]
+    assert warnings(steps=20, optimizer={"warmup_steps": 20}) == []
+    (warning,) = warnings(steps=20, algorithm={"name": "ppo", "critic": {"warmup_steps": 30}})
+    assert warning.startswith("algorithm.critic.lr is never reached: algorithm.critic.warmup_steps is 30")
+
+
+def test_the_plan_of_several_sites_says_it_as_well() -> None:
+    cluster = load_cluster(ROOT / "cluster_configs/heterogeneous.yaml")
+    run = load_run(None, ["schedule={name: async}", "algorithm={name: rloo}"])
+    assert any("takes them for new ones" in warning for warning in preflight.check_files(cluster, run))
