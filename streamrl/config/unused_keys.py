@@ -42,13 +42,6 @@ def unused_keys(run: RunConfig) -> Iterable[ConfigProblem]:
         for key in _changed(optimizer, ("min_lr_fraction",)):
             reason = "has no use with decay: constant: leave it out, or choose linear, cosine or wsd"
             yield _problem(("optimizer", key), ("optimizer", "decay"), reason)
-    elif optimizer.warmup_steps >= run.steps:
-        yield _problem(
-            ("optimizer", "warmup_steps"),
-            ("steps",),
-            f"is {optimizer.warmup_steps} of {run.steps} steps, so that decay: {optimizer.decay} never begins: fewer, "
-            "or decay: constant",
-        )
 
 
 def _changed(section: StrictModel, keys: Iterable[str]) -> list[str]:

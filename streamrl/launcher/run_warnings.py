@@ -13,8 +13,13 @@ from streamrl.surrogates import SURROGATES
 def run_warnings(run: RunConfig) -> Iterable[str]:
     """Say where samples of older weights count as new ones, and where a learning rate is never reached."""
     yield from _about_staleness(run)
-    if run.optimizer.decay == "constant" and run.optimizer.warmup_steps > run.steps:
+    if run.optimizer.warmup_steps > run.steps:
         yield _never_reached("optimizer", run.optimizer.warmup_steps, run.steps)
+    elif run.optimizer.warmup_steps == run.steps and run.optimizer.decay != "constant":
+        yield (
+            f"optimizer.decay: {run.optimizer.decay} never begins: optimizer.warmup_steps is as many as the run has "
+            f"steps, {run.steps}"
+        )
     if isinstance(run.algorithm, PPOConfig) and run.algorithm.critic.warmup_steps > run.steps:
         yield _never_reached("algorithm.critic", run.algorithm.critic.warmup_steps, run.steps)
 

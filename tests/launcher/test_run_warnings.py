@@ -58,6 +58,9 @@ def test_a_learning_rate_that_is_never_reached_is_told() -> None:
         "optimizer.lr is never reached: optimizer.warmup_steps is 21, and the run has 20 steps"
     ]
     assert warnings(steps=20, optimizer={"warmup_steps": 20}) == []
+    (warning,) = warnings(steps=20, optimizer={"warmup_steps": 20, "decay": "cosine"})
+    assert warning.startswith("optimizer.decay: cosine never begins")
+    assert warnings(steps=20, optimizer={"warmup_steps": 19, "decay": "cosine"}) == []
     (warning,) = warnings(steps=20, algorithm={"name": "ppo", "critic": {"warmup_steps": 30}})
     assert warning.startswith("algorithm.critic.lr is never reached: algorithm.critic.warmup_steps is 30")
 
