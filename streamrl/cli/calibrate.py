@@ -7,11 +7,15 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from click.core import ParameterSource
 
 from streamrl.errors import UserError
+
+if TYPE_CHECKING:
+    from streamrl.config.cluster import ClusterConfig, GenerationPool
 
 
 @click.command(name="calibrate")
@@ -21,6 +25,7 @@ from streamrl.errors import UserError
 )
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key of the run file.")
 @click.option("--pool", help="Generation pool whose instance is measured (default: the first in the file).")
+@click.option("--site", help="Site of the pool, if several sites have one of that name.")
 @click.option(
     "--seconds",
     default=180.0,
@@ -35,6 +40,7 @@ def command(
     run_file: Path | None,
     overrides: tuple[str, ...],
     pool: str | None,
+    site: str | None,
     seconds: float,
     engine: bool,
     out: Path,
@@ -62,15 +68,11 @@ def command(
     from streamrl.launcher.model_check import check_heads, check_model
     from streamrl.launcher.preflight import refuse
     from streamrl.launcher.speculation_check import check_speculation
+    from streamrl.machine.gpus import BY_BUS, ORDER
     from streamrl.runtime.process_plan import KEPT_HEAP, PASSIVE_WAITING
 
     cluster, run = load_cluster(cluster_file), load_run(run_file, overrides)
-    pools = {pool.name: (site, pool) for site, values in cluster.sites.items() for pool in values.generation}
-    if pool is not None and pool not in pools:
-        raise UserError(
-            f"--pool {pool}: {cluster_file} has no such generation pool; expected one of {', '.join(pools)}"
-        )
-    site, chosen = pools[pool] if pool else next(iter(pools.values()))
+    its_site, chosen = _chosen(cluster, cluster_file, pool, site)
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: its folder does not exist")
     refuse(
@@ -78,14 +80,15 @@ def command(
             check_model(run),
             check_heads(cluster, run),
             check_speculation(cluster, run),
-            check_generation(cluster, run, site),
+            check_generation(cluster, run, its_site),
+            check_kv_cache(cluster, run, its_site),
         ]
     )
-    refuse([check_kv_cache(cluster, run, site)])
     # those of an instance: torch reads its number of threads when it is imported, glibc how it keeps memory when vLLM's
     # process starts
     heap = {} if cluster.hardware == "cuda" else KEPT_HEAP
     os.environ.update(PASSIVE_WAITING | heap | {"OMP_NUM_THREADS": str(chosen.threads)})
+    os.environ.setdefault(ORDER, BY_BUS)
     from streamrl.machine.compute_type import choose, with_type
 
     types = choose(run.model, cluster.hardware == "cuda")
@@ -102,7 +105,7 @@ def command(
             raise UserError("--engine: these are vLLM's settings on CPUs; this cluster has hardware: cuda")
         from streamrl.generation.instance.settings_trial import try_settings
 
-        return try_settings(chosen, run, site, click.echo)
+        return try_settings(chosen, run, its_site, click.echo)
     from streamrl.generation.instance.calibration import measure
     from streamrl.generation.instance.engine import Engine
 
@@ -111,6 +114,7 @@ def command(
             engine = Engine(chosen, run, cluster.hardware == "cuda", "calibrate", site)
         except (ValueError, RuntimeError) as error:
             raise UserError(f"vLLM does not start an instance of pool {chosen.name!r}: {error}") from error
+        engine = Engine(chosen, run, cluster.hardware == "cuda", "calibrate", its_site)
         try:
             await engine.warm_up()
             trials, load = await measure(engine, chosen.max_batch, run.model.max_context, seconds, click.echo)
@@ -150,3 +154,23 @@ def command(
     except OSError as error:
         raise UserError(f"--out {out}: {error}") from error
     click.echo(f"calibration written to {out}")
+
+
+def _chosen(
+    cluster: ClusterConfig, cluster_file: Path, pool: str | None, site: str | None
+) -> tuple[str, GenerationPool]:
+    """Return the pool to measure, with its site: the first one unless it is named.
+
+    Raises:
+        UserError: there is no such pool, or several sites have it.
+    """
+    pools = [(name, one) for name, values in cluster.sites.items() for one in values.generation]
+    found = [(name, one) for name, one in pools if site in (None, name) and pool in (None, one.name)]
+    if not found:
+        asked = [f"--{option} {value}" for option, value in (("pool", pool), ("site", site)) if value is not None]
+        there = ", ".join(f"{name}/{one.name}" for name, one in pools)
+        raise UserError(f"{' '.join(asked)}: {cluster_file} has no such generation pool; expected one of {there}")
+    if pool is not None and len(found) > 1:
+        could = " or ".join(f"{name}/{one.name}" for name, one in found)
+        raise UserError(f"--pool {pool} could be {could}: name its --site")
+    return found[0]

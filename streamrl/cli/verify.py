@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,8 @@ def command(model: str | None, full: bool, variables: str, hardware: bool, out: 
     """
     if hardware == (model is not None) or (out is not None and not hardware):
         raise click.UsageError("expected a MODEL, or --hardware (with --out, if wanted)")
+    if out is not None and not out.parent.is_dir():
+        raise UserError(f"--out {out}: its folder does not exist")
     missing = [name for name in ("torch", "transformers", "vllm") if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"not installed: {', '.join(missing)}; install with: pip install 'streamrl[cpu,tasks]'")
@@ -76,12 +79,17 @@ def command(model: str | None, full: bool, variables: str, hardware: bool, out: 
 
 
 def _hardware(console: Console, out: Path | None) -> None:
+    from streamrl.machine.gpus import BY_BUS, ORDER
     from streamrl.verify.hardware_kit import check_hardware, table_of, write_json
 
+    os.environ.setdefault(ORDER, BY_BUS)
     results = check_hardware(lambda text: click.echo(text, err=True))
     console.print(table_of(results))
     if out is not None:
-        write_json(out, results)
+        try:
+            write_json(out, results)
+        except OSError as error:
+            raise UserError(f"--out {out}: {error.strerror or error}") from error
         click.echo(f"written: {out}")
     if failed := [result.stage for result in results if result.error]:
         raise RunFailed(f"failed: {', '.join(failed)}")

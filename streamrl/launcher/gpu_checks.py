@@ -21,7 +21,7 @@ from streamrl.errors import ErrorCode, UserError
 from streamrl.machine.gpus import VISIBLE, Gpu, gpu_names, gpus_here, pairs_without_peer_access, usable_devices
 from streamrl.machine.model_files import resolve_model
 from streamrl.runtime.device_turns import takes_turns
-from streamrl.runtime.process_plan import plan_processes
+from streamrl.runtime.process_plan import ProcessSpec, plan_processes, possible_instances
 from streamrl.runtime.training_work import work_of
 
 NEEDED_DRIVERS = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
@@ -36,25 +36,34 @@ class GpuUse:
     """GPUs that one process of a run computes on, all together."""
 
     process: str
-    pool: str | None
-    """Name of the instance's pool; None: the trainer."""
+    pool: tuple[str, str] | None
+    """Site and name of the instance's pool; None: the trainer."""
     gpus: tuple[Gpu, ...]
 
 
 def sites_here(cluster: ClusterConfig, site: str | None) -> list[Site]:
     """List the sites whose processes all run on this machine."""
-    here = [cluster.sites[site]] if site is not None else list(cluster.sites.values())
-    return [one for one in here if not one.on_ray]
+    return [cluster.sites[name] for name in _names_here(cluster, site)]
+
+
+def _names_here(cluster: ClusterConfig, site: str | None) -> list[str]:
+    return [name for name in ([site] if site is not None else cluster.sites) if not cluster.sites[name].on_ray]
 
 
 def check_gpus(
-    cluster: ClusterConfig, run: RunConfig, names: Sequence[str], site: str | None = None, visible: str | None = None
+    cluster: ClusterConfig,
+    run: RunConfig,
+    names: Sequence[str],
+    site: str | None = None,
+    visible: str | None = None,
+    most: bool = True,
 ) -> Iterable[str]:
-    """Check that this machine has enough GPUs; under `colocated` trainer and instances share them.
+    """Check that this machine has the GPUs that `process_plan` gives out.
 
     Args:
         names: the machine's GPUs, as `gpu_names` lists them.
         visible: this user's CUDA_VISIBLE_DEVICES; None: not set.
+        most: count those of the instances that may be added too, up to `max_replicas`.
     """
     if cluster.hardware != "cuda":
         return
@@ -63,18 +72,22 @@ def check_gpus(
     except UserError as error:
         yield str(error)
         return
-    together = max if run.schedule.exclusive else sum
-    wanted = 0
-    for one in sites_here(cluster, site):
-        generating = sum(pool.replicas * pool.gpus_per_replica for pool in one.generation)
-        wanted += together([one.trainer.ranks if one.trainer else 0, generating])
-    if wanted > usable:
+    here = _names_here(cluster, site)
+    at_first = sum(_devices(plan_processes(cluster, run, Path(), [name])) for name in here)
+    later = sum(_devices(possible_instances(cluster, run, name, Path())) for name in here) if most else 0
+    if (wanted := max(at_first, later)) > usable:
+        grown = " (max_replicas counts: every instance that may be added has its own)" if wanted > at_first else ""
         who = f"site {site}" if site is not None else "the cluster"
         way_out = "; --emulate runs all sites here on CPU" if cluster.remote_sites else ""
         has = (
             f"this machine has {usable}" if visible is None else f"{VISIBLE}={visible} leaves {usable} of this machine"
         )
-        yield ErrorCode.INSTALLATION.refer(f"{who} asks for {wanted} GPUs, {has}{way_out}")
+        yield ErrorCode.INSTALLATION.refer(f"{who} asks for {wanted} GPUs{grown}, {has}{way_out}")
+
+
+def _devices(specs: Iterable[ProcessSpec]) -> int:
+    """Return how many devices a site needs for processes that have them by their positions."""
+    return max((1 + max(spec.gpu_ids) for spec in specs if spec.gpu_ids), default=0)
 
 
 def check_driver(driver: str, cuda: str | None) -> Iterable[str]:
@@ -115,7 +128,7 @@ def check_free(cluster: ClusterConfig, uses: Iterable[GpuUse]) -> Iterable[str]:
     for use in uses:
         if use.pool is None:
             continue
-        fraction = _pool(cluster, use.pool).gpu_memory_fraction
+        fraction = _pool(cluster, *use.pool).gpu_memory_fraction
         for gpu in use.gpus:
             left = int(100 * (1 - gpu.used_bytes / gpu.total_bytes)) / 100
             if (over := gpu.used_bytes + fraction * gpu.total_bytes - gpu.total_bytes) > 0:
@@ -165,7 +178,7 @@ def memory_shapes(cluster: ClusterConfig, run: RunConfig, uses: Sequence[GpuUse]
     assert trainer is not None
     found = []
     for pool in dict.fromkeys(use.pool for use in uses if use.pool is not None):
-        entry, shared = _pool(cluster, pool), takes_turns(cluster.hardware == "cuda", run)
+        entry, shared = _pool(cluster, *pool), takes_turns(cluster.hardware == "cuda", run)
         of_engine = min(gpu.total_bytes for use in uses if use.pool == pool for gpu in use.gpus)
         of_trainer = min(gpu.total_bytes for gpu in own.gpus) if own else math.inf
         shape = MemoryShape(
@@ -184,7 +197,7 @@ def memory_shapes(cluster: ClusterConfig, run: RunConfig, uses: Sequence[GpuUse]
             nodes=1 if trainer.sharding == "hybrid" else trainer.nodes,
             reduction=trainer.reduce_gradients,
         )
-        found.append((f"memory of a GPU ({pool})", shape))
+        found.append((f"memory of a GPU ({entry.name})", shape))
     return found
 
 
@@ -194,10 +207,13 @@ def uses_here(cluster: ClusterConfig, run: RunConfig, gpus: Sequence[Gpu], site:
     Args:
         gpus: those that this user may use, in the order of CUDA_VISIBLE_DEVICES.
     """
-    sites = [name for name in ([site] if site else cluster.sites) if not cluster.sites[name].on_ray]
     return [
-        GpuUse(spec.name, spec.pool, tuple(gpus[position] for position in spec.gpu_ids))
-        for spec in plan_processes(cluster, run, Path(), sites)
+        GpuUse(
+            spec.name,
+            None if spec.pool is None else (spec.site, spec.pool),
+            tuple(gpus[position] for position in spec.gpu_ids),
+        )
+        for spec in plan_processes(cluster, run, Path(), _names_here(cluster, site))
         if spec.gpu_ids and max(spec.gpu_ids) < len(gpus)
     ]
 
@@ -219,11 +235,17 @@ def read_uses(cluster: ClusterConfig, run: RunConfig, site: str | None = None) -
     return uses_here(cluster, run, [gpu for gpu in found if gpu], site) if all(found) else []
 
 
-def check_this_machine(cluster: ClusterConfig, run: RunConfig, site: str | None = None) -> Iterable[str]:
-    """Check the GPUs of this machine: enough of them, driver, kinds, free memory, and memory for this run."""
+def check_this_machine(
+    cluster: ClusterConfig, run: RunConfig, site: str | None = None, resumed: bool = False
+) -> Iterable[str]:
+    """Check the GPUs of this machine: enough of them, driver, kinds, free memory, and memory for this run.
+
+    Args:
+        resumed: whether the run is continued: then only the instances that it begins with must have GPUs.
+    """
     if cluster.hardware != "cuda":
         return
-    few = list(check_gpus(cluster, run, gpu_names(), site, os.environ.get(VISIBLE)))
+    few = list(check_gpus(cluster, run, gpu_names(), site, os.environ.get(VISIBLE), most=not resumed))
     yield from few
     if few:
         return
@@ -239,8 +261,11 @@ def check_this_machine(cluster: ClusterConfig, run: RunConfig, site: str | None 
 
 def warnings_here(cluster: ClusterConfig, run: RunConfig, site: str | None = None) -> list[str]:
     """Return the warnings about the GPUs of this machine."""
+    if cluster.hardware != "cuda":
+        return []
+    few = list(check_gpus(cluster, run, gpu_names(), site, os.environ.get(VISIBLE)))  # one that is continued
     uses = read_uses(cluster, run, site)
-    return list(gpu_warnings(uses, pairs_without_peer_access())) if uses else []
+    return [*few, *gpu_warnings(uses, pairs_without_peer_access())] if uses else few
 
 
 def memory_plan(cluster: ClusterConfig, run: RunConfig, site: str | None = None) -> list[tuple[str, MemoryPhase]]:
@@ -249,8 +274,8 @@ def memory_plan(cluster: ClusterConfig, run: RunConfig, site: str | None = None)
     return [(title, phase) for title, shape in shapes for phase in phases(shape)]
 
 
-def _pool(cluster: ClusterConfig, name: str) -> GenerationPool:
-    return next(pool for site in cluster.sites.values() for pool in site.generation if pool.name == name)
+def _pool(cluster: ClusterConfig, site: str, name: str) -> GenerationPool:
+    return next(pool for pool in cluster.sites[site].generation if pool.name == name)
 
 
 def _used(gpu: Gpu) -> str:

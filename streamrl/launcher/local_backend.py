@@ -16,7 +16,7 @@ from types import MappingProxyType
 from streamrl.emulation.namespaces import enter
 from streamrl.errors import RunFailed, UserError
 from streamrl.launcher.started_process import RunProcess
-from streamrl.machine.gpus import VISIBLE, devices_of_user
+from streamrl.machine.gpus import BY_BUS, ORDER, VISIBLE, devices_of_user
 from streamrl.runtime.process_plan import PROCESS, STARTER, ProcessSpec
 from streamrl.runtime.processes import end_with_parent
 
@@ -107,7 +107,8 @@ def start(
 ) -> LocalProcess:
     """Start a process that appends its output to logs/<name>.log, in a network namespace if one is named.
 
-    Its CUDA devices are taken from those that this user's CUDA_VISIBLE_DEVICES names, by position.
+    Its CUDA devices are taken from those that this user's CUDA_VISIBLE_DEVICES names, by position, and numbers are
+    those of nvidia-smi unless the user's CUDA_DEVICE_ORDER says otherwise.
 
     Raises:
         RunFailed: it cannot be started.
@@ -117,6 +118,7 @@ def start(
         env = os.environ | environment(spec, resume, further_env, number)
         if spec.gpu_ids:
             env[VISIBLE] = devices_of_user(spec.gpu_ids, os.environ.get(VISIBLE))
+            env.setdefault(ORDER, BY_BUS)
         process = spawn(spec.command, log, env, namespace)
     except (OSError, UserError) as error:
         raise RunFailed(f"cannot start {spec.name}: {error}") from error

@@ -81,7 +81,7 @@ def check(
         check_kv_cache(cluster, run, site),
         check_sites(cluster, run),
         check_weight_path(cluster, run),
-        check_this_machine(cluster, run, site),
+        check_this_machine(cluster, run, site, resumed is not None),
         check_folder(runs_root, resumed),
         check_ray(cluster, run, site),
         check_cores(cluster, run, core_numbers(), site),

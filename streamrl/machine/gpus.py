@@ -15,6 +15,10 @@ ANSWER_S = 30
 """Seconds within which nvidia-smi must answer; with eight idle GPUs it takes several."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """Environment variable with the devices that a process may use, in its own order."""
+ORDER = "CUDA_DEVICE_ORDER"
+"""Environment variable with the order in which CUDA numbers devices; its default is the fastest first."""
+BY_BUS = "PCI_BUS_ID"
+"""The order of nvidia-smi, by which preflight reads what a device is."""
 CSV = "--format=csv,noheader,nounits"
 NAME = re.compile(r"UUID: ((?:GPU|MIG)-[^)\s]+)")
 

@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from streamrl.cli import launch
+from streamrl.cli import calibrate, launch
 from streamrl.cli import main as cli
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.load import load_cluster, load_run, save_resolved
 from streamrl.config.run import RunConfig
 from streamrl.errors import RunFailed, UserError
 from streamrl.launcher import supervisor
+from streamrl.verify import hardware_kit
+from streamrl.verify.hardware_kit import StageResult
 from tests.report.synthetic import write_run
 from tests.tiny_model import save_tiny_model
 from tests.waiting import scaled
@@ -362,6 +365,15 @@ def test_all_problems_are_told_at_once_and_nothing_starts(terminal: Terminal) ->
         (["replay", "run.yaml", "3"], "run.yaml is not a run's folder"),
         (["calibrate", "--cluster", "none.yaml", "--engine", "--out", "x"], "--out does not go with --engine"),
         (["calibrate", "--cluster", "none.yaml", "--engine", "--seconds", "9"], "--seconds does not go with"),
+        (
+            ["calibrate", "--cluster", "cluster.yaml", "--pool", "two"],
+            "no such generation pool; expected one of here/one",
+        ),
+        (
+            ["calibrate", "--cluster", "cluster.yaml", "--site", "far"],
+            "--site far: cluster.yaml has no such",
+        ),
+        (["verify", "--hardware", "--out", "nowhere/x.json"], "--out nowhere/x.json: its folder does not exist"),
     ],
 )
 def test_bad_input_gets_one_message_and_exit_code_2(terminal: Terminal, arguments: list[str], words: str) -> None:
@@ -370,6 +382,46 @@ def test_bad_input_gets_one_message_and_exit_code_2(terminal: Terminal, argument
     assert words in result.err
     assert "Traceback" not in result.err
     assert terminal.launched == []
+
+
+TWO_SITES = """
+hardware: cuda
+sites:
+  home: {port: 5600, trainer: {}, generation: [{gpu: H800}]}
+  far: {generation: [{name: other, gpu: H20}, {gpu: H20}]}
+links: [{between: [home, far], bandwidth_gbit_s: 10, rtt_ms: 2}]
+"""
+
+
+def test_the_pool_that_is_measured_is_the_first_or_the_one_of_the_named_site() -> None:
+    cluster = ClusterConfig.model_validate(yaml.safe_load(TWO_SITES))
+
+    def chosen(pool: str | None, site: str | None) -> tuple[str, str, str]:
+        where, one = calibrate._chosen(cluster, Path("two.yaml"), pool, site)
+        return where, one.name, one.gpu
+
+    assert chosen(None, None) == ("home", "regular", "H800")
+    assert chosen("regular", "far") == ("far", "regular", "H20")
+    assert chosen(None, "far") == chosen("other", None) == ("far", "other", "H20")
+    with pytest.raises(UserError, match=r"^--pool regular could be home/regular or far/regular: name its --site$"):
+        chosen("regular", None)
+
+
+def test_a_measured_machine_is_told_where_its_figures_could_not_be_written(terminal: Terminal) -> None:
+    orders: list[str] = []
+
+    def check(say: object) -> list[StageResult]:
+        orders.append(os.environ["CUDA_DEVICE_ORDER"])
+        (terminal.folder / "out").rmdir()
+        return []
+
+    terminal.monkeypatch.setenv("CUDA_DEVICE_ORDER", "")  # put back at the end
+    terminal.monkeypatch.delenv("CUDA_DEVICE_ORDER")
+    terminal.monkeypatch.setattr(hardware_kit, "check_hardware", check)
+    (terminal.folder / "out").mkdir()
+    result = terminal("verify", "--hardware", "--out", "out/x.json")
+    assert (result.code, result.err) == (2, "error: --out out/x.json: No such file or directory\n")
+    assert orders == ["PCI_BUS_ID"], "the numbers of nvidia-smi"
 
 
 def test_warnings_do_not_stop_a_run(terminal: Terminal) -> None:

@@ -18,6 +18,7 @@ from streamrl.launcher.gpu_checks import GpuUse
 from streamrl.machine.gpus import Gpu, gpus_here, pairs_without_peer_access, parse_gpus
 
 GIB = 2**30
+REGULAR = ("here", "regular")
 H100 = Gpu(0, "GPU-a", "NVIDIA H100", 80 * GIB, 0.0, "570.124.06")
 L40S = Gpu(1, "GPU-b", "NVIDIA L40S", 45 * GIB, 0.0, "570.124.06")
 QWEN = {
@@ -87,26 +88,77 @@ def test_a_driver_too_old_for_the_wheel(driver: str, cuda: str | None, problem: 
 
 
 def test_mixed_kinds_in_one_trainer() -> None:
-    (problem,) = gpu_checks.check_kinds([GpuUse("trainer", None, (H100, L40S)), GpuUse("i-0", "regular", (L40S,))])
+    (problem,) = gpu_checks.check_kinds([GpuUse("trainer", None, (H100, L40S)), GpuUse("i-0", REGULAR, (L40S,))])
     assert problem.startswith(
         "trainer would compute on GPUs of several kinds (GPU 0 is a NVIDIA H100, GPU 1 is a NVIDIA L40S)"
     )
 
 
+def two_trainer_ranks(*pools: dict[str, object]) -> ClusterConfig:
+    site = {"trainer": {"ranks": 2}, "generation": list(pools)}
+    return ClusterConfig.model_validate({"hardware": "cuda", "sites": {"here": site}})
+
+
+def names(count: int) -> list[str]:
+    return [f"GPU-{number}" for number in range(count)]
+
+
+def test_instances_that_may_be_added_have_gpus_of_their_own() -> None:
+    asked = two_trainer_ranks({"replicas": 2, "max_replicas": 6})
+    (problem,) = gpu_checks.check_gpus(asked, RunConfig(), names(7))
+    grown = "(max_replicas counts: every instance that may be added has its own)"
+    assert problem.startswith(f"the cluster asks for 8 GPUs {grown}, this machine has 7 (")
+    assert list(gpu_checks.check_gpus(asked, RunConfig(), names(8))) == []
+    assert list(gpu_checks.check_gpus(asked, RunConfig(), names(4), most=False)) == []
+    asked = two_trainer_ranks({"replicas": 2, "max_replicas": 6}, {"name": "tail"})  # whose device follows those of six
+    (problem,) = gpu_checks.check_gpus(asked, RunConfig(), names(8), most=False)
+    assert problem.startswith("the cluster asks for 9 GPUs, this machine has 8 (")
+
+
+def test_a_run_that_is_continued_is_only_warned_of_missing_gpus_of_added_instances(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = two_trainer_ranks({"replicas": 2, "max_replicas": 6})
+    monkeypatch.setattr(gpu_checks, "gpu_names", lambda: names(4))
+    monkeypatch.setattr(gpu_checks, "read_uses", lambda *_: [])
+    monkeypatch.setattr(gpu_checks, "check_driver", lambda *_: [])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (problem,) = gpu_checks.check_this_machine(asked, RunConfig())
+    assert list(gpu_checks.check_this_machine(asked, RunConfig(), resumed=True)) == []
+    assert gpu_checks.warnings_here(asked, RunConfig()) == [problem]
+
+
 def test_memory_that_others_hold_and_vllm_would_ask_for(tmp_path: Path) -> None:
     cluster, _ = configuration(tmp_path)
     taken = replace(H100, used_bytes=20 * GIB, users=("python (7) 20480 MiB",))
-    (problem,) = gpu_checks.check_free(cluster, [GpuUse("i-0", "regular", (taken,)), GpuUse("trainer", None, (taken,))])
+    (problem,) = gpu_checks.check_free(cluster, [GpuUse("i-0", REGULAR, (taken,)), GpuUse("trainer", None, (taken,))])
     assert "8.0 GiB are missing" in problem and "python (7) 20480 MiB" in problem
     assert "gpu_memory_fraction to 0.75" in problem
     fits = replace(H100, used_bytes=12 * GIB)
-    assert list(gpu_checks.check_free(cluster, [GpuUse("i-0", "regular", (fits,))])) == []
-    (warning,) = gpu_checks.gpu_warnings([GpuUse("i-0", "regular", (fits, L40S))], {(0, 2)})
+    assert list(gpu_checks.check_free(cluster, [GpuUse("i-0", REGULAR, (fits,))])) == []
+    (warning,) = gpu_checks.gpu_warnings([GpuUse("i-0", REGULAR, (fits, L40S))], {(0, 2)})
     assert warning.startswith("GPU 0 is used by others: 12.0 GiB")
 
 
+def test_a_site_is_checked_with_its_own_pool(tmp_path: Path) -> None:
+    _, run = configuration(tmp_path)
+    sites = {
+        "train": {"port": 5600, "trainer": {}, "generation": [{"gpu_memory_fraction": 0.3}]},
+        "far": {"generation": [{"gpus_per_replica": 2, "gpu_memory_fraction": 0.9}]},
+    }
+    links = [{"between": ["train", "far"], "bandwidth_gbit_s": 1, "rtt_ms": 10}]
+    cluster = ClusterConfig.model_validate({"hardware": "cuda", "sites": sites, "links": links})
+    gpus = [replace(H100, number=number, used_bytes=40 * GIB) for number in range(2)]
+    uses = gpu_checks.uses_here(cluster, run, gpus, "far")
+    assert len(found := list(gpu_checks.check_free(cluster, uses))) == 2
+    assert all("far-regular-0 asks for 90% of GPU" in problem for problem in found)
+    ((_, shape),) = gpu_checks.memory_shapes(cluster, run, uses)
+    assert (shape.gpus_per_replica, shape.fraction) == (2, 0.9)
+    assert list(gpu_checks.check_free(cluster, gpu_checks.uses_here(cluster, run, gpus, "train"))) == []
+
+
 def test_missing_peer_access_inside_a_process_is_a_warning() -> None:
-    uses = [GpuUse("trainer", None, (H100, L40S)), GpuUse("i-0", "regular", (replace(H100, number=2),))]
+    uses = [GpuUse("trainer", None, (H100, L40S)), GpuUse("i-0", REGULAR, (replace(H100, number=2),))]
     (warning,) = gpu_checks.gpu_warnings(uses, {(0, 1), (0, 2), (1, 2)})
     assert warning.startswith("trainer: no peer access between GPUs 0 - 1: they")
 

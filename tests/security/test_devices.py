@@ -68,14 +68,18 @@ def test_gpus_and_their_parts_are_read_from_nvidia_smi(monkeypatch: pytest.Monke
 
 def test_a_started_process_sees_devices_of_its_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
-    look = [sys.executable, "-c", "import os; print('sees', os.environ['CUDA_VISIBLE_DEVICES'])"]
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    names = ["CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"]
+    look = [sys.executable, "-c", f"import os; print('sees', *filter(None, map(os.environ.get, {names})))"]
 
     def begin(*devices: int) -> str:
         process = start(ProcessSpec("trainer", "trainer", "here", None, look, gpu_ids=devices), tmp_path, False)
         assert process.process.wait(60) == 0
         return process.log.read_text().splitlines()[-1]
 
-    assert begin(1) == "sees 7"
+    assert begin(1) == "sees 7 PCI_BUS_ID", "numbers are those of nvidia-smi"
     assert begin() == "sees 6,7"  # one that asks for none keeps its user's
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    assert begin(1) == "sees 7 FASTEST_FIRST"
     with pytest.raises(RunFailed, match="cannot start trainer: CUDA_VISIBLE_DEVICES=6,7 has 2 devices"):
         begin(1, 2)
