@@ -57,7 +57,7 @@ def begin(site: Any, folder: Path, count: int, code: str) -> ProcessGroup:
         folders={"here": folder},
         hosts={"here": site},
         env={},
-        place=lambda: None,
+        place=lambda check_stop: None,
         processes=lambda: specs,
         possible_instances=lambda site: {},
         namespace=lambda site: None,

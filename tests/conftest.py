@@ -52,6 +52,7 @@ SLOW = (
     "generation/test_parallel_engine.py",
     "generation/test_calibration.py",
     "launcher/test_ray_autoscaling.py",
+    "launcher/test_ray_placement.py",
     "security/test_rank_rendezvous.py",
     "test_warm.py",
     "training/test_trainer_ranks.py",

@@ -6,7 +6,7 @@ import contextlib
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from streamrl.errors import ErrorCode
 from streamrl.launcher.entry_point import AGAIN
@@ -31,8 +31,14 @@ class ProcessGroup:
     Services and launchers communicate through the files of `run_dir/instance_files.py`.
     """
 
-    def __init__(self, share: Share, resume: bool) -> None:
-        self.share, self._resume = share, resume
+    def __init__(self, share: Share, resume: bool, check_stop: Callable[[], None] = lambda: None) -> None:
+        """
+        Args:
+            share: what to start.
+            resume: continue from the newest checkpoint.
+            check_stop: called while Ray looks for the trainer's nodes, it raises if the user has asked to stop.
+        """
+        self.share, self._resume, self._check_stop = share, resume, check_stop
         self._processes: list[RunProcess] = []
         self._possible = {site: share.possible_instances(site) for site in share.folders}
         self._leaving: dict[str, float] = {}
@@ -49,7 +55,7 @@ class ProcessGroup:
         Raises:
             RunFailed: a process cannot be started.
         """
-        self.share.place()
+        self.share.place(self._check_stop)
         for spec in self.share.processes():
             self._processes.append(self._start(spec))
         self._write_started()
@@ -127,7 +133,7 @@ class ProcessGroup:
             self._due.pop(one.spec.name, None)
         self._resume = self._resume or home
         if home:
-            self.share.place()
+            self.share.place(self._check_stop)
         specs = {spec.name: spec for spec in self.share.processes()}
         for one in old:
             self._processes[self._processes.index(one)] = self._start(specs[one.spec.name])

@@ -7,7 +7,7 @@ does not know which backend started it. Controller and service stay beside the l
     trainer     one placement group, PACK: a bundle for each node that it spans (`trainer.nodes`)
     instances   SPREAD, each with its GPUs, or as many of the resource that is named like its GPU type; one that spans
                 nodes has a placement group, STRICT_SPREAD: a bundle and a process for each node, one life for all
-    rewards     on a node without GPUs, if there is one; so is the agents process with the processes of its
+    rewards     on a node without GPUs, if one has room; so is the agents process with the processes of its
                 environments, which asks for a core for each of them and for the memory that they may use
 
 The run's folder must be on a file system that all nodes mount at the same path: it holds the logs, the checkpoints and
@@ -20,13 +20,15 @@ from __future__ import annotations
 import secrets
 import signal
 import socket
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -40,6 +42,8 @@ from streamrl.runtime.process_plan import ON_RAY, ProcessSpec
 
 CONNECT_S = 5.0
 """Seconds within which Ray's address must accept a connection."""
+LOOK_S = 1
+"""Whole seconds of one wait for Ray, after which a request to stop is seen."""
 OF_TYPE = "accelerator_type:"
 MEMORY = "memory"
 """Ray's resource, in bytes; what asks for none of it is not counted."""
@@ -185,8 +189,15 @@ class RaySite:
         self.meeting = ""
         """Rendezvous of the trainer's nodes, host:port."""
 
-    def place_trainer(self, specs: Sequence[ProcessSpec], limit_s: float) -> tuple[str, int, int]:
+    def place_trainer(
+        self, specs: Sequence[ProcessSpec], limit_s: float, check_stop: Callable[[], None]
+    ) -> tuple[str, int, int]:
         """Find nodes for the trainer's processes (one per node), replacing those they had.
+
+        Args:
+            specs: the processes.
+            limit_s: seconds within which Ray must have room, and the nodes must answer.
+            check_stop: called every second, it raises to end the wait.
 
         Returns:
             Address of rank 0's node, and two free ports on it.
@@ -199,18 +210,18 @@ class RaySite:
         known = ray.cluster_resources()
         wanted = [demand(spec, known) for spec in specs]
         self._group = placement_group(wanted, strategy="PACK")
-        if not self._group.wait(limit_s):
+        if not _waited(self._group.wait, limit_s, check_stop):
             asked = ", ".join(_words(one) for one in wanted)
             free = _words(ray.available_resources())
             raise RunFailed(f"Ray has no room for the trainer: it needs {asked} within {limit_s:.0f} s; free: {free}")
         probes = [_actor({}, _in_group(self._group, number)) for number in range(len(specs))]
         try:
             looks = [probe.look.remote(str(self.run_dir), self.token, versions()) for probe in probes]
-            found = ray.get(looks, timeout=limit_s)
+            found = _answers(looks, limit_s, check_stop)
             if problem := next((why for _, why in found if why), ""):
                 raise RunFailed(problem)
             node = found[0][0]
-            first, second, third = ray.get(probes[0].free_ports.remote(node, 3), timeout=limit_s)
+            ((first, second, third),) = _answers([probes[0].free_ports.remote(node, 3)], limit_s, check_stop)
         except ray.exceptions.RayError as error:
             raise RunFailed(f"the trainer's nodes do not answer: {_short(error)}") from error
         finally:
@@ -237,7 +248,7 @@ class RaySite:
             group = placement_group([wanted] * spec.nodes, strategy="STRICT_SPREAD")
             actors = [_actor(wanted, _in_group(group, node)) for node in range(spec.nodes)]
         else:
-            actors = [_actor(wanted, _without_gpus() if spec.role in ("rewards", "agents") else "SPREAD")]
+            actors = [_actor(wanted, _without_gpus(wanted) if spec.role in ("rewards", "agents") else "SPREAD")]
         meeting = actors[0].meeting.remote() if spec.nodes > 1 else ""  # resolves once the first actor has its node
         env = environment(spec, resume, further_env, number)
         if spec.role == "agents":
@@ -278,13 +289,38 @@ def _actor(wanted: Mapping[str, float], where: Any) -> Any:
     return made.remote()
 
 
-def _without_gpus() -> Any:
-    """Return a scheduling strategy that prefers a node without GPUs."""
+def _waited(ready: Callable[[int], bool], limit_s: float, check_stop: Callable[[], None]) -> bool:
+    """Wait until something is ready, and return whether it was within `limit_s`; `check_stop` may raise meanwhile."""
+    end = time.monotonic() + limit_s
+    while not ready(LOOK_S):
+        check_stop()
+        if time.monotonic() > end:
+            return False
+    return True
+
+
+def _answers(asked: list[Any], limit_s: float, check_stop: Callable[[], None]) -> list[Any]:
+    """Return what Ray references resolve to; `check_stop` may raise meanwhile.
+
+    Raises:
+        ray.exceptions.RayError: no answer within `limit_s`, or an actor failed.
+    """
+    if not _waited(lambda s: not ray.wait(asked, num_returns=len(asked), timeout=s)[1], limit_s, check_stop):
+        raise ray.exceptions.GetTimeoutError(f"no answer within {limit_s:.0f} s")
+    return list(ray.get(asked))
+
+
+def _without_gpus(wanted: Mapping[str, float]) -> Any:
+    """Return a scheduling strategy that prefers a node without GPUs on which there is room now."""
     plain = {"CPU", "memory", "object_store_memory"}
+    free = available_resources_per_node()
     for node in ray.nodes():
         kinds = {name for name in node["Resources"] if not name.startswith("node:")}
-        if node["Alive"] and "CPU" in kinds and kinds <= plain:
-            return NodeAffinitySchedulingStrategy(node["NodeID"], soft=True)
+        room = free.get(node["NodeID"], {})
+        has_room = all(room.get(name, 0) >= amount for name, amount in wanted.items())
+        if node["Alive"] and "CPU" in kinds and kinds <= plain and has_room:
+            # what was placed just before may not be counted yet: Ray then takes another node, in place of waiting
+            return NodeAffinitySchedulingStrategy(node["NodeID"], soft=True, _spill_on_unavailable=True)
     return "DEFAULT"
 
 
@@ -292,7 +328,7 @@ def connect(cluster: ClusterConfig, site: str) -> None:
     """Connect this process to a site's Ray.
 
     Raises:
-        UserError: Ray does not answer at the site's address.
+        UserError: Ray does not answer at the site's address, or not without its token.
     """
     address = cluster.sites[site].launch.address
     try:
@@ -300,7 +336,7 @@ def connect(cluster: ClusterConfig, site: str) -> None:
         if colon and port.isdigit():  # Ray itself would try for a minute
             socket.create_connection((host, int(port)), CONNECT_S).close()
         ray.init(address=address, log_to_driver=False, configure_logging=False, namespace="streamrl")
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise UserError(f"sites.{site}.launch.address: no Ray cluster at {address!r}: {_short(error)}") from error
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -82,8 +82,11 @@ class Share:
                 specs[number] = replace(spec, command=command)
         return specs
 
-    def place(self) -> None:
+    def place(self, check_stop: Callable[[], None]) -> None:
         """Let Ray place the trainer, if it does so here, and publish its address to processes started from now on.
+
+        Args:
+            check_stop: called while Ray looks for nodes, it raises to end the wait.
 
         Raises:
             RunFailed: Ray has no room, or a node cannot be used.
@@ -91,7 +94,7 @@ class Share:
         home = self.cluster.trainer_site
         if home in self.folders and home in self.hosts:
             specs = [spec for spec in self.processes() if spec.role == "trainer"]
-            node, inside, outside = self.hosts[home].place_trainer(specs, self.run.deadlines.startup_s)
+            node, inside, outside = self.hosts[home].place_trainer(specs, self.run.deadlines.startup_s, check_stop)
             addresses = replace(Addresses.load(self.run_dir), publisher=f"tcp://{host_port(node, inside)}")
             if self.forwarder is not None:
                 self.forwarder.target = node, outside

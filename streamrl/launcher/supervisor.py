@@ -76,7 +76,12 @@ def run(
         _metrics(share) as address,
     ):
         (run_dir / layout.STATUS).unlink(missing_ok=True)
-        family = ProcessGroup(share, resume)
+
+        def check_stop() -> None:
+            if stop:
+                raise _interrupted(stop, share)
+
+        family = ProcessGroup(share, resume, check_stop)
         trackers = TrackerGroup(run_dir, run_config.trackers if share.trains else [])
         patience = QUICK_S
         started = time.time()

@@ -51,7 +51,7 @@ class Share:
     env: dict[str, str] = field(default_factory=dict)
     hosts: dict[str, Any] = field(default_factory=dict)
 
-    def place(self) -> None:
+    def place(self, check_stop: Callable[[], None]) -> None:
         """All of it is here."""
 
     @property

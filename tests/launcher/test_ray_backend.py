@@ -7,11 +7,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+import ray
 
-from streamrl.launcher import ray_node
-from streamrl.launcher.ray_backend import demand, missing, versions
+from streamrl.config.cluster import ClusterConfig
+from streamrl.launcher import ray_backend, ray_node
+from streamrl.launcher.ray_backend import demand, missing, problems, versions
 from streamrl.runtime.process_plan import ProcessSpec
 
 
@@ -65,6 +68,38 @@ def test_missing_resources_are_reported_with_both_counts() -> None:
     stepping = [replace(spec("agents"), memory_gb=3.0)]
     assert missing(stepping, [{"CPU": 2.0, "memory": 4.0 * 2**30}]) == []
     assert missing(stepping, [{"CPU": 2.0, "memory": 2.0 * 2**30}]) == ["3.0 GiB of memory asked for, 2.0 in Ray"]
+
+
+@pytest.mark.parametrize(
+    ("free", "chosen"),
+    [
+        ({"b1": {"CPU": 4.0}, "c2": {"CPU": 8.0}}, "b1"),
+        ({"b1": {"CPU": 1.0}, "c2": {"CPU": 8.0}}, "c2"),
+        ({"b1": {"memory": 9.0}, "c2": {"CPU": 1.0}}, None),
+    ],
+)
+def test_rewards_go_to_the_first_node_without_gpus_that_has_room(
+    monkeypatch: pytest.MonkeyPatch, free: dict[str, dict[str, float]], chosen: str | None
+) -> None:
+    def node(name: str, alive: bool = True, **resources: float) -> dict[str, object]:
+        return {"NodeID": name * 28, "Alive": alive, "Resources": {"node:10.0.0.1": 1.0, **resources}}
+
+    nodes = [node("a0", CPU=64.0, GPU=8.0), node("b1", CPU=4.0, memory=9.0), node("c2", CPU=8.0)]
+    monkeypatch.setattr(ray, "nodes", lambda: [node("d3", alive=False, CPU=64.0), *nodes])
+    free = {name * 28: resources for name, resources in {"a0": {"CPU": 64.0}, "d3": {"CPU": 64.0}, **free}.items()}
+    monkeypatch.setattr(ray_backend, "available_resources_per_node", lambda: free)
+    found = ray_backend._without_gpus({"CPU": 2.0})
+    assert (found == "DEFAULT") if chosen is None else (found.node_id == chosen * 28)
+
+
+def test_a_missing_token_is_told_like_a_wrong_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_: object) -> NoReturn:
+        raise ray.exceptions.AuthenticationError("no authentication token was found")
+
+    monkeypatch.setattr(ray, "init", init)
+    site = {"launch": {"backend": "ray"}, "trainer": {}, "generation": [{}]}
+    (problem,) = problems(ClusterConfig.model_validate({"hardware": "cpu", "sites": {"here": site}}), "here", [])
+    assert problem.startswith("sites.here.launch.address: no Ray cluster at 'auto': no authentication token was found")
 
 
 def test_versions_are_those_of_what_nodes_must_share() -> None:

@@ -10,14 +10,14 @@ import signal
 import subprocess
 import sys
 import termios
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
 from streamrl.cli import chaos
-from streamrl.launcher import supervisor
+from streamrl.launcher import site_setup, supervisor
 from streamrl.report.live_view import LiveView
 from streamrl.run_dir.status import read_status
 from streamrl.runtime.stop_signals import on_stop
@@ -68,6 +68,18 @@ def test_a_launch_that_is_told_to_stop_says_how_it_goes_on(place: Place, number:
     printed = place.supervise({"controller": TELLS_LAUNCHER.format(number=int(number))}, code=130)
     assert f"error: stopped by {number.name}\n" in printed
     assert "continue with: streamrl launch --resume runs/tiny\n" in printed
+    assert read_status(place.folder / "runs" / "tiny").state == "interrupted"
+
+
+def test_a_launch_stops_while_ray_looks_for_nodes(place: Place) -> None:
+    def looks_for_nodes(share: site_setup.Share, check_stop: Callable[[], None]) -> None:
+        check_stop()
+        signal.raise_signal(signal.SIGTERM)
+        check_stop()
+        pytest.fail("it would wait on")
+
+    place.monkeypatch.setattr(site_setup.Share, "place", looks_for_nodes)
+    assert "error: stopped by SIGTERM\n" in place.supervise({}, code=130)
     assert read_status(place.folder / "runs" / "tiny").state == "interrupted"
 
 
