@@ -3,17 +3,18 @@
 #   docker build --file docker/cuda.Dockerfile --tag streamrl:cuda .
 FROM python:3.12-slim-bookworm
 
-# Triton compiles kernels while it runs, so the compiler stays; Debian keeps only the newest version of a package
+# Triton compiles kernels while it runs, so the compiler stays; KubeRay asks with wget whether a pod is alive; Debian keeps
+# only the newest version of a package
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends gcc g++ libnuma1 \
+    && apt-get install --yes --no-install-recommends gcc g++ libnuma1 wget \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/streamrl
 COPY . .
 # this clone is what is installed, so there is no version to name
 # hadolint ignore=DL3013
-RUN python -m pip install --no-cache-dir ".[gpu,tasks,dashboard,ray]" \
+RUN python -m pip install --no-cache-dir ".[gpu,tasks,dashboard,kuberay]" \
     && useradd --create-home --uid 1000 streamrl \
     && install --directory --owner streamrl /work
 

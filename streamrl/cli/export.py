@@ -153,6 +153,12 @@ def _slurm(job: Job, groups: Sequence[NodeGroup], options: Mapping[str, Any]) ->
     types = [group.gpu for group in groups if group.name != HEAD]
     partitions = _by_type("--partition", [t if "=" in t else f"={t}" for t in options["partition"]], [*types, HEAD, ""])
     gres = _by_type("--gres", options["gres"], types)
+    with_gpus = [group.gpu for group in groups if group.gpus]
+    for gpu in with_gpus if len(with_gpus) > 1 else ():
+        if gpu not in gres and re.search("[ :]", gpu):
+            raise UserError(
+                f"GPU type {gpu!r}: Slurm takes no space or ':' in a type; give its name: --gres '{gpu}=NAME'"
+            )
     time = options["time"] or "24:00:00"
     if not SLURM_TIME.fullmatch(time):
         raise UserError(f"--time {time}: expected hours:minutes:seconds or days-hours, such as 24:00:00 or 3-0")

@@ -116,6 +116,7 @@ def slurm_script(job: Job, groups: Sequence[NodeGroup], options: SlurmOptions) -
             *([f"--account={options.account}"] if options.account else []),
             *[f"--time={options.time}", f"--nodes={group.most}", "--ntasks-per-node=1"],
             *[f"--cpus-per-task={group.cpus}", f"--mem={memory}G" if memory else "--mem=0", "--no-kill", *gpus],
+            "--no-requeue",  # it would begin a new run
         ]
         what = (
             "Ray's head, controller and service" if where == HEAD else f"nodes for {group.gpu}, {group.gpus} GPUs each"

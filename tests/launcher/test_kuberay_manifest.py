@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 from streamrl.config.load import load_cluster, load_run
 from tests.launcher.job_export import SELECTORS, Export, one_type, two_sites, two_types
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_manifest_has_a_group_for_each_gpu_type(export: Export) -> None:
@@ -55,6 +59,16 @@ def test_pods_get_the_files_and_the_volume(export: Export, tmp_path: Path) -> No
         assert claims["files"]["configMap"]["name"] == files["metadata"]["name"]
     resumed = export.kuberay(one_type(), "--resume", "/data/runs/mine")
     assert resumed["RayJob"]["spec"]["entrypoint"].endswith("--plain --resume /data/runs/mine")
+
+
+def test_the_image_for_gpus_has_what_kuberay_calls_in_its_pods() -> None:
+    image = (ROOT / "docker" / "cuda.Dockerfile").read_text()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (installed,) = re.findall(r'pip install .*"\.\[(.*)\]"', image)
+    needed = [line for extra in installed.split(",") for line in extras[extra]]
+    assert any(line.startswith("ray[default]") for line in needed), "the job server, and the agents of its probes"
+    (packages,) = re.findall(r"apt-get install (.*) \\\n", image)
+    assert "wget" in packages.split(), "its probes"
 
 
 def test_rays_nodes_authenticate_each_other_and_only_the_runs_pods_reach_them(export: Export) -> None:

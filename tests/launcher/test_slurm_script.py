@@ -17,7 +17,7 @@ from tests.waiting import scaled, wait_for
 
 SBATCH = {
     *("job-name", "output", "signal", "partition", "account", "time", "nodes", "ntasks-per-node", "cpus-per-task"),
-    *("mem", "no-kill", "gpus-per-node"),
+    *("mem", "no-kill", "no-requeue", "gpus-per-node"),
 }
 """Options of sbatch that a script may use."""
 
@@ -47,10 +47,24 @@ def test_a_script_has_a_component_for_each_kind_of_node(export: Export, tmp_path
     assert [part.get("gpus-per-node") for part in parts] == [None, "h800:8", "nvidia_h20:8"]
     assert [part["mem"] for part in parts] == ["32G", "900G", "900G"]
     assert {part["time"] for part in parts} == {"3-0"} and {part["account"] for part in parts} == {"lab"}
+    assert all("no-requeue" in part for part in parts), "a job that begins again would begin a new run"
     assert {part["ntasks-per-node"] for part in parts} == {"1"}
     first = script.index("scontrol")
     assert "#SBATCH" not in script[first:]
     assert f"#   STREAMRL_RESUME={Path('runs').resolve()}/RUN sbatch SCRIPT" in script[:first]
+
+
+@pytest.mark.parametrize("gpu", ["RTX 4090", "nvidia:h20"])
+def test_a_type_that_slurm_cannot_read_needs_a_name(export: Export, gpu: str) -> None:
+    values = two_types()
+    for pool in values["sites"]["here"]["generation"]:
+        pool["gpu"] = gpu
+    code, _, error = export.tried("slurm", values)
+    assert code == 2 and f"GPU type {gpu!r}: " in error and f"--gres '{gpu}=NAME'" in error
+    parts = components(export("slurm", values, "--gres", f"{gpu}=other"))
+    assert [part.get("gpus-per-node") for part in parts] == [None, "h800:8", "other:8"]
+    values["sites"]["here"]["trainer"]["gpu"] = gpu  # the only type, which Slurm need not know
+    assert components(export("slurm", values))[1]["gpus-per-node"] == "8"
 
 
 def test_one_kind_of_node_is_a_plain_job(export: Export) -> None:
