@@ -111,7 +111,7 @@ def command(
 
     async def work() -> dict[str, object]:
         try:
-            engine = Engine(chosen, run, cluster.hardware == "cuda", "calibrate", site)
+            engine = Engine(chosen, run, cluster.hardware == "cuda", "calibrate", its_site)
         except (ValueError, RuntimeError) as error:
             raise UserError(f"vLLM does not start an instance of pool {chosen.name!r}: {error}") from error
         engine = Engine(chosen, run, cluster.hardware == "cuda", "calibrate", its_site)

@@ -170,7 +170,10 @@ def _check(
     from streamrl.launcher.preflight import check, check_files
     from streamrl.machine.compute_type import choose
 
-    warnings = list(check_files(cluster, run) if elsewhere else check(cluster, run, runs_dir, site, emulate, resumed))
+    if elsewhere:
+        warnings = check_files(cluster, run, resumed is not None)
+    else:
+        warnings = check(cluster, run, runs_dir, site, emulate, resumed)
     types = None if elsewhere else choose(run.model, cluster.hardware == "cuda")
     if types is not None and types.warning:
         warnings.append(types.warning)

@@ -20,6 +20,7 @@ from streamrl.errors import ErrorCode, UserError
 from streamrl.launcher.generation_check import check_eight_bits, check_generation, check_kv_cache
 from streamrl.launcher.gpu_checks import check_this_machine, sites_here, warnings_here
 from streamrl.launcher.model_check import check_critic, check_heads, check_model, critic_warnings
+from streamrl.launcher.new_run_check import check_new_run
 from streamrl.launcher.prompt_check import check_prompts
 from streamrl.launcher.router_check import check_router_replay
 from streamrl.launcher.run_warnings import run_warnings
@@ -86,7 +87,8 @@ def check(
         check_ray(cluster, run, site),
         check_cores(cluster, run, core_numbers(), site),
     ]
-    if site in (None, cluster.trainer_site):
+    trains = site in (None, cluster.trainer_site)
+    if trains:
         checks += [check_tasks(run), check_ranker(run), check_packing(run)]
         checks += [check_sequence_parallel(cluster, run), check_trackers(run), check_disk(run, runs_root, resumed)]
     if not emulate:
@@ -94,14 +96,14 @@ def check(
     checks.append(check_metrics(cluster, site or cluster.trainer_site))
     if cluster.remote_sites and site is not None:
         checks.append(check_keys(cluster, site))
-    critic = list(check_critic(cluster, run)) if site in (None, cluster.trainer_site) else []
-    if resumed is None:  # earlier versions began runs without this check
-        checks.append(critic)
+    of_new = [*check_new_run(cluster, run), *(check_critic(cluster, run) if trains else [])]
+    if resumed is None:  # earlier versions began runs without these checks
+        checks.append(of_new)
     refuse(checks)
     return [
         *untried_warning(cluster, run),
         *run_warnings(run),
-        *(critic or critic_warnings(run) if site in (None, cluster.trainer_site) else []),
+        *(critic_warnings(run) if trains else []),
         *sandbox_warnings(run),
         *ray_warnings(cluster, os.environ, site),
         *thread_warnings(cluster, run, usable_cores(), site),
@@ -109,6 +111,7 @@ def check(
         *numa_warnings(cluster, numa_nodes(), site),
         *shared_memory_warnings(cluster, run, len(sites_here(cluster, site))),
         *warnings_here(cluster, run, site),
+        *of_new,
     ]
 
 
@@ -123,8 +126,11 @@ def refuse(checks: Iterable[Iterable[str]]) -> None:
         raise UserError("\n".join(problems))
 
 
-def check_files(cluster: ClusterConfig, run: RunConfig) -> list[str]:
+def check_files(cluster: ClusterConfig, run: RunConfig, resumed: bool = False) -> list[str]:
     """Check what does not depend on the machine, for the plan of several sites elsewhere.
+
+    Args:
+        resumed: whether a run is continued.
 
     Returns:
         Warnings about what was not checked, and about what is missing here but may be present at the sites.
@@ -134,17 +140,19 @@ def check_files(cluster: ClusterConfig, run: RunConfig) -> list[str]:
     """
     checks, missing = [check_sites(cluster, run), check_tasks(run, rendered=False), check_ranker(run)], []
     checks += [check_weight_path(cluster, run), check_speculation(cluster, run), check_eight_bits(cluster, run)]
+    of_new = [*check_new_run(cluster, run), *check_critic(cluster, run)]
+    if not resumed:  # earlier versions began runs without these checks
+        checks.append(of_new)
     try:
         resolve_model(run.model.path)
-        of_model = [check_model(run), check_heads(cluster, run), check_critic(cluster, run)]
-        of_model.append(check_router_replay(cluster, run))
+        of_model = [check_model(run), check_heads(cluster, run), check_router_replay(cluster, run)]
         checks = [*of_model, check_sequence_parallel(cluster, run), *checks]
     except UserError as error:
         missing.append(f"on this machine: {error}")
     refuse(checks)
     skipped = "packages, model, GPUs, ports, keys, Ray's nodes, disk and memory"
     note = f"not checked: {skipped} of the sites; each checks its own with --site NAME --dry-run"
-    return [note, *untried_warning(cluster, run), *run_warnings(run), *missing]
+    return [note, *untried_warning(cluster, run), *run_warnings(run), *missing, *of_new]
 
 
 def check_sites(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
@@ -314,7 +322,7 @@ def ray_warnings(cluster: ClusterConfig, environment: Mapping[str, str], site: s
 
 def sandbox_warnings(run: RunConfig) -> Iterable[str]:
     """Say what programs that a model writes can do here in spite of their sandbox."""
-    for task in run.tasks:
+    for task in [*run.tasks, *(run.evaluation.tasks if run.evaluation else [])]:
         if isinstance(task, FileTask) and task.sandbox and (weaker := isolation_of(task.sandbox).weaker):
             yield f"task {task.key!r}: {weaker}"
 

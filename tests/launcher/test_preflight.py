@@ -478,6 +478,10 @@ def test_a_sandbox_that_does_not_hide_files_is_told_before_a_run(monkeypatch: py
     monkeypatch.setenv("PATH", "/nowhere")
     (warning,) = preflight.sandbox_warnings(run)
     assert warning.startswith("task 'programs': there is no bubblewrap (bwrap) here: programs have no network")
+    held_out = {"every": 1, "tasks": [programs | {"name": "held_out", "path": "y.jsonl", "sandbox": {}}]}
+    run = RunConfig.model_validate({"tasks": [programs | {"sandbox": {"command": ["env"]}}], "evaluation": held_out})
+    (warning,) = preflight.sandbox_warnings(run)
+    assert warning.startswith("task 'held_out': there is no bubblewrap")
     run = RunConfig.model_validate({"tasks": [programs | {"sandbox": {"command": ["env"]}}]})
     assert list(preflight.sandbox_warnings(run)) == []
 

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.config.cluster import ClusterConfig
+from streamrl.config.run import RunConfig
 from streamrl.runtime.device_turns import DeviceTurns
+from streamrl.runtime.process_context import Addresses, RoleContext
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
 from tests.waiting import holds
 
@@ -35,6 +38,15 @@ def test_an_instance_on_two_gpus_waits_for_both_ranks(tmp_path: Path) -> None:
         assert not ranks[1].held
 
     asyncio.run(body())
+
+
+def test_others_may_start_in_turns(tmp_path: Path) -> None:
+    site = {"trainer": {}, "generation": [{}]}
+    for hardware, limit_s in (("cuda", 350.0), ("cpu", 300.0)):
+        cluster = ClusterConfig.model_validate({"hardware": hardware, "sites": {"here": site}})
+        run = RunConfig.model_validate({"schedule": {"name": "colocated"}, "deadlines": {"training_s": 50}})
+        context = RoleContext("controller", "here", tmp_path, cluster, run, Addresses("", "", {}), False)
+        assert context.startup_s == limit_s
 
 
 def test_a_dead_process_holds_nothing_and_a_forked_one_does_not_keep_what_was_given_back(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ class InstanceProcess:
         about = self.context.name, self.site, self.place
         if self.turns:
             self.context.say(waiting_for(["the trainer to leave the GPU"]))
-            await self.turns.take(self.context.startup_s + self.context.run.deadlines.training_s)
+            await self.turns.take(self.context.startup_s)
             self.context.say("loading the model into vLLM")
         self.engine = Engine(self.pool, run, cuda, *about, clock=lambda: self._clock())
         try:
