@@ -27,7 +27,7 @@ KILL_S = 30.0
 ENDS_S = 60.0
 """Seconds for all processes of a killed launcher to end; their wardens stop them at once."""
 FOLDER_S = 60.0
-"""Seconds for a launcher to begin the run in its folder; it first checks the files and the model."""
+"""Least seconds for a launcher to begin the run in its folder; it first checks the files, the model and the machine."""
 POLL_S = 0.1
 LAST_LINES = 6
 """Lines of output quoted when there is no error line."""
@@ -36,14 +36,17 @@ LAST_LINES = 6
 class Launcher:
     """A `streamrl launch` process, with its output in the run's logs."""
 
-    def __init__(self, run_dir: Path, arguments: Sequence[str], emulate: bool) -> None:
+    def __init__(self, run_dir: Path, arguments: Sequence[str], emulate: bool, startup_s: float) -> None:
         """Prepare the command; `start` runs it.
 
         Args:
             run_dir: the run's folder, made for it and empty; the launcher will fill it.
             arguments: arguments of `streamrl launch`, without --emulate.
+            emulate: whether it emulates the sites.
+            startup_s: seconds that it may take to begin the run, if they are more than `FOLDER_S`.
         """
         self.run_dir, self._arguments = run_dir, list(arguments)
+        self._begin_s = max(FOLDER_S, startup_s)
         self._emulate = ["--emulate"] if emulate else []
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -61,7 +64,7 @@ class Launcher:
         self._output.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "streamrl.cli.main", "launch", "--plain", *arguments, *self._emulate]
         self._process = spawn(command, self._output, os.environ)  # Ctrl-C reaches only the process that injects faults
-        end = time.monotonic() + FOLDER_S
+        end = time.monotonic() + self._begin_s
         while not (self.run_dir / layout.LOGS).is_dir():
             if not self.runs or time.monotonic() > end:
                 words = self.last_words()

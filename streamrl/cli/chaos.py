@@ -137,7 +137,7 @@ def _launcher(cluster_file: Path, run_file: Path | None, overrides: tuple[str, .
     arguments = ["--cluster", str(cluster_file), "--folder", str(folder)]
     arguments += ["--run", str(run_file)] if run_file is not None else []
     arguments += [word for one in sets for word in ("--set", one)]
-    return Launcher(folder, arguments, bool(cluster.remote_sites))
+    return Launcher(folder, arguments, bool(cluster.remote_sites), run.deadlines.startup_s)
 
 
 def _study(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
@@ -66,14 +67,17 @@ def draw(lengths: str, count: int, limit: int, noise: float, seed: int, batches:
     kind, _, numbers = lengths.partition(":")
     try:
         values = [float(number) for number in numbers.split(",")]
+        if not all(map(math.isfinite, values)):
+            raise ValueError("expected finite numbers")
         drawn = {
             "lognormal": lambda: rng.lognormal(values[0], values[1], (batches, count)),
             "uniform": lambda: rng.uniform(values[0], values[1], (batches, count)),
             "constant": lambda: np.full((batches, count), values[0]),
         }[kind]()
-    except (ValueError, KeyError, IndexError) as error:
+    except (ValueError, KeyError, IndexError, OverflowError) as error:
         raise UserError(
-            f"--lengths {lengths}: expected lognormal:MU,SIGMA, uniform:LOW,HIGH or constant:N, e.g. lognormal:7.6,0.8"
+            f"--lengths {lengths}: expected lognormal:MU,SIGMA, uniform:LOW,HIGH or constant:N, in finite numbers, "
+            "e.g. lognormal:7.6,0.8"
         ) from error
     drawn = np.clip(drawn, 1, limit).round()
     groups = [str(number // 8) for number in range(count)]

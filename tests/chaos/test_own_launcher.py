@@ -16,7 +16,7 @@ from streamrl.cli.chaos import _launcher
 from streamrl.errors import RunFailed
 from streamrl.launcher.local_backend import spawn
 from streamrl.run_dir.instance_files import StartedProcess, write_started
-from tests.waiting import wait_for
+from tests.waiting import scaled, wait_for
 
 CLUSTER = Path(__file__).parents[2] / "cluster_configs" / "local.yaml"
 BEGINS = (
@@ -80,6 +80,16 @@ def test_a_launcher_may_take_its_time_to_report_but_not_to_end_its_processes(
             wait_for(lambda: str(launcher.run_dir) in psutil.Process(one.pid).cmdline(), 10)
             write_started(launcher.run_dir, [StartedProcess("service-here", "service", one.pid)])
         assert launcher.end() == (not has_process) and not launcher.runs
+
+
+def test_a_launcher_that_checks_for_long_is_waited_for(
+    tmp_path: Path, commands: Callable[[str], list[list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_launcher, "FOLDER_S", 0.0)
+    launcher = _launcher(CLUSTER, None, (f"deadlines.startup_s={scaled(60):g}",), tmp_path)
+    commands("import time; time.sleep(1); " + BEGINS.format(logs=str(launcher.run_dir / "logs")))
+    launcher.start()
+    assert launcher.runs and launcher.end()
 
 
 def test_nothing_is_left_of_a_run_that_did_not_begin(
