@@ -114,7 +114,6 @@ def command(
             engine = Engine(chosen, run, cluster.hardware == "cuda", "calibrate", its_site)
         except (ValueError, RuntimeError) as error:
             raise UserError(f"vLLM does not start an instance of pool {chosen.name!r}: {error}") from error
-        engine = Engine(chosen, run, cluster.hardware == "cuda", "calibrate", its_site)
         try:
             await engine.warm_up()
             trials, load = await measure(engine, chosen.max_batch, run.model.max_context, seconds, click.echo)
