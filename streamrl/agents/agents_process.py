@@ -29,11 +29,12 @@ from streamrl.protocol.message import MessageReader, wire
 from streamrl.protocol.site_agents import EpisodeDone, OrderTurn, RunEpisode, TurnDone
 from streamrl.rollouts.plain_text import plain_text
 from streamrl.rollouts.trajectory import RowExtent, Trajectory, kept_of
-from streamrl.rollouts.void import LONGEST_TRACEBACK, VoidCause
+from streamrl.rollouts.void import LONGEST_TRACEBACK, Void, VoidCause
 from streamrl.run_dir import layout
 from streamrl.run_dir.start_stages import READY, waiting_for
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.site_connections import connect_inside
+from streamrl.tasks.void_reward import one_line
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Link
 from streamrl.transport.wire import Arrays
@@ -116,14 +117,21 @@ class AgentsProcess:
                     owed.set_result(_turn(turn, delivery.arrays))
 
     async def _lead(self, order: RunEpisode) -> None:
-        """Have an agent lead an episode, and report what became of it."""
-        episode = await self.host.run(
-            EpisodeOrder(order.sample_id, order.group_id, order.task, order.item, order.seed, order.temperature)
-        )
+        """Have an agent lead an episode, and report what became of it; one whose record cannot be made is void."""
+        began = time.time()
+        try:
+            episode = await self.host.run(
+                EpisodeOrder(order.sample_id, order.group_id, order.task, order.item, order.seed, order.temperature)
+            )
+            message, arrays = episode_to_wire(episode)
+        except Exception as error:  # one episode must not end all others
+            log.exception("episode %s has no record", order.sample_id)
+            void = Void(VoidCause.CRASH, f"the record of the episode cannot be made: {one_line(error)}")
+            episode = Episode(order.sample_id, [], None, void, "stop", [], [], began, None, time.time())
+            message, arrays = episode_to_wire(episode)
         self.ended += 1
         if episode.void is not None:
             self.void[episode.void.cause] += 1
-        message, arrays = episode_to_wire(episode)
         await self.link.send(*wire(message), arrays)
 
     async def _generate(self, order: TurnOrder) -> GeneratedTurn:

@@ -29,6 +29,7 @@ from streamrl.agents.dialects import DIALECTS, CallBody, Dialect, dialect_of
 from streamrl.agents.episode import POLICY, EpisodeOrder, GenerateTurn
 from streamrl.agents.rendering import ChatRenderer
 from streamrl.agents.session import Call, CallError, Session, SessionLimits, Turn
+from streamrl.rollouts.plain_text import plain_text
 from streamrl.rollouts.trajectory import EpisodeStep
 
 PATHS = f"{', '.join(one.path for one in DIALECTS)}, /v1/models and /inference/v1/generate"
@@ -294,7 +295,7 @@ class ChatEndpoint:
         detail: str,
         tokens: int = 0,
     ) -> None:
-        session.steps.append(EpisodeStep(kind, name, started, self._clock(), detail, tokens))
+        session.steps.append(EpisodeStep(kind, name, started, self._clock(), plain_text(detail), tokens))
 
 
 class _Streamed(StreamingResponse):

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from streamrl.rollouts.plain_text import plain_text
+
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 THOUGHT_BEGIN, THOUGHT_END = "<think>", "</think>"
 ARGUMENT_KEYS = ("arguments", "parameters")
@@ -32,6 +34,7 @@ The result comes with the next message. The tools:
 MOST_NESTING = 100
 """Most levels of the arguments of a call; whoever reads them back may have less of a stack than is left here."""
 TOO_DEEP = "the call is nested too deeply"
+NOT_FINITE = "the call has a number that JSON has not: NaN or infinity"
 WRONG_FORM = "the call does not have the form that the model's template writes"
 
 Tools = Sequence[Mapping[str, Any]]
@@ -87,17 +90,23 @@ def _json_call(value: Any) -> ToolCall:
 
 
 def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
-    """Return a call with its arguments as JSON.
+    """Return a call with its arguments as JSON, both fit to be sent: `"\\ud83d"` in JSON is half a character.
 
     Raises:
-        ValueError: they are nested too deeply.
+        ValueError: they are nested too deeply, or have a number that is not finite.
     """
     level: list[Any] = [arguments]
     for _ in range(MOST_NESTING):
         inside = [one.values() if isinstance(one, dict) else one for one in level]
         if not (level := [one for values in inside for one in values if isinstance(one, dict | list)]):
-            return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
-    raise ValueError(TOO_DEEP)
+            break
+    else:
+        raise ValueError(TOO_DEEP)
+    try:
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        raise ValueError(NOT_FINITE) from None
+    return ToolCall(plain_text(name), plain_text(written))
 
 
 def _after_reasoning(text: str) -> tuple[str, str]:
@@ -231,10 +240,14 @@ def _texts(name: str, tools: Tools) -> set[str]:
 
 def _tagged_value(text: str) -> Any:
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_no_json)
     except (ValueError, RecursionError):
         return text
     return text if isinstance(value, str) else value
+
+
+def _no_json(name: str) -> Any:
+    raise ValueError(name)  # NaN and Infinity, which Python reads
 
 
 @dataclass(frozen=True)

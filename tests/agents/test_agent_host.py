@@ -14,19 +14,11 @@ import openai
 import pytest
 
 from streamrl.agents.agent_host import AgentHost
-from streamrl.agents.agents_process import episode_to_wire
 from streamrl.agents.chat_endpoint import EpisodeWait
 from streamrl.agents.episode import Episode, EpisodeOrder, EpisodeOutcome, GeneratedTurn, TurnOrder
 from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
-from streamrl.generation.site.site_episodes import SiteEpisodes
-from streamrl.protocol.controller_site import IssuedEpisode
-from streamrl.protocol.message import parse, wire
-from streamrl.protocol.samples import IncomingGroup, sample_from_wire
-from streamrl.protocol.site_agents import EpisodeDone
-from streamrl.protocol.site_instance import FinishedSample
-from streamrl.rollouts.types import Sample, SampleRequest
-from streamrl.rollouts.void import LONGEST_TEXT, LONGEST_TRACEBACK, Void, VoidCause
+from streamrl.rollouts.void import Void, VoidCause
 from tests.agents.random_sessions import TOOL, small_tokenizer
 from tests.waiting import scaled
 
@@ -424,57 +416,6 @@ def test_workers_that_fail_make_the_episode_void_and_close_its_session() -> None
 
     episode = play(Model(), agent)
     assert episode.void == Void(VoidCause.CRASH, "RuntimeError: the pipe is broken") and episode.reward is None
-
-
-def over_the_site(episode: Episode) -> Sample:
-    """The episode as the controller reads it: from the agents process over the service of its site."""
-    site = SiteEpisodes("here", 512, 64, lambda _: None)
-    request = SampleRequest("s.000", "s", np.arange(3, dtype=np.int32), 7, 1.5, None)
-    site.begin([IncomingGroup([request], None, IssuedEpisode("sums", {}))])
-    message, arrays = episode_to_wire(episode)
-    found = site.end(parse(EpisodeDone, wire(message)[1]))
-    assert isinstance(found, FinishedSample)
-    return sample_from_wire(Sample, wire(parse(FinishedSample, wire(found)[1]))[1], arrays)
-
-
-def test_what_an_agent_returns_beside_its_reward_reaches_the_controller() -> None:
-    async def agent(client: httpx2.AsyncClient) -> None:
-        await call(client)
-
-    told = over_the_site(play(Model(), over_http(agent))).trajectory
-    assert told is not None and (told.reward, told.metrics) == (1.0, {"guesses": 2.0})
-    assert (told.void, told.void_traceback) == (None, "")
-
-
-def test_why_an_episode_is_void_reaches_the_controller_with_the_end_of_its_traceback() -> None:
-    async def fail(order: EpisodeOrder, base_url: str, api_key: str) -> EpisodeOutcome:
-        void = Void(VoidCause.VERIFIER, "\ud800" + "x" * 9_999)
-        return EpisodeOutcome(None, void, traceback="Traceback\n" + "y" * 3_000 + "\ud800 the end")
-
-    async def main() -> Episode:
-        async with hosting(Model(), never) as host:
-            host._workers.run = fail  # type: ignore[method-assign]
-            return await host.run(ORDER)
-
-    told = over_the_site(asyncio.run(main())).trajectory
-    assert told is not None and told.void is not None and told.void.cause == VoidCause.VERIFIER
-    assert told.void.text == "\ufffd" + "x" * (LONGEST_TEXT - 1)
-    assert len(told.void_traceback) == LONGEST_TRACEBACK and told.void_traceback.endswith("y\ufffd the end")
-
-
-def test_a_conversation_with_halves_of_surrogate_pairs_in_it_can_be_sent() -> None:
-    half = "\ud83d"
-    calls = [{"id": half, "type": "function", "function": {"name": half, "arguments": half}}]
-
-    async def agent(client: httpx2.AsyncClient) -> None:
-        messages = [USER, {"role": "assistant", "content": half, "tool_calls": calls}]
-        messages.append({"role": "tool", "tool_call_id": half, "content": half, "name": half})
-        body = json.dumps({"model": "policy", "messages": messages, "tools": [TOOL]})  # a client escapes them
-        response = await client.post("chat/completions", content=body)
-        assert response.status_code == 200, response.text
-
-    told = over_the_site(play(Model(), over_http(agent))).trajectory
-    assert told is not None and told.messages[1]["tool_calls"][0]["id"] == "\ufffd"
 
 
 def test_a_model_without_a_chat_template_is_refused_before_anything_starts() -> None:

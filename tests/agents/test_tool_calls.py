@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from streamrl.agents.tool_calls import TOOL_FAMILIES, ParsedAnswer, parse_hermes, parse_llama3, to_text_protocol
+from streamrl.agents.tool_calls import (
+    NOT_FINITE,
+    TOOL_FAMILIES,
+    ParsedAnswer,
+    parse_hermes,
+    parse_llama3,
+    to_text_protocol,
+)
 
 FAMILIES = {family.name: family for family in TOOL_FAMILIES}
 CALLS = {
@@ -117,6 +124,25 @@ def test_a_call_of_llama_without_arguments_is_one_if_there_is_such_a_tool() -> N
 def test_a_broken_call_of_llama_is_explained(text: str) -> None:
     parsed = parse_llama3(text)
     assert (parsed.content, parsed.calls) == (text, ()) and parsed.malformed
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3"])
+def test_halves_of_surrogate_pairs_in_a_call_are_replaced(name: str) -> None:
+    text = CALLS[name].format('{"\\ud83d": ["\\ude00", "\\ud83d\\ude00"]}').replace('"f"', '"f\\ud83d"')
+    (call,) = FAMILIES[name].parse(text).calls
+    assert (call.name, json.loads(call.arguments)) == ("f\ufffd", {"x": {"\ufffd": ["\ufffd", "\U0001f600"]}})
+    call.arguments.encode()
+
+
+@pytest.mark.parametrize("number", ["NaN", "[-Infinity]", '{"y": 1e999}'])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_number_that_is_not_finite_is_no_json(name: str, number: str) -> None:
+    text = CALLS[name].format(number)
+    parsed = FAMILIES[name].parse(text)
+    if name in ("hermes", "llama3") or "999" in number:
+        assert parsed == ParsedAnswer(text, malformed=NOT_FINITE)
+    else:  # an argument between tags that is no JSON is a text
+        assert called(parsed) == [("f", {"x": number})]
 
 
 def test_messages_of_the_user_that_follow_each_other_are_joined_and_no_others() -> None:
