@@ -18,7 +18,7 @@ import httpx2
 from streamrl.agents.episode import POLICY
 from streamrl.agents.live_episode import LiveEpisode
 from streamrl.rollouts.void import VoidCause
-from streamrl.tasks.void_reward import VoidReward, one_line
+from streamrl.tasks.void_reward import VoidReward, failures_of, one_line
 
 MOST_TEXT = 16_384
 """Most characters of a tool's text; the rest is cut, and said to be."""
@@ -212,11 +212,16 @@ class AgentClient:
 
 
 def is_over(error: BaseException) -> bool:
-    """Whether an exception, of any client, means that the endpoint takes no further call by rule."""
+    """Whether an exception, of any client, means that the endpoint takes no further call by rule.
+
+    A group of exceptions does if each of them does.
+    """
     seen: BaseException | None = error
     for _ in range(8):
         if seen is None:
             break
+        if isinstance(seen, BaseExceptionGroup):
+            return all(map(is_over, failures_of(seen)))
         codes = getattr(seen, "code", None), _code_in(getattr(seen, "body", None))
         if isinstance(seen, EpisodeOver) or any(isinstance(code, str) and code in OVER for code in codes):
             return True

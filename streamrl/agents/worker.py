@@ -52,7 +52,7 @@ from streamrl.config.tasks import AgentTask
 from streamrl.errors import UserError
 from streamrl.rollouts.void import Void, VoidCause
 from streamrl.runtime.processes import end_with_parent
-from streamrl.tasks.void_reward import VoidReward, cause_of, one_line, text_of, traceback_of
+from streamrl.tasks.void_reward import VoidReward, cause_of, failures_of, one_line, text_of, traceback_of
 
 GRACE_S = 2.0
 """Seconds that a cancelled agent has to end."""
@@ -69,13 +69,14 @@ async def _result_of(agent: AgentFunction, item: dict[str, Any], client: AgentCl
         return EpisodeOutcome(reward, None, metrics=metrics)
     except asyncio.CancelledError as error:
         return _void(VoidCause.VERIFIER, "the agent cancelled itself", error)
-    except VoidReward as void:
-        return _void(void.cause, text_of(void), void)
     except BaseException as error:
-        if is_over(error):
+        failed = next((one for one in failures_of(error) if isinstance(one, VoidReward) or not is_over(one)), None)
+        if failed is None:
             return EpisodeOutcome(0.0, None)
+        if isinstance(failed, VoidReward):
+            return _void(failed.cause, text_of(failed), error)
         traceback.print_exc()
-        return _void(cause_of(error), one_line(error), error)
+        return _void(cause_of(failed), one_line(failed), error)
 
 
 def _ended(playing: asyncio.Task[EpisodeOutcome]) -> EpisodeOutcome:

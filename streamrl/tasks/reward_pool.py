@@ -43,7 +43,7 @@ from streamrl.config.tasks import Task
 from streamrl.errors import RunFailed, UserError
 from streamrl.rollouts.void import Void, VoidCause
 from streamrl.runtime.processes import end_with_parent, exit_text
-from streamrl.tasks.void_reward import VoidReward, cause_of, one_line, text_of, traceback_of
+from streamrl.tasks.void_reward import VoidReward, cause_of, failures_of, one_line, text_of, traceback_of
 
 POOL_ATTEMPTS = 3
 RESTART_S = 60.0
@@ -296,12 +296,12 @@ def _score(task: str, completion: str, reward_input: dict[str, Any]) -> _Try:
         if _worker.problem is not None:
             raise UserError(_worker.problem)
         reward = _worker.scorer.score(task, completion, reward_input)
-    except VoidReward as void:
-        return _void(void.cause, text_of(void), time.perf_counter() - began, void.retry, traceback_of(void, OWN_FOLDER))
     except BaseException as raised:  # SystemExit too: sys.exit() in a reward is an error like any other
-        seconds = time.perf_counter() - began
+        seconds, failed, trace = time.perf_counter() - began, failures_of(raised)[0], traceback_of(raised, OWN_FOLDER)
+        if isinstance(failed, VoidReward):
+            return _void(failed.cause, text_of(failed), seconds, failed.retry, trace)
         traceback.print_exc()
-        return _void(cause_of(raised), one_line(raised), seconds, trace=traceback_of(raised, OWN_FOLDER))
+        return _void(cause_of(failed), one_line(failed), seconds, trace=trace)
     return _Try(RewardResult(reward, None, time.perf_counter() - began))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import traceback
 from pathlib import Path
@@ -56,6 +57,17 @@ def cause_of(error: BaseException) -> VoidCause:
         case MemoryError() | OSError() | ImportError():
             return VoidCause.ENVIRONMENT
     return VoidCause.VERIFIER
+
+
+def failures_of(error: BaseException) -> list[BaseException]:
+    """Return what an exception is about: the exceptions of a group, cancellations only if there is nothing else.
+
+    Code that is cancelled because code beside it failed (`asyncio.TaskGroup`) says nothing of its own.
+    """
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    found = [one for part in error.exceptions for one in failures_of(part)]
+    return [one for one in found if not isinstance(one, asyncio.CancelledError)] or found
 
 
 def text_of(error: BaseException) -> str:

@@ -51,6 +51,16 @@ def test_only_what_an_exception_stands_for_ends_an_episode_by_rule() -> None:
         assert is_over(named)
 
 
+def test_a_group_of_exceptions_ends_an_episode_by_rule_if_each_of_them_does() -> None:
+    over, full, cancelled = EpisodeOver("full"), Refused("max_turns_exceeded"), asyncio.CancelledError()
+    assert is_over(BaseExceptionGroup("", [cancelled, ExceptionGroup("", [over]), full]))
+    assert not is_over(ExceptionGroup("", [over, KeyError("grade")]))
+    assert not is_over(BaseExceptionGroup("", [cancelled]))
+    named = RuntimeError("the agent gives up")
+    named.__cause__ = ExceptionGroup("", [over])
+    assert is_over(named)
+
+
 def test_a_package_that_names_no_cause_wraps_the_error_of_its_client_but_never_ours() -> None:
     full = Refused("context_length_exceeded")
     assert is_over(raised(Wrapped(), raised(Wrapped(), full)))

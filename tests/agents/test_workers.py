@@ -82,6 +82,14 @@ async def run(task, client):
         case "says why it ends":
             try: await client.chat(user("refuse 400 context_length_exceeded"))
             except EpisodeOver as over: raise RuntimeError("no room") from over
+        case "full beside another call":
+            async with asyncio.TaskGroup() as group:
+                group.create_task(client.chat(user("wait")))
+                group.create_task(client.chat(user("refuse 400 context_length_exceeded")))
+        case "tool raises in a group":
+            async with asyncio.TaskGroup() as group: group.create_task(client.tool("divide", lambda: 1 / 0))
+        case "fails beside the end":
+            raise ExceptionGroup("of tasks", [EpisodeOver("full"), ExceptionGroup("", [TimeoutError("judge")])])
         case "raise": raise RuntimeError("first line\\nsecond")
         case "none": return None
         case "text": return "1"
@@ -251,8 +259,10 @@ def test_an_agent_may_return_a_hundred_numbers_beside_its_reward_and_finite_ones
 
 
 def test_an_episode_that_used_up_context_or_turns_gets_zero_unless_the_agent_says_otherwise() -> None:
-    found = asyncio.run(outcomes("full", "no turns", "full in openai", "says why it ends", "caught"))
-    assert [(one.reward, one.void) for one in found] == [*[(0.0, None)] * 4, (1.0, None)]
+    found = asyncio.run(
+        outcomes("full", "no turns", "full in openai", "says why it ends", "full beside another call", "caught")
+    )
+    assert [(one.reward, one.void) for one in found] == [*[(0.0, None)] * 5, (1.0, None)]
 
 
 def test_a_failure_is_void_with_its_cause_and_never_a_zero() -> None:
@@ -266,6 +276,8 @@ def test_a_failure_is_void_with_its_cause_and_never_a_zero() -> None:
         "bad metric": (VoidCause.VERIFIER, "'words' must be a number, got str 'three'"),
         "void": (VoidCause.ENVIRONMENT, "the game server is down"),
         "tool raises": (VoidCause.TOOL, "tool 'divide': ZeroDivisionError: division by zero"),
+        "tool raises in a group": (VoidCause.TOOL, "tool 'divide': ZeroDivisionError: division by zero"),
+        "fails beside the end": (VoidCause.TIMEOUT, "TimeoutError: judge"),
         "tool exits": (VoidCause.TOOL, "tool 'leave': RuntimeError: SystemExit: 3"),
         "broken": (VoidCause.PROVIDER, "the model's endpoint: 500 no: oops"),
         "refused": (VoidCause.VERIFIER, "CallRefused: 400 no: bad_request"),

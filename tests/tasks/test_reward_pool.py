@@ -60,6 +60,7 @@ def reward(completion, *, prompt, answer):
         case "unprintable": raise Unprintable()
         case "deep": return reward_deep()
         case "busy": raise VoidReward("provider", "429")
+        case "busy in a group": raise ExceptionGroup("of tasks", [VoidReward("provider", "both", retry=False)])
         case _ if completion.startswith("once ") and not os.path.exists(completion):
             open(completion, "w").close()
             return reward(completion.removeprefix("once ") + " 3" * (completion == "once exit"), prompt="", answer=None)
@@ -147,6 +148,7 @@ def test_each_kind_of_failure_makes_one_reward_void_by_its_cause_and_the_others_
         "nan": Void(VoidCause.VERIFIER, "the reward must be finite, got nan"),
         "text": Void(VoidCause.VERIFIER, "the reward must be one number for one completion, got str '1'"),
         "busy": Void(VoidCause.PROVIDER, "429"),
+        "busy in a group": Void(VoidCause.PROVIDER, "both"),
         "noise": None,
     }
 
