@@ -9,6 +9,7 @@ from typing import Any
 
 from streamrl.agents.client import BadToolInput, ToolFailed
 from streamrl.agents.tools import Tool
+from streamrl.environments.in_venv.mcp_tools_text import of_the_call
 from streamrl.tasks.extras import import_extra
 
 MOST_PAGES = 100
@@ -18,8 +19,8 @@ MOST_PAGES = 100
 async def mcp_tools(server: Sequence[str] | str) -> AsyncIterator[list[Tool]]:
     """Connect to an MCP server for as long as the block runs, and yield its tools.
 
-    What a server reports as an error of a call is told to the model; a server that dies or does not answer fails the
-    tool.
+    What a server reports as an error of a call, or refuses it with, is told to the model; a server that dies or does
+    not answer fails the tool.
 
     Args:
         server: command of a server that is started for this episode, with its arguments; or a server's URL.
@@ -37,7 +38,7 @@ async def mcp_tools(server: Sequence[str] | str) -> AsyncIterator[list[Tool]]:
     tools: list[Tool] | None = None
     try:
         async with mcp.Client(where) as client:
-            tools = await _tools(client)
+            tools = await _tools(mcp, client)
             try:
                 yield tools
             except BaseException as error:
@@ -57,19 +58,22 @@ def _innermost(error: BaseException) -> BaseException:
     return error
 
 
-async def _tools(client: Any) -> list[Tool]:
+async def _tools(mcp: Any, client: Any) -> list[Tool]:
     tools, cursor = [], None
     for _ in range(MOST_PAGES):
         page = await client.list_tools(cursor=cursor)
-        tools += [_tool(client, one) for one in page.tools]
+        tools += [_tool(mcp, client, one) for one in page.tools]
         if not (cursor := page.next_cursor):
             break
     return tools
 
 
-def _tool(client: Any, one: Any) -> Tool:
+def _tool(mcp: Any, client: Any, one: Any) -> Tool:
     async def call(**arguments: Any) -> str:
-        found = await client.call_tool(one.name, arguments)
+        try:
+            found = await client.call_tool(one.name, arguments)
+        except mcp.MCPError as error:
+            raise BadToolInput(of_the_call(error)) from error
         parts = [getattr(part, "text", f"[{part.type}]") for part in found.content]
         text = "\n".join(parts)
         if found.is_error:

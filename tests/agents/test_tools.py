@@ -225,6 +225,20 @@ def test_the_tools_of_an_mcp_server_are_offered_and_its_errors_are_told_to_the_m
     asyncio.run(scenario())
 
 
+def test_a_call_that_an_mcp_server_refuses_is_told_to_the_model_and_a_broken_connection_is_not() -> None:
+    server = Path(__file__).parents[1] / "environments/strict_mcp_server.py"
+
+    async def scenario(*arguments: str) -> list[str]:
+        async with mcp_tools([sys.executable, str(server)]) as tools:
+            calls = message(*(("add", one) for one in arguments))
+            return [one["content"] for one in await answer_calls(client(), tools, calls)]
+
+    assert asyncio.run(scenario('{"a": 1}', '{"b": 1}')) == ["2", "error: a: Required"]
+    for code in (-32000, -32001):  # closed, took too long
+        with pytest.raises(ToolFailed, match="tool 'add': MCPError"):
+            asyncio.run(scenario(f'{{"code": {code}}}'))
+
+
 @pytest.mark.parametrize("over_http", [False, True])
 def test_an_agent_whose_mcp_server_dies_or_is_not_there_ends_with_its_tools_failure(
     over_http: bool, tmp_path: Path

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from streamrl.environments.in_venv.mcp_tools_text import _has
+from streamrl.environments.in_venv.mcp_tools_text import NO_ANSWER, _has, of_the_call
 
 
 def has(answer: Any, said: str | None) -> bool:
@@ -93,3 +94,24 @@ def test_numbers_that_are_almost_equal_differ() -> None:
 )
 def test_anything_else_is_found_as_a_word(answer: Any, said: str, found: bool) -> None:
     assert has(answer, said) is found
+
+
+class McpError(Exception):
+    """As in mcp 1."""
+
+    def __init__(self, code: int, message: str) -> None:
+        self.error = SimpleNamespace(code=code, message=message)
+
+
+@pytest.mark.parametrize("code", [-32602, -32603, -32601, 0, -1])
+def test_what_a_server_says_of_a_call_is_for_the_model(code: int) -> None:
+    assert of_the_call(McpError(code, "a: Required")) == "a: Required"
+    assert of_the_call(McpError(code, "")) == "the server refuses the call"
+
+
+@pytest.mark.parametrize(
+    ("code", "message"), [(-32000, "Connection closed"), (408, "Timed out"), (32600, ""), (-32603, NO_ANSWER)]
+)
+def test_an_error_of_the_connection_is_none_of_the_call(code: int, message: str) -> None:
+    with pytest.raises(McpError):
+        of_the_call(McpError(code, message))

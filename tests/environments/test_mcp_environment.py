@@ -117,6 +117,7 @@ def says(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
+STRICT = Path(__file__).with_name("strict_mcp_server.py")
 ITEM = {"prompt": "What do two teas cost?", "answer": 6}
 
 
@@ -153,6 +154,19 @@ def test_tools_are_offered_called_and_the_last_answer_is_scored(
             other = (await b.step(calls(("price", '{"item": "tea"}')))).result["messages"][0]["content"]
             if over == "pipes":  # each episode has a server of its own
                 assert bought["content"].split(", ")[1] != other.split(", ")[1] and other.endswith("sold 1")
+
+    asyncio.run(scenario())
+
+
+def test_a_call_that_the_server_refuses_is_told_to_the_model(shop: InstalledEnvironment) -> None:
+    async def scenario() -> None:
+        async with started(shop, f"mcp:{sys.executable}", arguments=[str(STRICT)]) as pool, pool.place("a") as place:
+            await place.reset(ITEM)
+            found = (await place.step(calls(("add", '{"a": 1}'), ("add", '{"b": 1}')))).result
+            assert [one["content"] for one in found["messages"]] == ["2", "error: a: Required"]
+            assert found["metrics"] == {"tool_calls": 2, "tool_errors": 1}
+            with pytest.raises(EnvironmentFailed, match="Required"):
+                await place.step(calls(("add", '{"code": -32000}')))  # as if the connection were closed
 
     asyncio.run(scenario())
 

@@ -40,6 +40,11 @@ KEYS = {"arguments", "variables", "headers", "tools", "instructions", "reward"}
 MOST_PAGES = 100
 MOST_TEXT = 16_384
 """Most characters of a tool's result; the rest is cut, and said to be."""
+BROKEN = {-32000, -32001, 408, -32600, 32600, -32700}
+"""Codes of errors of the connection: it is closed, it took too long, the session is over, the answer is no JSON.
+A server's own errors, such as -32602 for wrong arguments, have others."""
+NO_ANSWER = "Server returned an error response"
+"""What mcp says in the code of an internal error if HTTP fails."""
 DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|(?<!\.)\.\d+)(?:[eE][-+]?\d{1,3})?"
 NUMBER = re.compile(rf"(?<!\w)(?<!\d\.)[-+\u2212]?{DIGITS}(?!\w|\.\d)")
 """A whole number in a text; not 5 in x5, 5th, 3.5, -5, 1.2.5 or 1,500. In 10-5 there are 10 and 5."""
@@ -182,7 +187,11 @@ class _Episode:
         if not calling.done():
             calling.cancel()
             raise ConnectionError(f"the MCP server ended during a call of {name!r}")
-        found = calling.result()
+        mcp = importlib.import_module("mcp")
+        try:
+            found = calling.result()
+        except _either(mcp, "MCPError", "McpError") as error:
+            return f"error: {of_the_call(error)[:MOST_TEXT]}", True
         text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in found.content)
         if len(text) > MOST_TEXT:
             text = f"{text[:MOST_TEXT]}\n[cut: the first {MOST_TEXT:,} of {len(text):,} characters]"
@@ -285,6 +294,21 @@ def _has(answer: Any, message: dict[str, Any]) -> float:
 def _value(number: str) -> decimal.Decimal:
     """Return the value of a number as it is written."""
     return decimal.Decimal(number.replace(",", "").replace("\u2212", "-"))
+
+
+def of_the_call(error: Any) -> str:
+    """Return what a server says of a call that it refuses with an error in place of a result.
+
+    Args:
+        error: `MCPError` of mcp 2, `McpError` of mcp 1.
+
+    Raises:
+        Exception: that error, if it is one of the connection.
+    """
+    told = error.error
+    if told.code in BROKEN or told.message == NO_ANSWER:
+        raise error
+    return str(told.message or "the server refuses the call")
 
 
 def _either(found: Any, *names: str) -> Any:

@@ -1,0 +1,32 @@
+"""An MCP server that refuses calls as those of the TypeScript SDK do: with a JSON-RPC error in place of a result."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+ADD = {"type": "object", "properties": {"a": {"type": "number"}}, "required": ["a"]}
+
+
+def answer(method: str, params: dict[str, Any]) -> dict[str, Any]:
+    """Return what is answered beside the id."""
+    match method:
+        case "initialize":
+            told = {"capabilities": {"tools": {}}, "serverInfo": {"name": "strict", "version": "1"}}
+            return {"result": {"protocolVersion": params["protocolVersion"], **told}}
+        case "tools/list":
+            return {"result": {"tools": [{"name": "add", "description": "Add one.", "inputSchema": ADD}]}}
+        case "tools/call" if isinstance(params["arguments"].get("a"), int):
+            return {"result": {"content": [{"type": "text", "text": str(params["arguments"]["a"] + 1)}]}}
+        case "tools/call":
+            return {"error": {"code": params["arguments"].get("code", -32602), "message": "a: Required"}}
+    return {"error": {"code": -32601, "message": "Method not found"}}
+
+
+for line in sys.stdin:
+    if "id" in (asked := json.loads(line)):
+        print(
+            json.dumps({"jsonrpc": "2.0", "id": asked["id"], **answer(asked["method"], asked.get("params") or {})}),
+            flush=True,
+        )
