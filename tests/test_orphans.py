@@ -130,6 +130,30 @@ def test_a_role_whose_starter_lives_goes_on_and_what_it_leaves_behind_ends(
     assert is_alive(pids["launcher"])
 
 
+PROGRAMS = """
+import asyncio
+from streamrl.agents.agent_program import play_program
+from streamrl.agents.episode import EpisodeOrder
+from streamrl.config.tasks import EpisodeDeadlines
+program = f"import subprocess, sys{TELLS}subprocess.Popen([sys.executable, '-S', 'child.py']); stay('program')"
+tell("role")
+order = EpisodeOrder("e", "g", "t", {}, 0, None)
+asyncio.run(play_program([sys.executable, "-c", program], order, "http://x/v1", "k", EpisodeDeadlines(), len))
+"""
+
+
+def test_nothing_is_left_of_agents_programs_when_the_process_that_runs_them_is_killed(
+    tmp_path: Path, run: Callable[..., object]
+) -> None:
+    script(tmp_path, "role", ROLE + PROGRAMS)
+    (tmp_path / "child.py").write_text(f"{TELLS}\nstay('child')")
+    run(script(tmp_path, "launch", LAUNCHER), "role")
+    pids = there(tmp_path, "launcher", "role", "program", "child")
+    assert os.getpgid(pids["child"]) == pids["program"]  # no group of the role's
+    os.kill(pids["role"], signal.SIGKILL)
+    all_end({name: pids[name] for name in ("program", "child")})
+
+
 RAYLET = """
 subprocess.Popen([sys.executable, "actor.py"])
 stay("raylet")

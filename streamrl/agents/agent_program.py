@@ -10,6 +10,7 @@ What else a program prints, and its standard error, goes to the log.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from streamrl.config.tasks import EpisodeDeadlines
 from streamrl.rollouts.void import Void, VoidCause
 from streamrl.runtime.output_pipe import OutputPipe
 from streamrl.runtime.processes import end_with_parent, exit_text, kill_with_children
+from streamrl.runtime.proxies import beside_proxies
 from streamrl.tasks.void_reward import VoidReward, text_of
 
 MOST_TASK_BYTES = 128 * 1024 - 16
@@ -45,7 +47,8 @@ async def play_program(
 ) -> EpisodeOutcome:
     """Run a program that plays one episode; whatever fails makes the episode void.
 
-    It ends with everything that it has started, also when this coroutine is cancelled.
+    It ends with everything that it has started, also when this coroutine is cancelled. What it has started in a process
+    group of its own is seen only while the program runs.
 
     Args:
         command: program and arguments.
@@ -68,7 +71,8 @@ async def play_program(
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output.write_end,
             stderr=errors.write_end,
-            env=os.environ | own,
+            env=beside_proxies(os.environ) | own,
+            process_group=0,  # not a session: should this process be killed, its warden ends what is in its session
             preexec_fn=lambda: end_with_parent(signal.SIGKILL),
         )
     except (OSError, ValueError) as error:
@@ -78,6 +82,7 @@ async def play_program(
     output.started()
     errors.started()
     reading: asyncio.Future[Any] = asyncio.gather(printed.keep(output), printed.pass_on(errors))
+    reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # told, or cancelled below
     ended: asyncio.Future[Any] = asyncio.ensure_future(process.wait())
     try:
         async with asyncio.timeout(limits.episode_s):
@@ -95,6 +100,8 @@ async def play_program(
     finally:
         if process.returncode is None:
             kill_with_children(process.pid)
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing is left of it
+            os.killpg(process.pid, signal.SIGKILL)
         reading.cancel()
         output.close()
         errors.close()

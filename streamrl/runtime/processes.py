@@ -32,7 +32,7 @@ def end_with_parent(number: int = signal.SIGTERM) -> None:
 def start_warden(starters: Sequence[int]) -> None:
     """Start a warden that ends this process within `ENDS_WITHIN_S` of the death of any starter, whatever it is doing.
 
-    If this process leads a process group, the whole group ends with it; what is left of the group is ended after it.
+    If this process leads a process group or a session, all of that ends with it; what is left of it is ended after it.
 
     Raises:
         OSError: the warden cannot be started.

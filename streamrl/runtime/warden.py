@@ -4,10 +4,10 @@
 
 It sleeps until the watched process or one of the starters has ended, for whatever reason. If a starter ended, it sends
 the watched process SIGTERM, and SIGKILL if that does not help. Once the watched process has ended, it kills what is
-left in its process group, such as vLLM's engine. A thread of the watched process could not do this: it would stand
-still when the process is stopped or holds Python's lock, and vLLM's engine can only be forked from a single-threaded
-process. The kernel's signal at a parent's death (`processes.end_with_parent`) comes sooner, but a process may ignore it
-or be in a call that does not return.
+left in its process group and its session, such as vLLM's engine and what agents' programs have started. A thread of the
+watched process could not do this: it would stand still when the process is stopped or holds Python's lock, and vLLM's
+engine can only be forked from a single-threaded process. The kernel's signal at a parent's death
+(`processes.end_with_parent`) comes sooner, but a process may ignore it or be in a call that does not return.
 
 This file is run as a script and uses only the standard library.
 """
@@ -98,11 +98,24 @@ def watch(watched: int, starters: Sequence[int]) -> None:
                 os.kill(watched, signal.SIGKILL)
                 wait_for_an_end([watched], AFTER_S)
     end = time.monotonic() + AFTER_S
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has no group of its own, or that is empty
-        while time.monotonic() < end:
-            os.killpg(watched, 0)
-            time.sleep(LOOK_S)
-        os.killpg(watched, signal.SIGKILL)
+    while (groups := _groups(watched)) and time.monotonic() < end:
+        time.sleep(LOOK_S)
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
+
+
+def _groups(leader: int) -> set[int]:
+    """Return the process groups in which something is left of a process's group or session; empty: it leads none."""
+    found = set()
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, 0)
+        found.add(leader)
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        with contextlib.suppress(ValueError, OSError):  # no process, or it has just ended
+            if os.getsid(pid := int(name)) == leader:
+                found.add(os.getpgid(pid))
+    return found
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from streamrl.config.tasks import AgentTask, EpisodeDeadlines
 from streamrl.rollouts.void import VoidCause
 from tests.agents.model_server import ModelServer
 from tests.agents.test_agent_host import TOKENIZER, Model
-from tests.waiting import scaled, until
+from tests.waiting import scaled, until, wait_for
 
 UNMODIFIED = """
 import json, os
@@ -71,6 +71,20 @@ def test_a_program_gets_its_item_and_what_it_prints_is_kept() -> None:
     assert b"http://x/v1 k\n" in b"".join(log) and b"a complaint\n" in b"".join(log)
 
 
+def test_a_program_reaches_the_endpoint_beside_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+    async def scenario() -> None:
+        async with ModelServer().running() as server:
+            command = [sys.executable, "-c", UNMODIFIED]
+            outcome = await play_program(command, order(), server.url, "k", EpisodeDeadlines(), len)
+            assert outcome.reward == 4.0, outcome
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("code", "cause", "says"),
     [
@@ -104,20 +118,21 @@ def test_a_program_that_prints_without_end_is_ended(monkeypatch: pytest.MonkeyPa
     assert outcome.void is not None and "printed more than 1 MiB" in outcome.void.text
 
 
-def test_a_program_that_leaves_a_child_behind_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("output", ["None", "subprocess.DEVNULL"], ids=["holds the pipes", "has none"])
+@pytest.mark.parametrize("end", ["print('{\"reward\": 1}')", "os._exit(3)"])
+def test_what_a_program_leaves_behind_is_not_waited_for_and_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str, end: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     code = (
-        "import subprocess, sys\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'])\n"
-        "open('left', 'w').write(str(child.pid))\n"
-        "print('{\"reward\": 1}')"
+        "import os, subprocess, sys\n"
+        "nap = [sys.executable, '-c', 'import time; time.sleep(1000)']\n"
+        f"child = subprocess.Popen(nap, stdout={output}, stderr={output})\n"
+        "open('left', 'w').write(str(child.pid))\n" + end
     )
-    try:
-        assert played(code).reward == 1.0
-    finally:
-        os.kill(int(Path("left").read_text()), 9)
+    assert played(code).reward == (1.0 if "reward" in end else None)
+    pid = int(Path("left").read_text())
+    wait_for(lambda: ended(pid), 10)
 
 
 TREE = """
