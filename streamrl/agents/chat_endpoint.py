@@ -28,7 +28,7 @@ from streamrl.agents.client import OVER
 from streamrl.agents.dialects import DIALECTS, CallBody, Dialect, dialect_of
 from streamrl.agents.episode import POLICY, EpisodeOrder, GenerateTurn
 from streamrl.agents.rendering import ChatRenderer
-from streamrl.agents.session import Call, CallError, Session, SessionLimits, Turn
+from streamrl.agents.session import Call, CallError, Session, SessionLimits, TooManyRun, Turn
 from streamrl.rollouts.plain_text import plain_text
 from streamrl.rollouts.trajectory import EpisodeStep
 
@@ -40,6 +40,8 @@ CALLS_PER_TURN = 50
 """Calls per turn that an episode may make, refused ones included, before it is refused for good."""
 
 
+GONE = 499
+"""Status of an answer that nobody is there to read."""
 CUT = "cut by the token limit"
 """Remark of a turn that no later call extends."""
 FROM_BEFORE = "ordered before the episode was run again"
@@ -156,26 +158,28 @@ class ChatEndpoint:
         session, body = await self._body(request)
         try:
             call, values = dialect.read(body, dict(request.headers), self._models, session.session.turns)
-            turn = self._begin(session, call)
+            turn = await self._begin(session, call, request)
         except CallError as error:
             self._refused(session, error)
             raise
+        if turn is None:
+            return Response(status_code=GONE)
         if values.get("stream"):
             return _Streamed(turn, self._stream(session, turn, dialect, values))
         if not await self._wait_for(session, turn, request):
-            return Response(status_code=499)  # nobody is there to read it
+            return Response(status_code=GONE)
         return JSONResponse(dialect.answer(turn, self._renderer, values), headers=_remarks(turn))
 
     async def _tokens(self, request: Request) -> Response:
         session, body = await self._body(request)
         try:
             call, _ = read_generate(body, dict(request.headers), self._models, self._vocabulary)
-            turn = self._begin(session, call)
+            turn = await self._begin(session, call, request)
         except CallError as error:
             self._refused(session, error)
             raise
-        if not await self._wait_for(session, turn, request):
-            return Response(status_code=499)
+        if turn is None or not await self._wait_for(session, turn, request):
+            return Response(status_code=GONE)
         return JSONResponse(generate_answer(turn, self._renderer), headers=_remarks(turn))
 
     async def _body(self, request: Request) -> tuple[OpenSession, bytes]:
@@ -204,9 +208,27 @@ class ChatEndpoint:
             raise CallError(400, "incomplete_body", "the body ended early") from None
         return session, bytes(body)
 
-    def _begin(self, session: OpenSession, call: Call) -> Turn:
-        """Return the turn of a call; one that is new is being generated from now on."""
-        turn, new = session.session.call(call, self._clock())
+    async def _begin(self, session: OpenSession, call: Call, request: Request) -> Turn | None:
+        """Return the turn of a call; one that is new is being generated from now on.
+
+        While too many run, the call waits until one has ended; None: its client went away first.
+        """
+        while True:
+            try:
+                turn, new = session.session.call(call, self._clock())
+                break
+            except TooManyRun:
+                running = [task for task in session.tasks.values() if not task.done()]
+                gone = asyncio.ensure_future(_gone(request))
+                try:
+                    await asyncio.wait([gone, *running], return_when=asyncio.FIRST_COMPLETED)
+                    if gone.done():
+                        session.session.forgo(call)
+                        return None
+                finally:
+                    gone.cancel()
+                if session.id not in self.sessions:
+                    raise _episode_over() from None
         session.over = False
         if new:
             task = asyncio.create_task(self._run(session, turn), name=turn.order.turn_id)
@@ -248,7 +270,7 @@ class ChatEndpoint:
         task = session.tasks[turn]
         await asyncio.wait([task])
         if task.cancelled():
-            raise CallError(503, "episode_over", "the episode has ended")
+            raise _episode_over()
         if (error := task.exception()) is not None:
             raise CallError(503, "generation_failed", f"the turn could not be generated: {error}"[:500])
 
@@ -314,6 +336,10 @@ class _Streamed(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._turn.clients -= 1
+
+
+def _episode_over() -> CallError:
+    return CallError(503, "episode_over", "the episode has ended")
 
 
 async def _gone(request: Request) -> None:

@@ -12,7 +12,7 @@ sampled token is trained exactly once, and nothing else is.
 
 A call is a retry, and gets the turn that is recorded or still running, if it has the `Idempotency-Key` of an earlier
 one; or the same body, and either says that it is a retry or no answer to that body was delivered. The same body again
-is otherwise a new sample.
+is otherwise a new sample, and so is the retry of a call whose turn failed.
 
 Nothing here does input or output, or asks for the time.
 """
@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +43,10 @@ class CallError(Exception):
     def __init__(self, status: int, code: str, text: str) -> None:
         super().__init__(text)
         self.status, self.code = status, code
+
+
+class TooManyRun(Exception):
+    """The episode generates as many turns as it may at a time; the call can be made once one of them has ended."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,8 @@ class Session:
         self._numbers = 0
         self._answered: dict[bytes, Turn] = {}
         """Turns that can be extended, by digest of their messages and answer."""
+        self._unmet: Counter[bytes] = Counter()
+        """Calls that got no turn and were not made again, by body: no other call's turn is for their retries."""
 
     def call(self, call: Call, now: float) -> tuple[Turn, bool]:
         """Find the turn of a call, or begin it.
@@ -139,6 +146,7 @@ class Session:
 
         Raises:
             CallError: a limit is reached, no token fits, or the template does not accept the messages.
+            TooManyRun: it has to wait for another turn.
         """
         if (known := self._repeated(call)) is not None:
             return known, False
@@ -147,9 +155,7 @@ class Session:
                 400, "max_turns_exceeded", f"this episode has made its {self.limits.max_turns} turns (max_turns)"
             )
         if sum(turn.generated is None for turn in self.turns) >= self.limits.max_in_flight:
-            raise CallError(
-                429, "too_many_calls", f"{self.limits.max_in_flight} calls of this episode are running; wait for one"
-            )
+            raise TooManyRun
         turn = self._with_tokens(call, now) if call.prompt_tokens is not None else self._with_messages(call, now)
         length = len(turn.order.prompt_tokens)
         if length >= self.limits.max_context:
@@ -187,8 +193,13 @@ class Session:
             self._answered[_digests([*turn.call.messages, turn.answer], turn.call.tools)[-1]] = turn
 
     def fail(self, turn: Turn) -> None:
-        """Forget a turn that could not be generated; a retry begins another one."""
+        """Forget a turn that could not be generated; a retry of each client begins another one."""
         self.turns.remove(turn)
+        self._unmet[turn.call.body] += max(1, turn.clients)
+
+    def forgo(self, call: Call) -> None:
+        """Forget a call that had to wait and whose client went away; a retry begins a turn."""
+        self._unmet[call.body] += 1
 
     def rows(self) -> list[TrajectoryRow]:
         """Return the rows of all finished turns, in the order in which they begin.
@@ -224,15 +235,20 @@ class Session:
         Raises:
             CallError: its idempotency key belongs to another call.
         """
-        for turn in reversed(self.turns):
-            same = turn.call.body == call.body
-            if call.idempotency_key is not None and turn.call.idempotency_key == call.idempotency_key:
-                if not same:
-                    raise CallError(400, "idempotency_key_reused", "this Idempotency-Key belongs to another call")
-                return turn
-            if same and (call.is_retry or not (turn.delivered or turn.clients)):
-                return turn
-        return None
+        same = [turn for turn in reversed(self.turns) if turn.call.body == call.body]
+        if (key := call.idempotency_key) is not None:
+            known = next((turn for turn in reversed(self.turns) if turn.call.idempotency_key == key), None)
+            if known is not None and known not in same:
+                raise CallError(400, "idempotency_key_reused", "this Idempotency-Key belongs to another call")
+            if known is not None:
+                return known
+        lost = next((turn for turn in same if not (turn.delivered or turn.clients)), None)
+        if lost is not None or not call.is_retry:
+            return lost
+        if self._unmet[call.body]:
+            self._unmet[call.body] -= 1
+            return None
+        return same[0] if same else None
 
     def _with_messages(self, call: Call, now: float) -> Turn:
         renderer, note = self.renderer, ""

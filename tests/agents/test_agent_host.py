@@ -14,8 +14,9 @@ import openai
 import pytest
 
 from streamrl.agents.agent_host import AgentHost
-from streamrl.agents.chat_endpoint import EpisodeWait
+from streamrl.agents.chat_endpoint import EpisodeWait, OpenSession
 from streamrl.agents.episode import Episode, EpisodeOrder, EpisodeOutcome, GeneratedTurn, TurnOrder
+from streamrl.agents.session import SessionLimits
 from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
 from streamrl.rollouts.void import Void, VoidCause
@@ -230,7 +231,9 @@ def test_a_client_that_goes_away_loses_nothing_and_gets_its_turn_when_it_calls_a
     assert [step.tokens for step in episode.steps] == [int(row.sampled.sum()) for row in episode.rows]
 
 
-def in_process(agent: Callable[[AgentHost, httpx2.AsyncClient], Awaitable[None]], model: Model) -> Episode:
+def in_process(
+    agent: Callable[[AgentHost, httpx2.AsyncClient], Awaitable[None]], model: Model, **limits: int
+) -> Episode:
     """Play an agent that calls the endpoint without a connection: all it sends at once is read before any answer."""
 
     async def main() -> Episode:
@@ -240,7 +243,7 @@ def in_process(agent: Callable[[AgentHost, httpx2.AsyncClient], Awaitable[None]]
                 await agent(host, client)
             return 1.0
 
-        async with hosting(model, run) as host:
+        async with hosting(model, run, **limits) as host:
             return await host.run(ORDER)
 
     episode = asyncio.run(asyncio.wait_for(main(), scaled(60)))
@@ -294,6 +297,60 @@ def test_what_a_client_library_repeats_by_itself_gets_the_turn_that_it_has_asked
             assert (await call(client)).json()["choices"][0]["message"]["content"] == text
 
     assert len(play(model, over_http(agent)).rows) == 2
+
+
+async def left_alone(host: AgentHost, session: OpenSession, body: dict[str, Any]) -> int:
+    """Make a call whose client goes away at once, and return the status of its answer."""
+    received = [{"type": "http.request", "body": json.dumps(body).encode()}, {"type": "http.disconnect"}]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return received.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    path = f"/sessions/{session.id}/v1/chat/completions"
+    await host._endpoint.app({"type": "http", "method": "POST", "path": path, "headers": []}, receive, send)
+    return int(sent[0]["status"])
+
+
+def test_calls_beyond_those_that_may_run_at_once_wait_and_are_samples_of_their_own() -> None:
+    model = Model(*map(str, range(20)))
+    model.gate.clear()
+    body = {"model": "policy", "messages": [USER]}
+
+    async def agent(host: AgentHost, client: httpx2.AsyncClient) -> None:
+        (session,) = host._endpoint.sessions.values()
+        asked = [asyncio.ensure_future(client.post("chat/completions", json=body)) for _ in range(20)]
+        await until(lambda: session.calls == 20 and len(model.orders) == 16)
+        assert await left_alone(host, session, body) == 499
+        model.gate.set()
+        texts = [answer.json()["choices"][0]["message"]["content"] for answer in await asyncio.gather(*asked)]
+        assert sorted(texts, key=int) == list(map(str, range(20)))
+
+    assert len(in_process(agent, model, max_turns=30).rows) == 20
+
+
+def test_a_call_that_waits_when_its_episode_ends_has_no_turn() -> None:
+    model = Model()
+    model.gate.clear()
+    answers: list[asyncio.Future[httpx2.Response]] = []
+
+    async def main() -> None:
+        async with hosting(model, never) as host:
+            session = host._endpoint.open(ORDER, SessionLimits(max_context=500, max_turns=9, max_in_flight=1))
+            door = httpx2.ASGITransport(app=host._endpoint.app)
+            url = f"http://here/sessions/{session.id}/v1"
+            async with httpx2.AsyncClient(base_url=url, transport=door) as client:
+                answers.extend(asyncio.ensure_future(call(client)) for _ in range(2))
+                await until(lambda: session.calls == 2 and len(model.orders) == 1)
+                await host._endpoint.close(session)
+                found = await asyncio.gather(*answers)
+                assert [answer.json()["error"]["code"] for answer in found] == ["episode_over"] * 2
+
+    asyncio.run(asyncio.wait_for(main(), scaled(60)))
+    assert len(model.orders) == 1
 
 
 def test_a_turn_that_runs_when_its_episode_ends_is_cancelled_and_no_part_of_it() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from streamrl.agents.episode import EpisodeOrder, GeneratedTurn
 from streamrl.agents.rendering import ChatRenderer
-from streamrl.agents.session import Call, CallError, Session, SessionLimits, Turn
+from streamrl.agents.session import Call, CallError, Session, SessionLimits, TooManyRun, Turn
 from tests.agents.random_sessions import TOOL, body_of, small_tokenizer
 
 USER = {"role": "user", "content": "What is 7 + 5?"}
@@ -125,6 +125,39 @@ def test_an_answer_that_nobody_got_is_given_to_the_same_call_again() -> None:
     assert here.call(call(USER), 1.0)[1]
 
 
+def test_the_retry_of_a_call_whose_turn_failed_is_a_new_sample() -> None:
+    here = session()
+
+    def waited_for(retry: bool = False) -> Turn:
+        turn, new = here.call(call(USER, is_retry=retry), 1.0)
+        assert new
+        turn.clients = 1
+        return turn
+
+    first = [waited_for() for _ in range(3)]
+    for turn in first[:2]:
+        here.fail(turn)
+    again = [waited_for(retry=True) for _ in range(2)]
+    here.fail(again[0])
+    last = [waited_for(retry=True)]
+    here.fail(again[1])
+    last.append(waited_for(retry=True))
+    here.fail(first[2])
+    last.append(waited_for(retry=True))
+    assert here.turns == last
+    here.forgo(call(USER))  # its client went away while it waited
+    waited_for(retry=True)
+
+
+def test_a_retry_gets_the_answer_that_nobody_got_before_one_that_somebody_got() -> None:
+    here = session()
+    lost, got = answered(here, call(USER)), answered(here, call(USER))
+    lost.delivered = False
+    assert here.call(call(USER, is_retry=True), 1.0) == (lost, False)
+    lost.delivered = True
+    assert here.call(call(USER, is_retry=True), 1.0) == (got, False)
+
+
 def test_a_turn_that_failed_leaves_nothing_and_no_id_is_used_twice() -> None:
     here = session()
     turn, _ = here.call(call(USER), 1.0)
@@ -153,7 +186,6 @@ def test_a_prompt_needs_room_for_one_token() -> None:
     [
         ({"max_context": 20}, 0, "context_length_exceeded"),
         ({"max_turns": 2}, 2, "max_turns_exceeded"),
-        ({"max_in_flight": 0}, 0, "too_many_calls"),
     ],
 )
 def test_a_limit_refuses_the_call_and_says_which_one(limits: dict[str, int], before: int, code: str) -> None:
@@ -164,6 +196,16 @@ def test_a_limit_refuses_the_call_and_says_which_one(limits: dict[str, int], bef
         here.call(call(USER), 1.0)
     assert refused.value.code == code
     assert here.cut == (code == "context_length_exceeded") and len(here.turns) == before
+
+
+def test_a_call_has_to_wait_while_too_many_run() -> None:
+    here = session(max_in_flight=1)
+    running, _ = here.call(call(USER), 1.0)
+    running.clients = 1
+    with pytest.raises(TooManyRun):
+        here.call(call(USER), 1.0)
+    here.fail(running)
+    assert here.call(call(USER), 1.0)[1]
 
 
 def test_tokens_that_begin_with_a_turn_extend_it() -> None:
