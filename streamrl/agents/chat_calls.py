@@ -24,6 +24,13 @@ USED = {"model", "messages", "tools", "stream", "stream_options", "n", "logprobs
 SAYS_NOTHING = {"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "request_id"}
 SAYS_NOTHING |= {"cache_salt", "output_mode", "return_token_ids"}
 """Parameters without an effect on tokens: dropped without a word."""
+HARMLESS = {
+    "tool_choice": ("auto", "none"),
+    "parallel_tool_calls": (True,),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+}
+"""Values of parameters that ask for what is done anyway."""
 REFUSED = {
     "functions": "use tools",
     "function_call": "use tools",
@@ -78,11 +85,7 @@ def call_of(
     tools = [_tool(tool, f"tools[{n}]") for n, tool in enumerate(list_of(values, "tools"))]
     choice = values.get("tool_choice")
     ignored = [name for name in values if name not in USED | SAYS_NOTHING and values[name] is not None]
-    harmless = [
-        name
-        for name, plain in (("tool_choice", ("auto", "none")), ("parallel_tool_calls", (True,)))
-        if values.get(name) in plain
-    ]
+    harmless = [name for name, plain in HARMLESS.items() if values.get(name) in plain]
     drop = {*harmless, "top_logprobs", "response_format", "modalities"}
     return Call(
         messages,
@@ -212,7 +215,7 @@ def list_of(values: dict[str, Any], name: str) -> list[Any]:
 
 
 def _check_common(values: dict[str, Any], models: set[str]) -> None:
-    if values.get("model") not in models:
+    if values.get("model") not in [*models]:  # it may be anything, also what cannot be in a set
         names = " or ".join(repr(name) for name in sorted(models))
         text = f"there is no model {values.get('model')!r:.99} here; the model that is trained is called {names}"
         raise CallError(404, "model_not_found", text)
@@ -223,6 +226,10 @@ def _check_common(values: dict[str, Any], models: set[str]) -> None:
             raise bad(f"{name}: {instead}")
     if values.get("modalities") not in (None, ["text"]):
         raise bad("modalities: answers are text")
+    if not isinstance(values.get("stream_options") or {}, dict):
+        raise bad("stream_options: expected an object")
+    if values.get("continue_final_message") or values.get("add_generation_prompt") is False:
+        raise bad("continue_final_message: every answer is a message of its own, which cannot be begun for the model")
     if values.get("top_logprobs"):
         raise bad("top_logprobs: only the log-probabilities of the sampled tokens are known")
 

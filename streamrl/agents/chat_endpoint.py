@@ -9,6 +9,7 @@ goes away does not end it, and gets its answer when it calls again.
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
@@ -31,6 +32,7 @@ from streamrl.agents.rendering import ChatRenderer
 from streamrl.agents.session import Call, CallError, Session, SessionLimits, TooManyRun, Turn
 from streamrl.rollouts.plain_text import plain_text
 from streamrl.rollouts.trajectory import EpisodeStep
+from streamrl.tasks.void_reward import one_line
 
 PATHS = f"{', '.join(one.path for one in DIALECTS)}, /v1/models and /inference/v1/generate"
 BYTES_PER_TOKEN = 32
@@ -121,7 +123,7 @@ class ChatEndpoint:
                 Route(f"{prefix}/v1/models", self._list_models, methods=["GET"]),
                 Route(f"{prefix}/inference/v1/generate", self._tokens, methods=["POST"]),
             ]
-        handlers: dict[Any, Any] = {CallError: _refusal, HTTPException: _no_such_path}
+        handlers: dict[Any, Any] = {CallError: _refusal, HTTPException: _no_such_path, Exception: _failure}
         self.app = Starlette(routes=routes, exception_handlers=handlers)
 
     def open(self, order: EpisodeOrder, limits: SessionLimits) -> OpenSession:
@@ -354,7 +356,7 @@ def _remarks(turn: Turn) -> dict[str, str]:
         headers["x-streamrl-ignored"] = ", ".join(name[:40] for name in turn.call.ignored[:20])
     if turn.parsed is not None and turn.parsed.malformed:
         headers["x-streamrl-malformed-call"] = turn.parsed.malformed
-    return {name: value.encode("ascii", "replace").decode().replace("\n", " ") for name, value in headers.items()}
+    return {name: re.sub(r"[^ -~]", "?", " ".join(value.split())) for name, value in headers.items()}
 
 
 async def _refusal(request: Request, error: Exception) -> Response:
@@ -367,3 +369,9 @@ async def _no_such_path(request: Request, error: Exception) -> Response:
     text = f"{request.method} {request.url.path:.200}: {error.detail}; there are {PATHS}"
     refusal = CallError(error.status_code, "not_found", text)
     return JSONResponse(dialect_of(request.url.path).error(refusal), status_code=error.status_code)
+
+
+async def _failure(request: Request, error: Exception) -> Response:
+    """Answer a call that this endpoint itself fails to handle; the server logs the exception."""
+    refusal = CallError(500, "internal_error", f"the endpoint failed, its log says where: {one_line(error)}")
+    return JSONResponse(dialect_of(request.url.path).error(refusal), status_code=refusal.status)

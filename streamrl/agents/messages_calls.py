@@ -51,7 +51,7 @@ def read_messages(body: bytes, headers: dict[str, str], models: set[str]) -> tup
     for number, message in enumerate(list_of(values, "messages")):
         messages += _messages(message, f"messages[{number}]")
     choice = values.get("tool_choice") or {"type": "auto"}
-    if not isinstance(choice, dict) or choice.get("type") not in CHOICES:
+    if not isinstance(choice, dict) or choice.get("type") not in [*CHOICES]:
         raise bad(f"tool_choice.type: expected one of {', '.join(CHOICES)}")
     chat = {name: value for name, value in values.items() if name not in USED}
     if values.get("thinking") == {"type": "disabled"}:
@@ -62,7 +62,10 @@ def read_messages(body: bytes, headers: dict[str, str], models: set[str]) -> tup
         "tools": [_tool(tool, f"tools[{number}]") for number, tool in enumerate(list_of(values, "tools"))],
         "tool_choice": CHOICES[choice["type"]],
     }
-    return call_of(chat, values, headers, models), values
+    call = call_of(chat, values, headers, models)
+    if call.messages[-1]["role"] == "assistant":
+        raise bad("messages: the last one is the assistant's, but an answer cannot be begun for the model")
+    return call, values
 
 
 def messages_answer(turn: Turn) -> dict[str, Any]:

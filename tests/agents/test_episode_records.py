@@ -92,7 +92,7 @@ def test_halves_of_surrogate_pairs_in_a_call_of_the_model_and_in_the_keys_of_a_b
             assert response.status_code == 200 and "calculate\ufffd" in response.text, response.text
 
     told = over_the_site(play(Model(text, text, text), over_http(agent))).trajectory
-    assert told is not None and "\ufffd" in told.steps[0].detail
+    assert told is not None and told.reward == 1.0 and "\ufffd" in told.steps[0].detail
     assert told.messages[-1]["tool_calls"][0]["function"] == {"name": "calculate\ufffd", "arguments": '{"x": "\ufffd"}'}
 
 

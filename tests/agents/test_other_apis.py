@@ -11,9 +11,13 @@ import numpy as np
 import openai
 import pytest
 
+from streamrl.agents.agent_host import NO_CALLS
 from streamrl.agents.client import is_over
+from streamrl.agents.dialects import DIALECTS, Dialect
 from streamrl.agents.episode import Episode
-from tests.agents.test_agent_host import CALL_TEXT, TOKENIZER, USER, Model, over_http, play
+from streamrl.agents.session import Session
+from streamrl.rollouts.void import Void, VoidCause
+from tests.agents.test_agent_host import CALL_TEXT, TOKENIZER, USER, Model, call, over_http, play
 
 PARAMETERS = {"type": "object", "properties": {}}
 FUNCTION: Any = {"type": "function", "name": "calculate", "parameters": PARAMETERS, "description": "Compute."}
@@ -123,6 +127,11 @@ def test_a_conversation_is_the_same_one_in_every_api() -> None:
     one_row(play(model, over_http(agent), max_context=2000), model, "first", "second", "third")
 
 
+ASKED: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [USER]},
+    "/v1/responses": {"input": "hello"},
+    "/v1/messages": {"messages": [USER]},
+}
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
 REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     ("responses", {"input": [{"type": "reasoning", "summary": []}]}, 400, "input[0]: the model reads messages"),
@@ -147,8 +156,14 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     ("messages", {"messages": [USER], "tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "itself"),
     ("messages", {"messages": [USER], "tools": [{"name": "x"}]}, 400, "input_schema"),
     ("messages", {"messages": [USER], "tool_choice": "auto"}, 400, "tool_choice.type"),
+    ("messages", {"messages": [USER], "tool_choice": {"type": ["auto"]}}, 400, "tool_choice.type"),
+    ("messages", {"messages": [USER, {"role": "assistant", "content": "It is"}]}, 400, "cannot be begun"),
     ("messages", {"messages": [USER], "output_config": {"format": {}}}, 400, "output_config"),
     ("messages", {"messages": [{"role": "user", "content": "x " * 500}]}, 400, "leaves no room"),
+    ("chat/completions", {"messages": [USER], "model": ["policy"]}, 404, "there is no model ['policy']"),
+    ("chat/completions", {"messages": [USER], "stream": True, "stream_options": "x"}, 400, "stream_options: expected"),
+    ("chat/completions", {"messages": [USER], "continue_final_message": True}, 400, "cannot be begun"),
+    ("chat/completions", {"messages": [USER], "add_generation_prompt": False}, 400, "cannot be begun"),
     ("messages/count_tokens", {"messages": [USER]}, 404, "there are /v1/chat/completions, /v1/responses, /v1/messages"),
 ]
 
@@ -163,7 +178,36 @@ def test_what_cannot_be_given_is_refused_in_the_form_of_its_api_and_costs_no_tur
             assert (answer.status_code, text in told["error"]["message"]) == (status, True), (path, body, told)
             assert (told.get("type") == "error") == (path == "messages")
 
-    assert play(model, over_http(agent), max_context=400).rows == [] and model.orders == []
+    episode = play(model, over_http(agent), max_context=400)
+    assert episode.rows == [] and model.orders == []
+    assert episode.void == Void(VoidCause.ENVIRONMENT, NO_CALLS)  # nothing else has ended it
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda one: one.path)
+def test_a_failure_of_the_endpoint_is_told_in_the_form_of_its_api(
+    dialect: Dialect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(session: Session, call: Any, now: float) -> Any:
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr(Session, "call", fail)
+
+    async def agent(client: httpx2.AsyncClient) -> None:
+        answer = await client.post(dialect.path.removeprefix("/v1/"), json={"model": "policy", **ASKED[dialect.path]})
+        told = answer.json()
+        assert (answer.status_code, told["error"]["code"]) == (500, "internal_error")
+        assert "RecursionError: too deep" in told["error"]["message"]
+        assert (told.get("type") == "error") == (dialect.path == "/v1/messages")
+
+    assert play(Model(), over_http(agent)).void == Void(VoidCause.ENVIRONMENT, NO_CALLS)
+
+
+def test_keys_that_no_header_can_have_are_ignored_as_others() -> None:
+    async def agent(client: httpx2.AsyncClient) -> None:
+        answer = await call(client, **{"a\r\nb": 1, "\x1bé": 1, "continue_final_message": False, "stop": ["x"]})
+        assert answer.headers["x-streamrl-ignored"] == "??, a b, stop"
+
+    assert play(Model(), over_http(agent)).reward == 1.0
 
 
 def test_the_end_by_rule_is_told_to_every_package() -> None:
