@@ -27,7 +27,14 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.agents.tool_calls import TEXT_PROTOCOL, TOOL_FAMILIES, ToolFamily, to_text_protocol
+from streamrl.agents.tool_calls import (
+    TEXT_PROTOCOL,
+    THOUGHT_BEGIN,
+    THOUGHT_END,
+    TOOL_FAMILIES,
+    ToolFamily,
+    to_text_protocol,
+)
 from streamrl.rollouts.types import IntArray
 from streamrl.tasks.chat_template import ChatTemplate
 
@@ -196,6 +203,10 @@ class ChatRenderer:
         message |= {"reasoning_content": self._stand_in} if form.field else {"content": text}
         return AnswerStandIn(message, text)
 
+    def begins_reasoning(self, prompt: Rendered) -> bool:
+        """Whether a prompt ends with the begin of reasoning; False, too, if its end is no text of an answer."""
+        return prompt.text.rstrip().endswith(THOUGHT_BEGIN) and THOUGHT_END not in self._specials
+
     def end_text(self, answer: IntArray) -> str:
         """Return the text of the end token with which sampled tokens of shape [C] end; empty: they end with another."""
         if len(answer) == 0 or int(answer[-1]) not in self._added:
@@ -209,10 +220,9 @@ class ChatRenderer:
     def _text(self, messages: list[ChatMessage], tools: list[dict[str, Any]], *, asks: bool = True) -> str:
         if self._system_prompt is not None and not (messages and messages[0]["role"] == "system"):
             messages = [{"role": "system", "content": self._system_prompt}, *messages]
+        messages = [_with_arguments(message) for message in messages]
         if self.tools is TEXT_PROTOCOL:
             messages, tools = to_text_protocol(messages, tools, role=self._tools_in), []
-        else:
-            messages = [_with_arguments(message) for message in messages]
         return self._template(self._guard(messages), self._guard(tools), asks)
 
     def _template(self, messages: Any, tools: Any, asks: bool = True) -> str:

@@ -176,9 +176,10 @@ class Session:
         if generated.finish_reason == "length":
             self.cut = True
         usable = bool(turn.call.tools) and turn.call.reads_calls and generated.finish_reason == "stop"
-        turn.parsed = (
-            self.renderer.tools.parse(generated.text, turn.call.tools) if usable else ParsedAnswer(generated.text)
-        )
+        turn.parsed = ParsedAnswer(generated.text)
+        if usable:
+            thinks = turn.rendered is not None and self.renderer.begins_reasoning(turn.rendered)
+            turn.parsed = self.renderer.tools.parse(generated.text, turn.call.tools, thinks)
         turn.answer = {"role": "assistant", "content": turn.parsed.content}
         if turn.parsed.calls:
             turn.answer["tool_calls"] = [

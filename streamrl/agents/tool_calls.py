@@ -33,8 +33,11 @@ The result comes with the next message. The tools:
 
 MOST_NESTING = 100
 """Most levels of the arguments of a call; whoever reads them back may have less of a stack than is left here."""
+UNENDED = f"the call is in reasoning that does not end: no {THOUGHT_END}"
 TOO_DEEP = "the call is nested too deeply"
 NOT_FINITE = "the call has a number that JSON has not: NaN or infinity"
+ANY = "any"
+"""Type of a parameter that may be anything."""
 WRONG_FORM = "the call does not have the form that the model's template writes"
 
 Tools = Sequence[Mapping[str, Any]]
@@ -136,7 +139,7 @@ def _parse_between_tags(text: str, read: Callable[[str], ToolCall]) -> ParsedAns
     if CALL_BEGIN not in answer:
         return ParsedAnswer(text)
     if answer.lstrip().startswith(THOUGHT_BEGIN):  # a draft may be in it, so the model has to say what it wants
-        return ParsedAnswer(text, malformed=f"the call is in reasoning that does not end: no {THOUGHT_END}")
+        return ParsedAnswer(text, malformed=UNENDED)
     content, *parts = answer.split(CALL_BEGIN)
     content = thought + content
     calls = []
@@ -207,10 +210,9 @@ def _parse_tagged(text: str, call: str, begin: str, end: str, tools: Tools) -> P
         found = re.fullmatch(call, body.strip(), re.DOTALL)
         if found is None:
             raise ValueError(WRONG_FORM)
-        texts = _texts(found[1], tools)
+        types = _types(found[1], tools)
         written = _values_between(found[2].strip(), re.compile(begin, re.DOTALL), re.compile(end))
-        arguments = {name: value if name in texts else _tagged_value(value) for name, value in written}
-        return _call(found[1], arguments)
+        return _call(found[1], {name: _tagged_value(value, types.get(name, set())) for name, value in written})
 
     return _parse_between_tags(text, read)
 
@@ -231,14 +233,47 @@ def _values_between(text: str, begin: re.Pattern[str], end: re.Pattern[str]) -> 
         at = ended.end()
 
 
-def _texts(name: str, tools: Tools) -> set[str]:
-    """Return the parameters of a tool that are texts."""
-    schemas = [_function(tool).get("parameters") or {} for tool in tools if _function(tool).get("name") == name]
-    fields = [item for schema in schemas for item in (schema.get("properties") or {}).items()]
-    return {field for field, kind in fields if isinstance(kind, dict) and kind.get("type") == "string"}
+def _types(name: str, tools: Tools) -> dict[str, set[str]]:
+    """Return the types that the parameters of a tool may have, as JSON schema calls them; of some nothing is known."""
+    schemas = [_dict(_function(tool).get("parameters")) for tool in tools if _function(tool).get("name") == name]
+    fields = [(schema, *field) for schema in schemas for field in _dict(schema.get("properties")).items()]
+    return {field: _types_of(kind, _dict(schema.get("$defs")), {}) for schema, field, kind in fields}
 
 
-def _tagged_value(text: str) -> Any:
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _types_of(kind: Any, definitions: dict[str, Any], known: dict[str, set[str]], depth: int = 0) -> set[str]:
+    """Return the types of a part of a schema.
+
+    Args:
+        kind: the part.
+        definitions: what the part may refer to, by name.
+        known: types of the definitions that were looked at; they are added here.
+        depth: levels of the schema above the part.
+    """
+    if not isinstance(kind, dict) or depth > MOST_NESTING:
+        return set()
+    if isinstance(where := kind.get("$ref"), str):
+        if (name := where.removeprefix("#/$defs/")) not in known:
+            known[name] = set()  # until it is known: a definition may refer to itself
+            known[name] = _types_of(definitions.get(name), definitions, known, depth + 1)
+        return known[name]
+    told, values = kind.get("type"), kind.get("enum")
+    found = {one for one in (told if isinstance(told, list) else [told]) if isinstance(one, str)}
+    for key in ("anyOf", "oneOf"):
+        for one in kind[key] if isinstance(kind.get(key), list) else ():
+            found |= _types_of(one, definitions, known, depth + 1) or {ANY}
+    if not found and isinstance(values, list):
+        found = {"string" if isinstance(one, str) else "null" if one is None else ANY for one in values}
+    return found
+
+
+def _tagged_value(text: str, types: set[str]) -> Any:
+    """Return the value of an argument between tags; of these types, of which none is known if there are none."""
+    if "string" in types and types <= {"string", "null"}:
+        return None if text == "null" and "null" in types else text
     try:
         value = json.loads(text, parse_constant=_no_json)
     except (ValueError, RecursionError):
@@ -257,14 +292,18 @@ class ToolFamily:
     name: str
     read: Callable[[str, Tools], ParsedAnswer]
 
-    def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
+    def parse(self, text: str, tools: Tools = (), thinks: bool = False) -> ParsedAnswer:
         """Find the calls in an answer.
 
         Args:
             text: the sampled answer.
             tools: those that the model was told of, as in the chat API.
+            thinks: whether the prompt has begun reasoning, which the answer has to end before it calls anything.
         """
-        return self.read(text, tools)
+        found = self.read(text, tools)
+        if thinks and found.calls and not _after_reasoning(text)[0]:
+            return ParsedAnswer(text, malformed=UNENDED)
+        return found
 
 
 TEXT_PROTOCOL = ToolFamily("text protocol", lambda text, _: parse_hermes(text))

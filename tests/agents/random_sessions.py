@@ -199,7 +199,7 @@ def expect(tokenizer: Any, played: Played, turn: Turn, generated: GeneratedTurn)
         if role == "tool":
             role, text = "user", f"<tool_response>\n{text}\n</tool_response>"
         for call in message.get("tool_calls", ()):
-            function = {name: call["function"][name] for name in ("name", "arguments")}
+            function = {"name": call["function"]["name"], "arguments": json.loads(call["function"]["arguments"])}
             text += ("\n" if text else "") + f"<tool_call>\n{json.dumps(function, ensure_ascii=False)}\n</tool_call>"
         if said and said[-1][0] == role == "user":
             said[-1] = (role, f"{said[-1][1]}\n{text}")

@@ -162,3 +162,12 @@ def test_tagged_arguments_are_json_where_they_can_be_and_else_text(parse: Any, t
 def test_a_malformed_tagged_call_stays_in_the_text_and_is_explained(parse: Any, text: str) -> None:
     parsed = parse(text)
     assert (parsed.content, parsed.calls) == (text, ()) and parsed.malformed
+
+
+def test_calls_in_the_history_are_written_as_the_text_protocol_asks_for_them(tokenizer: Any) -> None:
+    function = {"name": "calculate", "arguments": '{"x": "é"}'}
+    called = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    text = renderer(tokenizer).whole([USER, called, {"role": "tool", "content": "12"}], [TOOL]).text
+    assert '<tool_call>\n{"name": "calculate", "arguments": {"x": "é"}}\n</tool_call>' in text
+    function["arguments"] = "no JSON"
+    assert '"arguments": "no JSON"}' in renderer(tokenizer).whole([USER, called], [TOOL]).text

@@ -94,6 +94,22 @@ def spaced(tool_call: dict[str, Any]) -> dict[str, Any]:
     return {"name": "calculate", "arguments": '{"y":[2],"x":1}'}
 
 
+@pytest.mark.parametrize(("opens", "special"), [(True, False), (False, False), (True, True)])
+def test_a_draft_in_reasoning_that_the_prompt_begins_is_no_call(opens: bool, special: bool) -> None:
+    tokenizer = small_tokenizer()
+    if opens:
+        tokenizer.chat_template = tokenizer.chat_template.replace("assistant\n'", "assistant\n<think>\n'")
+    if special:  # then no text of an answer says where it ends
+        tokenizer.add_special_tokens({"additional_special_tokens": ["</think>"]})
+    here = Session(ORDER, ChatRenderer(tokenizer), SessionLimits(max_context=500, max_turns=20))
+    text = 'Maybe\n<tool_call>{"name": "calculate", "arguments": {"x": 1}}</tool_call>'
+    turn = answered(here, call(USER, tools=[TOOL]), text)
+    assert bool(turn.answer.get("tool_calls")) == (not opens or special)
+    assert turn.parsed is not None and bool(turn.parsed.malformed) == (opens and not special)
+    later = answered(here, call(USER, MORE, tools=[TOOL]), f"{text}\n</think>\n\nIt is 12.")
+    assert "tool_calls" not in later.answer or special or not opens
+
+
 def test_edited_history_other_tools_and_cut_answers_begin_a_row() -> None:
     here = session()
     first = answered(here, call(USER))

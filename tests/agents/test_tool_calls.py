@@ -10,6 +10,7 @@ import pytest
 from streamrl.agents.tool_calls import (
     NOT_FINITE,
     TOOL_FAMILIES,
+    UNENDED,
     ParsedAnswer,
     parse_hermes,
     parse_llama3,
@@ -143,6 +144,50 @@ def test_a_number_that_is_not_finite_is_no_json(name: str, number: str) -> None:
         assert parsed == ParsedAnswer(text, malformed=NOT_FINITE)
     else:  # an argument between tags that is no JSON is a text
         assert called(parsed) == [("f", {"x": number})]
+
+
+TEXT, NUMBER, NONE = {"type": "string"}, {"type": "integer"}, {"type": "null"}
+KIND = {"$defs": {"Kind": {"enum": ["1", "2"]}, "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, TEXT]}}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (TEXT, ["12345", "null"]),
+        ({"anyOf": [TEXT, NONE]}, ["12345", None]),
+        ({"type": ["string", "null"]}, ["12345", None]),
+        ({"enum": ["1", "2"]}, ["12345", "null"]),
+        ({"$ref": "#/$defs/Kind"}, ["12345", "null"]),
+        ({"anyOf": [{"$ref": "#/$defs/Kind"}, NONE]}, ["12345", None]),
+        ({"oneOf": [TEXT, NUMBER]}, [12345, None]),
+        ({"anyOf": [TEXT, {}]}, [12345, None]),
+        ({"enum": ["1", 2]}, [12345, None]),
+        ({"$ref": "#/$defs/Loop"}, [12345, None]),
+        ({"$ref": "#/$defs/Unknown"}, [12345, None]),
+        (NUMBER, [12345, None]),
+        ({}, [12345, None]),
+        (True, [12345, None]),
+    ],
+)
+@pytest.mark.parametrize("name", ["qwen_xml", "glm"])
+def test_an_argument_between_tags_is_a_text_where_its_tool_takes_nothing_else(
+    name: str, kind: Any, values: list[Any]
+) -> None:
+    tool = {"function": {"name": "f", "parameters": {"type": "object", "properties": {"x": kind}, **KIND}}}
+    for written, value in zip(["12345", "null"], values, strict=True):
+        assert called(FAMILIES[name].parse(CALLS[name].format(written), [tool])) == [("f", {"x": value})]
+    for odd in (None, "x", {"properties": ["x"]}):
+        parsed = FAMILIES[name].parse(CALLS[name].format("1"), [{"function": {"name": "f", "parameters": odd}}])
+        assert called(parsed) == [("f", {"x": 1})]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_reasoning_that_the_prompt_has_begun_has_no_calls_before_it_ends(name: str) -> None:
+    call = CALLS[name].format(7)
+    for draft in [call] if name == "llama3" else [call, f"Maybe {call}, but"]:
+        assert FAMILIES[name].parse(draft, thinks=True) == ParsedAnswer(draft, malformed=UNENDED)
+        assert called(FAMILIES[name].parse(f"Maybe {draft}\n</think>\n{call}", thinks=True)) == [("f", {"x": 7})]
+    assert FAMILIES[name].parse("It is twelve.", thinks=True) == ParsedAnswer("It is twelve.")
 
 
 def test_messages_of_the_user_that_follow_each_other_are_joined_and_no_others() -> None:
