@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,15 +11,18 @@ from typing import Any
 
 import pytest
 
-from streamrl.agents.episode import EpisodeOrder
+from streamrl.agents.agent_host import AgentHost
+from streamrl.agents.episode import Episode, EpisodeOrder
 from streamrl.agents.workers import EpisodeWorkers
+from streamrl.config.run import RunConfig
 from streamrl.config.tasks import AgentTask, EnvironmentUse
 from streamrl.environments.environment_pool import EnvironmentPlace, EnvironmentPool
 from streamrl.environments.environment_trial import EnvironmentTrial, try_environment
-from streamrl.environments.installed import InstalledEnvironment, add_environment
+from streamrl.environments.installed import MANIFEST, VENV, InstalledEnvironment, add_environment
 from streamrl.errors import UserError
 from streamrl.runtime.output_pipe import OutputLog
 from tests.agents.model_server import ModelServer
+from tests.agents.test_agent_host import TOKENIZER, Model
 
 FOLDER = os.environ.get("STREAMRL_TEST_ENVIRONMENTS", "")
 """A folder that keeps the venvs between runs."""
@@ -112,6 +116,69 @@ def test_a_taskset_of_verifiers_plays_and_scores_its_episodes() -> None:
         assert [[step.kind for step in one.steps] for one in played] == [["environment"]] * 3
 
     asyncio.run(scenario())
+
+
+LOOP = """
+import httpx
+import verifiers.v1.harness as vf
+from verifiers.v1.configs.harness import HarnessConfig
+from verifiers.v1.runtimes import ProgramResult
+
+class LoopHarnessConfig(HarnessConfig): pass
+
+class LoopHarness(vf.Harness[LoopHarnessConfig]):
+    APPENDS_SYSTEM_PROMPT, EXECUTES_CODE, NEEDS_CONTAINER = True, False, False
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url=None):
+        messages = [{"role": "user", "content": self.resolve_prompt(data)[1]}]
+        url, headers = endpoint.rstrip("/") + "/chat/completions", {"Authorization": f"Bearer {secret}"}
+        async with httpx.AsyncClient(timeout=None, trust_env=False) as client:
+            for _ in range(5):
+                answer = await client.post(url, json={"model": ctx.model, "messages": messages}, headers=headers)
+                if answer.status_code != 200:
+                    return ProgramResult(1, "", answer.text)
+                messages.append({"role": "assistant", "content": answer.json()["choices"][0]["message"]["content"]})
+                messages.append({"role": "user", "content": "more"})
+        return ProgramResult(0, "", "")
+
+__all__ = ["LoopHarness"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("limits", "turns", "cut"), [({}, 5, 0.0), ({"max_turns": 3}, 3, 1.0), ({"max_context": 70}, 2, 1.0)]
+)
+def test_what_was_played_of_an_episode_that_ends_by_rule_is_scored(
+    tmp_path: Path, limits: dict[str, int], turns: int, cut: float
+) -> None:
+    installed = made("reverse_text", "verifiers:reverse_text", "verifiers==0.4.0", paths=[EXAMPLES])
+    (tmp_path / "loop_harness.py").write_text(LOOP)
+    looped = tmp_path / "looped"
+    looped.mkdir()
+    (looped / VENV).symlink_to(installed.folder / VENV)
+    manifest = {"make": installed.make, "paths": [str(EXAMPLES), str(tmp_path)], "config": {}, "requirements": []}
+    (looped / MANIFEST).write_text(json.dumps(manifest))
+    agent = {"harness": {"id": "loop_harness"}, "runtime": {"type": "subprocess"}}
+    use = {"name": str(looped), "config": {"taskset": {"num_tasks": 1, "letters": 3}, "agent": agent}}
+    task = {"kind": "agent", "name": "looped", "environment": use, "max_turns": limits.pop("max_turns", 9)}
+    run = RunConfig.model_validate(
+        {"model": {"path": "some/model", **limits}, "sampling": {"max_tokens": 8}, "tasks": [task]}
+    )
+
+    async def scenario() -> Episode:
+        workers = EpisodeWorkers(run.agent_tasks, 1)
+        host = AgentHost(run, TOKENIZER, Model(*["abcdefgh"] * 5).generate, workers)
+        try:
+            await workers.start(120)
+            await host.start()
+            return await host.run(EpisodeOrder("e", "g", "looped", {"index": 0}, 1, None))
+        finally:
+            await workers.close()
+            await host.close()
+
+    played = asyncio.run(scenario())
+    assert played.void is None and played.reward is not None and played.reward > 0
+    assert played.metrics["cut"] == cut and [step.kind for step in played.steps].count("generate") == turns
 
 
 def test_a_wrong_config_is_refused_at_the_start(lake: InstalledEnvironment) -> None:

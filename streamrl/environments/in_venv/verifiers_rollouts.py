@@ -4,6 +4,9 @@
 harness of ours plays: it sends the task's prompt once and keeps the answer, in this process, without the `uv` and the
 network that verifiers' own harnesses need for each rollout. A config with `agent` chooses another one.
 
+Where the endpoint takes no further call, because turns or the context are used up, the episode ends as by verifiers'
+own limits: what was played is scored, and the metric `cut` is 1.
+
 Keys of the config are those of verifiers' environment: `taskset`, `agent`, `id`, ...
 """
 
@@ -12,12 +15,15 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
+import re
 import sys
 import threading
 import types
 from typing import Any
 
 HARNESS = "streamrl_single_turn"
+OVER = {"max_turns_exceeded": "max_turns", "context_length_exceeded": "max_total_tokens"}
+"""Codes of the endpoint's refusals that end an episode by rule, and what verifiers calls these limits."""
 AGENT = {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}}
 
 
@@ -34,6 +40,7 @@ class VerifiersEnvironment:
 
     def __init__(self, name: str, config: dict[str, Any]) -> None:
         _register_harness()
+        _end_by_rule(importlib.import_module("verifiers.v1.rollout").Rollout)
         loaders = importlib.import_module("verifiers.v1.utils.loaders")
         single = importlib.import_module("verifiers.v1.envs.single_agent.env")
         values = {**config, "taskset": {"id": name, **(config.get("taskset") or {})}}
@@ -115,7 +122,28 @@ class VerifiersEnvironment:
             raise RuntimeError(f"verifiers: {told}")
         traces = [trace for trace in episode.traces if getattr(trace.agent, "trainable", True)] or episode.traces
         metrics = {str(name): float(value) for name, value in traces[0].metrics.items()}
-        return {"reward": float(traces[0].reward), "metrics": metrics}
+        last = [trace.calls[-1].error for trace in episode.traces if trace.calls]
+        cut = any(_limit_of(error.type, error.message) for error in last if error is not None)
+        return {"reward": float(traces[0].reward), "metrics": {**metrics, "cut": float(cut)}}
+
+
+def _limit_of(kind: str, text: str) -> str | None:
+    """Return verifiers' name of the limit that an error of theirs is about; None: it is about none."""
+    found = re.search(r'"code"\s*:\s*"(\w+)"', text) if kind == "ProviderError" else None
+    return OVER.get(found[1]) if found else None
+
+
+def _end_by_rule(rollout: Any) -> None:
+    """Let a rollout that the endpoint ends by rule stop, instead of failing, which would leave it without a score."""
+    fail = rollout.fail
+
+    def fail_or_stop(self: Any, error: Exception) -> None:
+        if (limit := _limit_of(type(error).__name__, str(error))) is not None:
+            self.trace.stop(limit)
+        else:
+            fail(self, error)
+
+    rollout.fail = fail_or_stop
 
 
 def _register_harness() -> None:
