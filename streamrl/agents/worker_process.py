@@ -23,11 +23,9 @@ from streamrl.agents.worker_frames import (
     packed,
 )
 from streamrl.rollouts.void import Void, VoidCause
-from streamrl.runtime.output_pipe import OutputLog, OutputPipe
+from streamrl.runtime.output_pipe import OutputLog
+from streamrl.runtime.piped_process import PipedProcess
 from streamrl.runtime.processes import exit_text, kill_with_children
-
-LAST_WORDS_S = 1.0
-"""Seconds for the output of a worker that has ended; what it has started may hold the pipe."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +41,8 @@ class AgentWait:
 class WorkerProcess:
     """One worker process."""
 
-    def __init__(
-        self, process: asyncio.subprocess.Process, output: OutputPipe, log: OutputLog, suspects: set[str]
-    ) -> None:
-        self.process, self._output = process, output
+    def __init__(self, process: PipedProcess, suspects: set[str]) -> None:
+        self.process = process
         self.open = self.ended = False
         self.ready, self.no_more, self.idle = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.problem = self.how = ""
@@ -59,27 +55,17 @@ class WorkerProcess:
         self.cause = VoidCause.CRASH
         self._blocked: Blocked | None = None
         self.reading = asyncio.create_task(self._read())
-        self._printing = asyncio.create_task(log.take(output, "an agent worker"))
 
     @classmethod
     async def start(cls, log: OutputLog, suspects: set[str]) -> WorkerProcess:
         """Start a process; it imports the agents once it has got `Begin`."""
-        output = await OutputPipe.open()
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "streamrl.agents.worker", str(os.getpid())),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=output.write_end,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        )
-        output.started()
-        return cls(process, output, log, suspects)
+        command = [sys.executable, "-m", "streamrl.agents.worker", str(os.getpid())]
+        variables = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        return cls(await PipedProcess.start(command, variables, log, "an agent worker"), suspects)
 
     def send(self, frame: ToWorker) -> None:
         """Send a frame; one to a worker that has ended is lost, as the worker is."""
-        assert self.process.stdin is not None
-        if not self.process.stdin.is_closing():
-            self.process.stdin.write(packed(frame))
+        self.process.send(packed(frame))
 
     async def play(self, play: Play) -> EpisodeOutcome:
         """Play an episode to its end, which may be that of the worker."""
@@ -108,28 +94,24 @@ class WorkerProcess:
 
     async def _read(self) -> None:
         """Take frames until the process has ended, and give its episodes their outcomes."""
-        assert self.process.stdout is not None
-        try:
-            while (frame := await next_frame(self.process.stdout)) is not None:
-                self.silent_s = 0.0
-                self._take(frame)
-        except (ValueError, msgspec.DecodeError) as error:
-            self.kill(f"it sent something else than frames: {error}")
-        if self.process.returncode is None:
-            kill_with_children(self.process.pid)
-        code = await self.process.wait()
+        taking = asyncio.create_task(self._take_all())
+        code = await self.process.ended(taking)
         self.how = self.how or exit_text(code)
-        self.ended = True
-        await asyncio.wait({self._printing}, timeout=LAST_WORDS_S)
-        self._printing.cancel()
-        self._output.close()
-        if self.process.stdin is not None:
-            self.process.stdin.close()
+        self.ended, self.open = True, False
+        await self.process.last_words(taking)
         for play, future in list(self.playing.values()):
             if not future.done():
                 future.set_result(self._outcome_of_death(play))
         for event in (self.ready, self.no_more):
             event.set()
+
+    async def _take_all(self) -> None:
+        try:
+            while (frame := await next_frame(self.process.answers)) is not None:
+                self.silent_s = 0.0
+                self._take(frame)
+        except (ValueError, msgspec.DecodeError) as error:
+            self.kill(f"it sent something else than frames: {error}")
 
     def _take(self, frame: FromWorker) -> None:
         match frame:

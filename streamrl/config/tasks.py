@@ -215,7 +215,8 @@ class EnvironmentUse(StrictModel):
     memory_gb: float = Field(
         2.0,
         gt=0,
-        description="GiB that a process may use; at 80 % it gets no new episodes and is replaced, above it is killed",
+        description="GiB that a process may use; at 80 % it gets no new episodes and is replaced, above it is killed. "
+        "Programs that an MCP environment starts for its episodes count: only as many are open as fit into 80 %",
     )
 
 

@@ -1,12 +1,15 @@
 """The processes of one environment: bounded in number and memory, health-checked, and restarted.
 
     an episode's reset or step raises, or is of a wrong type -> its episode fails; others notice nothing
-    it takes longer than its deadline                        -> its episode fails (timeout); the process is killed
+    it takes longer than its deadline                        -> its episode fails (timeout); the process is killed, or
+                                                                goes on if it answers others (see EnvironmentProcess)
     the process dies                                         -> the episode that it stepped fails; the others of the
                                                                 process are to be played again
     it uses 80 % of its memory                               -> it gets no new episodes, and is replaced: a slow leak
                                                                 costs no episode
     it uses more than its memory                             -> it is killed, as if it had died
+    it starts a server for each episode (MCP)                -> it gets as many as have room in its memory; if they grow
+                                                                beyond it, the largest are killed: these episodes fail
 
 An episode stays with one process, the one with the fewest open episodes when it begins.
 """
@@ -22,9 +25,12 @@ from typing import Any
 from streamrl.config.tasks import EnvironmentUse
 from streamrl.environments.environment_process import EnvironmentAnswer, EnvironmentEnded, EnvironmentProcess
 from streamrl.environments.installed import InstalledEnvironment
+from streamrl.environments.server_room import ServerRoom
 from streamrl.errors import UserError
+from streamrl.machine.own_share import usable_cores
 from streamrl.rollouts.void import VoidCause
 from streamrl.runtime.output_pipe import OutputLog
+from streamrl.runtime.processes import kill_with_children
 
 WATCH_S = 1.0
 """Seconds between two looks at the memory of the processes."""
@@ -32,7 +38,10 @@ FULL = 0.8
 """Share of its memory from which a process gets no new episodes."""
 LONGEST_PAUSE_S = 30.0
 RESTART_S = 60.0
-"""Seconds that an episode waits while no process lives."""
+"""Seconds that an episode waits while no process lives, beyond those that one may take to start."""
+RESETS_PER_CORE = 2
+"""Resets that run at once, of environments that answer at once: each may start a program, which takes about a second of
+CPU time, and has to end within its deadline."""
 GIB = 2**30
 
 log = logging.getLogger(__name__)
@@ -41,13 +50,17 @@ log = logging.getLogger(__name__)
 class EnvironmentPlace:
     """An episode's place in a process."""
 
-    def __init__(self, process: EnvironmentProcess, episode: str, step_s: float) -> None:
-        self._process, self._episode, self._step_s = process, episode, step_s
+    def __init__(self, process: EnvironmentProcess, episode: str, step_s: float, servers: ServerRoom) -> None:
+        self._process, self._episode, self._step_s, self._servers = process, episode, step_s, servers
         self.plays = process.plays
 
     async def reset(self, item: dict[str, Any]) -> EnvironmentAnswer:
         """Begin the episode; the result has `messages`, perhaps `tools`. Raises as `EnvironmentProcess.ask`."""
-        return await self._process.ask("reset", self._episode, self._step_s, item=item)
+        answer = await self._process.ask("reset", self._episode, self._step_s, item=item)
+        if self._process.starts_servers and not self._servers.known:
+            self._process.look()
+            self._servers.learn(self._process)
+        return answer
 
     async def step(self, message: dict[str, Any]) -> EnvironmentAnswer:
         """Act; the result has `messages`, `reward`, `done` and `metrics`."""
@@ -85,6 +98,8 @@ class EnvironmentPool:
         self._output, self._step_s, self._start_s = output, step_s, start_s
         self._processes: set[EnvironmentProcess] = set()
         self._room = asyncio.Condition()
+        self._resets = asyncio.Semaphore(RESETS_PER_CORE * usable_cores())
+        self._servers = ServerRoom(FULL * use.memory_gb * GIB)
         self._background: set[asyncio.Task[Any]] = set()
         self._closed = False
 
@@ -108,12 +123,12 @@ class EnvironmentPool:
         """Wait for room in a process, and hold it while the block runs.
 
         Raises:
-            EnvironmentEnded: no process lived for `RESTART_S` seconds.
+            EnvironmentEnded: no process lived for as long as one may take to start, and `RESTART_S` more.
         """
         process = await self._with_room()
         process.enter(episode)
         try:
-            yield EnvironmentPlace(process, episode, self._step_s)
+            yield EnvironmentPlace(process, episode, self._step_s, self._servers)
         finally:
             process.leave(episode)
             if not self._closed:
@@ -121,7 +136,7 @@ class EnvironmentPool:
 
     def memory(self) -> int:
         """Return the resident bytes of all processes."""
-        return sum(one.memory() for one in self._processes)
+        return sum(one.look().total for one in self._processes)
 
     @property
     def plays(self) -> bool:
@@ -138,21 +153,29 @@ class EnvironmentPool:
         self._processes.clear()
 
     async def _with_room(self) -> EnvironmentProcess:
+        patience_s = self._start_s + RESTART_S
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(RESTART_S), self._room:
+                async with asyncio.timeout(patience_s), self._room:
                     await self._room.wait_for(self._rooms)
             if rooms := self._rooms():
                 return min(rooms, key=lambda one: len(one.episodes))
             if not any(one.accepts for one in self._processes):
-                text = f"no process of environment {self.installed.name!r} was ready within {RESTART_S:g} s"
+                text = f"no process of environment {self.installed.name!r} was ready within {patience_s:g} s"
                 raise EnvironmentEnded(f"{text} {self._output.where}", VoidCause.ENVIRONMENT, again=False)
 
     def _rooms(self) -> list[EnvironmentProcess]:
-        return [one for one in self._processes if one.accepts and len(one.episodes) < self.use.episodes]
+        return [
+            one
+            for one in self._processes
+            if one.accepts
+            and len(one.episodes) < self.use.episodes
+            and (not one.starts_servers or self._servers.fits(one))
+        ]
 
     async def _start_one(self) -> EnvironmentProcess:
-        one = await EnvironmentProcess.start(self.installed, self.use.config, self._output, self._start_s)
+        one = await EnvironmentProcess.start(self.installed, self.use.config, self._output, self._start_s, self._resets)
+        one.look()
         self._processes.add(one)
         return one
 
@@ -186,18 +209,40 @@ class EnvironmentPool:
 
     async def _watch(self) -> None:
         """Look at the memory of the processes."""
-        most = self.use.memory_gb * GIB
         while True:
             await asyncio.sleep(WATCH_S)
             for one in list(self._processes):
-                used = one.memory()
+                used = one.look().total
                 self.most_memory = max(self.most_memory, used)
-                told = f"it uses {used / GIB:.2f} of {self.use.memory_gb:g} GiB after {one.played} episodes"
-                if used > most:
-                    one.kill(told)
-                elif used > FULL * most and one.accepts and one.played:
-                    one.how = told
-                    one.no_more.set()
+                if one.starts_servers:
+                    self._servers.learn(one)
+                self._keep_in_memory(one)
+            await self._tell()
+
+    def _keep_in_memory(self, one: EnvironmentProcess) -> None:
+        """Kill a process that uses more than its memory, or the servers that do, and let a full one be replaced."""
+        most, used = self.use.memory_gb * GIB, one.used.total
+        told = f"it uses {used / GIB:.2f} of {self.use.memory_gb:g} GiB after {one.played} episodes"
+        if not one.starts_servers:
+            over, full = used > most, used > FULL * most and one.played
+        else:  # what its servers use it does not keep
+            over, full = one.used.own > most, one.used.own > FULL * most or (used > FULL * most and not one.episodes)
+        if over:
+            one.kill(told)
+        elif full and one.accepts:
+            one.how = told
+            one.no_more.set()
+        elif used > most:
+            for pid, size in sorted(one.used.started.items(), key=lambda server: -server[1]):
+                log.warning(
+                    "environment %r: a server with %.2f GiB is killed, the largest of %d of a process; its episode "
+                    "fails: %s",
+                    *(self.installed.name, size / GIB, len(one.used.started), told),
+                )
+                kill_with_children(pid)
+                used -= size
+                if used <= most:
+                    break
 
     async def _tell(self) -> None:
         async with self._room:

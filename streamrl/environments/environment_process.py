@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
@@ -17,14 +17,21 @@ from streamrl.environments.in_venv import environment_main
 from streamrl.environments.installed import InstalledEnvironment
 from streamrl.errors import UserError
 from streamrl.rollouts.void import VoidCause
-from streamrl.runtime.output_pipe import OutputLog, OutputPipe
+from streamrl.runtime.no_proxy import without_proxy
+from streamrl.runtime.output_pipe import OutputLog
+from streamrl.runtime.piped_process import PipedProcess
 from streamrl.runtime.processes import exit_text, kill_with_children
 
 MOST_LINE = 64 * 2**20
 """Most bytes of an answer."""
-LAST_WORDS_S = 1.0
+CLOSE_S = 30.0
+"""Seconds in which an episode must be closed, and in which a process that answers `at_once` must answer anything."""
 QUIET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "SDL_VIDEODRIVER": "dummy", "MPLBACKEND": "Agg"}
 """Variables of every process: one core each, and no window."""
+
+
+NOBODY = ""
+"""The episode of a request that only looks whether there is an answer."""
 
 
 class EnvironmentFailed(Exception):
@@ -36,13 +43,13 @@ class EnvironmentFailed(Exception):
 
 
 class EnvironmentEnded(Exception):
-    """The process of the environment has ended, and all its episodes with it."""
+    """The episode has taken too long, or the process of the environment has ended, and all its episodes with it."""
 
     def __init__(self, text: str, cause: VoidCause, again: bool) -> None:
         """
         Args:
             text: how it ended.
-            cause: cause of the void of the episode that has ended it.
+            cause: cause of the void of the episode that was late or has ended the process.
             again: whether another episode, or nobody, has caused it, so that this one can be played again.
         """
         super().__init__(text)
@@ -60,17 +67,39 @@ class EnvironmentAnswer:
     took_s: float
 
 
-class EnvironmentProcess:
-    """One process. Requests are sent one at a time, so that each is timed by itself, or `at_once`."""
+@dataclass(frozen=True)
+class MemoryUse:
+    """Resident bytes of a process, and of what it has started."""
 
-    def __init__(self, process: asyncio.subprocess.Process, output: OutputPipe, log: OutputLog, name: str) -> None:
-        self.process, self.name = process, name
+    own: int = 0
+    started: dict[int, int] = field(default_factory=dict)
+    """Of each child with all that it has started, by its pid; the oldest first."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of all together."""
+        return self.own + sum(self.started.values())
+
+
+class EnvironmentProcess:
+    """One process. Requests are sent one at a time, so that each is timed by itself, or `at_once`.
+
+    What takes too long ends a process that answers one at a time. In one that answers at once it ends its own episode,
+    unless the process does not answer at all.
+    """
+
+    def __init__(self, process: PipedProcess, name: str, resets: asyncio.Semaphore) -> None:
+        self.process, self.name, self._resets = process, name, resets
         self.plays = False
         """Whether its episodes call the model themselves."""
         self.at_once = False
         """Whether it takes a request while it answers others."""
         self.episodes: set[str] = set()
         """Open episodes."""
+        self.reset: set[str] = set()
+        """Those of them that have been reset."""
+        self.used = MemoryUse()
+        """Memory, when it was looked at."""
         self.played = 0
         """Episodes that it has begun."""
         self.accepts = False
@@ -88,31 +117,35 @@ class EnvironmentProcess:
         self._owed: dict[int, tuple[str, asyncio.Future[dict[str, Any]]]] = {}
         self._began: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._work: set[asyncio.Task[Any]] = set()
-        self._output = output
-        self._printing = asyncio.create_task(log.take(output, f"environment {name}"))
         self.reading = asyncio.create_task(self._read())
 
     @classmethod
     async def start(
-        cls, installed: InstalledEnvironment, config: dict[str, Any], log: OutputLog, seconds: float
+        cls,
+        installed: InstalledEnvironment,
+        config: dict[str, Any],
+        log: OutputLog,
+        seconds: float,
+        resets: asyncio.Semaphore,
     ) -> EnvironmentProcess:
         """Start a process and wait until its environment is loaded.
+
+        Args:
+            installed: the environment.
+            config: keys that replace those of its own config.
+            log: takes what it prints.
+            seconds: that it may take.
+            resets: held during a reset of an environment that answers `at_once`, as each may start a program.
 
         Raises:
             UserError: the environment cannot be loaded, or not within `seconds`; the message is its own.
         """
-        output = await OutputPipe.open()
         left_out = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-        process = await asyncio.create_subprocess_exec(
-            *(str(installed.python), "-I", environment_main.__file__, str(os.getpid())),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=output.write_end,
-            env={name: value for name, value in os.environ.items() if name not in left_out} | QUIET,
-            limit=MOST_LINE,
-        )
-        output.started()
-        one = cls(process, output, log, installed.name)
+        variables = {name: value for name, value in os.environ.items() if name not in left_out} | QUIET
+        command = [str(installed.python), "-I", str(environment_main.__file__), str(os.getpid())]
+        whose = f"environment {installed.name}"
+        process = await PipedProcess.start(command, without_proxy(variables), log, whose, MOST_LINE)
+        one = cls(process, installed.name, resets)
         one._send({"make": installed.make, "paths": installed.paths, "config": installed.config | config})
         try:
             async with asyncio.timeout(seconds):
@@ -136,12 +169,12 @@ class EnvironmentProcess:
         Args:
             do: 'reset', 'step', 'sample', 'play' or 'close'.
             episode: id of the episode.
-            seconds: that it may take, without the wait for other episodes; then the process is ended.
+            seconds: that it may take, without the wait for other episodes.
             more: what the request holds beside.
 
         Raises:
             EnvironmentFailed: the environment raised, or returned something wrong.
-            EnvironmentEnded: its process has ended.
+            EnvironmentEnded: it took too long, or its process has ended.
         """
         asked = time.time()
         work = asyncio.create_task(self._exchange(do, episode, seconds, asked, more))  # outlives a caller that gives up
@@ -149,13 +182,15 @@ class EnvironmentProcess:
         work.add_done_callback(self._forget)
         return await asyncio.shield(work)
 
-    def memory(self) -> int:
-        """Return the resident bytes of the process and of what it has started; 0 once it has ended."""
-        try:
-            process = psutil.Process(self.process.pid)
-            return sum(one.memory_info().rss for one in [process, *process.children(recursive=True)])
-        except psutil.Error:
-            return 0
+    @property
+    def starts_servers(self) -> bool:
+        """Whether what it starts belongs to one episode each, as MCP servers do."""
+        return self.at_once and not self.plays
+
+    def look(self) -> MemoryUse:
+        """Look at its memory, keep that as `used`, and return it; nothing once it has ended."""
+        self.used = memory_of(self.process.pid)
+        return self.used
 
     def kill(self, how: str, cause: VoidCause = VoidCause.ENVIRONMENT) -> None:
         """Kill the process and all that it has started."""
@@ -173,10 +208,11 @@ class EnvironmentProcess:
         if episode not in self.episodes:
             return
         self.episodes.discard(episode)
+        self.reset.discard(episode)
         if not self.episodes:
             self.idle.set()
         if not self.ended.is_set():
-            work = asyncio.create_task(self._exchange("close", episode, LAST_WORDS_S * 30, time.time(), {}))
+            work = asyncio.create_task(self._exchange("close", episode, CLOSE_S, time.time(), {}))
             self._work.add(work)
             work.add_done_callback(self._forget)
 
@@ -194,53 +230,71 @@ class EnvironmentProcess:
     async def _exchange(
         self, do: str, episode: str, seconds: float, asked: float, more: dict[str, Any]
     ) -> EnvironmentAnswer:
-        async with contextlib.nullcontext() if self.at_once else self._turn:
+        async with self._turn_of(do):
             if self.ended.is_set():
                 raise EnvironmentEnded(self._ended_text(), self._cause, again=True)
+            if self.at_once and do == "reset" and episode not in self.episodes:  # its close has overtaken it
+                raise EnvironmentEnded(f"episode {episode} was given up", VoidCause.ENVIRONMENT, again=False)
             started, clock = time.time(), time.monotonic()
-            number = next(self._numbers)
-            future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-            self._owed[number] = episode, future
-            self._send({"id": number, "do": do, "episode": episode, **more})
+            number, future = self._request({"do": do, "episode": episode, **more})
             try:
                 async with asyncio.timeout(seconds):
                     found = await asyncio.shield(future)
             except TimeoutError:
+                late = f"{do} took more than {seconds:g} s"
+                if self.at_once and await self._answers():
+                    text = f"environment {self.name!r}: {late}"
+                    raise EnvironmentEnded(text, VoidCause.TIMEOUT, again=False) from None
                 self._late = self._late or number
-                self.kill(f"{do} took more than {seconds:g} s", VoidCause.TIMEOUT)
+                self.kill(late, VoidCause.TIMEOUT)
                 found = await future
             finally:
                 self._owed.pop(number, None)
-        if (text := found.get("error")) is not None:
-            raise EnvironmentFailed(str(text), str(found.get("traceback", "")))
+        if (problem := found.get("error")) is not None:
+            raise EnvironmentFailed(str(problem), str(found.get("traceback", "")))
+        if do == "reset" and episode in self.episodes:
+            self.reset.add(episode)
         return EnvironmentAnswer(dict(found["result"]), started, started - asked, time.monotonic() - clock)
 
+    def _turn_of(self, do: str) -> contextlib.AbstractAsyncContextManager[Any]:
+        """Return what a request holds while it is answered."""
+        if not self.at_once:
+            return self._turn
+        return self._resets if do == "reset" else contextlib.nullcontext()
+
+    async def _answers(self) -> bool:
+        """Whether it answers within `CLOSE_S`, whatever its episodes do: it has to close one that there is not."""
+        number, future = self._request({"do": "close", "episode": NOBODY})
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await asyncio.shield(future)
+        except (TimeoutError, EnvironmentEnded):
+            return False
+        finally:
+            self._owed.pop(number, None)
+        return True
+
+    def _request(self, request: dict[str, Any]) -> tuple[int, asyncio.Future[dict[str, Any]]]:
+        """Send a request; return its number, and what becomes the answer."""
+        number = next(self._numbers)
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._owed[number] = request["episode"], future
+        self._send({"id": number, **request})
+        return number, future
+
     def _send(self, request: dict[str, Any]) -> None:
-        assert self.process.stdin is not None
-        if not self.process.stdin.is_closing():
-            self.process.stdin.write(json.dumps(request).encode() + b"\n")
+        self.process.send(json.dumps(request).encode() + b"\n")
 
     async def _read(self) -> None:
         """Give every request its answer, until the process has ended."""
-        assert self.process.stdout is not None
-        try:
-            while line := await self.process.stdout.readline():
-                self._take(json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            self.kill(f"it sent something else than an answer: {type(error).__name__}: {error}")
-        if self.process.returncode is None:  # it closed its output
-            kill_with_children(self.process.pid)
-        code = await self.process.wait()
+        taking = asyncio.create_task(self._take_all())
+        code = await self.process.ended(taking)
         self.how = self.how or exit_text(code)
         self.accepts = False
         for event in (self.ended, self.no_more, self.idle):
             event.set()
-        await asyncio.wait({self._printing}, timeout=LAST_WORDS_S)
-        self._printing.cancel()
-        self._output.close()
-        if self.process.stdin is not None:
-            self.process.stdin.close()
-        several = len(self._owed) > 1
+        await self.process.last_words(taking)
+        several = sum(episode != NOBODY for episode, _ in self._owed.values()) > 1
         for number, (_, future) in list(self._owed.items()):
             again = several and number != self._late  # of several, nobody knows whose fault it was, but of the late one
             if not future.done():
@@ -248,6 +302,13 @@ class EnvironmentProcess:
         if not self._began.done():
             self._began.set_exception(EnvironmentEnded(self._ended_text(), self._cause, again=False))
             self._began.exception()
+
+    async def _take_all(self) -> None:
+        try:
+            while line := await self.process.answers.readline():
+                self._take(json.loads(line))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            self.kill(f"it sent something else than an answer: {type(error).__name__}: {error}")
 
     def _take(self, answer: dict[str, Any]) -> None:
         if not self._began.done():
@@ -259,3 +320,24 @@ class EnvironmentProcess:
 
     def _ended_text(self) -> str:
         return f"a process of environment {self.name!r} ended: {self.how}"
+
+
+def memory_of(root: int) -> MemoryUse:
+    """Look at the memory of a process and of what it has started; what has ended meanwhile has none."""
+    try:
+        process = psutil.Process(root)
+        own, below = int(process.memory_info().rss), process.children(recursive=True)
+    except psutil.Error:
+        return MemoryUse()
+    found: list[tuple[float, int, int, int]] = []
+    for one in below:
+        with contextlib.suppress(psutil.Error):
+            found.append((one.create_time(), one.pid, one.ppid(), one.memory_info().rss))
+    parents = {pid: parent for _, pid, parent, _ in found}
+    started: dict[int, int] = {}
+    for _, pid, _, size in sorted(found):
+        top = pid
+        while parents[top] in parents:
+            top = parents[top]
+        started[top] = started.get(top, 0) + size
+    return MemoryUse(own, started)

@@ -1,4 +1,4 @@
-"""A pipe for what a process prints, which does not hold up the wait for the process's end.
+"""Pipes to and from a process, which do not hold up the wait for the process's end.
 
 asyncio's own pipes do (`Process.wait` also waits until they are closed), so a process that leaves a child behind would
 seem to run as long as that child.
@@ -19,15 +19,15 @@ class OutputPipe:
     """One pipe: give `write_end` to a process as its output, call `started`, and read."""
 
     def __init__(self, reader: asyncio.StreamReader, transport: asyncio.ReadTransport, write_end: int) -> None:
-        self.read = reader.read
+        self.reader, self.read = reader, reader.read
         self.write_end = write_end
         self._transport = transport
 
     @classmethod
-    async def open(cls) -> OutputPipe:
-        """Make a pipe."""
+    async def open(cls, limit: int = 2**16) -> OutputPipe:
+        """Make a pipe; `limit` is the most bytes of a line that is read."""
         read_end, write_end = os.pipe()
-        reader = asyncio.StreamReader()
+        reader = asyncio.StreamReader(limit)
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", 0)
         )
@@ -43,6 +43,40 @@ class OutputPipe:
         """Close both ends."""
         self.started()
         self._transport.close()
+
+
+class InputPipe:
+    """One pipe: give `read_end` to a process as its input, call `started`, and send."""
+
+    def __init__(self, transport: asyncio.WriteTransport, read_end: int) -> None:
+        self.read_end = read_end
+        self._transport = transport
+
+    @classmethod
+    async def open(cls) -> InputPipe:
+        """Make a pipe."""
+        read_end, write_end = os.pipe()
+        transport, _ = await asyncio.get_running_loop().connect_write_pipe(
+            asyncio.BaseProtocol, os.fdopen(write_end, "wb", 0)
+        )
+        return cls(transport, read_end)
+
+    def started(self) -> None:
+        """Close the end that the process has, so that its end is noticed."""
+        if self.read_end >= 0:
+            os.close(self.read_end)
+            self.read_end = -1
+
+    def send(self, data: bytes) -> None:
+        """Send; what is sent to a process that has ended is lost."""
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+    def close(self) -> None:
+        """Close both ends; what has not been read is lost."""
+        self.started()
+        if not self._transport.is_closing():
+            self._transport.abort()
 
 
 class OutputLog:

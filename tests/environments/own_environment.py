@@ -34,8 +34,18 @@ class Room:
             raise KeyError("no such room")
         if self.kind == "never resets":
             time.sleep(3600)
+        if self.kind == "dies beside a child":
+            child = os.fork()
+            if child == 0:
+                time.sleep(3600)
+                os._exit(0)
+            with open(item["path"], "w") as file:
+                file.write(str(child))
+            os._exit(9)
         if self.kind == "resets to a number":
             return 7
+        if self.kind == "variables":
+            return ",".join(os.environ.get(name, "none") for name in ("NO_PROXY", "no_proxy"))
         if self.draws:
             return str(time.time_ns())
         return [{"role": "system", "content": f"a room of {os.getpid()}"}, {"role": "user", "content": self.kind}]

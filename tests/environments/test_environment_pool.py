@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -129,6 +131,56 @@ def test_the_episode_that_ends_its_process_is_void_and_others_are_played_again(
             async with pool.place("good again") as good:
                 assert pid_of(await good.reset({"prompt": "plain"})) != before
             assert pool.restarts == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_process_that_dies_beside_a_child_of_its_own_ends_its_episode_and_is_replaced(
+    room: InstalledEnvironment, tmp_path: Path
+) -> None:
+    child = tmp_path / "child"
+
+    async def scenario() -> None:
+        async with started(room) as pool, pool.place("bad") as bad:
+            try:
+                with pytest.raises(EnvironmentEnded, match="exit code 9"):
+                    reset = bad.reset({"prompt": "dies beside a child", "path": str(child)})
+                    await asyncio.wait_for(reset, scaled(15))  # less than a reset may take
+                async with pool.place("good") as good:
+                    await good.reset({"prompt": "plain"})
+            finally:
+                os.kill(int(child.read_text()), signal.SIGKILL)
+
+    asyncio.run(scenario())
+
+
+def test_an_episode_waits_as_long_as_a_process_may_take_to_start(
+    room: InstalledEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment_pool, "RESTART_S", 0.0)
+
+    async def scenario() -> None:
+        async with started(room) as pool:
+            async with pool.place("bad") as bad:
+                with pytest.raises(EnvironmentEnded):
+                    await bad.reset({"prompt": "plain"})
+                    await bad.step(says("die"))
+            assert not any(one.accepts for one in pool._processes)
+            async with pool.place("next") as place:
+                await place.reset({"prompt": "plain"})
+
+    asyncio.run(scenario())
+
+
+def test_no_process_asks_a_proxy_for_this_machine(room: InstalledEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    monkeypatch.delenv("no_proxy", raising=False)
+
+    async def scenario() -> None:
+        async with started(room) as pool, pool.place("a") as place:
+            told = (await place.reset({"prompt": "variables"})).result["messages"][0]["content"]
+            assert told == ",".join(["example.org,127.0.0.1,localhost"] * 2)
 
     asyncio.run(scenario())
 

@@ -20,11 +20,13 @@ import uvicorn
 from streamrl.agents.environment_player import EnvironmentPlayer
 from streamrl.agents.episode import EpisodeOrder
 from streamrl.config.tasks import AgentTask, EnvironmentUse
+from streamrl.environments import environment_pool, environment_process
 from streamrl.environments.environment_pool import EnvironmentPool
 from streamrl.environments.environment_process import EnvironmentEnded, EnvironmentFailed
 from streamrl.environments.environment_trial import try_environment
 from streamrl.environments.installed import InstalledEnvironment, add_environment
 from streamrl.errors import UserError
+from streamrl.machine.own_share import usable_cores
 from streamrl.rollouts.void import VoidCause
 from streamrl.runtime.output_pipe import OutputLog
 from tests.agents.model_server import ModelServer
@@ -55,13 +57,17 @@ def greet() -> str:
     return os.environ.get("GREETING", "none")
 
 @server.tool()
-async def nap(seconds: float) -> str:
-    "Sleep."
+async def nap(seconds: float, mib: int = 0) -> str:
+    "Sleep, and keep memory meanwhile."
+    sold.append(os.urandom(2**20) * mib)
     await asyncio.sleep(seconds)
     return "slept"
 """
 REWARD = """
+import time
+
 def calls(item, messages):
+    time.sleep(item.get("seconds", 0))
     return sum(message["role"] == "tool" for message in messages) + item["more"]
 """
 
@@ -93,9 +99,9 @@ def shop_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @contextlib.asynccontextmanager
 async def started(
-    one: InstalledEnvironment, make: str = "", step_s: float | None = None, **config: Any
+    one: InstalledEnvironment, make: str = "", step_s: float | None = None, memory_gb: float = 2.0, **config: Any
 ) -> AsyncIterator[EnvironmentPool]:
-    use = EnvironmentUse(name=one.name, processes=1, config=config)
+    use = EnvironmentUse(name=one.name, processes=1, memory_gb=memory_gb, config=config)
     made = InstalledEnvironment(one.folder, make or one.make, {}, one.paths)
     pool = EnvironmentPool(use, made, OutputLog(None), step_s or scaled(30), scaled(30))
     await pool.start()
@@ -127,8 +133,11 @@ def test_tools_are_offered_called_and_the_last_answer_is_scored(
 ) -> None:
     async def scenario() -> None:
         make = "" if over == "pipes" else f"mcp:{shop_url}"
-        async with started(shop, make, instructions="Ask.") as pool, pool.place("a") as a, pool.place("b") as b:
+        async with contextlib.AsyncExitStack() as stack:
+            pool = await stack.enter_async_context(started(shop, make, instructions="Ask."))
+            a = await stack.enter_async_context(pool.place("a"))
             began = (await a.reset(ITEM)).result
+            b = await stack.enter_async_context(pool.place("b"))  # by now it is known how much memory a server needs
             await b.reset(ITEM)
             assert [one["role"] for one in began["messages"]] == ["system", "user"]
             assert [one["function"]["name"] for one in began["tools"]] == ["price", "greet", "nap"]
@@ -175,12 +184,13 @@ def test_a_server_that_dies_fails_its_episode_alone_and_none_is_left(shop: Insta
     async def scenario() -> None:
         async with started(shop, tools=["price"], reward="shop_rewards:calls") as pool:
             (process,) = pool._processes
-            async with pool.place("good") as good, pool.place("bad") as bad:
-                item = {"prompt": "x", "more": 10}
-                assert len((await bad.reset(item)).result["tools"]) == 1
+            item = {"prompt": "x", "more": 10}
+            async with pool.place("good") as good:
                 await good.reset(item)
-                with pytest.raises(EnvironmentFailed, match=r"server ended during a call of 'price'|[Cc]losed"):
-                    await bad.step(calls(("price", '{"item": "gun"}')))
+                async with pool.place("bad") as bad:
+                    assert len((await bad.reset(item)).result["tools"]) == 1
+                    with pytest.raises(EnvironmentFailed, match=r"server ended during a call of 'price'|[Cc]losed"):
+                        await bad.step(calls(("price", '{"item": "gun"}')))
                 await good.step(calls(("price", '{"item": "tea"}')))
                 assert (await good.step(says("done"))).result["reward"] == 11.0
             children = psutil.Process(process.process.pid).children
@@ -190,18 +200,100 @@ def test_a_server_that_dies_fails_its_episode_alone_and_none_is_left(shop: Insta
     asyncio.run(scenario())
 
 
-def test_a_call_that_takes_too_long_is_void_and_others_are_played_again(shop: InstalledEnvironment) -> None:
+def test_a_call_that_takes_too_long_costs_its_own_episode_and_its_server(shop: InstalledEnvironment) -> None:
     async def scenario() -> None:
-        async with started(shop, step_s=scaled(5)) as pool, pool.place("late") as late, pool.place("other") as other:
-            for place in (late, other):
-                await place.reset(ITEM)
-            naps = [asyncio.ensure_future(place.step(calls(("nap", '{"seconds": 3600}')))) for place in (late, other)]
-            found = await asyncio.gather(*naps, return_exceptions=True)
-            first, second = found
+        async with started(shop, step_s=scaled(5)) as pool:
+            (process,) = pool._processes
+            async with pool.place("other") as other:
+                await other.reset(ITEM)
+                async with pool.place("late") as late:
+                    await late.reset(ITEM)
+                    with pytest.raises(EnvironmentEnded, match="step took more than") as found:
+                        await late.step(calls(("nap", '{"seconds": 3600}')))
+                    assert (found.value.cause, found.value.again) == (VoidCause.TIMEOUT, False)
+                children = psutil.Process(process.process.pid).children
+                await until(lambda: len(children()) == 1, 60)
+                sold = (await other.step(calls(("price", '{"item": "tea"}')))).result["messages"][0]["content"]
+                assert sold.endswith("sold 1") and pool.restarts == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_process_that_does_not_answer_at_all_is_killed_and_the_other_episodes_are_played_again(
+    shop: InstalledEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment_process, "CLOSE_S", scaled(1))
+
+    async def scenario() -> None:
+        async with started(shop, step_s=scaled(5), reward="shop_rewards:calls") as pool:
+            item = {"prompt": "x", "more": 1, "seconds": 3600}
+            async with pool.place("late") as late:
+                await late.reset(item)
+                async with pool.place("other") as other:
+                    await other.reset(item)
+                    steps = late.step(says("x")), other.step(calls(("nap", '{"seconds": 3600}')))
+                    first, second = await asyncio.gather(*steps, return_exceptions=True)
             assert isinstance(first, EnvironmentEnded) and isinstance(second, EnvironmentEnded)
             assert (first.cause, first.again, second.again) == (VoidCause.TIMEOUT, False, True)
 
     asyncio.run(scenario())
+
+
+def test_few_servers_start_at_once_and_those_that_wait_are_not_late(shop: InstalledEnvironment) -> None:
+    async def scenario() -> None:
+        async with started(shop) as pool:
+            (process,) = pool._processes
+            at_once = environment_pool.RESETS_PER_CORE * usable_cores()
+            for _ in range(at_once):
+                await asyncio.wait_for(pool._resets.acquire(), scaled(1))
+            async with pool.place("given up") as given_up:
+                reset = asyncio.ensure_future(given_up.reset(ITEM))
+                await until(lambda: pool._resets.locked() and process._work)
+                reset.cancel()
+            async with pool.place("waits") as waits:
+                reset = asyncio.ensure_future(waits.reset(ITEM))
+                await until(lambda: len(process._work) == 2)
+                assert not [episode for episode, _ in process._owed.values() if episode == "waits"]
+                for _ in range(at_once):
+                    pool._resets.release()
+                assert (await reset).waited_s > 0
+                assert len(psutil.Process(process.process.pid).children()) == 1  # none for the one that was given up
+
+    asyncio.run(scenario())
+
+
+def test_servers_start_as_there_is_memory_for_them(shop: InstalledEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment_pool, "WATCH_S", 0.05)
+
+    async def scenario() -> None:
+        async with started(shop, memory_gb=0.3) as pool:
+
+            async def one(number: int) -> float:
+                async with pool.place(str(number)) as place:
+                    await place.reset(ITEM)
+                    await place.step(calls(("nap", '{"seconds": 0.5}')))
+                    return float((await place.step(says("6"))).result["reward"])
+
+            assert await asyncio.gather(*map(one, range(6))) == [1.0] * 6
+            assert pool.restarts == 0 and 0 < pool.most_memory < 0.3 * environment_pool.GIB
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_grows_beyond_the_memory_costs_its_own_episode(
+    shop: InstalledEnvironment, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with started(shop, memory_gb=0.4) as pool, pool.place("other") as other:
+            await other.reset(ITEM)
+            async with pool.place("hungry") as hungry:
+                await hungry.reset(ITEM)
+                with pytest.raises(EnvironmentFailed, match=r"server ended during a call of 'nap'|[Cc]losed"):
+                    await hungry.step(calls(("nap", '{"seconds": 3600, "mib": 400}')))
+            assert (await other.step(says("6"))).result["reward"] == 1.0 and pool.restarts == 0
+
+    asyncio.run(scenario())
+    assert "a server with 0.4" in caplog.text and "its episode fails: it uses 0." in caplog.text
 
 
 def test_variables_reach_the_program_and_a_trial_reports_no_problem(shop: InstalledEnvironment) -> None:
