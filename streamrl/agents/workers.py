@@ -5,7 +5,8 @@
                                                          worker is replaced, and the others are to be run again
     its worker dies, or is silent                     -> one episode in it: void, cause crash. Several: nobody knows
                                                          whose fault it was, so all are to be run again, each in a
-                                                         worker of its own, and only what dies there is void
+                                                         worker of its own, and only what dies there is void; as
+                                                         many workers as there are cores play them
     a coroutine or a tool's thread does not end       -> the worker gets no more episodes, and is replaced
 
 A worker that dies is restarted, after a pause that grows while it dies before it is ready. Workers are spawned: their
@@ -32,13 +33,16 @@ from streamrl.agents.worker_frames import (
 from streamrl.agents.worker_process import AgentWait, WorkerProcess, void_outcome
 from streamrl.config.tasks import AgentTask
 from streamrl.errors import RunFailed, UserError
+from streamrl.machine.own_share import usable_cores
 from streamrl.rollouts.void import VoidCause
 from streamrl.runtime.output_pipe import OutputLog
 
 START_S = 120.0
 """Seconds that a worker may take to be ready, unless `start` is told otherwise."""
 RESTART_S = 60.0
-"""Seconds that an episode waits for a worker that is restarted."""
+"""Seconds that an episode waits for a worker that is restarted, beyond those that it may take to be ready."""
+FEWEST_ALONE = 2
+"""Workers for one episode each that may run at once, on however few cores."""
 LONGEST_PAUSE_S = 30.0
 SILENT_S = 10.0
 """Seconds that a worker may be silent beyond the time that an agent may block it."""
@@ -69,7 +73,7 @@ class EpisodeWorkers:
         self._some_ready = asyncio.Condition()
         self._suspects: set[str] = set()
         """Episodes one of which has killed a worker; each runs alone next time."""
-        self._alone = asyncio.Semaphore(1)
+        self._alone = asyncio.Semaphore(max(FEWEST_ALONE, usable_cores()))
         self._programs = asyncio.Semaphore(PROGRAMS)
         self._background: set[asyncio.Task[Any]] = set()
         self._closed = False
@@ -119,7 +123,7 @@ class EpisodeWorkers:
         worker = await self._free_worker()
         if worker is None:
             return void_outcome(
-                VoidCause.ENVIRONMENT, f"no agent worker was ready within {RESTART_S:g} s {self._log.where}"
+                VoidCause.ENVIRONMENT, f"no agent worker was ready within {self._patience_s():g} s {self._log.where}"
             )
         return await worker.play(play)
 
@@ -215,9 +219,12 @@ class EpisodeWorkers:
             return [worker for worker in self._workers if worker.open and not worker.ended]
 
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(RESTART_S), self._some_ready:
+            async with asyncio.timeout(self._patience_s()), self._some_ready:
                 await self._some_ready.wait_for(ready)
         return min(ready(), key=lambda worker: len(worker.playing), default=None)
+
+    def _patience_s(self) -> float:
+        return self._start_s + RESTART_S
 
     async def _watch(self) -> None:
         """Kill workers that are silent: code of an agent holds Python's lock, or the process is stopped."""

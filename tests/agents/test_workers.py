@@ -149,6 +149,12 @@ async def run(task, client):
             return blocked(task["seconds"])
         case "hang in C": sum(itertools.repeat(0))
         case "exit": os._exit(3)
+        case "dies beside a child":
+            if (child := os.fork()) == 0:
+                time.sleep(1000)
+                os._exit(0)
+            with open("child", "w") as file: file.write(str(child))
+            os._exit(3)
         case "segfault": ctypes.string_at(0)
         case "pid": return os.getpid()
         case "noise":
@@ -403,6 +409,48 @@ def test_a_crash_costs_one_episode_which_is_found_by_running_each_alone() -> Non
             assert guilty.void is not None and not guilty.again
             assert (guilty.void.cause, guilty.void.text) == (VoidCause.CRASH, "the agent's process ended: SIGSEGV")
             assert [outcome.reward for outcome in others] == [0.5, 0.5]
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_dies_beside_a_child_ends_its_episodes_and_is_replaced() -> None:
+    async def scenario() -> None:
+        async with ModelServer().running() as server, started() as owner:
+            other = play(owner, server, order("call hangs", "other"))
+            await until(lambda: len(server.calls) == 1, 10)
+            guilty = play(owner, server, order("dies beside a child", "guilty"))
+            try:
+                found = await asyncio.wait_for(asyncio.gather(guilty, other), scaled(20))
+                assert [one.void.text for one in found if one.void and one.again] == [
+                    "the agent worker, with 2 episodes, ended: exit code 3"
+                ] * 2
+                assert (await play(owner, server, order("plain", "third"))).reward == 0.5
+            finally:
+                os.kill(int(Path("child").read_text()), signal.SIGKILL)
+
+    asyncio.run(scenario())
+
+
+def test_several_suspects_run_at_once_in_a_worker_each() -> None:
+    async def scenario() -> None:
+        async with ModelServer().running() as server, started() as owner:
+            owner._suspects.update(("a", "b"))
+            playing = [play(owner, server, order("together", name, n=2)) for name in ("a", "b")]
+            found = await asyncio.wait_for(asyncio.gather(*playing), scaled(30))
+            assert [one.reward for one in found] == [1.0, 1.0]  # the endpoint answers none before it has both calls
+
+    asyncio.run(scenario())
+
+
+def test_an_episode_waits_as_long_as_a_worker_may_take_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "RESTART_S", 0.0)
+
+    async def scenario() -> None:
+        async with started() as owner:
+            first = await play(owner, None, order("pid", "first"))
+            os.kill(int(first.reward or 0), signal.SIGKILL)
+            await until(lambda: not any(worker.open for worker in owner._workers), 10)
+            assert (await play(owner, None, order("pid", "second"))).reward not in (None, first.reward)
 
     asyncio.run(scenario())
 
