@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,15 @@ import pytest
 from streamrl.config.tasks import EnvironmentUse
 from streamrl.environments import environment_pool
 from streamrl.environments.environment_pool import EnvironmentPool
-from streamrl.environments.environment_process import EnvironmentEnded, EnvironmentFailed
+from streamrl.environments.environment_process import EnvironmentEnded, EnvironmentFailed, MemoryUse, memory_of
 from streamrl.environments.environment_trial import summary, try_environment
 from streamrl.environments.installed import InstalledEnvironment
 from streamrl.errors import UserError
 from streamrl.rollouts.void import VoidCause
 from streamrl.runtime.output_pipe import OutputLog
+from streamrl.runtime.processes import kill_with_children
 from tests.environments.own_environment import install
-from tests.waiting import scaled, until
+from tests.waiting import scaled, settled, until, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +221,21 @@ def test_a_leak_costs_no_episode_until_the_limit_ends_the_process(
                     await place.step(says("leak" if pool.memory() < 2**28 else "x"))
 
     asyncio.run(scenario())
+
+
+def test_the_memory_of_what_a_process_has_started_counts_for_each_child_with_those_below_it() -> None:
+    root = subprocess.Popen(["sh", "-c", "sh -c 'sleep 1000; :' & sleep 1000 & wait"])
+    try:
+        process = psutil.Process(root.pid)
+        wait_for(lambda: len(process.children(recursive=True)) == 3, 10)
+        children = {one.pid: [one, *one.children()] for one in process.children()}
+        found = settled(lambda: memory_of(root.pid))
+        assert found.own == process.memory_info().rss and sorted(map(len, children.values())) == [1, 2]
+        assert found.started == {pid: sum(one.memory_info().rss for one in tree) for pid, tree in children.items()}
+    finally:
+        kill_with_children(root.pid)
+        root.wait()
+    assert memory_of(root.pid) == MemoryUse()
 
 
 def test_two_processes_that_want_one_port_end_the_start_with_what_to_do(room: InstalledEnvironment) -> None:

@@ -63,6 +63,11 @@ async def nap(seconds: float, mib: int = 0) -> str:
     await asyncio.sleep(seconds)
     return "slept"
 """
+HANGS = """
+import os, time
+while os.path.exists(os.environ.get("HANGS_BESIDE", "")):
+    time.sleep(0.1)
+"""
 REWARD = """
 import time
 
@@ -79,7 +84,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> InstalledEnvironment:
     (folder / "shop_rewards.py").write_text(REWARD)
     made = add_environment(folder / "shop", "mcp:shop", paths=[folder, Path(sysconfig.get_path("purelib"))])
     program = made.python.parent / "shop"
-    program.write_text(f"#!{sys.executable}\n{SHOP}\nserver.run('stdio')\n")
+    program.write_text(f"#!{sys.executable}\n{HANGS}\n{SHOP}\nserver.run('stdio')\n")
     program.chmod(0o755)
     return made
 
@@ -215,6 +220,28 @@ def test_a_call_that_takes_too_long_costs_its_own_episode_and_its_server(shop: I
                 await until(lambda: len(children()) == 1, 60)
                 sold = (await other.step(calls(("price", '{"item": "tea"}')))).result["messages"][0]["content"]
                 assert sold.endswith("sold 1") and pool.restarts == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_hangs_at_its_start_costs_its_own_episode(
+    shop: InstalledEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment_process, "CLOSE_S", scaled(1))
+    file = tmp_path / "hangs"
+
+    async def scenario() -> None:
+        async with started(shop, step_s=scaled(5), variables={"HANGS_BESIDE": str(file)}) as pool:
+            (process,) = pool._processes
+            async with pool.place("other") as other:
+                await other.reset(ITEM)
+                file.touch()
+                async with pool.place("late") as late:
+                    with pytest.raises(EnvironmentEnded, match="reset took more than") as found:
+                        await late.reset(ITEM)
+                    assert (found.value.cause, found.value.again) == (VoidCause.TIMEOUT, False)
+                await until(lambda: not process._work)  # its end is late, too
+                assert (await other.step(says("6"))).result["reward"] == 1.0 and pool.restarts == 0
 
     asyncio.run(scenario())
 
