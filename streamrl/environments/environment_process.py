@@ -17,10 +17,10 @@ from streamrl.environments.in_venv import environment_main
 from streamrl.environments.installed import InstalledEnvironment
 from streamrl.errors import UserError
 from streamrl.rollouts.void import VoidCause
-from streamrl.runtime.no_proxy import without_proxy
 from streamrl.runtime.output_pipe import OutputLog
 from streamrl.runtime.piped_process import PipedProcess
 from streamrl.runtime.processes import exit_text, kill_with_children
+from streamrl.runtime.proxies import beside_proxies
 
 MOST_LINE = 64 * 2**20
 """Most bytes of an answer."""
@@ -144,7 +144,7 @@ class EnvironmentProcess:
         variables = {name: value for name, value in os.environ.items() if name not in left_out} | QUIET
         command = [str(installed.python), "-I", str(environment_main.__file__), str(os.getpid())]
         whose = f"environment {installed.name}"
-        process = await PipedProcess.start(command, without_proxy(variables), log, whose, MOST_LINE)
+        process = await PipedProcess.start(command, beside_proxies(variables), log, whose, MOST_LINE)
         one = cls(process, installed.name, resets)
         one._send({"make": installed.make, "paths": installed.paths, "config": installed.config | config})
         try:
