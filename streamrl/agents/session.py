@@ -167,6 +167,8 @@ class Session:
                 f"{self.limits.max_context} tokens (model.max_context)",
             )
         self.turns.append(turn)
+        if call.is_retry and self._unmet[call.body]:
+            self._unmet[call.body] -= 1
         self._numbers += 1
         return turn, True
 
@@ -246,10 +248,7 @@ class Session:
         lost = next((turn for turn in same if not (turn.delivered or turn.clients)), None)
         if lost is not None or not call.is_retry:
             return lost
-        if self._unmet[call.body]:
-            self._unmet[call.body] -= 1
-            return None
-        return same[0] if same else None
+        return same[0] if same and not self._unmet[call.body] else None
 
     def _with_messages(self, call: Call, now: float) -> Turn:
         renderer, note = self.renderer, ""

@@ -222,6 +222,10 @@ def test_a_call_has_to_wait_while_too_many_run() -> None:
         here.call(call(USER), 1.0)
     here.fail(running)
     assert here.call(call(USER), 1.0)[1]
+    here.turns[-1].clients = 1
+    for _ in range(2):  # it stays the retry of a call without a turn while it waits
+        with pytest.raises(TooManyRun):
+            here.call(call(USER, is_retry=True), 1.0)
 
 
 def test_tokens_that_begin_with_a_turn_extend_it() -> None:
