@@ -26,6 +26,7 @@ from streamrl.rollouts.void import Void, VoidCause
 from streamrl.runtime.output_pipe import OutputLog
 from streamrl.runtime.piped_process import PipedProcess
 from streamrl.runtime.processes import exit_text, kill_with_children
+from streamrl.runtime.proxies import beside_proxies
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class WorkerProcess:
     async def start(cls, log: OutputLog, suspects: set[str]) -> WorkerProcess:
         """Start a process; it imports the agents once it has got `Begin`."""
         command = [sys.executable, "-m", "streamrl.agents.worker", str(os.getpid())]
-        variables = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        variables = beside_proxies(os.environ) | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         return cls(await PipedProcess.start(command, variables, log, "an agent worker"), suspects)
 
     def send(self, frame: ToWorker) -> None:
