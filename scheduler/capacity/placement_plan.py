@@ -102,6 +102,18 @@ class PlacementPlan:
         """Seconds of training per step."""
         return self.split.time.seconds
 
+    @property
+    def worth(self) -> tuple[float, float]:
+        """What the objective makes small, rounded so that equal ones are equal, and what decides between those.
+
+        Seconds of a step and USD per 1,000 samples, or the other way round.
+        """
+        step = self.chosen
+        first, second = step.seconds, step.usd_per_1k
+        if self.objective == "cost":
+            first, second = second, first
+        return float(f"{first:.9g}"), second
+
     def played_s(self, schedule: str) -> float:
         """Return the seconds in which a batch is generated and played in its environments, under a schedule."""
         steady = KINDS[schedule].continuous
@@ -330,6 +342,8 @@ def _cheapest(problem: Problem, schedule: str) -> tuple[float, float] | None:
 def plans(problem: Problem, schedule: str, objective: PlanObjective, simulated: bool = True) -> list[PlacementPlan]:
     """Return the best plan, and the next-best ones that differ.
 
+    The best plan that trains at `problem.home` comes first unless another site's is better by more than `MOVE`.
+
     Args:
         problem: what to plan for.
         schedule: determines which stages overlap.
@@ -345,24 +359,20 @@ def plans(problem: Problem, schedule: str, objective: PlanObjective, simulated: 
     if not made:
         raise ValueError(explain(problem, schedule, _cheapest(problem, schedule)))
 
-    def worth(one: PlacementPlan) -> tuple[float, float]:
-        step = one.chosen
-        return (step.seconds, step.usd_per_1k) if objective == "throughput" else (step.usd_per_1k, step.seconds)
-
     if simulated:
         if KINDS[schedule].continuous:
             made = _worth_simulating(made, schedule, objective)
         made = [replace(one, simulated=True) for one in made]
-    made.sort(key=worth)
+    made.sort(key=lambda one: one.worth)
     here = next((one for one in made if problem.offers[one.split.trainer].site == problem.home), None)
-    if here is not None and worth(here)[0] <= worth(made[0])[0] * (1 + MOVE):
+    if here is not None and here.worth[0] <= made[0].worth[0] * (1 + MOVE):
         made.remove(here)
         made.insert(0, here)
     shown = made[:1]
     for one in made[1:]:
         if len(shown) > ALTERNATIVES:
             break
-        if all(_roles(one) != _roles(other) or worth(one)[0] > worth(other)[0] * (1 + ALIKE) for other in shown):
+        if all(_roles(one) != _roles(other) or one.worth[0] > other.worth[0] * (1 + ALIKE) for other in shown):
             shown.append(one)
     return shown
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from scheduler.capacity.placement_plan import Colocated, PlacementPlan, Step
     from streamrl.planning.planning_inputs import Inputs
 
+DEFAULT = "async"
+"""Schedule that is planned for where neither an option nor the run file names one that can be."""
+
 
 @click.command(name="plan")
 @click.option("--cluster", "cluster_file", type=click.Path(path_type=Path), required=True, help="cluster file (YAML)")
@@ -32,9 +35,11 @@ if TYPE_CHECKING:
 @click.option("--samples", type=click.IntRange(1), help="samples per optimizer step  [default: 1024]")
 @click.option("--prompt-tokens", type=click.IntRange(0), help="mean prompt length  [default: 512]")
 @click.option(
-    "--algorithm", type=click.Choice(["ppo", "grpo"]), help="algorithm (ppo also trains a critic)  [default: ppo]"
+    "--algorithm", type=click.Choice(["ppo", "grpo"]), help="algorithm (ppo also trains a critic)  [default: grpo]"
 )
-@click.option("--schedule", type=click.Choice(SEPARATE), help="schedule of the run  [default: async]")
+@click.option(
+    "--schedule", type=click.Choice(SEPARATE), help=f"schedule of the run  [default: the run file's, else {DEFAULT}]"
+)
 @click.option("--objective", type=click.Choice(["throughput", "cost"]), default="throughput", show_default=True)
 @click.option("--budget", type=float, metavar="USD/H", help="upper limit of the cost of GPUs and traffic")
 @click.option("--delta-ratio", type=float, help="compression of weights on links; 1: none  [default: 70]")
@@ -67,10 +72,10 @@ def command(
     """Choose which GPUs of a cluster train and which generate; nothing is started, and no GPU is needed.
 
     Any GPU of the cluster file may train or generate, whatever pool it is in. The objective throughput minimises the
-    step time, then the price of the GPUs for it, and releases the others; cost minimises the USD per sample. Times are
-    predicted
-    from data sheets, not measured: docs/explanation/cost_model.md names every assumption. Prices are the
-    cluster file's, else dated defaults.
+    step time, then the price of the GPUs for it, and releases the others; cost minimises the USD per sample. The
+    trainer moves to another site than the cluster file's only if that is more than 1 % better. Times are predicted
+    from data sheets, not measured: docs/explanation/cost_model.md names every assumption. Prices are the cluster
+    file's, else dated defaults.
 
     \b
     Examples:
@@ -81,20 +86,25 @@ def command(
     from scheduler.capacity.placement_plan import colocated, plans
     from streamrl.config.load import load_cluster, load_run
     from streamrl.planning.planning_inputs import gather
-    from streamrl.report.terminal import TextConsole
+    from streamrl.report.terminal import terminal
 
     cluster = load_cluster(cluster_file)
     run = None if run_file is None else load_run(run_file)
-    if schedule is None:
-        schedule = run.schedule.name if run is not None and run.schedule.name in SEPARATE else "async"
-    inputs = gather(cluster, cluster_file, run, schedule, **options)
+    of_run = None if run is None else run.schedule.name
+    named = schedule or (of_run if of_run in SEPARATE else None)
+    if named is None and of_run is not None:
+        click.echo(
+            f"the run file's schedule is {of_run}, and a plan that splits the GPUs needs one of {', '.join(SEPARATE)}: "
+            f"this one is for {DEFAULT} (--schedule names another)"
+        )
+    inputs = gather(cluster, cluster_file, run, named or DEFAULT, **options)
     aim = cast("PlanObjective", objective)
     try:
-        found = plans(inputs.problem, schedule, aim)
+        found = plans(inputs.problem, named or DEFAULT, aim)
     except ValueError as error:
         raise UserError(str(error)) from error
     together = colocated(inputs.problem, aim)
-    _show(TextConsole(), inputs, found, together, objective)
+    _show(terminal(), inputs, found, together, objective, "asked for" if named else "default")
     if json_file is not None:
         try:
             json_file.write_text(json.dumps(_plain(inputs, found, together, objective), indent=1) + "\n")
@@ -109,7 +119,9 @@ def _show(
     found: Sequence[PlacementPlan],
     together: Colocated | None,
     objective: str,
+    why: str,
 ) -> None:
+    """Print the plans; `why`: where the schedule is from."""
     best, problem = found[0], inputs.problem
     batch, step = problem.batch, best.chosen
 
@@ -148,7 +160,7 @@ def _show(
             ("weights into replicas", f"{best.load_s:.2f}", "generation paused"),
         ],
     )
-    rows = [_step_row(best.step(name), name + " (chosen)" * (name == best.schedule)) for name in SEPARATE]
+    rows = [_step_row(best.step(name), name + f" ({why})" * (name == best.schedule)) for name in SEPARATE]
     if together is not None:
         offer = problem.offers[together.offer]
         turns = f"colocated, all {together.gpus} {offer.device.name} in {offer.site}"
@@ -169,6 +181,8 @@ def _show(
     trainer = offers[best.split.trainer]
     if trainer.site != inputs.trains_now:
         say(f"moved: the cluster file trains in {inputs.trains_now}, this plan in {trainer.site}")
+    elif len(found) > 1 and found[1].worth < best.worth:
+        say(f"kept in {trainer.site}: {_kept(best, found[1])}")
     say(f"released: {', '.join(released) or 'none'}")
     for text in dict.fromkeys(
         f"price of {offer.device.name} in {offer.site}: {offer.usd_per_hour:g} USD/h ({source})"
@@ -179,6 +193,18 @@ def _show(
         columns = ("plan", "step (s)", "samples/s", "USD/h", "USD/1k samples")
         rows = [_step_row(one.chosen, one.text) for one in found[1:]]
         _table(console, "next-best plans", columns, [(*row[:2], *row[4:]) for row in rows])
+
+
+def _kept(best: PlacementPlan, other: PlacementPlan) -> str:
+    """Say what a plan that moves the trainer would reach, and why that is not enough."""
+    from scheduler.capacity.placement_plan import MOVE
+
+    there, (now, moved) = other.problem.offers[other.split.trainer].site, (best.chosen, other.chosen)
+    better = "a step more than {:.0%} shorter" if best.objective == "throughput" else "samples more than {:.0%} cheaper"
+    return (
+        f"training in {there} would take {moved.seconds:.1f} s a step at {moved.usd_per_hour:.2f} USD/h, not "
+        f"{now.seconds:.1f} s at {now.usd_per_hour:.2f} USD/h; the trainer moves only for {better.format(MOVE)}"
+    )
 
 
 def _environment_rows(best: PlacementPlan) -> list[tuple[str, str, str]]:

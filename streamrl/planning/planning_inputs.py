@@ -242,7 +242,7 @@ def gather(
     if prompt_tokens is None:
         prompt_tokens = min(PROMPT_TOKENS, run.model.max_context - run.sampling.max_tokens) if run else PROMPT_TOKENS
     values, longest, source = find_lengths(lengths or (str(run.sampling.max_tokens) if run else "20k"))
-    name = algorithm or (run.algorithm.name if run is not None else "ppo")
+    name = algorithm or (run.algorithm.name if run is not None else "grpo")
     work = PPO if name == "ppo" else GRPO
     sync_every = 1
     if run is not None:

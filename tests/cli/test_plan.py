@@ -17,6 +17,7 @@ from streamrl.cli import main as cli
 from streamrl.config.load import load_cluster, load_run
 from streamrl.errors import UserError
 from streamrl.planning.planning_inputs import Inputs, find_model, gather, offers_of
+from streamrl.runtime.training_work import work_of
 from tests.cli.calling import streamrl
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +48,7 @@ def test_a_shipped_cluster_gets_a_plan_with_times_prices_and_alternatives(
     shown = capsys.readouterr().out
     for part in ("trainer", "generation", "USD/1k", "limit:", "released:", "next-best plans", "colocated, all"):
         assert part in shown, part
-    for schedule in ("async (chosen)", "one_step_off", "stream", "sync"):
+    for schedule in ("async (default)", "one_step_off", "stream", "sync"):
         assert schedule in shown
 
 
@@ -56,7 +57,7 @@ def test_the_json_holds_the_plans_and_is_the_same_each_time(
 ) -> None:
     written = []
     for name in ("first.json", "second.json"):
-        options = ["--lengths", "5k", "--json", tmp_path / name]
+        options = ["--lengths", "5k", "--algorithm", "ppo", "--json", tmp_path / name]
         assert streamrl(monkeypatch, "plan", "--cluster", HETEROGENEOUS, *options) == 0
         written.append((tmp_path / name).read_text())
     assert written[0] == written[1]
@@ -133,8 +134,44 @@ def test_a_run_file_gives_model_batch_and_algorithm(
     core.write_text(yaml.safe_dump({"cpu": {"memory_gb": 8, "per_machine": 4}}))
     assert streamrl(monkeypatch, "plan", "--cluster", cluster, "--run", run, "--hardware", core) == 0
     shown = capsys.readouterr().out
-    assert "smollm2-135m" in shown and "grpo, 128 samples a step" in shown and "stream (chosen)" in shown
+    assert "smollm2-135m" in shown and "grpo, 128 samples a step" in shown and "stream (asked for)" in shown
     assert "default of" in shown, "local.yaml has no prices"
+
+
+@pytest.mark.parametrize("name", ["colocated", "auto"])
+def test_a_schedule_that_no_split_has_is_replaced_in_words(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text(yaml.safe_dump({"schedule": {"name": name}}))
+    call = ["plan", "--cluster", HETEROGENEOUS, "--run", run, "--model", "7b"]
+    assert streamrl(monkeypatch, *call) == 0
+    shown = capsys.readouterr().out
+    assert f"the run file's schedule is {name}, and" in shown and "async (default)" in shown
+    assert streamrl(monkeypatch, *call, "--schedule", "sync") == 0
+    shown = capsys.readouterr().out
+    assert "the run file's schedule" not in shown and "sync (asked for)" in shown
+
+
+def test_a_trainer_that_stays_for_less_than_a_move_is_worth_says_what_moving_would_give(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = yaml.safe_load(CROSS.read_text())
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(values))
+    call = ["plan", "--cluster", tmp_path / "cluster.yaml", "--lengths", "10k", "--schedule", "one_step_off"]
+    call += ["--algorithm", "ppo", "--json", tmp_path / "plan.json"]
+    assert streamrl(monkeypatch, *call) == 0
+    kept, moved = json.loads((tmp_path / "plan.json").read_text())["plans"][:2]
+    assert (kept["trainer"]["site"], moved["trainer"]["site"]) == ("frankfurt", "oslo")
+    prices = [plan["schedules"]["one_step_off"]["usd_per_hour"] for plan in (moved, kept)]
+    assert prices[0] < prices[1]
+    told = "kept in frankfurt: training in oslo would take 87.3 s a step at {:.2f} USD/h, not 87.3 s at {:.2f} USD/h; "
+    assert told.format(*prices) + "the trainer moves only for a step more than 1% shorter" in capsys.readouterr().out
+    values["sites"]["oslo"]["generation"][0]["price_per_hour"] = 2.99  # nothing to gain
+    values["links"][0]["price_per_gb"] = 0.0
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(values))
+    assert streamrl(monkeypatch, *call) == 0
+    assert "kept in" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -225,7 +262,18 @@ def test_a_hardware_file_changes_the_plan(tmp_path: Path, monkeypatch: pytest.Mo
     hardware.write_text(yaml.safe_dump({"H20": {"memory_gb": 3, "source": "too small for 7B"}}))
     used = []
     for more in ([], ["--hardware", hardware]):
-        call = ["plan", "--cluster", HETEROGENEOUS, "--lengths", "5k", "--json", tmp_path / "p.json", *more]
+        call = [
+            "plan",
+            "--cluster",
+            HETEROGENEOUS,
+            "--lengths",
+            "5k",
+            "--algorithm",
+            "ppo",
+            "--json",
+            tmp_path / "p.json",
+            *more,
+        ]
         assert streamrl(monkeypatch, *call) == 0
         used.append({pool["gpu"] for pool in json.loads((tmp_path / "p.json").read_text())["plans"][0]["generation"]})
     assert used == [{"H20"}, {"H800"}]
@@ -235,7 +283,7 @@ def test_a_hardware_file_changes_the_plan(tmp_path: Path, monkeypatch: pytest.Mo
     ("options", "words"),
     [
         (["--model", "8b"], ("no such model", "did you mean", "7b")),
-        (["--budget", "3"], ("budget of 3 USD/h", "more")),
+        (["--budget", "2"], ("budget of 2 USD/h", "more")),
         (["--lengths", "long"], ("--lengths long", "20k")),
         (["--lengths", "0"], ("a token or more",)),
         (["--budget", "-3"], ("budget must be positive",)),
@@ -347,6 +395,15 @@ def test_weights_come_as_often_as_the_run_says_under_its_own_schedule(tmp_path: 
     assert gathered(tmp_path, run).problem.sync_every == 4
     assert gathered(tmp_path, run, "one_step_off").problem.sync_every == 1
     assert gathered(tmp_path, None).problem.sync_every == 1
+
+
+def test_without_a_run_file_a_run_of_the_default_algorithm_is_planned(tmp_path: Path) -> None:
+    inputs = gathered(tmp_path, None)
+    assert inputs.algorithm == load_run(None).algorithm.name
+    own = work_of(load_run(None))
+    assert all(
+        getattr(inputs.problem.work, name) == getattr(own, name) for name in ("trained", "forward_only", "frozen")
+    )
 
 
 def test_the_longest_answer_fits_also_where_few_are_planned(tmp_path: Path) -> None:

@@ -284,6 +284,15 @@ def test_of_two_sites_with_the_same_gpus_the_one_that_trains_goes_on_training() 
         assert one.offers[split.trainer].site == home
 
 
+def test_of_plans_whose_steps_differ_by_rounding_the_cheapest_is_the_best() -> None:
+    one = plans(two_sites(), "sync", "throughput")[0]
+    assert one.chosen.seconds > 0
+    later = replace(one, makespan_s=one.makespan_s * (1 + 1e-14))
+    assert later.chosen.seconds > one.chosen.seconds and later.chosen.usd_per_1k != one.chosen.usd_per_1k
+    assert later.worth[0] == one.worth[0] < replace(one, makespan_s=one.makespan_s * 1.001).worth[0]
+    assert replace(one, objective="cost").worth[0] == float(f"{one.chosen.usd_per_1k:.9g}")
+
+
 def test_slots_are_bounded_by_memory_by_the_batch_and_by_what_is_stated() -> None:
     gpu = device("H100")
     many = slots_of(MODELS["1.5b"], gpu, 1, Batch.of(LENGTHS, 10**6, 0))
