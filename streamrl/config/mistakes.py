@@ -65,6 +65,8 @@ def _problem(model: type[BaseModel], item: dict[str, Any], data: Any) -> ConfigP
     if kind == "missing":
         field = holder.model_fields[str(path[-1])] if holder else None
         what = f": {field.description}" if field and field.description else ""
+        if field and get_origin(bare := _bare(field.annotation)) is Literal:
+            what += f"; expected {_choices([str(value) for value in get_args(bare)])}"
         return ConfigProblem(path, f"key '{dotted(path)}' is missing{what}")
     if kind == "extra_forbidden":
         return ConfigProblem(path, _unknown_key(model, holder, path))

@@ -245,6 +245,10 @@ def test_a_mistake_in_a_run_file(write: Write, text: str, expected: str) -> None
             "hardware: gpu\nsites:\n  a: {trainer: {}, generation: [{}]}\n",
             "F:1: 'hardware' is 'gpu', expected one of: ",
         ),
+        (
+            "sites:\n  a: {trainer: {}, generation: [{}]}\n",
+            "F: key 'hardware' is missing: device type of the trainer and the instances; expected one of: cpu, cuda",
+        ),
         ("hardware: cpu\nsites: {}\n", "F:2: 'sites' is {}, expected at least one entry"),
         ("hardware: cpu\nsites:\n  A b:\n    trainer: {}\n", "F:3: 'sites.A b': the name must match"),
         ("hardware: cpu\nsites:\n  a:\n    port: 1\n", "F:3: 'sites.a': a site needs a 'trainer'"),
