@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from streamrl.config.cluster import ClusterConfig
     from streamrl.config.run import RunConfig
     from streamrl.machine.compute_type import TypeChoice
+    from streamrl.runtime.process_plan import ProcessSpec
 
 
 @click.command()
@@ -288,23 +290,48 @@ def _ranks(cluster: ClusterConfig, site: str | None) -> dict[str, str]:
     return {"ranks": f"{trainer.ranks} in {groups} group(s) of {trainer.sharing} that {what}"}
 
 
+def _alike(specs: Sequence[ProcessSpec]) -> list[list[ProcessSpec]]:
+    """Group the processes into rows of the plan: instances of a pool share one, as their GPUs follow each other."""
+    rows: list[list[ProcessSpec]] = []
+    for spec in specs:
+        before = rows[-1][-1] if rows else spec
+        same = spec.role == "instance" and (spec.site, spec.pool) == (before.site, before.pool)
+        if same and spec is not before and spec.gpu_ids[:1] == tuple(number + 1 for number in before.gpu_ids[-1:]):
+            rows[-1].append(spec)
+        else:
+            rows.append([spec])
+    return rows
+
+
+def _row(alike: Sequence[ProcessSpec]) -> tuple[str, ...]:
+    """Return the row of one process, or of instances of a pool."""
+    first, last, count = alike[0], alike[-1], len(alike)
+    name = first.name if count == 1 else f"{first.name} to {last.index}"
+    gpus = [number for spec in alike for number in spec.gpu_ids]
+    kind = "" if first.gpu == "cpu" else f" ({first.gpu})"  # the cluster file need not name it
+    if not gpus:
+        on = f"{first.ranks} x " * (first.ranks > 1) + f"{first.threads} CPU thread(s)"
+    elif len(gpus) == 1:
+        on = f"GPU {gpus[0]}{kind}"
+    else:
+        on = f"GPU {gpus[0]} to {gpus[-1]}{kind}"
+    if count > 1 and len(first.gpu_ids) != 1:
+        on += f", {len(first.gpu_ids)} each" if gpus else " each"
+    price = f"{first.price_per_hour:.2f}"
+    return name, first.role, first.site, first.pool or "", on, f"{count} x {price}" if count > 1 else price
+
+
 def _print_plan(
     cluster: ClusterConfig, run: RunConfig, run_dir: Path, site: str | None, emulate: bool, types: TypeChoice | None
 ) -> None:
-    from rich.table import Table
-
-    from streamrl.report.terminal import TextConsole
+    from streamrl.report.terminal import ruled_table, terminal
     from streamrl.runtime.process_plan import plan_processes, usd_per_hour
 
-    console = TextConsole()
-    table = Table("process", "role", "site", "pool", "runs on", "USD/h", title=f"plan of {run_dir} (nothing started)")
+    console = terminal()
     specs = plan_processes(cluster, run, run_dir, None if site is None else [site])
-    for spec in specs:
-        each = f"{spec.ranks} x " if spec.ranks > 1 else ""
-        cores = f"{each}{spec.threads} CPU thread(s)"
-        on = f"GPU {','.join(map(str, spec.gpu_ids))} ({spec.gpu})" if spec.gpu_ids else cores
-        table.add_row(spec.name, spec.role, spec.site, spec.pool or "", on, f"{spec.price_per_hour:.2f}")
-    console.print(table)
+    titles = ("process", "role", "site", "pool", "runs on", "USD/h")
+    rows = [_row(alike) for alike in _alike(specs)]
+    console.print(ruled_table(f"plan of {run_dir} (nothing started)", titles, titles[:-1], rows))
     batch, sampling = run.batch, run.sampling
     tasks = ", ".join(f"{task.key} ({task.kind}, weight {task.weight:g})" for task in run.tasks)
     lines = {

@@ -249,7 +249,7 @@ def _compare_policies(
     """Simulate and compare generation alone, under each policy."""
     from scheduler.dispatch.registry import make_policy
     from scheduler.simulation.generation_simulator import simulate
-    from streamrl.report.terminal import TextConsole, ruled_table
+    from streamrl.report.terminal import ruled_table, terminal
 
     outcomes = {
         name: [simulate(make_policy(name, workload.longest), batch, fleet) for batch in workload.batches]
@@ -272,7 +272,7 @@ def _compare_policies(
             )
         )
     titles = ("policy", "makespan", "saved", "bubble", "moves", "tokens/s", "USD/1k")
-    TextConsole().print(ruled_table("", titles, titles[:1], rows))
+    terminal().print(ruled_table("", titles, titles[:1], rows))
     _plot(outcomes, _draw_running, out)
 
 
@@ -359,7 +359,7 @@ def _compare_schedules(
     outcomes: dict[tuple[str, str], PipelineOutcome], workload: Workload, instances: int, price: float, out: Path
 ) -> None:
     """Print and plot the outcomes; `price`: USD per hour for everything."""
-    from streamrl.report.terminal import TextConsole, ruled_table
+    from streamrl.report.terminal import ruled_table, terminal
 
     first = next(iter(outcomes.values()))
     click.echo(
@@ -380,7 +380,7 @@ def _compare_schedules(
         for (schedule, policy), outcome in outcomes.items()
     ]
     titles = ("schedule", "policy", "step", "bubble", "trainer", "samples/s", "staleness", "USD/1k")
-    TextConsole().print(ruled_table("", titles, titles[:2], rows))
+    terminal().print(ruled_table("", titles, titles[:2], rows))
     _plot({f"{schedule}, {policy}": outcome for (schedule, policy), outcome in outcomes.items()}, _draw_steps, out)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType, RenderResult
 from rich.segment import Segment
 from rich.table import Table
 
@@ -13,6 +14,9 @@ from streamrl.rollouts.plain_text import shown
 
 PIPED_WIDTH = 140
 """Columns assumed when the output is no terminal."""
+
+NARROWEST = 8
+"""Columns to which a table's text is narrowed, and no further."""
 
 
 class TextConsole(Console):
@@ -57,11 +61,52 @@ def plain_table(*columns: str, text_columns: int | None = None) -> Table:
     return table
 
 
+class RuledTable(Table):
+    """A table with lines that breaks texts between words.
+
+    In a narrow console the cells lose the space beside the lines first; then the widest columns of text are folded.
+    """
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Render with columns as wide as these options allow."""
+        texts = [[str(text) for text in (column.header, *column.cells)] for column in self.columns]
+        least = [max(cell_len(word) for text in some for word in text.split() or [""]) for some in texts]
+        most = [max(map(cell_len, some)) for some in texts]
+        room = options.max_width - len(self.columns) - 1
+        spaced = sum(least) + 2 * len(self.columns) <= room
+        self.padding = (0, 1) if spaced else 0
+        folded = [column.justify == "left" for column in self.columns]
+        widths = _widths(least, most, room - 2 * len(self.columns) * spaced, folded)
+        for column, width in zip(self.columns, widths, strict=True):
+            column.width = width
+        return super().__rich_console__(console, options)
+
+
+def _widths(least: Sequence[int], most: Sequence[int], room: int, folded: Sequence[bool]) -> list[int]:
+    """Return the columns' widths.
+
+    Args:
+        least: width of each column's longest word.
+        most: width of each column's longest text.
+        room: width of all columns together.
+        folded: whether a column is narrowed where words do not fit.
+    """
+    widths = list(least)
+    for index in sorted(range(len(least)), key=lambda index: most[index] - least[index]):
+        widths[index] += max(0, min(most[index] - least[index], room - sum(widths)))
+    while sum(widths) > room:
+        index = max(range(len(widths)), key=lambda index: (folded[index], widths[index]))
+        if widths[index] <= NARROWEST:
+            break
+        widths[index] -= 1
+    return widths
+
+
 def ruled_table(
     title: str, columns: Sequence[str], text_columns: Collection[str], rows: Iterable[Sequence[str]] = ()
 ) -> Table:
     """Return a table with lines; columns that are not among `text_columns` hold numbers."""
-    table = Table(title=title or None, title_justify="left")
+    table = RuledTable(title=title or None, title_justify="left")
     for name in columns:
         table.add_column(name, justify="left" if name in text_columns else "right", overflow="fold")
     for row in rows:

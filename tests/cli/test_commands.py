@@ -291,7 +291,7 @@ def test_dry_run_prints_the_plan_of_all_sites(terminal: Terminal) -> None:
     (terminal.folder / "cluster.yaml").write_text(SEVERAL)
     result = terminal.launch("--dry-run", "--set", "schedule={name: sync}")
     assert result.code == 0, result.err
-    for name in ("controller", "trainer", "service-there", "there-one-0", "there-one-1", "service-far", "far-two-0"):
+    for name in ("controller", "trainer", "service-there", "there-one-0 to 1", "service-far", "far-two-0"):
         assert name in result.out
     for words in ("link home - there", "10 Gbit/s", "link home - far", "90 ms", "curve"):
         assert words in result.out
@@ -302,6 +302,19 @@ def test_dry_run_prints_the_plan_of_all_sites(terminal: Terminal) -> None:
     assert "4 trainer ranks over NCCL" in untried
     assert not (terminal.folder / "runs").exists()
     assert terminal.launch("--set", "schedule={name: sync}").code == 2  # without --dry-run it has to be told which
+
+
+def test_dry_run_folds_alike_instances_into_one_row(terminal: Terminal) -> None:
+    (terminal.folder / "cluster.yaml").write_text(
+        SEVERAL.replace("replicas: 2", "replicas: 24, gpus_per_replica: 2, gpu: H20")
+    )
+    result = terminal.launch("--dry-run", "--set", "schedule={name: sync}")
+    assert result.code == 0, result.err
+    table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.out.splitlines() if "│" in line]
+    rows = {row[0]: row[4:] for row in table}
+    assert rows["there-one-0 to 23"] == ["GPU 0 to 47 (H20), 2 each", "24 x 0.00"]
+    assert rows["far-two-0"] == ["GPU 0", "0.00"]
+    assert rows["trainer"] == ["GPU 0 to 3", "0.00"]
 
 
 def test_dry_run_of_all_sites_refuses_what_no_site_can_do(terminal: Terminal) -> None:
