@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from streamrl.config.cluster import StrictModel
 from streamrl.config.mistakes import ConfigProblem, KeyPath, dotted
 from streamrl.config.run import RunConfig
+from streamrl.config.schedule import PartialRolloutsConfig, TailBatchingConfig
 
 UNUSED = {
     "none": (("level", "low", "high"), "truncate or mask"),
@@ -42,6 +43,18 @@ def unused_keys(run: RunConfig) -> Iterable[ConfigProblem]:
         for key in _changed(optimizer, ("min_lr_fraction",)):
             reason = "has no use with decay: constant: leave it out, or choose linear, cosine or wsd"
             yield _problem(("optimizer", key), ("optimizer", "decay"), reason)
+    match run.schedule.rounds:
+        case PartialRolloutsConfig(round_tokens=tokens, over_issue=1) if tokens >= run.sampling.max_tokens:
+            key, shorter = (
+                "round_tokens",
+                f"is {tokens}, and no answer is longer than sampling.max_tokens: set it lower",
+            )
+        case TailBatchingConfig(over_issue=1):
+            key, shorter = "over_issue", "is 1: set it higher"
+        case _:
+            return
+    reason = f"could not carry anything over: 'schedule.rounds.{key}' {shorter}, or leave rounds out"
+    yield _problem(("schedule", "rounds"), ("sampling", "max_tokens"), reason)
 
 
 def _changed(section: StrictModel, keys: Iterable[str]) -> list[str]:

@@ -202,6 +202,15 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
             "optimizer:\n  min_lr_fraction: 0\n",
             "F:2: 'optimizer.min_lr_fraction' has no use with decay: constant: leave it out, or choose linear",
         ),
+        (
+            "sampling: {max_tokens: 128}\nschedule:\n  name: stream\n"
+            "  rounds: {kind: partial_rollouts, round_tokens: 128}\n",
+            "F:4: 'schedule.rounds' could not carry anything over: 'schedule.rounds.round_tokens' is 128, and no",
+        ),
+        (
+            "schedule: {name: sync, rounds: {kind: tail_batching, over_issue: 1}}\n",
+            "F:1: 'schedule.rounds' could not carry anything over: 'schedule.rounds.over_issue' is 1: set it higher",
+        ),
         ("sampling:\n  temperature: 0\n", "F:2: 'sampling.temperature' is 0, expected at least 0.01"),
         ("optimizer:\n  lr: yes\n", "F:2: 'optimizer.lr' is 'true', expected a number"),
         ("optimizer:\n  betas: [yes, 0.9]\n", "F:2: 'optimizer.betas.0' is 'true', expected a number"),
@@ -384,7 +393,10 @@ def test_a_resolved_run_reads_back_the_same(tmp_path: Path) -> None:
 def test_a_run_that_began_with_keys_without_use_goes_on(tmp_path: Path) -> None:
     algorithm = {"name": "grpo", "off_policy": {"high": 2.0}, "kl": {"estimator": "k2"}, "max_replaced": 5}
     options = {"min_lr_fraction": 0.5}
-    run = RunConfig.model_validate({"steps": 20, "algorithm": algorithm, "optimizer": options})
+    schedule = {"name": "stream", "rounds": {"kind": "partial_rollouts", "round_tokens": 10**6}}
+    run = RunConfig.model_validate(
+        {"steps": 20, "algorithm": algorithm, "optimizer": options, "schedule": schedule},
+    )
     cluster = load_cluster(ROOT / "cluster_configs/local.yaml")
     save_resolved(tmp_path, cluster, run)
     assert load_resolved(tmp_path, ["steps=25"]) == (cluster, run.model_copy(update={"steps": 25}))
