@@ -349,14 +349,15 @@ def scored(place: Place, completion: str) -> str:
 @provokes
 def reward_never_works(place: Place) -> str:
     watch = VoidWatch(RunConfig.model_validate({}))
-    words = [watch.record("mine", Void(VoidCause.VERIFIER, "ValueError: not a number: 'x'")) for _ in range(32)]
+    wrong = Void(VoidCause.VERIFIER, "ValueError: not a number: 'x'")
+    words = [watch.record("mine", str(number), wrong) for number in range(32)]
     return str(words[-1])
 
 
 @provokes
 def too_many_void(place: Place) -> str:
     watch, late = VoidWatch(RunConfig.model_validate({})), Void(VoidCause.TIMEOUT, "timed out after 20 s")
-    words = [watch.record("mine", late if number else None) for number in range(128)]
+    words = [watch.record("mine", str(number), late if number else None) for number in range(128)]
     return str(words[-1])
 
 

@@ -55,9 +55,9 @@ class RewardsConfig(StrictModel):
         0.5,
         ge=0,
         lt=1,
-        description="share of void rewards above which the run ends; it also ends if the first 32 rewards of a task "
-        "are all void. null: never",
+        description="share of void rewards above which the run ends; it also ends if a task's first 32 rewards, "
+        "of at least 8 prompts, are all void. null: never",
     )
     void_window: int = Field(
-        2, ge=1, description="steps' worth of newest rewards, at least 32, over which max_void_rate is taken"
+        2, ge=1, description="steps' worth of newest rewards, of at least 32 prompts, over which max_void_rate is taken"
     )

@@ -185,7 +185,7 @@ class SampleIntake:
             elif one.sample_id in self.pool.received:
                 member, group = self.pool.score(one.sample_id, one.reward, one.void)
                 scored.append(member)
-                problems.append(self.void_watch.record(group.task, one.void, one.traceback))
+                problems.append(self.void_watch.record(group.task, group.group_id, one.void, one.traceback))
                 if group.complete:
                     self.complete(group)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import msgspec
 
 from streamrl.config.run import RunConfig
 from streamrl.controller.sample_intake import SampleIntake
-from streamrl.controller.void_watch import FEWEST, VoidWatch
+from streamrl.controller.void_watch import FEWEST, FEWEST_PROMPTS, VoidWatch
 from streamrl.generation.site.sample_batches import pack_samples
 from streamrl.protocol.controller_rewards import ScoreAnswer
 from streamrl.protocol.controller_site import SampleBatch
@@ -27,6 +28,7 @@ from tests.rollouts.test_row_parts import TWO_TURNS, episode
 
 LATE = Void(VoidCause.TIMEOUT, "timed out after 20 s")
 RAISED = Void(VoidCause.VERIFIER, "KeyError: 'answer'")
+GROUPS = map(str, itertools.count())
 TRACE = 'Traceback (most recent call last):\n  File "mine.py", line 3, in reward'
 
 
@@ -36,10 +38,14 @@ def watch(**rewards: object) -> VoidWatch:
     return VoidWatch(RunConfig.model_validate({"batch": batch, "rewards": rewards}))
 
 
-def play(watched: VoidWatch, rewards: Sequence[Void | None], task: str = "mine") -> tuple[int, str] | None:
-    """The number of rewards after which the run ends, and why; None: it continues."""
+def play(
+    watched: VoidWatch, rewards: Sequence[Void | None], task: str = "mine", samples: int = 1
+) -> tuple[int, str] | None:
+    """The number of rewards after which the run ends, and why; None: it continues. Each group has some samples."""
+    group = ""
     for number, void in enumerate(rewards, 1):
-        if (problem := watched.record(task, void, TRACE if void == RAISED else "")) is not None:
+        group = next(GROUPS) if (number - 1) % samples == 0 else group
+        if (problem := watched.record(task, group, void, TRACE if void == RAISED else "")) is not None:
             return number, problem
     return None
 
@@ -74,6 +80,24 @@ def test_a_reward_that_has_worked_once_is_judged_by_the_rate_over_the_whole_wind
     assert play(watch(void_window=4), [None, *[LATE] * 39]) is None
 
 
+def test_samples_of_one_prompt_are_no_independent_failures() -> None:
+    large = RunConfig.model_validate({"batch": {"prompts_per_step": 4, "samples_per_prompt": 32}})
+    bad, good = [RAISED] * 32, [None] * 32
+    assert play(VoidWatch(large), [*bad * 7, *good * 8], samples=32) is None
+    ended = play(VoidWatch(large), bad * 100, samples=32)
+    assert ended is not None and ended[0] == 7 * 32 + 1 and FEWEST_PROMPTS == 8
+    assert "all 225 are void" in ended[1]
+
+
+def test_the_rate_is_taken_over_enough_prompts() -> None:
+    """A step of 8 groups of 4: two of them are 64 rewards, and only 16 prompts."""
+    run = RunConfig.model_validate({"batch": {"prompts_per_step": 8, "samples_per_prompt": 4}})
+    cluster = [*[None] * 4 * 22, *[LATE] * 4 * 10]  # 10 of 32 prompts, one after the other
+    assert play(VoidWatch(run), cluster * 5, samples=4) is None
+    ended = play(VoidWatch(run), [*[None] * 4 * 100, *[LATE] * 4 * 40], samples=4)
+    assert ended is not None and 4 * 115 < ended[0] <= 4 * 116 + 1  # more than half of 32 prompts
+
+
 def test_the_error_quotes_the_most_frequent_cause_not_the_latest() -> None:
     ended = play(watch(), [None, *[RAISED] * 30, *[LATE] * 20])
     assert ended is not None and "Most frequent cause: verifier (30 of 39)" in ended[1]
@@ -82,8 +106,9 @@ def test_the_error_quotes_the_most_frequent_cause_not_the_latest() -> None:
 
 def test_a_terminal_obeys_nothing_that_a_failure_says() -> None:
     watched = watch()
-    for _ in range(FEWEST):
-        ended = watched.record("mine", Void(VoidCause.VERIFIER, "\x1b[2Jgone"), "at\tline 3\n\x1b]0;title\x07")
+    for number in range(FEWEST):
+        void = Void(VoidCause.VERIFIER, "\x1b[2Jgone")
+        ended = watched.record("mine", str(number), void, "at\tline 3\n\x1b]0;title\x07")
     assert ended is not None and ended.endswith("The last one: ?[2Jgone\nat\tline 3\n?]0;title?")
 
 
@@ -110,13 +135,13 @@ def test_what_an_agent_raised_is_told_as_what_a_reward_function_raised() -> None
     parts["ledger"].finish.return_value = {"g.0"}
     parts["evaluator"].generates.return_value = parts["evaluator"].awaits.return_value = False
     parts["pool"].received = {"g.0"}
-    parts["pool"].score.return_value = MagicMock(), SimpleNamespace(task="mine", complete=False)
+    parts["pool"].score.return_value = MagicMock(), SimpleNamespace(task="mine", group_id="g", complete=False)
     values, tokens = sample_to_wire(replace(sample, trajectory=told))
     body, arrays = pack_samples([(body_of(FinishedSample(**values)), tokens)])
     delivery = SimpleNamespace(peer="service-here", body=SampleBatch(**body), arrays=arrays, ack=lambda: None)
     asyncio.run(SampleIntake(**parts).samples(cast(list[Delivery], [delivery]), newest=3))
     parts["pool"].score.assert_called_once_with("g.0", None, RAISED)
-    parts["void_watch"].record.assert_called_once_with("mine", RAISED, TRACE)
+    parts["void_watch"].record.assert_called_once_with("mine", "g", RAISED, TRACE)
 
 
 def test_void_rewards_of_an_evaluation_end_no_run() -> None:
