@@ -121,6 +121,7 @@ PROVOKED: dict[str, Provoke] = {
     ),
     "no-run": lambda place: place.say("launch", "--resume", "runs"),
     "key-missing": lambda place: place.write_two_sites(keys=("here",)).launch("--site", "west"),
+    "public-key-missing": lambda place: place.write_two_sites(keys=("west",)).launch("--site", "west"),
     "reward-timeout": lambda place: scored(place, "hang"),
     "reward-raised": lambda place: scored(place, "raise"),
     "reward-died": lambda place: scored(place, "die"),

@@ -94,7 +94,7 @@ def command(
     if emulate:
         cluster = emulated(cluster)
     elsewhere = bool(cluster.remote_sites) and site is None and not emulate
-    types = _check(cluster, run, run_dir.parent, site, emulate, elsewhere, resume_dir)
+    types = _check(cluster, run, run_dir.parent, site, emulate, elsewhere, resume_dir, cluster_file)
     if dry_run:
         _print_plan(cluster, run, run_dir, site, emulate, types)
         return
@@ -154,6 +154,7 @@ def _check(
     emulate: bool = False,
     elsewhere: bool = False,
     resumed: Path | None = None,
+    cluster_file: Path | None = None,
 ) -> TypeChoice | None:
     """Check files and machine, print the warnings, and choose the type that this machine computes in.
 
@@ -165,6 +166,7 @@ def _check(
         emulate: whether all sites are emulated on this machine.
         elsewhere: whether nothing is started here; then only files are checked, and None is returned.
         resumed: folder of the run that is continued; None: a new run.
+        cluster_file: the cluster file; None: not known.
 
     Raises:
         UserError: a check failed.
@@ -175,7 +177,7 @@ def _check(
     if elsewhere:
         warnings = check_files(cluster, run, resumed is not None)
     else:
-        warnings = check(cluster, run, runs_dir, site, emulate, resumed)
+        warnings = check(cluster, run, runs_dir, site, emulate, resumed, str(cluster_file or "F"))
     types = None if elsewhere else choose(run.model, cluster.hardware == "cuda")
     if types is not None and types.warning:
         warnings.append(types.warning)

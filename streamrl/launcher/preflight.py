@@ -7,7 +7,8 @@ import itertools
 import os
 import shutil
 import socket
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 from scheduler.schedule.schedules import KINDS
@@ -60,6 +61,7 @@ def check(
     site: str | None = None,
     emulate: bool = False,
     resumed: Path | None = None,
+    cluster_file: str = "F",
 ) -> list[str]:
     """Check files, machine and packages against the configuration; return warnings about what may be slow or fail.
 
@@ -68,6 +70,7 @@ def check(
         site: the only site started here; None: all.
         emulate: whether the sites are emulated.
         resumed: folder of the run that is continued; None: a new run.
+        cluster_file: the cluster file that messages name.
 
     Raises:
         UserError: one line per problem.
@@ -95,7 +98,7 @@ def check(
         checks.append(check_ports(cluster, site or cluster.trainer_site))
     checks.append(check_metrics(cluster, site or cluster.trainer_site))
     if cluster.remote_sites and site is not None:
-        checks.append(check_keys(cluster, site))
+        checks.append(check_keys(cluster, site, cluster_file))
     of_new = [*check_new_run(cluster, run), *(check_critic(cluster, run) if trains else [])]
     if resumed is None:  # earlier versions began runs without these checks
         checks.append(of_new)
@@ -233,23 +236,36 @@ def check_cores(
                 )
 
 
-def check_keys(cluster: ClusterConfig, site: str) -> Iterable[str]:
-    """Check a site's own secret key, and the public keys of all that it connects to or admits."""
-    from streamrl.transport.curve import ClientSecurity, ServerSecurity
+def check_keys(cluster: ClusterConfig, site: str, cluster_file: str = "F") -> Iterable[str]:
+    """Check a site's own secret key, and the public keys of all that it connects to or admits; name all problems.
+
+    Args:
+        cluster: the resolved cluster file.
+        site: the site.
+        cluster_file: the cluster file that messages name.
+    """
+    from streamrl.transport.curve import ServerSecurity, load_own, load_public
 
     if cluster.security.encryption == "none":
         return
     folder = Path(cluster.security.keys)
-    try:
-        if site == cluster.trainer_site:
-            ServerSecurity.load(folder, site, cluster.remote_sites)
-        else:
-            for server in (cluster.trainer_site, *cluster.relays_for(site)):
-                ClientSecurity.load(folder, site, server)
-            if cluster.sites[site].port:  # it passes weights on
-                ServerSecurity.load(folder, site, [other for other in cluster.remote_sites if other != site])
-    except UserError as error:
-        yield str(error)
+    admits = site == cluster.trainer_site or bool(cluster.sites[site].port)  # a port: it passes weights on
+    admitted = [other for other in cluster.remote_sites if other != site] if admits else []
+    servers = [] if site == cluster.trainer_site else [cluster.trainer_site, *cluster.relays_for(site)]
+    loads: list[Callable[[], object]] = [lambda: load_own(folder, site, cluster_file=cluster_file)]
+    loads += [partial(load_public, folder, other, cluster_file) for other in dict.fromkeys([*servers, *admitted])]
+    found = False
+    for load in loads:
+        try:
+            load()
+        except UserError as error:
+            found = True
+            yield str(error)
+    if not found and admitted:
+        try:
+            ServerSecurity.load(folder, site, admitted)
+        except UserError as error:  # two sites have the same key
+            yield str(error)
 
 
 def check_packages(cluster: ClusterConfig) -> Iterable[str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shlex
 import stat
 import struct
 import tempfile
@@ -32,7 +33,10 @@ from streamrl.errors import ErrorCode, UserError
 
 log = logging.getLogger(__name__)
 
-MAKE_THEM = "make them with: streamrl keys --cluster F"
+
+def make_with(site: str, cluster_file: str = "F") -> str:
+    """Return the command that makes a site's keys; it is for that site, where its secret then lies."""
+    return shlex.join(["streamrl", "keys", "--cluster", cluster_file, "--site", site])
 
 
 @dataclass(frozen=True)
@@ -122,38 +126,54 @@ def make_keys(folder: Path, site: str, replace: bool = False) -> bool:
     return True
 
 
-def load_own(folder: Path, site: str, remedy: str = "") -> KeyPair:
+def load_own(folder: Path, site: str, remedy: str = "", cluster_file: str = "F") -> KeyPair:
     """Load a site's own keys.
 
     Args:
         remedy: what to do about a missing or malformed file; '': make the keys of sites anew.
+        cluster_file: the cluster file that messages name.
 
     Raises:
         UserError: the secret file is missing, open to others or malformed, or the public file does not match it.
     """
-    path = secret_file(folder, site)
-    public, secret = _read(path, site, forbidden=0o077, fix=0o600, remedy=remedy)
+    path, beside = secret_file(folder, site), public_file(folder, site)
+    make = make_with(site, cluster_file)
+    anew = remedy or f"copy it anew from where it was made, or make both of the site's keys anew: {make} --replace"
+    missing = remedy or (anew if beside.exists() else f"site {site!r} needs its own keys, make them here: {make}")
+    public, secret = _read(path, forbidden=0o077, fix=0o600, missing=missing, malformed=anew)
     try:
         if secret is None or zmq.curve_public(secret) != public:
             raise ValueError
     except (zmq.ZMQError, ValueError) as error:
-        raise _malformed(path, "no pair of a public and a secret key", site, remedy) from error
-    if public_file(folder, site).exists() and load_public(folder, site) != public:
-        raise _malformed(public_file(folder, site), f"not the public key of {path.name}", site, remedy)
+        raise _malformed(path, "no pair of a public and a secret key", anew) from error
+    if beside.exists() and load_public(folder, site, cluster_file) != public:
+        raise _malformed(beside, f"not the public key of {path.name}", anew)
     return KeyPair(public, secret)
 
 
-def load_public(folder: Path, site: str) -> bytes:
+def load_public(folder: Path, site: str, cluster_file: str = "F") -> bytes:
     """Load a site's public key.
+
+    Args:
+        cluster_file: the cluster file that messages name.
 
     Raises:
         UserError: its file is missing, writable by others or malformed.
     """
-    return _read(public_file(folder, site), site, forbidden=0o022, fix=0o644)[0]
+    path = public_file(folder, site)
+    anew = f"copy it from site {site!r}, where this makes it: {make_with(site, cluster_file)}"
+    return _read(path, forbidden=0o022, fix=0o644, missing=anew, malformed=anew)[0]
 
 
-def _read(path: Path, site: str, forbidden: int, fix: int, remedy: str = "") -> tuple[bytes, bytes | None]:
-    """Read a file's public and secret key; `forbidden` are permission bits it must not have, `fix` those to advise."""
+def _read(path: Path, forbidden: int, fix: int, missing: str, malformed: str) -> tuple[bytes, bytes | None]:
+    """Read a file's public and secret key.
+
+    Args:
+        forbidden: permission bits that it must not have.
+        fix: those to advise.
+        missing: what to do if there is no such file.
+        malformed: what to do if it holds something else.
+    """
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
         if mode & forbidden:
@@ -164,17 +184,15 @@ def _read(path: Path, site: str, forbidden: int, fix: int, remedy: str = "") -> 
         if len(z85.decode(public)) != 32:
             raise ValueError
     except FileNotFoundError as error:
-        remedy = remedy or f"site {site!r} needs its keys: {MAKE_THEM} --site {site}"
-        raise UserError(ErrorCode.KEYS.refer(f"{path}: no such file; {remedy}")) from error
+        raise UserError(ErrorCode.KEYS.refer(f"{path}: no such file; {missing}")) from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (ValueError, KeyError, IndexError, struct.error) as error:
-        raise _malformed(path, "no public key", site, remedy) from error
+        raise _malformed(path, "no public key", malformed) from error
     return public, secret
 
 
-def _malformed(path: Path, holds: str, site: str, remedy: str) -> UserError:
-    remedy = remedy or f"copy it anew from where it was made, or {MAKE_THEM} --site {site} --replace"
+def _malformed(path: Path, holds: str, remedy: str) -> UserError:
     return UserError(ErrorCode.KEYS.refer(f"{path}: it holds {holds}; {remedy}"))
 
 

@@ -251,7 +251,7 @@ def test_a_third_site_gets_its_fp8_weights_from_the_second_ones_relay(tmp_path: 
         ([], "start each where it is with --site NAME, or try all of them on this machine with --emulate"),
         (["--site", "generat"], "did you mean generate?"),
         (["--site", "generate", "--emulate"], "give one of both"),
-        (["--site", "generate"], "make them with: streamrl keys"),
+        (["--site", "generate"], "make them here: streamrl keys"),
         (["--emulate", "--set", "schedule.name=colocated"], "gives the same devices"),
     ],
 )

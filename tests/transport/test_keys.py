@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 from streamrl.cli.keys import command
 from streamrl.config.load import load_cluster
 from streamrl.errors import UserError
+from streamrl.launcher.preflight import check_keys
 from streamrl.transport import curve
 from streamrl.transport.curve import (
     ClientSecurity,
@@ -83,9 +84,14 @@ def test_another_sites_public_key_is_not_overwritten(tmp_path: Path) -> None:
 
 
 def test_a_missing_key_says_how_to_make_it(tmp_path: Path) -> None:
-    for load in (load_own, load_public):
-        with pytest.raises(UserError, match=r"east\.key.*no such file.*streamrl keys --cluster F --site east"):
-            load(tmp_path, "east")
+    with pytest.raises(UserError, match=r"east\.key_secret: no such file.*here: streamrl keys --cluster F --site east"):
+        load_own(tmp_path, "east")
+    with pytest.raises(UserError, match=r"east\.key: no such file; copy it from site 'east', where this makes it: "):
+        load_public(tmp_path, "east")
+    make_keys(tmp_path, "east")
+    (tmp_path / "east.key_secret").unlink()
+    with pytest.raises(UserError, match=r"copy it anew.* keys --cluster F --site east --replace"):
+        load_own(tmp_path, "east")
 
 
 @pytest.mark.parametrize("wrong", [0o640, 0o604, 0o620, 0o666])
@@ -183,6 +189,12 @@ def test_the_command_makes_only_the_named_sites_keys(tmp_path: Path) -> None:
     assert "west: made" in keys(tmp_path, "--site", "west").output
     folder = tmp_path / "secrets/keys"
     assert sorted(path.name for path in folder.iterdir()) == ["west.key", "west.key_secret"]
+    said = keys(tmp_path, "--site", "west").output
+    assert "Only to west: west.key_secret" in said and "east.key_secret" not in said
+    assert "To every other site: west.key\n" in said
+    assert "Still to be copied here: east.key, from east" in said and "here: west.key" not in said
+    (folder / "west.key_secret").unlink()
+    assert "west: kept, its public key is here, but not its secret one" in keys(tmp_path, "--site", "west").output
     before = load_own(folder, "west")
     keys(tmp_path, "--replace", "--site", "west")
     assert load_own(folder, "west") != before
@@ -193,3 +205,26 @@ def test_the_command_names_sites_near_an_unknown_one(tmp_path: Path) -> None:
     assert isinstance(result.exception, UserError)
     assert "no site 'wset'; did you mean west" in str(result.exception)
     assert not (tmp_path / "secrets").exists()
+
+
+def test_a_cluster_of_one_site_needs_no_keys(tmp_path: Path) -> None:
+    file = tmp_path / "one.yaml"
+    file.write_text("hardware: cpu\nsites:\n  home: {trainer: {}, generation: [{}]}\nsecurity: {keys: secrets}\n")
+    result = CliRunner().invoke(command, ["--cluster", str(file)])
+    assert result.exit_code == 0 and "has one site, which needs no keys" in result.output
+    assert not (tmp_path / "secrets").exists()
+
+
+def test_a_start_names_all_missing_keys_and_where_each_is_made(tmp_path: Path) -> None:
+    keys(tmp_path, "--site", "home")
+    cluster = load_cluster(tmp_path / "cluster.yaml")
+    home = list(check_keys(cluster, "home"))
+    assert [line.split(": ")[0].rpartition("/")[2] for line in home] == ["east.key", "west.key"]
+    (tmp_path / "secrets/keys/home.key").unlink()
+    east = "\n".join(check_keys(cluster, "east", "my file.yaml"))
+    assert "needs its own keys, make them here: streamrl keys --cluster 'my file.yaml' --site east" in east
+    assert "home.key: no such file; copy it from site 'home', where this makes it: streamrl keys" in east
+    keys(tmp_path, "--replace")
+    assert not [*check_keys(cluster, "east"), *check_keys(cluster, "home")]
+    (tmp_path / "secrets/keys/west.key").write_bytes((tmp_path / "secrets/keys/east.key").read_bytes())
+    assert "'east' and 'west' have the same key" in "".join(check_keys(cluster, "home"))
