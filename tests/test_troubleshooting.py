@@ -328,6 +328,12 @@ def key_unknown(place: Place) -> str:
     return last_words(lambda: asyncio.run(connect()))
 
 
+@provokes
+def first_prompts_too_long(place: Place) -> str:
+    (place.folder / "prompts.jsonl").write_text(json.dumps({"prompt": "a" * 9, "answer": "2"}))
+    return place.write_run(sampling={"max_tokens": 60}).launch()
+
+
 # -- rewards
 
 

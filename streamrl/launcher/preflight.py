@@ -22,6 +22,7 @@ from streamrl.launcher.generation_check import check_eight_bits, check_generatio
 from streamrl.launcher.gpu_checks import check_this_machine, sites_here, warnings_here
 from streamrl.launcher.model_check import check_critic, check_heads, check_model, critic_warnings
 from streamrl.launcher.new_run_check import check_new_run
+from streamrl.launcher.program_check import check_scripts
 from streamrl.launcher.prompt_check import check_prompts
 from streamrl.launcher.router_check import check_router_replay
 from streamrl.launcher.run_warnings import run_warnings
@@ -92,14 +93,15 @@ def check(
     ]
     trains = site in (None, cluster.trainer_site)
     if trains:
-        checks += [check_tasks(run), check_ranker(run), check_packing(run)]
+        checks += [check_tasks(run, resumed=resumed is not None), check_ranker(run), check_packing(run)]
         checks += [check_sequence_parallel(cluster, run), check_trackers(run), check_disk(run, runs_root, resumed)]
     if not emulate:
         checks.append(check_ports(cluster, site or cluster.trainer_site))
     checks.append(check_metrics(cluster, site or cluster.trainer_site))
     if cluster.remote_sites and site is not None:
         checks.append(check_keys(cluster, site, cluster_file))
-    of_new = [*check_new_run(cluster, run), *(check_critic(cluster, run) if trains else [])]
+    of_new = [*check_new_run(cluster, run), *check_scripts(cluster, run, site)]
+    of_new += check_critic(cluster, run) if trains else []
     if resumed is None:  # earlier versions began runs without these checks
         checks.append(of_new)
     refuse(checks)
@@ -283,12 +285,13 @@ def check_packing(run: RunConfig) -> Iterable[str]:
             yield str(error)
 
 
-def check_tasks(run: RunConfig, rendered: bool = True) -> Iterable[str]:
+def check_tasks(run: RunConfig, rendered: bool = True, resumed: bool = False) -> Iterable[str]:
     """Check task names, settings, files, reward functions and agents by building them as the run will.
 
     Args:
         run: the run.
         rendered: whether the first prompt of each is rendered in the model's chat template, if the model is here.
+        resumed: whether a run is continued, which may have found prompts that fit after many that do not.
     """
     from streamrl.agents.agent_function import load_agent
     from streamrl.tasks.rewards import Scorer
@@ -297,17 +300,19 @@ def check_tasks(run: RunConfig, rendered: bool = True) -> Iterable[str]:
     held_out = run.evaluation.tasks if run.evaluation else []
     named = [(f"tasks.{index}", task) for index, task in enumerate(run.tasks)]
     named += [(f"evaluation.tasks.{index}", task) for index, task in enumerate(held_out)]
-    prompts = {}
+    sources = {}
     for key, task in named:
         try:
-            prompts[key] = PromptSource([task], run.seed).prompt(0)
+            source = PromptSource([task], run.seed)
+            source.prompt(0)
+            sources[key] = source
             Scorer([task], run.seed)
             if isinstance(task, AgentTask):
                 load_agent(task)
         except UserError as error:
             yield f"{key}: {error}"
     if rendered:
-        yield from check_prompts(run, prompts)
+        yield from check_prompts(run, sources, () if resumed else [key for key, _ in named[: len(run.tasks)]])
 
 
 def check_ranker(run: RunConfig) -> Iterable[str]:
@@ -376,7 +381,9 @@ def check_metrics(cluster: ClusterConfig, name: str) -> Iterable[str]:
 def check_folder(runs_root: Path, resumed: Path | None = None) -> Iterable[str]:
     """Check that a run's folder can be made, or that of a run that is continued be written to."""
     existing = _existing(resumed or runs_root)
-    if not os.access(existing, os.W_OK):
+    if not existing.is_dir():
+        yield f"{_named(runs_root, resumed)}: {existing} is a file, expected a folder"
+    elif not os.access(existing, os.W_OK):
         yield f"{_named(runs_root, resumed)}: cannot write to {existing}"
 
 

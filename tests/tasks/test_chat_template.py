@@ -147,6 +147,25 @@ def test_a_conversation_that_the_template_refuses_ends_the_run_and_is_told_befor
     assert list(check_tasks(run)) == []
 
 
+def test_a_task_of_which_no_prompt_fits_is_refused_before_a_new_run(model: Path, tmp_path: Path) -> None:
+    run = run_of(model, tmp_path / "tasks")
+    tokens = source_of(run, AutoTokenizer.from_pretrained(model)).tokens
+    long, short = (len(tokens(PromptSource(run.tasks, run.seed).prompt(index))) for index in range(2))
+    assert short < long
+    context = run.model.max_context
+
+    def leaving(room: int) -> RunConfig:
+        return run.model_copy(update={"sampling": run.sampling.model_copy(update={"max_tokens": context - room})})
+
+    assert list(check_tasks(leaving(short))) == []  # the first one does not fit, and is left out
+    assert list(check_tasks(leaving(short - 1))) == [
+        f"tasks.0: the first 100 prompts have {short} tokens or more, and model.max_context {context} - "
+        f"sampling.max_tokens {context - short + 1} leaves {short - 1} (see docs: E1005)"
+    ]
+    assert list(check_tasks(leaving(short - 1), resumed=True)) == []
+    assert list(check_tasks(leaving(short - 1), rendered=False)) == []
+
+
 def test_a_system_prompt_that_no_template_renders_is_refused(model: Path, tmp_path: Path) -> None:
     change_template(model, None)
     run = run_of(model, tmp_path / "tasks")
