@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import decimal
+import importlib
 import json
 import math
 from collections.abc import Iterator
@@ -25,9 +26,11 @@ T = TypeVar("T")
 MOST_BYTES = 8 * 2**20
 """Most bytes of a row as it goes to rewards and agents: half of what a message of the transport may have."""
 ROLES = ("system", "user", "assistant")
+"""Roles of a prompt's messages; a system message comes first, and the user's last."""
+FILES = (".jsonl", ".ndjson", ".parquet")
+"""Suffixes of the files that `kind: file` reads."""
 ONE_ANSWER = ("math_verify", "exact_match")
 """Rewards that compare with a single text or number."""
-"""Roles of a prompt's messages; a system message comes first, and the user's last."""
 
 
 @dataclass(frozen=True)
@@ -129,15 +132,15 @@ def _file_records(task: RowsTask, name: str) -> Iterator[Record]:
     path = Path(name).expanduser()
     if path.is_dir():
         hint = "" if isinstance(task, AgentTask) else "; kind: hf_dataset reads folders"
-        raise UserError(f"task {task.key!r}: {path} is a folder{hint}")
+        raise UserError(f"task {task.key!r}: path: {path} is a folder{hint}")
     if not path.is_file():
-        raise UserError(f"task {task.key!r}: no file {path}")
+        raise UserError(f"task {task.key!r}: path: no file {path}")
     match path.suffix.lower():
         case ".jsonl" | ".ndjson":
             return _jsonl_records(task, path)
         case ".parquet":
             return _parquet_records(task, path)
-    raise UserError(f"task {task.key!r}: {path} must end in .jsonl or .parquet")
+    raise UserError(f"task {task.key!r}: path: {path} must end in .jsonl or .parquet")
 
 
 def _jsonl_records(task: RowsTask, path: Path) -> Iterator[Record]:
@@ -148,6 +151,9 @@ def _jsonl_records(task: RowsTask, path: Path) -> Iterator[Record]:
             where = f"{path}:{number}"
             try:
                 record = json.loads(line.decode("utf-8-sig"), parse_constant=_no_constant)
+            except json.JSONDecodeError as error:  # its own line number is that inside this line
+                reason = f"{error.msg}, at character {error.pos + 1}"
+                raise UserError(f"{where}: expected one JSON object per line: {reason}") from error
             except ValueError as error:
                 raise UserError(f"{where}: expected one JSON object per line: {error}") from error
             if not isinstance(record, dict):
@@ -175,17 +181,29 @@ def _parquet_records(task: RowsTask, path: Path) -> Iterator[Record]:
 
 def _hf_table(task: FileTask) -> Any:
     datasets = import_extra("datasets", f"task {task.key!r}")
-    folder = Path(task.path).expanduser()
+    cannot = f"task {task.key!r}: path: cannot load the data set {task.path!r}"
+    name, _, subset = task.path.partition(":")
+    folder, before = Path(task.path).expanduser(), Path(name).expanduser()
+    if folder.is_file():
+        remedy = "kind: file reads it" if folder.suffix.lower() in FILES else "expected a folder or a name of the Hub"
+        raise UserError(f"task {task.key!r}: path: {task.path} is a file; {remedy}")
+    if not (here := folder.is_dir() or before.is_dir()) and name.startswith(("/", "./", "../", "~")):
+        raise UserError(f"{cannot}: there is no such folder")
+    hub = importlib.import_module("huggingface_hub.utils.logging")
+    verbosity = hub.get_verbosity()
     try:
+        hub.set_verbosity_error()  # without a line for each time that it asks the Hub again
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():  # save_to_disk
             data = datasets.load_from_disk(str(folder))
         else:
-            name, _, subset = task.path.partition(":")
             source = str(folder) if folder.is_dir() else name
             data = datasets.load_dataset(source, name=subset or None)
     except Exception as error:  # the library raises its own, the hub's, and the file system's errors
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(f"task {task.key!r}: cannot load the data set {task.path!r}: {reason}") from error
+        tried = "" if here else f"there is no folder {name} here, and as a data set of the Hub: "
+        raise UserError(f"{cannot}: {tried}{reason}") from error
+    finally:
+        hub.set_verbosity(verbosity)
     if isinstance(data, datasets.DatasetDict):
         if (split := task.split_read) not in data:
             raise UserError(f"task {task.key!r}: {task.path} has no split {split!r}, but {', '.join(data)}")

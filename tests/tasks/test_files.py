@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -161,7 +162,7 @@ GOOD = '{"prompt": "p", "answer": 1}\n'
     [
         ("", "holds no prompts"),
         ("\n\n", "holds no prompts"),
-        (GOOD + "\n{oops}\n", r"a\.jsonl:3: expected one JSON object per line"),
+        (GOOD + "\n{oops}\n", r"a\.jsonl:3: expected one JSON object per line: .*, at character 2$"),
         (GOOD + "[1]\n", r"a\.jsonl:2: expected a JSON object, got list"),
         (GOOD + '{"promt": "p", "answer": 1}\n', r"a\.jsonl:2: no column 'prompt' .*did you mean promt"),
         (GOOD + '{"prompt": "p"}\n', r"a\.jsonl:2: no column 'answer' .*answer_column: null"),
@@ -293,11 +294,32 @@ def test_unreadable_places_are_explained(tmp_path: Path) -> None:
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 this is no Parquet file")
     (tmp_path / "a.csv").write_text("prompt,answer\np,1\n")
     for name, kind, says in [
-        ("missing.jsonl", "file", "no file"),
+        ("missing.jsonl", "file", "task 'mine': path: no file"),
         ("broken.parquet", "file", "not a readable Parquet file"),
         ("a.csv", "file", "must end in .jsonl or .parquet"),
         ("", "file", "kind: hf_dataset reads folders"),
-        ("nowhere", "hf_dataset", "cannot load the data set"),
+        ("nowhere", "hf_dataset", "cannot load the data set .*: there is no such folder"),
+        ("broken.parquet", "hf_dataset", r"path: .*broken\.parquet is a file; kind: file reads it"),
+        ("a.csv", "hf_dataset", r"path: .*a\.csv is a file; expected a folder or a name of the Hub"),
     ]:
         with pytest.raises(UserError, match=says):
             load_rows(file_task(tmp_path / name, kind=kind))
+
+
+def test_a_name_that_is_no_folder_and_not_of_the_hub_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = logging.getLogger("huggingface_hub.utils._http")
+    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "propagate", True)
+
+    def unreachable(*_: object, **__: object) -> None:
+        log.warning("Retrying in 8s [Retry 5/5].")
+        raise ConnectionError("Couldn't reach 'data/nosuch' on the Hub")
+
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
+    said = "task 'mine': path: cannot load the data set 'data/nosuch': there is no folder data/nosuch here, and as a "
+    with pytest.raises(UserError, match=said + "data set of the Hub: Couldn't reach"):
+        load_rows(file_task(Path("data/nosuch"), kind="hf_dataset"))
+    assert not caplog.records
+    log.warning("the level is what it was")
+    assert caplog.records
