@@ -19,6 +19,7 @@ from typing import Any
 from streamrl.diagnose.stacks import answer_requests
 from streamrl.errors import RestartNeeded, UserError, cause, is_final
 from streamrl.imports import importing
+from streamrl.rollouts.plain_text import shown
 from streamrl.run_dir.start_stages import say
 from streamrl.runtime.log_lines import log_to_stderr
 from streamrl.runtime.process_plan import CORES, STARTER, rank_name
@@ -27,6 +28,8 @@ from streamrl.runtime.processes import end_with_parent, is_alive, start_warden
 LAST_WORDS = "LAST WORDS: "
 UNEXPECTED = "LAST WORDS, unexpected: "
 """Prefix of the last words after an unforeseen error, which a restarted process may not meet again."""
+FURTHER_WORDS = "    | "
+"""Beginning of the further lines of last words, right below the first one."""
 AGAIN = 75
 """Exit code of a process that wants to be restarted (EX_TEMPFAIL)."""
 
@@ -147,6 +150,16 @@ async def _until_told_to_stop(role: Coroutine[Any, Any, None]) -> None:
         os._exit(0)
 
 
+def _last_words(text: str) -> str:
+    """Return a foreseen error's text with its line breaks; no further line begins at the margin."""
+    lines = [line.rstrip() for line in shown(text).splitlines() if line.strip()]
+    return LAST_WORDS + f"\n{FURTHER_WORDS}".join(lines)
+
+
+def _unexpected(error: BaseException) -> str:
+    return UNEXPECTED + " ".join(f"{type(error).__name__}: {error}".split())
+
+
 def main() -> int:
     """Parse the arguments and run the role; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -172,8 +185,7 @@ def main() -> int:
         found = cause(error)
         expected = isinstance(found, RestartNeeded) or is_final(found)
         logging.getLogger("streamrl").error("%s failed", args.role, exc_info=None if expected else found)
-        text = str(found) if expected else f"{type(found).__name__}: {found}"
-        print((LAST_WORDS if expected else UNEXPECTED) + " ".join(text.split()), file=sys.stderr, flush=True)
+        print(_last_words(str(found)) if expected else _unexpected(found), file=sys.stderr, flush=True)
         return AGAIN if isinstance(found, RestartNeeded) else 1
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from streamrl.errors import SEE_DOCS, ErrorCode
-from streamrl.launcher.entry_point import AGAIN, LAST_WORDS, UNEXPECTED
+from streamrl.launcher.entry_point import AGAIN, FURTHER_WORDS, LAST_WORDS, UNEXPECTED
 from streamrl.runtime.process_plan import ProcessSpec
 
 LOG_TAIL_LINES = 12
@@ -69,13 +70,20 @@ class RunProcess(ABC):
         """Return in one line why it ended."""
         return self.last_words().partition("; the end of ")[0].splitlines()[0]
 
-    def last_words(self) -> str:
-        """Return why it ended, from its exit code and its log."""
+    def last_words(self, in_lines: bool = False) -> str:
+        """Return why it ended, from its exit code and its log.
+
+        Args:
+            in_lines: keep the line breaks of what it said; else they become blanks.
+        """
         how = self.how_it_ended()
         lines = self._said()
-        said = [line for line in lines if line.startswith((LAST_WORDS, UNEXPECTED))]
+        said = [number for number, line in enumerate(lines) if line.startswith((LAST_WORDS, UNEXPECTED))]
         if said:
-            words = said[0].removeprefix(LAST_WORDS).removeprefix(UNEXPECTED)
+            first = lines[said[0]].removeprefix(LAST_WORDS).removeprefix(UNEXPECTED)
+            rest = itertools.takewhile(lambda line: line.startswith(FURTHER_WORDS), lines[said[0] + 1 :])
+            words = "\n".join([first, *(line.removeprefix(FURTHER_WORDS) for line in rest)])
+            words = words if in_lines else " ".join(words.split())
             return f"{self.spec.name} {how}: {words}"
         tail = "\n".join(f"    {line}" for line in lines[-LOG_TAIL_LINES:])
         return f"{self.spec.name} {how}; the end of {self.log}:\n{tail}"

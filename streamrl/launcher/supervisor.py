@@ -19,15 +19,16 @@ from types import FrameType
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.config.schedule import staleness_limit
-from streamrl.errors import ErrorCode, RunFailed, UserError
+from streamrl.errors import SEE_DOCS, ErrorCode, RunFailed, UserError
 from streamrl.launcher.process_group import ProcessGroup
 from streamrl.launcher.site_setup import Share, prepare
 from streamrl.launcher.watchdog import Watchdog
 from streamrl.report.live_view import LiveView
 from streamrl.report.run_report import write_report
 from streamrl.report.site_view import SiteView
+from streamrl.rollouts.void import VoidCause
 from streamrl.run_dir import layout
-from streamrl.run_dir.status import read_status, write_status
+from streamrl.run_dir.status import RESUME, read_status, write_status
 from streamrl.runtime.stop_signals import on_stop
 from streamrl.trackers.tracker_group import PATIENCE_S, QUICK_S, TrackerGroup
 
@@ -150,7 +151,8 @@ def _watch(
             if family.first.exit_code == 0:
                 return _check_end(share)
             culprit = next((p for p in dead if p.is_root_cause), dead[0])
-            raise RunFailed(f"{culprit.last_words()}{_how_to_resume(share)}")
+            words = culprit.last_words(in_lines=True)
+            raise RunFailed(words + _how_to_resume(share, _to_mend(words)))
         if time.monotonic() - shown >= VIEW_S:
             view.refresh()
             shown = time.monotonic()
@@ -197,12 +199,23 @@ def _check_end(share: Share) -> None:
         raise RunFailed(f"the controller was told to stop; the run is {status.state}{_how_to_resume(share)}")
 
 
-def _how_to_resume(share: Share) -> str:
-    """Return the end of a message that says how to resume; empty for a site that only generates."""
+def _to_mend(words: str) -> str:
+    """Return what has to be mended before a run goes on that ended with these words; '': nothing that they name."""
+    rewards = f"{SEE_DOCS}{ErrorCode.REWARD}" in words and f"Most frequent cause: {VoidCause.GENERATION}" not in words
+    return "mend the reward, then " if rewards else ""
+
+
+def _how_to_resume(share: Share, before: str = "") -> str:
+    """Return the end of a message that says how to resume; empty for a site that only generates.
+
+    Args:
+        before: what comes first.
+    """
     if not share.trains:
         return ""
     options = " --emulate" if share.network else f" --site {share.cluster.trainer_site}"
-    return f"\ncontinue with: streamrl launch --resume {share.run_dir}{options if share.cluster.remote_sites else ''}"
+    where = f"{share.run_dir}{options if share.cluster.remote_sites else ''}"
+    return f"\n{before}{RESUME} {where}"
 
 
 @contextlib.contextmanager

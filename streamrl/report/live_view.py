@@ -199,7 +199,7 @@ class PlainLines:
             self._state = status.state
             found.append(f"[{duration(now - since)}] {status.run}: {status.state}")
             if status.error:
-                found.append(f"error: {status.error}")
+                found.append(f"error: {status.short_error}")
         return found
 
     def _stale_lines(self, status: RunStatus, now: float) -> list[str]:
@@ -296,7 +296,7 @@ class LiveView:
             if path is not None and path.exists():
                 self.say(f"  {what:<28}{path}")
         if status is not None and status.error:
-            self.say(f"  error: {status.error}")
+            self.say(f"  error: {status.short_error}")
 
     def _status(self) -> RunStatus | None:
         try:

@@ -65,7 +65,7 @@ def header(status: RunStatus, rows: Sequence[MetricsRow], now: float) -> Text:
     text.append(f"  step {status.step}/{status.steps}  elapsed {duration(status.as_of(now) - status.started_at)}")
     if status.is_live(now):
         text.append(f"  left {duration(time_left(status, rows))}")
-    for trouble in (status.error, stale_message(status, now)):
+    for trouble in (status.short_error, stale_message(status, now)):
         if trouble:
             text.append(f"\n{trouble}", style="bold red")
     return text

@@ -163,6 +163,10 @@ class VerifiedStatus(StatusModel):
         return f"verified end to end, {self.versions} versions ({detail}, bound {self.bound or 0:.2g})"
 
 
+RESUME = "continue with: streamrl launch --resume"
+"""In the last line of an error of a run that can be continued."""
+
+
 class RunStatus(StatusModel):
     """The content of `status.json`; times are unix seconds."""
 
@@ -190,6 +194,7 @@ class RunStatus(StatusModel):
     )
     waits: list[WaitStatus] = Field(default_factory=list)
     error: str | None = None
+    """Why the run has failed, in one or more lines, which may end with a traceback of the user's code."""
 
     @property
     def types(self) -> str:
@@ -210,6 +215,13 @@ class RunStatus(StatusModel):
             if one.dtype:
                 causes[f"{one.dtype} ({one.dtype_why})"].append(name)
         return "; ".join(f"{', '.join(names)}: {cause}" for cause, names in causes.items())
+
+    @property
+    def short_error(self) -> str:
+        """The error without the traceback that it may contain, which its first line sums up; '': none."""
+        before, traceback, rest = (self.error or "").partition("\nTraceback (most recent call last):\n")
+        last = rest.splitlines()[-1:]
+        return "\n".join([before, *(line for line in last if RESUME in line)]) if traceback else before
 
     @property
     def refused_words(self) -> str:
