@@ -448,7 +448,11 @@ def test_messages_end_with_the_code_of_their_entry_which_streamrl_explain_prints
         code, _, title = entry.partition("\n")[0].partition(". ")
         assert set(re.findall(f"{SEE_DOCS}(E\\d+)", entry)) == {code}, entry.partition("\n")[0]
         told = place.read("explain", code.lower())
-        assert told.startswith(f"{code}. {title}\n") and "**Do.**" in told and "](" not in told and "<!--" not in told
+        assert told.startswith(f"{code}. {title}\n") and "**Do.**" in told
+        assert all(mark not in told for mark in ("](", "<!--", "```"))
+    told = place.read("explain", "E1013")
+    assert "\n    error: <file>: no such file; site '<site>' needs its own keys" in told
+    assert "(security (docs/explanation/security.md#keys))" in told
     assert "E9999: no such code; expected one of E1001, " in place.say("explain", "E9999")
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
+import textwrap
 
 import click
 
 from streamrl.errors import ErrorCode, UserError
 
-LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
+LINK = re.compile(r"\[([^\]]*)\]\(([^)]*)\)")
+FENCED = re.compile(r"^```\w*\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
+FOLDER = "docs/how-to"
+"""Where the page is, from which its links lead."""
 NAME_OF_MESSAGE = re.compile(r"^<!-- message: .* -->\n", re.MULTILINE)
 
 
@@ -43,4 +48,14 @@ def read_entries(page: str) -> dict[str, str]:
         page: text of docs/how-to/troubleshoot.md, whose headings of entries begin with a code.
     """
     parts = re.split(r"^## (?=E\d+\. )", page, flags=re.MULTILINE)[1:]
-    return {part.partition(".")[0]: LINK.sub(r"\1", NAME_OF_MESSAGE.sub("", part)).strip() for part in parts}
+    return {part.partition(".")[0]: _plain(part) for part in parts}
+
+
+def _plain(entry: str) -> str:
+    """Return an entry without marks that only a page needs: messages are set in, and links name the page."""
+    entry = FENCED.sub(lambda found: textwrap.indent(found[1], "    "), NAME_OF_MESSAGE.sub("", entry))
+    return LINK.sub(lambda found: f"{found[1]} ({_target(found[2])})", entry).strip()
+
+
+def _target(link: str) -> str:
+    return link if "://" in link else posixpath.normpath(posixpath.join(FOLDER, link))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -46,7 +47,7 @@ def command(
       streamrl init mine --model Qwen/Qwen2.5-0.5B-Instruct --prompts gsm8k.jsonl --gpus 2
     """
     from streamrl.machine.gpus import gpu_names
-    from streamrl.machine.model_files import KNOWN_MODELS
+    from streamrl.machine.model_files import KNOWN_MODELS, on_hub, resolve_model
     from streamrl.scaffold.project_files import ProjectChoices, project_files
 
     if folder.exists() and not folder.is_dir():
@@ -59,9 +60,15 @@ def command(
         most = len(gpu_names())
         gpus = _asked("--gpus", "GPUs of this machine (0: CPUs)", default=most, type=click.IntRange(0))
     chosen = _chosen_prompts(folder, prompts, prompt_column, answer_column)
+    missing = ""
+    if model not in KNOWN_MODELS and not on_hub(model):
+        try:
+            resolve_model(model, "--model")
+        except UserError as error:
+            missing = str(error)
     if Path(model).is_dir():
         model = _seen_from(folder, Path(model))
-    texts = project_files(ProjectChoices(model, chosen, gpus))
+    texts = project_files(ProjectChoices(_name_for(folder), model, chosen, gpus))
     if there := [name for name in texts if os.path.lexists(folder / name)]:
         raise UserError(f"{folder} has {', '.join(there)} already, and nothing is overwritten; name another folder")
     try:
@@ -71,12 +78,19 @@ def command(
                 file.write(text)
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
+    if missing:
+        click.echo(f"warning: {missing}", err=True)
     click.echo(f"wrote {', '.join(str(folder / name) for name in texts)}")
     steps = [] if folder.resolve() == Path.cwd() else [shlex.join(["cd", str(folder)])]
     steps += [shlex.join(["streamrl", "fetch-model", model])] if model in KNOWN_MODELS else []
     launch = "streamrl launch --cluster cluster.yaml --run run.yaml"
     for line in ("next:", *steps, f"{launch} --dry-run", launch):
         click.echo(line if line == "next:" else f"  {line}")
+
+
+def _name_for(folder: Path) -> str:
+    """Return the name of the project's runs: the folder's, with what no run's name may have replaced."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", folder.resolve().name)[:60].strip("-.") or "run"
 
 
 def _asked(option: str, question: str, **how: Any) -> Any:

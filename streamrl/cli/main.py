@@ -92,6 +92,7 @@ def main() -> None:
     try:
         cli(standalone_mode=False, prog_name="streamrl")
     except click.ClickException as error:
+        error = _without_hidden(error)
         error.show()
         sys.exit(error.exit_code)
     except (UserError, RunFailed) as error:
@@ -102,6 +103,15 @@ def main() -> None:
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         sys.exit(130)
+
+
+def _without_hidden(error: click.ClickException) -> click.ClickException:
+    """Return an error that suggests no hidden option; click does."""
+    if not isinstance(error, click.NoSuchOption) or not error.possibilities or error.ctx is None:
+        return error
+    hidden = {name for one in error.ctx.command.params if getattr(one, "hidden", False) for name in one.opts}
+    near = [name for name in error.possibilities if name not in hidden]
+    return click.NoSuchOption(error.option_name, possibilities=near, ctx=error.ctx)
 
 
 if __name__ == "__main__":

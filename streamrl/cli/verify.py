@@ -71,7 +71,7 @@ def command(model: str | None, full: bool, variables: str, hardware: bool, out: 
     run = load_run(None, [f"model.chat_template_kwargs={variables}"])
     folder = Path(model).expanduser()
     if full or not (folder / "config.json").is_file():
-        folder = Path(resolve_model(model))
+        folder = Path(resolve_model(model, "MODEL"))
     findings = verify(folder, full, lambda text: click.echo(text, err=True), run.model.chat_template_kwargs)
     TextConsole().print(table_of(model, findings))
     if reasons := reasons_against(findings):

@@ -136,7 +136,7 @@ class Telemetry:
     def watch(self, batch: StepBatch, pool: GroupPool) -> None:
         """Report the progress of this step from now on."""
         self.batch, self.pool = batch, pool
-        self.detail = f"step {batch.step}"
+        self.detail = f"step {min(batch.step, self.context.run.steps)}"  # the one after the last is never trained
 
     def _progress(self) -> dict[str, Any]:
         """Return the progress of the step: of the groups it has taken and of those that will fill it up."""

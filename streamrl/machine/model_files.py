@@ -72,8 +72,12 @@ def cache_directory() -> Path:
     return user_folder("XDG_CACHE_HOME", ".cache")
 
 
-def resolve_model(path: str) -> str:
+def resolve_model(path: str, key: str = "model.path") -> str:
     """Return the folder, in HF format, of the model that `model.path` names.
+
+    Args:
+        path: the value of `model.path`.
+        key: what messages call it.
 
     Raises:
         UserError: there is no usable model; the message says what is missing or what to do.
@@ -82,20 +86,16 @@ def resolve_model(path: str) -> str:
         folder = cache_directory() / "models" / path
         if not (folder / CHECKSUMS).exists():
             raise UserError(
-                ErrorCode.MODEL.refer(
-                    f"model.path: {path} is not on this machine yet; run: streamrl fetch-model {path}"
-                )
+                ErrorCode.MODEL.refer(f"{key}: {path} is not on this machine yet; run: streamrl fetch-model {path}")
             )
         return str(folder)
     folder = Path(path).expanduser()
     if folder.is_dir():
         if wrong := _wrong_with(folder):
-            raise UserError(
-                ErrorCode.MODEL.refer(f"model.path: {path} is no model folder in HF format: {'; '.join(wrong)}")
-            )
+            raise UserError(ErrorCode.MODEL.refer(f"{key}: {path} is no model folder in HF format: {'; '.join(wrong)}"))
         return str(folder)
-    if HUB_ID.match(path) and not folder.parent.is_dir():
-        return _from_hub(path)
+    if on_hub(path):
+        return _from_hub(path, key)
     near = difflib.get_close_matches(path, KNOWN_MODELS, n=1)
     if folder.parent.is_dir():
         siblings = [str(p) for p in folder.parent.iterdir() if p.is_dir()]
@@ -103,10 +103,15 @@ def resolve_model(path: str) -> str:
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     raise UserError(
         ErrorCode.MODEL.refer(
-            f"model.path: {path} is neither a folder, nor a hub id (owner/name), "
-            f"nor one of: {', '.join(KNOWN_MODELS)}{hint}"
+            f"{key}: {path} is neither a folder, nor a hub id (owner/name), nor one of: {', '.join(KNOWN_MODELS)}{hint}"
         )
     )
+
+
+def on_hub(path: str) -> bool:
+    """Return whether a value of `model.path` is taken for a hub id."""
+    folder = Path(path).expanduser()
+    return bool(HUB_ID.match(path)) and not folder.is_dir() and not folder.parent.is_dir()
 
 
 def hub_config(hub_id: str) -> Path | None:
@@ -171,7 +176,7 @@ def _wrong_with(folder: Path) -> list[str]:
     return wrong
 
 
-def _from_hub(hub_id: str) -> str:
+def _from_hub(hub_id: str, key: str) -> str:
     """Return the folder in the hub's local cache, fetching it if needed, so that later processes need no network."""
     try:
         from huggingface_hub import snapshot_download
@@ -186,12 +191,12 @@ def _from_hub(hub_id: str) -> str:
         hint = f"; the same model is there without a hub: streamrl fetch-model {known}" if known else ""
         raise UserError(
             ErrorCode.MODEL.refer(
-                f"model.path: {hub_id} is not in the local cache and the Hugging Face hub did not give it "
+                f"{key}: {hub_id} is not in the local cache and the Hugging Face hub did not give it "
                 f"({type(error).__name__}){hint}"
             )
         ) from error
     if wrong := _wrong_with(folder):
-        raise UserError(ErrorCode.MODEL.refer(f"model.path: {hub_id} is no model in HF format: {'; '.join(wrong)}"))
+        raise UserError(ErrorCode.MODEL.refer(f"{key}: {hub_id} is no model in HF format: {'; '.join(wrong)}"))
     return str(folder)
 
 

@@ -41,6 +41,8 @@ class Prompts:
 class ProjectChoices:
     """What `streamrl init` asks for."""
 
+    name: str
+    """Name of the run, safe as that of a folder."""
     model: str
     prompts: Prompts | None
     """None: the questions that come with the package."""
@@ -95,6 +97,7 @@ def project_files(choices: ProjectChoices) -> dict[str, str]:
     prompts = choices.prompts or Prompts(QUESTIONS, "question", "answer")
     schedule = "colocated" if choices.gpus == 1 else "stream"  # one GPU has to take turns
     values = {
+        "name": choices.name,
         "model": choices.model,
         "prompts": prompts.path,
         "prompt_column": prompts.prompt_column,

@@ -118,6 +118,11 @@ def test_an_unknown_command_suggests_the_nearest(terminal: Terminal) -> None:
     assert "Did you mean 'launch'?" in result.err
 
 
+def test_no_hidden_option_is_suggested(terminal: Terminal) -> None:
+    assert "--folder" not in terminal("launch", "--foo").err
+    assert "'--steps'" in terminal("launch", "--step").err
+
+
 @pytest.mark.parametrize(
     ("failure", "code"),
     [
@@ -386,6 +391,7 @@ def test_all_problems_are_told_at_once_and_nothing_starts(terminal: Terminal) ->
             ["calibrate", "--cluster", "cluster.yaml", "--site", "far"],
             "--site far: cluster.yaml has no such",
         ),
+        (["verify", "nomodel"], "error: MODEL: nomodel is neither a folder, nor a hub id"),
         (["verify", "--hardware", "--out", "nowhere/x.json"], "--out nowhere/x.json: its folder does not exist"),
     ],
 )

@@ -207,3 +207,21 @@ def test_no_file_is_overwritten(folder: Path) -> None:
     done = init("--model", "m", "--prompts", "example", "--gpus", "0")
     assert isinstance(done.exception, UserError) and "has rewards.py already" in str(done.exception)
     assert (folder / "rewards.py").read_text() == "mine = 1\n" and not (folder / "run.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("folder_name", "name"),
+    [("m2", "m2"), ("My run: é!", "My-run"), ("...", "run"), (".hidden", "hidden"), ("a" * 80, "a" * 60), ("7", "7")],
+)
+def test_a_run_is_named_after_its_folder(folder: Path, folder_name: str, name: str) -> None:
+    assert init(folder_name, "--model", "smollm2-135m", "--prompts", "example", "--gpus", "0").exit_code == 0
+    assert load_run(folder / folder_name / "run.yaml").name == name
+
+
+def test_a_model_that_is_not_here_is_told_as_a_launch_would(folder: Path) -> None:
+    done = init("new", "--model", "nosuch", "--prompts", "example", "--gpus", "0")
+    assert done.exit_code == 0
+    assert "warning: --model: nosuch is neither a folder, nor a hub id (owner/name), nor one of: smollm2" in done.stderr
+    for good in ("org/model", "smollm2-135m"):  # a hub is not asked, and what is to be fetched is among the next steps
+        done = init(f"with-{good.partition('/')[0]}", "--model", good, "--prompts", "example", "--gpus", "0")
+        assert done.exit_code == 0 and not done.stderr

@@ -27,3 +27,12 @@ def test_a_service_says_how_long_its_agents_process_has_been_silent(
 def test_measuring_the_memory_takes_a_fiftieth_of_the_time_at_most() -> None:
     assert memory_period(0.0) == memory_period(0.1) == 5.0
     assert memory_period(2.0) == 100.0
+
+
+def test_a_run_that_is_done_shows_its_last_step() -> None:
+    telemetry: Any = SimpleNamespace(context=SimpleNamespace(run=SimpleNamespace(steps=3)))
+    shown = []
+    for step in (2, 3, 4):  # the batch after the last step is begun, and never trained
+        Telemetry.watch(telemetry, cast(Any, SimpleNamespace(step=step)), cast(Any, None))
+        shown.append(telemetry.detail)
+    assert shown == ["step 2", "step 3", "step 3"]
