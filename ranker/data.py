@@ -26,7 +26,7 @@ OF_RUNS = ("config.yaml", "metrics.jsonl")
 """Files one of which is in every run's folder."""
 REQUIRED = ("prompt", "output_length")
 TEXT = ("prompt", "task", "group_id", "finish_reason", "void_cause")
-NUMBERS = ("output_length", "epoch", "step", "difficulty", "t_finished")
+NUMBERS = ("output_length", "epoch", "step", "t_finished")
 EPISODE = "metrics"
 """Column that has any value in an agent's episode, and none in a completion."""
 COLUMNS = (*TEXT, *NUMBERS, EPISODE)
@@ -66,8 +66,6 @@ class Rollouts:
     """Number of the group [N], distinct across runs; -1 without a group."""
     capped: Array
     """Whether generation was cut off at the length limit [N]."""
-    difficulty: Array
-    """Given difficulty [N]; NaN if there is none."""
     finished: Array
     """Unix seconds of the end [N]; NaN if unknown."""
     notes: list[str] = field(default_factory=list)
@@ -93,7 +91,7 @@ class Rollouts:
     def take(self, rows: Array, *notes: str) -> Rollouts:
         """Return some of the samples, by number or mask, with only their prompts."""
         used, prompt = np.unique(self.prompt[rows], return_inverse=True)
-        names = ("output_length", "task", "run", "step", "group", "capped", "difficulty", "finished")
+        names = ("output_length", "task", "run", "step", "group", "capped", "finished")
         columns = {name: getattr(self, name)[rows] for name in names}
         texts = [self.texts[i] for i in used]
         return replace(self, texts=texts, prompt=prompt, notes=[*self.notes, *notes], **columns)
@@ -198,7 +196,6 @@ class Builder:
             "step": np.nan_to_num(np.where(np.isfinite(step), step, epoch)).astype(np.int64),
             "group": self._group_codes(columns.get("group_id"), count, number),
             "capped": np.array([reason == "length" for reason in reasons], bool),
-            "difficulty": _floats(columns.get("difficulty"), count),
             "finished": _floats(columns.get("t_finished"), count),
         }
         for name, values in parts.items():
@@ -215,7 +212,7 @@ class Builder:
         empty = np.zeros(0, dtype=np.int64)
         parts = {name: np.concatenate(values) for name, values in self._parts.items()}
         if not parts:
-            names = ("prompt", "output_length", "task", "run", "step", "group", "difficulty", "finished")
+            names = ("prompt", "output_length", "task", "run", "step", "group", "finished")
             parts = {name: empty for name in names} | {"capped": empty.astype(bool)}
         notes = [f"{self._dropped} rows without a prompt or a length were left out"] if self._dropped else []
         length = parts["output_length"]

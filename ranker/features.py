@@ -1,4 +1,4 @@
-"""Feature columns of a request: its prompt's text, its task and difficulty, and the history."""
+"""Feature columns of a request: its prompt's text, its task, and the history."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ class FeatureSchema:
     rare: RareWords
     tasks: tuple[str, ...]
     """Known tasks, the most frequent first; the first `TASKS` have a number."""
+    difficulty: bool = False
+    """Whether there is a column `difficulty`, as in files of version 5; nothing was ever told of it in a run."""
 
     @property
     def numbered(self) -> int:
@@ -36,7 +38,8 @@ class FeatureSchema:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the columns [F]."""
-        return (*STRUCTURE, *RARE, *self.projection.names, "task", "difficulty", *HISTORY)
+        last = ("task", "difficulty") if self.difficulty else ("task",)
+        return (*STRUCTURE, *RARE, *self.projection.names, *last, *HISTORY)
 
     @property
     def history(self) -> slice:
@@ -55,18 +58,17 @@ def text_features(schema: FeatureSchema, texts: list[str]) -> Array:
     for packed in pack_batches(texts):
         columns = (structure(packed), schema.rare.apply(packed), schema.projection.apply(packed))
         parts.append(np.concatenate(columns, axis=1))
-    return np.concatenate(parts) if parts else np.zeros((0, len(schema.names) - len(HISTORY) - 2), np.float32)
+    return np.concatenate(parts) if parts else np.zeros((0, schema.names.index("task")), np.float32)
 
 
-def assemble(schema: FeatureSchema, text: Array, tasks: Array, difficulty: Array, history: Array | None) -> Array:
-    """Join all columns [N, F], float32: text [N, T], task codes [N] (NaN: none), difficulty [N], history [N, 9]."""
+def assemble(schema: FeatureSchema, text: Array, tasks: Array, history: Array | None) -> Array:
+    """Join all columns [N, F], float32: text [N, T], task codes [N] (NaN: none), history [N, 9]."""
     out = np.full((len(text), len(schema.names)), np.nan, dtype=np.float32)
     width = text.shape[1]
     out[:, :width] = text
     out[:, width] = tasks
-    out[:, width + 1] = difficulty
     if history is not None:
-        out[:, width + 2 :] = history
+        out[:, schema.history] = history
     return out
 
 
@@ -74,7 +76,6 @@ def featurise(
     schema: FeatureSchema,
     prompts: Sequence[str],
     tasks: Sequence[str | None] | None = None,
-    difficulty: Sequence[float] | Array | None = None,
     history: Array | None = None,
 ) -> Array:
     """Return the columns [N, F], float32, of N requests; a repeated text is processed once.
@@ -91,5 +92,4 @@ def featurise(
     codes = np.full(len(index), np.nan)
     if tasks is not None and schema.tasks:
         codes = np.array([known.get(task, UNKNOWN) for task in tasks], dtype=float)
-    given = np.full(len(index), np.nan) if difficulty is None else np.asarray(difficulty, dtype=np.float64)
-    return assemble(schema, text, codes, given, history)
+    return assemble(schema, text, codes, history)

@@ -34,10 +34,12 @@ TABLES = ("centres", "medians", "tables", "runaway", "means")
 """Names of the distribution's arrays."""
 UNFAMILIAR = ("means", "slopes", "prior", "inside")
 """Names of the arrays of `Unfamiliar`."""
-VERSION = 5
+VERSION = 6
 """Version of the file format; raised by any change, also of `ranker.text` and `ranker.history`, after which older files
 would be misread.
 """
+READ = (5, VERSION)
+"""Versions that are read: runs that began with an older file can be resumed."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,6 @@ class LengthModel:
         self,
         prompts: Sequence[str],
         tasks: Sequence[str | None] | None = None,
-        difficulty: Sequence[float] | Array | None = None,
         history: Array | None = None,
         threads: int = 1,
         limit: Array | float | None = None,
@@ -111,7 +112,6 @@ class LengthModel:
         Args:
             prompts: texts [N].
             tasks: names [N]; see `ranker.unfamiliar` for those that were not trained on.
-            difficulty: difficulties [N].
             history: [N, 9], columns `ranker.history.HISTORY`.
             threads: LightGBM's threads.
             limit: most tokens of each request [N], or of all; None: `LengthModel.limit`. It may differ from the limit
@@ -121,7 +121,7 @@ class LengthModel:
         if self.scorer is None or not len(prompts):
             one = np.zeros(len(prompts))
             return _prediction(self.distribution.quantiles(one, one + 1, most))
-        return self.predict_features(featurise(self.schema, prompts, tasks, difficulty, history), threads, most)
+        return self.predict_features(featurise(self.schema, prompts, tasks, history), threads, most)
 
     def predict_features(self, features: Array, threads: int = 1, limit: Array | float | None = None) -> Prediction:
         """Predict from columns [N, F] of `featurise`; N is at least 1."""
@@ -207,7 +207,7 @@ class LengthModel:
                 manifest = json.loads(archive.read("manifest.json"))
                 if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
                     raise RankerError(f"{file}: not a ranker file of streamrl train-ranker")
-                if manifest.get("version") != VERSION:
+                if manifest.get("version") not in READ:
                     found = manifest.get("version")
                     raise RankerError(f"{file}: ranker file of version {found}; expected {VERSION}: train it again")
                 names = set(archive.namelist())
@@ -227,7 +227,9 @@ class LengthModel:
         kinds = [name.removeprefix("table_") for name in arrays if name.startswith("table_")]
         projection = Projection({k: arrays[f"table_{k}"] for k in kinds}, {k: arrays[f"weight_{k}"] for k in kinds})
         common = np.unpackbits(arrays["common"]).astype(bool)
-        schema = FeatureSchema(projection, RareWords(common), tuple(manifest["tasks"]))
+        schema = FeatureSchema(
+            projection, RareWords(common), tuple(manifest["tasks"]), "difficulty" in manifest["features"]
+        )
         if list(schema.names) != manifest["features"]:
             raise ValueError("its features differ from those of this version of the program")
         if manifest["boosters"] != [name for name, text in (("score.txt", score), ("spread.txt", spread)) if text]:
@@ -236,7 +238,10 @@ class LengthModel:
         if "table" in manifest:
             table = Shrunk(arrays["scorer_tasks"], *manifest["table"])
             booster = lgb.Booster(model_str=score) if score else None
-            scorer = LengthScorer(manifest["target"], table, Columns.of(schema), booster)
+            target = manifest["target"]
+            if manifest["version"] == 5 and target == "length":
+                target = "tokens"
+            scorer = LengthScorer(target, table, Columns.of(schema), booster)
             bound, reach = manifest["unfamiliar"]
             table = Shrunk(arrays["unfamiliar_tasks"], *manifest["unfamiliar_table"])
             fitted = {name: arrays[f"unfamiliar_{name}"] for name in UNFAMILIAR}

@@ -112,7 +112,6 @@ class OnlineRanker:
         prompts: Sequence[str],
         tasks: Sequence[str | None] | None = None,
         step: int = 0,
-        difficulty: Sequence[float] | Array | None = None,
         limit: Array | float | None = None,
     ) -> Prediction | None:
         """Predict the lengths of N requests that start in `step`; None without a model.
@@ -129,7 +128,7 @@ class OnlineRanker:
             return None
         named = list(tasks or [None] * count)
         history = self._history.columns(list(prompts), named, step)
-        return self.model.predict(prompts, named, difficulty, history, self.threads, limit)
+        return self.model.predict(prompts, named, history, self.threads, limit)
 
     def expect(self, sample_ids: Sequence[str], length: float) -> None:
         """Remember the expected length by which samples are dispatched, to compare it with those observed.

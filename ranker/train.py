@@ -117,7 +117,8 @@ def train_and_hold_out(
         baselines={name: measured[name] for name in simple},
         limit=measured[LIMIT].recall,
         many=_many(few.unit, length, expected),
-        coverage=_coverage(held_out, table.fold),
+        coverage=_coverage(cold, length, table.fold),
+        coverage_with_history=_coverage(warm, length, table.fold) if choice.history else {},
         messages=list(dict.fromkeys([*rollouts.notes, *few.notes, *_warnings(few)])),
     )
     whole = table if few is rollouts else tabulate(rollouts, seed)
@@ -159,8 +160,8 @@ def tabulate(rollouts: Rollouts, seed: int) -> Table:
     number[frequent[: schema.numbered]] = np.arange(schema.numbered)
     text = text_features(schema, rollouts.texts)[rollouts.prompt]
     history = simulate(rollouts)
-    cold = assemble(schema, text, number[rollouts.task], rollouts.difficulty, None)
-    warm = assemble(schema, text, number[rollouts.task], rollouts.difficulty, history)
+    cold = assemble(schema, text, number[rollouts.task], None)
+    warm = assemble(schema, text, number[rollouts.task], history)
     chance = rng.random(len(rollouts.texts))[rollouts.prompt]
     trained = warm.copy()
     trained[chance < HIDE_ALL, schema.history] = np.nan
@@ -285,11 +286,11 @@ def _warnings(rollouts: Rollouts) -> list[str]:
     return found
 
 
-def _coverage(held: HeldOut, fold: Array) -> dict[str, float]:
-    """Return the coverage of the model's quantiles; means over folds [N]."""
+def _coverage(quantiles: Array, length: Array, fold: Array) -> dict[str, float]:
+    """Return the coverage of quantiles [N, Q] of lengths [N]; means over folds [N]."""
     # 1e-6: a quantile that is exactly a length may be a rounding error below it
-    quantiles = held.forecasts[MODEL] * (1 + 1e-6)
-    parts = [coverage(held.levels, quantiles[fold == f], held.length[fold == f]) for f in np.unique(fold)]
+    quantiles = quantiles * (1 + 1e-6)
+    parts = [coverage(LEVELS, quantiles[fold == f], length[fold == f]) for f in np.unique(fold)]
     return {level: float(np.mean([part[level] for part in parts])) for level in parts[0]}
 
 

@@ -89,6 +89,8 @@ class Report:
     coverage: dict[str, float] = field(default_factory=dict)
     """Share of new prompts' lengths that are at most the quantile, by its level. It is 1 where the quantile is the
     cap."""
+    coverage_with_history: dict[str, float] = field(default_factory=dict)
+    """The same with the lengths that had finished earlier; empty when the rollouts have no history."""
     messages: list[str] = field(default_factory=list)
     dispatch: list[Dispatch] = field(default_factory=list)
     """Savings of dispatch by forecasts for new prompts, by fleet; empty where it was not simulated (a refit)."""

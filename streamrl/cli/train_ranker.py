@@ -51,7 +51,7 @@ def command(
     """Train the ranker, which predicts output lengths, on past rollouts.
 
     Folders are searched for .parquet and .jsonl files: rollouts of a run, or any with the columns 'prompt' and
-    'output_length' (optional: task, group_id, epoch, step, finish_reason, difficulty).
+    'output_length' (optional: task, group_id, epoch, step, finish_reason).
 
     \b
     Example:
@@ -162,8 +162,10 @@ def _show(report: Report, console: Console) -> None:
                 what = f"{what}, on {report.many.prompts} prompts with many samples"
                 table.add_row(what, *_recalls(recall), "")
         console.print(table)
-        pairs = "  ".join(f"{level}: {share:.2f}" for level, share in report.coverage.items())
-        console.print(f"share of lengths at most the predicted quantile  {pairs}", highlight=False)
+        for what, coverage in (("", report.coverage), (", with earlier lengths", report.coverage_with_history)):
+            if coverage:
+                pairs = "  ".join(f"{level}: {share:.2f}" for level, share in coverage.items())
+                console.print(f"share of lengths at most the predicted quantile{what}  {pairs}", highlight=False)
         console.print(f"kept by: {report.criterion}", highlight=False)
     for dispatch in report.dispatch:
         _show_dispatch(dispatch, console)

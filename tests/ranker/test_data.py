@@ -159,4 +159,4 @@ def test_zero_rows_of_parquet_beside_others_do_no_harm(tmp_path: Path) -> None:
     write_parquet(tmp_path / "step_000001.parquet", empty)
     write_parquet(tmp_path / "step_000002.parquet", {"prompt": ["p"], "output_length": [3]})
     rollouts = read_rollouts([tmp_path])
-    assert len(rollouts) == 1 and np.isnan(rollouts.difficulty).all()
+    assert len(rollouts) == 1 and np.isnan(rollouts.finished).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import zipfile
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 
 from ranker.data import from_rows
 from ranker.errors import RankerError
+from ranker.features import featurise
+from ranker.history import LiveHistory, Seen
 from ranker.model import LengthModel
 from ranker.train import refit, train, train_and_hold_out
 from ranker.training_report import Captured, Dispatch, Report
@@ -73,7 +76,7 @@ def test_other_versions_and_broken_files_are_named(tmp_path: Path, small: Length
     with zipfile.ZipFile(file) as archive:
         manifest = json.loads(archive.read("manifest.json"))
     later = json.dumps(manifest | {"version": 99}).encode()
-    with pytest.raises(RankerError, match=r"later: ranker file of version 99; expected 5"):
+    with pytest.raises(RankerError, match=r"later: ranker file of version 99; expected 6"):
         LengthModel.load(damage(file, tmp_path / "later", "manifest.json", later))
     alien = json.dumps({"format": "x"}).encode()
     with pytest.raises(RankerError, match="alien: not a ranker file"):
@@ -89,6 +92,33 @@ def test_other_versions_and_broken_files_are_named(tmp_path: Path, small: Length
         LengthModel.load(tmp_path / "text")
     with pytest.raises(RankerError, match="nowhere: no such ranker file"):
         LengthModel.load(tmp_path / "nowhere")
+
+
+def test_a_file_of_version_5_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """Its scores of kinds of 'length' are tokens, and its features have a column that no run filled."""
+    rows = small_reasoner(60, 2, 0).rows
+    model = refit("mean_length", from_rows(rows))
+    features = featurise(model.schema, [row["prompt"] for row in rows], [row["task"] for row in rows])
+    file = tmp_path / "r.lgb"
+    model.save(file)
+    with zipfile.ZipFile(file) as archive:
+        manifest = json.loads(archive.read("manifest.json"))
+    names = list(model.schema.names)
+    names.insert(names.index("task") + 1, "difficulty")
+    older = json.dumps(manifest | {"version": 5, "features": names}).encode()
+    loaded = LengthModel.load(damage(file, tmp_path / "older", "manifest.json", older))
+    assert list(loaded.schema.names) == names and loaded.scorer is not None and model.scorer is not None
+    wider = featurise(loaded.schema, [row["prompt"] for row in rows], [row["task"] for row in rows])
+    assert np.isnan(wider[:, names.index("difficulty")]).all()
+    np.testing.assert_array_equal(np.delete(wider, names.index("difficulty"), axis=1), features)
+    tokens, logs = loaded.scorer.score(features), model.scorer.score(features)
+    long = tokens > 100
+    assert long.any()
+    np.testing.assert_allclose(np.log(tokens[long]), logs[long], rtol=1e-3)
+    loaded.save(tmp_path / "again")
+    again = LengthModel.load(tmp_path / "again").scorer
+    assert again is not None
+    np.testing.assert_array_equal(again.score(features), tokens)
 
 
 @pytest.mark.parametrize("count", [1, 2, 50])
@@ -123,6 +153,32 @@ def test_history_is_used_where_there_is_some() -> None:
     assert report.with_history.recall["0.2"] > 0.6
     assert report.baselines["earlier_shrunk"].recall["0.2"] > 0.6
     assert report.held_out is not None and report.held_out.recall["0.2"] < 0.45
+    assert report.coverage_with_history["0.9"] == pytest.approx(0.9, abs=0.05)
+
+
+def test_the_longest_prompts_are_expected_to_be_as_long_as_they_were() -> None:
+    """Lengths by prompt are log-normal, and only earlier lengths tell them: the longest are far above the last bin."""
+    rng = np.random.default_rng(0)
+    typical = rng.lognormal(6, 1, 300)
+    rows = [
+        {
+            "prompt": f"riddle {n}",
+            "step": step,
+            "output_length": int(typical[n] * rng.lognormal(0, 0.4)) + 1,
+        }
+        for step in range(3)
+        for n in range(300)
+        for _ in range(4)
+    ]
+    model = refit("task_mean", from_rows(rows))
+    live = LiveHistory(10**6)
+    for row in rows:
+        live.add(Seen(str(row["prompt"]), None, int(row["step"]), math.log(int(row["output_length"]))))
+    prompts = [f"riddle {n}" for n in range(300)]
+    told = model.predict(prompts, history=live.columns(prompts, [None] * 300, 3))
+    order = np.argsort(typical)
+    for part in np.array_split(order, 10):
+        assert told.mean[part].mean() == pytest.approx(typical[part].mean() * np.exp(0.08), rel=0.25)
 
 
 def test_refit_keeps_the_kind() -> None:
