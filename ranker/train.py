@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ranker.ceiling import ceiling_of_many
+from ranker.ceiling import MANY, ceiling_of_many
 from ranker.data import Rollouts
 from ranker.distribution import LEVELS, expected_length, fit_distribution, fit_location
 from ranker.evaluate import FRACTIONS, baselines, coverage
@@ -313,21 +313,28 @@ def _counted(rollouts: Rollouts, seed: int) -> Array:
 
 
 def _subsample(rollouts: Rollouts, most: int, seed: int, what: str) -> Rollouts:
-    """Return at most about `most` samples: whole prompts, or some samples of each if those would be too few prompts."""
+    """Return at most `most` samples: first fewer of the prompts that have many, but `MANY`, and then fewer prompts."""
     if len(rollouts) <= most:
         return rollouts
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(rollouts.texts))
-    sizes = np.bincount(rollouts.prompt, minlength=len(order))[order]
-    whole = int(np.searchsorted(np.cumsum(sizes), most, side="right"))
-    if whole >= min(MIN_PROMPTS, len(order)):
-        chosen = np.zeros(len(order), dtype=bool)
-        chosen[order[:whole]] = True
-        rows = np.flatnonzero(chosen[rollouts.prompt])
-    else:  # few prompts with very many samples each
-        each = max((n for n in range(1, most + 1) if np.minimum(sizes, n).sum() <= most), default=1)
-        rows = np.flatnonzero(_places(rollouts.prompt, rng) < each)
+    sizes = np.bincount(rollouts.prompt)
+    each = max(_most_each(sizes, most), MANY if most >= MIN_PROMPTS * MANY else 1)
+    left, chosen = most, np.zeros(len(order), dtype=bool)
+    for prompt, size in zip(order.tolist(), np.minimum(sizes, each)[order].tolist(), strict=True):
+        chosen[prompt] = size <= left
+        left -= size if size <= left else 0
+    rows = np.flatnonzero(chosen[rollouts.prompt] & (_places(rollouts.prompt, rng) < each))
     return rollouts.take(rows, f"{what} {len(rows)} of {len(rollouts)} samples, chosen by prompt")
+
+
+def _most_each(sizes: Array, most: int) -> int:
+    """Return the most samples of each prompt, of which there are `sizes` [P], that are at most `most` together."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if np.minimum(sizes, middle).sum() <= most else (low, middle - 1)
+    return low
 
 
 def _places(unit: Array, rng: np.random.Generator) -> Array:

@@ -144,7 +144,21 @@ def test_few_prompts_with_very_many_samples_each_are_all_kept(monkeypatch: pytes
     rollouts = from_rows(rows)
     few = ranker_train._subsample(rollouts, 60, 0, "compared on")
     assert np.bincount(few.prompt).tolist() == [5] * len(rollouts.texts)
+    assert len(few) <= 60
     monkeypatch.setattr(ranker_train, "COMPARE_ROWS", 60)
     model, report = train(rollouts, seed=0, threads=1)
     assert_sound(model, rollouts.texts)
     assert "no split by prompt" not in str(report)
+
+
+def test_one_prompt_with_very_many_samples_costs_no_other_prompt_its_place() -> None:
+    rows = [{"prompt": f"p{n}", "output_length": 1 + n + k} for n in range(200) for k in range(8)]
+    rows += [{"prompt": "opening move", "output_length": 1 + k % 50} for k in range(7000)]
+    rollouts = from_rows(rows)
+    for seed in range(6):
+        few = ranker_train._subsample(rollouts, 3000, seed, "trained on")
+        each = np.bincount(few.prompt)
+        assert len(few.texts) == 201 and sorted(each.tolist()) == [8] * 200 + [1400]
+        # beyond sixteen samples of each, there are fewer prompts
+        few = ranker_train._subsample(rollouts, 400, seed, "trained on")
+        assert len(few) > 390 and set(np.bincount(few.prompt)) <= {8, 16}
