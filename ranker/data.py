@@ -40,8 +40,26 @@ FileOpener = Callable[[Path, Path], BinaryIO]
 MOST = 1e9
 """Greatest plausible length, tokens."""
 
-PILE = 0.02
-"""Share of samples at exactly the greatest length from which it counts as a cap where no row has a `finish_reason`."""
+CUT = ("length", "max_tokens", "max_new_tokens", "max_output_tokens", "max_length", "token_limit", "truncated")
+"""Reasons that say, in any case of letters, that a sample was cut off at a limit: ours, and those of other systems."""
+ENDED = (
+    "stop",
+    "end_turn",
+    "stop_sequence",
+    "eos",
+    "eos_token",
+    "end",
+    "finished",
+    "completed",
+    "tool_calls",
+    "tool_use",
+)
+"""Reasons that say that a sample ended by itself."""
+PILE, PILE_LEAST = 0.02, 5
+"""Share and number of samples at exactly the greatest length from which it counts as a cap where no row of a run has a
+`finish_reason`."""
+JUDGED_ALONE = 50
+"""Fewest samples of a run whose greatest length is judged; smaller runs are judged together."""
 
 
 @dataclass(frozen=True)
@@ -115,17 +133,26 @@ def read_rollouts(paths: Iterable[str | Path], open_file: FileOpener = _open) ->
         RankerError: a path does not exist or holds no such file, a file cannot be read or lacks a column, or nothing
             usable is left.
     """
-    files = {file: Path(path) for path in paths for file in rollout_files(Path(path))}
+    files: dict[Path, tuple[Path, Path]] = {}  # by their real paths, so that a file of two names is read once
+    for path in map(Path, paths):
+        for file in rollout_files(path):
+            files.setdefault(file.resolve(), (file, path))
     if not files:
         raise RankerError("no rollouts given: expected files or folders of .parquet or .jsonl")
     builder = Builder()
-    for file, given in files.items():
+    alone: dict[Path, list[str]] = {}
+    for real, (file, given) in files.items():
+        run = str(real.parent) if file.name.startswith("step_") else str(real)
+        if run == str(real):
+            alone.setdefault(real.parent, []).append(run)
         read = _read_parquet if file.suffix == ".parquet" else _read_jsonl
         for columns in read(file, partial(open_file, file, given)):
-            builder.add(columns, str(file.parent) if file.name.startswith("step_") else str(file))
+            builder.add(columns, run)
+    for runs in alone.values():
+        builder.join(runs)
     rollouts = builder.build()
     if not len(rollouts):
-        some = f"{next(iter(files))}{f' and {len(files) - 1} more' if len(files) > 1 else ''}"
+        some = f"{next(iter(files.values()))[0]}{f' and {len(files) - 1} more' if len(files) > 1 else ''}"
         notes = f" ({'; '.join(rollouts.notes)})" if rollouts.notes else ""
         raise RankerError(f"{some}: no usable rows; expected rows with 'prompt' and 'output_length'{notes}")
     return rollouts
@@ -150,13 +177,17 @@ def says_length(
 
     Args:
         output_length: tokens.
-        finish_reason: 'length' where it was cut off at a limit.
+        finish_reason: one of `CUT` where it was cut off at a limit.
         void_cause: why its reward is void, if it is.
         episode: anything but None if an agent led it (the column `EPISODE`).
     """
     if void_cause is not None and episode is not None:
         return False
-    return output_length > 0 or finish_reason != "length"
+    return output_length > 0 or not _is_cut(finish_reason)
+
+
+def _is_cut(finish_reason: str | None) -> bool:
+    return finish_reason is not None and finish_reason.lower() in CUT
 
 
 class Builder:
@@ -169,7 +200,9 @@ class Builder:
         self._runs: dict[str, int] = {}
         self._parts: dict[str, list[Array]] = {}
         self._dropped = 0
-        self._told = False  # whether a row says how its sample ended
+        self._told: set[int] = set()  # runs of which a row says how its sample ended
+        self._steps: dict[int, set[float]] = {}  # steps of each run, NaN where a row has none
+        self._notes: list[str] = []
 
     def add(self, columns: Mapping[str, Sequence[Any] | None], run: str) -> None:
         """Add rows given as columns (lists of equal length; None for a missing column)."""
@@ -185,17 +218,21 @@ class Builder:
         # before anything is numbered: a text, a task or a group without a sample would count for nothing
         columns = {name: None if values is None else list(compress(values, usable)) for name, values in columns.items()}
         reasons = columns.get("finish_reason") or [None] * count
-        self._told |= any(reason is not None for reason in reasons)
         number = self._runs.setdefault(run, len(self._runs))
+        if any(reason is not None for reason in reasons):
+            self._told.add(number)
         step, epoch = _floats(columns.get("step"), count), _floats(columns.get("epoch"), count)
+        step = np.where(np.isfinite(step), step, epoch)
+        self._steps.setdefault(number, set()).update(np.unique(step).tolist())
         parts = {
             "prompt": _codes(columns["prompt"], count, self._texts),
             "output_length": np.maximum(length[usable], 1).astype(np.int64),
             "task": _codes(columns.get("task"), count, self._tasks),
             "run": np.full(count, number),
-            "step": np.nan_to_num(np.where(np.isfinite(step), step, epoch)).astype(np.int64),
+            "step": np.nan_to_num(step).astype(np.int64),
             "group": self._group_codes(columns.get("group_id"), count, number),
-            "capped": np.array([reason == "length" for reason in reasons], bool),
+            "capped": np.array([_is_cut(reason) for reason in reasons], bool),
+            "unsaid": np.array([reason is None or reason.lower() not in CUT + ENDED for reason in reasons], bool),
             "finished": _floats(columns.get("t_finished"), count),
         }
         for name, values in parts.items():
@@ -207,22 +244,67 @@ class Builder:
         known = self._groups
         return np.array([-1 if g is None else known.setdefault((run, g), len(known)) for g in groups], int)
 
+    def join(self, runs: Sequence[str]) -> None:
+        """Make one run of those of the files of a folder, if no two of them have a step in common."""
+        numbers = [self._runs[run] for run in runs if run in self._runs]
+        steps = [self._steps[number] for number in numbers]
+        if len(numbers) < 2 or any(math.isnan(step) for some in steps for step in some):
+            return
+        if len(set().union(*steps)) == sum(map(len, steps)):
+            for values in self._parts["run"]:
+                values[np.isin(values, numbers)] = numbers[0]
+            if self._told & set(numbers):
+                self._told.add(numbers[0])
+        elif max(map(len, steps)) > 1:
+            name = f"{len(numbers)} files of {Path(runs[0]).parent}"
+            self._notes.append(f"{name} have steps in common: each counts as a run of its own")
+
     def build(self) -> Rollouts:
         """Return all that was added."""
         empty = np.zeros(0, dtype=np.int64)
         parts = {name: np.concatenate(values) for name, values in self._parts.items()}
         if not parts:
             names = ("prompt", "output_length", "task", "run", "step", "group", "finished")
-            parts = {name: empty for name in names} | {"capped": empty.astype(bool)}
+            parts = {name: empty for name in names} | {"capped": empty.astype(bool), "unsaid": empty.astype(bool)}
         notes = [f"{self._dropped} rows without a prompt or a length were left out"] if self._dropped else []
-        length = parts["output_length"]
-        if len(length) >= 50 and not self._told:
-            at_most = length == length.max()
-            if at_most.mean() >= PILE and not (length == length.min()).all():
-                parts["capped"] = at_most
-                share = 100 * at_most.mean()
-                notes.append(f"{share:.0f} % of lengths are exactly {length.max()}: taken for the length limit")
+        notes += [*self._notes, *self._guess_limits(parts.pop("unsaid"), **parts)]
         return Rollouts(texts=list(self._texts), tasks=list(self._tasks), notes=notes, **parts)
+
+    def _guess_limits(self, unsaid: Array, run: Array, output_length: Array, capped: Array, **_: Array) -> list[str]:
+        """Mark in `capped` the samples at the limit of runs that say of none how it ended; return notes on this.
+
+        Args:
+            unsaid: whether nothing is known of how the sample ended [N].
+            run: number of the run [N].
+            output_length: tokens [N].
+            capped: whether the sample was cut off at a limit [N].
+        """
+        told = np.isin(run, list(self._told))
+        few = np.bincount(run)[run] < JUDGED_ALONE if len(run) else told
+        part = np.where(told, run + 1, np.where(few, 0, -run - 1))  # smaller runs that do not tell are one part
+        guessed: dict[int, int] = {}
+        notes = []
+        for number in np.unique(part):
+            rows = np.flatnonzero(part == number)
+            length = output_length[rows]
+            most = int(length.max())
+            at_most = rows[length == most]
+            if len(rows) < JUDGED_ALONE or len(at_most) < max(PILE_LEAST, PILE * len(rows)) or most == length.min():
+                continue
+            if number <= 0:
+                capped[at_most] = True
+                guessed[most] = guessed.get(most, 0) + len(at_most)
+            elif unsaid[at_most].all():
+                share = 100 * len(at_most) / len(rows)
+                notes.append(
+                    f"{share:.0f} % of a run's lengths are exactly {most}, and no known finish_reason says whether "
+                    f"they were cut off; expected {CUT[0]} of those that were"
+                )
+        if guessed:
+            share = 100 * sum(guessed.values()) / max(1, int((~told).sum()))
+            limits = " or ".join(map(str, sorted(guessed)))
+            notes.append(f"{share:.0f} % of lengths are exactly {limits}: taken for the length limit")
+        return list(dict.fromkeys(notes))
 
 
 def _floats(values: Sequence[Any] | None, count: int) -> Array:
@@ -330,6 +412,9 @@ def _read_jsonl(file: Path, opened: Callable[[], BinaryIO]) -> Iterator[dict[str
                 if not seen:
                     _missing(file, row)
                     seen = True
+                ids = [row.get(name) for name in ROW_IDS]
+                if None not in ids and ids[0] != ids[1]:
+                    continue  # not a sample's first row
                 rows.append(tuple(_value(file, number, name, row.get(name)) for name in COLUMNS))
                 if len(rows) == 65536:
                     yield dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
@@ -359,7 +444,10 @@ def _value(file: Path, number: int, name: str, value: Any) -> Any:
     if name in NUMBERS:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise RankerError(f"{file}, line {number}: column '{name}' is {value!r:.60}; expected a number")
-        return value if math.isfinite(value) else None
+        try:
+            return value if math.isfinite(value) else None
+        except OverflowError:  # an integer that no float can hold
+            return None
     if isinstance(value, str) or (name != "prompt" and isinstance(value, int)):
         return str(value)
     raise RankerError(f"{file}, line {number}: column '{name}' is {value!r:.60}; expected text")

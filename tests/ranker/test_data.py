@@ -13,6 +13,7 @@ import pytest
 
 from ranker.data import read_rollouts
 from ranker.errors import RankerError
+from ranker.history import simulate
 from ranker.train import train
 
 
@@ -51,12 +52,50 @@ def test_a_file_named_twice_is_read_once(tmp_path: Path) -> None:
     assert len(read_rollouts([file, tmp_path, str(file)])) == 1
 
 
+def test_a_file_of_a_relative_and_an_absolute_name_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_jsonl(tmp_path / "x.jsonl", [{"prompt": "r", "output_length": 5}])
+    monkeypatch.chdir(tmp_path)
+    assert len(read_rollouts(["x.jsonl", file, "."])) == 1
+
+
+def test_an_episode_counts_once_in_any_format(tmp_path: Path) -> None:
+    """Its further rows repeat its length."""
+    rows = [
+        {"prompt": f"p{n}", "output_length": 9, "sample_id": f"s{n}", "trajectory_id": f"s{n}-{k}" if k else f"s{n}"}
+        for n in range(4)
+        for k in range(3)
+    ]
+    rows.append({"prompt": "p9", "output_length": 9, "sample_id": "s9", "trajectory_id": None})
+    plain = write_jsonl(tmp_path / "x.jsonl", rows)
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    found = [read_rollouts([file]) for file in (plain, write_parquet(tmp_path / "x.parquet", columns))]
+    assert [[one.texts[i] for i in one.prompt] for one in found] == [["p0", "p1", "p2", "p3", "p9"]] * 2
+
+
+def test_files_of_one_step_each_are_one_run_whatever_their_names(tmp_path: Path) -> None:
+    for step in range(3):
+        rows = [{"prompt": f"p{n}", "output_length": 100 + n, "step": step} for n in range(5)]
+        write_jsonl(tmp_path / f"rollouts_{step}.jsonl", rows)
+    rollouts = read_rollouts([tmp_path])
+    assert set(rollouts.run.tolist()) == {0} and not rollouts.notes
+    assert np.isfinite(simulate(rollouts)[:, 0]).sum() == 10  # all but those of the first step
+    write_jsonl(tmp_path / "other.jsonl", [{"prompt": "p", "output_length": 5, "step": step} for step in (1, 7)])
+    rollouts = read_rollouts([tmp_path])
+    assert len(set(rollouts.run.tolist())) == 4
+    said = f"4 files of {tmp_path.resolve()} have steps in common: each counts as a run of its own"
+    assert rollouts.notes == [said]
+    write_jsonl(tmp_path / "other.jsonl", [{"prompt": "p", "output_length": 5}])  # of no step
+    assert len(set(read_rollouts([tmp_path]).run.tolist())) == 4
+
+
 def test_nulls_are_left_out_and_counted(tmp_path: Path) -> None:
     rows = [{"prompt": None, "output_length": 5}, {"prompt": "p", "output_length": None}, {"prompt": "p"}]
-    rows += [{"prompt": "p", "output_length": length} for length in (-1, 1e300, float("nan"))]
+    rows += [{"prompt": "p", "output_length": length} for length in (-1, 1e300, float("nan"), 10**400)]
     file = write_jsonl(tmp_path / "x.jsonl", [{"prompt": "p", "output_length": 5}, *rows])
     rollouts = read_rollouts([file])
-    assert len(rollouts) == 1 and rollouts.notes == ["6 rows without a prompt or a length were left out"]
+    assert len(rollouts) == 1 and rollouts.notes == ["7 rows without a prompt or a length were left out"]
 
 
 def test_what_only_rows_that_are_left_out_have_is_not_counted(tmp_path: Path) -> None:
@@ -79,6 +118,48 @@ def test_the_length_limit_is_told_or_recognised(tmp_path: Path) -> None:
     assert read_rollouts([write_jsonl(tmp_path / "c.jsonl", rows[:90])]).cap is None
     ended = read_rollouts([write_jsonl(tmp_path / "d.jsonl", [row | {"finish_reason": "stop"} for row in rows])])
     assert ended.cap is None and not ended.notes, "short answers, many of one length"
+
+
+def test_what_one_file_tells_of_its_ends_says_nothing_of_another(tmp_path: Path) -> None:
+    told = [{"prompt": f"a{n}", "output_length": n + 1, "finish_reason": "stop"} for n in range(60)]
+    cut = [{"prompt": f"b{n}", "output_length": min(512, 5 * n + 1)} for n in range(200)]
+    few = [{"prompt": f"c{n}", "output_length": 7} for n in range(20)]
+    for name, rows in (("a", told), ("b", cut), ("c", few)):
+        write_jsonl(tmp_path / f"{name}.jsonl", rows)
+    rollouts = read_rollouts([tmp_path])
+    assert rollouts.capped.sum() == 97 and set(rollouts.output_length[rollouts.capped]) == {512}
+    assert rollouts.notes == ["44 % of lengths are exactly 512: taken for the length limit"]
+
+
+def test_small_files_that_do_not_tell_are_judged_together(tmp_path: Path) -> None:
+    for part in range(5):
+        rows = [{"prompt": f"p{part}-{n}", "output_length": min(30, 2 * n + 1)} for n in range(20)]
+        write_jsonl(tmp_path / f"{part}.jsonl", rows)
+    assert read_rollouts([tmp_path]).capped.sum() == 25
+
+
+@pytest.mark.parametrize("reason", ["length", "max_tokens", "MAX_TOKENS", "max_new_tokens", "truncated"])
+def test_other_systems_words_for_a_limit_are_known(tmp_path: Path, reason: str) -> None:
+    rows = [
+        {"prompt": f"p{n}", "output_length": min(100, n), "finish_reason": reason if n >= 100 else "end_turn"}
+        for n in range(200)
+    ]
+    rows.append({"prompt": "q", "output_length": 0, "finish_reason": reason})
+    rollouts = read_rollouts([write_jsonl(tmp_path / "x.jsonl", rows)])
+    assert rollouts.capped.sum() == 100 and rollouts.notes == ["1 rows without a prompt or a length were left out"]
+
+
+@pytest.mark.parametrize("reason", ["limit reached", None])
+def test_a_pile_of_lengths_of_which_no_known_reason_says_how_they_ended_is_noted(
+    tmp_path: Path, reason: str | None
+) -> None:
+    rows = [
+        {"prompt": f"p{n}", "output_length": min(100, n), "finish_reason": reason if n >= 100 else "stop"}
+        for n in range(200)
+    ]
+    rollouts = read_rollouts([write_jsonl(tmp_path / "x.jsonl", rows)])
+    assert rollouts.cap is None and len(rollouts.notes) == 1
+    assert rollouts.notes[0].startswith("50 % of a run's lengths are exactly 100, and no known finish_reason says")
 
 
 def test_the_limit_is_that_of_the_longest_sample_where_limits_differ(tmp_path: Path) -> None:
