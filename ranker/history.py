@@ -3,14 +3,17 @@
 `simulate` rebuilds this knowledge for past samples, so that a model is trained on exactly what it would have seen:
 a sample sees finished samples of *earlier steps* of its run only, and nothing of its siblings, as a run predicts a
 group once, before any member starts. It never sees its own length nor a later one. `LiveHistory` gives the same
-columns during a run. Lengths enter as natural logarithms; means of a prompt are the logarithm of the mean length,
-since dispatch goes by expected lengths. Unknown values are NaN.
+columns during a run, and `Remembered` those of the prompts that a model was trained on. Lengths enter as natural
+logarithms; means of a prompt are the logarithm of the mean length, since dispatch goes by expected lengths. Unknown
+values are NaN.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -97,6 +100,50 @@ def _log_mean(logs: list[float]) -> float:
 
 def _summary(log: Array, percentiles: tuple[int, ...]) -> list[float]:
     return [float(log.mean()), *map(float, np.percentile(log, percentiles))]
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """Lengths of the prompts that a model was trained on, for runs in which they come again."""
+
+    keys: Array
+    """Keys of the prompts [P], uint64, ascending."""
+    columns: Array
+    """Their columns `PROMPT` after all samples [P, 4], float32."""
+
+    def fill(self, history: Array, prompts: Sequence[str]) -> Array:
+        """Return columns `HISTORY` [N, 9] with those of `PROMPT` where a prompt has none, and is remembered."""
+        if not len(self.keys) or not len(prompts):
+            return history
+        key = np.array([_key(prompt) for prompt in prompts], dtype=np.uint64)
+        place = np.minimum(np.searchsorted(self.keys, key), len(self.keys) - 1)
+        rows = (self.keys[place] == key) & np.isnan(history[:, HISTORY.index("prompt_before_count")])
+        filled = history.copy()
+        filled[rows, : len(PROMPT)] = self.columns[place[rows]]
+        return filled
+
+
+NOTHING = Remembered(np.zeros(0, dtype=np.uint64), np.zeros((0, len(PROMPT)), dtype=np.float32))
+
+
+def remember(rollouts: Rollouts) -> Remembered:
+    """Return what is to be remembered of all samples; the newest step is that of the last run of each prompt."""
+    last = rollouts.take(np.lexsort((rollouts.step, rollouts.run, rollouts.prompt)))
+    log = np.log(last.output_length)
+    ends = np.flatnonzero(np.append(np.diff(last.prompt) != 0, True))
+    newest = last.unit == last.unit[ends][last.prompt]
+    count = np.bincount(last.prompt).astype(float)
+    most = np.full(len(count), -np.inf)
+    np.maximum.at(most, last.prompt, log)
+    total = np.bincount(last.prompt, weights=np.exp(log))
+    of_last = np.bincount(last.prompt, weights=np.exp(log) * newest) / np.bincount(last.prompt, weights=newest)
+    columns = np.stack((np.log(total / count), np.log(of_last), most, count), axis=1).astype(np.float32)
+    keys, first = np.unique(np.array([_key(text) for text in last.texts], dtype=np.uint64), return_index=True)
+    return Remembered(keys, columns[first])
+
+
+def _key(prompt: str) -> int:
+    return int.from_bytes(hashlib.blake2b(prompt.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
 @dataclass(frozen=True)

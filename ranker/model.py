@@ -21,6 +21,7 @@ import numpy as np
 from ranker.distribution import LEVELS, Distribution, expected_length
 from ranker.errors import RankerError
 from ranker.features import UNKNOWN, FeatureSchema, featurise
+from ranker.history import NOTHING, Remembered
 from ranker.model_kinds import Columns, LengthScorer, predict_spread
 from ranker.projection import Projection
 from ranker.rare import RareWords
@@ -93,6 +94,8 @@ class LengthModel:
     """Held-out samples by which a run trusts the model until it has its own; none after a refit."""
     written_by: tuple[str, ...] = ()
     """Names of the language models that wrote the training samples, where known."""
+    remembered: Remembered = NOTHING
+    """Lengths of the training prompts; of a refit none, as a run has its own history."""
 
     @property
     def limit(self) -> int:
@@ -167,6 +170,7 @@ class LengthModel:
         arrays["common"] = np.packbits(self.schema.rare.common)
         arrays |= {name: getattr(self.distribution, name) for name in TABLES}
         arrays |= {"judged_expected": self.judged.expected, "judged_length": self.judged.length}
+        arrays |= {"remembered_keys": self.remembered.keys, "remembered_columns": self.remembered.columns}
         if scorer is not None and self.unfamiliar is not None:
             manifest["target"] = scorer.target
             manifest["table"] = _numbers(scorer.table, arrays, "scorer_tasks")
@@ -246,6 +250,9 @@ class LengthModel:
             table = Shrunk(arrays["unfamiliar_tasks"], *manifest["unfamiliar_table"])
             fitted = {name: arrays[f"unfamiliar_{name}"] for name in UNFAMILIAR}
             unfamiliar = Unfamiliar(bound=bound, reach=reach, table=table, **fitted)
+        remembered = NOTHING
+        if manifest["version"] > 5:
+            remembered = Remembered(arrays["remembered_keys"], arrays["remembered_columns"])
         slope, limit = manifest["distribution"]
         return cls(
             kind=manifest["kind"],
@@ -259,6 +266,7 @@ class LengthModel:
             report=Report.from_json(manifest["report"]),
             judged=Judged(arrays["judged_expected"], arrays["judged_length"]),
             written_by=tuple(manifest["written_by"]),
+            remembered=remembered,
         )
 
 

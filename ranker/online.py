@@ -32,7 +32,7 @@ import numpy as np
 from ranker.data import EPISODE, from_rows, says_length
 from ranker.errors import RankerError
 from ranker.evaluate import kendall_tau, recall_at
-from ranker.history import LiveHistory, Seen
+from ranker.history import NOTHING, LiveHistory, Seen
 from ranker.model import LengthModel, Prediction
 from ranker.model_kinds import DEFAULT
 from ranker.segments import Array
@@ -94,6 +94,8 @@ class OnlineRanker:
         self.written_by = written_by
         self._rows: deque[Mapping[str, Any]] = deque(maxlen=window)
         self._history = LiveHistory(window)
+        # kept over refits: the prompts of the file may come later
+        self._remembered = model.remembered if model is not None and self.same_writer else NOTHING
         self._window = window
         self._waiting: dict[str, float] = {}  # sample -> expected length before it started
         self._finished: list[tuple[float, float]] = []  # (expected, length) of samples since the last measurement
@@ -116,7 +118,8 @@ class OnlineRanker:
     ) -> Prediction | None:
         """Predict the lengths of N requests that start in `step`; None without a model.
 
-        Samples of earlier steps are taken into account. `limit` is the most tokens of each request [N], or of all.
+        Samples of earlier steps are taken into account; for a prompt without any, those that the run's first model was
+        trained on, if the same language model wrote them. `limit` is the most tokens of each request [N], or of all.
 
         Raises:
             RankerError: the arguments differ in length.
@@ -127,7 +130,7 @@ class OnlineRanker:
         if self.model is None:
             return None
         named = list(tasks or [None] * count)
-        history = self._history.columns(list(prompts), named, step)
+        history = self._remembered.fill(self._history.columns(list(prompts), named, step), prompts)
         return self.model.predict(prompts, named, history, self.threads, limit)
 
     def expect(self, sample_ids: Sequence[str], length: float) -> None:

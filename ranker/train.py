@@ -17,7 +17,7 @@ from ranker.distribution import LEVELS, expected_length, fit_distribution, fit_l
 from ranker.evaluate import FRACTIONS, baselines, coverage
 from ranker.features import UNKNOWN, assemble, fit_schema, text_features
 from ranker.held_out import MODEL, HeldOut, simple_forecasts
-from ranker.history import PROMPT, simulate
+from ranker.history import PROMPT, remember, simulate
 from ranker.model import NOT_JUDGED, Judged, LengthModel
 from ranker.model_kinds import DEFAULT, KINDS, LengthScorer, ModelKind, fit_spread, predict_spread
 from ranker.segments import Array
@@ -128,7 +128,8 @@ def train_and_hold_out(
     rounds = scores[kept.name].trees
     reused = unseen if whole is table and set(chosen) == {kept.name} else None
     model = _final(kept, rollouts, whole, rounds, report, seed, threads, reused)
-    return Trained(replace(model, judged=judged, written_by=written_by), report, held_out, rankings)
+    model = replace(model, judged=judged, written_by=written_by, remembered=remember(rollouts))
+    return Trained(model, report, held_out, rankings)
 
 
 def refit(

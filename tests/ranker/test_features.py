@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from ranker import text
 from ranker.data import from_rows
 from ranker.features import UNKNOWN, featurise, fit_schema
-from ranker.history import HISTORY, LiveHistory, Seen, simulate
+from ranker.history import HISTORY, NOTHING, LiveHistory, Seen, remember, simulate
 from ranker.rare import RARE, fit_rare_words
 from ranker.segments import runs
 from ranker.text import STRUCTURE, hash_runs, ngrams, pack, structure
@@ -170,6 +171,31 @@ def test_live_history_gives_what_training_simulates() -> None:
         for i in now:
             length = float(rows[i]["output_length"])  # type: ignore[arg-type]
             live.add(Seen(str(rows[i]["prompt"]), str(rows[i]["task"]), step, math.log(length)))
+
+
+def test_what_is_remembered_of_training_prompts_is_what_a_run_would_know() -> None:
+    rng = np.random.default_rng(2)
+    rows: list[dict[str, Any]] = [
+        {"prompt": f"p{rng.integers(20)}", "task": "t", "step": step, "output_length": int(rng.integers(5, 500))}
+        for step in range(4)
+        for _ in range(30)
+    ]
+    live = LiveHistory(1000)
+    for row in rows:
+        live.add(Seen(row["prompt"], "t", row["step"], math.log(row["output_length"])))
+    prompts = ["new", *(f"p{n}" for n in range(20))]
+    known = live.columns(prompts, ["t"] * 21, 4)
+    remembered = remember(from_rows(list(rng.permutation(np.array(rows, dtype=object)))))
+    nothing = np.full_like(known, np.nan)
+    filled = remembered.fill(nothing, prompts)
+    np.testing.assert_allclose(filled[:, :4], known[:, :4], rtol=1e-5)
+    assert np.isnan(filled[0]).all() and np.isnan(filled[:, 4:]).all() and np.isnan(nothing).all()
+    own = live.columns(prompts, ["t"] * 21, 2)
+    np.testing.assert_array_equal(
+        remembered.fill(own, prompts)[1:][np.isfinite(own[1:, 3])], own[1:][np.isfinite(own[1:, 3])]
+    )
+    np.testing.assert_array_equal(NOTHING.fill(own, prompts), own)
+    assert remembered.fill(nothing[:0], []).shape == (0, 9) and remembered.fill(nothing[:1], ["\ud83d"]).shape == (1, 9)
 
 
 def test_live_history_forgets_what_left_its_window() -> None:

@@ -54,6 +54,9 @@ def test_a_file_holds_the_whole_model(tmp_path: Path, small: LengthModel) -> Non
     assert loaded.report == small.report and loaded.written_by == ("m",)
     np.testing.assert_array_equal(loaded.judged.expected, small.judged.expected)
     assert len(loaded.judged.length) == 2000
+    assert len(loaded.remembered.keys) == loaded.report.prompts
+    np.testing.assert_array_equal(loaded.remembered.keys, small.remembered.keys)
+    np.testing.assert_array_equal(loaded.remembered.columns, small.remembered.columns)
     older = {key: value for key, value in small.report.to_json().items() if key != "dispatch"}
     assert Report.from_json(older).dispatch == []
     assert_sound(loaded, prompts)
@@ -107,7 +110,12 @@ def test_a_file_of_version_5_is_read_as_it_was_written(tmp_path: Path) -> None:
     names.insert(names.index("task") + 1, "difficulty")
     older = json.dumps(manifest | {"version": 5, "features": names}).encode()
     loaded = LengthModel.load(damage(file, tmp_path / "older", "manifest.json", older))
-    assert list(loaded.schema.names) == names and loaded.scorer is not None and model.scorer is not None
+    assert (
+        not len(loaded.remembered.keys)
+        and list(loaded.schema.names) == names
+        and loaded.scorer is not None
+        and model.scorer is not None
+    )
     wider = featurise(loaded.schema, [row["prompt"] for row in rows], [row["task"] for row in rows])
     assert np.isnan(wider[:, names.index("difficulty")]).all()
     np.testing.assert_array_equal(np.delete(wider, names.index("difficulty"), axis=1), features)

@@ -10,9 +10,10 @@ import pytest
 
 from ranker.data import from_rows
 from ranker.errors import RankerError
+from ranker.evaluate import kendall_tau
 from ranker.model import Judged
 from ranker.online import OnlineRanker
-from ranker.train import refit
+from ranker.train import refit, train_and_hold_out
 from tests.ranker.synthetic import small_reasoner
 
 
@@ -108,6 +109,30 @@ def test_a_file_is_trusted_by_its_held_out_samples_and_by_the_same_model_only(
     model = replace(model, judged=Judged(held_out * length, length))
     assert OnlineRanker(model, written_by=written_by).trusted is trusted
     assert not OnlineRanker(replace(model, written_by=("m", "n")), written_by="m").trusted
+
+
+def test_prompts_that_the_file_was_trained_on_are_known_to_a_run_of_the_same_model() -> None:
+    rng = np.random.default_rng(0)
+    typical = rng.lognormal(6, 1, 100)  # nothing in the text tells it
+    rows = [
+        {"prompt": f"riddle {n}", "step": step, "output_length": 1 + int(length * rng.lognormal(0, 0.1))}
+        for step in range(3)
+        for n, length in enumerate(typical)
+    ]
+    prompts = [f"riddle {n}" for n in range(100)]
+    model = train_and_hold_out(from_rows(rows), written_by=("m",)).model
+
+    def tau(ranker: OnlineRanker) -> float:
+        prediction = ranker.predict(prompts, step=1)
+        assert prediction is not None
+        return float(np.nan_to_num(kendall_tau(prediction.mean, typical)))
+
+    assert tau(OnlineRanker(model, written_by="other")) < 0.3
+    ranker = OnlineRanker(model, written_by="m")
+    assert tau(ranker) > 0.9
+    ranker.observe([row | {"prompt": f"another {row['prompt']}"} for row in rows])
+    ranker.refit()
+    assert tau(ranker) > 0.7  # a refit forgets none of them
 
 
 def test_the_same_calls_give_the_same_answers() -> None:
