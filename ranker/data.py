@@ -284,9 +284,9 @@ class Builder:
         part = np.where(told, run + 1, np.where(few, 0, -run - 1))  # smaller runs that do not tell are one part
         guessed: dict[int, int] = {}
         notes = []
-        for number in np.unique(part):
-            rows = np.flatnonzero(part == number)
-            length = output_length[rows]
+        order = np.argsort(part, kind="stable")
+        for rows in np.split(order, np.flatnonzero(np.diff(part[order])) + 1) if len(part) else ():
+            number, length = part[rows[0]], output_length[rows]
             most = int(length.max())
             at_most = rows[length == most]
             if len(rows) < JUDGED_ALONE or len(at_most) < max(PILE_LEAST, PILE * len(rows)) or most == length.min():
