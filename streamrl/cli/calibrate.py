@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
+from streamrl.cli.finite_float import FiniteFloat
 from streamrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     "--seconds",
     default=180.0,
     show_default=True,
-    type=click.FloatRange(1),
+    type=FiniteFloat(1),
     help="Most seconds of measuring; fewer if repeats agree earlier.",
 )
 @click.option("--engine", is_flag=True, help="Compare vLLM's settings on this CPU instead.")

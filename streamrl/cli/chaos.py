@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from streamrl.cli.finite_float import FiniteFloat
 from streamrl.errors import RunFailed, UserError
 from streamrl.runtime.stop_signals import on_stop
 
@@ -34,15 +35,13 @@ JSON_FILE, MARKDOWN_FILE = "chaos.json", "chaos.md"
 @click.option("--run", "run_file", type=click.Path(path_type=Path), help="Run file.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key of the run file.")
 @click.option("--attach", type=click.Path(path_type=Path), metavar="DIR", help="Use a run that is already running.")
-@click.option(
-    "--minutes", type=click.FloatRange(0, min_open=True), required=True, help="Duration, from the first step on."
-)
+@click.option("--minutes", type=FiniteFloat(0, min_open=True), required=True, help="Duration, from the first step on.")
 @click.option("--faults", type=click.IntRange(1), metavar="N", help="Stop after N faults, if that is earlier.")
 @click.option("--kinds", metavar="A,B,...", help="Only these kinds of faults.  [default: all that are possible]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the faults' order, targets and pauses.")
 @click.option(
     "--limit-s",
-    type=click.FloatRange(1),
+    type=FiniteFloat(1),
     default=300,
     show_default=True,
     help="A recovery longer than this counts as a hang.",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from streamrl.cli.finite_float import FiniteFloat
 from streamrl.errors import ErrorCode, UserError
 
 MODEL = "smollm2-135m"
@@ -22,11 +23,9 @@ GB = 1e9
     "--cluster", "cluster_file", type=click.Path(path_type=Path), help="another cluster file than the demo's own"
 )
 @click.option("--run", "run_file", type=click.Path(path_type=Path), help="another run file than the demo's own")
+@click.option("--minutes", default=6.0, show_default=True, type=FiniteFloat(min=1), help="time limit for everything")
 @click.option(
-    "--minutes", default=6.0, show_default=True, type=click.FloatRange(min=1), help="time limit for everything"
-)
-@click.option(
-    "--memory", default=12.0, show_default=True, type=click.FloatRange(min=1), help="memory limit of all processes, GB"
+    "--memory", default=12.0, show_default=True, type=FiniteFloat(min=1), help="memory limit of all processes, GB"
 )
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="override a key of the run file")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)

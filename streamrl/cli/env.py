@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from streamrl.cli.finite_float import FiniteFloat
 from streamrl.errors import RunFailed, UserError
 
 if TYPE_CHECKING:
@@ -130,11 +131,23 @@ def remove(name: str, directory: Path | None) -> None:
 @click.option("--episodes", default=64, show_default=True, type=click.IntRange(1), help="Episodes to play.")
 @click.option("--steps", default=100, show_default=True, type=click.IntRange(1), help="Most steps of an episode.")
 @click.option(
-    "--seconds", default=60.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Time for all of them."
+    "--seconds", default=60.0, show_default=True, type=FiniteFloat(0, min_open=True), help="Time for all of them."
 )
 @click.option("--processes", default=2, show_default=True, type=click.IntRange(1, 64))
-@click.option("--memory-gb", default=2.0, show_default=True, help="GiB that a process may use.")
-@click.option("--step-s", default=30.0, show_default=True, help="Seconds that a reset or step may take.")
+@click.option(
+    "--memory-gb",
+    default=2.0,
+    show_default=True,
+    type=FiniteFloat(0, min_open=True),
+    help="GiB that a process may use.",
+)
+@click.option(
+    "--step-s",
+    default=30.0,
+    show_default=True,
+    type=FiniteFloat(0, min_open=True),
+    help="Seconds that a reset or step may take.",
+)
 @click.option("--config", default="{}", metavar="JSON", help="Keys that replace those given when it was added.")
 @click.option("--answer", "answers", multiple=True, help="An answer of the player, in turn (default: random ones).")
 @FOLDER

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from scheduler.schedule.schedules import KINDS, SEPARATE
+from streamrl.cli.finite_float import FiniteFloat
 from streamrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,16 +42,18 @@ DEFAULT = "async"
     "--schedule", type=click.Choice(SEPARATE), help=f"schedule of the run  [default: the run file's, else {DEFAULT}]"
 )
 @click.option("--objective", type=click.Choice(["throughput", "cost"]), default="throughput", show_default=True)
-@click.option("--budget", type=float, metavar="USD/H", help="upper limit of the cost of GPUs and traffic")
-@click.option("--delta-ratio", type=float, help="compression of weights on links; 1: none  [default: 70]")
+@click.option(
+    "--budget", type=FiniteFloat(0, min_open=True), metavar="USD/H", help="upper limit of the cost of GPUs and traffic"
+)
+@click.option("--delta-ratio", type=FiniteFloat(1), help="compression of weights on links; 1: none  [default: 70]")
 @click.option(
     "--acceptance",
-    type=click.FloatRange(0, 1),
+    type=FiniteFloat(0, 1),
     help="probability that a drafted token is accepted: instances speculate  [default: they do not]",
 )
 @click.option(
     "--environment-s",
-    type=click.FloatRange(0),
+    type=FiniteFloat(0),
     default=0.0,
     help="seconds for which an environment steps in one sample (a run's environment_s / samples_total)  [default: 0]",
 )

@@ -286,9 +286,13 @@ def test_a_hardware_file_changes_the_plan(tmp_path: Path, monkeypatch: pytest.Mo
         (["--budget", "2"], ("budget of 2 USD/h", "more")),
         (["--lengths", "long"], ("--lengths long", "20k")),
         (["--lengths", "0"], ("a token or more",)),
-        (["--budget", "-3"], ("budget must be positive",)),
-        (["--budget", "nan"], ("budget must be positive",)),
-        (["--delta-ratio", "0.1"], ("deltas", "0.1")),
+        (["--budget", "-3"], ("--budget", "-3.0 is not in the range x>0")),
+        (["--delta-ratio", "0.1"], ("--delta-ratio", "0.1 is not in the range x>=1")),
+        *(
+            ([option, value], (f"'{option}'", f"{value} is not "))
+            for option in ("--budget", "--delta-ratio", "--acceptance", "--environment-s")
+            for value in ("nan", "inf")
+        ),
         (["--hardware", "nowhere.yaml"], ("nowhere.yaml",)),
         (["--samples", "0"], ("--samples",)),
     ],
