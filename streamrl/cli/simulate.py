@@ -12,6 +12,7 @@ import click
 from click.core import ParameterSource
 
 from scheduler.schedule.schedules import NAMES
+from streamrl.cli.finite_float import FiniteFloat
 from streamrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,7 +33,13 @@ OF_ITERATIONS = (
 
 
 @click.command(name="simulate")
-@click.option("--trace", type=click.Path(path_type=Path), metavar="DIR", help="Run folder, or rollouts, to replay.")
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="Replay a run's folder, a file (.parquet, .jsonl) with prompt and output_length, or a folder of such files, "
+    "each as one batch.",
+)
 @click.option(
     "--lengths",
     default="lognormal:7.6,0.8",
@@ -45,7 +52,7 @@ OF_ITERATIONS = (
 )
 @click.option("--ranker", type=click.Path(path_type=Path), help="With --trace: ranker file that forecasts lengths.")
 @click.option(
-    "--noise", default=0.0, show_default=True, type=click.FloatRange(0), help="Error of forecasts (log scale)."
+    "--noise", default=0.0, show_default=True, type=FiniteFloat(0, 100), help="Error of forecasts (log scale)."
 )
 @click.option("--instances", default=8, show_default=True, type=click.IntRange(1), help="vLLM instances.")
 @click.option("--slots", default=256, show_default=True, type=click.IntRange(1), help="Largest batch of an instance.")
@@ -53,59 +60,57 @@ OF_ITERATIONS = (
 @click.option("--curve", type=click.Path(path_type=Path), help="Instead of --device: file of `streamrl calibrate`.")
 @click.option(
     "--acceptance",
-    type=click.FloatRange(0, 1),
+    type=FiniteFloat(0, 1),
     help="Probability that a drafted token is accepted: instances speculate. Default: they do not.",
 )
 @click.option(
     "--most-drafts", default=8, show_default=True, type=click.IntRange(1), help="With --acceptance: tokens in a step."
 )
 @click.option("--policy", "policies", multiple=True, help="Policy; may be repeated. Default: all.")
-@click.option("--price", default=0.0, type=click.FloatRange(0), help="USD per instance and hour.")
+@click.option("--price", default=0.0, type=FiniteFloat(0), help="USD per instance and hour.")
 @click.option("--iterations", type=click.IntRange(1), help="Simulate this many whole iterations (see above).")
 @click.option("--schedule", "schedules", multiple=True, type=click.Choice(NAMES), help="May be repeated. Default: all.")
 @click.option("--max-staleness", default=1, show_default=True, type=click.IntRange(1), help="Limit of async, in steps.")
 @click.option("--sync-every", default=1, show_default=True, type=click.IntRange(1), help="Steps between publications.")
-@click.option("--over-issue", type=click.FloatRange(1), help="Also simulate tail batching with this over-issue.")
+@click.option("--over-issue", type=FiniteFloat(1, 1000), help="Also simulate tail batching with this over-issue.")
 @click.option("--round-tokens", type=click.IntRange(1), help="Also simulate partial rollouts of this many tokens.")
 @click.option("--max-age", type=click.IntRange(0), help="Largest age of groups deferred by rounds, in steps.")
-@click.option("--train-rate", type=click.FloatRange(0, min_open=True), metavar="TOKENS/S", help="Rate of the trainer.")
+@click.option("--train-rate", type=FiniteFloat(0, min_open=True), metavar="TOKENS/S", help="Rate of the trainer.")
 @click.option(
     "--colocated-train-rate",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteFloat(0, min_open=True),
     metavar="TOKENS/S",
     help="Rate of training on all devices; required for colocated.",
 )
 @click.option("--colocated-instances", type=click.IntRange(1), help="Instances on all devices. Default: --instances.")
-@click.option(
-    "--switch-s", default=0.0, show_default=True, type=click.FloatRange(0), help="Colocated: seconds to switch."
-)
+@click.option("--switch-s", default=0.0, show_default=True, type=FiniteFloat(0), help="Colocated: seconds to switch.")
 @click.option(
     "--weights-gb",
     default=15.2,
     show_default=True,
-    type=click.FloatRange(0),
+    type=FiniteFloat(0),
     help="Size of a weight version, 10^9 bytes.",
 )
 @click.option(
     "--link-gbit",
     default=80.0,
     show_default=True,
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteFloat(0, min_open=True),
     help="Bandwidth of the link, 10^9 bits per second.",
 )
-@click.option("--link-ms", default=0.0, show_default=True, type=click.FloatRange(0), help="Delay of the link.")
-@click.option("--reward-s", default=0.0, show_default=True, type=click.FloatRange(0), help="Seconds per reward.")
+@click.option("--link-ms", default=0.0, show_default=True, type=FiniteFloat(0), help="Delay of the link.")
+@click.option("--reward-s", default=0.0, show_default=True, type=FiniteFloat(0), help="Seconds per reward.")
 @click.option(
     "--environment-s",
     default=0.0,
     show_default=True,
-    type=click.FloatRange(0),
+    type=FiniteFloat(0),
     help="Seconds for which an environment steps in one sample: a run's environment_s / samples_total.",
 )
 @click.option(
     "--environment-processes", default=1, show_default=True, type=click.IntRange(1), help="Processes that step."
 )
-@click.option("--trainer-price", default=0.0, type=click.FloatRange(0), help="USD per hour for the trainer.")
+@click.option("--trainer-price", default=0.0, type=FiniteFloat(0), help="USD per hour for the trainer.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
 @click.option("--out", type=click.Path(path_type=Path), default=Path("simulation.svg"), show_default=True, help="Plot.")
 def command(
@@ -174,6 +179,10 @@ def command(
     for name in policies:
         if name not in POLICIES:
             raise UserError(f"--policy {name}: there is no such policy; expected one of {', '.join(POLICIES)}")
+    if trace is not None and (given := _given("lengths", "requests", "limit")):
+        raise UserError(f"{given[0]} does not go with --trace: the lengths are those of the rollouts")
+    if curve is not None and _given("device"):
+        raise UserError("--device does not go with --curve: the step times are those of the file")
     if ranker is not None and trace is None:
         raise UserError("--ranker needs --trace: it predicts from the prompts of a recorded run")
     if iterations is not None and train_rate is None:

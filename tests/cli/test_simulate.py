@@ -185,6 +185,28 @@ ITERATIONS = ["--iterations", "3", "--train-rate", "9"]
         (["--curve", "no.json"], "--curve no.json"),
         (["--ranker", "r.lgb"], "--ranker needs --trace"),
         (["--trace", "nowhere"], "--trace nowhere: no rollouts"),
+        *(
+            (["--trace", "none.parquet", option, value], f"{option} does not go with --trace")
+            for option, value in (("--lengths", "constant:5"), ("--requests", "1024"), ("--limit", "20000"))
+        ),
+        (["--curve", "falls.json", "--device", "H800"], "--device does not go with --curve"),
+        *(
+            (["--lengths", text], f"--lengths {text}: expected lognormal:MU,SIGMA")
+            for text in (
+                *("constant:5,6", "constant:-4", "constant:0.5", "constant:nan", "constant:", "uniform:5"),
+                *("uniform:9,2", "uniform:-1,2", "uniform:1,inf", "lognormal:7,-1", "lognormal:inf,1"),
+            )
+        ),
+        *(
+            ([option, value], f"'{option}': {value} is not ")
+            for option in (
+                *("--noise", "--acceptance", "--price", "--over-issue", "--train-rate", "--colocated-train-rate"),
+                *("--switch-s", "--weights-gb", "--link-gbit", "--link-ms", "--reward-s", "--environment-s"),
+                "--trainer-price",
+            )
+            for value in ("nan", "inf")
+        ),
+        ([*ITERATIONS, "--requests", "1000000"], "7,000,000 requests or more would be simulated"),
         (["--trace", "none.parquet"], "--trace none.parquet: its rollouts have no rows"),
         ([*ITERATIONS, "--trace", "none.parquet"], "--trace none.parquet: its rollouts have no rows"),
     ],
