@@ -109,7 +109,7 @@ SOURCES: dict[ModuleType, dict[str, str]] = {
     },
 }
 OF_THE_SEARCH = {
-    generation_cost: ("LENGTHS", "GRID"),
+    generation_cost: ("LENGTHS", "GRID", "MOST_QUEUED", "MOST_ROUNDS"),
     allocation: ("COARSE", "FINE", "SYNC_SIZES", "SYNC_KEPT"),
     gpu_memory: ("GIB", "FRACTION_STEP", "MICRO_STEP", "MOST_GPUS", "MOST_SHARING"),
 }

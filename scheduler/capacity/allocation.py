@@ -30,7 +30,14 @@ from typing import Literal
 import numpy as np
 
 from scheduler.capacity.covering import Choice, Cover, Replicas, generation_seconds, least_time
-from scheduler.cost.generation_cost import Batch, ReplicaKind, replica_kind, requests_of_share, share_ends
+from scheduler.cost.generation_cost import (
+    Batch,
+    ReplicaKind,
+    most_requests,
+    replica_kind,
+    requests_of_share,
+    share_ends,
+)
 from scheduler.cost.hardware import Device, tensor_parallel_degrees
 from scheduler.cost.model_shapes import Transformer
 from scheduler.cost.training_cost import TrainerTime, TrainingWork, trainer_times
@@ -370,7 +377,9 @@ def following_seconds(schedule: str, split: Split, makespan_s: float, batch: Bat
     if KINDS[schedule].whole_batches:
         return makespan_s + training_s
     main = max(generation, key=lambda one: one.count * one.kind.share(makespan_s, False))
-    lengths = requests_of_share(batch, main.kind.share(makespan_s, False))
+    # the ends are scaled to the makespan: so many that the first one comes early, as training begins with it
+    share = min(main.kind.share(makespan_s, False), 10 * most_requests(main.kind.slots) / batch.samples)
+    lengths = requests_of_share(batch, share)
     ends = share_ends(main.kind.curve, main.kind.slots, batch, lengths)
     order = np.argsort(ends, kind="stable")
     whole = lengths[order] + batch.prompt_tokens

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from scheduler.capacity import allocation
 from scheduler.capacity.allocation import (
     COARSE,
     FINE,
@@ -23,6 +24,7 @@ from scheduler.capacity.allocation import (
     following_seconds,
 )
 from scheduler.capacity.placement_plan import colocated, evaluate, plans
+from scheduler.cost import generation_cost
 from scheduler.cost.decode import replica_ends
 from scheduler.cost.generation_cost import Batch, replica_kind, requests_of_share, slots_of
 from scheduler.cost.hardware import device, tensor_parallel_degrees
@@ -273,6 +275,34 @@ def test_a_replica_generates_its_share_in_the_simulated_time(share: float, most:
     alone = simulate(RoundRobin(), requests, [SimulatedInstance("a", kind.curve, kind.slots)]).makespan
     assert kind.share(alone * (1 + 1e-9), False) == pytest.approx(share, rel=0.05), "interpolated"
     assert kind.share(alone * 0.8, False) < share
+
+
+@pytest.mark.parametrize("most", [7, 300])
+def test_a_large_batch_is_planned_by_a_part_of_its_requests(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = 200_000
+    batch = Batch.of(LENGTHS, samples, 20)
+    ends, computed = generation_cost.replica_ends, []
+
+    def counted(lengths: np.ndarray, *arguments: object, **more: object) -> np.ndarray:
+        computed.append(len(lengths))
+        return ends(lengths, *arguments, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(generation_cost, "replica_ends", counted)
+    kind = replica_kind(MODEL, device("H800"), 1, batch, most)
+    assert kind is not None and kind.slots == most
+    times = {
+        share: float(ends(requests_of_share(batch, share), kind.curve, 20, most, prefilled=True).max())
+        for share in (0.01, 0.3, 1.0)
+    }
+    for share, alone in times.items():
+        assert kind.share(alone, False) == pytest.approx(share, rel=0.01)
+    assert max(computed) < 10_500
+    split = Split(0, TrainerTime(1, 1, times[1.0], 0.0, 0.0), (Replicas(0, 1, kind),))
+    planned = following_seconds("stream", split, times[1.0], batch)
+    assert max(computed) < 105_000
+    monkeypatch.setattr(allocation, "most_requests", lambda slots: samples)
+    assert following_seconds("stream", split, times[1.0], batch) == pytest.approx(planned, rel=0.01)
+    assert max(computed) > 0.99 * samples
 
 
 def test_of_two_sites_with_the_same_gpus_the_one_that_trains_goes_on_training() -> None:
