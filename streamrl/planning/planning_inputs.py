@@ -33,6 +33,8 @@ assumptions; only the shape is published.
 """
 PAPER_LIMIT, PAPER_DRAWS = 20_000, 8192
 """Longest answer in tokens, and number of lengths drawn."""
+SCALED = re.compile(r"(\d+(?:\.\d+)?)([kK]?)")
+"""`--lengths` with the paper's shape: the longest answer."""
 SAMPLES, PROMPT_TOKENS = 1024, 512
 """Samples of the paper's batch, and the assumed length of its prompts."""
 
@@ -184,7 +186,7 @@ def find_lengths(text: str) -> tuple[np.ndarray, float, str]:
     """
     import numpy as np
 
-    if scaled := re.fullmatch(r"(\d+(?:\.\d+)?)(k?)", text.lower()):
+    if scaled := SCALED.fullmatch(text):
         limit = float(scaled[1]) * (1000 if scaled[2] else 1)
         if limit < 1:
             raise UserError(f"--lengths {text}: the longest answer needs a token or more")
@@ -242,6 +244,8 @@ def gather(
     if prompt_tokens is None:
         prompt_tokens = min(PROMPT_TOKENS, run.model.max_context - run.sampling.max_tokens) if run else PROMPT_TOKENS
     values, longest, source = find_lengths(lengths or (str(run.sampling.max_tokens) if run else "20k"))
+    if run is not None and lengths and not SCALED.fullmatch(lengths):
+        values, source = _cut(values, source, run)
     name = algorithm or (run.algorithm.name if run is not None else "grpo")
     work = PPO if name == "ppo" else GRPO
     sync_every = 1
@@ -273,6 +277,17 @@ def gather(
     except ValueError as error:
         raise UserError(str(error)) from error
     return Inputs(problem, source, name, prices, cluster.trainer_site)
+
+
+def _cut(values: np.ndarray, source: str, run: RunConfig) -> tuple[np.ndarray, str]:
+    """Return past lengths and their source, cut to what the run can generate; an agent's have several completions."""
+    import numpy as np
+
+    most = run.sampling.max_tokens
+    over = int((values > most).sum())
+    if not over or run.agent_tasks:
+        return values, source
+    return np.minimum(values, most), f"{source}, {over} of them cut at the run's max_tokens, {most}"
 
 
 def _expert_bytes(run: RunConfig | None) -> int:

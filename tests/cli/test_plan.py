@@ -257,6 +257,28 @@ def test_a_plan_takes_the_lengths_of_past_rollouts(
     assert "mean 124 tokens (50 past rollouts" in shown or "mean 125 tokens (50 past rollouts" in shown
 
 
+def test_past_lengths_that_the_run_cannot_generate_are_cut_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    past, run = tmp_path / "past.jsonl", tmp_path / "run.yaml"
+    past.write_text("".join(json.dumps({"prompt": f"p{n}", "output_length": 100 + n}) + "\n" for n in range(50)))
+    lake = {"kind": "agent", "name": "a", "environment": {"name": "lake"}}
+    agents = {"tasks": [lake], "sampling": {"max_tokens": 110}}
+    for values, said in (
+        ({"sampling": {"max_tokens": 200}}, f"(50 past rollouts in {past})"),
+        (
+            {"sampling": {"max_tokens": 110}},
+            f"(50 past rollouts in {past}, 39 of them cut at the run's max_tokens, 110)",
+        ),
+        (agents, f"(50 past rollouts in {past})"),  # an episode has several completions
+    ):
+        run.write_text(yaml.safe_dump(values))
+        call = ["plan", "--cluster", HETEROGENEOUS, "--run", run, "--model", "7b", "--lengths", past]
+        assert streamrl(monkeypatch, *call) == 0
+        shown = capsys.readouterr().out
+        assert said in shown and f"mean {109 if 'cut' in said else 124} tokens" in shown
+
+
 def test_a_hardware_file_changes_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hardware = tmp_path / "gpus.yaml"
     hardware.write_text(yaml.safe_dump({"H20": {"memory_gb": 3, "source": "too small for 7B"}}))
