@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from streamrl.cli.finite_float import FiniteFloat
 from streamrl.errors import UserError
+from streamrl.finite_float import FiniteFloat
 
 if TYPE_CHECKING:
     from streamrl.config.cluster import ClusterConfig, GenerationPool

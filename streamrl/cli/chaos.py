@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from streamrl.cli.finite_float import FiniteFloat
 from streamrl.errors import RunFailed, UserError
+from streamrl.finite_float import FiniteFloat
 from streamrl.runtime.stop_signals import on_stop
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import click
 
-from streamrl.cli.finite_float import FiniteFloat
 from streamrl.errors import ErrorCode, UserError
+from streamrl.finite_float import FiniteFloat
 
 MODEL = "smollm2-135m"
 PACKAGES = ("torch", "vllm", "transformers", "gguf", "reasoning_gym")

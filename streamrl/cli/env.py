@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from streamrl.cli.finite_float import FiniteFloat
 from streamrl.errors import RunFailed, UserError
+from streamrl.finite_float import FiniteFloat
 
 if TYPE_CHECKING:
     from streamrl.environments.environment_trial import EnvironmentTrial

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from scheduler.schedule.schedules import KINDS, SEPARATE
-from streamrl.cli.finite_float import FiniteFloat
 from streamrl.errors import UserError
+from streamrl.finite_float import FiniteFloat
 
 if TYPE_CHECKING:
     from rich.console import Console

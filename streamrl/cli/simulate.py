@@ -12,8 +12,8 @@ import click
 from click.core import ParameterSource
 
 from scheduler.schedule.schedules import NAMES
-from streamrl.cli.finite_float import FiniteFloat
 from streamrl.errors import UserError
+from streamrl.finite_float import FiniteFloat
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

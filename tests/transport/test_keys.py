@@ -193,9 +193,9 @@ def test_the_command_makes_only_the_named_sites_keys(tmp_path: Path) -> None:
     assert "Only to west: west.key_secret" in said and "east.key_secret" not in said
     assert "To every other site: west.key\n" in said
     assert "Still to be copied here: east.key, from east" in said and "here: west.key" not in said
+    before = load_own(folder, "west")
     (folder / "west.key_secret").unlink()
     assert "west: kept, its public key is here, but not its secret one" in keys(tmp_path, "--site", "west").output
-    before = load_own(folder, "west")
     keys(tmp_path, "--replace", "--site", "west")
     assert load_own(folder, "west") != before
 
