@@ -76,15 +76,13 @@ def command(
     its_site, chosen = _chosen(cluster, cluster_file, pool, site)
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: its folder does not exist")
-    refuse(
-        [
-            check_model(run),
-            check_heads(cluster, run),
-            check_speculation(cluster, run),
-            check_generation(cluster, run, its_site),
-            check_kv_cache(cluster, run, its_site),
-        ]
-    )
+    alone = {
+        name: one.model_copy(update={"generation": [chosen] if name == its_site else []})
+        for name, one in cluster.sites.items()
+    }
+    cluster = cluster.model_copy(update={"sites": alone})
+    checks = [check_heads(cluster, run), check_speculation(cluster, run), check_generation(cluster, run, its_site)]
+    refuse([check_model(run), *checks, check_kv_cache(cluster, run, its_site)])
     # those of an instance: torch reads its number of threads when it is imported, glibc how it keeps memory when vLLM's
     # process starts
     heap = {} if cluster.hardware == "cuda" else KEPT_HEAP

@@ -78,7 +78,12 @@ def load_run(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfi
         document = Document(document.name, {}, document.node)
     document = _override(document, overrides)
     run = _validate(RunConfig, document)
-    if problems := list(unused_keys(run)):
+    # a trial may switch off what the file describes
+    switched = [tuple(path) for path, _ in document.overrides]
+    problems = [
+        one for one in unused_keys(run) if not any(key[: len(path)] == path for key in one.also for path in switched)
+    ]
+    if problems:
         raise _error(document, problems)
     return run
 

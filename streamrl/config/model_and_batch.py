@@ -138,13 +138,6 @@ class SamplingConfig(StrictModel):
         default_factory=list, description="strings that end a completion; special tokens too"
     )
 
-    @model_validator(mode="after")
-    def _leaves_a_choice(self) -> Self:
-        for key, value in (("top_k", self.top_k), ("min_p", self.min_p)):
-            if value == 1:
-                raise ValueError(f"{key}: 1 leaves only the likeliest token, whose ratio teaches nothing")
-        return self
-
     @property
     def truncates(self) -> bool:
         """Whether some tokens cannot be sampled."""

@@ -1,4 +1,4 @@
-"""Keys of a run file that would do nothing, told where a file is read.
+"""Keys of a run file that would do nothing, or let a run do nothing, told where a file is read.
 
 The configuration in a run's folder is not asked: it has all keys, and earlier versions began runs with such values. For
 the same reason a key with its default value is never told: a file may be copied from such a configuration.
@@ -22,8 +22,15 @@ UNUSED = {
 
 
 def unused_keys(run: RunConfig) -> Iterable[ConfigProblem]:
-    """Yield what a run would not use although it was set to something else than its default."""
+    """Yield what a run would not use although it was set to something else than its default.
+
+    The keys in `also` are those that leave it without use.
+    """
     algorithm, optimizer = run.algorithm, run.optimizer
+    for sampler, value in (("top_k", run.sampling.top_k), ("min_p", run.sampling.min_p)):
+        if value == 1:
+            reason = "is 1, which leaves only the likeliest token: its log-probability is 0, and nothing is learned"
+            yield ConfigProblem(("sampling", sampler), f"'sampling.{sampler}' {reason}")
     keys, others = UNUSED[algorithm.off_policy.correction]
     for key in _changed(algorithm.off_policy, keys):
         yield _problem(

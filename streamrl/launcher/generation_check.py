@@ -54,13 +54,14 @@ def check_eight_bits(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
             )
 
 
-def check_kv_cache(cluster: ClusterConfig, run: RunConfig, site: str | None) -> Iterable[str]:
+def check_kv_cache(cluster: ClusterConfig, run: RunConfig, site: str | None, emulated: bool = False) -> Iterable[str]:
     """Check that the KV cache of a CPU instance holds one request of `model.max_context`, without which vLLM ends.
 
     Models whose layers keep less than all tokens, and those that the cost model does not know, are left to vLLM.
 
     Args:
         site: the only site started here; None: all.
+        emulated: whether the sites are emulated, with smaller caches.
     """
     if cluster.hardware != "cpu":
         return
@@ -80,8 +81,9 @@ def check_kv_cache(cluster: ClusterConfig, run: RunConfig, site: str | None) -> 
             copies = max(1.0, pool.gpus_per_replica / model.kv_heads)
             needed = blocks * CPU_BLOCK_SIZE * model.layers * model.shape.kv_width * size * copies / 2**30
             if needed > pool.kv_cache_gb:
+                key = "emulation.kv_cache_gb and the pool's" if emulated else "kv_cache_gb:"
                 yield (
                     f"pool {pool.name!r}: kv_cache_gb is {pool.kv_cache_gb:g}, and one request of model.max_context: "
-                    f"{run.model.max_context} needs {needed:.3f}; expected kv_cache_gb: {math.ceil(100 * needed) / 100}"
-                    " or more, or a smaller context"
+                    f"{run.model.max_context} needs {needed:.3f}; expected {key} {math.ceil(100 * needed) / 100} or "
+                    "more, or a smaller context"
                 )

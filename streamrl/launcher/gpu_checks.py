@@ -76,7 +76,8 @@ def check_gpus(
     at_first = sum(_devices(plan_processes(cluster, run, Path(), [name])) for name in here)
     later = sum(_devices(possible_instances(cluster, run, name, Path())) for name in here) if most else 0
     if (wanted := max(at_first, later)) > usable:
-        grown = " (max_replicas counts: every instance that may be added has its own)" if wanted > at_first else ""
+        grows = any(pool.most_replicas > pool.replicas for name in here for pool in cluster.sites[name].generation)
+        grown = " (max_replicas counts: every instance that may be added has its own)" if grows else ""
         who = f"site {site}" if site is not None else "the cluster"
         way_out = "; --emulate runs all sites here on CPU" if cluster.remote_sites else ""
         has = (

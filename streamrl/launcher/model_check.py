@@ -121,12 +121,15 @@ def _count(folder: Path) -> int:
 
 
 def _tokens(folder: Path) -> dict[int, str]:
-    """Return a model's tokens by number, without those that were added to its vocabulary; {}: not known."""
-    model = read_config(folder, "tokenizer.json").get("model")
+    """Return a model's tokens by number, without special ones, whose names differ among relatives; {}: not known."""
+    values = read_config(folder, "tokenizer.json")
+    special = {token["id"] for token in values.get("added_tokens", ())}
+    model = values.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocabulary, dict):
-        return {number: token for token, number in vocabulary.items()}
-    return {number: token for number, (token, _) in enumerate(vocabulary or ())}  # with a score each
+        return {number: token for token, number in vocabulary.items() if number not in special}
+    named = enumerate(vocabulary or ())  # with a score each
+    return {number: token for number, (token, _) in named if number not in special}
 
 
 def _undivided_by_trainer(cluster: ClusterConfig, values: Mapping[str, Any], path: str) -> Iterable[str]:

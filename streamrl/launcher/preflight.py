@@ -83,7 +83,7 @@ def check(
         check_speculation(cluster, run),
         check_router_replay(cluster, run),
         check_generation(cluster, run, site),
-        check_kv_cache(cluster, run, site),
+        check_kv_cache(cluster, run, site, emulate),
         check_sites(cluster, run),
         check_weight_path(cluster, run),
         check_this_machine(cluster, run, site, resumed is not None),

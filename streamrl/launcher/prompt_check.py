@@ -24,7 +24,8 @@ def check_prompts(run: RunConfig, sources: Mapping[str, PromptSource], fitting: 
     Args:
         run: the run.
         sources: the prompts of each task, by the key of the task in the run file.
-        fitting: keys of the tasks that must have a prompt that fits among their first `MOST_MEASURED`.
+        fitting: keys of the tasks one of which must have a prompt that fits among its first `MOST_MEASURED`, unless
+            one has an order of its own, by length perhaps.
     """
     if list(package_problems(("transformers",), "tasks")):
         return  # reported by `check_packages`
@@ -37,19 +38,24 @@ def check_prompts(run: RunConfig, sources: Mapping[str, PromptSource], fitting: 
     except UserError as error:
         yield str(error)
         return
-    room = run.model.max_context - run.sampling.max_tokens
+    first: dict[str, int] = {}
     for key, source in sources.items():
         try:
-            shortest = len(tokens(source.prompt(0)))
-            number = 1
-            while key in fitting and shortest > room and number < MOST_MEASURED:
-                shortest = min(shortest, len(tokens(source.prompt(number))))
-                number += 1
+            first[key] = len(tokens(source.prompt(0)))
         except RunFailed as error:
             yield f"{key}: {error}"
-            continue
-        if key in fitting and shortest > room:
-            yield ErrorCode.CONTEXT.refer(
-                f"{key}: the first {MOST_MEASURED} prompts have {shortest} tokens or more, and model.max_context "
-                f"{run.model.max_context} - sampling.max_tokens {run.sampling.max_tokens} leaves {room}"
-            )
+    room = run.model.max_context - run.sampling.max_tokens
+    if not fitting or not all(key in first and first[key] > room and not sources[key].ordered_rows for key in fitting):
+        return
+    try:
+        others = (len(tokens(sources[key].prompt(number))) for key in fitting for number in range(1, MOST_MEASURED))
+        shortest = min(first[key] for key in fitting)
+        for length in others:
+            if (shortest := min(shortest, length)) <= room:
+                return
+    except (RunFailed, UserError):
+        return  # the run may never come to that prompt
+    yield ErrorCode.CONTEXT.refer(
+        f"{', '.join(fitting)}: none of the first {MOST_MEASURED} prompts fits: they have {shortest} tokens or more, "
+        f"and model.max_context {run.model.max_context} - sampling.max_tokens {run.sampling.max_tokens} leaves {room}"
+    )

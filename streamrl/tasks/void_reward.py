@@ -83,8 +83,12 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text_of(error)}".removesuffix(": ")[:LONGEST_ERROR]
 
 
+CUT = "Traceback (most recent call last):\n  ...\n"
+"""Beginning of a traceback of which only the end is kept."""
+
+
 def traceback_of(error: BaseException, without: Path) -> str:
-    """Return the end of an exception's traceback; '': it has no frames outside of a folder.
+    """Return an exception's traceback, of a long one the end; '': it has no frames outside of a folder.
 
     Args:
         error: the exception.
@@ -95,4 +99,8 @@ def traceback_of(error: BaseException, without: Path) -> str:
         trace = trace.tb_next
     if trace is None:
         return ""
-    return plain_text("".join(traceback.format_exception(type(error), error, trace)).strip()[-LONGEST_TRACEBACK:])
+    text = plain_text("".join(traceback.format_exception(type(error), error, trace)).strip())
+    if len(text) <= LONGEST_TRACEBACK:
+        return text
+    _, _, end = text[len(CUT) - LONGEST_TRACEBACK :].partition("\n")  # from the beginning of a line on
+    return CUT + end

@@ -117,8 +117,8 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
         ("tasks: []\n", "F:1: 'tasks' is [], expected at least one entry"),
         ("name: a/b\n", "F:1: 'name' is 'a/b', expected text that matches"),
         ("sampling:\n  top_k: 3\n  min_p: 2\n", "F:3: 'sampling.min_p' is 2, expected at most 1"),
-        ("sampling:\n  top_k: 1\n", "F:1: 'sampling': top_k: 1 leaves only the likeliest token"),
-        ("sampling:\n  min_p: 1\n", "F:1: 'sampling': min_p: 1 leaves only the likeliest token"),
+        ("sampling:\n  top_k: 1\n", "F:2: 'sampling.top_k' is 1, which leaves only the likeliest token"),
+        ("sampling:\n  min_p: 1\n", "F:2: 'sampling.min_p' is 1, which leaves only the likeliest token"),
         ("sampling:\n  stop: ['']\n", "F:2: 'sampling.stop.0'"),
         (
             "sampling:\n  min_p: 0.1\nspeculation:\n  method: auto\n",
@@ -390,12 +390,25 @@ def test_a_resolved_run_reads_back_the_same(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["config.yaml"], "no partial file stays"
 
 
+def test_a_trial_may_switch_off_what_the_file_describes(write: Write) -> None:
+    file = write(
+        "algorithm:\n  name: grpo\n  kl: {coef: 0.01, estimator: k2}\noptimizer: {decay: cosine, min_lr_fraction: 0}\n"
+    )
+    run = load_run(file, ["algorithm.kl.coef=0", "optimizer.decay=constant"])
+    assert (run.algorithm.kl.coef, run.optimizer.decay) == (0, "constant")
+    assert (
+        "'algorithm.kl.estimator' has no use"
+        in run_errors(write("algorithm: {name: grpo}"), "algorithm.kl.estimator=k2")[0]
+    )
+
+
 def test_a_run_that_began_with_keys_without_use_goes_on(tmp_path: Path) -> None:
     algorithm = {"name": "grpo", "off_policy": {"high": 2.0}, "kl": {"estimator": "k2"}, "max_replaced": 5}
     options = {"min_lr_fraction": 0.5}
     schedule = {"name": "stream", "rounds": {"kind": "partial_rollouts", "round_tokens": 10**6}}
     run = RunConfig.model_validate(
-        {"steps": 20, "algorithm": algorithm, "optimizer": options, "schedule": schedule},
+        {"algorithm": algorithm, "optimizer": options, "schedule": schedule, "sampling": {"top_k": 1, "min_p": 1}}
+        | {"steps": 20},
     )
     cluster = load_cluster(ROOT / "cluster_configs/local.yaml")
     save_resolved(tmp_path, cluster, run)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from scheduler.cost.decode import StepCurve
 from streamrl.generation.instance.calibration import batch_sizes
@@ -71,3 +72,12 @@ def test_what_a_launch_would_refuse_is_refused_before_vllm_starts(tmp_path: Path
     model = save_tiny_model(tmp_path / "model", seed=0)
     done = calibrate(tmp_path, "--set", f"model.path={model}", "--set", "model.max_context=100000")
     assert done.returncode == 2 and "has 512 positions, 100000 are asked for" in done.stderr
+    # the cache of one pool is too small; the other one is measured
+    file, settings = tmp_path / "cluster.yaml", ["--set", f"model.path={model}", "--set", "model.max_context=256"]
+    pools = [{"name": "small", "kv_cache_gb": 1e-5}, {"name": "large", "kv_cache_gb": 0.05}]
+    values = {"hardware": "cpu", "sites": {"here": {"trainer": {"ranks": 1}, "generation": pools}}}
+    file.write_text(yaml.safe_dump(values))
+    for pool, code in (("small", 2), ("large", 0)):
+        command = [sys.executable, "-m", "streamrl.cli.main", "calibrate", "--cluster", str(file), *settings]
+        done = warm.run([*command, "--pool", pool, "--seconds", "1", "--out", str(tmp_path / "c.json")], scaled(280))
+        assert done.returncode == code and ("pool 'small': kv_cache_gb" in done.stderr) == (code == 2), done.stderr

@@ -112,7 +112,9 @@ def test_instances_that_may_be_added_have_gpus_of_their_own() -> None:
     assert list(gpu_checks.check_gpus(asked, RunConfig(), names(4), most=False)) == []
     asked = two_trainer_ranks({"replicas": 2, "max_replicas": 6}, {"name": "tail"})  # whose device follows those of six
     (problem,) = gpu_checks.check_gpus(asked, RunConfig(), names(8), most=False)
-    assert problem.startswith("the cluster asks for 9 GPUs, this machine has 8 (")
+    assert problem.startswith(f"the cluster asks for 9 GPUs {grown}, this machine has 8 (")
+    (problem,) = gpu_checks.check_gpus(two_trainer_ranks({"replicas": 2}), RunConfig(), names(3))
+    assert problem.startswith("the cluster asks for 4 GPUs, this machine has 3 (")
 
 
 def test_a_run_that_is_continued_is_only_warned_of_missing_gpus_of_added_instances(

@@ -154,3 +154,11 @@ def test_the_file_holds_what_would_be_printed(export: Export, tmp_path: Path) ->
     printed = export("slurm", one_type())
     assert export("slurm", one_type(), "--out", str(tmp_path / "job.sh")) == ""
     assert (tmp_path / "job.sh").read_text() == printed
+
+
+@pytest.mark.parametrize("kind", ["slurm", "kuberay"])
+def test_a_job_whose_launch_would_be_refused_is_not_written(export: Export, tmp_path: Path, kind: str) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text("schedule: {name: colocated}\n")
+    code, out, error = export.tried(kind, one_type(), "--run", str(run))
+    assert (code, out) == (2, "") and "schedule: colocated gives the same GPUs to generation and training" in error

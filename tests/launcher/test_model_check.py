@@ -98,6 +98,17 @@ def test_a_critic_that_does_not_fit_the_policy_is_told(tmp_path: Path) -> None:
     assert warning.startswith(f"{named} has 9 rows of tokens, and {run.model.path} 12: a token beyond")
 
 
+def test_special_tokens_of_other_names_are_no_other_tokenizer(tmp_path: Path) -> None:
+    renamed = {("<pad>" if letter == "h" else letter): number for letter, number in LETTERS.items()}
+    run = with_critic(tmp_path, renamed)
+    assert len(list(check_critic(cluster(), run))) == 1
+    for name in ("policy", "critic"):
+        file = tmp_path / name / "tokenizer.json"
+        values = json.loads(file.read_text())
+        file.write_text(json.dumps(values | {"added_tokens": [*values["added_tokens"], {"id": 7, "content": "x"}]}))
+    assert list(check_critic(cluster(), run)) == []
+
+
 def test_a_critic_that_begins_as_the_policy_does_has_nothing_to_check(tmp_path: Path) -> None:
     path = model(tmp_path / "m", max_position_embeddings=8)
     for critic in ({}, {"path": path}):

@@ -52,11 +52,11 @@ def change_template(model: Path, template: str | None) -> None:
     tokenizer.save_pretrained(model)
 
 
-def run_of(model: Path, tasks: Path, **settings: Any) -> RunConfig:
+def run_of(model: Path, tasks: Path, shuffle: bool = False, **settings: Any) -> RunConfig:
     """A run whose task is a data set of two rows: a conversation, and a lone message of the user."""
     rows = [CONVERSATION, CONVERSATION[1:2]]
     datasets.Dataset.from_dict({"messages": rows, "answer": [13, 12]}).save_to_disk(tasks)
-    task = {"kind": "hf_dataset", "name": "sums", "path": str(tasks), "prompt_column": "messages", "shuffle": False}
+    task = {"kind": "hf_dataset", "name": "sums", "path": str(tasks), "prompt_column": "messages", "shuffle": shuffle}
     values = {"path": str(model), "system_prompt": "Think.", **settings}
     return RunConfig.model_validate({"model": values, "tasks": [{**task, "suffix": "Number only."}]})
 
@@ -148,21 +148,26 @@ def test_a_conversation_that_the_template_refuses_ends_the_run_and_is_told_befor
 
 
 def test_a_task_of_which_no_prompt_fits_is_refused_before_a_new_run(model: Path, tmp_path: Path) -> None:
-    run = run_of(model, tmp_path / "tasks")
+    run = run_of(model, tmp_path / "tasks", shuffle=True)
     tokens = source_of(run, AutoTokenizer.from_pretrained(model)).tokens
-    long, short = (len(tokens(PromptSource(run.tasks, run.seed).prompt(index))) for index in range(2))
+    short, long = sorted(len(tokens(PromptSource(run.tasks, run.seed).prompt(index))) for index in range(2))
     assert short < long
     context = run.model.max_context
 
     def leaving(room: int) -> RunConfig:
         return run.model_copy(update={"sampling": run.sampling.model_copy(update={"max_tokens": context - room})})
 
-    assert list(check_tasks(leaving(short))) == []  # the first one does not fit, and is left out
+    assert list(check_tasks(leaving(short))) == []  # the long one does not fit, and is left out
     assert list(check_tasks(leaving(short - 1))) == [
-        f"tasks.0: the first 100 prompts have {short} tokens or more, and model.max_context {context} - "
-        f"sampling.max_tokens {context - short + 1} leaves {short - 1} (see docs: E1005)"
+        f"tasks.0: none of the first 100 prompts fits: they have {short} tokens or more, and model.max_context "
+        f"{context} - sampling.max_tokens {context - short + 1} leaves {short - 1} (see docs: E1005)"
     ]
     assert list(check_tasks(leaving(short - 1), resumed=True)) == []
+    other = RunConfig.model_validate({"tasks": [{"kind": "reasoning_gym", "name": "chain_sum"}]}).tasks[0]
+    assert len(list(check_tasks(leaving(short).model_copy(update={"tasks": [other]})))) == 1
+    assert list(check_tasks(leaving(short).model_copy(update={"tasks": [other, *run.tasks]}))) == []  # one fits
+    ordered = [run.tasks[0].model_copy(update={"shuffle": False})]
+    assert list(check_tasks(leaving(short - 1).model_copy(update={"tasks": ordered}))) == []  # shorter ones may follow
     assert list(check_tasks(leaving(short - 1), rendered=False)) == []
 
 

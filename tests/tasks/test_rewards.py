@@ -14,11 +14,11 @@ import pytest
 
 from streamrl.config.tasks import FileTask, ReasoningGymTask, Task
 from streamrl.errors import UserError
-from streamrl.rollouts.void import VoidCause
+from streamrl.rollouts.void import LONGEST_TRACEBACK, VoidCause
 from streamrl.tasks.procedural import ProceduralItems
 from streamrl.tasks.rewards import Scorer, exact_match_score, math_verify_score
 from streamrl.tasks.source import PromptSource
-from streamrl.tasks.void_reward import VoidReward, cause_of
+from streamrl.tasks.void_reward import CUT, VoidReward, cause_of, traceback_of
 
 SEED = 9
 GYM = """
@@ -257,3 +257,19 @@ def test_a_wrong_reward_is_refused_before_the_run(reward: str, says: str) -> Non
 def test_comparing_rewards_need_an_answer_column() -> None:
     with pytest.raises(UserError, match="answer_column is null"):
         Scorer([file_task("math_verify", answer_column=None)], SEED)
+
+
+def test_a_long_traceback_keeps_its_heading_and_its_end() -> None:
+    def fall(levels: int) -> None:
+        if not levels:
+            raise ValueError("at the bottom")
+        (fall if levels % 2 else lambda below: fall(below))(levels - 1)  # frames that differ are all shown
+
+    with pytest.raises(ValueError, match="bottom") as caught:
+        fall(60)
+    text = traceback_of(caught.value, Path("/nowhere"))
+    assert text.startswith(CUT + "  File ") or text.startswith(CUT + "    ")
+    assert text.endswith("ValueError: at the bottom") and LONGEST_TRACEBACK - 200 < len(text) <= LONGEST_TRACEBACK
+    with pytest.raises(ValueError, match="bottom") as caught:
+        fall(1)
+    assert traceback_of(caught.value, Path("/nowhere")).startswith("Traceback (most recent call last):\n  File ")
