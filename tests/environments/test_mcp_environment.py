@@ -240,7 +240,9 @@ def test_a_server_that_hangs_at_its_start_costs_its_own_episode(
                     with pytest.raises(EnvironmentEnded, match="reset took more than") as found:
                         await late.reset(ITEM)
                     assert (found.value.cause, found.value.again) == (VoidCause.TIMEOUT, False)
-                await until(lambda: not process._work)  # its end is late, too
+                children = psutil.Process(process.process.pid).children
+                await until(lambda: len(children()) == 1, 60)  # while the other one would hang on
+                await until(lambda: not process._work)  # its end may be late, too
                 assert (await other.step(says("6"))).result["reward"] == 1.0 and pool.restarts == 0
 
     asyncio.run(scenario())

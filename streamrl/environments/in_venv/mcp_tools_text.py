@@ -166,7 +166,7 @@ class _Episode:
         await asyncio.shield(self._begun)
 
     async def end(self) -> None:
-        """Close the connection; a program that was started for it ends."""
+        """Close the connection, also one that has not begun; a program that was started for it ends."""
         self._over.set()
         await asyncio.wait([self._holding])
         if self._begun.done() and not self._begun.cancelled():
@@ -204,13 +204,30 @@ class _Episode:
                 streams = await stack.enter_async_context(self._connect())
                 session = importlib.import_module("mcp").ClientSession(streams[0], streams[1])
                 self._session = await stack.enter_async_context(session)
-                await self._session.initialize()
-                self.tools = await self._list()
+                await self._unless_over(self._start())
                 self._begun.set_result(None)
                 await self._over.wait()
         except BaseException as error:
             if not self._begun.done():
                 self._begun.set_exception(ConnectionError(f"the MCP server cannot be used: {_innermost(error)}"))
+
+    async def _start(self) -> None:
+        await self._session.initialize()
+        self.tools = await self._list()
+
+    async def _unless_over(self, work: Any) -> None:
+        """Wait for work, or until the episode is over; only the work is cancelled, not what closes the connection.
+
+        Raises:
+            ConnectionError: the episode was over first.
+        """
+        working, over = asyncio.ensure_future(work), asyncio.ensure_future(self._over.wait())
+        await asyncio.wait([working, over], return_when=asyncio.FIRST_COMPLETED)
+        over.cancel()
+        if not working.done():
+            working.cancel()
+            raise ConnectionError("it was closed before it had told its tools")
+        working.result()
 
     async def _list(self) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
