@@ -224,12 +224,12 @@ class EnvironmentPool:
         most, used = self.use.memory_gb * GIB, one.used.total
         told = f"it uses {used / GIB:.2f} of {self.use.memory_gb:g} GiB after {one.played} episodes"
         if not one.starts_servers:
-            over, full = used > most, used > FULL * most and one.played
+            over, full = used > most, used > FULL * most
         else:  # what its servers use it does not keep
             over, full = one.used.own > most, one.used.own > FULL * most or (used > FULL * most and not one.episodes)
         if over:
             one.kill(told)
-        elif full and one.accepts:
+        elif full and one.played and one.accepts:  # a new one would be as full as one that has played nothing
             one.how = told
             one.no_more.set()
         elif used > most:

@@ -325,6 +325,25 @@ def test_a_server_that_grows_beyond_the_memory_costs_its_own_episode(
     assert "a server with 0.4" in caplog.text and "its episode fails: it uses 0." in caplog.text
 
 
+def test_a_process_that_is_full_before_its_first_episode_is_not_replaced(
+    shop: InstalledEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment_pool, "WATCH_S", 0.02)
+    monkeypatch.setattr(environment_pool, "FULL", 0.001)  # it has more as soon as it is loaded
+
+    async def scenario() -> None:
+        async with started(shop) as pool:
+            await until(lambda: pool.most_memory > 0)  # it has been looked at
+            (process,) = pool._processes
+            assert not process.no_more.is_set()
+            async with pool.place("a") as place:
+                await place.reset(ITEM)
+                await until(lambda: pool.restarts == 1, 60)
+                assert (await place.step(says("6"))).result["reward"] == 1.0
+
+    asyncio.run(scenario())
+
+
 def test_variables_reach_the_program_and_a_trial_reports_no_problem(shop: InstalledEnvironment) -> None:
     async def scenario() -> None:
         async with started(shop, variables={"GREETING": "hello"}) as pool:
