@@ -202,7 +202,8 @@ class Session:
 
     def forgo(self, call: Call) -> None:
         """Forget a call that had to wait and whose client went away; a retry begins a turn."""
-        self._unmet[call.body] += 1
+        if not (call.is_retry and self._unmet[call.body]):  # its first attempt counts already
+            self._unmet[call.body] += 1
 
     def rows(self) -> list[TrajectoryRow]:
         """Return the rows of all finished turns, in the order in which they begin.

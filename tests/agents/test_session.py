@@ -228,6 +228,37 @@ def test_a_call_has_to_wait_while_too_many_run() -> None:
             here.call(call(USER, is_retry=True), 1.0)
 
 
+@pytest.mark.parametrize("gone", [1, 2, 3])
+def test_a_call_whose_client_went_away_several_times_counts_once(gone: int) -> None:
+    here = session(max_in_flight=1)
+    answered(here, call(USER))  # of an equal call
+    running, _ = here.call(call(MORE), 1.0)
+    for attempt in range(gone):
+        with pytest.raises(TooManyRun):
+            here.call(call(USER, is_retry=attempt > 0), 1.0)
+        here.forgo(call(USER, is_retry=attempt > 0))
+    here.fail(running)
+    own = answered(here, call(USER, is_retry=True))  # not the equal call's
+    assert here.call(call(USER, is_retry=True), 1.0) == (own, False)  # its answer was lost on its way
+
+
+def test_calls_whose_clients_went_away_and_those_whose_turn_failed_count_each() -> None:
+    here = session(max_in_flight=1)
+    running, _ = here.call(call(USER), 1.0)
+    running.clients = 1
+    for retry in (False, True):
+        for _ in range(2):
+            with pytest.raises(TooManyRun):
+                here.call(call(USER, is_retry=retry), 1.0)
+            here.forgo(call(USER, is_retry=retry))
+        if not retry:
+            here.fail(running)
+            running, _ = here.call(call(MORE), 1.0)
+    here.fail(running)
+    own = [answered(here, call(USER, is_retry=True)) for _ in range(3)]
+    assert here.call(call(USER, is_retry=True), 1.0) == (own[-1], False)
+
+
 def test_tokens_that_begin_with_a_turn_extend_it() -> None:
     here = session()
     first = answered(here, call(USER))
