@@ -76,17 +76,16 @@ class EnvironmentPlayer:
         game = _Game(task, live, client)
         try:
             async with self._pools[task.environment_key].place(api_key) as place:
-                live.begin()  # an episode that waits for room has not begun
                 playing = asyncio.ensure_future(game.play(place, order))
                 expiring = asyncio.ensure_future(live.over.wait())
                 try:
                     await asyncio.wait({playing, expiring}, return_when=asyncio.FIRST_COMPLETED)
                     outcome = EpisodeOutcome(None, live.void) if live.void is not None else playing.result()
                 finally:
-                    live.end()
                     expiring.cancel()
                     playing.cancel()
                     await asyncio.wait({playing})
+                    live.end()
         except EnvironmentEnded as error:
             outcome = void_outcome(error.cause, text_of(error), again=error.again)
         except EnvironmentFailed as error:
@@ -117,10 +116,14 @@ class _Game:
         self._metrics: defaultdict[str, float] = defaultdict(float)
 
     async def play(self, place: EnvironmentPlace, order: EpisodeOrder) -> EpisodeOutcome:
-        """Play until the environment is over, or turns or context are used up."""
+        """Play until the environment is over, or turns or context are used up.
+
+        An episode that waits for room, or for the resets of others, has not begun.
+        """
         if place.plays:
+            self._live.begin()
             return await self._have_played(place, order)
-        began = self._took("reset", await place.reset(order.item))
+        began = self._took("reset", await place.reset(order.item, self._live.begin))
         messages: list[dict[str, Any]] = list(began["messages"])
         reward, cut = 0.0, 1.0
         for _ in range(self._turns):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from streamrl.config.tasks import EnvironmentUse
@@ -54,9 +54,12 @@ class EnvironmentPlace:
         self._process, self._episode, self._step_s, self._servers = process, episode, step_s, servers
         self.plays = process.plays
 
-    async def reset(self, item: dict[str, Any]) -> EnvironmentAnswer:
-        """Begin the episode; the result has `messages`, perhaps `tools`. Raises as `EnvironmentProcess.ask`."""
-        answer = await self._process.ask("reset", self._episode, self._step_s, item=item)
+    async def reset(self, item: dict[str, Any], begins: Callable[[], object] | None = None) -> EnvironmentAnswer:
+        """Begin the episode; the result has `messages`, perhaps `tools`. Raises as `EnvironmentProcess.ask`.
+
+        `begins` is called once the reset need not wait for other episodes.
+        """
+        answer = await self._process.ask("reset", self._episode, self._step_s, begins, item=item)
         if self._process.starts_servers and not self._servers.known:
             self._process.look()
             self._servers.learn(self._process)

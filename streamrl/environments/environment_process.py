@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -163,13 +164,16 @@ class EnvironmentProcess:
                 await one.end("it did not start")
         return one
 
-    async def ask(self, do: str, episode: str, seconds: float, **more: Any) -> EnvironmentAnswer:
+    async def ask(
+        self, do: str, episode: str, seconds: float, begins: Callable[[], object] | None = None, **more: Any
+    ) -> EnvironmentAnswer:
         """Have an episode do something.
 
         Args:
             do: 'reset', 'step', 'sample', 'play' or 'close'.
             episode: id of the episode.
             seconds: that it may take, without the wait for other episodes.
+            begins: called when that wait is over, unless the episode has been left.
             more: what the request holds beside.
 
         Raises:
@@ -177,7 +181,7 @@ class EnvironmentProcess:
             EnvironmentEnded: it took too long, or its process has ended.
         """
         asked = time.time()
-        work = asyncio.create_task(self._exchange(do, episode, seconds, asked, more))  # outlives a caller that gives up
+        work = asyncio.create_task(self._exchange(do, episode, seconds, asked, more, begins))  # outlives a caller
         self._work.add(work)
         work.add_done_callback(self._forget)
         return await asyncio.shield(work)
@@ -228,13 +232,22 @@ class EnvironmentProcess:
             work.exception()  # of a caller that has given up
 
     async def _exchange(
-        self, do: str, episode: str, seconds: float, asked: float, more: dict[str, Any]
+        self,
+        do: str,
+        episode: str,
+        seconds: float,
+        asked: float,
+        more: dict[str, Any],
+        begins: Callable[[], object] | None = None,
     ) -> EnvironmentAnswer:
-        async with self._turn_of(do):
+        async with contextlib.AsyncExitStack() as held:
+            await held.enter_async_context(self._turn_of(do))
             if self.ended.is_set():
                 raise EnvironmentEnded(self._ended_text(), self._cause, again=True)
             if self.at_once and do == "reset" and episode not in self.episodes:  # its close has overtaken it
                 raise EnvironmentEnded(f"episode {episode} was given up", VoidCause.ENVIRONMENT, again=False)
+            if begins is not None and episode in self.episodes:
+                begins()
             started, clock = time.time(), time.monotonic()
             number, future = self._request({"do": do, "episode": episode, **more})
             try:
@@ -242,9 +255,11 @@ class EnvironmentProcess:
                     found = await asyncio.shield(future)
             except TimeoutError:
                 late = f"{do} took more than {seconds:g} s"
-                if self.at_once and await self._answers():
-                    text = f"environment {self.name!r}: {late}"
-                    raise EnvironmentEnded(text, VoidCause.TIMEOUT, again=False) from None
+                if self.at_once:
+                    await held.aclose()  # other resets go on meanwhile
+                    if await self._answers():
+                        text = f"environment {self.name!r}: {late}"
+                        raise EnvironmentEnded(text, VoidCause.TIMEOUT, again=False) from None
                 self._late = self._late or number
                 self.kill(late, VoidCause.TIMEOUT)
                 found = await future

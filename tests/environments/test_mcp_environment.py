@@ -19,6 +19,7 @@ import uvicorn
 
 from streamrl.agents.environment_player import EnvironmentPlayer
 from streamrl.agents.episode import EpisodeOrder
+from streamrl.agents.live_episode import LiveEpisode
 from streamrl.config.tasks import AgentTask, EnvironmentUse
 from streamrl.environments import environment_pool, environment_process
 from streamrl.environments.environment_pool import EnvironmentPool
@@ -275,18 +276,46 @@ def test_few_servers_start_at_once_and_those_that_wait_are_not_late(shop: Instal
             at_once = environment_pool.RESETS_PER_CORE * usable_cores()
             for _ in range(at_once):
                 await asyncio.wait_for(pool._resets.acquire(), scaled(1))
+            begun: list[str] = []
             async with pool.place("given up") as given_up:
-                reset = asyncio.ensure_future(given_up.reset(ITEM))
+                reset = asyncio.ensure_future(given_up.reset(ITEM, lambda: begun.append("given up")))
                 await until(lambda: pool._resets.locked() and process._work)
                 reset.cancel()
             async with pool.place("waits") as waits:
-                reset = asyncio.ensure_future(waits.reset(ITEM))
+                reset = asyncio.ensure_future(waits.reset(ITEM, lambda: begun.append("waits")))
                 await until(lambda: len(process._work) == 2)
                 assert not [episode for episode, _ in process._owed.values() if episode == "waits"]
+                assert begun == []
                 for _ in range(at_once):
                     pool._resets.release()
-                assert (await reset).waited_s > 0
+                assert (await reset).waited_s > 0 and begun == ["waits"]
                 assert len(psutil.Process(process.process.pid).children()) == 1  # none for the one that was given up
+
+    asyncio.run(scenario())
+
+
+def test_a_reset_that_is_late_keeps_no_other_one_waiting_while_its_process_is_looked_at(
+    shop: InstalledEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "hangs"
+
+    async def scenario() -> None:
+        async with started(shop, step_s=scaled(5), variables={"HANGS_BESIDE": str(file)}) as pool:
+            (process,) = pool._processes
+            for _ in range(environment_pool.RESETS_PER_CORE * usable_cores() - 1):
+                await pool._resets.acquire()
+            answers, free = process._answers, []
+
+            async def looked_at() -> bool:
+                free.append(not pool._resets.locked())
+                return await answers()
+
+            monkeypatch.setattr(process, "_answers", looked_at)
+            file.touch()
+            async with pool.place("late") as late:
+                with pytest.raises(EnvironmentEnded, match="reset took more than"):
+                    await late.reset(ITEM, lambda: free.append(not pool._resets.locked()))
+            assert free == [False, True]
 
     asyncio.run(scenario())
 
@@ -384,6 +413,39 @@ def test_an_item_that_nothing_could_score_fails(shop: InstalledEnvironment) -> N
         async with started(shop) as pool, pool.place("a") as place:
             with pytest.raises(EnvironmentFailed, match="no `answer`, and the config no `reward`"):
                 await place.reset({"prompt": "x"})
+
+    asyncio.run(scenario())
+
+
+def test_the_time_of_an_episode_begins_with_its_reset(
+    shop: InstalledEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[LiveEpisode] = []
+    begin = LiveEpisode.begin
+    monkeypatch.setattr(LiveEpisode, "begin", lambda live: (begun.append(live), begin(live)))
+    task = AgentTask.model_validate(
+        {"kind": "agent", "name": "shop", "environment": {"name": os.fspath(shop.folder), "processes": 1}}
+    )
+
+    async def scenario() -> None:
+        player = EnvironmentPlayer([task], OutputLog(None))
+        await player.start(scaled(30))
+        try:
+            (pool,) = player._pools.values()
+            (process,) = pool._processes
+            at_once = environment_pool.RESETS_PER_CORE * usable_cores()
+            for _ in range(at_once):
+                await pool._resets.acquire()
+            async with ModelServer().running() as model:
+                order = EpisodeOrder("s", "g", "shop", {**ITEM, "prompt": "echo It costs 6."}, 1, 1.0)
+                playing = asyncio.ensure_future(player.play(order, model.url, "key"))
+                await until(lambda: process._work)
+                assert begun == []
+                for _ in range(at_once):
+                    pool._resets.release()
+                assert (await playing).reward == 1.0 and len(begun) == 1
+        finally:
+            await player.close()
 
     asyncio.run(scenario())
 
