@@ -50,7 +50,8 @@ class Distribution:
     centres: Array
     """Mean score of each bin [B]."""
     slope: float
-    """Slope of a line of the log length over the score, greater than 0; it orders scores within bins and beyond them.
+    """Slope of the line of the log length over the score, greater than 0; it orders scores within bins and beyond them
+    (see `_line`).
     """
     medians: Array
     """Median of each bin's log lengths less the line [B]."""
@@ -64,18 +65,24 @@ class Distribution:
     """Log of each bin's mean length up to `limit`, less the line [B]; with it, it does not decrease with the score."""
     limit: float
     """Limit of the training samples in tokens."""
+    in_tokens: bool = False
+    """Whether scores are numbers of tokens (see `_line`)."""
 
     def quantiles(self, score: Array, spread: Array, limit: Array | float) -> Array:
         """Return tokens [N, Q], monotone in Q and within 1..limit, for scores [N], spreads [N] (log) and limits [N]."""
         most = np.broadcast_to(np.asarray(limit, dtype=np.float64), (len(score),))[:, None]
         rows = np.stack([np.interp(score, self.centres, column) for column in self.tables.T], axis=1)
-        middle = _located(score, self.centres, self.slope, self.medians)
+        middle = self._line(score) + np.interp(score, self.centres, self.medians)
         logs = np.maximum.accumulate(middle[:, None] + spread[:, None] * rows, axis=1)
         return self._tokens(logs + self._stretch(logs, score)[:, None], score, most)
 
+    def _line(self, score: Array) -> Array:
+        return _line(score, self.centres, self.slope, self.in_tokens, float(self.medians[0]))
+
     def _expected(self, score: Array) -> Array:
         """Return the expected lengths [N] of scores [N]: increasing, from 1 on and below the limit."""
-        mean = np.exp(np.minimum(_located(score, self.centres, self.slope, self.means), np.log(2 * self.limit)))
+        logs = self._line(score) + np.interp(score, self.centres, self.means)
+        mean = np.exp(np.minimum(logs, np.log(2 * self.limit)))
         start = (1 - NEAR) * self.limit  # from here on the limit is approached, and never reached: no two scores tie
         near = self.limit - (self.limit - start) * np.exp(-np.maximum(mean - start, 0.0) / (self.limit - start))
         return np.where(mean > start, near, np.maximum(mean, 1.0))
@@ -97,9 +104,23 @@ class Distribution:
         return np.asarray((low + high) / 2)
 
 
-def _located(score: Array, centres: Array, slope: float, values: Array) -> Array:
-    """Return a line over scores [N] plus the bins' values [B], linear between bins."""
-    return np.asarray(slope * (score - centres[0]) + np.interp(score, centres, values))
+def _line(score: Array, centres: Array, slope: float, in_tokens: bool, median: float) -> Array:
+    """Return a line of log lengths over scores [N], 0 at the first bin's centre, whose median is `median`.
+
+    Over scores in tokens a straight one would let lengths grow exponentially: beyond the last bin's centre they grow in
+    proportion to the score. Below the first one they shrink about so, down to a score of 0, if they are as long as
+    their scores; the shorter they are, the less a score says of them.
+    """
+    first, last = float(centres[0]), float(centres[-1])
+    line = np.asarray(slope * (score - first))
+    if in_tokens and last > 0:
+        above = slope * (last - first) + np.log(np.maximum(score, last) / last)
+        line = np.where(score > last, above, line)
+    if in_tokens and first > 0:
+        steeper = max(slope, min(1.0, np.exp(median) / first) / first)
+        below = steeper * (np.clip(score, 0.0, first) - first) + slope * np.minimum(score, 0.0)
+        line = np.where(score < first, below, line)
+    return line
 
 
 def bin_scores(score: Array, prompts: int) -> tuple[Array, Array]:
@@ -112,7 +133,9 @@ def bin_scores(score: Array, prompts: int) -> tuple[Array, Array]:
     return number, np.bincount(number, weights=score) / np.bincount(number)
 
 
-def fit_medians(score: Array, log: Array, ended: Array, prompts: int) -> tuple[Array, Array, float, Array]:
+def fit_medians(
+    score: Array, log: Array, ended: Array, prompts: int, in_tokens: bool
+) -> tuple[Array, Array, float, Array]:
     """Return bins [N], centres [B], slope and medians [B] (see `Distribution`) of scores [N] and log lengths [N].
 
     Args:
@@ -120,6 +143,7 @@ def fit_medians(score: Array, log: Array, ended: Array, prompts: int) -> tuple[A
         log: [N].
         ended: whether the sample ended by itself, rather than at a limit [N].
         prompts: number of distinct prompts of the samples.
+        in_tokens: whether scores are numbers of tokens.
     """
     number, centres = bin_scores(score, prompts)
     apart = score - score.mean()
@@ -127,7 +151,7 @@ def fit_medians(score: Array, log: Array, ended: Array, prompts: int) -> tuple[A
     slope = max(float((apart * log).mean()) / spread, TRACE / np.sqrt(spread))
     slope = 0.0 if spread <= 1e-12 else slope
     rates = _end_rates(number, len(centres), log, ended)
-    line, middle = slope * (score - centres[0]), np.array([0.5])
+    line, middle = _line(score, centres, slope, in_tokens, -np.inf), np.array([0.5])
     rest = [(log - line)[number == b] for b in range(len(centres))]
     medians = np.array(
         [survival_quantiles(rest[b], ended[number == b], middle, rates[b])[0] for b in range(len(centres))]
@@ -135,9 +159,10 @@ def fit_medians(score: Array, log: Array, ended: Array, prompts: int) -> tuple[A
     return number, centres, slope, np.minimum(medians, log.max() + np.log(BEYOND) - slope * (centres - centres[0]))
 
 
-def fit_location(score: Array, log: Array, ended: Array, prompts: int) -> Array:
+def fit_location(score: Array, log: Array, ended: Array, prompts: int, in_tokens: bool) -> Array:
     """Return the median log length [N] of each score; the arguments are those of `fit_medians`."""
-    return _located(score, *fit_medians(score, log, ended, prompts)[1:])
+    _, centres, slope, medians = fit_medians(score, log, ended, prompts, in_tokens)
+    return _line(score, centres, slope, in_tokens, float(medians[0])) + np.interp(score, centres, medians)
 
 
 def _end_rates(number: Array, bins: int, log: Array, ended: Array) -> Array:
@@ -149,7 +174,9 @@ def _end_rates(number: Array, bins: int, log: Array, ended: Array) -> Array:
     return np.array([end_rate(log[number == b], ended[number == b], start, pooled) for b in range(bins)])
 
 
-def fit_distribution(score: Array, spread: Array, log: Array, ended: Array, prompts: int) -> Distribution:
+def fit_distribution(
+    score: Array, spread: Array, log: Array, ended: Array, prompts: int, in_tokens: bool = False
+) -> Distribution:
     """Fit on scores [N] of unseen prompts, their predicted spreads [N] and true log lengths [N].
 
     Args:
@@ -158,9 +185,11 @@ def fit_distribution(score: Array, spread: Array, log: Array, ended: Array, prom
         log: [N].
         ended: whether the sample ended by itself, rather than at a limit [N].
         prompts: number of distinct prompts of the samples.
+        in_tokens: whether scores are numbers of tokens.
     """
-    number, centres, slope, medians = fit_medians(score, log, ended, prompts)
-    residual = (log - _located(score, centres, slope, medians)) / spread
+    number, centres, slope, medians = fit_medians(score, log, ended, prompts, in_tokens)
+    located = _line(score, centres, slope, in_tokens, float(medians[0])) + np.interp(score, centres, medians)
+    residual = (log - located) / spread
     line = slope * (centres - centres[0])
     rates = _end_rates(number, len(centres), log, ended)
     tables = np.empty((len(centres), len(LEVELS)))
@@ -174,7 +203,8 @@ def fit_distribution(score: Array, spread: Array, log: Array, ended: Array, prom
     each = [restricted_mean(np.exp(log[number == b]), ended[number == b]) for b in range(len(centres))]
     means = _not_decreasing(np.array(each) * count, count)
     means = means * (1 + TRACE * np.arange(len(means)) / len(means))  # bins of one mean keep their order
-    plain = Distribution(centres, slope, medians, tables, np.zeros(len(centres)), np.log(means) - line, limit)
+    none = np.zeros(len(centres))
+    plain = Distribution(centres, slope, medians, tables, none, np.log(means) - line, limit, in_tokens)
     far = _far_from(plain.quantiles(score, spread, limit), limit)
     if ended.all() or not far.any():
         return plain

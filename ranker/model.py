@@ -242,10 +242,7 @@ class LengthModel:
         if "table" in manifest:
             table = Shrunk(arrays["scorer_tasks"], *manifest["table"])
             booster = lgb.Booster(model_str=score) if score else None
-            target = manifest["target"]
-            if manifest["version"] == 5 and target == "length":
-                target = "tokens"
-            scorer = LengthScorer(target, table, Columns.of(schema), booster)
+            scorer = LengthScorer(manifest["target"], table, Columns.of(schema), booster)
             bound, reach = manifest["unfamiliar"]
             table = Shrunk(arrays["unfamiliar_tasks"], *manifest["unfamiliar_table"])
             fitted = {name: arrays[f"unfamiliar_{name}"] for name in UNFAMILIAR}
@@ -254,13 +251,15 @@ class LengthModel:
         if manifest["version"] > 5:
             remembered = Remembered(arrays["remembered_keys"], arrays["remembered_columns"])
         slope, limit = manifest["distribution"]
+        in_tokens = scorer is not None and scorer.in_tokens
+        tables = {name: arrays[name] for name in TABLES}
         return cls(
             kind=manifest["kind"],
             schema=schema,
             scorer=scorer,
             spread=lgb.Booster(model_str=spread) if spread else None,
             unfamiliar=unfamiliar,
-            distribution=Distribution(**{name: arrays[name] for name in TABLES}, slope=slope, limit=limit),
+            distribution=Distribution(**tables, slope=slope, limit=limit, in_tokens=in_tokens),
             cap=manifest["cap"],
             longest=manifest["longest"],
             report=Report.from_json(manifest["report"]),

@@ -22,8 +22,6 @@ LONGEST = 0.2
 """Share of the samples that are the longest, for the table of their shares."""
 TRACE = 1e-3
 """Weight of the length beside the share of the longest: orders tasks with equal shares."""
-FLOOR = 10.0
-"""Tokens below which the log of a score in tokens levels out, so that a booster's sum below 0 has one, too."""
 HIDE_TASK = 0.15
 """Share of prompts whose task a booster is not told in training, so that a request may come without one."""
 
@@ -73,23 +71,21 @@ class LengthScorer:
     """A fitted table, or a booster of what is to be added to the mean of its tasks."""
 
     target: str
-    """Target of its kind; or 'tokens': a kind of 'length' in a file of version 5, whose scores are no logs."""
+    """Target of its kind (see `ModelKind`)."""
     table: Shrunk
     columns: Columns
     booster: lgb.Booster | None
 
     def score(self, features: Array, threads: int = 1) -> Array:
-        """Return the scores [N] of features [N, F]; logs of those in tokens.
-
-        `ranker.distribution` extends a straight line of the log length over the score, which over tokens would grow
-        exponentially.
-        """
+        """Return the scores [N] of features [N, F]; a booster's sum in tokens may be negative."""
         if self.booster is None:
-            scores = self.expected(features)
-        else:
-            added = self.booster.predict(features, num_threads=threads)
-            scores = self.table.prior + np.asarray(added, dtype=np.float64)
-        return np.log(FLOOR * np.logaddexp(0.0, scores / FLOOR)) if self.target == "length" else scores
+            return self.expected(features)
+        return self.table.prior + np.asarray(self.booster.predict(features, num_threads=threads), dtype=np.float64)
+
+    @property
+    def in_tokens(self) -> bool:
+        """Whether the scores are numbers of tokens."""
+        return self.target == "length"
 
     def expected(self, features: Array) -> Array:
         """Return the table's values [N]: those of the task, moved to the earlier lengths of the same prompt."""

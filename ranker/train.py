@@ -236,10 +236,10 @@ def _model(
     prompts = len(np.unique(table.prompt[rows]))
     spread = None
     if scorer.booster is not None:
-        residual = log - fit_location(score, log, ended, prompts)
+        residual = log - fit_location(score, log, ended, prompts, scorer.in_tokens)
         spread = fit_spread(features, score, residual, ended, table.columns.task, seed, threads)
     sizes = predict_spread(spread, features, score, threads)
-    distribution = fit_distribution(score, sizes, log, ended, prompts)
+    distribution = fit_distribution(score, sizes, log, ended, prompts, scorer.in_tokens)
     names = table.schema.names
     unfamiliar = fit_unfamiliar(table.cold[rows], names, table.columns, table.prompt[rows], log, ended)
     longest = int(np.rint(np.exp(log.max())))

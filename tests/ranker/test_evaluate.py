@@ -134,6 +134,42 @@ def test_prompts_like_those_that_ran_away_are_forecast_to_run_away() -> None:
     assert quantiles[2, -1] == 1000 and (quantiles[:2, -1] < 300).all()
 
 
+def test_lengths_grow_in_proportion_to_scores_in_tokens_beyond_the_last_bin() -> None:
+    rng = np.random.default_rng(2)
+    score = rng.lognormal(6, 1, 6000)
+    log = np.log(score) + 0.1 * rng.standard_normal(len(score))
+    ended, spread = np.ones(len(log), bool), np.full(len(log), 0.1)
+    fitted = fit_distribution(score, spread, log, ended, 6000, in_tokens=True)
+    far = fitted.centres[-1] * np.array([1.0, 1.5, 2.0, 4.0])
+    middle = fitted.quantiles(far, spread[:4], 1e6)[:, int(np.searchsorted(LEVELS, 0.5))]
+    np.testing.assert_allclose(middle, far, rtol=0.1)
+    low = fitted.quantiles(np.array([-1e5, -1e3, 0.0]), spread[:3], 1e6)
+    assert np.isfinite(low).all() and (np.diff(low[:, 6]) >= 0).all() and low.max() < 500
+
+
+def test_short_lengths_follow_scores_in_tokens_below_the_first_bin_as_far_as_they_do_so_elsewhere() -> None:
+    """Lengths like their scores halve, about, with the score; lengths far below their scores tell nothing of it."""
+    rng = np.random.default_rng(4)
+    score = rng.lognormal(6, 1, 6000)
+    ended, spread = np.ones(len(score), bool), np.full(len(score), 0.1)
+    for share, low, high in ((1.0, 0.5, 0.7), (0.05, 0.9, 1.0)):
+        log = np.log(np.where(score < 400, share, 1.0) * score) + 0.1 * rng.standard_normal(len(score))
+        fitted = fit_distribution(score, spread, log, ended, 6000, in_tokens=True)
+        at = fitted.centres[0] * np.array([1.0, 0.5])
+        middle = fitted.quantiles(at, spread[:2], 1e6)[:, int(np.searchsorted(LEVELS, 0.5))]
+        assert low < middle[1] / middle[0] < high
+
+
+def test_negative_scores_in_tokens_go_on_in_a_straight_line() -> None:
+    """A last bin at or below 0 has no log."""
+    score = np.linspace(-1000.0, -1.0, 2000)
+    log = 5 + score / 1000
+    ended, spread = np.ones(len(log), bool), np.full(len(log), 0.1)
+    fitted = fit_distribution(score, spread, log, ended, 2000, in_tokens=True)
+    middle = fitted.quantiles(np.array([-500.0, 100.0]), spread[:2], 1e4)[:, int(np.searchsorted(LEVELS, 0.5))]
+    np.testing.assert_allclose(np.log(middle), [4.5, 5.1], atol=0.05)
+
+
 def test_kaplan_and_meier_count_what_is_cut_off_as_longer() -> None:
     """By hand: of 5 one ends at 1; one is cut off at 2; of 3 left one ends at 3; of 2 one at 4; the last runs."""
     values, ended = np.array([1.0, 2.0, 3.0, 4.0, 5.0]), np.array([True, False, True, True, False])

@@ -98,7 +98,7 @@ def test_other_versions_and_broken_files_are_named(tmp_path: Path, small: Length
 
 
 def test_a_file_of_version_5_is_read_as_it_was_written(tmp_path: Path) -> None:
-    """Its scores of kinds of 'length' are tokens, and its features have a column that no run filled."""
+    """Its features have a column that no run filled."""
     rows = small_reasoner(60, 2, 0).rows
     model = refit("mean_length", from_rows(rows))
     features = featurise(model.schema, [row["prompt"] for row in rows], [row["task"] for row in rows])
@@ -119,14 +119,11 @@ def test_a_file_of_version_5_is_read_as_it_was_written(tmp_path: Path) -> None:
     wider = featurise(loaded.schema, [row["prompt"] for row in rows], [row["task"] for row in rows])
     assert np.isnan(wider[:, names.index("difficulty")]).all()
     np.testing.assert_array_equal(np.delete(wider, names.index("difficulty"), axis=1), features)
-    tokens, logs = loaded.scorer.score(features), model.scorer.score(features)
-    long = tokens > 100
-    assert long.any()
-    np.testing.assert_allclose(np.log(tokens[long]), logs[long], rtol=1e-3)
+    quantiles = model.predict_features(features).quantiles
+    np.testing.assert_array_equal(loaded.predict_features(features).quantiles, quantiles)
     loaded.save(tmp_path / "again")
-    again = LengthModel.load(tmp_path / "again").scorer
-    assert again is not None
-    np.testing.assert_array_equal(again.score(features), tokens)
+    again = LengthModel.load(tmp_path / "again")
+    np.testing.assert_array_equal(again.predict_features(features).quantiles, quantiles)
 
 
 @pytest.mark.parametrize("count", [1, 2, 50])
@@ -187,6 +184,38 @@ def test_the_longest_prompts_are_expected_to_be_as_long_as_they_were() -> None:
     order = np.argsort(typical)
     for part in np.array_split(order, 10):
         assert told.mean[part].mean() == pytest.approx(typical[part].mean() * np.exp(0.08), rel=0.25)
+
+
+def bimodal(seed: int, prompts: int) -> list[dict[str, object]]:
+    """Short answers of 1 to 29 tokens and long ones around 100k, told by the prompts' words."""
+    rng = np.random.default_rng(seed)
+    words = ["apple", "river", "stone", "integral", "sum", "of", "matrix", "graph", "tree", "say", "hello", "code"]
+    rows: list[dict[str, object]] = []
+    for n in range(prompts):
+        long = rng.random() < 0.3
+        text = " ".join(rng.choice(words, 8))
+        prompt = f"{text} {'prove theorem carefully' if long else 'answer briefly'} {seed} {n}"
+        for _ in range(2):
+            length = 300_000 * rng.lognormal(-1, 0.8) if long else rng.integers(1, 30)
+            rows.append({"prompt": prompt, "output_length": max(1, int(length)), "task": "t"})
+    return rows
+
+
+def test_a_mix_of_very_short_and_very_long_answers_is_covered() -> None:
+    """Sums of a booster in tokens are far below 0 for some of the short ones."""
+    model = refit("mean_length", from_rows(bimodal(2, 1500)))
+    later = bimodal(3, 500)
+    prompts, tasks = [str(row["prompt"]) for row in later], ["t"] * len(later)
+    length = np.array([row["output_length"] for row in later])
+    assert model.scorer is not None
+    assert model.scorer.score(featurise(model.schema, prompts, tasks)).min() < -1000
+    assert_sound(model, prompts)
+    told = model.predict(prompts, tasks)
+    levels = told.levels.tolist()
+    for some in (length < 30, length >= 30):
+        for level in (0.5, 0.9):
+            covered = (length <= told.quantiles[:, levels.index(level)] * (1 + 1e-6))[some].mean()
+            assert covered == pytest.approx(level, abs=0.1), (level, covered)
 
 
 def test_refit_keeps_the_kind() -> None:
