@@ -76,11 +76,7 @@ def command(
     its_site, chosen = _chosen(cluster, cluster_file, pool, site)
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: its folder does not exist")
-    alone = {
-        name: one.model_copy(update={"generation": [chosen] if name == its_site else []})
-        for name, one in cluster.sites.items()
-    }
-    cluster = cluster.model_copy(update={"sites": alone})
+    cluster = with_one_pool(cluster, its_site, chosen)
     checks = [check_heads(cluster, run), check_speculation(cluster, run), check_generation(cluster, run, its_site)]
     refuse([check_model(run), *checks, check_kv_cache(cluster, run, its_site)])
     # those of an instance: torch reads its number of threads when it is imported, glibc how it keeps memory when vLLM's
@@ -172,3 +168,12 @@ def _chosen(
         could = " or ".join(f"{name}/{one.name}" for name, one in found)
         raise UserError(f"--pool {pool} could be {could}: name its --site")
     return found[0]
+
+
+def with_one_pool(cluster: ClusterConfig, site: str, pool: GenerationPool) -> ClusterConfig:
+    """Return the cluster without the pools that are not measured, whose mistakes do not matter."""
+    sites = {
+        name: one.model_copy(update={"generation": [pool] if name == site else []})
+        for name, one in cluster.sites.items()
+    }
+    return cluster.model_copy(update={"sites": sites})

@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from scheduler.cost.decode import StepCurve
+from streamrl.cli.calibrate import with_one_pool
+from streamrl.config.cluster import ClusterConfig
+from streamrl.config.run import RunConfig
 from streamrl.generation.instance.calibration import batch_sizes
+from streamrl.launcher.generation_check import check_kv_cache
 from tests import warm
 from tests.tiny_model import save_tiny_model
 from tests.waiting import scaled
@@ -72,12 +75,15 @@ def test_what_a_launch_would_refuse_is_refused_before_vllm_starts(tmp_path: Path
     model = save_tiny_model(tmp_path / "model", seed=0)
     done = calibrate(tmp_path, "--set", f"model.path={model}", "--set", "model.max_context=100000")
     assert done.returncode == 2 and "has 512 positions, 100000 are asked for" in done.stderr
-    # the cache of one pool is too small; the other one is measured
-    file, settings = tmp_path / "cluster.yaml", ["--set", f"model.path={model}", "--set", "model.max_context=256"]
+
+
+def test_mistakes_of_pools_that_are_not_measured_do_not_matter(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model", seed=0)
+    run = RunConfig.model_validate({"model": {"path": str(model), "max_context": 256}})
     pools = [{"name": "small", "kv_cache_gb": 1e-5}, {"name": "large", "kv_cache_gb": 0.05}]
     values = {"hardware": "cpu", "sites": {"here": {"trainer": {"ranks": 1}, "generation": pools}}}
-    file.write_text(yaml.safe_dump(values))
-    for pool, code in (("small", 2), ("large", 0)):
-        command = [sys.executable, "-m", "streamrl.cli.main", "calibrate", "--cluster", str(file), *settings]
-        done = warm.run([*command, "--pool", pool, "--seconds", "1", "--out", str(tmp_path / "c.json")], scaled(280))
-        assert done.returncode == code and ("pool 'small': kv_cache_gb" in done.stderr) == (code == 2), done.stderr
+    cluster = ClusterConfig.model_validate(values)
+    small, large = cluster.sites["here"].generation
+    (problem,) = check_kv_cache(with_one_pool(cluster, "here", small), run, "here")
+    assert problem.startswith("pool 'small': kv_cache_gb is 1e-05")
+    assert list(check_kv_cache(with_one_pool(cluster, "here", large), run, "here")) == []
