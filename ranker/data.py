@@ -399,28 +399,37 @@ def _cast(file: Path, name: str, column: Any) -> Any:
     return column.cast(wanted, safe=False)
 
 
-def _read_jsonl(file: Path, opened: Callable[[], BinaryIO]) -> Iterator[dict[str, list[Any] | None]]:
-    """Yield a file's columns, some thousand lines at a time."""
-    rows: list[tuple[Any, ...]] = []
-    seen = False
+def read_jsonl(file: Path, opened: Callable[[], BinaryIO]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (line, row) of each sample's first row in a JSONL file of rollouts.
+
+    Raises:
+        RankerError: it cannot be read, or a line is no JSON object.
+    """
     try:
         with opened() as content, io.TextIOWrapper(content, encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue
                 row = _parse(file, number, line)
-                if not seen:
-                    _missing(file, row)
-                    seen = True
                 ids = [row.get(name) for name in ROW_IDS]
-                if None not in ids and ids[0] != ids[1]:
-                    continue  # not a sample's first row
-                rows.append(tuple(_value(file, number, name, row.get(name)) for name in COLUMNS))
-                if len(rows) == 65536:
-                    yield dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
-                    rows = []
+                if None in ids or ids[0] == ids[1]:
+                    yield number, row
     except (OSError, UnicodeDecodeError) as error:
         raise RankerError(f"{file}: cannot be read as JSONL: {error}") from error
+
+
+def _read_jsonl(file: Path, opened: Callable[[], BinaryIO]) -> Iterator[dict[str, list[Any] | None]]:
+    """Yield a file's columns, some thousand lines at a time."""
+    rows: list[tuple[Any, ...]] = []
+    seen = False
+    for number, row in read_jsonl(file, opened):
+        if not seen:
+            _missing(file, row)
+            seen = True
+        rows.append(tuple(_value(file, number, name, row.get(name)) for name in COLUMNS))
+        if len(rows) == 65536:
+            yield dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
+            rows = []
     if rows:
         yield dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
 

@@ -74,7 +74,7 @@ class MemoryUse:
 
     own: int = 0
     started: dict[int, int] = field(default_factory=dict)
-    """Of each child with all that it has started, by its pid; the oldest first."""
+    """Bytes of each child with all that it has started, by its pid; the oldest first."""
 
     @property
     def total(self) -> int:

@@ -62,8 +62,8 @@ def check_critic(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
     if (longest := _positions(config)) is not None and run.model.max_context > longest:
         asked = f"{path} has {longest} positions, {run.model.max_context} are asked for"
         yield ErrorCode.CONTEXT.refer(f"model.max_context: the critic {asked}")
-    known, own, read = _rows(config), _tokens(policy), _tokens(folder)
-    if known is not None and (used := _count(policy)) > known:
+    known, (own, used), (read, _) = _rows(config), _vocabulary(policy), _vocabulary(folder)
+    if known is not None and used > known:
         yield f"algorithm.critic.path: {path} knows {known} tokens, and the tokenizer of {run.model.path} has {used}"
     elif others := sum(read[number] != token for number, token in own.items() if number in read):
         yield (
@@ -79,7 +79,7 @@ def critic_warnings(run: RunConfig) -> Iterable[str]:
         return
     folder, policy = Path(resolve_model(path)), Path(resolve_model(run.model.path))
     known, written = _rows(read_config(folder)), _rows(read_config(policy))
-    if known is not None and written is not None and _count(policy) <= known < written:
+    if known is not None and written is not None and known < written and _vocabulary(policy)[1] <= known:
         yield (
             f"algorithm.critic.path: {path} has {known} rows of tokens, and {run.model.path} {written}: a token beyond "
             "those of the tokenizer, which trained models hardly ever write, would end the run"
@@ -114,22 +114,21 @@ def _rows(config: Mapping[str, Any]) -> int | None:
     return rows if isinstance(rows, int) else None
 
 
-def _count(folder: Path) -> int:
-    """Return the number of a model's tokens, counted up to the last one that its tokenizer has; 0: not known."""
-    added = [token["id"] for token in read_config(folder, "tokenizer.json").get("added_tokens", ())]
-    return max([*_tokens(folder), *added], default=-1) + 1
+def _vocabulary(folder: Path) -> tuple[dict[int, str], int]:
+    """Return a model's tokens by number, and their count up to the last one; ({}, 0): not known.
 
-
-def _tokens(folder: Path) -> dict[int, str]:
-    """Return a model's tokens by number, without special ones, whose names differ among relatives; {}: not known."""
+    The tokens are without special ones, whose names differ among relatives; the count is with them.
+    """
     values = read_config(folder, "tokenizer.json")
     special = {token["id"] for token in values.get("added_tokens", ())}
     model = values.get("model")
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(vocabulary, dict):
-        return {number: token for token, number in vocabulary.items() if number not in special}
-    named = enumerate(vocabulary or ())  # with a score each
-    return {number: token for number, (token, _) in named if number not in special}
+    found = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(found, dict):
+        tokens = {number: token for token, number in found.items()}
+    else:  # a list, with a score each
+        tokens = {number: token for number, (token, _) in enumerate(found or ())}
+    count = max([*tokens, *special], default=-1) + 1
+    return {number: token for number, token in tokens.items() if number not in special}, count
 
 
 def _undivided_by_trainer(cluster: ClusterConfig, values: Mapping[str, Any], path: str) -> Iterable[str]:

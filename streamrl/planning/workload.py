@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ranker.data import EPISODE, MOST, OF_RUNS, REQUIRED, ROW_IDS, first_rows, says_length
+from ranker.data import EPISODE, MOST, OF_RUNS, REQUIRED, ROW_IDS, first_rows, read_jsonl, says_length
 from streamrl.errors import UserError
 from streamrl.plain_files import open_plain
 from streamrl.run_dir import layout
@@ -209,7 +209,7 @@ def _samples(file: Path, given: Path) -> Iterator[_Sample | None]:
 
     Raises:
         UserError: a row or a column has the wrong form.
-        OSError, pa.ArrowException: it cannot be read.
+        RankerError, OSError, pa.ArrowException: it cannot be read.
     """
     for number, row in enumerate(_jsonl(file, given) if file.suffix == ".jsonl" else _parquet(file, given), 1):
         where = f"{file}, row {number}"
@@ -259,20 +259,11 @@ def _parquet(file: Path, given: Path) -> Iterator[Mapping[str, Any]]:
 def _jsonl(file: Path, given: Path) -> Iterator[Mapping[str, Any]]:
     """Yield a JSONL file's rows; see `_samples`."""
     seen = False
-    with open_found(file, given) as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{file}, line {number}: not JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise UserError(f"{file}, line {number}: expected an object with {' and '.join(REQUIRED)}")
-            if not seen:
-                _check_columns(file, list(row))
-                seen = True
-            yield row
+    for _, row in read_jsonl(file, partial(open_found, file, given)):
+        if not seen:
+            _check_columns(file, list(row))
+            seen = True
+        yield row
 
 
 def _check_columns(file: Path, there: list[str]) -> None:

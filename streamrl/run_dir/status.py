@@ -164,7 +164,7 @@ class VerifiedStatus(StatusModel):
 
 
 RESUME = "continue with: streamrl launch --resume"
-"""In the last line of an error of a run that can be continued."""
+"""Beginning of the last line of an error of a run that can be continued."""
 
 
 class RunStatus(StatusModel):

@@ -97,7 +97,7 @@ def test_anything_else_is_found_as_a_word(answer: Any, said: str, found: bool) -
 
 
 class McpError(Exception):
-    """As in mcp 1."""
+    """The exception of mcp 1."""
 
     def __init__(self, code: int, message: str) -> None:
         self.error = SimpleNamespace(code=code, message=message)

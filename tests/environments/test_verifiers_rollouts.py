@@ -15,11 +15,11 @@ from streamrl.environments.in_venv.verifiers_rollouts import _end_by_rule
 
 
 class ProviderError(Exception):
-    """As in verifiers."""
+    """The exception of verifiers for a refusal of the endpoint."""
 
 
 class HarnessError(Exception):
-    """As in verifiers."""
+    """Another exception of verifiers."""
 
 
 class Rollout:

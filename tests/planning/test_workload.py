@@ -66,6 +66,9 @@ def test_a_jsonl_file_and_a_folder_of_both_kinds_are_replayed(tmp_path: Path) ->
     file.write_text("\n\n".join(map(json.dumps, rows)) + "\n")
     workload = replay(file, None, 0.0, 0)
     assert lengths(workload) == [50] and workload.batches[0][0].prompt_tokens == 4
+    further = [{**rows[0], "sample_id": "s", "trajectory_id": one} for one in ("s", "t")]
+    file.write_text("\n".join(map(json.dumps, further)))  # the second row of an episode
+    assert lengths(replay(file, None, 0.0, 0)) == [50]
     parquet(tmp_path)
     assert lengths(replay(tmp_path, None, 0.0, 0)) == [10, 20, 30, 40, 50]
     (tmp_path / "metrics.jsonl").write_text("{}\n")  # now it is a run's, whose JSONL files hold other things
