@@ -14,6 +14,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,8 @@ class AgentsProcess:
         """Void episodes by cause."""
         self._turns: dict[str, asyncio.Future[GeneratedTurn]] = {}
         """Turns that the service owes, by id."""
-        self._episodes: set[asyncio.Task[None]] = set()
+        self._episodes: dict[str, asyncio.Task[None]] = {}
+        """Open episodes, by sample id."""
         """Tasks of the open episodes."""
 
     async def run(self) -> None:
@@ -109,12 +111,18 @@ class AgentsProcess:
     def _handle(self, delivery: Delivery, tasks: asyncio.TaskGroup) -> None:
         match delivery.body:
             case RunEpisode() as order:
-                task = tasks.create_task(self._lead(order))
-                self._episodes.add(task)
-                task.add_done_callback(self._episodes.discard)
+                # the service orders all open episodes at this process's hello, some perhaps for the second time
+                if (led := self._episodes.get(order.sample_id)) is not None and not led.cancelling():
+                    return
+                self._episodes[order.sample_id] = task = tasks.create_task(self._lead(order))
+                task.add_done_callback(partial(self._forget, order.sample_id))
             case TurnDone() as turn:
                 if (owed := self._turns.pop(turn.turn_id, None)) is not None and not owed.done():
                     owed.set_result(_turn(turn, delivery.arrays))
+
+    def _forget(self, sample_id: str, task: asyncio.Task[None]) -> None:
+        if self._episodes.get(sample_id) is task:
+            del self._episodes[sample_id]
 
     async def _lead(self, order: RunEpisode) -> None:
         """Have an agent lead an episode, and report what became of it; one whose record cannot be made is void."""
@@ -147,7 +155,7 @@ class AgentsProcess:
     def _new_service(self) -> None:
         """Drop all episodes: a restarted service issues what is to be generated again."""
         self.link.forget_sent()
-        for task in self._episodes:
+        for task in self._episodes.values():
             task.cancel()
         self._turns.clear()
 

@@ -120,3 +120,35 @@ def test_an_episode_whose_record_cannot_be_made_is_void_and_ends_no_other(monkey
     assert told is not None and told.void is not None and told.void.cause == VoidCause.CRASH
     assert told.void.text.startswith("the record of the episode cannot be made: UnicodeEncodeError: ")
     assert (process.ended, process.void.total(), told.rows) == (1, 1, [])
+
+
+def test_an_episode_that_is_ordered_twice_is_led_once_and_again_for_a_new_service() -> None:
+    led: list[asyncio.Event] = []
+
+    class Host:
+        async def run(self, order: Any) -> None:
+            led.append(asyncio.Event())
+            try:
+                await led[-1].wait()
+            finally:
+                await asyncio.sleep(0)  # its end takes a moment
+
+    def ordered() -> Any:
+        return SimpleNamespace(body=RunEpisode("s.000", "s", "sums", {}, 7, None), arrays={})
+
+    async def main() -> None:
+        process = AgentsProcess(SimpleNamespace(name="agents-here"))  # type: ignore[arg-type]
+        process.host, process.link = Host(), SimpleNamespace(forget_sent=lambda: None)  # type: ignore[assignment]
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(2):  # as the site began it, and at the hello of this process
+                process._handle(ordered(), tasks)
+            await asyncio.sleep(0)
+            assert len(led) == 1
+            process._new_service()
+            process._handle(ordered(), tasks)  # before the first one has ended
+            for _ in range(4):
+                await asyncio.sleep(0)
+            assert len(led) == 2 and len(process._episodes) == 1
+            process._new_service()
+
+    asyncio.run(main())
