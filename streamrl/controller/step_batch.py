@@ -64,6 +64,8 @@ class StepBatch:
     """Statistics of every rank and micro-batch of this update."""
     earlier_stats: list[dict[str, float]] = field(default_factory=list)
     """Those of the updates before it."""
+    first_stats: list[dict[str, float]] = field(default_factory=list)
+    """Those of the step's first update, once it is done."""
     earlier_normalizer: float = 0.0
     """Sum of their normalizers."""
     at_trainer: list[list[TrainGroup]] = field(default_factory=list)
@@ -143,6 +145,8 @@ class StepBatch:
         """
         if self.given_up or self.off_policy or self.update + 1 == self.run.batch.updates:
             return False
+        if self.update == 0:
+            self.first_stats = self.stats
         self.earlier_stats += self.stats
         self.earlier_normalizer += self.normalizer
         self.update += 1
@@ -267,6 +271,7 @@ class StepBatch:
             not_finite=[*self.not_finite, *out],
             update=self.update,
             earlier_stats=self.earlier_stats,
+            first_stats=self.first_stats,
             earlier_normalizer=self.earlier_normalizer,
             estimation=self.estimation,
             square_cost=self.square_cost,

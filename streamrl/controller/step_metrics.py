@@ -158,11 +158,21 @@ def step_metrics(
         weight_publications=len(times.syncs),
         length_audit=audit,
         length_bias_warning=audit.warning,
-        mismatch_warning=gap_warning(per_token("gap_sum", tokens), float(staleness.max()), gap_bound),
+        mismatch_warning=gap_warning(_first_gap(batch), float(staleness.max()), gap_bound),
         dispatch_by_prediction=predictions.dispatched_by,
         dispatch_saved=predictions.saving.saved if predictions.saving else None,
         dispatch_captured=predictions.saving.captured if predictions.saving else None,
     )
+
+
+def _first_gap(batch: StepBatch) -> float | None:
+    """Return the mean |difference| of log-probabilities in the step's first update, nats; None: it had no tokens.
+
+    Later updates begin with weights that the step itself has moved.
+    """
+    first = batch.first_stats if batch.update else batch.stats
+    tokens = sum(micro["tokens"] for micro in first)
+    return sum(micro["gap_sum"] for micro in first) / tokens if tokens else None
 
 
 def _episodes(groups: Iterable[Group]) -> Iterator[list[EpisodeStep]]:

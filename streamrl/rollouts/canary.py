@@ -81,11 +81,11 @@ def mismatch_bound(trainer: str, generator: str, generation_dtype: str = "same",
 def gap_warning(gap: float | None, staleness: float | None, bound: float | None) -> str | None:
     """Return a warning if a step's samples show that trainer and generator compute different policies.
 
-    Only a step whose samples all come from the weights that it trains on can be judged: otherwise the policies differ
-    because one is older, and the canary alone compares equal weights.
+    Only a step whose samples all come from the weights that it trains on can be judged, by its first update: otherwise
+    the policies differ because one is older, and the canary alone compares equal weights.
 
     Args:
-        gap: mean |difference| of log-probabilities over the step's tokens, nats; None: no tokens.
+        gap: mean |difference| of log-probabilities over the tokens of the step's first update, nats; None: no tokens.
         staleness: most versions between the sampling of a token and the step.
         bound: largest difference expected; None: the compute types are not known yet.
     """

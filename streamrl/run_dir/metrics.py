@@ -183,10 +183,13 @@ class MetricsRow(StepRow):
     )
     groups_dropped: int | None = Field(None, description="groups generated, or begun, but never trained")
     samples_parked: int | None = Field(None, description="samples preempted to continue later")
-    weight_publications: int | None = Field(None, description="weight versions published in this step")
+    weight_publications: int | None = Field(
+        None, description="weight versions that all instances came to serve in this step"
+    )
     length_audit: StepAudit | None = Field(None, description="lengths issued, finished, trained and dropped")
     mismatch_warning: str | None = Field(
-        None, description="warning, set when logprob_gap_mean exceeds its bound though no sample is stale"
+        None,
+        description="warning, set when the mismatch in the first update exceeds its bound though no sample is stale",
     )
     length_bias_warning: str | None = Field(None, description="warning, set when trained and issued lengths differ")
 

@@ -8,14 +8,23 @@ from typing import Any
 import pytest
 
 from streamrl.config.run import RunConfig
+from streamrl.controller.length_predictor import StepLengths
 from streamrl.controller.refused_steps import RefusedSteps
 from streamrl.controller.step_batch import StepBatch
-from streamrl.protocol.controller_trainer import Refusal
+from streamrl.controller.step_metrics import step_metrics
+from streamrl.controller.step_times import Interval, Traffic
+from streamrl.protocol.controller_trainer import Refusal, StepDone
 from streamrl.rollouts.kept_micro_batches import KeptMicroBatches
+from streamrl.rollouts.length_audit import LengthAudit
 from tests.controller.test_pool_and_batch import taken
 
 REWARDS = {"a": [0.0, 1.0], "b": [1.0, 0.0], "c": [0.0, 4.0], "d": [1.0, 1.0]}
 """The last group is flat: it counts in its part's normalizer, and is not sent."""
+STATS = {"tokens": 5.0, "ratio_sum": 5.0, "weight_sum": 5.0, "weight_sq_sum": 5.0} | {
+    "seq_weight_sum": 2.0,
+    "seq_weight_sq_sum": 2.0,
+    "sequences": 2.0,
+}
 
 
 def batch_of(epochs: int, parts: int, seed: int = 0, **algorithm: Any) -> StepBatch:
@@ -61,6 +70,25 @@ def test_every_pass_trains_each_sample_once_with_its_own_log_probabilities(epoch
     assert len(every) == epochs * parts
     for epoch in range(epochs):
         assert sorted(one for update in every[epoch * parts : (epoch + 1) * parts] for one in update) == once
+
+
+@pytest.mark.parametrize(("epochs", "parts"), [(2, 1), (1, 2)])
+def test_the_mismatch_of_a_step_is_judged_by_its_first_update_alone(epochs: int, parts: int) -> None:
+    def warning(*gaps: float) -> str | None:
+        batch = batch_of(epochs, parts)
+        for number, gap in enumerate(gaps):
+            while batch.next_micro_batch(8, 1) is not None:
+                batch.micro_batch_done([STATS | {"gap_sum": gap * STATS["tokens"]}])
+            if number == 0:
+                assert batch.next_update()
+                batch = batch.without({batch.of_update[0].group_id})  # refused, and tried again
+        times = Interval(0.0, 10.0, (), (), {"a": ()}, {"a": ()}, (), {"a": (0.0, 10.0)})
+        result = StepDone(rank=0, started=0.0, finished=1.0, grad_norm=0.3, learning_rate=1e-3, skipped=False)
+        few = *(batch, times, result, Traffic(), 0, None), *(StepLengths(None, None), LengthAudit(8).end_step(1))
+        return step_metrics(*few, gap_bound=0.001).mismatch_warning
+
+    assert warning(1e-5, 0.1) is None  # the policy has moved by the step's own update
+    assert warning(0.1, 1e-5) is not None
 
 
 def test_the_parts_of_a_pass_share_its_normalizer_whatever_has_a_gradient() -> None:
