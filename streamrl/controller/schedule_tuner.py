@@ -147,18 +147,24 @@ class Auto:
         self._review_in, self._patience = 0, FIRST_REVIEW
 
     def step_done(self, batch: StepBatch, times: Interval, trainer: Sequence[tuple[str, float, float]]) -> None:
-        """Record a finished step; `trainer`: (command, start, end) of the trainer's work in it, unix seconds."""
+        """Record a finished step; `trainer`: (command, start, end) of the trainer's work in it, unix seconds.
+
+        A step in which nothing took time is no measurement: a clock was set back in it.
+        """
+        on_policy = self.setup.schedule.max_staleness == 0  # then exactly a step's samples are generated in it
+        if not times.seconds or (on_policy and not times.generate_s):
+            return
         groups = group_lengths(batch)
         self._groups.append(groups)
         self._environments.append(environment_s_per_sample(batch))
         self._optimizer.append(sum(end - start for command, start, end in trainer if command == "step"))
         micro_batches_s = sum(end - start for command, start, end in trainer if command == "train")
-        self._weights.extend(end - start for start, end in times.syncs)
+        self._weights.extend(end - start for start, end in times.syncs if end > start)
         measured = self._measured.setdefault(self._division(self.setup), _Measured())
         tokens = sum(prompt + length for prompt, lengths in groups for length in lengths)
         if micro_batches_s > 0:
             measured.rates.append(tokens / micro_batches_s)
-        if self.setup.schedule.max_staleness == 0:  # then exactly this step's samples are generated in it
+        if on_policy:
             alone = self._simulated(groups, self.setup)
             measured.slowdowns.append(times.generate_s / alone if alone > 0 else 1.0)
         self._left -= 1

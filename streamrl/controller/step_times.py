@@ -52,11 +52,13 @@ class Interval:
     loading: dict[str, tuple[Span, ...]]
     """Spans in which each instance stood still to load weights."""
     syncs: tuple[Span, ...]
-    """Spans from an optimizer step until every instance served its weights."""
+    """Spans from an optimizer step until every instance served its weights, of those that ended in this step."""
     present: dict[str, Span]
     """Span of the step in which each instance could have worked."""
     learning: tuple[Span, ...] = ()
     """Part of `training` in which the trainer worked on micro-batches and the optimizer step."""
+    unfinished_sync: Span | None = None
+    """Span from an optimizer step to the end of this one, if not every instance served its weights by then."""
 
     @property
     def seconds(self) -> float:
@@ -115,9 +117,10 @@ class Interval:
         if not self.instances:
             return 0.0
         lost = 0.0
+        syncs = self.syncs if self.unfinished_sync is None else (*self.syncs, self.unfinished_sync)
         for name, spans in self.generating.items():
             first, last = self.present[name]
-            for start, end in ((max(start, first), min(end, last)) for start, end in self.syncs):
+            for start, end in ((max(start, first), min(end, last)) for start, end in syncs):
                 stood = covered((*self.publishing, *self.loading[name]), start, end)
                 anything = covered((*self.training, *spans, *self.publishing, *self.loading[name]), start, end)
                 lost += stood + max(0.0, end - start) - anything
@@ -167,19 +170,21 @@ class StepTimes:
         """Close the step and return its times.
 
         Args:
-            now: its end; its start counts if that is later, because a clock was set back.
+            now: its end; its start counts if that is later, because a clock was set back. The next step begins now.
             weights_due: time from which its weights could be published; None: they will not be published.
         """
         started = now if self.started is None else self.started
-        now = max(now, started)
+        if now < started:
+            self._set_back(now)
+        begins, now = now, max(now, started)
 
         def of(entries: Iterable[tuple[str, float, float]], name: str) -> tuple[Span, ...]:
             return tuple((start, end) for key, start, end in entries if key == name)
 
         spans = self.gone | {name: (since, now) for name, since in self.instances.items()}
-        present = {name: (max(since, started), until) for name, (since, until) in spans.items() if until > started}
+        present = {name: (max(since, started), until) for name, (since, until) in spans.items()}
+        present = {name: span for name, span in present.items() if span[1] > span[0]}
         still = {name: ((since, now),) for name, since in self.running.items() if since < now}
-        unfinished = ((self._sync_began, now),) if self._sync_began is not None else ()
         interval = Interval(
             started,
             now,
@@ -187,11 +192,12 @@ class StepTimes:
             of(self.trainer, "publish"),
             {name: of(self.generating, name) + still.get(name, ()) for name in present},
             {name: of(self.loading, name) for name in present},
-            (*self._syncs, *unfinished),
+            tuple(self._syncs),
             present,
             of(self.trainer, "train") + of(self.trainer, "step"),
+            None if self._sync_began is None else (self._sync_began, now),
         )
-        self.started = now
+        self.started = begins
         self.ended_trainer, self.trainer = self.trainer, []
         self.generating = [entry for entry in self.generating if entry[2] > now]
         self.loading = [entry for entry in self.loading if entry[2] > now]
@@ -199,3 +205,11 @@ class StepTimes:
         if weights_due is not None and self._sync_began is None:
             self._sync_began = weights_due
         return interval
+
+    def _set_back(self, now: float) -> None:
+        """Forget the times that a clock which has been set back would reach once more."""
+        self.instances = {name: min(since, now) for name, since in self.instances.items()}
+        self.generating = [entry for entry in self.generating if entry[2] <= now]
+        self.loading = [entry for entry in self.loading if entry[2] <= now]
+        if self._sync_began is not None:
+            self._sync_began = min(self._sync_began, now)

@@ -172,6 +172,26 @@ def test_a_choice_that_a_lucky_step_has_made_is_corrected_by_what_is_measured_af
     assert setup is not None and setup.schedule.name == "async"
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_a_step_in_which_the_clock_was_set_back_is_no_measurement(later: bool) -> None:
+    auto = make_auto()
+    if later:
+        play(auto, 50, 5.0, 4.8)
+    play(auto, 50, 0.0, 0.0)
+    play(auto, 50, 0.0, 1.0)  # and one that it shows without any generation
+    if not later:
+        play(auto, 50, 5.0, 4.8)
+    for _ in range(2):
+        assert auto.next_setup() is None
+        play(auto, 50, 5.0, 4.8)
+    assert auto.next_setup() is not None
+    for _ in range(3):
+        assert not auto.wants_choice()
+        play(auto, 50, 5.0, 5.0)
+    setup = auto.decided(auto.choice_job(6)())
+    assert setup is not None and setup.schedule.name == "async"
+
+
 def test_generation_that_is_slower_than_measured_alone_is_predicted_slower() -> None:
     auto = make_auto()
     profiled(auto, 50, shared=(10.0, 1.0), split=(10.0, 1.0))  # its step times say 5 s

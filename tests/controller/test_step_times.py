@@ -80,7 +80,17 @@ def test_a_sync_under_way_at_the_end_goes_on_in_the_next_step() -> None:
     times.end_step(10.0, weights_due=10.0)
     assert times.end_step(15.0, weights_due=15.0).exposed_sync_s == 5.0
     times.weights_served(18.0)
-    assert times.end_step(20.0, None).exposed_sync_s == 3.0
+    third = times.end_step(20.0, None)
+    assert (third.exposed_sync_s, third.syncs) == (3.0, ((10.0, 18.0),))
+
+
+def test_a_sync_counts_once_in_the_step_in_which_it_ends() -> None:
+    times = StepTimes({"a": 0.0})
+    times.weights_served(0.0)
+    ended = [times.end_step(now, weights_due=now).syncs for now in (10.0, 20.0, 30.0)]
+    times.weights_served(31.0)
+    ended += [times.end_step(now, None).syncs for now in (40.0, 50.0)]
+    assert ended == [(), (), (), ((10.0, 31.0),), ()]
 
 
 def test_a_step_in_which_no_instance_could_work_has_no_bubble() -> None:
@@ -99,4 +109,28 @@ def test_a_step_whose_end_is_before_its_start_has_taken_no_time() -> None:
     assert (interval.started, interval.ended, interval.seconds) == (100.0, 100.0, 0.0)
     found = interval.instances, interval.generation_bubble, interval.training_bubble, interval.exposed_sync_s
     assert found == (0.0, 0.0, 0.0, 0.0)
-    assert times.end_step(110.0, None).seconds == 10.0
+    assert times.end_step(110.0, None).seconds == 20.0
+
+
+def test_steps_after_one_in_which_the_clock_was_set_back_have_their_times() -> None:
+    times = StepTimes({"a": 1e6})
+    times.weights_served(1e6)
+    times.end_step(1e6 + 10, weights_due=1e6 + 10)
+    times.set_instances(["a", "b"], 1e6 + 12)
+    times.generating.append(("a", 1e6 + 11, 1e6 + 13))
+    times.loading.append(("a", 1e6 + 11, 1e6 + 12))
+    assert times.end_step(1e6 - 3580, weights_due=1e6 - 3580).seconds == 0.0
+    times.generating.append(("a", 1e6 - 3579, 1e6 - 3575))
+    times.trainer.append(("train", 1e6 - 3575, 1e6 - 3570))
+    second = times.end_step(1e6 - 3570, None)
+    assert (second.seconds, second.generate_s, second.train_s, second.instances) == (10.0, 4.0, 5.0, 2.0)
+    assert second.unfinished_sync == (1e6 - 3580, 1e6 - 3570)
+    assert (times.generating, times.loading) == ([], [])
+
+
+def test_an_instance_that_came_before_the_clock_was_set_back_a_little_has_no_negative_time() -> None:
+    times = StepTimes({"a": 0.0})
+    times.weights_served(0.0)
+    times.set_instances(["a", "b"], 9.0)
+    interval = times.end_step(8.0, None)
+    assert (interval.seconds, interval.present) == (8.0, {"a": (0.0, 8.0)})
