@@ -80,7 +80,7 @@ def command(
             raise UserError(ErrorCode.RESUME.refer(kept))
         cluster, run = load_resolved(resume_dir, overrides)
         check_plain(resume_dir, apart=FOREIGN)
-        _refuse_finished(resume_dir, run.steps)
+        _refuse_finished(resume_dir, run)
         run_dir = resume_dir
     else:
         if cluster_file is None:
@@ -205,13 +205,24 @@ def _check_share(cluster: ClusterConfig, site: str | None, emulate: bool, dry_ru
         )
 
 
-def _refuse_finished(run_dir: Path, steps: int) -> None:
+def _refuse_finished(run_dir: Path, run: RunConfig) -> None:
+    """Check that a run has steps to do, or an evaluation of its last step.
+
+    Raises:
+        UserError: it has done everything.
+    """
     from streamrl.run_dir import layout
     from streamrl.run_dir.checkpoints import CheckpointFolder
+    from streamrl.run_dir.evaluations import read_evaluations
 
     done = CheckpointFolder(run_dir / layout.CHECKPOINTS).latest()
-    if done is not None and done >= steps:
-        finished = f"{run_dir} has done {done} of {steps} steps; --steps {done + steps} trains it further"
+    if done is None or done < run.steps:
+        return
+    evaluated = run.evaluation is None or any(
+        row.step == done for row in read_evaluations(run_dir / layout.EVALUATIONS)
+    )
+    if evaluated or done > run.steps:
+        finished = f"{run_dir} has done {done} of {run.steps} steps; --steps {done + run.steps} trains it further"
         raise UserError(ErrorCode.RESUME.refer(finished))
 
 

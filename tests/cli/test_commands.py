@@ -21,6 +21,9 @@ from streamrl.config.load import load_cluster, load_run, save_resolved
 from streamrl.config.run import RunConfig
 from streamrl.errors import RunFailed, UserError
 from streamrl.launcher import supervisor
+from streamrl.run_dir import layout
+from streamrl.run_dir.evaluations import EvaluationRow, Scores
+from streamrl.run_dir.jsonl import RowWriter
 from streamrl.verify import hardware_kit
 from streamrl.verify.hardware_kit import StageResult
 from tests.report.synthetic import write_run
@@ -251,6 +254,23 @@ def test_a_finished_run_says_how_to_train_it_further(terminal: Terminal) -> None
     assert result.code == 2
     assert "has done 4 of 4 steps; --steps 8" in result.err
     assert terminal("launch", "--resume", "runs/tiny", "--steps", "6").code == 0
+
+
+def test_a_run_that_was_stopped_in_its_last_evaluation_goes_on(terminal: Terminal) -> None:
+    (terminal.folder / "held_out.jsonl").write_text(json.dumps({"prompt": "2+2", "answer": "4"}))
+    task = "{kind: file, name: sums, path: held_out.jsonl, reward: exact_match}"
+    result = terminal.launch("--set", f"evaluation={{every: 2, prompts: 1, samples: 1, tasks: [{task}]}}")
+    assert result.code == 0, result.err
+    (terminal.folder / "runs/tiny/checkpoints/step_4").mkdir(parents=True)
+    scores = Scores(prompts=1, samples=1, length_mean=1.0)
+    rest: dict[str, Any] = {"overall": scores, "by_task": {}, "other_version_share": 0.0}
+    with RowWriter(terminal.folder / "runs/tiny" / layout.EVALUATIONS, EvaluationRow) as rows:
+        rows.append(EvaluationRow(step=2, time=1.0, seconds=1.0, **rest))
+        assert terminal("launch", "--resume", "runs/tiny").code == 0
+        assert "has done 4 of 3 steps" in terminal("launch", "--resume", "runs/tiny", "--steps", "3").err
+        assert terminal("launch", "--resume", "runs/tiny", "--steps", "4").code == 0
+        rows.append(EvaluationRow(step=4, time=2.0, seconds=1.0, **rest))
+    assert "has done 4 of 4 steps" in terminal("launch", "--resume", "runs/tiny").err
 
 
 def test_dry_run_prints_every_process_and_starts_nothing(terminal: Terminal) -> None:
