@@ -25,7 +25,11 @@ class CheckpointConfig(StrictModel):
     every: int = Field(
         10, ge=1, description="optimizer steps between checkpoints; evaluated steps and the last step always write one"
     )
-    keep: int = Field(2, ge=1, description="newest checkpoints kept; older ones, except the best, are deleted")
+    keep: int = Field(
+        2,
+        ge=1,
+        description="newest checkpoints kept; older ones, except the best and those still to be evaluated, are deleted",
+    )
 
 
 class DeadlineConfig(StrictModel):

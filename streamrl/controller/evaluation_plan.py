@@ -14,7 +14,7 @@ version is the one served after the resume, since the weights of older versions 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -60,6 +60,8 @@ class Evaluations:
         self._size = config.samples + config.greedy
         self._open: dict[int, _Open] = {}
         self._begun: set[int] = set()
+        self._planned: set[int] = set()
+        """Versions that will be evaluated if they are served."""
 
     def restore(self, rows: Iterable[EvaluationRow]) -> None:
         """Mark the versions of a resumed run's rows as evaluated."""
@@ -67,26 +69,44 @@ class Evaluations:
 
     @property
     def pending(self) -> list[int]:
-        """Versions that are being evaluated, oldest first; their checkpoints must be kept."""
-        return sorted(self._open)
+        """Versions that are being evaluated or may still be, oldest first; their checkpoints must be kept."""
+        return sorted(self._open.keys() | self._planned)
 
     @property
     def unfinished(self) -> int:
         """Number of awaited samples, over all versions."""
         return sum(len(one.waiting) for one in self._open.values())
 
-    def due(self, step: int) -> bool:
+    def due(self, step: int, coming: Collection[int] = ()) -> bool:
         """Return whether the version made by `step` optimizer steps should be evaluated, now that it is served.
 
         There is one evaluation for every multiple of `every`: of that version or, if it is never served because weights
         are published only every few steps, of the next one that is.
+
+        Args:
+            step: the version.
+            coming: versions whose evaluations count as begun.
         """
         if step in self._begun:
             return False
         if step == 0:
             return self.config.at_start
-        before = max(self._begun, default=0)
+        before = max((*self._begun, *coming), default=0)
         return step // self.config.every > before // self.config.every or step == self._last_step
+
+    def plan(self, step: int, published: int) -> bool:
+        """Return whether a version that was just made will be evaluated if it is served; until then it is planned.
+
+        It may be that another one is served in its place, which is then planned as well.
+
+        Args:
+            step: the version: number of optimizer steps that made it.
+            published: the version published last, which will be served; -1: none.
+        """
+        if not self.due(step, self._planned & {published}):
+            return False
+        self._planned.add(step)
+        return True
 
     def begin(self, step: int, now: float) -> list[Group]:
         """Begin a version's evaluation; return its groups, for that version to generate.
@@ -109,6 +129,7 @@ class Evaluations:
         waiting = {sample_id: group.group_id for group in groups for sample_id, _, _ in self.samples(group)}
         self._open[step] = _Open(now, {group.group_id: group for group in groups}, waiting)
         self._begun.add(step)
+        self._planned = {planned for planned in self._planned if planned > step and self.due(planned)}
         return groups
 
     def samples(self, group: Group) -> list[SampleDraw]:

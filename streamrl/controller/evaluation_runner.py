@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from streamrl.config.evaluation import EvaluationConfig
@@ -67,10 +67,11 @@ class Evaluator(Evaluations):
             self.restore(rows)
             found = best(rows)
             self._mark_best(None if found is None else found.step, 0.0 if found is None else found.score)
+            self.plan(step, -1)
 
-    def due(self, step: int) -> bool:
-        """Return whether the version made by `step` optimizer steps should be evaluated, now that it is served."""
-        return self._writer is not None and super().due(step)
+    def due(self, step: int, coming: Collection[int] = ()) -> bool:
+        """Return whether a version should be evaluated, now that it is served; arguments as in `Evaluations.due`."""
+        return self._writer is not None and super().due(step, coming)
 
     def unfinished_samples(self, group: Group) -> list[SampleDraw]:
         """Return the completions of a group that generation has not finished."""

@@ -164,8 +164,7 @@ class TrainingSteps:
             taken = [*self.batch.groups.values(), *self.batch.dropped, *self.batch.not_finite]
             untrained = [*taken, *self.pool.groups.values()]
             state = {"prompts": self.groups.state(untrained)}
-            pending = list(self.evaluator.pending)
-            await self.trainers.ask(SaveCheckpoint(step=self.step, state=state, pending=pending))
+            await self.trainers.ask(SaveCheckpoint(step=self.step, state=state, pending=self.evaluator.pending))
         elif self.refusals.examining:
             await self.trainers.examine(self.refusals.next())
         elif self.batch.trained:
@@ -319,7 +318,7 @@ class TrainingSteps:
         self.telemetry.watch(self.batch, self.pool)
         self._publish_due = self._publish_due or publishes
         last = self.step == self.run.steps
-        evaluated = publishes and self.evaluator.due(self.step)
+        evaluated = publishes and self.evaluator.plan(self.step, self._published)
         regular = self.step % self.run.checkpoint.every == 0
         self._checkpoint_due = last or evaluated or regular or self.checkpoint_wanted
         self.checkpoint_wanted = False

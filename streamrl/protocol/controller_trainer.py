@@ -113,7 +113,7 @@ class SaveCheckpoint(TypedMessage, frozen=True, tag="checkpoint"):
     state: dict[str, Any]
     """State of the controller, stored as `state.json`."""
     pending: list[int]
-    """Steps whose checkpoints are being evaluated and must be kept."""
+    """Steps whose checkpoints are evaluated, or may still be, and must be kept."""
 
 
 class MoveToCores(TypedMessage, frozen=True, tag="resources"):

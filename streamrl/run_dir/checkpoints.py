@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from streamrl.atomic_files import replace_json, sync_files, sync_folder
@@ -19,7 +20,7 @@ class CheckpointFolder:
     """Names, completes and prunes checkpoints; step n means n completed optimizer steps.
 
     The newest `keep` checkpoints stay, and the best one, however old. An evaluation ends after its checkpoint was
-    written, so a checkpoint whose evaluation is still in flight (`pending`) also stays until a later commit.
+    written, so a checkpoint whose evaluation is in flight or still to come (`pending`) also stays until a later commit.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -68,19 +69,28 @@ class CheckpointFolder:
             step: the checkpoint that `begin` was called for.
             keep: number of newest checkpoints that stay.
             best: step of the best checkpoint, which also stays; default: the one recorded by `mark_best`.
-            pending: steps whose evaluations are in flight; one of them may turn out to be the best.
+            pending: steps whose evaluations are in flight or still to come; one of them may turn out to be the best.
         """
         target = self.path(step)
         sync_files(self.partial(step))
-        shutil.rmtree(target, ignore_errors=True)
+        self._delete(target)
         self.partial(step).rename(target)
         sync_folder(self.directory)
         recorded = self.best()
         spared = {best if best is not None else recorded[0] if recorded else None, *pending}
         for old in self._steps()[:-keep]:
             if old not in spared:
-                shutil.rmtree(self.path(old), ignore_errors=True)
+                self._delete(self.path(old))
         return target
+
+    def _delete(self, folder: Path) -> None:
+        """Delete a checkpoint, under another name so that half of one never seems complete; or leave it where it is."""
+        doomed = self.directory / f"{PARTIAL}deleted"
+        shutil.rmtree(doomed, ignore_errors=True)
+        if folder.is_dir() and not folder.is_symlink():
+            with suppress(OSError):
+                folder.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
 
     def mark_best(self, step: int | None, score: float) -> None:
         """Record the best step and its score in `best.json` atomically; its checkpoint may still be incomplete.

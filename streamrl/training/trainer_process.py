@@ -318,7 +318,7 @@ class TrainerWorker:
     def _checkpoint(self, step: int, state: dict[str, Any], pending: list[int]) -> None:
         """Write `checkpoints/step_<n>`: every rank writes its part, rank 0 completes it.
 
-        Checkpoints of `pending` steps are being evaluated and are not deleted.
+        Checkpoints of `pending` steps are evaluated, or may still be, and are not deleted.
 
         Raises:
             RunFailed: it cannot be written.

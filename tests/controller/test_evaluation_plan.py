@@ -81,6 +81,22 @@ def test_a_due_version_that_is_never_served_is_made_up_for_by_the_next_one_that_
     assert due == [0, 8, 12, 16, 20, 28, 32, 36, 40]
 
 
+def test_checkpoints_of_all_versions_that_may_be_evaluated_are_kept() -> None:
+    evaluations = make(last_step=50, every=5)
+    evaluations.begin(0, 0.0)
+    finish_all(evaluations, evaluations.open_groups().values(), {})
+    made = [step for step in range(1, 8) if evaluations.plan(step, published=4)]
+    assert made == evaluations.pending == [5, 6, 7], "which of them is published next is not known"
+    assert [step for step in (8, 9, 10) if evaluations.plan(step, published=7)] == [10], "version 7 is on its way"
+    assert evaluations.due(7) and evaluations.due(8), "a plan is no evaluation"
+    groups = evaluations.begin(7, 0.0)
+    assert evaluations.pending == [7, 10]
+    finish_all(evaluations, groups, {})
+    assert evaluations.pending == [10]
+    evaluations.begin(10, 0.0)
+    assert evaluations.pending == [10]
+
+
 def test_after_a_resume_what_is_recorded_is_not_done_again_and_what_was_under_way_is() -> None:
     before = make()
     rows = [finish_all(before, before.begin(step, 0.0), {}) for step in (0, 10)]

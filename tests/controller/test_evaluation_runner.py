@@ -48,6 +48,7 @@ def rewound(folder: CheckpointFolder, step: int) -> None:
     evaluator = Evaluator(run, folder.directory.parent, groups, folder.mark_best)
     evaluator.rewind(step)
     assert evaluator.due(step + 10) and not any(map(evaluator.due, range(20, step + 1, 10)))
+    assert evaluator.pending == [10] * (step == 10), "which is served again, and was never evaluated"
 
 
 def test_the_best_of_a_run_that_goes_back_is_the_best_up_to_there_and_its_checkpoint_stays(

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
 from streamrl.config.run import RunConfig
+from streamrl.controller.evaluation_plan import Evaluations
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.live_rounds import NoRounds
 from streamrl.controller.training_steps import TrainingSteps
 from streamrl.errors import RestartNeeded
-from streamrl.protocol.controller_trainer import CanaryDone, CheckpointDone, Publish, PublishDone
+from streamrl.protocol.controller_trainer import (
+    CanaryDone,
+    CheckpointDone,
+    Publish,
+    PublishDone,
+    SaveCheckpoint,
+    StepDone,
+)
 from streamrl.rollouts.types import Group
 from streamrl.rollouts.void import Void, VoidCause
+from streamrl.run_dir.checkpoints import CheckpointFolder
+from streamrl.transport.deadlines import WaitRegistry
 from tests.controller.test_pool_and_batch import empty_group
 from tests.rollouts.test_rollouts import make_sample
 
@@ -198,6 +210,49 @@ def test_a_trainer_that_computes_gets_no_other_micro_batch_before_it_has_served_
     assert run.drive() == [] and not ahead
     run.report(a="ready", b="ready")
     assert run.drive() == [] and ahead
+
+
+def test_the_checkpoint_of_a_version_stays_until_it_is_evaluated(tmp_path: Path) -> None:
+    run = RunConfig.model_validate({"steps": 50, "evaluation": {"every": 5}, "checkpoint": {"keep": 1, "every": 100}})
+    assert run.evaluation is not None
+    folder, evaluations = CheckpointFolder(tmp_path), Evaluations(run.evaluation, 0, [], 50)
+    evaluations._begun.add(0)
+
+    async def save(order: Any) -> None:
+        assert isinstance(order, SaveCheckpoint)
+        folder.begin(order.step)
+        folder.commit(order.step, run.checkpoint.keep, pending=order.pending)
+
+    async def nothing(*_: object) -> None:
+        return None
+
+    row = SimpleNamespace(mismatch_warning=None)
+    stubs: dict[str, Any] = {
+        "trainers": SimpleNamespace(busy=False, ask=save),
+        "services": MagicMock(updating=True),  # version 4 is in flight to a slow site all the time
+        "issuer": MagicMock(schedule=SimpleNamespace(exclusive=False, publishes=lambda *_: True)),
+        "groups": SimpleNamespace(state=lambda _: {}, too_long=0),
+        "pool": SimpleNamespace(groups={}),
+        "evaluator": evaluations,
+        "scaling": SimpleNamespace(step_done=nothing),
+        "telemetry": SimpleNamespace(latest=row, watch=lambda *_: None),
+        "waits": WaitRegistry("controller"),
+    }
+    mocks = {name: MagicMock() for name in ("lengths", "recorder", "times", "refusals", "canary", "guard")}
+    steps = TrainingSteps(run=run, **stubs, **mocks)
+    steps.resume_at(4)
+    steps._publish_due = False
+
+    async def body() -> None:
+        for _ in range(3):
+            steps._learning = asyncio.ensure_future(nothing())  # type: ignore[arg-type]
+            done = StepDone(rank=0, started=0.0, finished=1.0, grad_norm=0.3, learning_rate=1e-3, skipped=False)
+            await steps._step_done(done)
+            await steps.drive()
+            steps._checkpoint_due = False
+
+    asyncio.run(body())
+    assert {path.name for path in tmp_path.iterdir()} == {"step_5", "step_6", "step_7"}
 
 
 def test_lengths_of_groups_that_are_dropped_while_a_full_step_is_trained_are_learned_with_the_next() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from streamrl.run_dir.checkpoints import CheckpointFolder
 
@@ -65,3 +69,23 @@ def test_what_crashes_have_left_goes_with_the_next_checkpoint_whatever_its_step(
     save(folder, 10, keep=2)
     assert (folder.count(), folder.abandoned_bytes()) == (2, 0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10", "step_5"]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_kill_while_a_checkpoint_is_deleted_leaves_no_half_of_one_under_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    folder = CheckpointFolder(tmp_path)
+    save(folder, 5)
+
+    def killed(path: Path, **_: Any) -> None:
+        if (path / "model").exists():
+            (path / "model").unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as during, pytest.raises(KeyboardInterrupt):
+        during.setattr(shutil, "rmtree", killed)
+        save(folder, 5 if again else 10)  # the same step, or one in whose place the first goes
+    assert not folder.has(5) and kept(folder) == (set() if again else {"step_10"})
+    save(folder, 15)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_15"]
