@@ -72,6 +72,8 @@ class Recorder:
             group.t_trained = now
         groups = list(batch.groups.values())
         dropped = [*batch.dropped, *batch.not_finite]
+        for group in dropped:
+            group.step = batch.step  # it may have been issued for a later one
         self.rollouts.write(batch.step, [*groups, *dropped])
         self.ledger.train(batch.step, batch.step, groups, now, dropped)
         times = self.times.end_step(now, result.finished if publishes else None)

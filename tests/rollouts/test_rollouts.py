@@ -234,6 +234,23 @@ def test_rollouts_are_on_disk_before_the_ledger_forgets_them(tmp_path: Path, mon
     ]
 
 
+def test_all_rows_of_a_step_say_that_step_whatever_they_were_issued_for(tmp_path: Path) -> None:
+    class FullLedger:
+        def train(self, *_: object) -> None:
+            raise RunFailed("enough")
+
+    store = RolloutStore(tmp_path / "rollouts")
+    parts: list[Any] = [store, FullLedger(), *[None] * 5]
+    groups = {name: make_group(name) for name in ("taken", "dropped", "not_finite")}
+    groups["taken"].step, groups["dropped"].step, groups["not_finite"].step = 6, 7, 6
+    lists = {name: [groups[name]] for name in ("dropped", "not_finite")}
+    batch: Any = SimpleNamespace(step=6, groups={"taken": groups["taken"]}, **lists)
+    recorder: Any = Recorder(*parts)
+    with pytest.raises(RunFailed, match="enough"):
+        recorder.step_done(batch, *[None] * 6)
+    assert set(pq.read_table(store.path(6))["step"].to_pylist()) == {6}
+
+
 def test_rollouts_that_cannot_be_read_are_named_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = RolloutStore(tmp_path / "rollouts")
     for step in (1, 2, 3, 4):
