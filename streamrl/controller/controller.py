@@ -284,7 +284,8 @@ class Controller:
         self.lengths.restore(self.rollouts.newest(COLUMNS, self.config.ranker.window))
         metrics = self.telemetry.metrics
         metrics.rewind(step)
-        self.training.refusals.count = sum(row.step_refused is not None for row in read_metrics(metrics.path))
+        refused = sum(row.step_refused is not None for row in read_metrics(metrics.path))
+        self.training.refusals.resume_at(step, refused)
         self.evaluator.rewind(step)
         self.telemetry.step = step
         log.info("resumed after step %d; %d trained samples of later steps will be generated again", step, undone)
@@ -389,8 +390,9 @@ class Controller:
                 await self.scaling.handle_request(delivery, self.hub)
             case CheckpointNow():
                 self.training.checkpoint_wanted = True
+                planned = min(self.training.step + 1, self.config.steps)  # the last step always writes one
                 with contextlib.suppress(KeyError):  # nobody waits for the answer any more
-                    await self.hub.send(delivery.peer, *wire(CheckpointPlanned(step=self.training.step + 1)))
+                    await self.hub.send(delivery.peer, *wire(CheckpointPlanned(step=planned)))
             case WeightCall() as call:
                 await self.weight_calls.ask(call)
             case WeightAnswer() as answer:

@@ -46,6 +46,11 @@ class RefusedSteps:
         self._unexamined: list[list[list[TrainGroup]]] = []
         self._found: dict[str, Refusal] = {}
 
+    def resume_at(self, step: int, count: int) -> None:
+        """Continue after `step` optimizer steps, of which `count` were refused; forget those of later steps."""
+        self.count = count
+        self._kept.rewind(step + 1)
+
     @property
     def examining(self) -> bool:
         """Whether micro-batches of a refused step wait to be examined."""

@@ -118,6 +118,12 @@ class KeptMicroBatches:
             pq.write_table(table, partial, compression="zstd")
         return target
 
+    def rewind(self, first_step: int) -> None:
+        """Delete the steps from `first_step` on."""
+        for step in self.steps():
+            if step >= first_step:
+                self.path(step).unlink()
+
     def read(self, step: int) -> KeptStep:
         """Read a step that was refused.
 

@@ -7,6 +7,7 @@ import errno
 import json
 from types import SimpleNamespace
 from typing import cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,6 +18,7 @@ from streamrl.controller.group_source import GroupSource
 from streamrl.errors import RestartNeeded, RunFailed, UserError
 from streamrl.protocol.controller_rewards import ScoreAnswer
 from streamrl.protocol.operator import CheckpointNow
+from streamrl.rollouts.kept_micro_batches import KeptMicroBatches, KeptStep
 from streamrl.run_dir import layout
 from streamrl.run_dir.evaluations import read_evaluations
 from streamrl.run_dir.status import read_status
@@ -84,6 +86,32 @@ def test_a_checkpoint_that_was_asked_for_by_a_command_that_has_ended_is_saved(co
     assert "checkpoint-1" not in controller.hub.peers
     hear(controller, said("checkpoint-1", CheckpointNow()))
     assert controller.training.checkpoint_wanted
+
+
+def test_a_checkpoint_that_is_asked_for_after_the_last_step_is_that_of_the_last_step(
+    controller: Controller, sent: Sent
+) -> None:
+    steps = controller.config.steps
+    for done in (0, steps - 1, steps):
+        controller.training.resume_at(done)
+        hear(controller, said("checkpoint-1", CheckpointNow()))
+    planned = [body["step"] for _, kind, body in sent.messages if kind == "checkpoint_planned"]
+    assert planned == [1, steps, steps]
+
+
+def test_a_resumed_run_forgets_what_was_refused_after_its_checkpoint(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluating(controller)
+    monkeypatch.setattr(controller, "groups", Mock())
+    checkpoint = controller.checkpoints.path(10)
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text(json.dumps({"prompts": {}}))
+    kept = KeptMicroBatches(controller.context.run_dir / layout.REFUSED)
+    for step in (9, 12):
+        kept.write(KeptStep(step, 1.0, "loss", {}, []))
+    controller._restore()
+    assert kept.steps() == [9]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from streamrl.protocol.controller_trainer import (
     StepDone,
 )
 from streamrl.protocol.message import MessageReader, Right, body_of, wire
-from streamrl.rollouts.kept_micro_batches import KeptMicroBatches
+from streamrl.rollouts.kept_micro_batches import KeptMicroBatches, KeptStep
 from streamrl.rollouts.micro_batch import from_wire, to_wire
 from streamrl.training.trainer import StepResult
 from streamrl.transport.endpoint import Speaker
@@ -117,6 +117,15 @@ def test_the_micro_batches_of_a_refused_step_are_kept_as_they_were(tmp_path: Pat
                 assert (a.advantage, a.sample_id) == (b.advantage, b.sample_id) and a.sample_id
     with pytest.raises(UserError, match=r"step 7 has no micro-batches to replay.*kept are those of step 1"):
         KeptMicroBatches(tmp_path).read(7)
+
+
+def test_a_run_that_goes_back_forgets_the_refused_steps_after_it(tmp_path: Path) -> None:
+    kept = KeptMicroBatches(tmp_path)
+    for step in (3, 10, 11, 12):
+        kept.write(KeptStep(step, 1.0, "loss", {}, []))
+    steps = RefusedSteps(kept, 3)
+    steps.resume_at(10, 2)
+    assert (steps.count, kept.steps()) == (2, [3, 10])
 
 
 def test_what_the_trainer_finds_travels_to_the_controller() -> None:
