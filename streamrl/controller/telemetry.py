@@ -154,7 +154,7 @@ class Telemetry:
         return {
             "groups_total": pool.batch,
             "groups_complete": len(taken) + sum(group.complete for group in coming),
-            "samples_total": sum(group.size for group in groups) or pool.batch,
+            "samples_total": sum(group.size for group in groups) or pool.batch * batch.run.batch.samples_per_prompt,
             "samples_finished": len(finished),
             "samples_trained": batch.samples_trained,
             "tokens_generated": sum(lengths),

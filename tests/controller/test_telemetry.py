@@ -7,6 +7,9 @@ from typing import Any, cast
 
 import pytest
 
+from streamrl.config.run import RunConfig
+from streamrl.controller.group_pool import GroupPool
+from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.telemetry import Telemetry, memory_period
 
 
@@ -36,3 +39,10 @@ def test_a_run_that_is_done_shows_its_last_step() -> None:
         Telemetry.watch(telemetry, cast(Any, SimpleNamespace(step=step)), cast(Any, None))
         shown.append(telemetry.detail)
     assert shown == ["step 2", "step 3", "step 3"]
+
+
+def test_a_step_without_any_group_yet_has_as_many_samples_to_come_as_a_whole_batch() -> None:
+    run = RunConfig.model_validate({"batch": {"prompts_per_step": 3, "samples_per_prompt": 4}})
+    telemetry: Any = SimpleNamespace(batch=StepBatch(run, 1), pool=GroupPool(3, 9))
+    progress = Telemetry._progress(telemetry)
+    assert (progress["groups_total"], progress["samples_total"]) == (3, 12)
