@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
@@ -51,6 +53,20 @@ class RunFailed(Exception):
 
 class RestartNeeded(RunFailed):
     """Failure of a process that a restarted one can overcome."""
+
+
+@contextmanager
+def writing(path: object) -> Iterator[None]:
+    """Write to a file that the run cannot do without; the system's own error often does not name it.
+
+    Raises:
+        RunFailed: it cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        why = OSError(error.errno, error.strerror) if error.errno else error  # without the name of a temporary file
+        raise RunFailed(ErrorCode.DISK.refer(f"cannot write {path}: {why}")) from error
 
 
 def cause(error: BaseException) -> BaseException:

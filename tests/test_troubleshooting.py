@@ -31,7 +31,7 @@ from streamrl.config.tasks import FileTask
 from streamrl.controller.group_source import GroupSource
 from streamrl.controller.refused_steps import RefusedSteps
 from streamrl.controller.void_watch import VoidWatch
-from streamrl.errors import SEE_DOCS, ErrorCode, RunFailed
+from streamrl.errors import SEE_DOCS, ErrorCode, RunFailed, writing
 from streamrl.generation.site.dispatcher import Dispatcher
 from streamrl.generation.site.fleet import SiteFleet
 from streamrl.generation.site.instance_life import InstanceLife, Life
@@ -246,6 +246,13 @@ def disk_full(place: Place) -> str:
     ledger = Ledger(place.folder / "ledger.sqlite")
     ledger._db.execute("PRAGMA max_page_count=1")  # sqlite then does as it does on a full disk
     return last_words(lambda: [ledger.issue([(f"{n}.{m}" * 100, f"{n}") for m in range(100)]) for n in range(100)])
+
+
+@provokes
+def file_not_written(place: Place) -> str:
+    with pytest.raises(RunFailed) as found, writing(place.folder / "runs" / "tiny" / "metrics.jsonl"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return str(found.value)
 
 
 @provokes

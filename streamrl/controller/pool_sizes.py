@@ -28,7 +28,7 @@ from streamrl.controller.site_services import Services
 from streamrl.controller.spending import Spending
 from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_times import Interval, StepTimes
-from streamrl.errors import UserError
+from streamrl.errors import RunFailed, UserError, writing
 from streamrl.protocol.controller_site import FleetChanged
 from streamrl.protocol.message import TypedMessage, wire
 from streamrl.protocol.operator import PoolScaled, ScalePool, ScalingRefused
@@ -116,10 +116,12 @@ class Scaling:
             key = self._find(order.pool, order.site)
             before = self._wanted[key]
             self._check_replicas(key, order.replicas)
-            await self._scale(key, order.replicas)
-            answer = PoolScaled(pool=key, before=before, after=self._wanted[key])
-        except UserError as error:
+            self._set_target(key, order.replicas)
+        except (UserError, RunFailed) as error:
             answer = ScalingRefused(error=str(error))
+        else:
+            await self._announce(key)
+            answer = PoolScaled(pool=key, before=before, after=self._wanted[key])
         if delivery.peer in hub.peers:
             await hub.send(delivery.peer, *wire(answer))
 
@@ -150,10 +152,24 @@ class Scaling:
             raise UserError("schedule: auto has divided the devices among the instances that the run began with")
 
     async def _scale(self, key: str, replicas: int) -> None:
+        self._set_target(key, replicas)
+        await self._announce(key)
+
+    def _set_target(self, key: str, replicas: int) -> None:
+        """Set a pool's target.
+
+        Raises:
+            RunFailed: it cannot be recorded; the target is the one before.
+        """
+        wanted = self._wanted | {key: replicas}
+        with writing(self._file):
+            replace_json(self._file, wanted)
+        self._wanted = wanted
+
+    async def _announce(self, key: str) -> None:
+        """Send a pool's target to its site."""
         site, _, pool = key.partition("/")
-        self._wanted[key] = replicas
-        replace_json(self._file, self._wanted)
-        await self.services.scale(site, pool, replicas)
+        await self.services.scale(site, pool, self._wanted[key])
 
     async def begin(self, resume: bool) -> None:
         """Set the targets of a run whose services have all connected.

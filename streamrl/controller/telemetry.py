@@ -17,7 +17,7 @@ from streamrl.rollouts.plain_text import shown
 from streamrl.run_dir import layout
 from streamrl.run_dir.jsonl import RowWriter
 from streamrl.run_dir.metrics import MetricsRow
-from streamrl.run_dir.status import write_status
+from streamrl.run_dir.status import touch_status, write_status
 from streamrl.run_dir.trace import TraceWriter
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.process_plan import rank_name
@@ -90,6 +90,7 @@ class Telemetry:
                 self.write()
             except OSError as error:  # if the disk is full, writing the ledger will fail the run
                 log.warning("cannot write the run's status: %s", error)
+                touch_status(self.context.run_dir)  # else the watchdog would take this process for one that hangs
             await asyncio.sleep(STATUS_EVERY_S)
 
     def write(self) -> None:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from streamrl.atomic_files import replace_json, sync_files, sync_folder
+from streamrl.errors import writing
 from streamrl.plain_files import read_plain
 
 BEST_FILE = "best.json"
@@ -100,13 +101,14 @@ class CheckpointFolder:
             score: its score.
 
         Raises:
-            OSError: the file cannot be written.
+            RunFailed: the file cannot be written.
         """
-        if step is None:
-            (self.directory / BEST_FILE).unlink(missing_ok=True)
-            return
-        self.directory.mkdir(parents=True, exist_ok=True)
-        replace_json(self.directory / BEST_FILE, {"step": step, "score": score})
+        with writing(self.directory / BEST_FILE):
+            if step is None:
+                (self.directory / BEST_FILE).unlink(missing_ok=True)
+                return
+            self.directory.mkdir(parents=True, exist_ok=True)
+            replace_json(self.directory / BEST_FILE, {"step": step, "score": score})
 
     def best(self) -> tuple[int, float] | None:
         """Return (step, score) of the recorded best checkpoint; None if there is no record or no such checkpoint."""

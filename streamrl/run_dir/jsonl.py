@@ -16,6 +16,7 @@ from typing import Any, Generic, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from streamrl.atomic_files import replacing
+from streamrl.errors import writing
 from streamrl.plain_files import open_plain
 from streamrl.run_dir.layout import LARGEST_ROWS
 
@@ -81,17 +82,18 @@ def append_whole(file: FileIO, content: bytes) -> None:
     """Append all of `content` to an unbuffered file, or nothing.
 
     Raises:
-        OSError: the disk is full; what it had taken is cut off again, as the next row would be glued to it.
+        RunFailed: the disk is full; what it had taken is cut off again, as the next row would be glued to it.
     """
     before = os.fstat(file.fileno()).st_size
     rest = memoryview(content)
-    try:
-        while rest:
-            rest = rest[file.write(rest) :]
-    except OSError:
-        with suppress(OSError):
-            file.truncate(before)
-        raise
+    with writing(file.name):
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError:
+            with suppress(OSError):
+                file.truncate(before)
+            raise
 
 
 class RowWriter(Generic[AnyRow]):
@@ -108,18 +110,21 @@ class RowWriter(Generic[AnyRow]):
         self._file = path.open("ab", buffering=0)
 
     def append(self, row: AnyRow) -> None:
-        """Write one row; raise OSError if the disk is full."""
+        """Write one row; raise `RunFailed` if the disk is full."""
         append_whole(self._file, _encode(row))
 
     def rewind(self, step: int) -> int:
         """Drop the rows after `step`, which a run resumed from that checkpoint repeats; return how many.
 
         The file is replaced atomically: a kill leaves the old or the new one.
+
+        Raises:
+            RunFailed: it cannot be written.
         """
         rows = read_rows(self.path, self._model)
         kept = [row for row in rows if row.step <= step]
         self._file.close()
-        with replacing(self.path) as temporary:
+        with writing(self.path), replacing(self.path) as temporary:
             temporary.write_bytes(b"".join(map(_encode, kept)))
         self._file = self.path.open("ab", buffering=0)
         return len(rows) - len(kept)

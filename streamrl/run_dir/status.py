@@ -6,7 +6,9 @@ is replaced atomically, so a reader never sees half of it.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, Literal
@@ -266,6 +268,12 @@ def write_status(run_dir: Path, status: dict[str, Any]) -> None:
     clean = finite(status)
     RunStatus.model_validate(clean)
     replace_json(run_dir / layout.STATUS, clean)
+
+
+def touch_status(run_dir: Path) -> None:
+    """Make the status file, if there is one, seem written now: a full disk allows that, too."""
+    with contextlib.suppress(OSError):
+        os.utime(run_dir / layout.STATUS)
 
 
 def read_status(run_dir: Path) -> RunStatus:

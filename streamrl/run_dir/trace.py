@@ -80,7 +80,7 @@ class TraceWriter:
         self._open_existing(path)
         self._file = path.open("ab", buffering=0)
         if self._file.tell() == 0:
-            self._file.write(b"[")
+            append_whole(self._file, b"[")
 
     def _open_existing(self, path: Path) -> None:
         """Cut what follows the last whole event, and take over origin and tracks.

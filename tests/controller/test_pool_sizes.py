@@ -25,6 +25,7 @@ from streamrl.protocol.operator import ScalePool
 from streamrl.run_dir import layout
 from streamrl.runtime.process_plan import plan_processes
 from streamrl.transport.endpoint import Delivery
+from tests.run_dir.conftest import file_size_limit
 
 POOLS = [
     {"name": "regular", "replicas": 2, "min_replicas": 1, "max_replicas": 4, "price_per_hour": 3.0},
@@ -128,6 +129,17 @@ def test_impossible_scalings_are_refused_and_change_nothing(
     scaling, sites, _ = make(tmp_path)
     assert says in ask(scaling, pool, replicas, site)["error"]
     assert not sites.asked and not (tmp_path / layout.REPLICAS).exists()
+
+
+def test_a_scaling_that_the_disk_has_no_room_for_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    scaling, sites, _ = make(tmp_path)
+    told(scaling, **START)
+    before, file = dict(scaling.status()["wanted"]), tmp_path / layout.REPLICAS
+    with file_size_limit(8):
+        answer = ask(scaling, "regular", 1)
+    assert answer == {"error": f"cannot write {file}: [Errno 27] File too large (see docs: E1007)"}
+    assert scaling.status()["wanted"] == before and sites.asked == [] and not file.exists()
+    assert ask(scaling, "regular", 1)["after"] == 1
 
 
 def test_where_the_devices_are_divided_otherwise_nothing_is_scaled(tmp_path: Path) -> None:

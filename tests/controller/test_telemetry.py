@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,6 +15,8 @@ from streamrl.config.run import RunConfig
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.telemetry import Telemetry, memory_period
+from streamrl.run_dir import layout
+from tests.waiting import until
 
 
 @pytest.mark.parametrize(
@@ -46,3 +52,22 @@ def test_a_step_without_any_group_yet_has_as_many_samples_to_come_as_a_whole_bat
     telemetry: Any = SimpleNamespace(batch=StepBatch(run, 1), pool=GroupPool(3, 9))
     progress = Telemetry._progress(telemetry)
     assert (progress["groups_total"], progress["samples_total"]) == (3, 12)
+
+
+def test_a_controller_whose_disk_is_full_gives_signs_of_life(tmp_path: Path) -> None:
+    file = tmp_path / layout.STATUS
+    file.write_text("{}")
+    os.utime(file, (1.0, 1.0))
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    telemetry: Any = SimpleNamespace(context=SimpleNamespace(run_dir=tmp_path), write=full)
+
+    async def play() -> None:
+        keeping = asyncio.create_task(Telemetry.keep_writing(telemetry))
+        await until(lambda: file.stat().st_mtime > 1.0)
+        keeping.cancel()
+
+    asyncio.run(play())
+    assert file.read_text() == "{}"

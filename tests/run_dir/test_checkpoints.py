@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from streamrl.errors import RunFailed
 from streamrl.run_dir.checkpoints import CheckpointFolder
+from tests.run_dir.conftest import file_size_limit
 
 
 def save(folder: CheckpointFolder, step: int, keep: int = 1, **spared: object) -> None:
@@ -59,6 +62,12 @@ def test_a_best_without_its_checkpoint_is_none(tmp_path: Path) -> None:
     (folder.directory / "best.json").write_text('{"st')
     assert folder.best() is None
     assert not list(folder.directory.glob("*.tmp")) and not list(folder.directory.glob(".*"))
+
+
+def test_a_best_that_the_disk_has_no_room_for_is_named(tmp_path: Path) -> None:
+    words = re.escape(f"cannot write {tmp_path / 'best.json'}: [Errno 27] File too large (see docs: E1007)")
+    with file_size_limit(8), pytest.raises(RunFailed, match=words):
+        CheckpointFolder(tmp_path).mark_best(5, 0.5)
 
 
 def test_what_crashes_have_left_goes_with_the_next_checkpoint_whatever_its_step(tmp_path: Path) -> None:

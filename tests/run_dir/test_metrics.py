@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
+from streamrl.errors import RunFailed
 from streamrl.run_dir.jsonl import RowWriter
 from streamrl.run_dir.metrics import MetricsRow, read_metrics
 from tests.report.synthetic import audit_of, make_row
@@ -108,10 +110,20 @@ def test_a_row_that_the_disk_has_no_room_for_is_no_part_of_the_next_one(tmp_path
     path = tmp_path / "metrics.jsonl"
     with RowWriter(path, MetricsRow) as writer:
         writer.append(make_row(1))
-        with file_size_limit(path.stat().st_size + 40), pytest.raises(OSError, match="File too large"):
+        words = re.escape(f"cannot write {path}: [Errno 27] File too large (see docs: E1007)")
+        with file_size_limit(path.stat().st_size + 40), pytest.raises(RunFailed, match=words):
             writer.append(make_row(2))
         writer.append(make_row(3))
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 3]
+
+
+def test_rows_that_the_disk_has_no_room_to_rewind_are_named(tmp_path: Path) -> None:
+    writer = RowWriter(path := tmp_path / "metrics.jsonl", MetricsRow)
+    writer.append(make_row(1))
+    words = re.escape(f"cannot write {path}: [Errno 27] File too large (see docs: E1007)")
+    with file_size_limit(40), pytest.raises(RunFailed, match=words):
+        writer.rewind(1)
+    assert [row.step for row in read_metrics(path)] == [1]
 
 
 def test_resuming_drops_the_rows_after_the_checkpoint_and_goes_on(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import tracemalloc
 from collections import Counter
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.errors import RunFailed
 from streamrl.report.timeline import choose_windows, tracks
 from streamrl.run_dir.trace import Event, TraceWriter, read_trace, trace_origin
 from tests.report.synthetic import START, make_row
@@ -92,7 +94,8 @@ def test_an_event_that_the_disk_has_no_room_for_is_no_part_of_the_next_one(tmp_p
     path = tmp_path / "trace.json"
     with TraceWriter(path) as trace:
         trace.span("trainer", "first", START, START + 1)
-        with file_size_limit(path.stat().st_size + 30), pytest.raises(OSError, match="File too large"):
+        words = re.escape(f"cannot write {path}: [Errno 27] File too large (see docs: E1007)")
+        with file_size_limit(path.stat().st_size + 30), pytest.raises(RunFailed, match=words):
             trace.span("trainer", "second", START, START + 1)
         trace.span("trainer", "third", START, START + 1)
     assert [event["name"] for event in json.loads(path.read_text()) if event["ph"] == "X"] == ["first", "third"]
