@@ -20,10 +20,11 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -45,6 +46,7 @@ MOST_EARLY, MOST_EARLY_BYTES = 256, 1 << 30
 """Most chunks, and their bytes, that wait for a manifest: more than any publisher has in flight."""
 
 Encoding = Literal["raw", "delta"]
+T = TypeVar("T")
 
 
 class NotPublished(RunFailed):
@@ -112,8 +114,17 @@ class WeightRelay:
         """Host reported to the publisher; '': weights must be sent."""
         self.last: Received | None = None
         """The latest fetch."""
+        self._progressed_at = -math.inf
+        """When a manifest, or bytes of a version, came last, or were last worked on (monotonic seconds)."""
+        self._works = False
+        """Whether received bytes are being worked on in a thread."""
         self._turn = asyncio.Lock()
         """Held by the one relay of the store that is fetching or verifying."""
+
+    @property
+    def since_progress(self) -> float:
+        """Seconds since the publisher's last manifest or bytes of a version; 0 while they are worked on here."""
+        return 0.0 if self._works else time.monotonic() - self._progressed_at
 
     async def fetch(self, number: int, content_hash: str, newest: bool = False) -> Manifest:
         """Fetch a version into the store and return its manifest; with `newest` a newer version may come instead.
@@ -223,13 +234,14 @@ class WeightRelay:
             async with self.link.waits.deadline(f"the publisher to send weight version {number}", self.limit_s):
                 await self.link.send(*wire(order))
                 answer, arrays = await self._next(ManifestOf, number)
-                manifest, described = await in_thread(read_description, arrays.get(DESCRIPTION))
+                self._progressed_at = time.monotonic()
+                manifest, described = await self._work(read_description, arrays.get(DESCRIPTION))
                 parts = self._check(manifest, described, number, content_hash, newest, base)
                 if not parts:
                     return manifest, transfer_kind(parts)
                 first, file = parts[0].base, answer.file if self.host else None
                 try:
-                    await in_thread(lambda: drafts.append(self.store.begin(manifest, first, file)))
+                    await self._work(lambda: drafts.append(self.store.begin(manifest, first, file)))
                 except (FileNotFoundError, PermissionError) as error:
                     if file is not None:
                         self.host = ""  # so that it is sent
@@ -340,6 +352,7 @@ class WeightRelay:
                 raise CorruptWeights(f"a chunk of version {number} is at {part}, {at}, which was not requested")
             incoming[part][1][at : at + data.size] = data
             self.bytes_received += data.nbytes
+            self._progressed_at = time.monotonic()
             missing -= data.nbytes
 
     async def _refetch(
@@ -362,6 +375,14 @@ class WeightRelay:
         payloads = [(i, incoming[i][0].payloads[j]) for i, indexes in corrupt for j in indexes]
         await self._receive(incoming, [(i, payload.offset, payload.nbytes) for i, payload in payloads], number)
 
+    async def _work(self, function: Callable[..., T], *args: Any) -> T:
+        """Work on received bytes in a thread, as `in_thread`; this counts as progress."""
+        self._works = True
+        try:
+            return await in_thread(function, *args)
+        finally:
+            self._works, self._progressed_at = False, time.monotonic()
+
     async def _complete(self, draft: WeightDraft, incoming: list[Stream]) -> None:
         """Verify, decode and commit a version; fetch corrupt payloads again. The work is done in threads."""
         number = draft.manifest.version.number
@@ -369,12 +390,12 @@ class WeightRelay:
             await self._commit_raw(draft, incoming)
             return
         tries, todo = 1, [(i, tuple(range(len(part.payloads)))) for i, (part, _) in enumerate(incoming)]
-        while corrupt := await in_thread(corrupt_payloads, incoming, todo):
+        while corrupt := await self._work(corrupt_payloads, incoming, todo):
             await self._refetch(incoming, corrupt, tries, number)
             tries, todo = tries + 1, corrupt
         try:
-            await in_thread(decode_parts, draft.manifest, draft.buffer, incoming)
-            await in_thread(self.store.commit, draft)
+            await self._work(decode_parts, draft.manifest, draft.buffer, incoming)
+            await self._work(self.store.commit, draft)
         except CorruptWeights as error:  # although every payload arrived as it was sent
             if (base := incoming[0][0].base) is None:
                 raise
@@ -384,7 +405,7 @@ class WeightRelay:
         """Commit uncoded weights: their payloads are the tensors, so they are verified only once."""
         for tries in itertools.count(1):
             try:
-                await in_thread(self.store.commit, draft)
+                await self._work(self.store.commit, draft)
                 return
             except CorruptTensors as error:
                 await self._refetch(incoming, [(0, error.indexes)], tries, draft.manifest.version.number)

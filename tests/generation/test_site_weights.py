@@ -13,12 +13,13 @@ from streamrl.generation.site import site_weights
 from streamrl.generation.site.site_weights import SiteWeights
 from streamrl.runtime.site_connections import connect_relay
 from streamrl.transport.curve import ClientSecurity, make_keys
-from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.deadlines import WaitRegistry, never
 from streamrl.transport.endpoint import Hub, Link
+from streamrl.transport.endpoint_base import PeerLost
 from streamrl.weights.site_relay import NotPublished
 from tests.training.conftest import free_port
 from tests.waiting import scaled
-from tests.weights.world import Policy, World, in_world
+from tests.weights.world import Policy, RecordingPublisher, World, in_world
 
 SOON_S = 0.05
 """Limit of a wait that never ends."""
@@ -101,6 +102,7 @@ def test_a_relay_that_does_not_have_a_version_in_time_is_asked_for_the_next_one(
 
         class Slow:
             link = Link("site", "relay", WaitRegistry("service"))
+            since_progress = never()
 
             async def fetch(self, number: int, content_hash: str) -> None:
                 asked.append(number)
@@ -122,3 +124,103 @@ def test_a_relay_that_does_not_have_a_version_in_time_is_asked_for_the_next_one(
         await Slow.link.close()
 
     in_world(tmp_path, body)
+
+
+async def site_of(home: World, near: World, monkeypatch: pytest.MonkeyPatch) -> SiteWeights:
+    """A site that can fetch from the trainer's site and from a nearer one, with links of their own."""
+    relay = await home.relay("site", "raw")
+
+    async def connect(_: Any, link: Link, source: str) -> None:
+        await link.connect(near.address, scaled(10))
+        near.links.append(link)
+
+    monkeypatch.setattr(site_weights, "make_relay", lambda *_: relay)
+    monkeypatch.setattr(site_weights, "to_home", lambda *_: None)
+    monkeypatch.setattr(site_weights, "to_relay", lambda *_: Link("site", "relay", WaitRegistry("service")))
+    monkeypatch.setattr(site_weights, "connect_relay", connect)
+    context: Any = SimpleNamespace(addresses=SimpleNamespace(relay_outside=None))
+    return SiteWeights(context, WaitRegistry("service"))
+
+
+def in_two_worlds(folder: Path, body: Callable[[World, World], Awaitable[None]], **options: Any) -> None:
+    """Run with the trainer's publisher and a nearer relay's, which has the options."""
+
+    async def both(home: World) -> None:
+        near = World(folder / "near", **options)
+        try:
+            await body(home, near)
+        finally:
+            await near.close()
+
+    in_world(folder, both)
+
+
+def test_a_relay_that_sends_for_longer_than_it_may_be_silent_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent_s, (manifest, buffer) = scaled(0.5), Policy().step()
+
+    async def body(home: World, near: World) -> None:
+        monkeypatch.setattr(site_weights, "SOURCE_S", silent_s)
+        site = await site_of(home, near, monkeypatch)
+        for world in (home, near):
+            await world.publisher.publish(manifest, buffer)
+        found = await site.fetch(manifest.version.number, manifest.version.content_hash, "near")
+        assert (found, home.publisher.sent) == ((manifest.version, "near"), [])
+        assert site.last_s > silent_s
+
+    in_two_worlds(tmp_path, body, rate_of=lambda peer: manifest.nbytes / (3 * silent_s), chunk_of=lambda peer: 500)
+
+
+class Begins(RecordingPublisher):
+    """Sends a description, and no bytes after it."""
+
+    async def _send_ranges(self, *args: Any) -> None:
+        return
+
+
+class Drips(RecordingPublisher):
+    """Sends so slowly that the end never comes, but does not stop."""
+
+    async def _send_ranges(self, peer: str, transfer: Any, request: int, ranges: list[tuple[int, int, int]]) -> None:
+        await super()._send_ranges(peer, transfer, request, [(0, 0, 1)])
+
+
+@pytest.mark.parametrize(("kind", "share"), [(Begins, site_weights.SOURCE_SHARE), (Drips, 0.005)])
+def test_the_trainers_site_sends_what_a_relay_has_begun_and_does_not_end_and_it_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[RecordingPublisher], share: float
+) -> None:
+    async def body(home: World, near: World) -> None:
+        monkeypatch.setattr(site_weights, "SOURCE_S", scaled(0.2) if kind is Begins else scaled(60))
+        monkeypatch.setattr(site_weights, "SOURCE_SHARE", share)
+        site, policy = await site_of(home, near, monkeypatch), Policy()
+        for _ in range(2):
+            manifest, buffer = policy.step()
+            for world in (home, near):
+                await world.publisher.publish(manifest, buffer)
+            found = await site.fetch(manifest.version.number, manifest.version.content_hash, "near")
+            assert found == (manifest.version, None)
+            assert site._answered and not site._left_out
+
+    in_two_worlds(tmp_path, body, kind=kind)
+
+
+def test_a_link_to_a_relay_that_was_lost_once_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(home: World, near: World) -> None:
+        monkeypatch.setattr(site_weights, "LEFT_OUT_S", 0.0)
+        site, policy, sources, links = await site_of(home, near, monkeypatch), Policy(), [], []
+        for _ in range(3):
+            manifest, buffer = policy.step()
+            for world in (home, near):
+                await world.publisher.publish(manifest, buffer)
+            received = site.bytes_received
+            found, source = await site.fetch(manifest.version.number, manifest.version.content_hash, "near")
+            assert found == manifest.version and site.bytes_received == received + manifest.nbytes
+            sources.append(source)
+            links.append(site._others["near"].link if source else None)
+            if len(sources) == 1:
+                links[0]._inbox.put_nowait(PeerLost("it has been silent for 60 s"))
+        assert sources == ["near", None, "near"]
+        assert links[0]._socket.closed and not links[2]._socket.closed
+
+    in_two_worlds(tmp_path, body)

@@ -1,8 +1,8 @@
 """Weights at a site that generates: fetched from the trainer's site or another site's relay, and passed on to others.
 
 Every version is verified before it is stored, and stored before it is passed on (`weights/site_relay.py`). When the
-controller names another site as the source and the weights do not come from there in time, the trainer's site is used,
-and for a while that site is not asked again.
+controller names another site as the source and the weights do not come from there in time, the trainer's site is used.
+A site that has not even answered, or has sent something else, is not asked again for a while.
 
 Another site is believed only if its weights have the hash that the controller has announced. So nothing newer is taken
 from there, whatever its number; from the trainer's own publisher it is.
@@ -24,8 +24,8 @@ from streamrl.runtime.site_connections import (
     to_home,
     to_relay,
 )
-from streamrl.transport.deadlines import WaitRegistry
-from streamrl.transport.endpoint_base import Endpoint
+from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry, never
+from streamrl.transport.endpoint_base import Endpoint, PeerLost, Refused
 from streamrl.weights.assembly import make_relay
 from streamrl.weights.backends.streamed import make_publisher
 from streamrl.weights.site_relay import NotPublished, WeightRelay
@@ -34,7 +34,10 @@ from streamrl.weights.version import WeightVersion
 log = logging.getLogger(__name__)
 
 SOURCE_S = 60.0
-"""Seconds for a version to come from another site's relay, which may itself be waiting for it."""
+"""Seconds without progress after which another site's relay is given up; it may itself be waiting for the version."""
+SOURCE_SHARE = 0.5
+"""Share of the time for a fetch in which the version must have come from there, so that the trainer's site still can
+send it in time."""
 LEFT_OUT_S = 600.0
 """Seconds for which another site is not asked after its relay could not be used, so that its absence costs little."""
 ASK_AGAIN_S = 0.25
@@ -55,6 +58,8 @@ class SiteWeights:
         """Relays that get weights from other sites, by site; made when first needed."""
         self._left_out: dict[str, float] = {}
         """Until when sites are not asked whose relays could not be used (monotonic seconds), by site."""
+        self._closed_bytes = self._closed_corrupt = 0
+        """Bytes and damaged payloads that came over connections to other sites which were closed since."""
         self._answered = False
         """Whether the relay that was asked last has said that it does not have the version yet, or any more."""
         self._hub = relay_hub(context, waits) if context.addresses.relay_outside else None
@@ -73,12 +78,13 @@ class SiteWeights:
     @property
     def bytes_received(self) -> int:
         """Bytes of weights received since the start."""
-        return self.home.bytes_received + sum(relay.bytes_received for relay in self._others.values())
+        others = sum(relay.bytes_received for relay in self._others.values())
+        return self.home.bytes_received + others + self._closed_bytes
 
     @property
     def corrupt(self) -> int:
         """Payloads that arrived damaged and were fetched again."""
-        return self.home.corrupt + sum(relay.corrupt for relay in self._others.values())
+        return self.home.corrupt + sum(relay.corrupt for relay in self._others.values()) + self._closed_corrupt
 
     async def connect(self) -> None:
         """Connect to the trainer's site, and listen for other sites if this one passes weights on."""
@@ -109,14 +115,15 @@ class SiteWeights:
         if source is not None and time.monotonic() < self._left_out.get(source, 0.0):
             source = None
         if source is not None:
-            self._answered = False
             try:
-                async with self.waits.deadline(f"weights {number} from {source}", SOURCE_S):
-                    found = await self._fetch_from(source, number, content_hash)
-            except (RunFailed, UserError) as error:
+                found = await self._fetch_in_time(source, number, content_hash)
+            except (RunFailed, UserError, MemoryError) as error:
                 log.warning("getting weights %d from the trainer's site: %s", number, error)
-                if not self._answered:  # one that did may have the next version
+                # one that has it too late, or has skipped it, may have the next version
+                if not (isinstance(error, NotPublished) or (isinstance(error, DeadlineExpired) and self._answered)):
                     self._left_out[source] = time.monotonic() + LEFT_OUT_S
+                if isinstance(error, PeerLost | Refused):  # such a link sends no heartbeats any more
+                    await self._drop(source)
                 source = None
         if source is None:
             found, self._last = (await self.home.fetch(number, content_hash, newest=True)).version, self.home
@@ -138,6 +145,32 @@ class SiteWeights:
     def last_s(self) -> float:
         """Seconds that the latest transfer took."""
         return self._last.last.seconds if self._last.last is not None else 0.0
+
+    async def _fetch_in_time(self, source: str, number: int, content_hash: str) -> WeightVersion:
+        """As `_fetch_from`, as long as bytes come, and within `SOURCE_SHARE` of the time for a fetch.
+
+        Raises:
+            DeadlineExpired: the version did not come in time; `_answered` says whether the relay has answered.
+            NotPublished, RunFailed, UserError: as of `_fetch_from`.
+        """
+        began, self._answered, what = time.monotonic(), False, f"weights {number} from {source}"
+
+        def since_progress() -> float:
+            return self._others[source].since_progress if source in self._others else never()
+
+        async with self.waits.deadline(what, SOURCE_SHARE * self.home.limit_s):
+            try:
+                async with self.waits.deadline(what, SOURCE_S, since_progress):
+                    return await self._fetch_from(source, number, content_hash)
+            finally:
+                self._answered |= since_progress() < time.monotonic() - began
+
+    async def _drop(self, source: str) -> None:
+        """Close the connection to another site; the next fetch from there makes a new one."""
+        if (relay := self._others.pop(source, None)) is not None:
+            self._closed_bytes += relay.bytes_received
+            self._closed_corrupt += relay.corrupt
+            await relay.link.close()
 
     async def _fetch_from(self, source: str, number: int, content_hash: str) -> WeightVersion:
         """Fetch exactly this version from another site's relay, and repeat until that relay has it.
