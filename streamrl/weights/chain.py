@@ -10,7 +10,9 @@ deltas no longer lead from the last anchor to the newest version.
 
 Deltas are kept from the anchor on, so a receiver that holds nothing can take anchor + deltas, or the newest version
 complete, whichever is fewer bytes. Older deltas are kept for receivers that still need them, by their
-acknowledgements: 3 -> 4 stays until all have acknowledged 4 or later. If a receiver is so far behind that the kept
+acknowledgements: 3 -> 4 stays until all have acknowledged 4 or later. The version that is on its way to a receiver
+counts as well, or a transfer that takes longer than from one anchor to the next would be followed by another complete
+one, and never by a delta. If a receiver is so far behind that the kept
 deltas exceed their bound, it loses the oldest ones and is treated like one that holds nothing. No path of deltas
 crosses a version without a delta (one with other tensors than before).
 
@@ -61,6 +63,8 @@ class Chain:
         """The version that will become the next anchor."""
         self.held: dict[str, int | None] = {}
         """The version that each receiver has acknowledged last (None: it holds nothing)."""
+        self.in_transit: dict[str, int] = {}
+        """The version that is being sent to a receiver, which it will hold next."""
         self._since_anchor = 0
         self._full_bytes = 0
         """Uncompressed bytes of the newest version."""
@@ -147,18 +151,27 @@ class Chain:
         return best[1]
 
     def acknowledged(self, receiver: str, number: int | None) -> None:
-        """Record that a receiver has verified and stored a version, or holds nothing (it may have restarted)."""
+        """Record that a receiver has verified and stored a version, or holds nothing (it may have restarted).
+
+        What was sent to it before is in transit no more.
+        """
         self.held[receiver] = number
+        self.in_transit.pop(receiver, None)
+
+    def sends(self, receiver: str, number: int) -> None:
+        """Record that a version is on its way to a receiver, so that the deltas from there on are kept for it."""
+        self.in_transit[receiver] = number
 
     def left(self, receiver: str) -> None:
         """Forget a receiver that is gone; nothing is kept for it."""
         self.held.pop(receiver, None)
+        self.in_transit.pop(receiver, None)
 
     def collect(self) -> None:
         """Drop what no receiver can need any more from `deltas` and `complete`."""
         if self.newest is None:
             return
-        starts = [self.anchor, self.coming_anchor, *self.held.values()]
+        starts = [self.anchor, self.coming_anchor, *self.held.values(), *self.in_transit.values()]
         start = min([self.newest, *(number for number in starts if number is not None and self._leads_on(number))])
         bound = self._full_bytes if self.max_delta_bytes is None else self.max_delta_bytes
         for number in self.deltas:  # oldest first

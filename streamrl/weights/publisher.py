@@ -146,11 +146,8 @@ class WeightPublisher:
                     self._start(delivery, self._send(delivery.peer, order))
                 case FetchAgain() as repeat:
                     self._start(delivery, self._send_again(delivery.peer, repeat))
-                case Have():
-                    transfer = self._open.pop(delivery.peer, None)
-                    if transfer is not None and transfer.is_delta:
-                        self.chain.acknowledged(delivery.peer, transfer.manifest.version.number)
-                        self._collect()
+                case Have() as report:
+                    self._stored(delivery.peer, report.number)
                 case _ if delivery.kind == "bye":
                     if (task := self._tasks.get(delivery.peer)) is not None:
                         task.cancel()
@@ -159,6 +156,16 @@ class WeightPublisher:
                     self.chain.left(delivery.peer)
                     self._collect()
             delivery.ack()
+
+    def _stored(self, peer: str, number: int) -> None:
+        """Record that a relay has verified and stored a version, if that is the one which it was sent last."""
+        transfer = self._open.get(peer)
+        if transfer is None or transfer.manifest.version.number != number:
+            return  # of an earlier transfer
+        del self._open[peer]
+        if transfer.is_delta:
+            self.chain.acknowledged(peer, number)
+            self._collect()
 
     def _covered(self, peer: str) -> bool:
         """Charge a request; return whether its sender, if it is of another site, may make one now."""
@@ -296,6 +303,7 @@ class WeightPublisher:
             path = self.chain.path(base, want)
         except Unreachable as error:
             raise _Refused(str(error)) from error
+        self.chain.sends(peer, want)
         streams = tuple(self._stream(step) for step in path)
         return _Transfer(order.request, self._versions[want].manifest, streams, is_delta=True)
 

@@ -113,6 +113,25 @@ def test_deltas_are_kept_for_the_slowest_receiver_until_it_acknowledges_or_leave
     assert chain.deltas == (4,)  # from the anchor 3 on
 
 
+def test_deltas_are_kept_from_the_version_that_is_on_its_way_to_a_receiver() -> None:
+    chain = chain_of(10)
+    chain.acknowledged("new", None)
+    chain.sends("new", 1)
+    for number in range(2, 9):
+        if chain.published(number, 10, FULL):
+            chain.anchored(FULL)
+        chain.collect()
+    assert chain.anchor != 1 and steps(chain.path(1, 8)) == [(number, number - 1) for number in range(2, 9)]
+    chain.acknowledged("new", 1)
+    assert collected(chain)[0] == set()
+    chain.sends("new", 4)
+    chain.acknowledged("new", None)  # it has asked again, and still holds nothing
+    assert collected(chain)[0] == {2, 3, 4, 5, 6}
+    chain.sends("new", 8)
+    chain.left("new")
+    assert chain.in_transit == {}
+
+
 def test_a_receiver_too_far_behind_gets_what_a_new_one_gets() -> None:
     chain = chain_of(*[30] * 6, every=2, bound=100)
     chain.acknowledged("slow", 0)
@@ -181,12 +200,8 @@ def test_the_path_is_the_cheapest_of_all(
 
 
 Operation = tuple[str, int, int]
-operations = st.lists(
-    st.tuples(
-        st.sampled_from(["publish", "break", "anchor", "ack", "join", "leave"]), st.integers(0, 2), st.integers(1, 400)
-    ),
-    max_size=60,
-)
+KINDS = ("publish", "break", "anchor", "ack", "send", "have", "join", "leave")
+operations = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 2), st.integers(1, 400)), max_size=60)
 
 
 @given(operations, st.integers(1, 5), st.sampled_from([300, 10**6]))
@@ -196,7 +211,9 @@ def test_nothing_that_a_receiver_needs_is_ever_collected(history: list[Operation
     """Of every version ever published: bytes of its delta (the model, which forgets nothing)."""
     deltas: set[int] = set()
     followed: set[str] = set()
-    """Receivers that acknowledged a version from which all deltas were still there."""
+    """Receivers that acknowledged a version from which all deltas were still there, or that was sent as the newest."""
+    sent: dict[str, int] = {}
+    """Version that was sent last to a receiver."""
     number = 0
     for kind, who, size in history:
         receiver = f"r{who}"
@@ -211,6 +228,12 @@ def test_nothing_that_a_receiver_needs_is_ever_collected(history: list[Operation
             chain.acknowledged(receiver, holds)
             followed.discard(receiver)
             followed |= {receiver} if {n for n in sizes if n > holds} <= set(chain.deltas) else set()
+        elif kind == "send" and sizes and receiver not in chain.in_transit:
+            chain.sends(receiver, number)
+            sent[receiver] = number
+        elif kind == "have" and receiver in sent and receiver in chain.in_transit:
+            chain.acknowledged(receiver, sent.pop(receiver))
+            followed.add(receiver)
         elif kind == "join":
             followed.discard(receiver)
             chain.acknowledged(receiver, None)

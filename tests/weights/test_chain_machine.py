@@ -156,6 +156,7 @@ class ChainMachine(RuleBasedStateMachine):
         except Unreachable:
             assert number != newest
             return
+        self.chain.sends(name, number)
         streams = [self.deltas[s.number] if s.base is not None else self.complete[s.number] for s in path]
         receiver.transfer = Transfer(self.versions[number][0], streams)
         self._collect()

@@ -7,6 +7,7 @@ import gc
 import random
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,12 +16,14 @@ import pytest
 import torch
 
 from streamrl.errors import RunFailed
-from streamrl.protocol.weights import Fetch
+from streamrl.protocol.message import wire
+from streamrl.protocol.weights import Fetch, Have
 from streamrl.runtime.processes import this_host
 from streamrl.transport.endpoint import Delivery, Link
 from streamrl.weights import publisher as publisher_module
 from streamrl.weights.site_relay import Encoding, NotPublished
 from streamrl.weights.version_store import WeightStore
+from tests.waiting import scaled
 from tests.weights.world import DamagingLink, Policy, RecordingPublisher, World, fill, flip_a_bit, in_world
 
 
@@ -288,6 +291,51 @@ def test_a_restarted_relay_goes_on_from_what_its_store_holds(tmp_path: Path) -> 
         fill(other.store, *lay_outs)
         await world.fetch(other, version)
         assert (other.last.kind, other.wrong_bases) == ("packed+delta", 0)
+
+    in_world(tmp_path, body)
+
+
+class Slow(RecordingPublisher):
+    """Publishes many versions while the first one is on its way."""
+
+    policy = Policy()
+
+    async def _send_ranges(self, *args: Any) -> None:
+        if not self.sent:
+            for _ in range(3 * self.chain.anchor_every):
+                await self.publish(*self.policy.step())
+        await super()._send_ranges(*args)
+
+
+def test_after_a_transfer_that_took_longer_than_from_anchor_to_anchor_deltas_come(tmp_path: Path) -> None:
+    async def body(world: World) -> None:
+        relay = await world.relay("far")
+        policy = world.publisher.policy = Policy()
+        await world.publisher.publish(*(version := policy.step()))
+        await world.fetch(relay, version)
+        assert relay.last.kind == "complete"
+        await world.anchored()
+        assert world.publisher.chain.anchor != 1
+        await world.publisher.publish(*(version := policy.step()))
+        await world.fetch(relay, version)
+        assert relay.last.kind == "delta"
+
+    in_world(tmp_path, body, kind=Slow)
+
+
+def test_only_the_version_that_was_sent_last_counts_as_held(tmp_path: Path) -> None:
+    async def body(world: World) -> None:
+        policy, relay = Policy(), await world.relay("far")
+        await world.publisher.publish(*(version := policy.step()))
+        await relay.link.send(*wire(Have(number=1)))
+        await world.fetch(relay, version)
+        await relay.link.send(*wire(Have(number=7)))
+        await relay.link.flush(scaled(10))
+        assert world.publisher.chain.held == {"far": 1}
+        transfer = world.publisher._open["far"] = SimpleNamespace(manifest=version[0], is_delta=True)
+        await relay.link.send(*wire(Have(number=7)))
+        await relay.link.flush(scaled(10))
+        assert (world.publisher.chain.held, world.publisher._open) == ({"far": 1}, {"far": transfer})
 
     in_world(tmp_path, body)
 
