@@ -28,6 +28,8 @@ class VersionSpread:
         self._sites, self._cluster = sites, cluster
         self._serving = dict.fromkeys(sites, -1)
         """Newest version that every instance of a site serves."""
+        self._holds: dict[str, int | None] = dict.fromkeys(sites)
+        """Version that a site's relay has stored last; None: it may have none."""
         self._served: dict[str, deque[int]] = {name: deque(maxlen=HISTORY) for name in sites}
         """Newest versions that a site has served, by service; its relay has the deltas from any of them."""
         self._paths = {
@@ -77,7 +79,9 @@ class VersionSpread:
 
     def _source(self, name: str, able: Collection[str]) -> str | None:
         """Return the site whose relay a service gets its next weights from; None: the trainer's."""
-        site, holds = self._sites[name], self._serving[name]
+        site, holds = self._sites[name], self._holds[name]
+        if holds is None:
+            return None  # it may need complete weights
         allowed = self._cluster.relays_for(site)
         relays = {self._sites[peer] for peer in able if self._sites[peer] in allowed and holds in self._served[peer]}
         if not relays:
@@ -97,7 +101,7 @@ class VersionSpread:
             self._paths[ends] = RelayPath(report.bytes / report.transfer_s, self._paths[ends].rtt_s)
             self._version_bytes = report.bytes
         del self.in_flight[name]
-        self._serving[name] = report.number
+        self._serving[name] = self._holds[name] = report.number
         self._served[name].append(report.number)
         if name in self.queued and self.queued[name].number <= report.number:
             del self.queued[name]
@@ -106,6 +110,7 @@ class VersionSpread:
     def restarted(self, name: str) -> bool:
         """Record that a site's relay has lost what it had; return whether the newest version is queued for it."""
         self.in_flight.pop(name, None)
+        self._holds[name] = None
         self._served[name].clear()
         if self._newest is not None:
             self.queued[name] = self._newest

@@ -69,6 +69,21 @@ def test_a_relay_is_a_source_only_while_it_has_what_the_site_holds() -> None:
     assert versions.start("service-near", ["service-far"]).source is None  # the other has forgotten its versions
 
 
+def test_a_restarted_site_gets_its_first_weights_from_the_trainers_site() -> None:
+    versions = spread()
+    for number in range(2):
+        versions.made(announced(number), SITES)
+        for name in SITES:
+            versions.start(name, ())
+            slow = 100.0 if name == "service-near" else 1.0
+            versions.ready(name, report(number, bytes=2_000_000, transfer_s=slow))
+    assert versions.restarted("service-near")
+    assert versions.start("service-near", ["service-far"]).source is None  # no delta leads from nothing
+    versions.ready("service-near", report(1))
+    versions.made(announced(2), SITES)
+    assert versions.start("service-near", ["service-far"]).source == "far"
+
+
 def test_a_site_that_is_not_used_is_waited_for_no_more() -> None:
     versions = spread()
     versions.made(announced(0), SITES)
