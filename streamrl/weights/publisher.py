@@ -293,7 +293,9 @@ class WeightPublisher:
         try:
             if number > self.chain.newest:
                 await self._wait_for(self._coding)
-            if base is None and number != self.chain.newest and not newest:  # it may need an anchor
+            want = self.chain.newest if newest else number
+            older, small = want != self.chain.newest, want == self.chain.coming_anchor and self._is_far(peer)
+            if base is None and (older or small):  # it may need an anchor, or complete weights as few bytes
                 await self._wait_for(self._packing)
         except Exception as error:  # the next `publish` ends the run with it; the relay should hear of it now
             raise _Refused(f"it could not be coded: {error}") from error
@@ -306,6 +308,10 @@ class WeightPublisher:
         self.chain.sends(peer, want)
         streams = tuple(self._stream(step) for step in path)
         return _Transfer(order.request, self._versions[want].manifest, streams, is_delta=True)
+
+    def _is_far(self, peer: str) -> bool:
+        """Return whether a relay is of another site, so that compressing takes less time than it saves."""
+        return peer in self.hub.peers and self.hub.peers[peer].site is not None
 
     def _stream(self, step: ChainStep) -> Stream:
         """Return the bytes of a step; a complete version that is not packed is the newest one."""
