@@ -66,16 +66,22 @@ class WeightStore:
     def _path(self, number: int) -> Path:
         return self.directory / f"version_{number}.bin"
 
-    def claim(self) -> None:
-        """Begin an empty store, of which nothing remains from an earlier process.
+    def claim(self, keep_newest: bool = False) -> None:
+        """Take the store over from an earlier process, of which at most the newest whole version remains.
+
+        That version may be of a time before the run went back to a checkpoint, when other weights had its number. So
+        it is no more than a base for deltas: whoever makes them compares its hash.
 
         Raises:
             RunFailed: the folder belongs to another user, or others can write to it.
         """
         self._own_folder()
+        kept = self.newest_verified() if keep_newest else None
+        names = [] if kept is None else [self._path(kept).with_suffix(suffix).name for suffix in (".bin", ".json")]
         for path in self.directory.iterdir():  # the folder itself may be locked by whoever made it
-            path.unlink()
-        self._verified.clear()
+            if path.name not in names:
+                path.unlink()
+        self._verified.intersection_update(() if kept is None else (kept,))
 
     def begin(self, manifest: Manifest, base: int | None = None, file: str | None = None) -> WeightDraft:
         """Return a draft of a version that will be received.

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import pytest
@@ -14,9 +15,10 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
+from streamrl.config.run import RunConfig
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub, Link
-from streamrl.weights import local_model
+from streamrl.weights import assembly, local_model
 from streamrl.weights.local_model import expected_tensors, initial_version
 from streamrl.weights.publisher import WeightPublisher
 from streamrl.weights.quantize import CodeKind, is_quantized, quantize
@@ -26,6 +28,7 @@ from streamrl.weights.version_store import WeightStore
 from tests.tiny_model import save_tiny_model
 from tests.training.conftest import free_port
 from tests.waiting import scaled
+from tests.weights.world import fill
 
 
 def trained_from(model: Path) -> list[tuple[str, torch.Tensor]]:
@@ -135,3 +138,24 @@ def test_a_seeded_relay_fetches_nothing_first_and_a_delta_then(tmp_path: Path) -
         await hub.close()
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize("encoding", ["delta", "raw"])
+def test_a_restarted_service_goes_on_from_its_newest_version_and_makes_none_of_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(local_model, "expected_tensors", lambda *_: {})
+    monkeypatch.setattr(local_model, "initial_version", lambda *_: made.append(0))
+    run = RunConfig.model_validate({"weights": {"encoding": encoding}})
+    about = {"cluster": SimpleNamespace(absence_s=1.0), "run": run, "weights_folder": tmp_path / "store"}
+    context: Any = SimpleNamespace(remote=True, one_machine=True, wire_type="bfloat16", **about)
+    monkeypatch.setattr(assembly, "resolve_model", lambda path: path)
+    for number in (1, 2):
+        fill(WeightStore(tmp_path / "store"), *lay_out(number, [("w", torch.ones(number))]))
+    relay = assembly.make_relay(context, None)  # type: ignore[arg-type]
+    assert relay.store.newest_verified() == (2 if encoding == "delta" else None)
+    assert not relay.store.has(1) and made == []
+    relay.store.clear()
+    assembly.make_relay(context, None)  # type: ignore[arg-type]
+    assert made == ([0] if encoding == "delta" else [])

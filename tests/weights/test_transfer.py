@@ -336,6 +336,25 @@ def test_the_first_complete_version_goes_to_another_site_compressed(tmp_path: Pa
     in_world(tmp_path, body)
 
 
+def test_a_version_from_before_the_run_went_back_is_no_base_and_none_is_taken_for_it(tmp_path: Path) -> None:
+    async def body(world: World) -> None:
+        before, policy = Policy(seed=9), Policy()
+        for _ in range(5):
+            left = before.step()
+        fill(WeightStore(tmp_path / "site"), *left)
+        relay = await world.relay("site")
+        relay.store.claim(keep_newest=True)
+        for number in range(3, 7):  # from the checkpoint on, past the number of what was left
+            policy.number = number - 1
+            await world.publisher.publish(*(version := policy.step()))
+            await world.fetch(relay, version)
+            relay.store.keep_only({number})
+            assert relay.last.kind == ("complete" if number == 3 else "delta")
+        assert relay.wrong_bases == relay.corrupt == 0
+
+    in_world(tmp_path, body)
+
+
 def test_only_the_version_that_was_sent_last_counts_as_held(tmp_path: Path) -> None:
     async def body(world: World) -> None:
         policy, relay = Policy(), await world.relay("far")

@@ -17,7 +17,7 @@ from streamrl.weights import publisher, version_store
 from streamrl.weights.publisher import code
 from streamrl.weights.version import CorruptWeights, Manifest, Part, lay_out
 from streamrl.weights.version_store import WeightStore
-from tests.weights.world import fill
+from tests.weights.world import fill, flip_a_bit
 
 
 def some_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -101,6 +101,24 @@ def test_what_an_earlier_process_left_is_verified_before_it_is_trusted(tmp_path:
     assert store.newest_verified() == 1  # it has seen it whole, and is its only writer
     store.distrust(1)
     assert store.newest_verified() is None
+
+
+@pytest.mark.parametrize(("keep", "damaged", "kept"), [(True, False, 3), (True, True, 2), (False, False, None)])
+def test_of_an_earlier_processs_store_at_most_the_newest_whole_version_is_kept(
+    tmp_path: Path, keep: bool, damaged: bool, kept: int | None
+) -> None:
+    directory = tmp_path / "store"
+    for number in (1, 2, 3):
+        put(WeightStore(directory), number, seed=number)
+    for name in ("partial_4.bin", "spare.bin"):
+        (directory / name).write_bytes(b"half")
+    if damaged:
+        flip_a_bit(directory / "version_3.bin", 200)
+    store = WeightStore(directory)
+    store.claim(keep)
+    assert store.newest_verified() == kept
+    names = set() if kept is None else {f"version_{kept}.bin", f"version_{kept}.json"}
+    assert {path.name for path in directory.iterdir()} == names
 
 
 def test_a_version_whose_bytes_have_changed_since_is_no_version(tmp_path: Path) -> None:

@@ -247,7 +247,7 @@ class InstanceProcess:
         """Pause generation, or take the devices back, for a version from the site's store.
 
         Return False, with everything as before, if the store does not have the version, or has lost it meanwhile:
-        running requests may take minutes to end, and a service that is restarted begins with an empty store.
+        running requests may take minutes to end, and a service that is restarted keeps at most the newest version.
         """
         store = WeightStore(self.context.weights_folder)
         if not store.has(number):

@@ -59,7 +59,6 @@ from streamrl.runtime.site_connections import CONTROLLER, connect_home, to_home
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Hub
 from streamrl.transport.wire import Arrays
-from streamrl.weights.version_store import WeightStore
 
 log = logging.getLogger(__name__)
 
@@ -107,8 +106,6 @@ class GenerationService:
         self.controller.reads = MessageReader(controller_site.FROM_CONTROLLER)
         self.uplink = make_uplink(context, self.controller)
         self.reports = Reports(self.controller)
-        # versions of an earlier service are of no use: the run may have gone back to an older checkpoint since
-        WeightStore(context.weights_folder).claim()
         self.weights = SiteWeights(context, self.waits)
         self.fleet = SiteFleet(
             *(context, self.hub, self.dispatcher, self.waits, self.journal),
