@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Callable
 from typing import Any, Self
@@ -27,7 +28,7 @@ from streamrl.transport.endpoint_base import Endpoint, Frames, Outgoing, PeerLos
 from streamrl.transport.flow import Flow
 from streamrl.transport.ip_addresses import needs_ipv6
 from streamrl.transport.refusals import merged
-from streamrl.transport.wire import Arrays, MalformedMessage, Message, decode, is_time
+from streamrl.transport.wire import MAX_FRAME_BYTES, Arrays, MalformedMessage, Message, decode, is_time
 
 HELLO_S = 1.0
 """Seconds after which an unanswered hello is repeated."""
@@ -148,7 +149,10 @@ class Link(Endpoint):
         dead_ms = int(min(max(DEAD_AFTER_S, self.flow.resend_s), LONGEST_DEAD_S) * 1000)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a connection that does not exist yet
         self._socket.setsockopt(zmq.SNDHWM, 0)  # credits bound what is in flight
-        self._socket.setsockopt(zmq.RCVHWM, 0)
+        most = self._inbox_state.most_open
+        self._socket.setsockopt(zmq.RCVHWM, int(most) if math.isfinite(most) else 0)
+        if self._address.startswith("tcp://"):  # as at a hub's doors
+            self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, int(PING_S * 1000))
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, dead_ms)
         self._socket.setsockopt(zmq.HEARTBEAT_TTL, dead_ms)  # so that the hub drops its half, and what it has queued

@@ -21,6 +21,7 @@ import contextlib
 import itertools
 import logging
 import math
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
@@ -33,9 +34,9 @@ from streamrl.protocol.message import M, kind_of, parse, wire
 from streamrl.protocol.weights import Chunk, Fetch, FetchAgain, Have, ManifestOf, NoVersion
 from streamrl.transport.endpoint import Delivery, Link
 from streamrl.transport.wire import Arrays, MalformedMessage
-from streamrl.weights.description import DESCRIPTION, read_description
+from streamrl.weights.description import DESCRIPTION, largest_description, read_description
 from streamrl.weights.received_weights import corrupt_payloads, decode_parts, in_thread
-from streamrl.weights.version import CorruptTensors, CorruptWeights, Manifest, Part, Stream, transfer_kind
+from streamrl.weights.version import CorruptTensors, CorruptWeights, Manifest, Part, Stream, places, transfer_kind
 from streamrl.weights.version_store import WeightDraft, WeightStore
 
 log = logging.getLogger(__name__)
@@ -98,8 +99,11 @@ class WeightRelay:
         """
         self.link, self.store, self.limit_s = link, store, limit_s
         self.encoding, self.expected = encoding, expected
-        self._request = self._first = 0
-        """Numbers of the current request and of the one that began the transfer."""
+        self._request = self._first = secrets.randbits(48)
+        """Numbers of the current request and of the one that began the transfer.
+
+        They begin at random: chunks that a publisher still sends to an earlier process of this name are not taken.
+        """
         self._early: list[Delivery] = []
         """Chunks of the current request that arrived before its manifest."""
         self.corrupt = 0
@@ -118,6 +122,8 @@ class WeightRelay:
         """When a manifest, or bytes of a version, came last, or were last worked on (monotonic seconds)."""
         self._works = False
         """Whether received bytes are being worked on in a thread."""
+        self._most_described: int | None = None
+        """Bytes of the largest description that is read; None: of any that a publisher makes."""
         self._turn = asyncio.Lock()
         """Held by the one relay of the store that is fetching or verifying."""
 
@@ -192,9 +198,11 @@ class WeightRelay:
         raise RunFailed(f"weight version {number} arrived corrupt {FETCH_TRIES} times")
 
     def beside(self, link: Link) -> WeightRelay:
-        """Return another relay into the same store, over another link; they fetch one after the other."""
+        """Return another relay into the same store, over a link to another site; they fetch one after the other."""
         other = WeightRelay(link, self.store, self.limit_s, self.encoding, self.expected)
         other._turn = self._turn
+        if self.expected is not None:
+            other._most_described = largest_description(self.expected)
         return other
 
     def seed(self, manifest: Manifest, buffer: np.ndarray) -> None:
@@ -235,7 +243,7 @@ class WeightRelay:
                 await self.link.send(*wire(order))
                 answer, arrays = await self._next(ManifestOf, number)
                 self._progressed_at = time.monotonic()
-                manifest, described = await self._work(read_description, arrays.get(DESCRIPTION))
+                manifest, described = await self._work(read_description, arrays.get(DESCRIPTION), self._most_described)
                 parts = self._check(manifest, described, number, content_hash, newest, base)
                 if not parts:
                     return manifest, transfer_kind(parts)
@@ -292,6 +300,9 @@ class WeightRelay:
             if not part.coded and len(way) > 1:
                 raise CorruptWeights(f"complete weights of version {part.number} are only one of several parts")
             at = part.number
+        # before anything is allocated: no path is larger than an anchor, coded, and deltas that may be as large as it
+        if (nbytes := sum(part.nbytes for part in way)) > 2 * manifest.nbytes + len(manifest.tensors):
+            raise CorruptWeights(f"the parts have {nbytes} bytes, and version {version.number} {manifest.nbytes}")
         if at != version.number or (base is not None and not way and base.version != version):
             raise CorruptWeights(f"the parts lead to version {at}, not to {version.number}")
         if base is not None and way and way[0].base is not None and not base.like(manifest):
@@ -299,6 +310,7 @@ class WeightRelay:
         return way
 
     def _check_model(self, manifest: Manifest) -> None:
+        """Check that a manifest has this site's tensors, and is no larger than they are; raises like `_check`."""
         number, found = manifest.version.number, {t.name: (t.dtype, t.shape) for t in manifest.tensors}
         expected = found if self.expected is None else self.expected
         for name in dict.fromkeys([*expected, *found]):
@@ -308,6 +320,11 @@ class WeightRelay:
                     f"weight version {number} does not fit this site's model: tensor {name!r} is "
                     f"{_described(there)}, expected {_described(here)}"
                 )
+        if self.expected is not None:  # the content hash covers neither places nor sizes
+            entries, nbytes = places((t.name, t.dtype, t.shape) for t in manifest.tensors)
+            lies = [(t.offset, t.nbytes) for t in manifest.tensors] != [(t.offset, t.nbytes) for t in entries]
+            if lies or manifest.nbytes != nbytes:
+                raise CorruptWeights(f"tensors of version {number} do not lie one after the other")
 
     async def _next(self, wanted: type[M], number: int) -> tuple[M, Arrays]:
         """Return the next message of this type that belongs to the current request, and its arrays.

@@ -6,9 +6,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from streamrl.errors import RunFailed
 from streamrl.generation.site import site_weights
 from streamrl.generation.site.site_weights import SiteWeights
 from streamrl.runtime.site_connections import connect_relay
@@ -222,5 +224,24 @@ def test_a_link_to_a_relay_that_was_lost_once_is_replaced(tmp_path: Path, monkey
                 links[0]._inbox.put_nowait(PeerLost("it has been silent for 60 s"))
         assert sources == ["near", None, "near"]
         assert links[0]._socket.closed and not links[2]._socket.closed
+
+    in_two_worlds(tmp_path, body)
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), RunFailed("weight version 1 arrived corrupt 3 times")])
+def test_a_relay_that_sends_something_else_is_left_out_although_it_has_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    async def body(home: World, near: World) -> None:
+        site, (manifest, buffer) = await site_of(home, near, monkeypatch), Policy().step()
+        link = Link("site", "relay", WaitRegistry("service"))
+        site._others["near"] = Mock(
+            link=link, since_progress=0.0, corrupt=0, bytes_received=0, fetch=Mock(side_effect=error)
+        )
+        await home.publisher.publish(manifest, buffer)
+        found = await site.fetch(manifest.version.number, manifest.version.content_hash, "near")
+        assert found == (manifest.version, None)
+        assert site._answered and list(site._left_out) == ["near"]
+        await link.close()
 
     in_two_worlds(tmp_path, body)

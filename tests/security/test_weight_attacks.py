@@ -7,30 +7,37 @@ import errno
 import os
 import stat
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 import torch
+import zmq
 
+from streamrl.config.run import RunConfig
 from streamrl.controller.controller import Controller
 from streamrl.errors import RunFailed
 from streamrl.generation.site import site_weights
 from streamrl.generation.site.site_weights import SiteWeights
-from streamrl.protocol.weights import ManifestOf
+from streamrl.protocol.message import wire
+from streamrl.protocol.weights import Chunk, ManifestOf
 from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.runtime.site_connections import to_relay
 from streamrl.transport.deadlines import WaitRegistry
-from streamrl.transport.endpoint import Delivery
-from streamrl.transport.peer import MOST_OPEN
-from streamrl.transport.wire import Message, encode
+from streamrl.transport.endpoint import Delivery, Hub, Link
+from streamrl.transport.peer import MOST_OPEN, stranger_inbox
+from streamrl.transport.wire import MAX_FRAME_BYTES, Message, encode
+from streamrl.weights.description import MAX_DESCRIPTION_BYTES, MOST_PARTS, describe, largest_description
 from streamrl.weights.quantize import full_precision
 from streamrl.weights.site_relay import MOST_EARLY, WeightRelay
-from streamrl.weights.version import CorruptTensors, CorruptWeights, Manifest, lay_out
+from streamrl.weights.version import CorruptTensors, CorruptWeights, Manifest, Part, lay_out
 from streamrl.weights.version_store import WeightStore
-from tests.waiting import until
+from tests.training.conftest import free_port
+from tests.waiting import scaled, until
 from tests.weights.world import RecordingPublisher, World, fill, flip_a_bit, in_world
 
 TENSORS = {"a": torch.arange(5000.0), "b": torch.full((300, 7), 2.0)}
@@ -267,9 +274,131 @@ def test_a_relay_of_another_site_can_queue_no_more_than_the_limits(controller: C
 def test_chunks_without_a_manifest_are_not_collected_for_ever(tmp_path: Path) -> None:
     class Chunks:
         async def receive(self) -> Delivery:
-            values = {"request": 0, "part": 0, "offset": 0}
+            values = {"request": relay._request, "part": 0, "offset": 0}
             return Delivery("hub", "chunk", values, {"data": np.zeros(1, np.uint8)}, lambda: None)
 
     relay = WeightRelay(Chunks(), WeightStore(tmp_path), 1.0)  # type: ignore[arg-type]
     with pytest.raises(CorruptWeights, match=f"{MOST_EARLY + 1} chunks of version 3 came without its manifest"):
         asyncio.run(relay._next(ManifestOf, 3))
+
+
+def expected(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {t.name: (t.dtype, t.shape) for t in manifest.tensors}
+
+
+@pytest.mark.parametrize("lie", ["space at the end", "space between", "size"])
+def test_tensors_take_no_more_room_than_this_sites_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lie: str
+) -> None:
+    honest, _ = version(1)
+    tensors, more = list(honest.tensors), 1 << 20
+    if lie == "space between":
+        tensors[1] = replace(tensors[1], offset=tensors[1].offset + more)
+    elif lie == "size":
+        tensors[1] = replace(tensors[1], nbytes=tensors[1].nbytes + more)
+    manifest = replace(honest, nbytes=honest.nbytes + more, tensors=tuple(tensors))  # of the same hash
+
+    async def body(world: World) -> None:
+        begun: list[Manifest] = []
+        monkeypatch.setattr(WeightStore, "begin", lambda store, one, *_: begun.append(one))
+        await world.publisher.publish(manifest, np.zeros(manifest.nbytes, np.uint8))
+        relay = await world.relay("site", "raw", expected=expected(honest))
+        with pytest.raises(RunFailed, match="version 1 arrived corrupt 3 times"):
+            await relay.fetch(1, manifest.version.content_hash)
+        assert begun == []
+
+    in_world(tmp_path, body)
+
+
+def test_parts_are_no_larger_than_any_path_before_memory_is_taken_for_them(tmp_path: Path) -> None:
+    manifest, _ = version(1)
+    relay = WeightRelay(None, WeightStore(tmp_path), 1.0, "delta", expected(manifest))  # type: ignore[arg-type]
+    sizes = [(t.nbytes + 1, t.checksum) for t in manifest.tensors]
+
+    def check(deltas: int, share: float) -> list[Part]:
+        """Of an anchor that nothing could compress, and deltas that together are as large as a share of it."""
+        small = [(max(1, int(nbytes * share / deltas)), digest) for nbytes, digest in sizes]
+        way = [Part.of_payloads(1 - deltas, None, sizes)]
+        way += [Part.of_payloads(number, number - 1, small) for number in range(2 - deltas, 2)]
+        return relay._check(manifest, [part.to_dict() for part in way], 1, manifest.version.content_hash, False, None)
+
+    assert len(check(9, 0.99)) == 10
+    with pytest.raises(CorruptWeights, match=rf"the parts have \d+ bytes, and version 1 {manifest.nbytes}"):
+        check(9, 1.05)
+
+
+def test_another_sites_relay_describes_a_version_by_no_more_bytes_than_this_sites_model_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, _ = version(1)
+    most = largest_description(expected(manifest))
+    far = replace(manifest, version=replace(manifest.version, number=1 << 62))
+    long = Part.of_payloads(1 << 62, 1 << 61, [(1 << 62, t.checksum) for t in manifest.tensors])
+    assert describe(far, [long] * MOST_PARTS).nbytes <= most < describe(far, [long] * 3 * MOST_PARTS).nbytes
+
+    class Endless(RecordingPublisher):
+        async def _describe(self, transfer: Any) -> np.ndarray:
+            return np.full(most + 1, 0x90, np.uint8)  # empty lists
+
+    async def body(world: World) -> None:
+        await world.publisher.publish(*version(1))
+        home = await world.relay("site", expected=expected(manifest))
+        sizes, unpack = [], msgpack.unpackb
+        monkeypatch.setattr(msgpack, "unpackb", lambda data, **how: (sizes.append(len(data)), unpack(data, **how))[1])
+        with pytest.raises(RunFailed, match="version 1 arrived corrupt 3 times"):
+            await home.beside(home.link).fetch(1, manifest.version.content_hash)
+        assert max(sizes) <= most  # nothing but envelopes
+
+    in_world(tmp_path, body, kind=Endless)
+
+
+def test_a_link_over_a_network_takes_the_largest_message_of_weights_and_no_frame_without_end() -> None:
+    largest = int(RunConfig.model_validate({"weights": {"chunk_mb": 256}}).weights.chunk_mb * 2**20)
+    with pytest.raises(ValueError, match="chunk_mb"):
+        RunConfig.model_validate({"weights": {"chunk_mb": 257}})
+    assert max(largest, MAX_DESCRIPTION_BYTES) < MAX_FRAME_BYTES
+
+    async def body(hub: Hub, address: str) -> None:
+        link = await Link("west", "relay", WaitRegistry("west"), {"site": "west"}, inbox=stranger_inbox()).connect(
+            address, scaled(10)
+        )
+        assert link._socket.getsockopt(zmq.MAXMSGSIZE) == MAX_FRAME_BYTES
+        assert link._socket.getsockopt(zmq.RCVHWM) == MOST_OPEN
+        try:
+            async with asyncio.timeout(scaled(60)):
+                chunk = np.zeros(largest, np.uint8)
+                await hub.send("west", *wire(Chunk(request=1, part=0, offset=0)), {"data": chunk})
+                found = await link.receive()
+                assert found.arrays["data"].nbytes == largest
+                found.ack()
+        finally:
+            await link.close()
+
+    async def run() -> None:
+        hub = Hub("publisher", WaitRegistry("publisher"))
+        hub.bind_outside(address := f"tcp://127.0.0.1:{free_port()}", None)
+        try:
+            await body(hub, address)
+        finally:
+            await hub.close()
+
+    asyncio.run(run())
+
+
+def test_a_relay_takes_no_chunks_that_were_meant_for_an_earlier_process_of_its_name(tmp_path: Path) -> None:
+    class Stale:
+        """What is left of the earlier process's first transfer, then an answer."""
+
+        def __init__(self) -> None:
+            self.kinds = ["chunk", "manifest"]
+
+        async def receive(self) -> Delivery:
+            kind, data = self.kinds.pop(0), {"data": np.zeros(1, np.uint8)}
+            if kind == "chunk":
+                return Delivery("hub", kind, {"request": earlier._request, "part": 0, "offset": 0}, data, lambda: None)
+            return Delivery("hub", kind, {"request": relay._request}, {}, lambda: None)
+
+    earlier, relay = (WeightRelay(Stale(), WeightStore(tmp_path), 1.0) for _ in range(2))  # type: ignore[arg-type]
+    earlier._request, relay._request = earlier._request + 1, relay._request + 1
+    asyncio.run(relay._next(ManifestOf, 3))
+    assert relay._early == []
