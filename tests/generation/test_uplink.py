@@ -90,6 +90,10 @@ async def put_all(uplink: Uplink, some: list[Item], acknowledged: list[str]) -> 
         await uplink.put(body, arrays, lambda name=body["sample_id"]: acknowledged.append(name))
 
 
+async def all_acknowledged(uplink: Uplink) -> None:
+    await until(lambda: uplink.backlog_samples == 0)
+
+
 @pytest.mark.parametrize("bytes_per_s", [None, 1e5], ids=["raw", "compressed"])
 def test_samples_arrive_in_order_and_each_is_acknowledged_once_after_the_commit(bytes_per_s: float | None) -> None:
     async def body(controller: Controller, link: Link, acknowledged: list[str]) -> None:
@@ -101,7 +105,7 @@ def test_samples_arrive_in_order_and_each_is_acknowledged_once_after_the_commit(
         assert uplink.backlog_bytes == sum(sample_bytes(*one) for one in some)
         controller.commit(deliveries[0])
         committing = asyncio.create_task(controller.commit_all())
-        await uplink.flush(scaled(5))
+        await all_acknowledged(uplink)
         assert_same(controller.committed, some)
         assert acknowledged == [one["sample_id"] for one, _ in some]
         state = uplink.state()
@@ -126,7 +130,7 @@ def test_a_fast_link_is_measured_and_still_gets_raw_batches() -> None:
         delivery = await controller.receive()
         assert delivery.body == {"packing": "raw"}
         controller.commit(delivery)
-        await uplink.flush(scaled(5))
+        await all_acknowledged(uplink)
         state = uplink.state()
         assert state["ratio"] > 0 and state["mb_per_s"] > 0 and not state["compressing"] and state["compress_s"] > 0
         task.cancel()
@@ -141,21 +145,22 @@ def test_inside_a_site_each_sample_goes_on_its_own_and_at_once() -> None:
             await put_all(uplink, [one], acknowledged)
             controller.commit(await controller.receive())
         assert controller.batches == [1, 1, 1]
-        await uplink.flush(scaled(5))
+        await all_acknowledged(uplink)
         task.cancel()
 
     run(body)
 
 
-def test_a_batch_waits_for_more_samples_unless_it_is_flushed() -> None:
+def test_a_batch_waits_for_more_samples_until_it_is_large() -> None:
     async def body(controller: Controller, link: Link, acknowledged: list[str]) -> None:
-        uplink, task = uplink_of(link, wait_s=60.0)
-        await put_all(uplink, items(4), acknowledged)
+        some = items(5)
+        uplink, task = uplink_of(link, wait_s=60.0, nbytes=sum(sample_bytes(*one) for one in some))
+        await put_all(uplink, some[:4], acknowledged)
         await holds(lambda: uplink.batches == 0 and controller.hub.receive_now() is None, 0.2)
         committing = asyncio.create_task(controller.commit_all())
-        await uplink.flush(scaled(5))
-        assert controller.batches == [4] and len(acknowledged) == 4
-        await uplink.flush(scaled(5))  # nothing waits
+        await put_all(uplink, some[4:], acknowledged)
+        await all_acknowledged(uplink)
+        assert controller.batches == [5] and len(acknowledged) == 5
         for one in (task, committing):
             one.cancel()
 
@@ -168,7 +173,7 @@ def test_large_batches_are_packed_without_holding_up_the_loop_and_arrive_whole()
         some = items(60, tokens=3000)
         committing = asyncio.create_task(controller.commit_all())
         await put_all(uplink, some, acknowledged)
-        await uplink.flush(scaled(10))
+        await all_acknowledged(uplink)
         assert_same(controller.committed, some)
         assert controller.batches == [60]
         for one in (task, committing):
@@ -185,22 +190,20 @@ def test_a_sample_that_cannot_be_packed_is_refused_when_it_is_put_and_spoils_no_
         assert uplink.backlog_samples == 0
         await put_all(uplink, items(1), acknowledged)
         controller.commit(await controller.receive())
-        await uplink.flush(scaled(5))
+        await all_acknowledged(uplink)
         assert acknowledged == ["g.0"]
         task.cancel()
 
     run(body)
 
 
-def test_withheld_acknowledgements_congest_and_the_flush_says_for_what_it_waited() -> None:
+def test_withheld_acknowledgements_congest() -> None:
     async def body(controller: Controller, link: Link, acknowledged: list[str]) -> None:
         some = items(20)
         mark = sum(sample_bytes(*one) for one in some) // 2
         uplink, task = uplink_of(link, wait_s=0.01, nbytes=1000, mark=mark)
         await put_all(uplink, some[:8], acknowledged)
-        with pytest.raises(DeadlineExpired, match="for the hub to acknowledge 8 samples"):
-            await uplink.flush(0.2)
-        assert not uplink.congested
+        await holds(lambda: acknowledged == [] and not uplink.congested, 0.2)
         change = asyncio.create_task(uplink.changed())
         await put_all(uplink, some[8:], acknowledged)
         assert await change is True and uplink.congested
@@ -243,7 +246,7 @@ def test_a_controller_that_is_away_for_a_while_congests_the_uplink_and_loses_not
         await holds(lambda: len(acknowledged) == committed == 200 - uplink.backlog_samples, 0.3)
         await controller.start()
         committing = asyncio.create_task(controller.commit_all())
-        await uplink.flush(scaled(10))
+        await all_acknowledged(uplink)
         assert sorted(acknowledged) == sorted(one["sample_id"] for one, _ in some)
         assert_same(sorted(controller.committed, key=sample_id), sorted(some, key=sample_id))
         await until(lambda: changes == [True, False])

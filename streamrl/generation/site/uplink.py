@@ -93,8 +93,6 @@ class Uplink:
         self._returned = False
         self._change = asyncio.Event()
         self._news = asyncio.Event()
-        self._empty = asyncio.Event()
-        self._rushed = False
 
     @staticmethod
     def marks(bytes_per_s: float | None, rtt_s: float) -> int:
@@ -145,27 +143,11 @@ class Uplink:
             due = self.batcher.due(now)
             if due is None:
                 await self._news.wait()
-            elif due > now and not self._rushed:
+            elif due > now:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._news.wait(), due - now)
             else:
                 await self._send(self.batcher.take())
-
-    async def flush(self, limit_s: float) -> None:
-        """Send everything queued at once, and wait until it is acknowledged; `run` must be running.
-
-        Raises:
-            DeadlineExpired: it is not acknowledged within `limit_s` seconds.
-        """
-        self._rushed = True
-        self._news.set()
-        try:
-            async with self.link.waits.deadline(f"the hub to acknowledge {self.backlog_samples} samples", limit_s):
-                while self.backlog_samples:
-                    self._empty.clear()
-                    await self._empty.wait()
-        finally:
-            self._rushed = False
 
     def state(self) -> dict[str, Any]:
         """Return the fields for a heartbeat, as plain values."""
@@ -225,8 +207,6 @@ class Uplink:
         self.backlog_bytes += nbytes
         if self._mark.update(self.backlog_bytes):
             self._change.set()
-        if not self.backlog_samples:
-            self._empty.set()
 
 
 def make_uplink(context: RoleContext, controller: Link) -> Uplink:
