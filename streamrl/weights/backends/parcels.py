@@ -105,6 +105,8 @@ def _sent(wait: Callable[[], None], entries: list[TensorEntry], buffer: torch.Te
 def receive(group: Communicator) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of the version that rank 0 sends; whoever takes them all has them verified.
 
+    A tensor belongs to the caller, who may write into it.
+
     Raises:
         GroupBroken: rank 0 is gone.
         CorruptWeights: the tensors, which have been yielded by then, are not those that were sent.
@@ -116,10 +118,11 @@ def receive(group: Communicator) -> Iterator[tuple[str, torch.Tensor]]:
     described = msgspec.msgpack.decode(head.cpu().numpy().tobytes(), type=list[tuple[str, str, tuple[int, ...]]])
     with _hashing() as sums, closing(_received(group, described)) as coming:
         for entries, buffer in coming:
-            for entry in entries:
-                tensor = _view(entry, buffer)
-                sums(entry, tensor)
-                yield entry.name, tensor
+            views = [_view(entry, buffer) for entry in entries]
+            hashed = [sums(entry, view) for entry, view in zip(entries, views, strict=True)]
+            for entry, view, done in zip(entries, views, hashed, strict=True):
+                done.result()  # a loader may write into what it gets: vLLM's for gpt-oss does
+                yield entry.name, view
         found = sums.content_hash()
     sent = torch.empty(32, dtype=torch.uint8, device=group.device)
     group.begin(sent)()
@@ -152,9 +155,11 @@ class _Sums:
         self._pool = pool
         self._found: list[tuple[TensorEntry, Future[str]]] = []
 
-    def __call__(self, entry: TensorEntry, tensor: torch.Tensor) -> None:
-        """Hash a tensor, whose values must be in memory and not be changed from now on."""
-        self._found.append((entry, self._pool.submit(_checksum, tensor)))
+    def __call__(self, entry: TensorEntry, tensor: torch.Tensor) -> Future[str]:
+        """Hash a tensor, whose values must be in memory and not be changed until what is returned is done."""
+        found = self._pool.submit(_checksum, tensor)
+        self._found.append((entry, found))
+        return found
 
     def content_hash(self) -> str:
         """Return the content hash of all tensors."""
