@@ -7,6 +7,10 @@
 
 So an instance that starts, or starts again, waits until the trainer has left, and the trainer waits for one that starts
 or has not fallen asleep yet. Locks belong to open files: the system frees those of a process that dies.
+
+A process that needs several GPUs holds none while one of them is taken. The trainer's ranks hold one each and then wait
+for each other in collectives, so an instance that kept GPU 0 while it waits for a rank on GPU 1 would keep that rank
+waiting for rank 0, which waits for GPU 0.
 """
 
 from __future__ import annotations
@@ -48,7 +52,7 @@ class DeviceTurns:
             waits: waits of this process.
         """
         folder, host = run_dir / layout.DEVICES, socket.gethostname()
-        self._paths = [folder / f"{host}-{device}.lock" for device in sorted(devices)]  # always in one order
+        self._paths = [folder / f"{host}-{device}.lock" for device in sorted(devices)]
         self._waits = waits
         self._open: list[int] = []
 
@@ -61,27 +65,45 @@ class DeviceTurns:
         """Wait until no other process holds the GPUs, and hold them; a no-op if they are held.
 
         Raises:
-            DeadlineExpired: another process has not let go of one within `limit_s` seconds.
+            DeadlineExpired: there has been no moment within `limit_s` seconds at which no other process held one.
         """
         if self._open:
             return
+        files: list[int] = []
+        devices = ", ".join(path.stem for path in self._paths)
         try:
             for path in self._paths:
                 path.parent.mkdir(exist_ok=True)
-                self._open.append(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-                async with self._waits.deadline(f"its turn on GPU {path.stem}", limit_s):
-                    while not _locked(self._open[-1]):
-                        await asyncio.sleep(ASK_AGAIN_S)
+                files.append(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+            async with self._waits.deadline(f"its turn on GPU {devices}", limit_s):
+                while not _all_locked(files):
+                    await asyncio.sleep(ASK_AGAIN_S)
         except BaseException:
-            self.give_back()
+            _close(files)
             raise
+        self._open = files
 
     def give_back(self) -> None:
         """Let others use the GPUs."""
-        for file in self._open:
-            fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile has the file open, too
-            os.close(file)
-        self._open = []
+        files, self._open = self._open, []
+        _close(files)
+
+
+def _close(files: Sequence[int]) -> None:
+    """Unlock and close files; those that are not locked, too."""
+    for file in files:
+        fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile has the file open, too
+        os.close(file)
+
+
+def _all_locked(files: Sequence[int]) -> bool:
+    """Lock all of the files, or none if another process has one locked; return whether they are locked now."""
+    for number, file in enumerate(files):
+        if not _locked(file):
+            for other in files[:number]:
+                fcntl.flock(other, fcntl.LOCK_UN)
+            return False
+    return True
 
 
 def _locked(file: int) -> bool:

@@ -13,7 +13,7 @@ from streamrl.config.run import RunConfig
 from streamrl.runtime.device_turns import DeviceTurns
 from streamrl.runtime.process_context import Addresses, RoleContext
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
-from tests.waiting import holds
+from tests.waiting import holds, scaled
 
 
 def turns(folder: Path, owner: str, *devices: str) -> DeviceTurns:
@@ -36,6 +36,24 @@ def test_an_instance_on_two_gpus_waits_for_both_ranks(tmp_path: Path) -> None:
         with pytest.raises(DeadlineExpired, match=r"trainer-1 waited 0 s for its turn on GPU .*-1"):
             await ranks[1].take(0.01)
         assert not ranks[1].held
+
+    asyncio.run(body())
+
+
+def test_an_instance_that_waits_for_one_rank_holds_no_other_up(tmp_path: Path) -> None:
+    """Rank 1 has its GPU first, and keeps it until rank 0 has its own."""
+
+    async def body() -> None:
+        ranks = [turns(tmp_path, f"trainer-{n}", str(n)) for n in range(2)]
+        await ranks[1].take(5)
+        instance = turns(tmp_path, "instance", "0", "1")
+        waiting = asyncio.create_task(instance.take(scaled(60)))
+        await holds(lambda: not waiting.done() and not instance.held, 0.3)
+        await ranks[0].take(scaled(20))
+        for rank in ranks:
+            rank.give_back()
+        await waiting
+        assert instance.held
 
     asyncio.run(body())
 
