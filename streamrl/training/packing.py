@@ -180,7 +180,9 @@ def pack_share(parts: list[list[TrainGroup]], device: torch.device, copies: torc
     """
     if copies is None:
         return PackedShare(tuple(pack(part).to(device) for part in parts))
-    with torch.cuda.stream(copies):
+    # its device first: each thread has a current one of its own, and on leaving a stream of another device torch sets
+    # it again, which makes a context of several hundred MB on GPU 0 if the thread has chosen none
+    with torch.cuda.device(device), torch.cuda.stream(copies):
         batches = tuple(pack(part).to(device) for part in parts)
         copied = torch.cuda.Event()
         copied.record(copies)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -120,3 +123,24 @@ def test_a_batch_on_another_device_has_every_tensor_there_and_the_same_layout() 
     tensors = [one for one in vars(moved).values() if isinstance(one, torch.Tensor)]
     assert len(tensors) == 9 and all(one.device.type == "meta" for one in tensors)
     assert moved.layout == batch.layout and moved.reference_logprobs is None
+
+
+def test_a_thread_that_moves_a_share_has_its_device_when_it_leaves_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would go back to GPU 0 there otherwise, and give it a context."""
+    now: list[object] = []
+    left: list[list[object]] = []
+
+    @contextmanager
+    def current(what: object) -> Iterator[None]:
+        now.append(what)
+        yield
+        left.append(now[:])
+        now.pop()
+
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, current)
+    monkeypatch.setattr(torch.cuda, "Event", Mock)
+    device, copies = torch.device("meta"), Mock()
+    share = pack_share([TWO], device, copies)
+    assert left == [[device, copies], [device]]
+    assert [batch.input_ids.device for batch in share.batches] == [device]
