@@ -76,11 +76,13 @@ WEIGHT_PATHS = {
 }
 """All weight paths, by their names in `weights.backend`."""
 COLLECTIVE_S = {"cpu": 1800.0, "cuda": 600.0}
-"""Seconds after which torch ends a collective of the trainer's ranks, by hardware: its defaults for gloo and NCCL; the
-groups of a device mesh have no others."""
+"""Seconds after which torch ends a collective of some of the trainer's ranks, by hardware: its defaults for gloo and
+NCCL, which a device mesh leaves to the groups that it makes. For a dimension of all ranks it takes the default group,
+with the limit of `training/rank_store.py`."""
 LONGER = 2.0
-"""Times `deadlines.weights_s` that this limit has to be, at least, where the trainer pushes weights: while rank 0 waits
-for the end of one broadcast, the other ranks wait for it in a collective, and it must be the first to give up."""
+"""Times `deadlines.weights_s` that the limit of a collective has to be, at least, where the trainer pushes weights:
+while rank 0 waits for the end of one broadcast, the other ranks wait for it in a collective, and it must be the first
+to give up."""
 AUTO_PATH = "stream"
 """Taken for `auto`: it has been run."""
 

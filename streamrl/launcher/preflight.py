@@ -16,7 +16,6 @@ from streamrl.config.algorithm import PPOConfig
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.config.tasks import AgentTask, FileTask
-from streamrl.config.weight_sync import COLLECTIVE_S, LONGER
 from streamrl.errors import ErrorCode, UserError
 from streamrl.launcher.generation_check import check_eight_bits, check_generation, check_kv_cache
 from streamrl.launcher.gpu_checks import check_this_machine, sites_here, warnings_here
@@ -178,7 +177,7 @@ def check_sites(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
 
 
 def check_weight_path(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
-    """Check that the hardware is what the weight path sends from and to, where it reaches, and its ranks' limits."""
+    """Check that the hardware is what the weight path sends from and to, and where it reaches."""
     backend = run.weights.backend
     if backend == "nccl" and cluster.hardware != "cuda":
         yield "weights.backend: nccl sends between GPUs, and hardware is cpu; expected auto, stream, gloo or ipc"
@@ -188,14 +187,6 @@ def check_weight_path(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
                 f"weights.backend: {backend} needs trainer and instances on one machine, and Ray places those of site "
                 f"{name} on any of its nodes; expected auto, stream or gloo, or sites.{name}.launch.backend: local"
             )
-    trainer, limit_s = cluster.sites[cluster.trainer_site].trainer, run.deadlines.weights_s
-    longest_s = COLLECTIVE_S[cluster.hardware] / LONGER
-    if not run.weights.path.fetched and trainer is not None and trainer.ranks > 1 and limit_s > longest_s:
-        yield (
-            f"deadlines.weights_s is {limit_s:g}: with weights.backend: {backend} the other ranks of the "
-            f"trainer wait that long for rank 0 in a collective, which torch ends after "
-            f"{COLLECTIVE_S[cluster.hardware]:g} s; expected at most {longest_s:g}, or backend: stream"
-        )
 
 
 def check_ray(cluster: ClusterConfig, run: RunConfig, site: str | None = None) -> Iterable[str]:

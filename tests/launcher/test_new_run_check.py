@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.constants import default_pg_timeout
 
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
+from streamrl.config.weight_sync import COLLECTIVE_S
 from streamrl.errors import UserError
 from streamrl.launcher import preflight
 from streamrl.launcher.new_run_check import check_new_run
@@ -67,3 +69,37 @@ def test_a_run_that_has_begun_is_only_warned(tmp_path: Path) -> None:
         with pytest.raises(UserError) as error:  # the model is missing, too
             preflight.check(both, run, tmp_path, emulate=True, resumed=resumed)
         assert (said in str(error.value)) == refused
+
+
+@pytest.mark.parametrize(
+    ("hardware", "trainer", "limits", "longest_s"),
+    [
+        ("cpu", {"ranks": 2}, {"training_s": 200, "checkpoint_s": 100}, 100),
+        ("cuda", {"ranks": 2}, {"training_s": 200, "checkpoint_s": 1600}, 800),
+        ("cuda", {"ranks": 2, "tensor_parallel": 2}, {"training_s": 1600}, 800),
+        ("cuda", {"ranks": 2, "nodes": 2, "sharding": "hybrid"}, {"training_s": 1600}, 800),
+        ("cuda", {"ranks": 4, "tensor_parallel": 2}, {"training_s": 2000}, 300),
+        ("cuda", {"ranks": 4, "nodes": 2, "sharding": "hybrid"}, {"training_s": 2000}, 300),
+        ("cpu", {"ranks": 4, "nodes": 2, "sharding": "hybrid"}, {"training_s": 20}, 900),
+    ],
+)
+def test_a_push_ends_before_the_trainers_other_ranks_have_waited_too_long_for_it(
+    hardware: str, trainer: dict[str, Any], limits: dict[str, float], longest_s: float
+) -> None:
+    def found(weights_s: float, backend: str = "gloo", **changes: int) -> list[str]:
+        deadlines = {"checkpoint_s": 30, **limits, "weights_s": weights_s}
+        run = RunConfig.model_validate({"weights": {"backend": backend}, "deadlines": deadlines})
+        return list(check_new_run(on_ray(hardware, **(trainer | changes)), run))
+
+    assert found(longest_s) == found(longest_s + 1, "stream") == []
+    (problem,) = found(longest_s + 1)
+    assert problem.startswith(f"deadlines.weights_s is {longest_s + 1}: with weights.backend: gloo")
+    assert f"ends after {2 * longest_s} s (" in problem
+    assert f"expected at most {longest_s}, or backend: stream" in problem
+
+
+def test_the_limits_of_a_push_are_those_of_torch_and_its_defaults_are_taken() -> None:
+    assert default_pg_timeout.total_seconds() == COLLECTIVE_S["cpu"]
+    run = RunConfig.model_validate({"weights": {"backend": "nccl"}})
+    for trainer in ({"ranks": 1}, {"ranks": 2}, {"ranks": 4, "tensor_parallel": 2}):
+        assert list(check_new_run(on_ray("cuda", **trainer), run)) == []

@@ -10,14 +10,12 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
-from torch.distributed.constants import default_pg_timeout
 from transformers import LlamaConfig, Qwen3NextConfig
 
 from streamrl.config.algorithm import GRPOConfig, PPOConfig
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.config.speculation import SpeculationConfig
-from streamrl.config.weight_sync import COLLECTIVE_S
 from streamrl.errors import UserError
 from streamrl.generation.instance import eight_bits
 from streamrl.launcher import gpu_checks, preflight
@@ -154,23 +152,6 @@ def test_router_replay_is_refused_where_it_is_not_proven(tmp_path: Path) -> None
     assert "sequence_parallel is 2, expected 1: replay is not proven for rows that ranks share" in problem
     absent = RunConfig.model_validate({"model": {"path": "nobody/nothing"}}).model_copy(update=replays)
     assert list(check_router_replay(cluster(), absent)) == [], "reported by the model's own check"
-
-
-def test_a_push_ends_before_the_trainers_other_ranks_have_waited_too_long_for_it() -> None:
-    assert default_pg_timeout.total_seconds() == COLLECTIVE_S["cpu"]
-
-    def found(hardware: str, ranks: int, weights_s: float, backend: str = "gloo") -> list[str]:
-        values = cluster(hardware).model_dump()
-        values["sites"]["here"]["trainer"] = {"ranks": ranks}
-        run = {"weights": {"backend": backend}, "deadlines": {"weights_s": weights_s}}
-        return list(preflight.check_weight_path(ClusterConfig.model_validate(values), RunConfig.model_validate(run)))
-
-    assert found("cpu", 2, 900) == found("cpu", 1, 901) == found("cpu", 2, 901, "stream") == []
-    (problem,) = found("cpu", 2, 901)
-    assert problem.startswith("deadlines.weights_s is 901: with weights.backend: gloo")
-    assert "expected at most 900, or backend: stream" in problem
-    assert found("cuda", 2, RunConfig().deadlines.weights_s, "nccl") == []
-    assert "torch ends after 600 s; expected at most 300" in found("cuda", 2, 301, "nccl")[0]
 
 
 def test_speculation_is_refused_where_nothing_says_that_it_is_exact(tmp_path: Path) -> None:

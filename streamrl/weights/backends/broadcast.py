@@ -10,8 +10,7 @@ through the controller and the site's service (`generation/site/pushed_weights.p
 
 The other ranks wait in a collective for what rank 0 says next. However long that takes, it says every `SIGN_S` that it
 still waits, so their limit is of no consequence. Only while tensors are gathered does it say nothing: there one
-broadcast may take `deadlines.weights_s`, which preflight keeps below the limit of a collective (`LONGER` in
-`config/weight_sync.py`).
+broadcast may take `deadlines.weights_s`, which has to be below the limit of a collective (`launcher/new_run_check.py`).
 """
 
 from __future__ import annotations
