@@ -6,7 +6,7 @@ torch's elastic launcher is not used: its rendezvous is a TCP store that listens
 authentication, and holds pickles that the launcher loads. Here ranks get their numbers by the environment, and one
 node's ranks meet through a file in a private folder of that node (`training/rank_store.py`), so that nothing listens
 for the rendezvous. Collectives listen on the loopback interface, or over several nodes on the one that leads to the
-meeting.
+meeting (NCCL where it sends weights to other nodes: `nccl_environment` in `weights/backends/broadcast.py`).
 
 A rank that fails ends the others, and this process ends as it did (the same exit code or signal). SIGTERM is passed on.
 """

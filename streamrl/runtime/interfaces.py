@@ -24,7 +24,12 @@ IANA_DYNAMIC_PORTS = 49_152
 
 def collectives_on(interface: str) -> dict[str, str]:
     """Return the environment that makes gloo and NCCL listen on one interface and no other."""
-    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    return {"GLOO_SOCKET_IFNAME": interface} | nccl_on(interface)
+
+
+def nccl_on(interface: str) -> dict[str, str]:
+    """Return the environment that makes NCCL listen on one interface; by a bare name it takes all that begin so."""
+    return {"NCCL_SOCKET_IFNAME": f"={interface}"}
 
 
 def free_ports(count: int, host: str) -> list[int]:

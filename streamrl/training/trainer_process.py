@@ -72,6 +72,7 @@ from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Link
 from streamrl.transport.wire import Arrays
 from streamrl.weights.assembly import make_backend
+from streamrl.weights.backends.broadcast import nccl_environment
 
 log = logging.getLogger(__name__)
 
@@ -166,6 +167,7 @@ class TrainerWorker:
             device = torch.device("cpu")
         if (ranks := int(os.environ["WORLD_SIZE"])) > 1:
             self._say(f"joining {ranks} ranks")
+        os.environ.update(nccl_environment(self.context))
         longest_s = max(self.limits.training_s, self.limits.checkpoint_s)  # of the controller's commands
         join_ranks("nccl" if self.cuda else "gloo", self.limits.startup_s, longest_s)
         self._agree_on_type()

@@ -83,7 +83,9 @@ LOOK = f"""
 import os, pathlib, sys
 meeting, rank = os.environ["{RANK_MEETING}"], os.environ["RANK"]
 folder = pathlib.Path(meeting).parent
-pathlib.Path(sys.argv[1], "rank" + rank).write_text(oct(folder.stat().st_mode) + " " + os.environ["GLOO_SOCKET_IFNAME"])
+pathlib.Path(sys.argv[1], "rank" + rank).write_text(" ".join(
+    [oct(folder.stat().st_mode), os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]]
+))
 """
 
 
@@ -91,8 +93,9 @@ def test_the_folder_is_closed_to_other_users_and_collectives_stay_on_the_loopbac
     done = subprocess.run([*RANKS, "--ranks=2", "--", sys.executable, "-c", LOOK, str(tmp_path)], timeout=scaled(60))
     assert done.returncode == 0
     for rank in (0, 1):
-        mode, interface = (tmp_path / f"rank{rank}").read_text().split()
-        assert stat.S_IMODE(int(mode, 8)) == 0o700 and interface == "lo"
+        mode, of_gloo, of_nccl = (tmp_path / f"rank{rank}").read_text().split()
+        assert stat.S_IMODE(int(mode, 8)) == 0o700 and of_gloo == "lo"
+        assert of_nccl == "=lo", "by a bare name NCCL takes all interfaces that begin so"
 
 
 ONE_FAILS = """

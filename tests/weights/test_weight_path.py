@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
+from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import psutil
 import pytest
+import torch
+import torch.distributed as dist
 
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.config.weight_sync import WEIGHT_PATHS, WeightSyncConfig
 from streamrl.errors import RunFailed
 from streamrl.launcher.preflight import check_sites, check_weight_path
-from streamrl.weights.backends.broadcast import meeting_address
-from streamrl.weights.backends.communicator import Communicator, communicator_of
+from streamrl.runtime.interfaces import interface_towards
+from streamrl.runtime.process_context import Addresses, RoleContext
+from streamrl.weights.backends import nccl
+from streamrl.weights.backends.broadcast import meeting_address, nccl_environment
+from streamrl.weights.backends.communicator import Communicator, GroupBroken, communicator_of, within
+from tests.waiting import scaled
 
 SITES = {"sites": {"here": {"trainer": {}, "generation": [{}]}}}
 
@@ -101,3 +113,60 @@ def test_shared_memory_is_refused_before_the_run_starts_where_processes_may_be_o
     )
     (said, _) = problems("ipc", "local", remote=True)
     assert said == "weights.backend: ipc works inside one site; expected auto or stream"
+
+
+@pytest.mark.parametrize(
+    ("backend", "launch", "nodes", "leads"),
+    [("nccl", "ray", 1, True), ("nccl", "ray", 2, False), ("nccl", "local", 1, False), ("stream", "ray", 1, False)],
+)
+def test_nccl_listens_where_instances_on_other_nodes_reach_the_trainers_ranks(
+    tmp_path: Path, backend: str, launch: str, nodes: int, leads: bool
+) -> None:
+    """Ranks on several nodes do so anyhow."""
+    trainer = {"ranks": 2, "nodes": nodes}
+    sites = {"here": {"launch": {"backend": launch}, "trainer": trainer, "generation": [{}]}}
+    cluster = ClusterConfig.model_validate({"hardware": "cuda", "sites": sites})
+    run = RunConfig.model_validate({"weights": {"backend": backend}})
+    addresses = Addresses("tcp://127.0.0.1:5600", "", {})
+    context = RoleContext("trainer-0", "here", tmp_path, cluster, run, addresses, False)
+    expected = {"NCCL_SOCKET_IFNAME": f"={interface_towards('127.0.0.1')}"} if leads else {}
+    assert nccl_environment(context) == expected
+
+
+def test_a_member_that_nccl_does_not_reach_is_waited_for_no_longer_than_its_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    came, let_go, devices = Event(), Event(), list[int]()
+
+    def unreachable(*_: object) -> None:
+        came.set()
+        let_go.wait()
+
+    unique_id = SimpleNamespace(internal=bytes(128))
+    library = SimpleNamespace(ncclGetUniqueId=lambda: unique_id)
+    for module, names in {
+        "distributed.device_communicators.pynccl": {
+            "PyNcclCommunicator": SimpleNamespace(from_unique_id_bytes=unreachable)
+        },
+        "distributed.device_communicators.pynccl_wrapper": {"NCCLLibrary": lambda: library},
+        "utils.nccl": {"unpinned_nccl_env": nullcontext},
+    }.items():
+        monkeypatch.setitem(sys.modules, f"vllm.{module}", SimpleNamespace(**names))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", devices.append)
+    monkeypatch.setattr(nccl, "MEET_S", 0.05)
+    with pytest.raises(GroupBroken, match="waited 0 s for 2 others in NCCL"):
+        nccl.NcclCommunicator.connect(dist.HashStore(), "127.0.0.1", 0, 3, 1.0)
+    assert came.wait(scaled(20))
+    let_go.set()
+    assert devices == [1]
+
+
+def test_work_within_its_limit_gives_what_it_returns_or_raises() -> None:
+    assert within(scaled(60), lambda: 7, "a number") == 7
+    with pytest.raises(TimeoutError, match="its own"):
+        within(scaled(60), partial(_raise, TimeoutError("its own")), "an error")
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -31,7 +31,7 @@ from streamrl.errors import RunFailed
 from streamrl.machine.loopback import is_loopback
 from streamrl.protocol.controller_site import Meeting, WeightAnswer, WeightCall
 from streamrl.protocol.message import wire
-from streamrl.runtime.interfaces import address_towards
+from streamrl.runtime.interfaces import address_towards, interface_towards, nccl_on
 from streamrl.runtime.process_context import RoleContext
 from streamrl.transport.endpoint import Hub, Link
 from streamrl.transport.ip_addresses import host_of
@@ -78,6 +78,22 @@ def meeting_address(controller: str, one_machine: bool, backend: str) -> str:
             f"controller is at {controller}; start Ray with --node-ip-address, or set weights.backend: stream"
         )
     return own
+
+
+def nccl_environment(context: RoleContext) -> dict[str, str]:
+    """Return what changes in the environment of the trainer's ranks, before their first collective.
+
+    Ranks on one node have NCCL listen on the loopback interface. If it takes their weights to other nodes as well, it
+    listens on the interface by which this node reaches the controller, as the group's rendezvous does.
+
+    Raises:
+        UserError: this node does not reach the controller.
+    """
+    trainer = context.cluster.sites[context.cluster.trainer_site].trainer
+    assert trainer is not None
+    if context.run.weights.backend != "nccl" or context.one_machine or trainer.nodes > 1:
+        return {}
+    return nccl_on(interface_towards(host_of(context.addresses.controller.removeprefix("tcp://"))))
 
 
 class _Calls:

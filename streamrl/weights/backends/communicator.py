@@ -7,9 +7,11 @@ each other there that they have come, so that nobody enters a call that cannot b
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from importlib import import_module
 from typing import Self, TypeVar
@@ -177,6 +179,34 @@ def _connected(
         raise
     except RuntimeError as error:
         raise GroupBroken(error) from error
+
+
+def within(limit_s: float, work: Callable[[], T], what: str) -> T:
+    """Do work that nothing can end, in a thread of its own, and wait for it.
+
+    Args:
+        limit_s: seconds to wait; the thread is left alone then, and ends with its process at the latest.
+        work: what is done.
+        what: what it is, in words.
+
+    Raises:
+        GroupBroken: it has not ended in time.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=what, daemon=True).start()
+    try:
+        return done.result(limit_s)
+    except TimeoutError as error:
+        if done.done():  # just now, or it has raised this itself
+            return done.result()
+        raise GroupBroken(f"waited {limit_s:.0f} s for {what}") from error
 
 
 def _wait(store: dist.Store, keys: list[str], limit_s: float, stopped: Callable[[], str], whom: str) -> None:

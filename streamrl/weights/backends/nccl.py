@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 import torch.distributed as dist
 
-from streamrl.weights.backends.communicator import POLL_S, Communicator, GroupBroken
+from streamrl.weights.backends.communicator import MEET_S, POLL_S, Communicator, GroupBroken, within
 
 if TYPE_CHECKING:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
@@ -31,7 +31,11 @@ class NcclCommunicator(Communicator):
 
     @classmethod
     def connect(cls, store: dist.Store, host: str, rank: int, world: int, limit_s: float) -> Self:
-        """Connect to all others; the id that NCCL needs comes as bytes through the store, and no pickle does."""
+        """Connect to all others; the id that NCCL needs comes as bytes through the store, and no pickle does.
+
+        Raises:
+            GroupBroken: they have not connected within `MEET_S`.
+        """
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
         from vllm.utils.nccl import unpinned_nccl_env
@@ -39,9 +43,14 @@ class NcclCommunicator(Communicator):
         if rank == 0:
             store.set(UNIQUE_ID, bytes(NCCLLibrary().ncclGetUniqueId().internal).hex())
         unique_id = bytes.fromhex(store.get(UNIQUE_ID).decode())
-        with unpinned_nccl_env():
-            device = torch.accelerator.current_device_index()
-            return cls(PyNcclCommunicator.from_unique_id_bytes(unique_id, rank, world, device), limit_s)
+        device = torch.accelerator.current_device_index()
+
+        def connected() -> PyNcclCommunicator:
+            torch.accelerator.set_device_index(device)  # each thread has one of its own
+            return PyNcclCommunicator.from_unique_id_bytes(unique_id, rank, world, device)
+
+        with unpinned_nccl_env():  # NCCL has no limit for those that it does not reach
+            return cls(within(MEET_S, connected, f"{world - 1} others in NCCL"), limit_s)
 
     def _begin(self, tensor: torch.Tensor) -> Callable[[], None]:
         self._nccl.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
