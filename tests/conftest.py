@@ -59,6 +59,7 @@ SLOW = (
     "weights/test_sharded_ranks.py",
     "weights/test_broadcast.py",
     "weights/test_ipc.py",
+    "weights/test_written_directly.py",
     "install/test_install_downloads.py",
     "test_stress.py",
     "ranker/test_ranking_quality.py",

@@ -6,6 +6,8 @@ Where the tensors come from is the subclass's business: the site's store (`vllm_
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -36,6 +38,8 @@ weights unpacked where it reads packed ones."""
 WRITTEN_DIRECTLY = {"OAIAttention", "GptOssRoutedExperts"}
 """Modules of vLLM into which a model's `load_weights` (gpt-oss) copies tensors itself, past the loaders that a reload
 replaces; without help the reload would drop them and keep the old ones."""
+LAYER = re.compile(r".*?\.layers\.\d+\.")
+"""How the names of a layer's tensors and modules begin."""
 
 Init = TypeVar("Init", bound=WeightTransferInitInfo)
 Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
@@ -51,6 +55,8 @@ class ReloadingEngine(WeightTransferEngine[Init, Update]):
     _new_scales: list[Any]
     _codes: CodeCount | None = None
     """Count of the codes of an update; None: the engine computes in the model's type."""
+    _written: dict[str, list[tuple[str, torch.nn.Module]]]
+    """The modules of `WRITTEN_DIRECTLY` that have not got their weights, with their names, by layer."""
     _open = False
     """Whether an update has begun and not ended; the next one then begins anew."""
 
@@ -67,8 +73,10 @@ class ReloadingEngine(WeightTransferEngine[Init, Update]):
             experts: Any = getattr(module, "quant_method", None)
             if isinstance(experts, UnquantizedFusedMoEMethod) and experts.unquantized_backend in PACKED_ONCE:
                 experts.moe_kernel = None
+        self._written = {}
+        for name, module in self.model.named_modules():
             if type(module).__name__ in WRITTEN_DIRECTLY:
-                materialize_layer(module, get_layerwise_info(module))
+                self._written.setdefault(_layer_of(name), []).append((name, module))
         kind = LOAD_FORMATS.get(self.vllm_config.load_config.load_format)
         self._codes = None if kind is None else CodeCount(kind)
         self._new_scales = []
@@ -112,19 +120,36 @@ class ReloadingEngine(WeightTransferEngine[Init, Update]):
             CorruptWeights: there is a `problem`, or there are fewer than the model has.
         """
         model: Any = self.model
-        loaded: set[str] | None = model.load_weights(tensors)
+        loaded: set[str] | None = self._load_by_layer(tensors) if self._written else model.load_weights(tensors)
         if found := problem():
             raise CorruptWeights(f"{what}: {found}")
         if loaded is not None and (missing := sorted(self._wanted - loaded)):
             # vLLM would replace them by whatever is in the memory of the layers that it makes anew
             raise CorruptWeights(f"{what} has no weights for {len(missing)} of vLLM's parameters: {missing[0]}")
 
+    def _load_by_layer(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load tensors, of which some are written directly into their modules; return vLLM's names of what was loaded.
+
+        Each such module gets memory as its layer's first tensor comes, and is packed once it has all: versions come
+        layer by layer, and a GPU has no room for all new experts beside the old ones.
+        """
+        model: Any = self.model
+        loaded: set[str] = set()
+        for layer, of_layer in itertools.groupby(tensors, lambda one: _layer_of(one[0])):
+            waiting = self._written.get(layer, [])
+            for _, module in waiting:
+                materialize_layer(module, get_layerwise_info(module))
+            loaded |= model.load_weights(of_layer)
+            for name, module in waiting[:]:
+                own = {f"{name}.{one}" for one, _ in module.named_parameters(recurse=False)}
+                if own & self._wanted <= loaded:
+                    _layerwise_process(module, get_layerwise_info(module))
+                    waiting.remove((name, module))
+        left = itertools.chain.from_iterable(self._written.values())
+        return loaded - {f"{name}.{own}" for name, module in left for own in _without_memory(module)}
+
     def finish_weight_update(self) -> None:
         """Pack the loaded layers for the kernels again."""
-        for module in self.model.modules():
-            info = get_layerwise_info(module)
-            if type(module).__name__ in WRITTEN_DIRECTLY and info.can_load():
-                _layerwise_process(module, info)
         finalize_layerwise_reload(self.model, self.model_config)
         self._scales = self._new_scales  # only now no kernel reads the old ones
         # A tied output head receives no weights of its own, so the reload leaves it as it was; its CPU kernel holds a
@@ -137,3 +162,14 @@ class ReloadingEngine(WeightTransferEngine[Init, Update]):
 
     def shutdown(self) -> None:
         """Do nothing: no resource is held open."""
+
+
+def _without_memory(module: torch.nn.Module) -> list[str]:
+    """Return the parameters that drop what is written into them."""
+    return [name for name, parameter in module.named_parameters(recurse=False) if parameter.is_meta]
+
+
+def _layer_of(name: str) -> str:
+    """Return how the names of a layer begin to which a tensor or module belongs; '': it belongs to none."""
+    found = LAYER.match(name)
+    return found.group() if found else ""
