@@ -1,4 +1,5 @@
-"""What computes in vLLM on a CPU: products for a few rows, which new weights reach; norms; latent attention.
+"""What computes in vLLM on a CPU: products for a few rows, which new weights reach; norms; latent attention; and how
+many tokens a step has.
 
 What imports vLLM is imported in the tests: all of pytest's workers collect this file, and one of them runs it.
 """
@@ -120,6 +121,26 @@ def test_an_engine_of_another_type_may_have_come_before_in_a_process(tmp_path: P
         found.append((config.model_config.quantization, norms))
     assert found[0] == found[2] == (None, [NORMS, "native"])
     assert found[1] == (FEW_ROWS, [NORMS, "native"])
+
+
+def test_a_step_takes_vllms_default_of_tokens_and_no_fewer_than_sequences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    defaults = {UsageContext.OPENAI_API_SERVER: 8192}, {}  # those of an H100
+    monkeypatch.setattr(AsyncEngineArgs, "get_batch_defaults", lambda *_: defaults)
+    values = {"path": str(save_tiny_model(tmp_path / "model", seed=0)), "max_context": 512, "dtype": "float32"}
+    run = RunConfig.model_validate({"model": values, "sampling": {"max_tokens": 24}})
+
+    def tokens(cuda: bool, batch: int) -> int:
+        pool = GenerationPool(max_batch=batch, kv_cache_gb=0.05)
+        made = engine_config.engine_config(pool, run, cuda, settings=None if cuda else EngineSettings())
+        return made.scheduler_config.max_num_batched_tokens
+
+    assert [tokens(True, batch) for batch in (64, 4096, 9000)] == [8192, 8192, 9000]
+    assert [tokens(False, batch) for batch in (64, 9000)] == [4096, 9000]
 
 
 def test_every_head_of_latent_attention_is_rotated(tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ def engine_config(
             os.environ[QUANTIZATION] = FEW_ROWS
     from vllm import AsyncEngineArgs
     from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.usage.usage_lib import UsageContext
 
     register()  # vLLM registers once per process, in which an earlier engine may have had another type
 
@@ -113,11 +114,15 @@ def engine_config(
             "kv_cache_memory_bytes": int(pool.kv_cache_gb * 2**30 / pool.gpus_per_replica),  # of each worker
             # vLLM rewinds a seeded generator after a partial prefill, which torch's CPU generators cannot do
             "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(4096, run.model.max_context),
+            "max_num_batched_tokens": max(4096, run.model.max_context, pool.max_batch),
             "compilation_config": {"custom_ops": wrong_kernels(Path(model))},
             "ir_op_priority": {"rms_norm": [NORMS], "fused_add_rms_norm": [NORMS]} if not settings.compiled else {},
         }
     )
+    # without a context vLLM takes 2048 tokens a step for every GPU; it refuses fewer than sequences
+    context = UsageContext.OPENAI_API_SERVER
+    if cuda and pool.max_batch > AsyncEngineArgs.get_batch_defaults(pool.gpus_per_replica)[0].get(context, 0):
+        hardware["max_num_batched_tokens"] = pool.max_batch
     if os.environ[QUANTIZATION] == FEW_ROWS:
         hardware["quantization"] = FEW_ROWS
     if run.algorithm.router_replay:
@@ -142,7 +147,7 @@ def engine_config(
         hf_overrides=overrides(Path(model)) | eight_bits.pop("hf_overrides", {}),
         seed=run.seed,
         **(hardware | several | eight_bits),
-    ).create_engine_config(headless=place.node > 0)
+    ).create_engine_config(context, headless=place.node > 0)
 
 
 def eight_bit_arguments(run: RunConfig, pool: GenerationPool) -> dict[str, Any]:
