@@ -56,7 +56,7 @@ class MemoryShape:
     trainer_gpu_bytes: float
     """Memory of a GPU of the trainer; inf: it is elsewhere, and not asked about."""
     engine_gpu_bytes: float
-    """Memory of a GPU of an instance."""
+    """Memory of a GPU of an instance; inf, without turns: it is elsewhere, and not asked about."""
     sequence_parallel: int = 1
     """GPUs of the trainer that share each row of tokens."""
     nodes: int = 1
@@ -131,7 +131,7 @@ def phases(shape: MemoryShape) -> tuple[MemoryPhase, ...]:
     )
     generates = MemoryPhase("while generating", engine, shape.fraction * shape.engine_gpu_bytes, "more KV cache")
     if not shape.shared:
-        return (trains, generates) if math.isfinite(trains.limit) else (generates,)
+        return tuple(phase for phase in (trains, generates) if math.isfinite(phase.limit))
     together = MemoryPhase(
         "as vLLM starts",
         (("engine's share", shape.fraction * shape.engine_gpu_bytes), ("offloaded trainer", CONTEXT_BYTES)),

@@ -165,7 +165,7 @@ def gpu_warnings(uses: Sequence[GpuUse], missing_peers: set[tuple[int, int]]) ->
 
 
 def memory_shapes(cluster: ClusterConfig, run: RunConfig, uses: Sequence[GpuUse]) -> list[tuple[str, MemoryShape]]:
-    """Return (what, shape) of each kind of GPU use: one per generation pool, beside the trainer.
+    """Return (what, shape) of each kind of GPU use: one per generation pool, beside the trainer, or the trainer alone.
 
     A model that the cost model does not know, or is not here, has none.
     """
@@ -177,11 +177,12 @@ def memory_shapes(cluster: ClusterConfig, run: RunConfig, uses: Sequence[GpuUse]
     trainer = cluster.sites[cluster.trainer_site].trainer
     own = next((use for use in uses if use.pool is None), None)
     assert trainer is not None
+    pools = list(dict.fromkeys(use.pool for use in uses if use.pool is not None))
     found = []
-    for pool in dict.fromkeys(use.pool for use in uses if use.pool is not None):
-        entry, shared = _pool(cluster, *pool), takes_turns(cluster.hardware == "cuda", run)
-        of_engine = min(gpu.total_bytes for use in uses if use.pool == pool for gpu in use.gpus)
-        of_trainer = min(gpu.total_bytes for gpu in own.gpus) if own else math.inf
+    for pool in [None] if _trains_alone(uses) else pools:
+        entry = _pool(cluster, *pool) if pool else GenerationPool()  # one that asks nothing of these GPUs
+        of_engine = [gpu.total_bytes for use in uses if use.pool == pool for gpu in use.gpus] if pool else []
+        of_trainer = [gpu.total_bytes for gpu in own.gpus] if own else []
         shape = MemoryShape(
             model=model,
             work=work_of(run),
@@ -191,14 +192,14 @@ def memory_shapes(cluster: ClusterConfig, run: RunConfig, uses: Sequence[GpuUse]
             tensor_parallel=trainer.tensor_parallel,
             gpus_per_replica=entry.gpus_per_replica,
             fraction=entry.gpu_memory_fraction,
-            shared=shared,
-            trainer_gpu_bytes=of_trainer,
-            engine_gpu_bytes=of_engine,
+            shared=takes_turns(cluster.hardware == "cuda", run),
+            trainer_gpu_bytes=min(of_trainer, default=math.inf),
+            engine_gpu_bytes=min(of_engine, default=math.inf),
             sequence_parallel=trainer.sequence_parallel,
             nodes=1 if trainer.sharding == "hybrid" else trainer.nodes,
             reduction=trainer.reduce_gradients,
         )
-        found.append((f"memory of a GPU ({entry.name})", shape))
+        found.append((f"memory of a GPU ({entry.name if pool else 'trainer'})", shape))
     return found
 
 
@@ -257,7 +258,8 @@ def check_this_machine(
         yield from check_driver(next((gpu.driver for use in uses for gpu in use.gpus), ""), torch.version.cuda)
     yield from check_kinds(uses)
     yield from check_free(cluster, uses)
-    yield from check_memory(cluster, run, uses)
+    if not (resumed and _trains_alone(uses)):  # earlier versions began such runs
+        yield from check_memory(cluster, run, uses)
 
 
 def warnings_here(cluster: ClusterConfig, run: RunConfig, site: str | None = None) -> list[str]:
@@ -266,13 +268,21 @@ def warnings_here(cluster: ClusterConfig, run: RunConfig, site: str | None = Non
         return []
     few = list(check_gpus(cluster, run, gpu_names(), site, os.environ.get(VISIBLE)))  # one that is continued
     uses = read_uses(cluster, run, site)
-    return [*few, *gpu_warnings(uses, pairs_without_peer_access())] if uses else few
+    if not uses:
+        return few
+    large = check_memory(cluster, run, uses) if _trains_alone(uses) else ()  # of a run that is continued
+    return [*few, *large, *gpu_warnings(uses, pairs_without_peer_access())]
 
 
 def memory_plan(cluster: ClusterConfig, run: RunConfig, site: str | None = None) -> list[tuple[str, MemoryPhase]]:
     """Return (what, phase) for each phase of this machine's GPUs, as `launch --dry-run` prints them."""
     shapes = memory_shapes(cluster, run, read_uses(cluster, run, site))
     return [(title, phase) for title, shape in shapes for phase in phases(shape)]
+
+
+def _trains_alone(uses: Iterable[GpuUse]) -> bool:
+    """Return whether only the trainer is here, as at a site without a pool."""
+    return {use.pool for use in uses} == {None}
 
 
 def _pool(cluster: ClusterConfig, site: str, name: str) -> GenerationPool:

@@ -185,6 +185,27 @@ def test_a_smaller_gpu_of_the_instances_is_not_taken_for_the_trainers(tmp_path: 
     assert "while training" in problem
 
 
+def test_the_trainer_of_a_site_without_a_pool_is_checked_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, run = configuration(tmp_path, optimizer={"gradient_checkpointing": False})
+    sites = {"home": {"port": 5600, "trainer": {}}, "far": {"generation": [{}]}}
+    links = [{"between": ["home", "far"], "bandwidth_gbit_s": 1, "rtt_ms": 10}]
+    cluster = ClusterConfig.model_validate({"hardware": "cuda", "sites": sites, "links": links})
+    small = [replace(H100, total_bytes=24 * GIB)]
+    uses = gpu_checks.uses_here(cluster, run, small, "home")
+    (problem,) = gpu_checks.check_memory(cluster, run, uses)
+    assert problem.startswith("memory of a GPU (trainer), while training: states and weights ")
+    assert "the smallest change that fits: trainer.ranks: 2" in problem
+    assert list(gpu_checks.check_memory(cluster, run, gpu_checks.uses_here(cluster, run, [H100], "home"))) == []
+    monkeypatch.setattr(gpu_checks, "gpu_names", lambda: names(1))
+    monkeypatch.setattr(gpu_checks, "read_uses", lambda *_: uses)
+    monkeypatch.setattr(gpu_checks, "check_driver", lambda *_: [])
+    monkeypatch.setattr(gpu_checks, "pairs_without_peer_access", set)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert list(gpu_checks.check_this_machine(cluster, run, "home")) == [problem]
+    assert list(gpu_checks.check_this_machine(cluster, run, "home", resumed=True)) == []  # earlier versions began it
+    assert gpu_checks.warnings_here(cluster, run, "home") == [problem]
+
+
 def test_whole_gradients_count_where_the_cluster_file_asks_for_them(tmp_path: Path) -> None:
     cluster, run = configuration(tmp_path)
     site = {"trainer": {"ranks": 2, "reduce_gradients": "step"}, "generation": [{"replicas": 1}]}
