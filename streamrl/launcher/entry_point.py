@@ -87,9 +87,9 @@ def _role(args: argparse.Namespace) -> Coroutine[Any, Any, None]:
     def context(name: str) -> RoleContext:
         return RoleContext.load(name, args.site, args.run_dir, args.resume)
 
-    def computing(name: str) -> RoleContext:
+    def computing(name: str, device: int = 0) -> RoleContext:
         _say(args, "choosing the type to compute in")
-        return context(name).computing()
+        return context(name).computing(device)
 
     match args.role:
         case "controller":
@@ -99,7 +99,7 @@ def _role(args: argparse.Namespace) -> Coroutine[Any, Any, None]:
         case "trainer":
             from streamrl.training.trainer_process import TrainerWorker
 
-            return TrainerWorker(computing(_name(args))).run()
+            return TrainerWorker(computing(_name(args), int(os.environ["LOCAL_RANK"]))).run()
         case "service":
             from streamrl.generation.site.service import GenerationService
 

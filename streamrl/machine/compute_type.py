@@ -76,13 +76,12 @@ def choose_for_cuda(asked: Literal["auto"] | ComputeType, capability: tuple[int,
         asked: `model.dtype`.
         capability: its compute capability; None: unknown, assumed to be recent.
     """
-    known = "GPU of unknown compute capability" if capability is None else f"compute capability {_dotted(capability)}"
+    known = "GPU of unknown compute capability" if capability is None else f"compute capability {dotted(capability)}"
     old = capability is not None and capability < AMPERE
     if asked == "auto":
         return TypeChoice("float32" if old else "bfloat16", known)
     warning = (
-        f"model.dtype: bfloat16: a GPU of compute capability {_dotted(capability)} has no bf16 units (from 8.0 on); "
-        "set model.dtype: auto"
+        f"model.dtype: bfloat16: {no_bf16(capability)}"
         if asked == "bfloat16" and old and capability is not None
         else ""
     )
@@ -90,7 +89,7 @@ def choose_for_cuda(asked: Literal["auto"] | ComputeType, capability: tuple[int,
 
 
 def choose(model: ModelConfig, cuda: bool) -> TypeChoice:
-    """Choose the type for this machine before anything starts: for its CPU, or the oldest of its GPUs.
+    """Choose the type for this machine before anything starts: for its CPU, or the oldest GPU that this user may use.
 
     Raises:
         UserError: the model is missing.
@@ -114,8 +113,13 @@ def decided(run: RunConfig, cuda: bool) -> RunConfig:
     return with_type(run, choose_in_process(run.model, cuda))
 
 
-def choose_in_process(model: ModelConfig, cuda: bool) -> TypeChoice:
+def choose_in_process(model: ModelConfig, cuda: bool, device: int = 0) -> TypeChoice:
     """Choose the type for the device of this process.
+
+    Args:
+        model: keys of the model.
+        cuda: whether GPUs compute.
+        device: position of the GPU among those that this process sees.
 
     Raises:
         UserError: the model is missing.
@@ -123,7 +127,7 @@ def choose_in_process(model: ModelConfig, cuda: bool) -> TypeChoice:
     if cuda:
         import torch
 
-        return choose_for_cuda(model.dtype, torch.cuda.get_device_capability())
+        return choose_for_cuda(model.dtype, torch.cuda.get_device_capability(device))
     if model.dtype != "auto":
         return TypeChoice(model.dtype, "model.dtype")
     return choose(model, cuda=False)
@@ -152,5 +156,14 @@ def wire_type(asked: Literal["auto"] | ComputeType, computed: ComputeType | None
     return computed
 
 
-def _dotted(capability: tuple[int, int]) -> str:
+def no_bf16(capability: tuple[int, int]) -> str:
+    """Say that a GPU older than `AMPERE` cannot compute in bf16."""
+    return (
+        f"a GPU of compute capability {dotted(capability)} has no bf16 units (from 8.0 on), and vLLM refuses it; set "
+        "model.dtype: auto"
+    )
+
+
+def dotted(capability: tuple[int, int]) -> str:
+    """Return a compute capability as NVIDIA writes it, such as 8.0."""
     return ".".join(map(str, capability))

@@ -6,8 +6,9 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from streamrl.errors import UserError
 
@@ -20,6 +21,13 @@ ORDER = "CUDA_DEVICE_ORDER"
 BY_BUS = "PCI_BUS_ID"
 """The order of nvidia-smi, by which preflight reads what a device is."""
 CSV = "--format=csv,noheader,nounits"
+DRIVER_CUDA = """
+import ctypes
+cuda, version = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+if cuda.cuInit(0) == 0 and cuda.cuDriverGetVersion(ctypes.byref(version)) == 0:
+    print(version.value)
+"""
+"""Program that prints the newest CUDA of the driver's library; nothing where that does not work with the GPUs."""
 NAME = re.compile(r"UUID: ((?:GPU|MIG)-[^)\s]+)")
 
 
@@ -37,6 +45,8 @@ class Gpu:
     """Version of the driver, such as 570.124.06."""
     users: tuple[str, ...] = ()
     """Processes that compute on it, with their memory."""
+    capability: tuple[int, int] | None = None
+    """Compute capability, such as (9, 0); None: unknown."""
 
 
 def gpus_here() -> list[Gpu]:
@@ -45,10 +55,12 @@ def gpus_here() -> list[Gpu]:
     Raises:
         UserError: nvidia-smi does not answer.
     """
-    return parse_gpus(
+    found = parse_gpus(
         _nvidia_smi("--query-gpu=uuid,name,memory.total,memory.used,driver_version", CSV),
         _nvidia_smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory", CSV),
     )
+    capabilities = _capabilities()
+    return [replace(gpu, capability=capabilities.get(gpu.uuid)) for gpu in found]
 
 
 def parse_gpus(lines: Iterable[str], processes: Iterable[str]) -> list[Gpu]:
@@ -106,8 +118,17 @@ def gpu_names() -> list[str]:
     Raises:
         UserError: nvidia-smi does not answer.
     """
-    found = [name for line in _nvidia_smi("--list-gpus") for name in NAME.findall(line)]
-    return sorted(found, key=lambda name: name.startswith("MIG-"))
+    return sorted(_gpus_by_name(), key=lambda name: name.startswith("MIG-"))
+
+
+def _gpus_by_name() -> dict[str, str]:
+    """Return the GPU of each name that nvidia-smi lists: a GPU's own, or that of a MIG part, which follows its GPU."""
+    found: dict[str, str] = {}
+    gpu = ""
+    for name in (name for line in _nvidia_smi("--list-gpus") for name in NAME.findall(line)):
+        gpu = gpu if name.startswith("MIG-") else name
+        found[name] = gpu
+    return found
 
 
 def usable_devices(setting: str | None, names: Sequence[str]) -> list[str]:
@@ -131,10 +152,7 @@ def usable_devices(setting: str | None, names: Sequence[str]) -> list[str]:
         return []
     known: dict[str, str] = {}
     for device in devices:
-        if device.isdecimal():
-            found = gpus[int(device) : int(device) + 1]
-        else:  # CUDA takes the beginning of a name
-            found = [name for name in names if device and name.startswith(device)]
+        found = _named(device, names)
         if len(found) != 1:
             has = f"GPUs 0 to {len(gpus) - 1} ({', '.join(names)})" if gpus else "no GPU"
             raise UserError(f"{VISIBLE}={setting}: expected numbers or names of devices, got {device!r}; it has {has}")
@@ -142,6 +160,13 @@ def usable_devices(setting: str | None, names: Sequence[str]) -> list[str]:
             raise UserError(f"{VISIBLE}={setting}: {other} and {device} are one device")
         known[found[0]] = device
     return devices
+
+
+def _named(device: str, names: Sequence[str]) -> list[str]:
+    """Return the names (as `gpu_names`) that an entry of CUDA_VISIBLE_DEVICES may mean; one, if it is right."""
+    if device.isdecimal():
+        return [name for name in names if not name.startswith("MIG-")][int(device) : int(device) + 1]
+    return [name for name in names if device and name.startswith(device)]  # CUDA takes the beginning of a name
 
 
 def devices_of_user(positions: Iterable[int], setting: str | None) -> str:
@@ -178,17 +203,42 @@ def _entries(setting: str) -> list[str]:
 
 
 def oldest_compute_capability() -> tuple[int, int] | None:
-    """Return the lowest compute capability of the GPUs; None: unknown.
+    """Return the lowest compute capability of the GPUs that this process may use; None: unknown.
 
     Raises:
         UserError: nvidia-smi does not answer.
     """
-    found = []
-    for line in _nvidia_smi("--query-gpu=compute_cap", CSV):
-        major, _, minor = line.strip().partition(".")
+    capabilities, setting = _capabilities(), os.environ.get(VISIBLE)
+    if setting is not None:
+        gpus = _gpus_by_name()
+        names = sorted(gpus, key=lambda name: name.startswith("MIG-"))
+        own = {gpus[name] for device in _entries(setting) for name in _named(device, names)}
+        capabilities = {gpu: capability for gpu, capability in capabilities.items() if gpu in own}
+    return min(capabilities.values(), default=None)
+
+
+def _capabilities() -> dict[str, tuple[int, int]]:
+    """Return the compute capability of each GPU by its name (UUID); {}: the driver is too old to tell."""
+    found = {}
+    for line in _nvidia_smi("--query-gpu=compute_cap,uuid", CSV):
+        capability, _, gpu = (part.strip() for part in line.partition(","))
+        major, _, minor = capability.partition(".")
         if major.isdigit() and minor.isdigit():
-            found.append((int(major), int(minor)))
-    return min(found, default=None)
+            found[gpu] = (int(major), int(minor))
+    return found
+
+
+def cuda_of_driver() -> int | None:
+    """Return the newest CUDA that the driver's library runs here, 1000 x major + 10 x minor; None: unknown.
+
+    The library may be newer than the driver that nvidia-smi names (CUDA's forward compatibility, as in containers). It
+    is loaded in a process of its own: this one keeps no device.
+    """
+    try:
+        done = subprocess.run([sys.executable, "-c", DRIVER_CUDA], capture_output=True, text=True, timeout=ANSWER_S)
+    except subprocess.TimeoutExpired:
+        return None
+    return int(done.stdout) if done.stdout.strip().isdigit() else None
 
 
 def _nvidia_smi(*options: str) -> list[str]:

@@ -85,9 +85,13 @@ class RoleContext:
         addresses = Addresses.load(run_dir)
         return RoleContext(name, site or cluster.trainer_site, run_dir, cluster, run, addresses, resume)
 
-    def computing(self) -> RoleContext:
-        """Resolve `model.dtype` for the device of this process; imports torch."""
-        choice = choose_in_process(self.run.model, self.cluster.hardware == "cuda")
+    def computing(self, device: int = 0) -> RoleContext:
+        """Resolve `model.dtype` for the device of this process; imports torch.
+
+        Args:
+            device: position of its GPU among those that it sees.
+        """
+        choice = choose_in_process(self.run.model, self.cluster.hardware == "cuda", device)
         log.info("computes in %s", choice)
         return self.computing_in(choice)
 

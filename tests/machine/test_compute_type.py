@@ -6,12 +6,17 @@ import itertools
 import json
 import re
 import sys
+from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from streamrl.config.model_and_batch import ModelConfig
 from streamrl.config.run import RunConfig
+from streamrl.launcher.entry_point import _role
 from streamrl.machine.compute_type import choose_for_cpu, choose_for_cuda, choose_in_process, wire_type
 from streamrl.machine.cpu import Cpu, parse_cpuinfo
 from streamrl.machine.probe import LARGEST, ROWS, Probe, ProbeFailed, measure, probe, product_shapes, rates
@@ -213,6 +218,23 @@ def test_a_process_that_computes_knows_its_type_and_agrees_with_others_on_the_fi
     assert plain.compute_type_status == {}
     by_hand = ModelConfig(path="anywhere", dtype="bfloat16")
     assert choose_in_process(by_hand, cuda=False).dtype == "bfloat16"
+
+
+def test_each_rank_of_a_trainer_asks_about_its_own_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=0: {0: (8, 9), 1: (7, 5)}[device])
+    monkeypatch.setattr(
+        "streamrl.training.trainer_process.TrainerWorker", lambda context: SimpleNamespace(run=lambda: context)
+    )
+    on_gpus = cluster("cpu").model_copy(update={"hardware": "cuda"})
+    monkeypatch.setattr(RoleContext, "load", lambda *_: replace(context(RunConfig()), cluster=on_gpus))
+    args = Namespace(role="trainer", site="", run_dir=tmp_path, resume=False, name=None, node=1)
+
+    def rank(number: int) -> str:
+        monkeypatch.setenv("LOCAL_RANK", str(number))
+        begun: Any = _role(args)
+        return str(begun.run.model.dtype)
+
+    assert [rank(0), rank(1)] == ["bfloat16", "float32"]
 
 
 def test_the_status_names_types_once_or_by_role_where_they_differ() -> None:

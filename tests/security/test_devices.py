@@ -66,6 +66,51 @@ def test_gpus_and_their_parts_are_read_from_nvidia_smi(monkeypatch: pytest.Monke
     assert gpu_names() == ["GPU-aa11", "GPU-ab22", "MIG-77aa"]
 
 
+@pytest.mark.parametrize(
+    ("setting", "oldest"),
+    [
+        (None, (7, 5)),
+        ("0", (8, 9)),
+        ("1,0", (7, 5)),
+        ("GPU-aa", (8, 9)),
+        ("MIG-77aa", (8, 0)),
+        ("2", (8, 0)),
+        ("", None),
+        ("7", None),
+    ],
+)
+def test_the_oldest_gpu_is_one_that_may_be_used(
+    setting: str | None, oldest: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = [
+        "GPU 0: NVIDIA L4 (UUID: GPU-aa11)",
+        "GPU 1: Tesla T4 (UUID: GPU-bb22)",
+        "GPU 2: NVIDIA A100 (UUID: GPU-cc33)",
+        "  MIG 1g.10gb     Device  0: (UUID: MIG-77aa)",
+    ]
+    asked = {"--list-gpus": listed, "--query-gpu=compute_cap,uuid": ["8.9, GPU-aa11", "7.5, GPU-bb22", "8.0, GPU-cc33"]}
+    monkeypatch.setattr(gpus, "_nvidia_smi", lambda first, *_: asked[first])
+    if setting is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
+    assert gpus.oldest_compute_capability() == oldest
+    asked["--query-gpu=compute_cap,uuid"] = ['Field "compute_cap" is not a valid field to query.']
+    assert gpus.oldest_compute_capability() is None
+
+
+def test_the_drivers_library_is_asked_for_its_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "import ctypes\nctypes.CDLL = lambda name: Library()\n" + gpus.DRIVER_CUDA
+    library = "class Library:\n    cuInit = lambda self, flags: {works}\n"
+    library += "    cuDriverGetVersion = lambda self, at: answer(at)\n"
+    answer = "def answer(at):\n    at._obj.value = 13000\n    return 0\n"
+    for works, found in ((0, 13000), (803, None)):  # 803: not this GPU with this library
+        monkeypatch.setattr(gpus, "DRIVER_CUDA", answer + library.format(works=works) + program)
+        assert gpus.cuda_of_driver() == found
+    monkeypatch.setattr(gpus, "DRIVER_CUDA", "import ctypes; ctypes.CDLL('libnowhere.so.1')")
+    assert gpus.cuda_of_driver() is None
+
+
 def test_a_started_process_sees_devices_of_its_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
