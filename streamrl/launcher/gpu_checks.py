@@ -9,7 +9,8 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,16 @@ from scheduler.cost.model_shapes import Transformer
 from streamrl.config.cluster import ClusterConfig, GenerationPool, Site
 from streamrl.config.run import RunConfig
 from streamrl.errors import ErrorCode, UserError
-from streamrl.machine.gpus import VISIBLE, Gpu, gpu_names, gpus_here, pairs_without_peer_access, usable_devices
+from streamrl.machine.compute_type import AMPERE, dotted, no_bf16
+from streamrl.machine.gpus import (
+    VISIBLE,
+    Gpu,
+    cuda_of_driver,
+    gpu_names,
+    gpus_here,
+    pairs_without_peer_access,
+    usable_devices,
+)
 from streamrl.machine.model_files import resolve_model
 from streamrl.runtime.device_turns import takes_turns
 from streamrl.runtime.process_plan import ProcessSpec, plan_processes, possible_instances
@@ -27,6 +37,9 @@ from streamrl.runtime.training_work import work_of
 NEEDED_DRIVERS = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 """Oldest Linux driver by CUDA's major version, which runs all its minor ones (NVIDIA, CUDA Toolkit release notes,
 "CUDA Toolkit and Minimum Required Driver Version for CUDA Minor Version Compatibility")."""
+KERNELS = re.compile(r"(?P<kind>sm|compute)_(?P<major>\d+)(?P<minor>\d)(?P<only>[af]?)")
+"""What torch was compiled for: machine code (sm) or PTX (compute) of a compute capability; a: of this one alone, f: of
+its family."""
 OTHERS_BYTES = 1.0 * GIB
 """Memory in use that is worth a warning: an idle GPU shows less, for its driver or a display."""
 
@@ -91,12 +104,13 @@ def _devices(specs: Iterable[ProcessSpec]) -> int:
     return max((1 + max(spec.gpu_ids) for spec in specs if spec.gpu_ids), default=0)
 
 
-def check_driver(driver: str, cuda: str | None) -> Iterable[str]:
-    """Check that the driver can run the CUDA that torch was built with.
+def check_driver(driver: str, cuda: str | None, library: Callable[[], int | None] = cuda_of_driver) -> Iterable[str]:
+    """Check that the driver, or the newer library of a container, can run the CUDA that torch was built with.
 
     Args:
         driver: its version; '': unknown.
         cuda: `torch.version.cuda`; None: torch was built without CUDA.
+        library: returns the newest CUDA of the driver's library, as `cuda_of_driver`; asked of an old driver alone.
     """
     if cuda is None:
         text = (
@@ -104,12 +118,53 @@ def check_driver(driver: str, cuda: str | None) -> Iterable[str]:
         )
         yield ErrorCode.INSTALLATION.refer(text)
         return
-    needed = NEEDED_DRIVERS.get(int(cuda.partition(".")[0]))
-    if driver and needed and _numbers(driver) < _numbers(needed):
+    major = int(cuda.partition(".")[0])
+    needed = NEEDED_DRIVERS.get(major)
+    if driver and needed and _numbers(driver) < _numbers(needed) and (library() or 0) < 1000 * major:
         yield ErrorCode.INSTALLATION.refer(
             f"the NVIDIA driver is {driver}, and the installed torch (CUDA {cuda}) needs {needed} or newer: update the "
             f"driver, or install a torch that was built for an older CUDA"
         )
+
+
+def check_kernels(uses: Iterable[GpuUse], compiled: Sequence[str], cuda: str | None) -> Iterable[str]:
+    """Check that the installed torch has kernels for the GPUs that are used.
+
+    Args:
+        uses: the GPUs.
+        compiled: what torch was compiled for (`torch.cuda.get_arch_list`), such as sm_80, or compute_90 for code that
+            the driver compiles for newer GPUs; empty: unknown.
+        cuda: `torch.version.cuda`.
+    """
+    found = [KERNELS.fullmatch(one) for one in compiled]
+    made = [(one["kind"], (int(one["major"]), int(one["minor"])), one["only"]) for one in found if one]
+    if not made:
+        return
+    for gpu in {gpu.number: gpu for use in uses for gpu in use.gpus}.values():
+        if gpu.capability is None or any(_runs(gpu.capability, *one) for one in made):
+            continue
+        there = ", ".join(dotted(one) for one in sorted({version for _, version, _ in made}))
+        yield ErrorCode.INSTALLATION.refer(
+            f"GPU {gpu.number} ({gpu.name}) has compute capability {dotted(gpu.capability)}, and the installed torch "
+            f"(CUDA {cuda}) has kernels for {there}, oldest first: leave the GPU out of {VISIBLE}, or install a torch "
+            "that was built for it"
+        )
+
+
+def _runs(capability: tuple[int, int], kind: str, version: tuple[int, int], only: str) -> bool:
+    """Return whether code compiled for a compute capability runs on a GPU: machine code does on later minor ones."""
+    if only == "a":  # with instructions of this one alone
+        return capability == version
+    return capability >= version and ((kind == "compute" and not only) or capability[0] == version[0])
+
+
+def check_type(run: RunConfig, uses: Iterable[GpuUse]) -> Iterable[str]:
+    """Check that no GPU is to compute in bf16 that cannot."""
+    if run.model.dtype != "bfloat16":
+        return
+    for gpu in {gpu.number: gpu for use in uses for gpu in use.gpus}.values():
+        if gpu.capability is not None and gpu.capability < AMPERE:
+            yield f"model.dtype: bfloat16: GPU {gpu.number} ({gpu.name}): {no_bf16(gpu.capability)}"
 
 
 def check_kinds(uses: Iterable[GpuUse]) -> Iterable[str]:
@@ -240,7 +295,7 @@ def read_uses(cluster: ClusterConfig, run: RunConfig, site: str | None = None) -
 def check_this_machine(
     cluster: ClusterConfig, run: RunConfig, site: str | None = None, resumed: bool = False
 ) -> Iterable[str]:
-    """Check the GPUs of this machine: enough of them, driver, kinds, free memory, and memory for this run.
+    """Check the GPUs of this machine: number, driver, kernels, type, kinds, free memory, and memory for this run.
 
     Args:
         resumed: whether the run is continued: then only the instances that it begins with must have GPUs.
@@ -256,6 +311,9 @@ def check_this_machine(
         import torch
 
         yield from check_driver(next((gpu.driver for use in uses for gpu in use.gpus), ""), torch.version.cuda)
+        yield from check_kernels(uses, torch.cuda.get_arch_list(), torch.version.cuda)
+    if not resumed:  # then it is a warning
+        yield from check_type(run, uses)
     yield from check_kinds(uses)
     yield from check_free(cluster, uses)
     if not (resumed and _trains_alone(uses)):  # earlier versions began such runs

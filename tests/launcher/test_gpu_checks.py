@@ -34,6 +34,7 @@ QWEN = {
 SMI = """#!/bin/sh
 case "$*" in
   *query-gpu=uuid*) printf 'GPU-a, NVIDIA H100, 81920, 30720, 570.9\\nGPU-b, NVIDIA H100, 81920, 4, 570.9\\n';;
+  *query-gpu=compute_cap*) printf '9.0, GPU-a\\n9.0, GPU-b\\n';;
   *query-compute-apps*) printf 'GPU-a, 71, /usr/bin/python, train.py, 30000\\nGPU-a, 72, other, [N/A]\\n';;
   *--list-gpus*) printf 'GPU 0: NVIDIA H100 (UUID: GPU-a)\\nGPU 1: NVIDIA H100 (UUID: GPU-b)\\n';;
   *topo*) printf ' \\t\\033[4mGPU0\\tGPU1\\033[0m\\n GPU0\\tX\\tCNS\\n GPU1\\tCNS\\tX\\n\\nLegend:\\n  X = Self\\n';;
@@ -66,7 +67,7 @@ def configuration(tmp_path: Path, schedule: str = "stream", **run: object) -> tu
 def test_nvidia_smi_names_who_uses_a_gpu_and_which_pairs_have_no_peer_access(two_gpus: None) -> None:
     first, second = gpus_here()
     assert first.users == ("/usr/bin/python,train.py (71) 30000 MiB", "other (72) of unknown size")
-    assert (second.number, second.total_bytes, second.users) == (1, 80 * GIB, ())
+    assert (second.number, second.total_bytes, second.users, second.capability) == (1, 80 * GIB, (), (9, 0))
     assert pairs_without_peer_access() == {(0, 1)}
     assert parse_gpus(["No devices were found"], []) == []
 
@@ -83,8 +84,63 @@ def test_nvidia_smi_names_who_uses_a_gpu_and_which_pairs_have_no_peer_access(two
     ],
 )
 def test_a_driver_too_old_for_the_wheel(driver: str, cuda: str | None, problem: str | None) -> None:
-    found = list(gpu_checks.check_driver(driver, cuda))
+    found = list(gpu_checks.check_driver(driver, cuda, lambda: None))
     assert (problem is None and not found) or (problem is not None and problem in found[0])
+
+
+def test_a_newer_library_than_the_driver_counts() -> None:
+    """As CUDA's forward compatibility has it in containers."""
+    assert list(gpu_checks.check_driver("550.54.14", "13.0", lambda: 13000)) == []
+    assert list(gpu_checks.check_driver("550.54.14", "13.2", lambda: 13000)) == []
+    assert len(list(gpu_checks.check_driver("550.54.14", "13.0", lambda: 12040))) == 1
+
+
+@pytest.mark.parametrize(
+    ("capability", "compiled", "runs"),
+    [
+        ((7, 0), "sm_75 sm_80 sm_90 compute_90", False),
+        ((8, 9), "sm_75 sm_80 sm_90", True),  # code of 8.0
+        ((8, 0), "sm_75 sm_86 sm_90", False),
+        ((12, 0), "sm_80 sm_90", False),
+        ((12, 0), "sm_80 sm_90 compute_90", True),  # which the driver compiles
+        ((12, 0), "sm_90 compute_90a sm_100f", False),
+        ((9, 0), "sm_80 sm_90a", True),
+        ((10, 3), "sm_100f", True),
+        ((10, 3), "sm_100a", False),
+        ((7, 0), "", True),  # unknown
+        (None, "sm_90", True),
+    ],
+)
+def test_a_gpu_for_which_torch_has_no_kernels(capability: tuple[int, int] | None, compiled: str, runs: bool) -> None:
+    uses = [GpuUse("i-0", REGULAR, (replace(H100, capability=capability),))] * 2
+    found = list(gpu_checks.check_kernels(uses, compiled.split(), "13.0"))
+    assert len(found) == (0 if runs else 1)
+
+
+def test_a_gpu_too_old_for_torch_is_named_with_what_it_has_kernels_for() -> None:
+    uses = [GpuUse("i-0", REGULAR, (replace(H100, name="Tesla V100", capability=(7, 0)),))]
+    (problem,) = gpu_checks.check_kernels(uses, ["sm_80", "sm_75", "sm_100", "compute_100"], "13.0")
+    assert problem.startswith("GPU 0 (Tesla V100) has compute capability 7.0, and the installed torch (CUDA 13.0) has ")
+    assert "kernels for 7.5, 8.0, 10.0, oldest first: " in problem
+
+
+def test_bf16_on_a_gpu_without_it_is_refused_for_a_new_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, run = configuration(tmp_path)
+    by_hand = run.model_copy(update={"model": run.model.model_copy(update={"dtype": "bfloat16"})})
+    old = replace(L40S, name="Tesla T4", capability=(7, 5))
+    uses = [GpuUse("trainer", None, (replace(H100, capability=(9, 0)),)), GpuUse("i-0", REGULAR, (old,))]
+    (problem,) = gpu_checks.check_type(by_hand, uses)
+    assert problem.startswith(
+        "model.dtype: bfloat16: GPU 1 (Tesla T4): a GPU of compute capability 7.5 has no bf16 units"
+    )
+    assert list(gpu_checks.check_type(run, uses)) == []
+    assert list(gpu_checks.check_type(by_hand, uses[:1])) == []
+    monkeypatch.setattr(gpu_checks, "gpu_names", lambda: names(2))
+    monkeypatch.setattr(gpu_checks, "read_uses", lambda *_: uses)
+    monkeypatch.setattr(gpu_checks, "check_driver", lambda *_: [])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert list(gpu_checks.check_this_machine(cluster, by_hand)) == [problem]
+    assert list(gpu_checks.check_this_machine(cluster, by_hand, resumed=True)) == []
 
 
 def test_mixed_kinds_in_one_trainer() -> None:
