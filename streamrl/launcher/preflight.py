@@ -34,6 +34,7 @@ from streamrl.machine.model_files import resolve_model, weight_bytes
 from streamrl.machine.own_share import core_numbers, free_memory, usable_cores
 from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoints import CheckpointFolder
+from streamrl.runtime.device_turns import takes_turns
 from streamrl.runtime.process_plan import plan_processes
 from streamrl.tasks.sandbox import isolation_of
 from streamrl.trackers.backends.opener import missing_packages
@@ -49,6 +50,13 @@ TRAINING_BYTES_PER_WEIGHT_BYTE = 10
 moments, 20 bytes per parameter."""
 FROZEN_BYTES_PER_WEIGHT_BYTE = 2
 """Memory of a reference or proximal copy relative to the bf16 weights: at most fp32, the type that it computes in."""
+
+WAITING_BYTES_PER_WEIGHT_BYTE = 6
+"""Memory of what leaves a GPU that is used in turns (`colocated`), relative to the bf16 weights: fp32 weights and two
+AdamW moments, 12 bytes per parameter."""
+LOADING_BYTES_PER_WEIGHT_BYTE = 2
+"""Memory in which each rank of the trainer loads the whole model before it shards it, relative to the bf16 weights: in
+fp32."""
 
 PROCESS_BYTES = 1.0 * 2**30
 """Memory of a process with torch and vLLM before it holds a model (measured on CPU: 0.7 to 1.2 GiB)."""
@@ -429,22 +437,35 @@ def thread_warnings(cluster: ClusterConfig, run: RunConfig, cores: int, site: st
 
 
 def memory_warnings(cluster: ClusterConfig, run: RunConfig, free: float, site: str | None = None) -> list[str]:
-    """Warn if a rough sum of the processes' memory exceeds the free memory (bytes); activations are not counted."""
-    if cluster.hardware != "cpu":
-        return []
+    """Warn if a rough sum of the processes' memory exceeds the free memory (bytes); activations are not counted.
+
+    Of processes on GPUs, only what the trainer's ranks have in host memory counts: the model as they load it, or their
+    state as it waits there.
+    """
     weights = weight_bytes(Path(resolve_model(run.model.path)))
+    learning = 2 if isinstance(run.algorithm, PPOConfig) else 1  # policy, critic
+    frozen = run.algorithm.needs_reference + run.algorithm.needs_proximal(run.updates_per_version)
+    copies = frozen * FROZEN_BYTES_PER_WEIGHT_BYTE
+    if cluster.hardware == "cuda":
+        copies += learning * WAITING_BYTES_PER_WEIGHT_BYTE
+        ranks = sum(one.trainer.ranks for one in sites_here(cluster, site) if one.trainer)
+        loading = ranks * LOADING_BYTES_PER_WEIGHT_BYTE
+        most = max(loading, copies if ranks and takes_turns(True, run) else 0)
+        return _too_little(most * weights + ranks * PROCESS_BYTES, free, "host memory") if ranks else []
     needed = 0.0
     for one in sites_here(cluster, site):
         if one.trainer:
-            learning = 2 if isinstance(run.algorithm, PPOConfig) else 1  # policy, critic
-            frozen = run.algorithm.needs_reference + run.algorithm.needs_proximal(run.updates_per_version)
-            copies = learning * TRAINING_BYTES_PER_WEIGHT_BYTE + frozen * FROZEN_BYTES_PER_WEIGHT_BYTE
-            needed += copies * weights + one.trainer.ranks * PROCESS_BYTES
+            training = learning * TRAINING_BYTES_PER_WEIGHT_BYTE + copies
+            needed += training * weights + one.trainer.ranks * PROCESS_BYTES
         for pool in one.generation:
             needed += pool.replicas * (weights + pool.kv_cache_gb * 2**30 + PROCESS_BYTES)
+    return _too_little(needed, free, "memory")
+
+
+def _too_little(needed: float, free: float, what: str) -> list[str]:
     if needed <= free:
         return []
-    figures = f"the run needs about {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free"
+    figures = f"the run needs about {needed / 2**30:.1f} GiB of {what}, {free / 2**30:.1f} GiB are free"
     return [ErrorCode.MEMORY.refer(f"{figures}, {(needed - free) / 2**30:.1f} GiB are missing: it may be killed")]
 
 

@@ -156,7 +156,7 @@ class Trainer:
         computing: list[Policy | Critic] = [self.policy, *([] if self.critic is None else [self.critic.model])]
         self._separate = any(one.separate for one in computing)
         self._padded = any(one.separate and not has_own_rows(one.model) for one in computing)
-        self._offload = HostOffload()
+        self._offload = HostOffload(pinned=device.type == "cuda")
         self._micro_batches = 0
         """Micro-batches accumulated for the next step."""
         self._bad_losses: list[str] = []

@@ -201,7 +201,7 @@ def turns() -> Iterator[Measurement]:
     from streamrl.training.host_offload import HostOffload
 
     device, count = device_here(), size_here().megabytes * 2**18
-    state, offload = torch.arange(count, device=device, dtype=torch.float32), HostOffload()
+    state, offload = torch.arange(count, device=device, dtype=torch.float32), HostOffload(device.type == "cuda")
     before, best = state.clone(), [float("inf"), float("inf")]
     moves: tuple[Callable[[], object], ...] = (partial(offload.hold, [state]), offload.restore)
     for _ in range(3):  # the first time host memory is allocated

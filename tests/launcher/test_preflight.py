@@ -269,6 +269,25 @@ def test_memory_counts_the_trainer_and_every_instance(tmp_path: Path) -> None:
     assert "about 19.0 GiB of memory, 18.9 GiB are free, 0.1 GiB are missing" in warning
 
 
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "needed"),
+    [("stream", 2, 2 * 2 + 2), ("colocated", 2, 6 + 2), ("colocated", 4, 4 * 2 + 4)],  # GiB: model or state, processes
+)
+def test_host_memory_counts_the_trainer_that_loads_or_waits_in_it(
+    schedule: str, ranks: int, needed: int, tmp_path: Path
+) -> None:
+    run = make_model(tmp_path / "m", megabytes=1024)
+    values = run.model_dump() | {"schedule": {"name": schedule}}
+    run = RunConfig.model_validate(values)
+    site = {"trainer": {"ranks": ranks}, "generation": [{}]}
+    on_gpus = ClusterConfig.model_validate({"hardware": "cuda", "sites": {"here": site}})
+    assert preflight.memory_warnings(on_gpus, run, needed * GIB) == []
+    (warning,) = preflight.memory_warnings(on_gpus, run, (needed - 0.1) * GIB)
+    assert f"about {needed:.1f} GiB of host memory, {needed - 0.1:.1f} GiB are free, 0.1 GiB are missing" in warning
+    alone = preflight.memory_warnings(on_gpus.model_copy(update={"hardware": "cuda", "sites": {}}), run, 0.0)
+    assert alone == []  # no trainer here
+
+
 def test_a_disk_without_room_for_the_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "free")
     run = make_model(tmp_path / "m", megabytes=1024)
