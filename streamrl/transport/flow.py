@@ -66,7 +66,7 @@ class Flow:
         window = max(2 * bytes_per_s * rtt_s, 2 * message_bytes)
         full_s = (window + message_bytes) / bytes_per_s + rtt_s
         return cls(
-            credits=max(2, math.ceil(window / message_bytes)),
+            credits=max(cls.credits, math.ceil(window / message_bytes)),  # the window is to bound small messages, too
             window_bytes=window,
             resend_s=max(RESEND_S, WINDOWS_BEFORE_RESEND * full_s),
             lost_after_s=absence_s,
