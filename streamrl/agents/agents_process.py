@@ -88,7 +88,7 @@ class AgentsProcess:
             log.info("the endpoint of agents listens at %s", self.host.address)
             for note in self.host.notes:
                 log.warning("%s", note)
-            self.link = Link(self.context.name, "agents", self.waits, flow=self.context.local_flow)
+            self.link = Link(self.context.name, "agents", self.waits, flow=self.context.results_flow)
             self.link.reads = MessageReader(site_agents.FROM_SERVICE)
             self.link.state = self._state
             self.link.on_new_hub = self._new_service

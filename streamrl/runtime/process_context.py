@@ -25,6 +25,9 @@ from streamrl.transport.flow import Flow
 
 log = logging.getLogger(__name__)
 
+MANY = 100_000
+"""Messages of a process with results that may be unacknowledged while its site's link is down."""
+
 
 @dataclass(frozen=True)
 class Addresses:
@@ -167,6 +170,14 @@ class RoleContext:
     def local_flow(self) -> Flow:
         """Flow settings inside the site: no limit of silence, as fleet and launcher watch its processes."""
         return Flow(lost_after_s=math.inf)
+
+    @property
+    def results_flow(self) -> Flow:
+        """Flow to the site's service from processes that have results, which it acknowledges once they are committed.
+
+        While a link is down, the service's own limit, which throttles dispatch, must be reached before this one.
+        """
+        return replace(self.local_flow, credits=MANY) if self.remote else self.local_flow
 
     def link_flow(self, link: SiteLink, message_bytes: int) -> Flow:
         """Return the flow settings to peers behind a link; `message_bytes`: size of a typical large message."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
+from streamrl.agents import agents_process
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.load import load_cluster
 from streamrl.config.run import RunConfig
@@ -16,8 +19,10 @@ from streamrl.launcher import gpu_checks, preflight
 from streamrl.launcher.emulated_cluster import emulated
 from streamrl.launcher.site_setup import choose_addresses
 from streamrl.runtime.handshake import agreement, disagreement
+from streamrl.runtime.process_context import Addresses, RoleContext
 from streamrl.runtime.process_plan import plan_processes
 from streamrl.transport.curve import make_keys
+from streamrl.transport.flow import Flow
 from tests.tiny_model import save_tiny_model
 
 FILES = Path(__file__).parents[2] / "cluster_configs"
@@ -230,3 +235,28 @@ def test_copies_of_a_model_with_other_end_tokens_or_another_template_differ(tmp_
     assert "chat template" in (differs() or "")
     (theirs / "chat_template.jinja").unlink()
     assert "chat template (BLAKE3) is None there" in (differs() or "")
+
+
+class Made(Exception):
+    """Ends a process that has made its link."""
+
+
+@pytest.mark.parametrize(("site", "fewest", "most"), [("generate", 10_000, 1_000_000), ("train", 256, 256)])
+def test_ended_episodes_of_another_site_wait_for_a_link_that_is_down(
+    site: str, fewest: int, most: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They are acknowledged once they are committed: a limit that they reach before that would end their process."""
+    flows = []
+
+    def link(*_: Any, flow: Flow) -> None:
+        flows.append(flow)
+        raise Made
+
+    monkeypatch.setattr(agents_process, "Link", link)
+    monkeypatch.setattr(agents_process, "AgentHost", lambda *_: AsyncMock(notes=[]))
+    monkeypatch.setattr(agents_process, "EpisodeWorkers", lambda *_: AsyncMock())
+    run = RunConfig.model_validate({"model": {"path": str(save_tiny_model(tmp_path / "model"))}})
+    context = RoleContext(f"agents-{site}", site, tmp_path, cluster(), run, Addresses("", "", {}), False)
+    with pytest.raises(Made):
+        asyncio.run(agents_process.AgentsProcess(context).run())
+    assert fewest <= flows[0].credits <= most

@@ -7,7 +7,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -52,8 +51,6 @@ log = logging.getLogger(__name__)
 
 JOURNAL_EVERY_S = 0.25
 """Seconds between two reports to the token journal: when an instance dies, on average half of this work is lost."""
-MANY = 100_000
-"""Messages of an instance that may be unacknowledged while its site's link is down."""
 
 
 class InstanceProcess:
@@ -155,12 +152,7 @@ class InstanceProcess:
             "process": int(os.environ.get(PROCESS, "1")),
         }
         limits = self.context.run.deadlines
-        # finished samples are acknowledged once the controller has committed them: while a link is down, the service's
-        # own limit, which throttles dispatch, must be reached before this one
-        flow = replace(
-            self.context.local_flow, credits=MANY if self.context.remote else self.context.local_flow.credits
-        )
-        self.link = Link(self.context.name, "instance", self.waits, meta, flow=flow)
+        self.link = Link(self.context.name, "instance", self.waits, meta, flow=self.context.results_flow)
         self.link.reads = MessageReader(FROM_SERVICE)
         self.link.state = self._state
         if not self.context.one_machine:
