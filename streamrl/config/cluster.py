@@ -48,8 +48,9 @@ Cores = Annotated[
     list[Annotated[int, Field(ge=0)]] | None,
     Field(
         min_length=1,
-        description="CPU cores that the processes are pinned to (hardware: cpu), divided among replicas if there "
-        "are enough for the threads of each; none: any",
+        description="CPU cores that the processes are pinned to, divided among replicas if there are enough: on CPUs "
+        "for the threads of each, which it gets; with hardware: cuda for one per GPU and another one, and each replica "
+        "gets an equal part; none: any",
     ),
 ]
 

@@ -96,7 +96,6 @@ def check(
         check_this_machine(cluster, run, site, resumed is not None),
         check_folder(runs_root, resumed),
         check_ray(cluster, run, site),
-        check_cores(cluster, run, core_numbers(), site),
     ]
     trains = site in (None, cluster.trainer_site)
     if trains:
@@ -109,6 +108,11 @@ def check(
         checks.append(check_keys(cluster, site, cluster_file))
     of_new = [*check_new_run(cluster, run), *check_scripts(cluster, run, site)]
     of_new += check_critic(cluster, run) if trains else []
+    cores = list(check_cores(cluster, run, core_numbers(), site))
+    if cluster.hardware == "cpu":
+        checks.append(cores)
+    else:
+        of_new += cores
     if resumed is None:  # earlier versions began runs without these checks
         checks.append(of_new)
     refuse(checks)
@@ -219,8 +223,6 @@ def check_cores(
         usable: the numbers of those that it may use.
         site: the only site started here; None: all.
     """
-    if cluster.hardware != "cpu":
-        return
     for name in [site] if site is not None else cluster.sites:
         one = cluster.sites[name]
         if one.on_ray:

@@ -235,7 +235,7 @@ def _agents(pool: AgentPoolConfig, run: RunConfig, site: str, run_dir: Path) -> 
 def _instance(
     pool: GenerationPool, index: int, site: str, gpus: tuple[int, ...], run_dir: Path, cuda: bool
 ) -> ProcessSpec:
-    name, cores = instance_name(site, pool.name, index), _cores_of(pool, index)
+    name, cores = instance_name(site, pool.name, index), _cores_of(pool, index, cuda)
     parts = ["--node", NODE, "--meeting", MEETING] if pool.nodes > 1 else []
     return ProcessSpec(
         name=name,
@@ -255,12 +255,16 @@ def _instance(
     )
 
 
-def _cores_of(pool: GenerationPool, index: int) -> tuple[int, ...]:
+def _cores_of(pool: GenerationPool, index: int, cuda: bool) -> tuple[int, ...]:
     """Return an instance's CPU cores: its own share if the pool has enough for all, else all of the pool's."""
-    cores = tuple(pool.cores or ())
-    each = pool.threads * pool.gpus_per_replica // pool.nodes  # on one machine
-    if len(cores) < pool.most_replicas * each:
+    cores, count = tuple(pool.cores or ()), pool.most_replicas
+    workers = pool.gpus_per_replica // pool.nodes  # on one machine
+    # `threads` counts what computes on CPUs; beside GPUs a core feeds each worker, and one more the scheduler
+    each = workers + 1 if cuda else pool.threads * workers
+    if len(cores) < count * each:
         return cores
+    if cuda:
+        return cores[index * len(cores) // count : (index + 1) * len(cores) // count]
     return cores[index * each : (index + 1) * each]
 
 

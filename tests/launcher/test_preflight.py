@@ -216,6 +216,8 @@ def test_cores_that_may_not_be_used_are_told_with_those_that_may() -> None:
     (west,) = preflight.check_cores(pinned(), run, {0, 1}, "west")
     assert west.startswith("sites.west.generation (three).cores: this process may not use 7;")
     assert list(preflight.check_cores(pinned(), run, {0, 1})) == [of_pool, of_trainer, west]
+    on_gpus = pinned().model_copy(update={"hardware": "cuda"})  # processes beside GPUs are pinned as well
+    assert list(preflight.check_cores(on_gpus, run, {0, 1})) == [of_pool, of_trainer, west]
 
 
 def test_cores_of_agents_count_where_there_are_some() -> None:
@@ -230,8 +232,6 @@ def test_cores_of_other_machines_are_not_judged_here() -> None:
     on_ray = pinned(launch={"backend": "ray"})
     (west,) = preflight.check_cores(on_ray, RunConfig(), {0})
     assert west.startswith("sites.west.")
-    on_gpus = pinned().model_copy(update={"hardware": "cuda"})
-    assert list(preflight.check_cores(on_gpus, RunConfig(), {0})) == []
 
 
 def test_cores_are_checked_before_a_run(tmp_path: Path) -> None:
@@ -241,6 +241,14 @@ def test_cores_are_checked_before_a_run(tmp_path: Path) -> None:
         preflight.check(asked, make_model(tmp_path / "m"), tmp_path)
     assert f"cores: this process may not use 1000000; expected some of the CPU cores {usable}, or" in str(refused.value)
     assert preflight.usable_cores() == len(os.sched_getaffinity(0))
+
+
+def test_a_run_on_gpus_that_began_with_some_cores_that_are_not_there_goes_on(tmp_path: Path) -> None:
+    said = "sites.here.generation (regular).cores: this process may not use 1000000; "
+    for hardware, resumed, told in (("cuda", None, True), ("cuda", tmp_path, False), ("cpu", tmp_path, True)):
+        with pytest.raises(UserError) as refused:  # there is no tokenizer either
+            preflight.check(cluster(hardware, cores=[0, 10**6]), make_model(tmp_path / "m"), tmp_path, resumed=resumed)
+        assert (said in str(refused.value)) == told
 
 
 def test_computing_threads_far_above_the_cores_are_warned_of() -> None:

@@ -86,6 +86,23 @@ def test_cores_are_divided_among_instances_if_they_are_enough_for_all_their_thre
     assert [spec.env[CORES] for spec in specs if spec.role == "instance"] == pinned
 
 
+@pytest.mark.parametrize(
+    ("pool", "pinned"),
+    [
+        ({"replicas": 4}, ["0,1,2,3", "4,5,6,7", "8,9,10,11", "12,13,14,15"]),
+        ({"replicas": 2, "max_replicas": 8, "threads": 8}, ["0,1", "2,3"]),
+        ({"replicas": 3}, ["0,1,2,3,4", "5,6,7,8,9", "10,11,12,13,14,15"]),
+        ({"replicas": 2, "gpus_per_replica": 7}, ["0,1,2,3,4,5,6,7", "8,9,10,11,12,13,14,15"]),
+        ({"replicas": 2, "gpus_per_replica": 8}, [",".join(map(str, range(16)))] * 2),
+    ],
+)
+def test_instances_on_gpus_share_the_cores_evenly_if_there_are_enough(pool: dict[str, int], pinned: list[str]) -> None:
+    pools = [{"cores": list(range(16)), "gpu": "H100"} | pool]
+    values = {"hardware": "cuda", "sites": {"here": {"trainer": {"gpu": "H100"}, "generation": pools}}}
+    specs = plan_processes(ClusterConfig.model_validate(values), RunConfig(), Path("runs/x"))
+    assert [spec.env[CORES] for spec in specs if spec.role == "instance"] == pinned
+
+
 def test_every_instance_that_may_come_has_its_gpus_from_the_start() -> None:
     values = cluster().model_dump()
     values["sites"]["here"]["generation"][0]["max_replicas"] = 3
