@@ -10,26 +10,29 @@ from pathlib import Path
 
 from streamrl.errors import UserError
 
-REMEDY = "set HOME to a folder of yours"
+REMEDY = "set HOME to a folder of yours (or STREAMRL_CACHE and STREAMRL_ENVIRONMENTS)"
 
 
 def user_folder(variable: str, below_home: str) -> Path:
     """Return the folder streamrl/ in one of the user's folders; `streamrl-UID` in that for temporary files if there is
-    no home folder, as for a user id of a container that is in no list of users.
+    no home folder in which it is or could be made.
+
+    A user id of a container that is in no list of users has HOME=/ from Docker and Kubernetes, or none.
 
     Args:
         variable: environment variable that names the user's folder, such as XDG_CACHE_HOME.
         below_home: the user's folder, seen from the home folder, if the variable is not set.
 
     Raises:
-        UserError: there is no home folder, and somebody else has made or could write to the folder in its place.
+        UserError: there is no such home folder, and somebody else has made or could write to the folder in its place.
     """
     if given := os.environ.get(variable):
         return Path(given) / "streamrl"
     try:
-        return Path.home() / below_home / "streamrl"
+        folder = Path.home() / below_home / "streamrl"
     except RuntimeError:
         return _without_home()
+    return folder if os.path.isdir(folder) or _can_be_made(folder) else _without_home()
 
 
 def is_own(path: Path) -> bool:
@@ -41,16 +44,25 @@ def is_own(path: Path) -> bool:
     return found.st_uid == os.geteuid() and not stat.S_ISLNK(found.st_mode) and not found.st_mode & 0o022
 
 
+def _can_be_made(folder: Path) -> bool:
+    """Whether this user may write to the nearest folder above it that there is."""
+    # not Path.exists, which raises where this user may not look
+    above = next(parent for parent in folder.absolute().parents if os.path.exists(parent))
+    return os.path.isdir(above) and os.access(above, os.W_OK | os.X_OK)
+
+
 def _without_home() -> Path:
-    """Make the folder of a user without a home folder, or take the one that is there."""
+    """Make the folder of a user without a home folder of its own, or take the one that is there."""
     try:
         folder = Path(tempfile.gettempdir()) / f"streamrl-{os.geteuid()}"
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
     except OSError as error:
-        raise UserError(f"this user has no home folder, nor one for temporary files ({error}); {REMEDY}") from error
+        found = f"this user has no home folder to write to, nor one for temporary files ({error})"
+        raise UserError(f"{found}; {REMEDY}") from error
     if not is_own(folder) or not folder.is_dir():
         raise UserError(
-            f"this user has no home folder, and {folder} is no folder to which this user alone can write; {REMEDY}"
+            f"this user has no home folder to write to, and {folder} is no folder to which this user alone can write; "
+            f"{REMEDY}"
         )
     return folder

@@ -30,9 +30,10 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_user_with_a_home_folder_has_its_usual_ones(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    assert cache_directory() == Path("/home/me/.cache/streamrl")
-    assert environments_folder() == Path("/home/me/.local/share/streamrl/environments")
+    home = temporary / "home" / "me"
+    monkeypatch.setenv("HOME", str(home))  # it can be made
+    assert cache_directory() == home / ".cache/streamrl"
+    assert environments_folder() == home / ".local/share/streamrl/environments"
     monkeypatch.setenv("XDG_CACHE_HOME", "/c")
     monkeypatch.setenv("XDG_DATA_HOME", "/d")
     assert (cache_directory(), environments_folder()) == (Path("/c/streamrl"), Path("/d/streamrl/environments"))
@@ -46,6 +47,32 @@ def test_a_user_without_a_home_folder_has_one_among_temporary_files(temporary: P
     (own / "kept").touch()
     assert cache_directory() == own and (own / "kept").exists()
     assert environments_folder() == own / "environments"
+
+
+@pytest.mark.parametrize("home", ["/", "closed", "closed/gone", "", "file"])
+def test_a_home_folder_to_which_the_user_cannot_write_is_none(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, home: str
+) -> None:
+    (temporary / "closed").mkdir()
+    (temporary / "file").touch()
+    closed = {"/", str(temporary / "closed")}
+    # the tests may run as root, who may write anywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) not in closed)
+    monkeypatch.setenv("HOME", str(temporary / home) if home else "")
+    own = temporary / f"streamrl-{os.geteuid()}"
+    assert (cache_directory(), environments_folder()) == (own, own / "environments")
+    if home == "closed":  # somebody with the right to has put a cache there, to be read
+        (temporary / "closed" / ".cache" / "streamrl").mkdir(parents=True)
+        assert cache_directory() == temporary / "closed" / ".cache" / "streamrl"
+
+
+def test_root_keeps_its_folders_where_its_home_is_the_root_folder(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/")
+    monkeypatch.setattr(os, "access", lambda path, mode: True)
+    assert cache_directory() == Path("/.cache/streamrl")
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.parametrize("what", ["link", "file", "writable", "of another user"])
@@ -65,13 +92,13 @@ def test_a_folder_that_is_not_this_users_alone_is_refused(
         other = os.geteuid() + 1
         own.rename(temporary / f"streamrl-{other}")
         monkeypatch.setattr(os, "geteuid", lambda: other)
-    with pytest.raises(UserError, match="to which this user alone can write; set HOME to a folder of yours"):
+    with pytest.raises(UserError, match=r"alone can write; set HOME to a folder of yours \(or STREAMRL_CACHE"):
         cache_directory()
 
 
 def test_without_any_folder_the_remedy_is_told(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(temporary / "gone"))
-    with pytest.raises(UserError, match=r"nor one for temporary files .*; set HOME to a folder of yours"):
+    with pytest.raises(UserError, match=r"temporary files .*; set HOME to a folder of yours \(or STREAMRL_CACHE"):
         cache_directory()
 
 
