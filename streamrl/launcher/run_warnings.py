@@ -11,8 +11,9 @@ from streamrl.surrogates import SURROGATES
 
 
 def run_warnings(run: RunConfig) -> Iterable[str]:
-    """Say where samples of older weights count as new ones, and where a learning rate is never reached."""
+    """Say where samples of other weights count as the trainer's, and where a learning rate is never reached."""
     yield from _about_staleness(run)
+    yield from _about_eight_bits(run)
     if run.optimizer.warmup_steps > run.steps:
         yield _never_reached("optimizer", run.optimizer.warmup_steps, run.steps)
     elif run.optimizer.warmup_steps == run.steps and run.optimizer.decay != "constant":
@@ -26,21 +27,45 @@ def run_warnings(run: RunConfig) -> Iterable[str]:
 
 def _about_staleness(run: RunConfig) -> Iterable[str]:
     """Say that samples may be of weights older than the last published, and that nothing in the loss sees it."""
-    options, limit = run.algorithm.off_policy, staleness_limit(run.schedule)
+    limit = staleness_limit(run.schedule)
     newest_only = limit is not None and limit < run.schedule.sync_every
-    if newest_only or options.correction != "none":
+    if newest_only or (found := _blind_to_generator(run)) is None:
         return
-    if not SURROGATES[run.algorithm.surrogate].has_ratio:
-        blind, remedy = f"algorithm.surrogate: {run.algorithm.surrogate}", "off_policy.correction: truncate"
-    elif options.ratio_to == "proximal":
-        blind, remedy = "off_policy.ratio_to: proximal", "off_policy.correction: truncate, or ratio_to: generator,"
-    else:
-        return
+    blind, remedy = found
     kind = run.schedule.name if run.schedule.rounds is None else f"{run.schedule.name} with rounds"
     yield (
         f"schedule {kind} may train on samples of older weights, and {blind} without a correction takes them for new "
         f"ones: {remedy} weighs for the difference"
     )
+
+
+def _about_eight_bits(run: RunConfig) -> Iterable[str]:
+    """Say that instances get weights of 8 bits, and that nothing in the loss sees it.
+
+    `generation.compute` is refused without a correction; runs with these weights began without one.
+    """
+    sent = run.weights.generation_dtype
+    if sent != "same" and (found := _blind_to_generator(run)) is not None:
+        blind, remedy = found
+        yield (
+            f"weights.generation_dtype: {sent} samples from weights that are not quite the trainer's, and {blind} "
+            f"without a correction takes them for the same: {remedy} weighs for the difference"
+        )
+
+
+def _blind_to_generator(run: RunConfig) -> tuple[str, str] | None:
+    """Return the key by which the loss does not see what a sample's probability was, and what would.
+
+    None: it sees it.
+    """
+    options = run.algorithm.off_policy
+    if options.correction != "none":
+        return None
+    if not SURROGATES[run.algorithm.surrogate].has_ratio:
+        return f"algorithm.surrogate: {run.algorithm.surrogate}", "off_policy.correction: truncate"
+    if options.ratio_to == "proximal":
+        return "off_policy.ratio_to: proximal", "off_policy.correction: truncate, or ratio_to: generator,"
+    return None
 
 
 def _never_reached(section: str, warmup_steps: int, steps: int) -> str:

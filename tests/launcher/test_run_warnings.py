@@ -53,6 +53,19 @@ def test_samples_of_the_last_published_weights_are_no_older_ones() -> None:
     assert len(warnings(schedule=several | {"max_staleness": 3}, algorithm=PROXIMAL)) == 1
 
 
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_loss_that_takes_samples_of_8_bit_weights_for_the_trainers_is_told(kind: str) -> None:
+    sent = {"generation_dtype": kind}
+    (warning,) = warnings(weights=sent, algorithm=RLOO)
+    assert warning.startswith(f"weights.generation_dtype: {kind} samples from weights that are not quite")
+    assert "algorithm.surrogate: reinforce without a correction" in warning
+    (warning,) = warnings(weights=sent, algorithm=PROXIMAL)
+    assert "off_policy.ratio_to: proximal without a correction" in warning
+    for algorithm in CORRECTED:
+        assert warnings(weights=sent, algorithm=algorithm) == []
+    assert warnings(weights={"generation_dtype": "same"}, algorithm=RLOO) == []
+
+
 def test_a_learning_rate_that_is_never_reached_is_told() -> None:
     assert warnings(steps=20, optimizer={"warmup_steps": 21}) == [
         "optimizer.lr is never reached: optimizer.warmup_steps is 21, and the run has 20 steps"
