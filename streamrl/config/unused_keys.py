@@ -50,6 +50,7 @@ def unused_keys(run: RunConfig) -> Iterable[ConfigProblem]:
         for key in _changed(optimizer, ("min_lr_fraction",)):
             reason = "has no use with decay: constant: leave it out, or choose linear, cosine or wsd"
             yield _problem(("optimizer", key), ("optimizer", "decay"), reason)
+    yield from _unused_elsewhere(run)
     match run.schedule.rounds:
         case PartialRolloutsConfig(round_tokens=tokens, over_issue=1) if tokens >= run.sampling.max_tokens:
             key, shorter = (
@@ -62,6 +63,18 @@ def unused_keys(run: RunConfig) -> Iterable[ConfigProblem]:
             return
     reason = f"could not carry anything over: 'schedule.rounds.{key}' {shorter}, or leave rounds out"
     yield _problem(("schedule", "rounds"), ("sampling", "max_tokens"), reason)
+
+
+def _unused_elsewhere(run: RunConfig) -> Iterable[ConfigProblem]:
+    """Yield keys of features that are off (not of speculation, which `streamrl plan` reads all the same)."""
+    if not run.elasticity.enabled:
+        for key in _changed(run.elasticity, ("patience", "settle", "margin", "min_saving")):
+            reason = "has no use without elasticity: leave it out, or set enabled: true"
+            yield _problem(("elasticity", key), ("elasticity", "enabled"), reason)
+    if run.evaluation is not None and not run.evaluation.samples:
+        for key in _changed(run.evaluation, ("temperature",)):
+            reason = "has no use with samples: 0, as greedy completions have none: leave it out, or set samples"
+            yield _problem(("evaluation", key), ("evaluation", "samples"), reason)
 
 
 def _changed(section: StrictModel, keys: Iterable[str]) -> list[str]:

@@ -7,13 +7,20 @@ from collections.abc import Iterable
 from streamrl.config.algorithm import PPOConfig
 from streamrl.config.run import RunConfig
 from streamrl.config.schedule import staleness_limit
+from streamrl.config.speculation import SpeculationConfig
 from streamrl.surrogates import SURROGATES
 
 
 def run_warnings(run: RunConfig) -> Iterable[str]:
-    """Say where samples of other weights count as the trainer's, and where a learning rate is never reached."""
+    """Say where samples of other weights count as the trainer's, and what is never reached or drafted."""
     yield from _about_staleness(run)
     yield from _about_eight_bits(run)
+    default = SpeculationConfig.model_fields["most_tokens"].default
+    if run.speculation.method == "none" and run.speculation.most_tokens != default:
+        yield (
+            f"speculation.most_tokens is {run.speculation.most_tokens}, and nothing is drafted with method: none: "
+            "choose ngram or auto, or leave it out"
+        )
     if run.optimizer.warmup_steps > run.steps:
         yield _never_reached("optimizer", run.optimizer.warmup_steps, run.steps)
     elif run.optimizer.warmup_steps == run.steps and run.optimizer.decay != "constant":

@@ -202,6 +202,15 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
             "optimizer:\n  min_lr_fraction: 0\n",
             "F:2: 'optimizer.min_lr_fraction' has no use with decay: constant: leave it out, or choose linear",
         ),
+        ("elasticity:\n  patience: 5\n", "F:2: 'elasticity.patience' has no use without elasticity: leave it out, or"),
+        (
+            "elasticity: {enabled: false, min_saving: 0.2}\n",
+            "F:1: 'elasticity.min_saving' has no use without elasticity",
+        ),
+        (
+            "evaluation:\n  samples: 0\n  temperature: 0.3\n",
+            "F:3: 'evaluation.temperature' has no use with samples: 0, as greedy completions have none",
+        ),
         (
             "sampling: {max_tokens: 128}\nschedule:\n  name: stream\n"
             "  rounds: {kind: partial_rollouts, round_tokens: 128}\n",

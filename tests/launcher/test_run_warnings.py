@@ -78,6 +78,13 @@ def test_a_learning_rate_that_is_never_reached_is_told() -> None:
     assert warning.startswith("algorithm.critic.lr is never reached: algorithm.critic.warmup_steps is 30")
 
 
+def test_a_number_of_drafted_tokens_without_a_drafter_is_told() -> None:
+    (warning,) = warnings(speculation={"most_tokens": 4})
+    assert warning.startswith("speculation.most_tokens is 4, and nothing is drafted with method: none")
+    for speculation in ({}, {"most_tokens": 8}, {"method": "auto", "most_tokens": 4}):
+        assert warnings(speculation=speculation) == []
+
+
 def test_the_plan_of_several_sites_says_it_as_well() -> None:
     cluster = load_cluster(ROOT / "cluster_configs/heterogeneous.yaml")
     run = load_run(None, ["schedule={name: async}", "algorithm={name: rloo}"])
