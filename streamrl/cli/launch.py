@@ -276,7 +276,7 @@ def _engines(cluster: ClusterConfig, run: RunConfig, site: str | None, types: Ty
     """Describe how instances compute on this machine; empty if none is started here."""
     from streamrl.generation.instance.eight_bits import choose_here
     from streamrl.machine.compute_type import with_type
-    from streamrl.machine.engine_settings import chosen_settings
+    from streamrl.machine.engine_settings import settings_note
     from streamrl.machine.model_files import resolve_model
 
     if types is None:
@@ -285,9 +285,9 @@ def _engines(cluster: ClusterConfig, run: RunConfig, site: str | None, types: Ty
     sites = [cluster.sites[site]] if site is not None else list(cluster.sites.values())
     pools = [pool for one in sites for pool in one.generation]
     folder = Path(resolve_model(run.model.path))
-    choices = set() if cuda else {str(chosen_settings(folder, types.dtype, pool.threads)) for pool in pools}
+    notes = set() if cuda else {settings_note(folder, types.dtype, pool.threads) for pool in pools}
     computed = {choose_here(with_type(run, types), cuda, pool.gpus_per_replica) for pool in pools}
-    said = [*sorted(choices), *sorted(str(one) for one in computed if one.why)]
+    said = [*sorted(notes), *sorted(str(one) for one in computed if one.why)]
     return {"instances": "; ".join(said)} if said else {}
 
 

@@ -1,10 +1,10 @@
-"""vLLM's settings on a CPU: which are tried, which is chosen, and where the choice is stored.
+"""vLLM's settings on a CPU: which are tried beside the default, what was measured, and where that is stored.
 
 `streamrl calibrate --engine` tries compile mode, thread binding and the KV cache's type one by one against the default
-and reports the result. Runs use none of them so far. It has not been shown that a compiled engine uses weights that
-were loaded later. Thread binding is up to the cluster file (`cores` of a pool), as two instances must not share cores.
-A KV cache of another type than the model's changes log-probabilities, which would add to the trainer-generator
-mismatch.
+and reports the result. Runs use the default, and say what was measured. It has not been shown that a compiled engine
+uses weights that were loaded later. Thread binding is up to the cluster file (`cores` of a pool), as two instances must
+not share cores. A KV cache of another type than the model's changes log-probabilities, which would add to the
+trainer-generator mismatch.
 """
 
 from __future__ import annotations
@@ -23,15 +23,10 @@ from streamrl.atomic_files import replace_json
 from streamrl.machine.cpu import Cpu, this_cpu
 from streamrl.machine.model_files import cache_directory, read_config
 
-WORTH = 1.05
-"""Smallest speedup over the default that counts; less is noise."""
-MOST_EXTRA_START_S = 30.0
-"""Longest delay of an instance's start that a speedup is worth: work waits while a lost instance is replaced."""
-
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Settings of vLLM on a CPU; the defaults apply where nothing was measured."""
+    """Settings of vLLM on a CPU; runs use the defaults."""
 
     compiled: bool = False
     """Whether inductor compiles the model; otherwise it runs eagerly."""
@@ -44,11 +39,6 @@ class EngineSettings:
         cache = "the model's type" if self.kv_cache == "auto" else self.kv_cache
         mode, threads = "compiled" if self.compiled else "eager", "bound" if self.bound else "free"
         return f"{mode}, {threads} threads, KV cache of {cache}"
-
-    @property
-    def may_be_chosen(self) -> bool:
-        """Whether runs may use these settings: only the default mode, threads and KV cache so far."""
-        return not (self.compiled or self.bound) and self.kv_cache == "auto"
 
 
 DEFAULT = EngineSettings()
@@ -75,33 +65,22 @@ class EngineTrial:
         return math.exp(sum(math.log(its[size] / mine[size]) for size in both) / len(both)) if both else 0.0
 
 
-@dataclass(frozen=True)
-class EngineChoice:
-    """The settings that instances use and the reason for them."""
-
-    settings: EngineSettings
-    why: str
-
-    def __str__(self) -> str:
-        return f"vLLM: {self.settings} ({self.why})"
+NOT_MEASURED = "default; `streamrl calibrate --engine` measures the others here"
 
 
-NOT_MEASURED = EngineChoice(DEFAULT, "default; `streamrl calibrate --engine` measures the others here")
-
-
-def choose(trials: Sequence[EngineTrial], where: str) -> EngineChoice:
-    """Choose among the settings that were tried.
+def comparison(trials: Sequence[EngineTrial], where: str) -> str:
+    """Say how fast the other settings were beside the default.
 
     Args:
         trials: trials, that of the default settings first.
-        where: CPU and date, for the explanation.
+        where: CPU and date.
 
     Raises:
         ValueError: the default was not tried, or did not start.
     """
     if not trials or trials[0].settings != DEFAULT or trials[0].error:
         raise ValueError("there is nothing to compare with: the default settings did not start")
-    base, best, findings = trials[0], trials[0], []
+    base, findings = trials[0], []
     for trial in trials[1:]:
         name = NAMES.get(trial.settings, str(trial.settings))
         if trial.error:
@@ -109,10 +88,7 @@ def choose(trials: Sequence[EngineTrial], where: str) -> EngineChoice:
             continue
         speed, later = trial.speed_over(base), trial.start_s - base.start_s
         findings.append(f"{name} {speed:.2f} x as fast, start {later:+.0f} s")
-        worth = speed >= max(WORTH, best.speed_over(base)) and later <= MOST_EXTRA_START_S
-        if worth and trial.settings.may_be_chosen:
-            best = trial
-    return EngineChoice(best.settings, f"measured on {where}: {'; '.join(findings)}")
+    return f"measured on {where}: {'; '.join(findings)}"
 
 
 def table(trials: Sequence[EngineTrial]) -> list[str]:
@@ -127,8 +103,8 @@ def table(trials: Sequence[EngineTrial]) -> list[str]:
     return lines
 
 
-def keep(choice: EngineChoice, trials: Sequence[EngineTrial], model_folder: Path, dtype: str, threads: int) -> Path:
-    """Store a choice for later runs on this machine.
+def keep(said: str, trials: Sequence[EngineTrial], model_folder: Path, dtype: str, threads: int) -> Path:
+    """Store the trials, and what `comparison` said of them, for later runs on this machine.
 
     Raises:
         OSError: the file cannot be written.
@@ -136,24 +112,22 @@ def keep(choice: EngineChoice, trials: Sequence[EngineTrial], model_folder: Path
     path = _path(model_folder, dtype, threads)
     path.parent.mkdir(parents=True, exist_ok=True)
     measured = {"cpu": str(this_cpu()), "measured": time.strftime("%Y-%m-%d"), "trials": [asdict(t) for t in trials]}
-    replace_json(path, {"settings": asdict(choice.settings), "why": choice.why} | measured)
+    replace_json(path, {"why": said} | measured)
     return path
 
 
-def chosen_settings(model_folder: Path, dtype: str, threads: int) -> EngineChoice:
-    """Return the settings of instances on this machine: those measured here, else the default.
+def settings_note(model_folder: Path, dtype: str, threads: int) -> str:
+    """Return the settings of instances on this machine, and what was measured of the others here.
 
     Args:
         model_folder: the model in HF format.
         dtype: compute type.
         threads: CPU threads of an instance.
     """
+    why = NOT_MEASURED
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        values = json.loads(_path(model_folder, dtype, threads).read_text())
-        settings = EngineSettings(**values["settings"])
-        if settings.may_be_chosen:
-            return EngineChoice(settings, str(values["why"]))
-    return NOT_MEASURED
+        why = str(json.loads(_path(model_folder, dtype, threads).read_text())["why"])
+    return f"vLLM: {DEFAULT} ({why})"
 
 
 def _path(model_folder: Path, dtype: str, threads: int) -> Path:

@@ -14,7 +14,7 @@ from streamrl.config.cluster import ClusterConfig, GenerationPool, SiteLink
 from streamrl.config.load import load_resolved
 from streamrl.config.run import RunConfig
 from streamrl.machine.compute_type import ComputeType, TypeChoice, choose_in_process, wire_type, with_type
-from streamrl.machine.engine_settings import EngineChoice, chosen_settings
+from streamrl.machine.engine_settings import settings_note
 from streamrl.machine.model_files import resolve_model
 from streamrl.run_dir import layout, start_stages
 from streamrl.runtime.device_turns import instance_start_s
@@ -132,13 +132,13 @@ class RoleContext:
         """Compute type and reason, as this process's heartbeats report them."""
         return {"dtype": self.type_choice.dtype, "dtype_why": self.type_choice.why} if self.type_choice else {}
 
-    def engine_choice(self, pool: GenerationPool) -> EngineChoice:
-        """Return the vLLM settings of a pool's instances on this machine's CPU.
+    def engine_note(self, pool: GenerationPool) -> str:
+        """Return the vLLM settings of a pool's instances on this machine's CPU, and what was measured of others.
 
         Raises:
             UserError: the model is missing.
         """
-        return chosen_settings(Path(resolve_model(self.run.model.path)), self.run.model.dtype, pool.threads)
+        return settings_note(Path(resolve_model(self.run.model.path)), self.run.model.dtype, pool.threads)
 
     @property
     def one_machine(self) -> bool:

@@ -1,4 +1,4 @@
-"""vLLM's settings on a CPU: what is chosen from trials, what is said of it, and that it is found again."""
+"""vLLM's settings on a CPU: what is said of trials, and that it is found again."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from streamrl.machine.engine_settings import (
     CANDIDATES,
     DEFAULT,
     NOT_MEASURED,
-    EngineChoice,
-    EngineSettings,
     EngineTrial,
-    choose,
-    chosen_settings,
+    comparison,
     keep,
     key,
+    settings_note,
     table,
 )
 
@@ -33,55 +31,23 @@ def quicker(trial: EngineTrial, factor: float, start_s: float = 10.0) -> EngineT
     return replace(trial, start_s=start_s, step_s=tuple((size, s / factor) for size, s in trial.step_s))
 
 
-@pytest.fixture
-def compiled_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretend that compiled engines are known to take new weights."""
-    proven = property(lambda settings: settings in (DEFAULT, COMPILED.settings))
-    monkeypatch.setattr(EngineSettings, "may_be_chosen", proven)
-
-
-def test_nothing_that_is_not_proven_right_is_chosen_however_fast_it_is() -> None:
-    assert choose([BASE, *(quicker(one, 3.0) for one in (COMPILED, BOUND, FP8))], "one").settings == DEFAULT
-
-
-@pytest.mark.parametrize(
-    ("trials", "chosen"),
-    [
-        ([BASE], DEFAULT),
-        ([BASE, quicker(COMPILED, 1.2)], COMPILED.settings),
-        ([BASE, quicker(COMPILED, 1.04)], DEFAULT),  # noise
-        ([BASE, quicker(COMPILED, 1.2, start_s=41.0)], DEFAULT),  # starts too late
-        ([BASE, quicker(COMPILED, 1.2, start_s=39.0)], COMPILED.settings),
-        ([BASE, quicker(BOUND, 2.0)], DEFAULT),  # two instances would take the same cores
-        ([BASE, quicker(FP8, 2.0)], DEFAULT),  # other log-probabilities
-        ([BASE, EngineTrial(COMPILED.settings, error="no compiler")], DEFAULT),
-    ],
-)
-def test_the_default_gives_way_only_to_what_is_faster_and_safe(
-    trials: list[EngineTrial], chosen: EngineSettings, compiled_is_proven: None
-) -> None:
-    assert choose(trials, "one").settings == chosen
-
-
 def test_a_speed_is_the_mean_over_batch_sizes_that_both_have() -> None:
     mixed = replace(COMPILED, step_s=((1, 0.025), (64, 0.8), (128, 0.1)))
     assert mixed.speed_over(BASE) == pytest.approx(1.0)
     assert quicker(COMPILED, 1.5).speed_over(BASE) == pytest.approx(1.5)
 
 
-def test_without_the_default_nothing_is_chosen() -> None:
+def test_without_the_default_nothing_is_compared() -> None:
     for trials in ([], [COMPILED], [EngineTrial(DEFAULT, error="no memory"), COMPILED]):
         with pytest.raises(ValueError, match="nothing to compare"):
-            choose(trials, "one")
+            comparison(trials, "one")
 
 
-def test_the_choice_says_what_was_measured_in_one_sentence(compiled_is_proven: None) -> None:
+def test_what_was_measured_is_one_sentence() -> None:
     trials = [BASE, quicker(COMPILED, 1.2, start_s=22.0), EngineTrial(FP8.settings, error="needs AVX-512")]
-    assert str(choose(trials, "one CPU, 2026-01-02")) == (
-        "vLLM: compiled, free threads, KV cache of the model's type (measured on one CPU, 2026-01-02: "
-        "compiled 1.20 x as fast, start +12 s; fp8 KV cache: needs AVX-512)"
+    assert comparison(trials, "one CPU, 2026-01-02") == (
+        "measured on one CPU, 2026-01-02: compiled 1.20 x as fast, start +12 s; fp8 KV cache: needs AVX-512"
     )
-    assert str(NOT_MEASURED).startswith("vLLM: eager, free threads, KV cache of the model's type (default; ")
 
 
 def test_the_table_has_a_line_for_each_trial() -> None:
@@ -91,22 +57,22 @@ def test_the_table_has_a_line_for_each_trial() -> None:
     assert lines[2].split()[:3] == ["0.0", "-", "-"] and lines[2].endswith("KV cache of fp8: needs AVX-512")
 
 
-def test_a_kept_choice_is_found_again_for_the_same_machine_model_type_and_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled_is_proven: None
+def test_what_was_measured_is_found_again_for_the_same_machine_model_type_and_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_settings, "cache_directory", lambda: tmp_path / "cache")
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(CONFIG))
-    assert chosen_settings(model, "float32", 1) == NOT_MEASURED
-    choice = choose([BASE, quicker(COMPILED, 1.2)], "one")
-    path = keep(choice, [BASE], model, "float32", 1)
-    assert chosen_settings(model, "float32", 1) == choice
-    assert chosen_settings(model, "bfloat16", 1) == chosen_settings(model, "float32", 2) == NOT_MEASURED
-    keep(EngineChoice(FP8.settings, "by hand"), [BASE], model, "float32", 1)
-    assert chosen_settings(model, "float32", 1) == NOT_MEASURED  # whatever the file says
+    default = "vLLM: eager, free threads, KV cache of the model's type"
+    unknown = f"{default} ({NOT_MEASURED})"
+    assert settings_note(model, "float32", 1) == unknown
+    said = comparison([BASE, quicker(COMPILED, 3.0)], "one")
+    path = keep(said, [BASE], model, "float32", 1)
+    assert settings_note(model, "float32", 1) == f"{default} ({said})"  # however fast others are
+    assert settings_note(model, "bfloat16", 1) == settings_note(model, "float32", 2) == unknown
     path.write_text("{")
-    assert chosen_settings(model, "float32", 1) == NOT_MEASURED
+    assert settings_note(model, "float32", 1) == unknown
 
 
 def test_the_key_follows_what_step_times_depend_on() -> None:

@@ -18,7 +18,7 @@ from streamrl.generation.drafts.drafter import RolloutDrafter
 from streamrl.generation.instance.eight_bits import quantization_config
 from streamrl.generation.instance.engine_variables import EAGER, FEW_ROWS, NORMS, QUANTIZATION
 from streamrl.generation.instance.vllm_plugin import register
-from streamrl.machine.engine_settings import EngineSettings, chosen_settings
+from streamrl.machine.engine_settings import DEFAULT, EngineSettings
 from streamrl.machine.model_files import resolve_model
 from streamrl.runtime.device_turns import takes_turns
 from streamrl.weights.backends.base import LOAD_FORMATS
@@ -73,7 +73,7 @@ def engine_config(
         run: configuration of the run.
         cuda: whether the cluster has GPUs.
         place: place of this node; None: the only one.
-        settings: settings of a CPU engine; None: those chosen for this machine.
+        settings: settings of a CPU engine; None: the default.
 
     Raises:
         ValueError: `model.dtype: auto` or `generation.compute: auto` has not been resolved for this process, or an
@@ -85,7 +85,7 @@ def engine_config(
     eight_bits = eight_bit_arguments(run, pool)
     os.environ[QUANTIZATION] = eight_bits.get("load_format", "")  # of the engine before, in this process
     if not cuda:
-        settings = settings or chosen_settings(Path(model), run.model.dtype, pool.threads).settings
+        settings = settings or DEFAULT
         # read by the plugin, here and in vLLM's other processes
         os.environ[EAGER] = "0" if settings.compiled else "1"
         if not eight_bits and _has_few_rows(Path(model), run.model.dtype, settings):

@@ -102,7 +102,7 @@ class InstanceProcess:
 
         self.context.say("loading the model into vLLM")
         if not cuda:
-            self._compute_type["dtype_why"] += f"; {self.context.engine_choice(self.pool)}"
+            self._compute_type["dtype_why"] += f"; {self.context.engine_note(self.pool)}"
         computation = choose_here(self.context.run, cuda, self.pool.gpus_per_replica)
         if computation.kind != "same":
             self._compute_type["dtype"] = computation.kind

@@ -20,7 +20,15 @@ from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
 from streamrl.machine.cpu import this_cpu
-from streamrl.machine.engine_settings import CANDIDATES, EngineSettings, EngineTrial, choose, keep, table
+from streamrl.machine.engine_settings import (
+    CANDIDATES,
+    EngineSettings,
+    EngineTrial,
+    comparison,
+    keep,
+    settings_note,
+    table,
+)
 from streamrl.machine.model_files import resolve_model
 from streamrl.runtime.process_plan import KEPT_HEAP, ONE_BLAS_THREAD, PASSIVE_WAITING
 
@@ -34,7 +42,7 @@ TRIAL_LIMIT_S = 300.0
 
 
 def try_settings(pool: GenerationPool, run: RunConfig, site: str, say: Callable[[str], None]) -> None:
-    """Try all candidate settings, print a table, and store the choice for this machine.
+    """Try all candidate settings, print a table, and store it for this machine.
 
     Args:
         pool: pool whose instance is started.
@@ -43,7 +51,7 @@ def try_settings(pool: GenerationPool, run: RunConfig, site: str, say: Callable[
         say: called with each line of output.
 
     Raises:
-        UserError: not even the default settings start, or the choice cannot be stored.
+        UserError: not even the default settings start, or the trials cannot be stored.
     """
     trials = []
     for settings in CANDIDATES:
@@ -53,12 +61,13 @@ def try_settings(pool: GenerationPool, run: RunConfig, site: str, say: Callable[
         say(line)
     if trials[0].error:
         raise UserError(f"vLLM does not start with its default settings: {trials[0].error}")
-    choice = choose(trials, f"{this_cpu()}, {time.strftime('%Y-%m-%d')}")
+    said = comparison(trials, f"{this_cpu()}, {time.strftime('%Y-%m-%d')}")
+    kind = Path(resolve_model(run.model.path)), run.model.dtype, pool.threads
     try:
-        path = keep(choice, trials, Path(resolve_model(run.model.path)), run.model.dtype, pool.threads)
+        path = keep(said, trials, *kind)
     except OSError as error:
-        raise UserError(f"cannot keep the choice: {error}") from error
-    say(str(choice))
+        raise UserError(f"cannot keep what was measured: {error}") from error
+    say(settings_note(*kind))
     say(f"kept in {path}")
 
 
