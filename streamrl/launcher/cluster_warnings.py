@@ -1,0 +1,27 @@
+"""What a cluster file sets and a launch does not use; people share such files between machines, so none is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from streamrl.config.cluster import AgentPoolConfig, ClusterConfig, GenerationPool
+
+OF_OTHERS = {"cuda": ("kv_cache_gb", "cpu"), "cpu": ("gpu_memory_fraction", "cuda")}
+"""By hardware, the key of a pool that only the other hardware uses."""
+
+
+def cluster_warnings(cluster: ClusterConfig) -> Iterable[str]:
+    """Say which keys have another value than their default and no use; not of an emulated cluster, which is changed."""
+    key, other = OF_OTHERS[cluster.hardware]
+    default = GenerationPool.model_fields[key].default
+    for name, site in cluster.sites.items():
+        if site.trainer is not None and site.trainer.sharding == "hybrid" and site.trainer.nodes == 1:
+            yield f"sites.{name}.trainer.sharding: hybrid is the same as full on one node"
+        for pool in site.generation:
+            if getattr(pool, key) != default:
+                yield (
+                    f"sites.{name}.generation ({pool.name}).{key} has no use with hardware: {cluster.hardware}, only "
+                    f"with {other}"
+                )
+        if not site.generation and site.agents != AgentPoolConfig():
+            yield f"sites.{name}.agents has no use at a site without a generation pool: agents work beside those"
