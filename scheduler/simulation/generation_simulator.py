@@ -104,7 +104,7 @@ class _Engine:
     context: float = 0.0
     """Tokens of context of all running requests."""
     stall: float = 0.0
-    """Seconds of prefill that are still to do."""
+    """Seconds of prefill or of a pause that are still to come."""
     busy: float = 0.0
     running: dict[str, _Running] = field(default_factory=dict)
     by_end: list[tuple[float, str]] = field(default_factory=list)
@@ -124,11 +124,13 @@ class _Engine:
         """Work until `now`."""
         elapsed = now - self.now
         self.now = now
-        if not self.running or elapsed <= 0:
+        if elapsed <= 0:
             return
-        self.busy += elapsed
         read = min(self.stall, elapsed)
         self.stall -= read
+        if not self.running:
+            return
+        self.busy += elapsed
         elapsed -= read
         if elapsed <= 0:
             return
@@ -296,11 +298,11 @@ class Simulation:
         return kept
 
     def pause(self, seconds: float, now: float) -> None:
-        """Stop decoding on all instances for so many seconds."""
+        """Stop decoding on all instances for so many seconds; what an idle one is given meanwhile begins after them."""
         for engine in self.engines.values():
             engine.advance(now)
+            engine.stall += seconds
             if engine.running:
-                engine.stall += seconds
                 engine.epoch += 1
                 self._plan(engine)
 

@@ -15,7 +15,7 @@ from scheduler.dispatch.baselines import LeastLoaded
 from scheduler.dispatch.registry import make_policy
 from scheduler.schedule.rounds import PartialRollouts, Rounds, TailBatching
 from scheduler.schedule.schedules import make_schedule
-from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest
+from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, Simulation
 from scheduler.simulation.pipeline import Pipeline
 from scheduler.simulation.stages import PipelineOutcome, SimulatedLink, Stages
 
@@ -173,6 +173,25 @@ def test_instances_pause_to_load_weights() -> None:
     outcome = run.run(groups([[5.0], [20.0], [30.0]]), 2)
     # both begin at 0; the version of the first (5 s) stops the second until 9 s, so that it ends at 24 s
     assert outcome.stepped == pytest.approx((5.0, 24.0))
+
+
+@pytest.mark.parametrize(("train_rate", "ends"), [(1e9, (5.0, 29.0)), (2.0, (7.5, 41.5))])
+def test_an_idle_instance_loads_weights_before_it_begins(train_rate: float, ends: tuple[float, float]) -> None:
+    stages = Stages(train_rate, load_s=4.0)
+    run = Pipeline(LeastLoaded(), [SimulatedInstance("a", UNIT, 8)], stages, make_schedule("sync"), 1)
+    # the second group, of 20 s, is issued as the weights arrive, and begins when they are loaded
+    assert run.run(groups([[5.0], [20.0]]), 2).stepped == pytest.approx(ends)
+
+
+def test_a_pause_passes_while_an_instance_is_idle() -> None:
+    simulation = Simulation(LeastLoaded(), [SimulatedInstance("a", UNIT, 8)])
+    simulation.pause(4.0, 1.0)
+    simulation.submit(groups([[5.0]])[0], 3.0)
+    assert simulation.finish_next()[0] == pytest.approx(10.0)
+    simulation.pause(4.0, 10.0)
+    simulation.submit([SimulatedRequest("late", 5.0)], 20.0)
+    assert simulation.finish_next()[0] == pytest.approx(25.0)
+    assert simulation.engines["a"].busy == pytest.approx(2.0 + 5.0 + 5.0), "idle while nothing is there to do"
 
 
 def random_run(
