@@ -34,11 +34,12 @@ from scheduler.cost.generation_cost import (
     Batch,
     ReplicaKind,
     most_requests,
+    replica_degrees,
     replica_kind,
     requests_of_share,
     share_ends,
 )
-from scheduler.cost.hardware import Device, tensor_parallel_degrees
+from scheduler.cost.hardware import Device
 from scheduler.cost.model_shapes import Transformer
 from scheduler.cost.training_cost import TrainerTime, TrainingWork, trainer_times
 from scheduler.schedule.schedules import KINDS
@@ -202,7 +203,7 @@ class Allocator:
             if offer.generates:
                 fits = (
                     replica_kind(problem.model, offer.device, tp, problem.batch, offer.max_batch)
-                    for tp in tensor_parallel_degrees(offer.device, problem.model.heads)
+                    for tp in replica_degrees(problem.model, offer.device)
                     if tp <= offer.count
                 )
                 self.kinds[number] = [kind for kind in fits if kind is not None]

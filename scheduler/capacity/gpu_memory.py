@@ -184,7 +184,7 @@ def _changes(shape: MemoryShape) -> Iterator[tuple[str, dict[str, Any]]]:
     if shape.work.recompute is not True:
         yield "optimizer.gradient_checkpointing: true", {"work": replace(shape.work, recompute=True)}
     each = shape.gpus_per_replica
-    while (each := 2 * each) <= 8 and shape.model.heads % each == 0:
+    while (each := 2 * each) <= 8 and not undivided_heads(shape.model.heads, shape.model.kv_heads, each):
         yield f"gpus_per_replica: {each}", {"gpus_per_replica": each}
     shared = range(2 * shape.sequence_parallel, MOST_SHARING + 1, shape.sequence_parallel)  # 3 ranks for 9 heads
     for sharing in shared:

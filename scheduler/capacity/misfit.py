@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from scheduler.capacity.allocation import Allocator, Problem
-from scheduler.cost.generation_cost import GPU_MEMORY_FRACTION, free_bytes, slots_of
-from scheduler.cost.hardware import tensor_parallel_degrees
+from scheduler.cost.generation_cost import GPU_MEMORY_FRACTION, free_bytes, replica_degrees, slots_of
 from scheduler.cost.training_cost import (
     layout_on,
     memory_per_gpu,
@@ -86,7 +85,7 @@ def _generation(problem: Problem) -> str:
     for offer in problem.offers:
         if not offer.generates:
             continue
-        possible = tensor_parallel_degrees(offer.device, model.heads)
+        possible = replica_degrees(model, offer.device)
         most = max(tp for tp in possible if tp <= offer.count)
         cache = model.shape.kv_bytes_per_token * max(1.0, most / model.kv_heads) * batch.most_tokens
         short = cache - free_bytes(model, offer.device, most)

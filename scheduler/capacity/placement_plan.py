@@ -29,8 +29,8 @@ from scheduler.capacity.allocation import (
 )
 from scheduler.capacity.covering import Replicas, generation_seconds
 from scheduler.capacity.steady_step import SteadyStep, steady_step
-from scheduler.cost.generation_cost import replica_kind
-from scheduler.cost.hardware import Device, tensor_parallel_degrees
+from scheduler.cost.generation_cost import replica_degrees, replica_kind
+from scheduler.cost.hardware import Device
 from scheduler.cost.training_cost import switch_seconds, trainer_times
 from scheduler.schedule.schedules import KINDS
 
@@ -200,7 +200,7 @@ class PlacementPlan:
             offer = self.problem.offers[number]
             fits = [
                 replica_kind(self.problem.model, offer.device, tp, self.problem.batch, offer.max_batch)
-                for tp in tensor_parallel_degrees(offer.device, self.problem.model.heads)
+                for tp in replica_degrees(self.problem.model, offer.device)
             ]
             if all(kind is None or not kind.share(deadline, steady) for kind in fits):
                 found.append(f"{offer.device.name} of {offer.site}")
@@ -408,7 +408,7 @@ def colocated(problem: Problem, objective: PlanObjective) -> Colocated | None:
         usd = offer.count * offer.usd_per_hour
         if time is None or not offer.trains or not offer.generates or usd > problem.budget:
             continue
-        for tp in tensor_parallel_degrees(offer.device, problem.model.heads):
+        for tp in replica_degrees(problem.model, offer.device):
             kind = replica_kind(problem.model, offer.device, tp, batch, offer.max_batch)
             if kind is None or offer.count < tp:
                 continue

@@ -21,8 +21,8 @@ from functools import lru_cache
 import numpy as np
 
 from scheduler.cost.decode import Floats, StepCurve, replica_ends, roofline
-from scheduler.cost.hardware import Device
-from scheduler.cost.model_shapes import Transformer
+from scheduler.cost.hardware import Device, tensor_parallel_degrees
+from scheduler.cost.model_shapes import Transformer, undivided_heads
 from scheduler.cost.speculative_decoding import Speculation, speculated
 from scheduler.cost.training_cost import HOST_LINK_GB_S, StepTokens
 
@@ -188,6 +188,13 @@ class ReplicaKind:
     def load_seconds(self, model: Transformer) -> float:
         """Return the seconds to load a version from host memory, generation paused."""
         return model.weight_bytes / self.tensor_parallel / (HOST_LINK_GB_S * 1e9)
+
+
+def replica_degrees(model: Transformer, device: Device) -> list[int]:
+    """Return the degrees of tensor parallelism of a replica inside a machine: vLLM divides query and key-value heads,
+    and copies the latter where there are fewer of them than GPUs."""
+    possible = tensor_parallel_degrees(device, model.heads)
+    return [tp for tp in possible if not undivided_heads(model.heads, model.kv_heads, tp)]
 
 
 def slots_of(model: Transformer, device: Device, tensor_parallel: int, batch: Batch, most: int | None = None) -> int:

@@ -155,7 +155,9 @@ def _attends_alone(values: Mapping[str, Any]) -> bool:
 
 
 def undivided_heads(heads: int, kv_heads: int | None, ranks: int) -> str:
-    """Return why ranks cannot share attention's heads (`trainer.sequence_parallel`); '': they can.
+    """Return why ranks cannot share attention's heads; '': they can.
+
+    The ranks are those of `trainer.sequence_parallel`, or the GPUs of a vLLM instance (`gpus_per_replica`).
 
     Each rank takes as many query heads, and the key-value heads that these use. Where there are fewer of the latter
     than ranks, several ranks get the same one.
@@ -163,7 +165,7 @@ def undivided_heads(heads: int, kv_heads: int | None, ranks: int) -> str:
     Args:
         heads: query heads.
         kv_heads: key-value heads; None or 0, as a configuration may leave them out: as many.
-        ranks: ranks that share rows.
+        ranks: ranks that share the heads.
     """
     kv_heads = kv_heads or heads
     if heads % ranks:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from scheduler.cost.model_shapes import undivided_heads
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.errors import ErrorCode, UserError
@@ -38,11 +39,13 @@ def check_heads(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
         values = _of_text(read_config(Path(resolve_model(run.model.path))))
     except UserError:
         return  # reported by `check_model`
-    heads = values.get("num_attention_heads")
+    heads, kv_heads = values.get("num_attention_heads"), values.get("num_key_value_heads")
+    kv_heads = kv_heads if isinstance(kv_heads, int) else None
     for name, site in cluster.sites.items():
         for pool in site.generation:
-            key = f"sites.{name}.generation ({pool.name}).gpus_per_replica"
-            yield from _undivided(key, pool.gpus_per_replica, heads, "attention", run.model.path)
+            each = pool.gpus_per_replica
+            if isinstance(heads, int) and (problem := undivided_heads(heads, kv_heads, each)):
+                yield f"sites.{name}.generation ({pool.name}).gpus_per_replica is {each}: {problem} of {run.model.path}"
     yield from _undivided_by_trainer(cluster, values, run.model.path)
 
 
@@ -134,11 +137,7 @@ def _vocabulary(folder: Path) -> tuple[dict[int, str], int]:
 def _undivided_by_trainer(cluster: ClusterConfig, values: Mapping[str, Any], path: str) -> Iterable[str]:
     trainer = cluster.sites[cluster.trainer_site].trainer
     assert trainer is not None
-    heads = values.get("num_key_value_heads") or values.get("num_attention_heads")
-    key = f"sites.{cluster.trainer_site}.trainer.tensor_parallel"
-    yield from _undivided(key, trainer.tensor_parallel, heads, "key-value", path)
-
-
-def _undivided(key: str, ranks: int, heads: object, kind: str, path: str) -> Iterable[str]:
+    heads, ranks = values.get("num_key_value_heads") or values.get("num_attention_heads"), trainer.tensor_parallel
     if isinstance(heads, int) and heads % ranks:
-        yield f"{key} is {ranks}: expected a divisor of the {heads} {kind} heads of {path}"
+        key = f"sites.{cluster.trainer_site}.trainer.tensor_parallel"
+        yield f"{key} is {ranks}: expected a divisor of the {heads} key-value heads of {path}"

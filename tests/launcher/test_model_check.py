@@ -57,6 +57,14 @@ def test_a_context_longer_than_the_model_has_positions(tmp_path: Path) -> None:
 def test_heads_that_cannot_be_shared_out_are_told(tmp_path: Path) -> None:
     run = of_model(model(tmp_path / "m", num_attention_heads=8, num_key_value_heads=2))
     assert list(check_heads(cluster(gpus_per_replica=8), run)) == []
+    wide = of_model(model(tmp_path / "wide", num_attention_heads=40, num_key_value_heads=10))
+    assert list(check_heads(cluster(gpus_per_replica=2), wide)) == []
+    assert list(check_heads(cluster(gpus_per_replica=4), wide)) == [
+        f"sites.here.generation (regular).gpus_per_replica is 4: expected a divisor or a multiple of the 10 key-value "
+        f"heads of {wide.model.path}"
+    ]
+    by_layer = of_model(model(tmp_path / "layers", num_attention_heads=8, num_key_value_heads=[2, 4]))
+    assert list(check_heads(cluster(gpus_per_replica=8), by_layer)) == []
     assert list(check_heads(cluster(tensor_parallel=4, gpus_per_replica=3), run)) == [
         f"sites.here.generation (regular).gpus_per_replica is 3: expected a divisor of the 8 attention heads of "
         f"{run.model.path}",

@@ -28,7 +28,7 @@ from scheduler.cost import generation_cost
 from scheduler.cost.decode import replica_ends
 from scheduler.cost.generation_cost import Batch, replica_kind, requests_of_share, slots_of
 from scheduler.cost.hardware import device, tensor_parallel_degrees
-from scheduler.cost.model_shapes import MODELS
+from scheduler.cost.model_shapes import MODELS, Transformer
 from scheduler.cost.training_cost import GRPO, PPO, TrainerTime
 from scheduler.dispatch.baselines import RoundRobin
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, simulate
@@ -338,6 +338,16 @@ def test_slots_are_what_the_kv_cache_holds() -> None:
     assert 0 < few < many and held <= gpu.memory_gb * 1e9 * 0.9 - MODELS["7b"].weight_bytes
     assert slots_of(MODELS["32b"], gpu, 1, BATCH) == 0
     assert tensor_parallel_degrees(gpu, MODELS["7b"].heads) == [1, 2, 4], "28 heads cannot be split by 8"
+
+
+def test_a_replica_has_only_as_many_gpus_as_share_the_key_value_heads() -> None:
+    phi = Transformer("phi-4", 40, 5120, 40, 10, 128, 17920, 100_352, False, "its config.json")
+    one = replace(problem(offer("a", "H100", 16)), model=phi)
+    (kinds,) = Allocator(one).kinds.values()
+    assert [kind.tensor_parallel for kind in kinds] == [1, 2], "vLLM neither divides 10 heads by 4 nor copies them"
+    assert {pool.kind.tensor_parallel for pool in plans(one, "sync", "throughput")[0].split.generation} <= {1, 2}
+    together = colocated(one, "throughput")
+    assert together is not None and together.tensor_parallel <= 2
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,13 @@ def test_the_smallest_change_that_fits_is_named(changed: dict[str, float], phase
     assert smallest_change(shape) == change
 
 
+def test_instances_are_not_proposed_more_gpus_than_share_the_key_value_heads() -> None:
+    small = replace(SHAPE, shared=False, fraction=0.95, engine_gpu_bytes=4 * GIB)
+    assert smallest_change(small) == "gpus_per_replica: 2"
+    odd = replace(MODEL, heads=12, kv_heads=3)
+    assert "gpus_per_replica" not in smallest_change(replace(small, model=odd))
+
+
 def test_no_larger_micro_batch_would_fit() -> None:
     assert [fits(replace(SHAPE, micro_tokens=tokens)) for tokens in (15_872, 16_128)] == [True, False]
 
