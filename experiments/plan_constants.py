@@ -117,7 +117,7 @@ OF_THE_SEARCH = {
 DEVICE_SOURCES = {
     "bf16_tflops": "the paper's table 1",
     "memory_bandwidth_gb_s": "the paper's table 1",
-    "memory_gb": "the paper's table 1",
+    "memory_gb": "what nvidia-smi shows of such GPUs (memory.total)",
     "link_gb_s": "the paper's table 1",
     "network_gbit_s": "the paper: 8 x 200 Gbit/s per machine of H800, 100 Gbit/s per machine of H20",
     "matmul_share": "Bekman's maximum achievable matmul FLOPS, H100; assumption for both",

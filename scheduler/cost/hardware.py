@@ -34,7 +34,7 @@ class Device:
     bf16_tflops: float
     """Dense bf16 matrix rate, 10^12 operations per second."""
     memory_gb: float
-    """Memory in 10^9 bytes."""
+    """Memory in 10^9 bytes: all that its driver tells of, which is what a launch compares with."""
     memory_bandwidth_gb_s: float
     """Memory bandwidth in 10^9 bytes per second."""
     link_gb_s: float
@@ -79,6 +79,15 @@ _PAPER_PRICE = f"{_PAPER}: machine cost relative to an H20, not USD"
 _CLOUDS = "assumption: order of magnitude of on-demand list prices of GPU clouds, rounded; put your own"
 
 
+def _mib(count: int) -> float:
+    """Return 10^9 bytes of `count` MiB.
+
+    The catalogue has `memory.total` of nvidia-smi (rocm-smi for the MI300X), as public logs of such machines show it:
+    what data sheets give in GB are GiB, of which drivers keep some.
+    """
+    return count * 2**20 / 1e9
+
+
 def _cloud(usd_per_hour: float) -> Price:
     return Price(usd_per_hour, "2025-07", _CLOUDS)
 
@@ -89,7 +98,7 @@ _H100 = (
     "https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html"
 )
 _H200 = (
-    "S. Bekman, Machine Learning Engineering, accelerators (989 TFLOPS dense, as the H100; 141 GB, 4.8 TB/s), "
+    "S. Bekman, Machine Learning Engineering, accelerators (989 TFLOPS dense, as the H100; 4.8 TB/s), "
     "https://github.com/stas00/ml-engineering; NVLink: NVIDIA's system description in MLPerf Inference 4.1, "
     "https://github.com/mlcommons/inference_results_v4.1"
 )
@@ -109,12 +118,11 @@ _RTX4090 = (
 )
 _B200 = (
     "G. Lockwood, B200 (HGX at 1,000 W: 2,250 TFLOPS dense), https://glennklockwood.com/garden/processors/B200; "
-    "180 GB of the chip's 192 in HGX and DGX machines: Runpod, https://docs.runpod.io/serverless/pricing; "
     "8 TB/s, 1.8 TB/s: Vultr, HGX B200, https://docs.vultr.com/inference-cookbook/cuda/getting-started/hardware-overview"
 )
 _MI300X = (
     "304 compute units (AMD, https://rocm.docs.amd.com/en/docs-6.2.2/conceptual/gpu-arch/mi300.html) x 2,048 "
-    "operations x 2.1 GHz (AMD's data sheet, not looked up); 192 GB, 5.3 TB/s, 896 GB/s (7 links of 128): Yobitel, "
+    "operations x 2.1 GHz (AMD's data sheet, not looked up); 5.3 TB/s, 896 GB/s (7 links of 128): Yobitel, "
     "https://www.yobitel.com/knowledge-base/amd-mi300x"
 )
 
@@ -143,7 +151,7 @@ CATALOGUE: dict[str, Device] = {
     device.name: device
     for device in (
         Device(
-            *("H20", 148.0, 96.0, 4000.0, 900.0, _PAPER),
+            *("H20", 148.0, _mib(97_871), 4000.0, 900.0, _PAPER),
             *(12.5, "StreamRL, arXiv 2504.15930: 100 Gbit/s, taken as one machine's"),
             matmul_share=0.803,
             attention_share=0.35,
@@ -151,19 +159,27 @@ CATALOGUE: dict[str, Device] = {
             price=Price(1.0, "2025-04", _PAPER_PRICE),
         ),
         Device(
-            *("H800", 989.5, 80.0, 3350.0, 400.0, _PAPER),
+            *("H800", 989.5, _mib(81_559), 3350.0, 400.0, _PAPER),
             *(200.0, "StreamRL, arXiv 2504.15930: 8 x 200 Gbit/s per machine"),
             matmul_share=0.803,
             attention_share=0.35,
             shares_source=_AS_H100,
             price=Price(2.85, "2025-04", _PAPER_PRICE),
         ),
-        Device("H100", 989.5, 80.0, 3350.0, 900.0, _H100, 400.0, _DGX, 8, 0.803, 0.35, _FLASH_H100, price=_cloud(3.0)),
-        Device("H200", 989.5, 141.0, 4800.0, 900.0, _H200, 400.0, _DGX, 8, 0.803, 0.35, _FLASH_H100, price=_cloud(3.8)),
+        Device(
+            *("H100", 989.5, _mib(81_559), 3350.0, 900.0, _H100, 400.0, _DGX),
+            *(8, 0.803, 0.35, _FLASH_H100),
+            price=_cloud(3.0),
+        ),
+        Device(
+            *("H200", 989.5, _mib(143_771), 4800.0, 900.0, _H200, 400.0, _DGX),
+            *(8, 0.803, 0.35, _FLASH_H100),
+            price=_cloud(3.8),
+        ),
         Device(
             "A100-80",
             312.0,
-            80.0,
+            _mib(81_920),
             2039.0,
             600.0,
             _A100,
@@ -175,15 +191,17 @@ CATALOGUE: dict[str, Device] = {
             _FLASH_A100,
             price=_cloud(1.8),
         ),
-        Device("L40S", 362.05, 48.0, 864.0, 64.0, _L40S, 12.5, _PCIE, price=_cloud(0.9)),
-        Device("RTX4090", 165.2, 24.0, 1008.0, 64.0, _RTX4090, 12.5, _PCIE, price=_cloud(0.5)),
+        Device("L40S", 362.05, _mib(46_068), 864.0, 64.0, _L40S, 12.5, _PCIE, price=_cloud(0.9)),
+        Device("RTX4090", 165.2, _mib(24_564), 1008.0, 64.0, _RTX4090, 12.5, _PCIE, price=_cloud(0.5)),
         Device(
-            "B200", 2250.0, 180.0, 8000.0, 1800.0, _B200, 400.0, _DGX, 8, 0.776, 0.35, _OTHER_FLASH, price=_cloud(5.5)
+            *("B200", 2250.0, _mib(183_359), 8000.0, 1800.0, _B200, 400.0, _DGX),
+            *(8, 0.776, 0.35, _OTHER_FLASH),
+            price=_cloud(5.5),
         ),
         Device(
             "MI300X",
             1307.4,
-            192.0,
+            _mib(196_592),
             5300.0,
             896.0,
             _MI300X,

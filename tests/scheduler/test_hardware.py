@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from scheduler.cost.hardware import CATALOGUE, CPU, Device, device, devices_from, known_devices, peak_tflops, this_cpu
+from streamrl.machine.gpus import parse_gpus
 
 EXPECTED = ("H20", "H800", "H100", "H200", "A100-80", "L40S", "RTX4090", "B200", "MI300X")
 RATES = {"bf16_tflops": 100.0, "memory_gb": 48.0, "memory_bandwidth_gb_s": 900.0, "link_gb_s": 64.0}
@@ -29,10 +30,31 @@ def test_every_figure_says_where_it_was_looked_up_or_that_it_was_not(one: Device
 
 def test_the_papers_gpus_keep_its_figures() -> None:
     rows = {name: CATALOGUE[name] for name in ("H20", "H800")}
-    assert {
-        name: (one.bf16_tflops, one.memory_gb, one.memory_bandwidth_gb_s, one.link_gb_s) for name, one in rows.items()
-    } == {"H20": (148.0, 96.0, 4000.0, 900.0), "H800": (989.5, 80.0, 3350.0, 400.0)}
+    assert {name: (one.bf16_tflops, one.memory_bandwidth_gb_s, one.link_gb_s) for name, one in rows.items()} == {
+        "H20": (148.0, 4000.0, 900.0),
+        "H800": (989.5, 3350.0, 400.0),
+    }
     assert [one.price.usd_per_hour for one in rows.values() if one.price] == [1.0, 2.85]
+
+
+@pytest.mark.parametrize(
+    ("name", "mib", "gib"),
+    [
+        ("H20", 97_871, 96),
+        ("H800", 81_559, 80),
+        ("H100", 81_559, 80),
+        ("H200", 143_771, 141),
+        ("A100-80", 81_920, 80),
+        ("L40S", 46_068, 48),
+        ("RTX4090", 24_564, 24),
+        ("B200", 183_359, 180),
+        ("MI300X", 196_592, 192),
+    ],
+)
+def test_memory_is_what_a_launch_reads_of_the_device(name: str, mib: int, gib: int) -> None:
+    (gpu,) = parse_gpus([f"GPU-a, {name}, {mib}, 4, 570.124.06"], [])
+    assert CATALOGUE[name].memory_gb == pytest.approx(gpu.total_bytes / 1e9)
+    assert CATALOGUE[name].memory_gb == pytest.approx(gib * 2**30 / 1e9, rel=0.07), "the L40S keeps the most for ECC"
 
 
 @pytest.mark.parametrize(

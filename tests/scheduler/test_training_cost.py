@@ -191,7 +191,7 @@ def test_tensor_parallelism_makes_a_72b_trainer_with_long_samples_fit() -> None:
     assert memory_per_gpu(model, PPO, TrainerLayout(8, 8), 20_512) < usable(gpu)
     found = exactly(model, PPO, gpu, 64, step)
     assert found is not None and found.tensor_parallel > 1
-    assert smallest_trainer(model, PPO, gpu, 20_512) == 64
+    assert smallest_trainer(model, PPO, gpu, 20_512) == 56
 
 
 def test_memory_by_layout() -> None:
