@@ -122,7 +122,7 @@ def _thinned(curve: StepCurve, merged: int) -> StepCurve:
     """Return the curve of instances on which one request stands for `merged`."""
     if merged == 1:
         return curve
-    sizes = sorted({max(1, size // merged) for size in curve.batches})
+    sizes = sorted({max(1, part) for size in curve.batches for part in (size // merged, -(-size // merged))})
     seconds = tuple(float(curve.base(size * merged)) for size in sizes)
     return replace(
         curve,

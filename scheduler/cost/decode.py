@@ -198,8 +198,8 @@ ALLREDUCE_LATENCY_S = 12e-6
 """Start-up seconds of one all-reduce inside a machine: an assumption (docs/explanation/cost_model.md)."""
 
 
-def roofline(model: ModelShape, device: Device, tensor_parallel: int = 1, largest: int = 1024) -> StepCurve:
-    """Compute a step curve from peak rates.
+def roofline(model: ModelShape, device: Device, tensor_parallel: int = 1) -> StepCurve:
+    """Compute a step curve from peak rates, which is exact at every batch size, however large.
 
     A step reads all weights once and computes 2 operations per weight and request; the slower of both counts. KV reads
     add to it. Tensor parallelism divides all of these and adds two all-reduces per layer; of more ranks than KV heads,
@@ -209,8 +209,8 @@ def roofline(model: ModelShape, device: Device, tensor_parallel: int = 1, larges
     """
     bandwidth = device.memory_bandwidth_gb_s * 1e9 * MEMORY_EFFICIENCY * tensor_parallel
     compute = device.bf16_tflops * 1e12 * COMPUTE_EFFICIENCY * tensor_parallel
-    powers = range(largest.bit_length())
-    sizes = sorted(size for k in powers for size in (1 << k, 3 << k) if size <= largest)
+    kink = max(1, int(model.bytes_per_number * compute / (2.0 * bandwidth)))  # from there on, products take longer
+    sizes = sorted({1, kink, kink + 1, 2 * (kink + 1)})  # straight lines between, and the last one goes on
     copies = max(1.0, tensor_parallel / model.kv_heads)
     seconds = []
     for batch in sizes:

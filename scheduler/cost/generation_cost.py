@@ -225,7 +225,7 @@ def replica_kind(
     slots = slots_of(model, device, tensor_parallel, batch, most)
     if slots < 1:
         return None
-    curve = roofline(model.shape, device, tensor_parallel, max(2, slots))
+    curve = roofline(model.shape, device, tensor_parallel)
     if batch.speculation is not None:
         curve = speculated(curve, batch.speculation, max(2, slots))
     made = [_makespans(curve, slots, batch), _rates(curve, slots, batch)]

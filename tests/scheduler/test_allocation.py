@@ -29,6 +29,7 @@ from scheduler.cost.decode import replica_ends
 from scheduler.cost.generation_cost import Batch, replica_kind, requests_of_share, slots_of
 from scheduler.cost.hardware import device, tensor_parallel_degrees
 from scheduler.cost.model_shapes import MODELS, Transformer
+from scheduler.cost.speculative_decoding import Speculation, best_drafts
 from scheduler.cost.training_cost import GRPO, PPO, TrainerTime
 from scheduler.dispatch.baselines import RoundRobin
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, simulate
@@ -275,6 +276,17 @@ def test_a_replica_generates_its_share_in_the_simulated_time(share: float, most:
     alone = simulate(RoundRobin(), requests, [SimulatedInstance("a", kind.curve, kind.slots)]).makespan
     assert kind.share(alone * (1 + 1e-9), False) == pytest.approx(share, rel=0.05), "interpolated"
     assert kind.share(alone * 0.8, False) < share
+
+
+def test_drafts_beyond_what_memory_reads_for_free_are_paid_for() -> None:
+    """An L40S reads the weights of 7B in the time of 314 rows; with as many requests drafts can only cost time."""
+    batch = Batch.of(LENGTHS, 318, 20)
+    plain = replica_kind(MODELS["7b"], device("L40S"), 1, batch)
+    drafting = replica_kind(MODELS["7b"], device("L40S"), 1, replace(batch, speculation=Speculation(0.6, 8)))
+    assert plain is not None and drafting is not None and plain.slots == drafting.slots == 318
+    assert best_drafts(plain.curve, 318, Speculation(0.6, 8))[0] == 0
+    assert float(drafting.curve.base(318)) == pytest.approx(float(plain.curve.base(318)))
+    assert float(drafting.curve.base(16)) < 0.7 * float(plain.curve.base(16))
 
 
 @pytest.mark.parametrize("most", [7, 300])

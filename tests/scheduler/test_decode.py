@@ -10,8 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.cost.decode import (
+    ALLREDUCE_LATENCY_S,
+    COMPUTE_EFFICIENCY,
+    MEMORY_EFFICIENCY,
     PAPER_7B_H800,
     QWEN_7B,
+    STEP_OVERHEAD_S,
     StepCurve,
     replica_ends,
     replica_time,
@@ -121,6 +125,21 @@ def test_roofline_has_the_shape_of_the_papers_measurement() -> None:
     assert float(curve.base(32)) < 1.3 * float(curve.base(1))
     assert float(curve.base(512)) > 1.5 * float(curve.base(1))
     assert np.all(np.diff(curve.table(1024)) >= -1e-12)
+
+
+@pytest.mark.parametrize(("name", "tensor_parallel"), [("L40S", 1), ("H20", 1), ("H100", 4)])
+def test_a_roofline_is_exact_at_every_batch_and_goes_on_where_products_take_longer(
+    name: str, tensor_parallel: int
+) -> None:
+    gpu = device(name)
+    curve = roofline(QWEN_7B, gpu, tensor_parallel)
+    batch = np.arange(1, 3000)
+    read = QWEN_7B.parameters * 2 / (gpu.memory_bandwidth_gb_s * 1e9 * MEMORY_EFFICIENCY)
+    multiplied = 2 * QWEN_7B.parameters * batch / (gpu.bf16_tflops * 1e12 * COMPUTE_EFFICIENCY)
+    each = 2 * (tensor_parallel - 1) / tensor_parallel * QWEN_7B.hidden * 2 / (gpu.link_gb_s * 1e9 / 2)
+    exchanged = 2 * QWEN_7B.layers * (ALLREDUCE_LATENCY_S + each * batch) if tensor_parallel > 1 else 0.0
+    expected = np.maximum(read, multiplied) / tensor_parallel + exchanged + STEP_OVERHEAD_S
+    assert curve.base(batch) == pytest.approx(expected, rel=2e-3), "the kink is between two whole batches"
 
 
 def test_faster_memory_makes_small_batches_faster_and_compute_large_ones() -> None:
