@@ -169,13 +169,15 @@ class ModelShape:
     """Sizes that determine what a decode step moves and computes."""
 
     parameters: float
-    """Number of weights."""
+    """Number of weights that every token is multiplied with: all but the embedding's lookup."""
     layers: int
     kv_width: int
     """Numbers in keys and values per token and layer (2 x KV heads x head size)."""
     hidden: int
     kv_heads: int
     bytes_per_number: float = 2.0
+    head: float = 0.0
+    """Number of weights of the output head, of `parameters`."""
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -202,8 +204,9 @@ def roofline(model: ModelShape, device: Device, tensor_parallel: int = 1) -> Ste
     """Compute a step curve from peak rates, which is exact at every batch size, however large.
 
     A step reads all weights once and computes 2 operations per weight and request; the slower of both counts. KV reads
-    add to it. Tensor parallelism divides all of these and adds two all-reduces per layer; of more ranks than KV heads,
-    several hold and read the same head.
+    add to it. The output head is computed for tokens that predict, so not for those of a prompt. Tensor parallelism
+    divides all of these and adds two all-reduces per layer; of more ranks than KV heads, several hold and read the same
+    head.
 
     Source: the roofline model (Williams et al., CACM 2009) on a decoder's weights, KV cache and products.
     """
@@ -224,7 +227,7 @@ def roofline(model: ModelShape, device: Device, tensor_parallel: int = 1) -> Ste
         tuple(sizes),
         tuple(seconds),
         per_context_token=model.kv_bytes_per_token * copies / bandwidth,
-        per_prefill_token=2.0 * model.parameters / compute,
+        per_prefill_token=2.0 * (model.parameters - model.head) / compute,
     )
 
 

@@ -100,7 +100,8 @@ class Transformer:
     @cached_property
     def shape(self) -> ModelShape:
         """The shape that `cost.decode.roofline` takes."""
-        return ModelShape(self.parameters, self.layers, 2 * self.kv_heads * self.head_size, self.hidden, self.kv_heads)
+        kv_width, head = 2 * self.kv_heads * self.head_size, float(self.vocabulary * self.hidden)
+        return ModelShape(self.computed, self.layers, kv_width, self.hidden, self.kv_heads, head=head)
 
     def forward_flops(self, tokens: float, squares: float, predicting: float | None = None) -> float:
         """Return the operations of one forward pass over whole sequences.

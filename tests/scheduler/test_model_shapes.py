@@ -12,7 +12,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
-from scheduler.cost.model_shapes import Transformer
+from scheduler.cost.decode import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY, STEP_OVERHEAD_S, roofline
+from scheduler.cost.hardware import device
+from scheduler.cost.model_shapes import MODELS, Transformer
 
 SMALL: dict[str, Any] = {
     "num_hidden_layers": 2,
@@ -21,6 +23,20 @@ SMALL: dict[str, Any] = {
     "intermediate_size": 16,
     "vocab_size": 32,
 }
+
+
+@pytest.mark.parametrize(("name", "parameters", "computed"), [("7b", 7.62e9, 7.07e9), ("1.5b", 1.54e9, 1.54e9)])
+def test_a_step_reads_no_embedding_that_is_only_looked_up_and_a_prompt_needs_no_head(
+    name: str, parameters: float, computed: float
+) -> None:
+    model, gpu = MODELS[name], device("H100")
+    assert (model.parameters, model.shape.parameters) == (pytest.approx(parameters, rel=5e-3), model.computed)
+    assert model.computed == pytest.approx(computed, rel=5e-3)
+    curve = roofline(model.shape, gpu)
+    read = 2 * model.computed / (gpu.memory_bandwidth_gb_s * 1e9 * MEMORY_EFFICIENCY)
+    assert float(curve.base(1)) == pytest.approx(read + STEP_OVERHEAD_S)
+    layers = model.forward_flops(1.0, 0.0, predicting=0.0)
+    assert curve.per_prefill_token == pytest.approx(layers / (gpu.bf16_tflops * 1e12 * COMPUTE_EFFICIENCY))
 
 
 @pytest.mark.parametrize(
