@@ -185,8 +185,8 @@ class ModelShape:
         return self.layers * self.kv_width * self.bytes_per_number
 
 
-QWEN_7B = ModelShape(7.6e9, 28, 2 * 4 * 128, 3584, 4)
-"""Qwen2.5-7B (its config.json)."""
+QWEN_7B = ModelShape(7.07e9, 28, 2 * 4 * 128, 3584, 4, head=0.545e9)
+"""Qwen2.5-7B (its config.json), without its embedding."""
 
 MEMORY_EFFICIENCY = 0.8
 """Share of peak bandwidth that decode kernels reach: an assumption within measured values
