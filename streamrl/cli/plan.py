@@ -100,6 +100,12 @@ def command(
             f"the run file's schedule is {of_run}, and a plan that splits the GPUs needs one of {', '.join(SEPARATE)}: "
             f"this one is for {DEFAULT} (--schedule names another)"
         )
+    if run is not None and run.model.dtype == "float32":
+        click.echo(
+            "the run file's model.dtype is float32, and a plan counts bfloat16: the run's weights and KV cache take "
+            "twice the memory, its products take longer, and its deltas on links are some fifty times larger "
+            "(--delta-ratio); a run with float32 is slower and may not fit"
+        )
     inputs = gather(cluster, cluster_file, run, named or DEFAULT, **options)
     aim = cast("PlanObjective", objective)
     try:

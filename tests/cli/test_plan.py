@@ -153,6 +153,18 @@ def test_a_schedule_that_no_split_has_is_replaced_in_words(
     assert "the run file's schedule" not in shown and "sync (asked for)" in shown
 
 
+def test_a_run_in_float32_is_told_that_bfloat16_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run.yaml"
+    call = ["plan", "--cluster", HETEROGENEOUS, "--run", run, "--model", "7b"]
+    for dtype in ("auto", "bfloat16", "float32"):
+        run.write_text(yaml.safe_dump({"model": {"dtype": dtype}}))
+        assert streamrl(monkeypatch, *call) == 0
+        told = "the run file's model.dtype is float32, and a plan counts bfloat16" in capsys.readouterr().out
+        assert told is (dtype == "float32")
+
+
 def test_a_trainer_that_stays_for_less_than_a_move_is_worth_says_what_moving_would_give(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
