@@ -68,7 +68,7 @@ def command(
             missing = str(error)
     if Path(model).is_dir():
         model = _seen_from(folder, Path(model))
-    texts = project_files(ProjectChoices(_name_for(folder), model, chosen, gpus))
+    texts = project_files(ProjectChoices(_name_for(folder), model, chosen, gpus, _type_here() if gpus else None))
     if there := [name for name in texts if os.path.lexists(folder / name)]:
         raise UserError(f"{folder} has {', '.join(there)} already, and nothing is overwritten; name another folder")
     try:
@@ -91,6 +91,16 @@ def command(
 def _name_for(folder: Path) -> str:
     """Return the name of the project's runs: the folder's, with what no run's name may have replaced."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", folder.resolve().name)[:60].strip("-.") or "run"
+
+
+def _type_here() -> str | None:
+    """Return the type of this machine's GPUs; None: it has none, or they are unknown."""
+    from streamrl.machine.gpus import gpu_type, gpus_here
+
+    try:
+        return gpu_type(gpus_here())
+    except UserError:
+        return None  # the files may be for another machine
 
 
 def _asked(option: str, question: str, **how: Any) -> Any:

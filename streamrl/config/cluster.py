@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 PoolName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,30}$")]
-GpuType = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._:+-]{0,63}$")]
+GPU_TYPE = r"^[A-Za-z0-9][A-Za-z0-9 ._:+-]{0,63}$"
+GpuType = Annotated[str, Field(pattern=GPU_TYPE)]
 """A name that is written into job scripts, so that it must not be able to be anything else there."""
 
 

@@ -10,6 +10,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from scheduler.cost.hardware import CATALOGUE
+from scheduler.cost.hardware import device as known_device
+from streamrl.config.cluster import GPU_TYPE
 from streamrl.errors import UserError
 
 ANSWER_S = 30
@@ -28,6 +31,8 @@ if cuda.cuInit(0) == 0 and cuda.cuDriverGetVersion(ctypes.byref(version)) == 0:
     print(version.value)
 """
 """Program that prints the newest CUDA of the driver's library; nothing where that does not work with the GPUs."""
+TYPES = {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA A100-SXM4-80GB": "A100-80"}
+"""Types of the cost model's catalogue whose names nvidia-smi words otherwise."""
 NAME = re.compile(r"UUID: ((?:GPU|MIG)-[^)\s]+)")
 
 
@@ -83,6 +88,24 @@ def parse_gpus(lines: Iterable[str], processes: Iterable[str]) -> list[Gpu]:
             own = tuple(users.get(parts[0], ()))
             found.append(Gpu(len(found), parts[0], parts[1], total, used_bytes, parts[4], own))
     return found
+
+
+def gpu_type(gpus: Iterable[Gpu]) -> str | None:
+    """Return the type of GPUs, as a cluster file names it (`gpu`); None: there are none, or of several kinds.
+
+    Of a kind that the cost model does not know, it is the name that nvidia-smi gives.
+
+    >>> gpu_type(parse_gpus(["GPU-a, NVIDIA H100 80GB HBM3, 81559, 4, 570.124.06"], []))
+    'H100'
+    """
+    kinds = {gpu.name for gpu in gpus}
+    if len(kinds) != 1:
+        return None
+    (name,) = kinds
+    try:
+        return known_device(TYPES.get(name, name), CATALOGUE).name
+    except ValueError:
+        return name.removeprefix("NVIDIA ") if re.fullmatch(GPU_TYPE, name) else None
 
 
 def pairs_without_peer_access() -> set[tuple[int, int]]:

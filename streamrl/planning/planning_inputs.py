@@ -84,7 +84,7 @@ def offers_of(
         in_turns: whether the trainer's GPUs of a site are those of its pools of the same type, which take turns.
 
     Raises:
-        UserError: an unknown GPU type, or a price that is missing or zero.
+        UserError: an unknown GPU type or none, or a price that is missing or zero.
     """
     from scheduler.capacity.allocation import Offer
     from scheduler.cost.hardware import CPU, device
@@ -105,6 +105,9 @@ def offers_of(
                 unknown = f"{cluster_file}: site {site}, {what}: {error}; --hardware FILE adds types"
                 raise UserError(ErrorCode.INSTALLATION.refer(unknown)) from error
             if found.name == CPU:
+                if cluster.hardware == "cuda":
+                    its = f"{cluster_file}: site {site}, {what}: gpu"
+                    raise UserError(f"{its} is 'cpu' with hardware: cuda; expected the GPU type, such as H100")
                 each *= pool.threads
             if "price_per_hour" in pool.model_fields_set:
                 if pool.price_per_hour <= 0:

@@ -48,6 +48,8 @@ class ProjectChoices:
     """None: the questions that come with the package."""
     gpus: int
     """GPUs of this machine that the run uses; 0: CPUs."""
+    gpu: str | None = None
+    """Their type; None: unknown, and left to whoever edits the cluster file."""
 
 
 def read_columns(path: Path, prompt_column: str | None = None, answer_column: str | None = None) -> Prompts:
@@ -105,7 +107,7 @@ def project_files(choices: ProjectChoices) -> dict[str, str]:
         "schedule": schedule,
     }
     files = {
-        "cluster.yaml": _cluster(choices.gpus),
+        "cluster.yaml": _cluster(choices.gpus, choices.gpu),
         "run.yaml": _fill("run.yaml", values),
         "rewards.py": shipped("rewards.txt").read_text(encoding="utf-8"),
     }
@@ -114,12 +116,13 @@ def project_files(choices: ProjectChoices) -> dict[str, str]:
     return files
 
 
-def _cluster(gpus: int) -> str:
+def _cluster(gpus: int, gpu: str | None) -> str:
     """Return the cluster file of this machine; half of the GPUs train, and one generates and trains in turns."""
     if not gpus:
         return shipped("local.yaml").read_text(encoding="utf-8")
     ranks = max(1, gpus // 2)
-    return _fill("gpus.yaml", {"ranks": ranks, "replicas": max(1, gpus - ranks)})
+    text = _fill("gpus.yaml", {"ranks": ranks, "replicas": max(1, gpus - ranks), "gpu": gpu or "H100"})
+    return text if gpu else text.replace(" gpu: ", " # gpu: ")  # an example
 
 
 def _fill(name: str, values: dict[str, Any]) -> str:

@@ -18,6 +18,8 @@ from streamrl.cli.launch import command as launch
 from streamrl.config.load import load_cluster, load_run
 from streamrl.config.tasks import FileTask
 from streamrl.errors import UserError
+from streamrl.machine import gpus
+from streamrl.machine.gpus import Gpu
 from streamrl.scaffold.project_files import shipped
 from streamrl.tasks.files import TaskRow, load_rows
 from tests.cli.calling import streamrl
@@ -145,6 +147,36 @@ def test_gpus_are_shared_out_between_training_and_generation(
     assert here.trainer is not None
     assert (here.trainer.ranks, here.generation[0].replicas) == (ranks, replicas)
     assert load_run("run.yaml").schedule.name == schedule
+
+
+@pytest.mark.parametrize(
+    ("names", "gpu"),
+    [
+        (["NVIDIA H100 80GB HBM3"] * 2, "H100"),
+        (["NVIDIA A100-SXM4-80GB"] * 2, "A100-80"),
+        (["NVIDIA GeForce RTX 4090"] * 2, "RTX4090"),
+        (["NVIDIA A100-SXM4-40GB"] * 2, "A100-SXM4-40GB"),
+        (["NVIDIA L40S", "NVIDIA H200"], None),
+        ([], None),
+    ],
+)
+def test_a_plan_knows_the_type_of_the_gpus_that_are_here_or_asks_for_it(
+    names: list[str], gpu: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [Gpu(number, f"GPU-{number}", name, 0.0, 0.0, "") for number, name in enumerate(names)]
+    monkeypatch.setattr(gpus, "gpus_here", lambda: found)
+    assert init("--model", "smollm2-135m", "--prompts", "example", "--gpus", "8").exit_code == 0
+    here = load_cluster("cluster.yaml").sites["here"]
+    assert here.trainer is not None
+    assert here.trainer.gpu == here.generation[0].gpu == (gpu or "cpu")
+    planned = streamrl(monkeypatch, "plan", "--cluster", "cluster.yaml", "--lengths", "1k")
+    told = capsys.readouterr()
+    if gpu is None:
+        assert planned == 2 and "trainer: gpu is 'cpu' with hardware: cuda; expected the GPU type" in told.err
+    elif gpu == "A100-SXM4-40GB":
+        assert planned == 2 and f"unknown device '{gpu}'" in told.err
+    else:
+        assert planned == 0 and gpu in told.out
 
 
 @pytest.mark.parametrize(

@@ -252,6 +252,7 @@ def test_a_cpu_pool_has_the_threads_of_all_its_processes(tmp_path: Path) -> None
             "price_per_hour": 1.6,
         }
         values["sites"]["generate"]["generation"] = [pool]
+        values["hardware"] = "cpu"
 
     path = edited(tmp_path, change)
     offers, _ = offers_of(load_cluster(path), known_devices(), path)
@@ -355,6 +356,10 @@ def _link(key: str, value: Any) -> Any:
     ("change", "words"),
     [
         (_set("train", "gpu", "H8000"), ("unknown device 'H8000'", "did you mean H800")),
+        (
+            lambda values: values["sites"]["train"]["trainer"].pop("gpu"),
+            ("site train, trainer: gpu is 'cpu' with hardware: cuda; expected the GPU type, such as H100",),
+        ),
         (_set("train", "price_per_hour", 0), ("price_per_hour is 0", "above 0")),
         (_set("train", "price_per_hour", -1), ("price_per_hour",)),
         (_set("train", "ranks", 0), ("ranks",)),
