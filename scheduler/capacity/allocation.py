@@ -130,8 +130,6 @@ class Problem:
     """Ratio of the full weights to the bytes that cross a link; 1: full weights are sent."""
     home: str = ""
     """Site that trains now; of plans that are alike, one that trains there is chosen. '': none."""
-    expert_bytes: int = 0
-    """Bytes of a token's experts that a sample carries besides (router replay)."""
     sync_every: int = 1
     """Steps between versions of the weights."""
 
@@ -158,7 +156,7 @@ class Problem:
     def sample_bytes(self) -> float:
         """Bytes of a whole batch that comes back from remote sites."""
         tokens = self.batch.samples * (self.batch.mean_length + self.batch.prompt_tokens)
-        return tokens * (SAMPLE_BYTES_PER_TOKEN + self.expert_bytes)
+        return tokens * SAMPLE_BYTES_PER_TOKEN
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def offers_of(
     slots: dict[str, int] = {}
     for site, entry in cluster.sites.items():
         pools: list[tuple[str, TrainerPool | GenerationPool, int, int]] = []
-        pools += [(f"pool {p.name}", p, p.replicas, p.gpus_per_replica) for p in entry.generation]
+        pools += [(f"pool {p.name}", p, p.most_replicas, p.gpus_per_replica) for p in entry.generation]
         if entry.trainer is not None:
             pools.insert(len(pools) if in_turns else 0, ("trainer", entry.trainer, entry.trainer.ranks, 1))
         generate: Counter[str] = Counter()
@@ -274,7 +274,6 @@ def gather(
         problem = Problem(
             *(shape, batch, work, offers, routes_of(cluster)),
             *(math.inf if budget is None else budget, delta_ratio, cluster.trainer_site),
-            expert_bytes=_expert_bytes(run),
             sync_every=sync_every,
         )
     except ValueError as error:
@@ -291,16 +290,3 @@ def _cut(values: np.ndarray, source: str, run: RunConfig) -> tuple[np.ndarray, s
     if not over or run.agent_tasks:
         return values, source
     return np.minimum(values, most), f"{source}, {over} of them cut at the run's max_tokens, {most}"
-
-
-def _expert_bytes(run: RunConfig | None) -> int:
-    """Return the bytes of a token's experts in a sample; 0 without router replay, or without the model's folder."""
-    if run is None or not run.algorithm.router_replay:
-        return 0
-    from streamrl.machine.model_files import resolve_model
-    from streamrl.machine.router_shape import router_shape
-
-    try:
-        return router_shape(Path(resolve_model(run.model.path))).row_bytes
-    except UserError:
-        return 0  # preflight says why

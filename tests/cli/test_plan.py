@@ -209,6 +209,24 @@ def test_what_a_gpu_decodes_at_once_does_not_depend_on_the_site_it_is_in(
     assert {offer.max_batch for offer in offers if offer.device.name == "H20"} == slots
 
 
+def test_devices_of_instances_that_a_pool_may_get_are_counted(tmp_path: Path) -> None:
+    def change(values: Any) -> None:
+        values["sites"]["generate"]["generation"] = [
+            {
+                "name": "grows",
+                "gpu": "H20",
+                "replicas": 2,
+                "max_replicas": 8,
+                "gpus_per_replica": 2,
+                "price_per_hour": 1.0,
+            }
+        ]
+
+    path = edited(tmp_path, change)
+    offers, _ = offers_of(load_cluster(path), known_devices(), path)
+    assert [offer.count for offer in offers if offer.device.name == "H20"] == [16]
+
+
 def test_a_model_is_found_as_launch_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16}
     asked: list[tuple[str, bool]] = []
