@@ -42,7 +42,7 @@ LITTLE_DISK_GB = 0.5
 
 @dataclass(frozen=True)
 class WaitFacts:
-    """A wait that its owner has registered; `since` in unix seconds."""
+    """A wait that its owner has registered; its limit counts from `since` (unix seconds), the latest progress."""
 
     owner: str
     waiting_for: str

@@ -86,7 +86,9 @@ class WaitStatus(StatusModel):
 
     owner: str
     waiting_for: str
-    since: float
+    since: float = Field(
+        description="what the limit counts from (unix seconds): the start of the wait, or the latest sign of progress"
+    )
     limit_s: float
 
 

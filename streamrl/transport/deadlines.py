@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from streamrl.errors import ErrorCode, RunFailed
@@ -31,7 +31,7 @@ class Wait:
     owner: str
     waiting_for: str
     since: float
-    """Start of the wait, in unix seconds."""
+    """What the limit counts from, in unix seconds: the start of the wait, or the latest sign of progress."""
     limit_s: float
 
     def __str__(self) -> str:
@@ -44,9 +44,11 @@ class WaitRegistry:
     def __init__(self, owner: str) -> None:
         self.owner = owner
         self._waits: dict[object, Wait] = {}
+        """As begun: `since` is the start of each."""
         self._begun: dict[str, float] = {}
         """Expiry of each wait of `begin` (monotonic seconds)."""
-        self._progress: dict[str, Callable[[], float]] = {}
+        self._progress: dict[object, Callable[[], float]] = {}
+        """The seconds since the latest sign of progress, of each wait."""
 
     def begin(self, name: str, waiting_for: str, limit_s: float, since_progress: Callable[[], float] = never) -> None:
         """Register a wait in the background; `end` ends it, and beginning it again renews its limit.
@@ -113,6 +115,7 @@ class WaitRegistry:
         """
         key, loop = object(), asyncio.get_running_loop()
         self._waits[key] = wait = Wait(self.owner, waiting_for, time.time(), limit_s)
+        self._progress[key] = since_progress
         timer = loop.call_later(limit_s, lambda: end_or_renew())
 
         def end_or_renew() -> None:
@@ -131,8 +134,10 @@ class WaitRegistry:
             raise DeadlineExpired(ErrorCode.HANG.refer(str(wait))) from error
         finally:
             timer.cancel()
-            del self._waits[key]
+            del self._waits[key], self._progress[key]
 
     def snapshot(self) -> list[dict[str, Any]]:
-        """Return all waits, oldest first, as plain values for a status file."""
-        return [asdict(wait) for wait in sorted(self._waits.values(), key=lambda wait: wait.since)]
+        """Return all waits, oldest first, as plain values for a status file; a sign of progress makes one young."""
+        now = time.time()
+        waits = [replace(wait, since=max(wait.since, now - self._progress[key]())) for key, wait in self._waits.items()]
+        return [asdict(wait) for wait in sorted(waits, key=lambda wait: wait.since)]

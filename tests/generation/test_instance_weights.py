@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,6 +81,10 @@ def test_one_that_was_silent_when_its_site_fell_asleep_leaves_its_devices_once_i
         assert silent.state is Life.READY
 
     asyncio.run(body())
+
+
+def test_one_that_is_not_there_any_more_shows_no_progress() -> None:
+    assert Fleet().weights.since_token("c") == math.inf
 
 
 def test_one_whose_weights_are_damaged_and_were_replaced_by_newer_ones_joins_with_these() -> None:

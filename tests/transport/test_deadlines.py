@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
+from streamrl.transport import deadlines
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry, never
 
 LIMIT_S = 0.02
@@ -80,3 +83,22 @@ def test_a_deadline_lasts_while_there_is_progress_and_ends_a_limit_after_the_las
 
     asyncio.run(check())
     assert left == [0.0]  # the third sign was too old
+
+
+def test_a_wait_is_as_old_as_its_latest_sign_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(deadlines, "time", SimpleNamespace(time=lambda: now, monotonic=time.monotonic))
+
+    async def check() -> None:
+        nonlocal now
+        waits = WaitRegistry("controller")
+        waits.begin("samples", "samples", 60.0, lambda: 5.0)
+        waits.begin("rewards", "rewards", 60.0)
+        waits.begin("canaries", "canaries", 60.0, lambda: 3600.0)
+        async with waits.deadline("weights 3", 60.0, lambda: 7.0):
+            now = 1100.0
+            found = [(wait["waiting_for"], wait["since"]) for wait in waits.snapshot()]
+        assert found == [("rewards", 1000.0), ("canaries", 1000.0), ("weights 3", 1093.0), ("samples", 1095.0)]
+        assert len(waits.snapshot()) == 3
+
+    asyncio.run(check())

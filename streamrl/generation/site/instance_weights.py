@@ -166,8 +166,13 @@ class InstanceWeights:
         await self.fleet.dispatcher.unhold(name, "weights")
 
     def since_token(self, name: str) -> float:
-        """Return the seconds since an instance has produced a token, by its last heartbeat; inf: it runs nothing."""
-        state = self.fleet.hub.peers[name].state
+        """Return the seconds since an instance has produced a token, by its last heartbeat.
+
+        inf: it runs nothing, or is not there any more.
+        """
+        if (peer := self.fleet.hub.peers.get(name)) is None:
+            return math.inf
+        state = peer.state
         return state.get("stalled_s", 0.0) + self.fleet.hub.silent_for(name) if state.get("running") else math.inf
 
     async def on_message(self, delivery: Delivery) -> None:
