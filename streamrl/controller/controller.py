@@ -348,12 +348,13 @@ class Controller:
         for name, missing, limit_s, progress in (
             ("samples", running, self.config.longest_silence_s, self.services.heartbeats.since_token),
             ("rewards", unscored, rewards_s, never),
-            ("canaries", len(self.training.awaited_canaries()), self.limits.weights_s, never),
+            ("canary measurements", len(self.training.awaited_canaries()), self.limits.weights_s, never),
         ):
             if not missing:
                 self.waits.end(name)
             elif name not in self.waits.begun:
-                waited_for = f"{missing} {name} of {len(self.pool.groups)} groups"
+                groups = "" if name == "canary measurements" else f" of {len(self.pool.groups)} groups"
+                waited_for = f"{missing} {name}{groups}"
                 self.waits.begin(name, waited_for, limit_s + away_s, progress)
 
     async def _weights_ready(self, service: str, answer: WeightsReady) -> None:

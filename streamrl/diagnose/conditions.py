@@ -7,6 +7,10 @@ from enum import IntEnum
 
 from streamrl.diagnose.facts import IDLE_CPU, SILENT_AFTER_S, Facts, ProcessFacts, innermost
 
+ENGINE = "VLLM::"
+"""How the names of vLLM's own processes begin. Another child that has ended, as a tool that was called once, leaves a
+zombie until its parent looks, which alone holds nothing up."""
+
 
 class Rank(IntEnum):
     """Conditions of a process; a higher one explains a standstill better."""
@@ -92,6 +96,8 @@ def fatal(one: ProcessFacts, facts: Facts) -> Condition | None:
             return Condition(Rank.STOPPED, "is held by a debugger")
     for child in one.children:
         if child.alive == "zombie":
+            if not child.name.startswith(ENGINE) and not (facts.late and (one.cpu or 0.0) < IDLE_CPU):
+                continue
             return Condition(Rank.DEAD, f"has lost its process {child.name} (pid {child.pid}), which has died")
         how = "is held by a debugger" if child.alive == "traced" else "is stopped (SIGSTOP)"
         remedy = "" if child.alive == "traced" else f": continue it with kill -CONT {child.pid}"

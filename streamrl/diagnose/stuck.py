@@ -185,13 +185,13 @@ def targets(wait: WaitFacts, facts: Facts) -> list[str]:
         return _with_samples(facts)
     if re.fullmatch(r"\d+ rewards of \d+ groups", text):
         return [p.name for p in facts.processes if p.role == "rewards"]
-    if text.startswith("all instances "):
+    if text.startswith("all instances ") or re.fullmatch(r"\d+ canary measurements", text):
         return [p.name for p in facts.processes if p.role == "instance"]
     if text.startswith("the publisher "):
         return ["trainer-0"]
     if text.startswith("the hub to acknowledge"):
         return ["controller"]
-    if text.startswith(("the ranker ", "weights to be coded", "reward workers ")):
+    if text.startswith(("the ranker ", "weights to be coded", "reward workers ", "agent workers ")):
         return [wait.owner]  # it waits for one of its own threads or children
     return []
 
@@ -263,6 +263,8 @@ def _controller_silent(facts: Facts) -> str | None:
     why = f"it {known.text}"
     if one is not None and one.loop == "answers" and not certain:
         why = "it answers, so it cannot write status.json: see its log and the disk"
+    if facts.age <= SILENT_AFTER_S:
+        return f"stuck: {who} {known.text}"
     return f"stuck: {who} has not written for {seconds(facts.age)}; {why}"
 
 

@@ -55,6 +55,15 @@ def test_another_site_may_be_away_while_its_samples_and_rewards_are_waited_for(c
     assert limits["rewards"] == own.longest_reward_s * 10 + own.deadlines.startup_s + away_s
 
 
+def test_what_is_waited_for_after_the_last_step_are_measurements_and_no_samples(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluating(controller)
+    monkeypatch.setattr(controller.training, "awaited_canaries", lambda: ["home-0", "home-1"])
+    controller._register_waits()
+    assert "2 canary measurements" in {wait["waiting_for"] for wait in controller.waits.snapshot()}
+
+
 def test_an_evaluation_whose_samples_wait_for_rewards_waits_for_no_samples(controller: Controller, sent: Sent) -> None:
     evaluator = evaluating(controller)
     for number, site in enumerate(("home", "far")):  # training waits for nothing

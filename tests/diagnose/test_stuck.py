@@ -157,6 +157,22 @@ def test_an_instance_whose_engine_process_is_stopped_is_named_with_it() -> None:
     assert verdict.sentence.endswith("kill -CONT 4799")
 
 
+def test_an_engine_process_that_has_died_is_found_whatever_the_step_takes() -> None:
+    engine = ChildFacts("VLLM::EngineCor", 4799, "zombie")
+    verdict = judge(facts(TRAINER, processes=family(here_tail_0={"children": (engine,)})))
+    assert verdict.state == "stuck" and "has lost its process VLLM::EngineCor (pid 4799)" in verdict.sentence
+
+
+def test_another_child_that_has_ended_counts_only_for_an_idle_process_of_a_late_step() -> None:
+    def state(late: bool, **controller: Any) -> str:
+        processes = family(controller={"children": (ChildFacts("git", 99, "zombie"),)} | controller)
+        return judge(facts(processes=processes, into_step_s=90.0 if late else 5.0)).state
+
+    assert state(late=False) == "healthy"
+    assert state(late=True, cpu=0.9) == "slow"
+    assert state(late=True) == "stuck"
+
+
 @pytest.mark.parametrize("alive", ["gone", "zombie"])
 def test_a_dead_process_that_a_stopped_launcher_has_not_noticed(alive: Alive) -> None:
     processes = family(here_tail_0={"alive": alive, "cpu": None}, launcher={"alive": "stopped"})
@@ -258,6 +274,20 @@ def test_a_controller_that_does_not_write_is_the_first_to_be_named(change: dict[
     assert verdict.state == "stuck"
     assert verdict.sentence.startswith("stuck: the controller (pid 4701) has not written for 31 s; it ")
     assert text in verdict.sentence
+
+
+def test_a_controller_that_was_stopped_just_now_is_not_called_silent() -> None:
+    verdict = judge(facts(SAMPLES, processes=family(controller={"alive": "stopped"})))
+    assert verdict.sentence == (
+        "stuck: the controller (pid 4701) is stopped (SIGSTOP): continue it with kill -CONT 4701"
+    )
+
+
+def test_an_instance_that_hangs_after_the_last_step_is_found_by_its_canary() -> None:
+    canaries = ("controller", "1 canary measurements", 100.0, 300.0)
+    hangs = family(here_tail_0={"loop": "blocked", "cpu": 0.0}, here_regular_0={"cpu": 0.0})
+    verdict = judge(facts(canaries, processes=hangs, step=40))
+    assert verdict.state == "stuck" and "here-tail-0 (pid 4711) hangs" in verdict.sentence
 
 
 def test_a_pause_of_the_controller_is_no_standstill() -> None:
@@ -366,6 +396,8 @@ def test_a_run_that_was_killed_as_a_whole_has_ended() -> None:
         ("service-here", "the publisher to send weight version 3", ["trainer-0"]),
         ("service-here", "weights 3 from here", ["service-here"]),
         ("trainer-0", "all instances to answer finish_weight_update", ["here-regular-0", "here-tail-0"]),
+        ("controller", "2 canary measurements", ["here-regular-0", "here-tail-0"]),
+        ("agents-here", "agent workers to start", ["agents-here"]),
         ("controller", "the answer to everything", []),
     ],
 )
