@@ -217,6 +217,10 @@ def why_not_trained(sample: dict[str, Any], rewarded: Sequence[tuple[float, floa
         case "void":
             cause = sample.get("void_cause") or "no reward"
             return f"void ({cause}): {sample.get('reward_error') or 'no message'}"
+        case "masked":
+            return "not trained: it was cut by the token limit, and algorithm.mask_truncated leaves it out of the loss"
+        case "dropped" if any(advantage is not None for _, advantage in rewarded):  # only a group of a step has them
+            return "dropped: the loss or the gradient of its group was not finite"
         case "dropped" if len(rewarded) < 2:
             return "dropped: too few samples of its group have a reward, so another group took its place"
         case "dropped" if equal:

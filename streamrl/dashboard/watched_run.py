@@ -34,7 +34,7 @@ class WatchedRun:
         self.id, self.folder = id, folder
         self.lock = threading.RLock()
         self.steps = StepSeries(folder)
-        self.samples = SampleTable(folder / layout.ROLLOUTS)
+        self.samples = SampleTable(folder / layout.ROLLOUTS, self._masks_truncated)
         self.spans = TraceSpans(folder / layout.TRACE)
         self._decoder: tuple[Decoder | None, str] | None = None
         self._places: tuple[str | None, Path | None] = None, None
@@ -78,18 +78,27 @@ class WatchedRun:
 
     def skips_flat_groups(self) -> bool:
         """Whether groups of equal rewards have no gradient in this run; no if that cannot be read."""
+        algorithm = self._algorithm()
+        return algorithm is not None and algorithm.skips_flat_groups
+
+    def _masks_truncated(self) -> bool:
+        algorithm = self._algorithm()
+        return algorithm is not None and algorithm.mask_truncated
+
+    def _algorithm(self) -> Algorithm | None:
+        """Return the run's algorithm; None if its configuration cannot be read."""
         with contextlib.suppress(ConfigError):
-            return _skips_flat_groups(read_resolved(self.folder))
-        return False
+            return _algorithm_of(read_resolved(self.folder))
+        return None
 
 
 @lru_cache(maxsize=16)
-def _skips_flat_groups(config_text: str) -> bool:
+def _algorithm_of(config_text: str) -> Algorithm | None:
     try:
         told = yaml.safe_load(config_text)["run"]["algorithm"]
-        return TypeAdapter[Algorithm](AlgorithmConfig).validate_python(told).skips_flat_groups
+        return TypeAdapter[Algorithm](AlgorithmConfig).validate_python(told)
     except (yaml.YAMLError, KeyError, TypeError, ValueError, RecursionError):  # edited, or of another version
-        return False
+        return None
 
 
 class WatchedRuns:

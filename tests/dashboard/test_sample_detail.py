@@ -156,20 +156,26 @@ def test_rows_are_found_in_any_row_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("outcome", "rewards", "expected"),
+    ("outcome", "rewards", "advantage", "expected"),
     [
-        ("trained", [1.0, 0.0], ""),
-        ("trained", [1.0, 1.0], "gradient is zero"),
-        ("trained", [1.0], ""),
-        ("void", [1.0], "void (timeout): no answer"),
-        ("dropped", [1.0], "too few samples"),
-        ("dropped", [0.0, 0.0, 0.0], "all rewards of its group are equal"),
-        ("dropped", [0.0, 1.0], "not finite"),
+        ("trained", [1.0, 0.0], 0.0, ""),
+        ("trained", [1.0, 1.0], 0.0, "gradient is zero"),
+        ("trained", [1.0], 0.0, ""),
+        ("masked", [1.0, 0.0], 0.0, "cut by the token limit"),
+        ("void", [1.0], None, "void (timeout): no answer"),
+        ("dropped", [1.0], None, "too few samples"),
+        ("dropped", [1.0], 1.0, "not finite"),
+        ("dropped", [0.0, 0.0, 0.0], None, "all rewards of its group are equal"),
+        ("dropped", [0.0, 0.0, 0.0], 0.0, "not finite"),
+        ("dropped", [0.0, 1.0], 0.5, "not finite"),
+        ("dropped", [0.0, 1.0], None, "not finite"),
     ],
 )
-def test_it_is_said_why_a_sample_was_not_trained(outcome: str, rewards: list[float], expected: str) -> None:
+def test_it_is_said_why_a_sample_was_not_trained(
+    outcome: str, rewards: list[float], advantage: float | None, expected: str
+) -> None:
     sample = {"outcome": outcome, "void_cause": "timeout", "reward_error": "no answer"}
-    why = why_not_trained(sample, [(reward, 0.0) for reward in rewards], True)
+    why = why_not_trained(sample, [(reward, advantage) for reward in rewards], True)
     assert (why == "") if not expected else (expected in why)
 
 

@@ -81,6 +81,18 @@ def test_a_page_says_each_samples_outcome(table: SampleTable) -> None:
     assert page["all"] == 4
 
 
+def test_what_was_cut_has_no_loss_where_the_run_masks_it(table: SampleTable, tmp_path: Path) -> None:
+    masks = True
+    masked = SampleTable(tmp_path, lambda: masks)
+    masked.look()
+    place = masked.find("a.1")
+    assert place is not None and masked.outcome(place) == "masked"
+    assert ids(masked, outcome="masked") == ["a.1"] and ids(masked, outcome="trained") == ["a.0"]
+    masks = False
+    masked.look()
+    assert ids(masked, outcome="masked") == []
+
+
 def test_new_replaced_and_deleted_files_are_seen(table: SampleTable, tmp_path: Path) -> None:
     write_samples(tmp_path, 3, [a_sample("d.0", step=3)])
     write_samples(tmp_path, 2, [a_sample("c.9", step=2)])

@@ -72,6 +72,13 @@ def test_what_equal_rewards_mean_is_read_from_the_runs_configuration(folder: Pat
     assert client.get("/api/runs/demo/group?id=f").json()["members"][1]["why"].endswith(says)
 
 
+def test_whether_cut_samples_have_a_loss_is_read_from_the_runs_configuration(folder: Path) -> None:
+    (folder / "demo" / "config.yaml").write_text("run:\n  algorithm: {name: grpo, mask_truncated: true}\n")
+    write_samples(folder / "demo" / "rollouts", 8, [a_sample("f.0", step=8, finish_reason="length")])
+    told = client_of(folder).get("/api/runs/demo/sample?id=f.0").json()
+    assert told["outcome"] == "masked" and "mask_truncated" in told["why"]
+
+
 def test_text_of_a_model_is_sent_as_json_and_nothing_may_run_that_is_no_file_of_the_dashboard(folder: Path) -> None:
     answer = client_of(folder).get("/api/runs/demo/sample?id=m.0")
     assert answer.json()["completion"] == MARKUP

@@ -40,7 +40,7 @@ function sampleView(run, sample, showAll) {
     ]),
     ...(sample.messages ? conversation(sample) : texts(sample)),
     sample.cut && element("button", { type: "button", onclick: showAll }, "show whole texts"),
-    ...sample.rows.flatMap((row, place) => tokens(row, sample.rows.length > 1 ? `Tokens of row ${place + 1}` : "Tokens", sample.advantage, showAll)),
+    ...sample.rows.flatMap((row, place) => tokens(row, sample.rows.length > 1 ? `Tokens of row ${place + 1}` : "Tokens", sample, showAll)),
   ].filter(Boolean);
 }
 
@@ -58,7 +58,7 @@ function conversation(sample) {
   steps.length && table([["kind", "kind"], ["name", "name"], ["time", (one) => duration(one.finished - one.started), true], ["tokens", (one) => number(one.tokens), true], ["detail", "detail"]], steps, "steps")].filter(Boolean);
 }
 
-function tokens(row, title, advantage, showAll) {
+function tokens(row, title, sample, showAll) {
   if (!row.ids.length) return [];
   const told = element("p", { role: "status", class: "faint" }, "Choose a token with the mouse or with ← → to see its figures.");
   const box = element("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": title });
@@ -81,7 +81,7 @@ function tokens(row, title, advantage, showAll) {
     const logprob = row.logprobs[place];
     told.textContent = [`token ${place + 1} of ${number(row.total)}: id ${row.ids[place]}`,
       row.sampled[place] ? `log-probability ${logprob === null ? "unknown" : logprob.toFixed(4)}${logprob === null ? "" : ` (p ${number(Math.exp(logprob))})`}` : "not sampled: no loss (mask 0)",
-      row.sampled[place] && `mask 1, weight version ${row.versions[place] ?? "unknown"}, advantage ${number(advantage)}`].filter(Boolean).join(", ");
+      row.sampled[place] && `${sample.outcome === "trained" ? "mask 1" : "no loss"}, weight version ${row.versions[place] ?? "unknown"}, advantage ${number(sample.advantage)}`].filter(Boolean).join(", ");
   };
   box.addEventListener("mouseover", (event) => event.target.dataset.place && choose(Number(event.target.dataset.place)));
   box.addEventListener("keydown", (event) => {
