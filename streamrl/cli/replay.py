@@ -30,12 +30,13 @@ def command(directory: Path, step: int) -> None:
     from streamrl.config.load import load_resolved
     from streamrl.plain_files import check_plain
     from streamrl.rollouts.kept_micro_batches import KeptMicroBatches
+    from streamrl.rollouts.plain_text import shown
     from streamrl.run_dir import layout
 
     cluster, run = load_resolved(directory)
     check_plain(directory, apart=layout.FOREIGN)  # the model's library opens files by itself
     kept = KeptMicroBatches(directory / layout.REFUSED).read(step)
-    click.echo(f"step {step} was refused: {kept.cause}")
+    click.echo(f"step {step} was refused: {shown(kept.cause)}")
     from streamrl.machine.compute_type import decided
     from streamrl.machine.model_files import resolve_model
     from streamrl.report.terminal import TextConsole
@@ -57,7 +58,7 @@ def command(directory: Path, step: int) -> None:
     )
     click.echo(f"computing in {computing.model.dtype} with the weights of {weights}{older}")
     if (bad := replay.bad_weight()) is not None:
-        click.echo(f"{bad}, so that nothing else can be")
+        click.echo(f"{shown(bad)}, so that nothing else can be")
     groups = list(replay.groups(kept))
     TextConsole().print(_table(groups))
     wrong = [one for one in groups if not one.finite]

@@ -22,6 +22,7 @@ def command(directory: Path) -> None:
     """
     from streamrl.report.run_report import write_report
     from streamrl.report.summary import headline_figures
+    from streamrl.rollouts.plain_text import shown
     from streamrl.run_dir import evaluations, layout
     from streamrl.run_dir.metrics import read_metrics
 
@@ -34,12 +35,12 @@ def command(directory: Path) -> None:
     rows = read_metrics(directory / layout.METRICS)
     if rows:
         for what, value in headline_figures(rows):
-            click.echo(f"{what:<28}{value}")
+            click.echo(f"{what:<28}{shown(value)}")
     else:
         click.echo("No optimizer step has finished yet.")
     top = evaluations.best(evaluations.read_evaluations(directory / layout.EVALUATIONS))
     if top is not None:
-        click.echo(f"{'best evaluation':<28}{evaluations.evaluation_line(top)}")
+        click.echo(f"{'best evaluation':<28}{shown(evaluations.evaluation_line(top))}")
     if rows and rows[-1].length_bias_warning:
-        click.echo(f"{'warning':<28}{rows[-1].length_bias_warning}")
-    click.echo(f"{'report':<28}{path}")
+        click.echo(f"{'warning':<28}{shown(rows[-1].length_bias_warning)}")
+    click.echo(f"{'report':<28}{shown(path)}")

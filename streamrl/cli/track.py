@@ -56,4 +56,6 @@ def command(run: Path, names: tuple[str, ...]) -> None:
 
 
 def _say(name: str, text: str) -> None:
-    click.echo(f"tracker {name} {text}")
+    from streamrl.rollouts.plain_text import shown
+
+    click.echo(f"tracker {name} {shown(text)}")  # a server's own words may be in it

@@ -24,6 +24,7 @@ from streamrl.dashboard.timeline_window import TraceSpans
 from streamrl.errors import UserError
 from streamrl.report.live_view import latest_checkpoint
 from streamrl.report.run_decoder import Decoder, find_decoder
+from streamrl.rollouts.plain_text import plain_text
 from streamrl.run_dir import layout
 
 
@@ -141,10 +142,10 @@ class WatchedRuns:
 
     def _new_id(self, folder: Path) -> str:
         taken = {run.id for run in self._runs.values()}
-        number, name = 1, folder.name
+        number, name = 1, plain_text(folder.name)
         while name in taken:
             number += 1
-            name = f"{folder.name}~{number}"
+            name = f"{plain_text(folder.name)}~{number}"
         return name
 
 

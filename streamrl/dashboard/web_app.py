@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -23,6 +24,7 @@ from streamrl.dashboard.step_series import describe_figures
 from streamrl.dashboard.stuck_view import stuck_view
 from streamrl.dashboard.watched_run import WatchedRun, WatchedRuns
 from streamrl.errors import UserError
+from streamrl.rollouts.plain_text import plain_text
 from streamrl.run_dir.jsonl import finite
 
 STATIC = Path(__file__).parent / "static"
@@ -30,6 +32,13 @@ PAGE_ROWS = 100
 MOST_PIXELS = 4_000
 
 Query = dict[str, str]
+
+
+class PlainJson(JSONResponse):
+    """An answer in JSON whose texts may be anything: a name of a folder need not be UTF-8."""
+
+    def render(self, content: Any) -> bytes:
+        return plain_text(json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))).encode()
 
 
 def make_app(runs: WatchedRuns, charts: Path) -> Starlette:
@@ -54,7 +63,7 @@ def make_app(runs: WatchedRuns, charts: Path) -> Starlette:
                 rows.append(run.summary(now))
             except OSError:
                 continue  # deleted since it was listed, or of another user
-        return JSONResponse({"now": now, "runs": finite(rows), "figures": describe_figures()})
+        return PlainJson({"now": now, "runs": finite(rows), "figures": describe_figures()})
 
     def about_run(view: Callable[[WatchedRun, Query], Any], request: Request) -> Response:
         run = runs.get(request.path_params["run"])
@@ -72,7 +81,7 @@ def make_app(runs: WatchedRuns, charts: Path) -> Starlette:
             return _problem(500, f"a file of the run cannot be read: {error}")
         if found is None:
             return _problem(404, "the run has no such sample or group")
-        return JSONResponse(finite(found))
+        return PlainJson(finite(found))
 
     views = {
         "state": _state,
@@ -105,7 +114,7 @@ def _endpoint(answer: Callable[[Request], Response]) -> Callable[[Request], Resp
 
 
 def _problem(code: int, text: str) -> Response:
-    return JSONResponse({"error": text}, code)
+    return PlainJson({"error": text}, code)
 
 
 def _state(run: WatchedRun, _query: Query) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from streamrl.report.summary import (
     void_share,
 )
 from streamrl.report.timeline import choose_windows, tracks
+from streamrl.rollouts.plain_text import plain_text
 from streamrl.run_dir import layout
 
 TEXT_LIMIT = 4000
@@ -50,7 +51,7 @@ def write_report(run_dir: Path) -> Path:
     """
     page = build_report(load_run(run_dir), time.time())
     path = run_dir / layout.REPORT
-    replace_text(path, page)
+    replace_text(path, plain_text(page))  # the name of its folder need not be UTF-8
     return path
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from streamrl.cli import calibrate, launch
+from streamrl.cli import calibrate, launch, track
 from streamrl.cli import main as cli
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.load import load_cluster, load_run, save_resolved
@@ -497,3 +497,8 @@ def test_a_terminal_without_utf8_shows_a_run_with_other_characters(tmp_path: Pat
     done = subprocess.run(command, capture_output=True, timeout=scaled(60), env=env)
     assert (done.returncode, done.stderr) == (0, b"")
     assert re.search(rb"reward +\?{3} +0\.100 to 0\.200 over 3 steps", done.stdout)
+
+
+def test_what_a_server_of_a_tracker_says_moves_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    track._say("mlflow", "takes nothing now (\x1b[2J)")
+    assert capsys.readouterr().out == "tracker mlflow takes nothing now (?[2J)\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -60,6 +61,19 @@ def test_runs_and_all_views_of_a_run_are_json(folder: Path) -> None:
     assert len(client.get("/api/runs/demo/group?id=s1-0").json()["members"]) == 8
     timeline = client.get("/api/runs/demo/timeline?start=0&end=5&pixels=500").json()
     assert {track["name"] for track in timeline["tracks"]} == {"here-regular-0", "here-regular-1", "trainer"}
+
+
+def test_a_folder_whose_name_is_not_utf_8_is_listed_and_shown_with_the_others(folder: Path) -> None:
+    odd = folder / os.fsdecode(b"caf\xe9")
+    write_run(folder / "cafe", 1)
+    (folder / "cafe").rename(odd)
+    client = client_of(folder)
+    assert {run["id"] for run in client.get("/api/runs").json()["runs"]} == {"demo", "caf\ufffd"}
+    assert client.get("/api/runs/caf\ufffd/state").json()["name"] == "caf\ufffd"
+    for view in VIEWS:
+        assert client.get(f"/api/runs/caf\ufffd/{view}").status_code == 200, view
+    shutil.rmtree(odd)
+    assert client.get("/api/runs/caf\ufffd/state").status_code == 410
 
 
 @pytest.mark.parametrize(("text", "says"), [("{name: grpo}", "gradient is zero"), ("{name: ppo, critic: {}}", "equal")])

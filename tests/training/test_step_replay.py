@@ -113,3 +113,10 @@ def test_the_command_prints_every_group_and_refuses_a_step_without_micro_batches
         assert part in result.output, result.output
     missing = CliRunner().invoke(command, [str(tmp_path), "7"])
     assert "step 7 has no micro-batches to replay" in str(missing.exception)
+
+
+def test_a_cause_that_others_have_written_moves_no_cursor(tmp_path: Path) -> None:
+    save_resolved(tmp_path, ClusterConfig.model_validate(CLUSTER), run_config(tmp_path / "gone"))
+    kept = replace(kept_step(named(random_groups(1))), cause="loss \x1b[2J")
+    KeptMicroBatches(tmp_path / layout.REFUSED).write(kept)
+    assert "was refused: loss ?[2J" in CliRunner().invoke(command, [str(tmp_path), "1"]).output
