@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,8 @@ from streamrl.trackers.tracker import RolloutTable, TrackedRun
 
 STEP_TAG = "streamrl.step"
 """Tag with the newest step, set in the same request as its figures: MLflow would keep a step that is sent twice."""
+LONGEST_NAME = 250
+"""Characters of the name of a figure or a parameter that MLflow takes."""
 LONGEST_VALUE = 6_000
 """Characters of a parameter that MLflow takes."""
 MOST_PARAMETERS = 100
@@ -63,7 +66,9 @@ class MLflowRun:
         """Send the settings that the run does not have: MLflow refuses another value of one that it has."""
         from mlflow.entities import Param
 
-        params = [Param(key, value[:LONGEST_VALUE]) for key, value in _flat(run.settings) if key not in known]
+        params = [
+            Param(key, value[:LONGEST_VALUE]) for key, value in dict(_flat(run.settings)).items() if key not in known
+        ]
         for first in range(0, len(params), MOST_PARAMETERS):
             self._client.log_batch(self.id, params=params[first : first + MOST_PARAMETERS])
 
@@ -103,8 +108,18 @@ class MLflowRun:
 
 
 def _name(name: str) -> str:
-    """Return a name in the characters that MLflow allows."""
-    return "".join(letter if (letter.isascii() and letter.isalnum()) or letter in "_-. /:" else "_" for letter in name)
+    """Return a name that MLflow takes: as it is, or made one and told from others by a part of its hash.
+
+    MLflow refuses other characters, long names, and what is no path in its shortest form.
+    """
+    plain = "".join(letter if (letter.isascii() and letter.isalnum()) or letter in "_-. /:" else "_" for letter in name)
+    plain = "/".join("_" * max(1, len(part)) if part in ("", ".", "..") else part for part in plain.split("/"))
+    if plain.startswith(".."):
+        plain = f"_{plain[1:]}"
+    if plain == name and len(name) <= LONGEST_NAME:
+        return name
+    mark = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:8]
+    return f"{plain[: LONGEST_NAME - 9]}-{mark}"
 
 
 def _flat(value: Any, name: str = "") -> list[tuple[str, str]]:
