@@ -206,6 +206,7 @@ class Controller:
             rounds=self.issuer.rounds,
             seed=self.config.seed,
         )
+        self.rewarders.start()
         await self._join_services()
         await self.scaling.begin(self.context.resume)
         await self.training.begin(make_choice(self.context, self.services.fleet()))

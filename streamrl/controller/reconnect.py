@@ -54,7 +54,7 @@ class Recovery:
         if name in self.services.names:
             await self._replay_to_service(name)
         elif name in self.rewarders.names:
-            await self.rewarders.returned(name)
+            self.rewarders.returned(name)
 
     async def _replay_to_service(self, name: str) -> None:
         """Send a restarted service the weights and all that its site has not finished."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections import defaultdict
 from collections.abc import Mapping
@@ -29,7 +30,10 @@ class JudgedSample:
 
 
 class Rewarders:
-    """The rewards processes of the sites that are used."""
+    """The rewards processes of the sites that are used.
+
+    Each has a queue of its own: while its site is away, or it has no credit, the others go on, and so does the run.
+    """
 
     def __init__(self, hub: Hub, sites: Mapping[str, str]) -> None:
         """Begin without any request; `sites` has the site of each process, by the process's name."""
@@ -40,34 +44,59 @@ class Rewarders:
         self._sites, self._hub = dict(sites), hub
         self._open: defaultdict[str, dict[str, ScoreRequest]] = defaultdict(dict)
         """Open requests, by process and sample."""
+        self._waiting: dict[str, asyncio.Queue[ScoreRequest]] = {name: asyncio.Queue() for name in sites}
+        """Requests to be sent, by process."""
+        self._sending: dict[str, asyncio.Task[None]] = {}
+        """Tasks that send them, by process."""
 
-    async def ask(self, group: Group, sample_id: str, text: str) -> None:
+    def start(self) -> None:
+        """Begin to send, until the hub is closed; what fails in that is raised by the hub's `receive`."""
+        for name in self.names:
+            self._sending[name] = self._hub.beside(self._send(name))
+
+    def ask(self, group: Group, sample_id: str, text: str) -> None:
         """Request the score of a sample; samples of one group go to the same process."""
         order = ScoreRequest(sample_id=sample_id, task=group.task, completion=text, reward_input=group.reward_input)
-        await self._ask(group.group_id, order)
+        self._ask(group.group_id, order)
 
-    async def exclude(self, site: str) -> None:
+    def exclude(self, site: str) -> None:
         """Ask no process of a site any more, and others for what it has been asked; there must be others."""
         gone = {name for name in self.names if self._sites[name] == site}
         self.names = [name for name in self.names if name not in gone]
         self.excluded |= gone
+        for name in gone:
+            del self._waiting[name]
+            if (sending := self._sending.pop(name, None)) is not None:
+                sending.cancel()  # it may wait for a credit, and that nobody gives one must not end the run any more
         for order in [order for name in gone for order in self._open.pop(name, {}).values()]:
-            await self._ask(group_of(order.sample_id), order)
+            self._ask(group_of(order.sample_id), order)
 
-    async def _ask(self, group_id: str, order: ScoreRequest) -> None:
+    def _ask(self, group_id: str, order: ScoreRequest) -> None:
         name = self.names[hash(group_id) % len(self.names)]
         self._open[name][order.sample_id] = order
-        await self._send(name, order)
+        self._waiting[name].put_nowait(order)
 
     def answered(self, name: str, sample_id: str) -> bool:
         """Record that a process has answered the request for a sample; return False if it had none."""
         return name in self._open and self._open[name].pop(sample_id, None) is not None
 
-    async def returned(self, name: str) -> None:
+    def returned(self, name: str) -> None:
         """Send a restarted process its open requests again."""
-        for order in list(self._open[name].values()):
-            await self._send(name, order)
+        waiting = self._waiting[name]
+        while not waiting.empty():  # those are open, too
+            waiting.get_nowait()
+        for order in self._open[name].values():
+            waiting.put_nowait(order)
 
-    async def _send(self, name: str, order: ScoreRequest) -> None:
-        with contextlib.suppress(KeyError):  # it is away, or leaves meanwhile: it gets the request when it reconnects
-            await self._hub.send(name, *wire(order))
+    async def _send(self, name: str) -> None:
+        """Send a process its requests, one after the other.
+
+        Raises:
+            DeadlineExpired: see `Hub.send`.
+        """
+        waiting = self._waiting[name]
+        while True:
+            order = await waiting.get()
+            if order.sample_id in self._open[name]:  # an earlier life of the process may have answered it
+                with contextlib.suppress(KeyError):  # it is away, or leaves meanwhile: it gets it when it reconnects
+                    await self._hub.send(name, *wire(order))

@@ -102,7 +102,7 @@ class SampleIntake:
             began = sample.t_last_part if self.rounds.active else None
             self.times.generating.append((sample.instance, began or sample.t_dispatched, sample.t_finished))
             if (trajectory := sample.trajectory) is None:
-                await self.rewarders.ask(group, sample.sample_id, sample.text)
+                self.rewarders.ask(group, sample.sample_id, sample.text)
             else:  # the agent has said what it is worth
                 judged.append(
                     JudgedSample(sample.sample_id, trajectory.reward, trajectory.void, trajectory.void_traceback)

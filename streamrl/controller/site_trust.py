@@ -157,7 +157,7 @@ class SiteTrust:
             self.services.exclude(service, why), self.services.alone, self.pool, self._evaluator, self._seed
         )
         await self._give(work)
-        await self._rewarders.exclude(self.services.site_of(service))
+        self._rewarders.exclude(self.services.site_of(service))
         if not self.services.updating:  # it may have been the last one that was loading weights
             self._times.weights_served(time.time())
         return True

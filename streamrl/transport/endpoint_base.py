@@ -143,10 +143,12 @@ class Endpoint:
         self._context = zmq.asyncio.Context.instance()
         self._closed = False
 
-    def _start(self, loop: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(loop)
+    def beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run work of the owner until this end is closed; an error in it is raised by `receive`."""
+        task = asyncio.ensure_future(work)
         task.add_done_callback(self._task_done)
         self._tasks.append(task)
+        return task
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None and not self._closed:

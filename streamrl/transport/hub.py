@@ -165,9 +165,9 @@ class Hub(Endpoint):
                 unguard(self._context, door.domain)
             raise RunFailed(f"{self.name} cannot listen on {address}: {error}") from error
         if not self._doors:
-            self._start(self._beat())
+            self.beside(self._beat())
         self._doors.append(door)
-        self._start(self._read(door))
+        self.beside(self._read(door))
         return self
 
     async def wait_for(

@@ -132,7 +132,7 @@ class Link(Endpoint):
             if address.startswith("tcp://") and await asyncio.to_thread(needs_ipv6, address):
                 self._socket.setsockopt(zmq.IPV6, 1)
             self._socket.connect(address)
-            self._start(self._read())
+            self.beside(self._read())
             while not self._answered.is_set():
                 hello = self._hello()
                 await self._socket.send_multipart(hello)  # waits until there is a connection
@@ -142,7 +142,7 @@ class Link(Endpoint):
         if self._refusal is not None:
             raise self._refusal
         self._last_seen = time.monotonic()
-        self._start(self._beat())
+        self.beside(self._beat())
         return self
 
     def _configure(self, security: ClientSecurity | None) -> None:

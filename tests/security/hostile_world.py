@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,8 +112,8 @@ def issue(controller: Controller, number: int, site: str) -> Group:
     return group
 
 
-def _asked(controller: Controller) -> Callable[..., Awaitable[None]]:
-    async def ask(group: Group, sample_id: str, text: str) -> None:
+def _asked(controller: Controller) -> Callable[..., None]:
+    def ask(group: Group, sample_id: str, text: str) -> None:
         controller.rewarders._open["rewards-home"][sample_id] = REQUEST
 
     return ask

@@ -44,6 +44,7 @@ from streamrl.transport.peer import Peer, PeerRoute
 from streamrl.transport.wire import MalformedMessage, Message, encode
 from tests.security.hostile_world import OWN, Sent, batch, fleet_of, hear, issue, nonsense, said, sample, two_sites
 from tests.training.conftest import free_port
+from tests.waiting import until
 
 NAN = {"logprobs": np.full(4, np.nan, "f4")}
 NONSENSE = Delivery(
@@ -106,20 +107,25 @@ def test_the_rewards_of_a_site_that_is_not_used_any_more_come_from_others(contro
     rewarders = Rewarders(controller.hub, names)
     group = controller.pool.groups["p1-0"]
 
-    async def asked(*names: str) -> None:
-        for name in names:
-            await rewarders.ask(group, name, "4")
+    def requests() -> list[tuple[str, str]]:
+        return [(peer, body["sample_id"]) for peer, kind, body in sent.messages if kind == "score"]
+
+    async def exclude() -> None:
+        rewarders.start()
+        rewarders.names = ["rewards-far"]  # as if that one were the group's
+        for name in ("p1-0.000", "p1-0.001"):
+            rewarders.ask(group, name, "4")
+        await until(lambda: len(requests()) == 2)
+        rewarders.names = list(names)
+        await controller._handle_all([NONSENSE])
+        rewarders.ask(group, "p1-0.002", "4")
+        await until(lambda: len(requests()) == 5)
 
     for name in names:
         controller.hub.peers[name] = SimpleNamespace(name=name)  # type: ignore[assignment]
-    rewarders.names = ["rewards-far"]  # as if that one were the group's
-    asyncio.run(asked("p1-0.000", "p1-0.001"))
-    rewarders.names = list(names)
     controller.trust._rewarders = rewarders
-    hear(controller, NONSENSE)
-    asyncio.run(asked("p1-0.002"))
-    requests = [(peer, body["sample_id"]) for peer, kind, body in sent.messages if kind == "score"]
-    assert requests[2:] == [("rewards-home", f"p1-0.00{number}") for number in range(3)]
+    asyncio.run(exclude())
+    assert requests()[2:] == [("rewards-home", f"p1-0.00{number}") for number in range(3)]
     assert not rewarders.answered("rewards-far", "p1-0.000") and rewarders.answered("rewards-home", "p1-0.000")
     controller.rewarders = rewarders
     assert controller.hub.can_lose(Speaker("rewards-far", "rewards", "far"))
