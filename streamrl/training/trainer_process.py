@@ -78,6 +78,8 @@ log = logging.getLogger(__name__)
 
 PUBLISHER_CREDITS = 16
 """Chunks of weights that may be in flight to the relay of the same site."""
+PUBLISHER_WINDOW = 256 * 2**20
+"""Bytes of such chunks: they wait in the relay's memory while its store makes room, and may be 256 MiB each."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -114,7 +116,8 @@ class TrainerWorker:
         turns = DeviceTurns(context.run_dir, visible, self.waits)
         self.turns = turns if takes_turns(self.cuda, context.run) else None
         """Turns on the GPU that this rank shares with an instance; None: it has one to itself."""
-        self.hub = home_hub(context, PUBLISHER, self.waits, replace(context.local_flow, credits=PUBLISHER_CREDITS))
+        near = replace(context.local_flow, credits=PUBLISHER_CREDITS, window_bytes=PUBLISHER_WINDOW)
+        self.hub = home_hub(context, PUBLISHER, self.waits, near)
         self.weights = make_backend(context, self.hub, self._compute)
 
     async def run(self) -> None:
