@@ -45,6 +45,7 @@ from streamrl.protocol.samples import fleet_from_wire, groups_to_wire
 from streamrl.rollouts.types import Group
 from streamrl.run_dir.status import ABSENT_AFTER_S
 from streamrl.runtime.device_turns import instance_start_s
+from streamrl.runtime.site_connections import MOST_ITEM_BYTES
 from streamrl.transport.deadlines import WaitRegistry, never
 from streamrl.transport.endpoint import Hub
 from streamrl.transport.wire import Arrays
@@ -55,8 +56,6 @@ RETURN_S = 300.0
 """Fewest seconds for the service of the trainer's site to restart."""
 FINISH_S = 3.0
 """Seconds for a site to acknowledge that the run is over; a site that does not will notice the silence."""
-MOST_ITEM_BYTES = 4 << 20
-"""Most bytes of episodes' items in a message, a quarter of what a message may have beside its arrays."""
 BYTES_PER_TOKEN = 12.0
 """Bytes of a token on a link: id, log-probability and weight version, 4 bytes each, before compression; with router
 replay its experts come on top."""

@@ -28,6 +28,8 @@ CONTROLLER, PUBLISHER = "controller", "publisher"
 """Hub names at the trainer's site."""
 BATCH_BYTES = 256 * 1024
 """Largest batch of samples sent over a link."""
+MOST_ITEM_BYTES = 4 * 2**20
+"""Most bytes of episodes' items in a message to a site, a quarter of what a message may have beside its arrays."""
 CHUNK_S = 0.25
 """Longest time for which one chunk of weights occupies a link, so that samples behind it do not wait long."""
 MIN_CHUNK_BYTES = 64 * 1024
@@ -90,8 +92,9 @@ def _hub(context: RoleContext, name: str, waits: WaitRegistry, near: Flow, other
         link = context.cluster.link_between(sites.get(peer, context.site), context.site)
         if link is None:
             return near
-        if name == CONTROLLER:
-            return Flow(lost_after_s=context.cluster.absence_s)
+        if name == CONTROLLER:  # no window, in which it would wait for one site while it could serve the others
+            over = context.link_flow(link, MOST_ITEM_BYTES)
+            return Flow(resend_s=over.resend_s, lost_after_s=over.lost_after_s)
         return context.link_flow(link, weight_chunk(context, link))
 
     def admit(peer: str, role: str, meta: dict[str, Any], key_site: str | None) -> str | None:

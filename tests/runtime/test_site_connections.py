@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from streamrl.config.cluster import ClusterConfig
+from streamrl.runtime.site_connections import CONTROLLER, home_hub
 from streamrl.training.trainer_process import TrainerWorker
+from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.delivery import Outbox
+from streamrl.transport.flow import Flow
 from tests.security.keyed_place import make_place
 
 LARGEST_CHUNK = 256 * 2**20
@@ -30,3 +35,19 @@ def test_weights_for_the_own_sites_relay_take_little_memory_there_however_large_
             outbox.send("chunk", 0.0, size)
         most[size] = len(outbox.pending)
     assert most == {1000: 16, 2**24: 16, LARGEST_CHUNK: 1}
+
+
+@pytest.mark.parametrize(("mbit_s", "resend_s"), [(1, 402.7), (10, 40.3), (1000, 20.0)])
+def test_the_controller_repeats_nothing_that_may_still_be_on_its_way_to_another_site(
+    tmp_path: Path, mbit_s: float, resend_s: float
+) -> None:
+    context = make_place(tmp_path).context()
+    values = context.cluster.model_dump()
+    values["links"][0] |= {"bandwidth_gbit_s": mbit_s / 1000, "rtt_ms": 0}
+    slow = ClusterConfig.model_validate(values)
+    hub = home_hub(replace(context, cluster=slow), CONTROLLER, WaitRegistry(CONTROLLER), context.local_flow)
+    assert hub.flows is not None
+    flow = hub.flows("service-far")
+    assert flow == Flow(resend_s=flow.resend_s, lost_after_s=slow.absence_s), "no window holds it up"
+    assert flow.resend_s == pytest.approx(resend_s, rel=0.01)  # 48 MiB take as long, or 20 s
+    assert hub.flows("service-here") == context.local_flow
