@@ -159,7 +159,9 @@ def endpoint_problems(endpoint: MetricsEndpoint, key: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def serving_metrics(endpoint: MetricsEndpoint, key: str, run_dir: Path, staleness_limit: int | None) -> Iterator[str]:
+def serving_metrics(
+    endpoint: MetricsEndpoint, key: str, run_dir: Path, staleness_limit: int | None, site: str = ""
+) -> Iterator[str]:
     """Serve the metrics of a run while the block runs; give their address.
 
     Args:
@@ -167,13 +169,14 @@ def serving_metrics(endpoint: MetricsEndpoint, key: str, run_dir: Path, stalenes
         key: where that is in the cluster file, for messages.
         run_dir: the run's folder.
         staleness_limit: staleness that the run's schedule allows, in weight versions; None: any.
+        site: the launcher's site.
 
     Raises:
         UserError: the port is taken, the address is not this machine's, or the token is of no use.
     """
     token = read_token(endpoint, key)
     registry = CollectorRegistry()
-    registry.register(RunCollector(run_dir, staleness_limit))
+    registry.register(RunCollector(run_dir, staleness_limit, site=site))
     with _bound(endpoint, key) as listener:
         server = MetricsServer(listener, guarded(make_wsgi_app(registry, disable_compression=True), token))
         loop: Callable[[], None] = server.serve_forever

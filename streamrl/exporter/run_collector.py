@@ -91,9 +91,18 @@ class TrackerSteps:
 class RunCollector(Collector):
     """The metrics of one run, or of a site's share of it."""
 
-    def __init__(self, folder: Path, staleness_limit: int | None, clock: Callable[[], float] = time.time) -> None:
-        """Take the run's folder, and the staleness that its schedule allows; None: any."""
-        self._folder, self._staleness_limit, self._clock = folder, staleness_limit, clock
+    def __init__(
+        self, folder: Path, staleness_limit: int | None, clock: Callable[[], float] = time.time, site: str = ""
+    ) -> None:
+        """Take the run's folder.
+
+        Args:
+            folder: the run's folder.
+            staleness_limit: the staleness that its schedule allows, in weight versions; None: any.
+            clock: returns the unix time.
+            site: the launcher's site, to which the processes belong whose list lies in `folder` itself.
+        """
+        self._folder, self._staleness_limit, self._clock, self._site = folder, staleness_limit, clock, site
         self._looking = threading.Lock()
         """Held during a look: scrapes may overlap, and each continues where the last one stopped reading."""
         self._steps = StepTotals(folder)
@@ -190,7 +199,7 @@ class RunCollector(Collector):
                 with contextlib.suppress(OSError, ValueError, TypeError):
                     for one in read_started(folder):
                         if one.role != "instance" or one.exit_code != 0:  # one that was asked to leave is no failure
-                            found.add("process_up", one.exit_code is None, one.name, one.role, site)
+                            found.add("process_up", one.exit_code is None, one.name, one.role, site or self._site)
 
     def _add_sites(self, found: Families) -> None:
         """Add what a site that only generates says of itself; the trainer's launcher has it from the controller."""

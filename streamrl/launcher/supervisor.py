@@ -185,7 +185,7 @@ def _metrics(share: Share) -> Iterator[str]:
     from streamrl.exporter.metrics_server import serving_metrics
 
     limit = staleness_limit(share.run.schedule)
-    with serving_metrics(endpoint, f"sites.{name}.metrics", share.run_dir, limit) as address:
+    with serving_metrics(endpoint, f"sites.{name}.metrics", share.run_dir, limit, name) as address:
         yield address
 
 

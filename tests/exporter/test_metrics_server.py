@@ -143,6 +143,16 @@ def test_a_scrape_has_the_state_every_process_and_the_newest_step(folder: Path) 
     assert ("usd_total",) not in found  # the cluster file has no prices
 
 
+def test_every_process_has_its_site_whether_its_launcher_emulates_others_or_not(folder: Path) -> None:
+    write_started(folder, [StartedProcess("controller", "controller", 1)])
+    (folder / "sites" / "west").mkdir(parents=True)
+    write_started(folder / "sites" / "west", [StartedProcess("service-west", "service", 2)])
+    with serving_metrics(MetricsEndpoint(port=0), "metrics", folder, 4, "here") as address:
+        found = samples_of(urllib.request.urlopen(address, timeout=scaled(10)).read().decode())
+    up = {key for key in found if key[0] == "process_up"}
+    assert up == {("process_up", "controller", "controller", "here"), ("process_up", "service-west", "service", "west")}
+
+
 def test_counters_are_there_before_their_first_increment(folder: Path) -> None:
     write_state(folder, refused={})
     collector = RunCollector(folder, None, lambda: NOW)
