@@ -115,7 +115,10 @@ def _reward(data: RunData) -> str:
 def _lengths(data: RunData) -> str:
     parts = []
     if plots.has(data.rows, "output_length_p50", "output_length_max"):
-        caption = "Tokens per completion (end token included) among the samples trained in each step."
+        caption = (
+            "Tokens per completion (end token included) among the samples generated for the groups of each step, void "
+            "ones included."
+        )
         parts.append(figure(plots.length_figure(data.rows), "lengths", caption))
     if data.rollouts is not None:
         caption = (
@@ -139,9 +142,21 @@ def _predictions(data: RunData) -> str:
     by_route = []
     for route, pool in sorted(set(zip(rollouts.route, rollouts.pool, strict=True))):
         mask = (rollouts.route == route) & (rollouts.pool == pool)
-        predicted, actual = _mean(rollouts.predicted_length[mask], 0), rollouts.output_length[mask]
-        by_route.append((route, pool, f"{mask.sum():,}", predicted, f"{actual.mean():.0f}", str(actual.max())))
-    columns = ("route", "pool", "samples", "mean predicted length", "mean actual length", "longest")
+        known = mask & ~np.isnan(rollouts.predicted_length)
+        means = (
+            _mean(lengths[known].astype(float), 0) for lengths in (rollouts.predicted_length, rollouts.output_length)
+        )
+        longest = rollouts.output_length[mask].max()
+        by_route.append((route, pool, f"{mask.sum():,}", f"{known.sum():,}", *means, str(longest)))
+    columns = (
+        "route",
+        "pool",
+        "samples",
+        "predicted",
+        "their mean predicted length",
+        "their mean length",
+        "longest of all",
+    )
     by_prediction = [row for row in data.rows if row.dispatch_by_prediction]
     saved = mean(row.dispatch_saved for row in by_prediction)
     text = f"{len(by_prediction)} of {len(data.rows)} steps were dispatched by predicted length"
@@ -241,8 +256,8 @@ def _trouble(data: RunData) -> str:
         return ""
     rows = data.rows
     replaced = total(row.groups_void for row in rows)
-    cut = [
-        (row.truncated_fraction, n) for row in rows if (n := row.samples_total) and row.truncated_fraction is not None
+    cut = [  # groups are of one size, and their void samples are in the share as well
+        (row.truncated_fraction, n) for row in rows if (n := row.groups_total) and row.truncated_fraction is not None
     ]
     share_cut = sum(share * n for share, n in cut) / sum(n for _, n in cut) if cut else None
     no_gradient = "all samples of the prompt had the same reward, so they teach nothing"
@@ -251,7 +266,11 @@ def _trouble(data: RunData) -> str:
     figures = [
         ("void rewards", void_share(rows), "the reward failed: in no mean, and not trained"),
         ("groups with too few rewards", fixed(replaced, 0), "replaced by other groups"),
-        ("completions cut at the token limit", percent(share_cut), "share of all samples"),
+        (
+            "completions cut at the token limit",
+            percent(share_cut),
+            "share of the samples of all steps' groups, void ones included",
+        ),
         ("groups without gradient", groups_without_gradient(rows), no_gradient),
         ("prompts too long", fixed(too_long, 0), "left out: no room for a completion"),
         ("weights sent", NONE if sent is None else decimal(sent), "to all sites, over the run"),

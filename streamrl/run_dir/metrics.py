@@ -31,7 +31,11 @@ class MetricsRow(StepRow):
     loss: float | None = None
     grad_norm: float | None = Field(None, description="gradient norm before clipping")
     entropy: float | None = Field(None, description="entropy of the policy, nats per completion token")
-    output_length_mean: float | None = None
+    output_length_mean: float | None = Field(
+        None,
+        description="tokens of a completion, over the samples of the step's groups, void ones included; p50, p90 "
+        "and max likewise",
+    )
     output_length_p50: float | None = None
     output_length_p90: float | None = None
     output_length_max: float | None = None
@@ -102,7 +106,9 @@ class MetricsRow(StepRow):
     )
     groups_void: int | None = Field(None, description="groups replaced by others because too few samples had a reward")
     prompts_too_long: int | None = Field(None, description="prompts skipped since the run first started")
-    truncated_fraction: float | None = Field(None, description="share of samples ended by the token limit")
+    truncated_fraction: float | None = Field(
+        None, description="share of the samples of the step's groups, void ones included, ended by the token limit"
+    )
     drafted_tokens: int | None = Field(
         None, description="tokens drafted and verified for the step's samples (speculative decoding)"
     )

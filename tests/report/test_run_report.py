@@ -259,6 +259,28 @@ def test_a_sample_recorded_again_after_a_resume_counts_once(make_run: RunMaker) 
     assert rollouts is not None and len(rollouts) == 128
 
 
+@pytest.mark.usefixtures("undrawn")
+def test_predicted_lengths_are_beside_those_of_the_same_samples(make_run: RunMaker) -> None:
+    run_dir = make_run(1)
+    rows = [a_sample(f"a.{n}", step=2, route="solo", predicted_length=10.0, output_length=12) for n in (0, 1)]
+    rows.append(a_sample("a.2", step=2, route="solo", predicted_length=None, output_length=90))
+    write_samples(run_dir / "rollouts", 2, rows)
+    text = " ".join(re.sub("<[^>]*>", " ", page_of(run_dir)[1]).split())
+    assert "their mean predicted length their mean length" in text
+    (row,) = re.findall(r"solo (?:\w+ )?3 (\d+) (\d+) (\d+) (\d+)", text)
+    assert row == ("2", "10", "12", "90")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_the_share_of_cut_completions_is_weighed_by_all_that_were_generated(make_run: RunMaker) -> None:
+    run_dir = make_run(0, rollouts=False, trace=False)
+    with RowWriter(run_dir / "metrics.jsonl", MetricsRow) as metrics:
+        metrics.append(make_row(1, groups_total=8, samples_total=64, truncated_fraction=0.0))
+        metrics.append(make_row(2, groups_total=8, samples_total=16, truncated_fraction=0.8))  # most are void
+    page, _ = page_of(run_dir)
+    assert "40%" in page.text and "void ones included" in page.text
+
+
 def test_an_episode_of_several_rows_counts_once_and_its_text_is_that_of_its_first_row(tmp_path: Path) -> None:
     episode = [a_sample("a.0", completion="first"), a_sample("a.0#1", completion="second")]
     other = a_sample("b.0", completion="other", task="count", reward=0.0, route="tail")
