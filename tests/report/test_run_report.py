@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import time
@@ -429,18 +428,6 @@ def test_every_evaluation_is_in_the_table_and_the_best_is_marked(make_run: RunMa
     for part in ("pass@4", "8 (best)", "best: version 8", "newest: version 12"):
         assert part in page.text
     assert "0.400" in page.text and "0.280" in page.text  # greedy reward of the best and of the newest
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_a_folder_may_have_any_name_and_what_is_printed_moves_no_cursor(tmp_path: Path) -> None:
-    write_run(tmp_path / "cafe", 1)
-    run_dir = (tmp_path / "cafe").rename(tmp_path / os.fsdecode(b"caf\xe9"))
-    (run_dir / "status.json").unlink()
-    with RowWriter(run_dir / "metrics.jsonl", MetricsRow) as metrics:
-        metrics.append(make_row(2, length_bias_warning="shorter \x1b[2J"))
-    result = CliRunner().invoke(command, [str(run_dir)], catch_exceptions=False)
-    assert "<h1>caf\ufffd</h1>" in (run_dir / "report.html").read_text()
-    assert "shorter ?[2J" in result.output and "caf?/report.html" in result.output
 
 
 @pytest.mark.usefixtures("undrawn")

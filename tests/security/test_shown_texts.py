@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import re
 from pathlib import Path
 
@@ -13,18 +14,23 @@ from click.testing import CliRunner
 
 from streamrl.agents.tool_calls import TOOL_FAMILIES, ToolFamily
 from streamrl.cli import main
+from streamrl.cli.report import command as report_command
 from streamrl.cli.status import command as status_command
 from streamrl.errors import RunFailed
 from streamrl.launcher.entry_point import LAST_WORDS
 from streamrl.protocol.message import parse
 from streamrl.protocol.weights import Fetch
+from streamrl.report import plots
 from streamrl.report.live_view import LiveView
 from streamrl.report.terminal import TextConsole, plain_table
+from streamrl.run_dir.jsonl import RowWriter
+from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.start_stages import say
 from streamrl.run_dir.status import write_status
 from streamrl.runtime import log_lines
 from streamrl.transport.refusals import Refusals
 from streamrl.transport.wire import MalformedMessage
+from tests.report.synthetic import make_row, write_run
 
 ROOT = Path(__file__).parents[2]
 OBEYED = "\x1b[2J\x1b]0;title\x07\x9b31m\u202e"
@@ -184,3 +190,18 @@ def test_a_call_that_is_nested_too_deeply_is_malformed_and_fails_no_turn(family:
     ):
         for call in family.parse(text).calls:
             assert isinstance(json.loads(call.arguments)["a"], str)  # a text that nobody takes apart
+
+
+def test_a_report_is_of_a_folder_of_any_name_and_its_command_prints_text_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plots, "to_svg", lambda figure, name: "<svg></svg>")
+    write_run(tmp_path / "cafe", 1)
+    run_dir = (tmp_path / "cafe").rename(tmp_path / os.fsdecode(b"caf\xe9"))
+    (run_dir / "status.json").unlink()
+    with RowWriter(run_dir / "metrics.jsonl", MetricsRow) as metrics:
+        metrics.append(make_row(2, length_bias_warning=f"shorter {EVIL}"))
+    result = CliRunner().invoke(report_command, [str(run_dir)], catch_exceptions=False)
+    assert "<h1>caf\ufffd</h1>" in (run_dir / "report.html").read_text()
+    assert SHOWN in result.output and "caf?/report.html" in result.output
+    assert all(one.isprintable() or one == "\n" for one in result.output)
