@@ -15,7 +15,7 @@ from streamrl.controller.process_memory import FamilyMemory, run_memory
 from streamrl.controller.step_batch import StepBatch
 from streamrl.rollouts.plain_text import shown
 from streamrl.run_dir import layout
-from streamrl.run_dir.jsonl import RowWriter
+from streamrl.run_dir.jsonl import RowWriter, first_row
 from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.status import touch_status, write_status
 from streamrl.run_dir.trace import TraceWriter
@@ -67,6 +67,8 @@ class Telemetry:
         self.trace = TraceWriter(context.run_dir / layout.TRACE)
         self._latest: MetricsRow | None = None
         self._started = time.time()
+        first = first_row(context.run_dir / layout.METRICS, MetricsRow)
+        self._first_started = None if first is None else first.time - (first.step_time_s or 0.0)
         self._step_times: deque[float] = deque(maxlen=5)
         self._states: dict[str, tuple[str, float]] = {}
         self._reported: dict[str, RefusedCounts] = {}
@@ -106,6 +108,7 @@ class Telemetry:
                 "step": self.step,
                 "steps": run.steps,
                 "started_at": self._started,
+                "first_started_at": self._first_started,
                 "updated_at": time.time(),
                 "eta_s": eta,
                 "schedule": self.schedule,

@@ -67,9 +67,10 @@ def state_view(folder: Path, now: float) -> dict[str, Any]:
         "notes": notes,
     }
     if status is not None:
-        shown = ("step", "steps", "started_at", "updated_at", "eta_s", "schedule", "schedule_note", "model", "hardware")
+        shown = ("step", "steps", "updated_at", "eta_s", "schedule", "schedule_note", "model", "hardware")
         view |= {key: getattr(status, key) for key in shown}
         view |= {
+            "started_at": status.first_start,
             "progress": status.progress.model_dump(),
             "ranker": status.ranker.model_dump(),
             "scaling": status.scaling.model_dump(),

@@ -99,7 +99,10 @@ class RunFacts:
     step: int
     steps: int
     started_at: float
+    """Start of the controller."""
     updated_at: float
+    first_started_at: float | None = None
+    """Start of the run, if an earlier controller began it."""
     error: str | None = None
     cuda: bool = False
     waits: tuple[WaitFacts, ...] = ()

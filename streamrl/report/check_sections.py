@@ -12,6 +12,7 @@ from streamrl.report.run_data import RunData
 from streamrl.report.summary import NONE, count, fixed, highest, mean, number, percent, total
 from streamrl.rollouts.length_audit import StepAudit
 from streamrl.run_dir.evaluations import EvaluationRow, Scores, best
+from streamrl.run_dir.status import SINCE
 
 
 def evaluation(data: RunData) -> str:
@@ -133,7 +134,11 @@ def schedule(data: RunData) -> str:
         "squared weights); 1 means that all count the same. Masked: tokens left out of the loss; truncated: tokens "
         "whose weight was cut to its cap; clipped: tokens whose policy ratio was clipped."
     )
-    refused, words = (data.status.refused, data.status.refused_words) if data.status else ({}, "")
+    refused, words = (
+        (data.status.refused, data.status.refused_words and f": {data.status.refused_words}")
+        if data.status
+        else ({}, "")
+    )
     facts = [
         ("mean staleness", fixed(mean(row.staleness_mean for row in rows)), "weight versions, over all steps"),
         ("largest staleness", fixed(highest(row.staleness_max for row in rows), 0), ""),
@@ -143,7 +148,7 @@ def schedule(data: RunData) -> str:
         ("steps refused", str(sum(row.step_refused is not None for row in rows)), _last_refusal(data)),
         ("groups dropped", count(total(row.groups_dropped for row in rows)), "begun or generated, never trained"),
         ("samples parked", count(total(row.samples_parked for row in rows)), "preempted, to continue later"),
-        ("messages turned away", str(sum(sum(peers.values()) for peers in refused.values())), words),
+        ("messages turned away", str(sum(sum(peers.values()) for peers in refused.values())), f"{SINCE}{words}"),
         ("weights published", count(total(row.weight_publications for row in rows)), "versions"),
     ]
     chosen = data.status.schedule_note if data.status else ""

@@ -272,7 +272,7 @@ class LiveView:
         rows, status = self._follower.rows(), self._status()
         self.say("")
         if status is not None:
-            elapsed = duration(status.updated_at - status.started_at)
+            elapsed = duration(status.updated_at - status.first_start)
             self.say(f"{status.run}: {status.state} after {elapsed}, step {status.step}/{status.steps}")
         if not rows:
             self.say("  no optimizer step has finished")

@@ -17,7 +17,7 @@ from streamrl.report.terminal import plain_table
 from streamrl.run_dir.evaluations import EvaluationRow, evaluation_line
 from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.start_stages import Stage
-from streamrl.run_dir.status import RunStatus
+from streamrl.run_dir.status import SINCE, RunStatus
 
 SHOWN_STEPS = 6
 """Newest steps in the table."""
@@ -62,7 +62,7 @@ def header(status: RunStatus, rows: Sequence[MetricsRow], now: float) -> Text:
     about = (status.model, status.types, status.schedule, status.hardware)
     text = Text.assemble((status.run, "bold"), *(f"  {part}" for part in about if part), "\n")
     text.append(status.state, style=_colour(status.state))
-    text.append(f"  step {status.step}/{status.steps}  elapsed {duration(status.as_of(now) - status.started_at)}")
+    text.append(f"  step {status.step}/{status.steps}  elapsed {duration(status.as_of(now) - status.first_start)}")
     if status.is_live(now):
         text.append(f"  left {duration(time_left(status, rows))}")
     for trouble in (status.short_error, stale_message(status, now)):
@@ -221,7 +221,7 @@ def run_notes(
     if status.verified.words:
         notes.append(("weights", status.verified.words, ""))
     if status.refused_words:
-        notes.append(("turned away", status.refused_words, "yellow"))
+        notes.append(("turned away", f"{status.refused_words} ({SINCE})", "yellow"))
     if status.verified.mismatch:
         notes.append(("mismatch", status.verified.mismatch, "bold red"))
     if rows and rows[-1].mismatch_warning:

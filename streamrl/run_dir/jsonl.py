@@ -74,6 +74,19 @@ def read_rows(path: Path, model: type[AnyRow]) -> list[AnyRow]:
         return []
 
 
+def first_row(path: Path, model: type[AnyRow]) -> AnyRow | None:
+    """Return the first complete row; None: there is none.
+
+    Raises:
+        NotPlainFile: as `read_rows`.
+    """
+    try:
+        with open_plain(path, largest=LARGEST_ROWS) as lines:
+            return next((row for line in lines if (row := parse_row(model, line)) is not None), None)
+    except FileNotFoundError:
+        return None
+
+
 def _encode(row: StepRow) -> bytes:
     return json.dumps(row.model_dump(), allow_nan=False).encode() + b"\n"
 

@@ -149,6 +149,10 @@ class ScalingStatus(StatusModel):
     note: str = Field("", description="last decision, or current observation, of the run's elasticity")
 
 
+SINCE = "since the controller last started"
+"""What is said of counts that begin at 0 with every resume and every restart of the controller."""
+
+
 class VerifiedStatus(StatusModel):
     """The comparison of the instances with the trainer, since the controller started."""
 
@@ -164,7 +168,8 @@ class VerifiedStatus(StatusModel):
         if not self.comparisons:
             return ""
         detail = f"{self.comparisons} comparisons, largest difference {self.worst or 0:.2g} nats"
-        return f"verified end to end, {self.versions} versions ({detail}, bound {self.bound or 0:.2g})"
+        found = f"verified end to end, {self.versions} versions ({detail}, bound {self.bound or 0:.2g})"
+        return f"{found} {SINCE}"
 
 
 RESUME = "continue with: streamrl launch --resume"
@@ -178,7 +183,10 @@ class RunStatus(StatusModel):
     state: RunState
     step: int = Field(ge=0, description="optimizer steps completed")
     steps: int = Field(ge=0, description="optimizer steps in total")
-    started_at: float
+    started_at: float = Field(description="start of the controller, anew with every resume and every restart of it")
+    first_started_at: float | None = Field(
+        None, description="start of the run, if an earlier controller began it: that of the first step on record"
+    )
     updated_at: float
     eta_s: float | None = None
     schedule: str = ""
@@ -194,7 +202,8 @@ class RunStatus(StatusModel):
     latest: MetricsRow | None = None
     refused: dict[str, dict[str, int]] = Field(
         default_factory=dict,
-        description="what processes refused, by cause and peer; 'peer at process' unless the controller did",
+        description="what processes refused since the controller started, by cause and peer; 'peer at process' unless "
+        "the controller did",
     )
     waits: list[WaitStatus] = Field(default_factory=list)
     error: str | None = None
@@ -240,6 +249,11 @@ class RunStatus(StatusModel):
     def why_packing(self) -> str:
         """The trainer's packing and the reason for it; '': not decided yet."""
         return next((f"{one.packing} ({one.packing_why})" for one in self.roles.values() if one.packing), "")
+
+    @property
+    def first_start(self) -> float:
+        """Start of the run, by whichever of its controllers, in unix seconds."""
+        return self.started_at if self.first_started_at is None else self.first_started_at
 
     @property
     def final(self) -> bool:

@@ -16,6 +16,10 @@ from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.telemetry import Telemetry, memory_period
 from streamrl.run_dir import layout
+from streamrl.run_dir.jsonl import RowWriter
+from streamrl.run_dir.metrics import MetricsRow
+from streamrl.run_dir.status import read_status
+from streamrl.transport.deadlines import WaitRegistry
 from tests.waiting import until
 
 
@@ -71,3 +75,19 @@ def test_a_controller_whose_disk_is_full_gives_signs_of_life(tmp_path: Path) -> 
 
     asyncio.run(play())
     assert file.read_text() == "{}"
+
+
+def test_a_run_that_is_continued_keeps_its_start_beside_that_of_its_controller(tmp_path: Path) -> None:
+    cluster = SimpleNamespace(hardware="cpu")
+    context: Any = SimpleNamespace(run_dir=tmp_path, run=RunConfig(), cluster=cluster)
+    hub: Any = SimpleNamespace(peers={}, waits=WaitRegistry("controller"), refused=dict)
+    lengths: Any = SimpleNamespace(state=dict)
+    Telemetry(context, hub, lengths).write()
+    status = read_status(tmp_path)
+    assert status.first_started_at is None and status.first_start == status.started_at
+    with RowWriter(tmp_path / "metrics.jsonl", MetricsRow) as metrics:
+        for step in (1, 2):
+            metrics.append(MetricsRow(step=step, time=1000.0 * step, step_time_s=10.0))
+    Telemetry(context, hub, lengths).write()
+    status = read_status(tmp_path)
+    assert status.first_start == 990.0 and status.started_at > 2000.0

@@ -274,6 +274,14 @@ def test_the_closing_summary_has_the_figures_and_where_the_results_are(make_run:
         assert part in text
 
 
+def test_the_closing_summary_of_a_run_that_was_continued_is_of_all_its_time(make_run: RunMaker) -> None:
+    run_dir = make_run(2, rollouts=False, trace=False)
+    write_status(run_dir, make_status(2, 2, START + 7200) | {"started_at": START + 7000, "first_started_at": START})
+    screen = Screen(terminal=False)
+    screen.view(run_dir).summary()
+    assert any("after 2h00m, step 2/2" in line for line in screen.take())
+
+
 def test_a_summary_without_a_step_says_so(make_run: RunMaker) -> None:
     screen = Screen(terminal=False)
     screen.view(make_run(0, rollouts=False, trace=False, state="interrupted")).summary()

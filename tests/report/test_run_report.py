@@ -17,11 +17,13 @@ from click.testing import CliRunner
 from streamrl.cli.report import command
 from streamrl.errors import UserError
 from streamrl.report import plots
+from streamrl.report.panels import header
 from streamrl.report.run_data import load_run, pick_samples, read_texts
 from streamrl.report.run_report import write_report
 from streamrl.run_dir.evaluations import EvaluationRow
 from streamrl.run_dir.jsonl import RowWriter
 from streamrl.run_dir.metrics import MetricsRow
+from streamrl.run_dir.status import read_status
 from streamrl.run_dir.trace import TraceWriter
 from tests.dashboard.samples import a_sample, write_samples
 from tests.report.synthetic import (
@@ -238,6 +240,19 @@ def test_a_running_run_is_told_from_a_silent_one(make_run: RunMaker) -> None:
     text = page_of(run_dir)[0].text
     assert "no update for" not in text
     assert "running at step 2 of 20, 1m30s after its start (the run has not ended" in text
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_run_that_was_continued_is_as_old_as_its_first_start_and_counts_say_since_when(make_run: RunMaker) -> None:
+    run_dir = make_run(2, rollouts=False, trace=False)
+    now, verified = time.time(), {"versions": 2, "comparisons": 5}
+    more = {"started_at": now - 90, "first_started_at": now - 7200, "refused": {"malformed": {"west": 3}}}
+    write_status(run_dir, make_status(2, 20, now) | more | {"verified": verified})
+    text = page_of(run_dir)[0].text
+    assert "running at step 2 of 20, 2h00m after its start" in text
+    assert "since the controller last started: malformed: west 3" in text
+    assert "bound 0) since the controller last started" in text
+    assert "elapsed 2h00m" in header(read_status(run_dir), [], now).plain
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -111,7 +111,7 @@ function refusals(state, series) {
   const rows = Object.entries(state.refused).flatMap(([cause, peers]) => Object.entries(peers).map(([peer, count]) => ({ cause, peer, count })));
   const voids = Object.entries(series.byName.void_rate_by_cause ?? {}).map(([cause, values]) => ({ cause, last: values.at(-1), most: Math.max(0, ...values.map((v) => v ?? 0)) }));
   return [
-    rows.length && [element("h2", {}, "Refused messages"), table([["cause", "cause"], ["from", "peer"], ["count", (one) => number(one.count), true]], rows, "refused messages")],
+    rows.length && [element("h2", {}, "Messages refused since the controller last started"), table([["cause", "cause"], ["from", "peer"], ["count", (one) => number(one.count), true]], rows, "refused messages")],
     voids.length && [element("h2", {}, "Void rewards by cause"), table([["cause", "cause"], ["last step", (one) => percent(one.last ?? 0), true], ["worst step", (one) => percent(one.most), true]], voids, "void rewards")],
   ].flat().filter(Boolean);
 }
