@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Generic, Self
+from typing import Self
 
 from rich.console import Console
 from rich.live import Live
@@ -17,9 +17,10 @@ from streamrl.report.start_lines import StartLines, begun_at, present
 from streamrl.report.summary import duration, headline_figures
 from streamrl.report.terminal import TextConsole
 from streamrl.run_dir import layout
+from streamrl.run_dir.appended_lines import AppendedRows
 from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.run_dir.evaluations import EvaluationRow, best, evaluation_line
-from streamrl.run_dir.jsonl import AnyRow, read_rows
+from streamrl.run_dir.jsonl import AnyRow
 from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.start_stages import Stage, StageReader
 from streamrl.run_dir.status import RoleStatus, RunStatus, read_status
@@ -28,23 +29,12 @@ PLAIN_WIDTH = 200
 """Columns assumed when the output is no terminal, so that a step's line stays one line in a log."""
 
 
-class Follower(Generic[AnyRow]):
-    """Rows of a file, read again only when the file has changed."""
-
-    def __init__(self, path: Path, model: type[AnyRow]) -> None:
-        self._path, self._model = path, model
-        self._seen: tuple[int, int] | None = None
-        self._rows: list[AnyRow] = []
-
-    def rows(self) -> list[AnyRow]:
-        """Return all current rows."""
-        try:
-            stat = self._path.stat()
-        except FileNotFoundError:
-            return self._rows
-        if (seen := (stat.st_size, stat.st_mtime_ns)) != self._seen:
-            self._seen, self._rows = seen, read_rows(self._path, self._model)
-        return self._rows
+def _rows(file: AppendedRows[AnyRow]) -> list[AnyRow]:
+    """Return all rows of a file, or those read before if it cannot be read now: a view never ends a run."""
+    try:
+        return file.look()
+    except OSError:
+        return file.rows
 
 
 def _starts_again(role: RoleStatus) -> bool:
@@ -235,10 +225,10 @@ class LiveView:
         self._console = console or TextConsole(highlight=False)
         self._plain = not self._console.is_terminal if plain is None else plain
         self._clock = clock
-        self._follower = Follower(run_dir / layout.METRICS, MetricsRow)
-        self._evaluations = Follower(run_dir / layout.EVALUATIONS, EvaluationRow)
+        self._steps = AppendedRows(run_dir / layout.METRICS, MetricsRow)
+        self._evaluations = AppendedRows(run_dir / layout.EVALUATIONS, EvaluationRow)
         self._stages = StageReader(run_dir)
-        self._lines = PlainLines(self._follower.rows(), self._evaluations.rows())
+        self._lines = PlainLines(_rows(self._steps), _rows(self._evaluations))
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
@@ -256,7 +246,7 @@ class LiveView:
     def refresh(self) -> RunStatus | None:
         """Show what has changed; return the status read, None before the controller has written one."""
         now, status = self._clock(), self._status()
-        rows, evaluations = self._follower.rows(), self._evaluations.rows()
+        rows, evaluations = _rows(self._steps), _rows(self._evaluations)
         stages = self._stages.read()
         if self._live is None:
             for line in self._lines.lines(status, rows, now, evaluations, stages):
@@ -269,7 +259,7 @@ class LiveView:
 
     def summary(self) -> None:
         """Print the closing summary: steps done, figures, and where the results are."""
-        rows, status = self._follower.rows(), self._status()
+        rows, status = _rows(self._steps), self._status()
         self.say("")
         if status is not None:
             elapsed = duration(status.updated_at - status.first_start)
@@ -285,7 +275,7 @@ class LiveView:
             self.say(f"  {'weights':<28}{status.verified.words}")
         if status is not None and status.verified.mismatch:
             self.say(f"  warning: {status.verified.mismatch}")
-        top, checkpoints = best(self._evaluations.rows()), self.run_dir / layout.CHECKPOINTS
+        top, checkpoints = best(_rows(self._evaluations)), self.run_dir / layout.CHECKPOINTS
         if top is not None:
             self.say(f"  {'best evaluation':<28}{evaluation_line(top)}")
         for what, path in (

@@ -1,7 +1,7 @@
 """Read what has been appended to a file since the last look, and notice when the file began anew.
 
 Files of a run only grow, except when the run is resumed from an older checkpoint: then a file is replaced by a shorter
-one, or cut. Both are noticed, and the file is read from its start again.
+one, or cut. Both are noticed, also after it has grown again, and the file is read from its start again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from streamrl.run_dir.jsonl import AnyRow, parse_row
 
 READ_AT_ONCE = 16 << 20
 """Most bytes that are read at one look, so that a huge file does not fill the memory."""
+COMPARED = 64
+"""Bytes before the place of the last look that must be what they were: a file that was replaced twice between two looks
+may have its first inode again."""
 LARGEST_FOLLOWED = 1 << 30
 """Most bytes of a file that is followed: a trace of some million samples."""
 
@@ -35,6 +38,8 @@ class AppendedLines:
         self.path, self._below = path, below
         self._last_line = last_line
         self._offset = 0
+        self._before = b""
+        """The last bytes read, up to `_offset`."""
         self._inode: int | None = None
 
     def read(self) -> tuple[bool, list[bytes]]:
@@ -49,13 +54,15 @@ class AppendedLines:
                 stat = os.fstat(file.fileno())
                 size, inode = stat.st_size, stat.st_ino
                 anew = self._inode is not None and (inode != self._inode or size < self._offset)
+                file.seek(max(0, self._offset - COMPARED))
+                anew = anew or file.read(len(self._before)) != self._before
                 if anew:
-                    self._offset = 0
+                    self._offset, self._before = 0, b""
                 self._inode = inode
                 file.seek(self._offset)
                 content = file.read(min(size - self._offset, READ_AT_ONCE))
         except FileNotFoundError:
-            anew, self._inode, self._offset = self._inode is not None, None, 0
+            anew, self._inode, self._offset, self._before = self._inode is not None, None, 0, b""
             return anew, []
         end = content.rfind(b"\n") + 1
         if not end and len(content) == READ_AT_ONCE:  # one line longer than all that is read: it is none of ours
@@ -63,6 +70,7 @@ class AppendedLines:
         elif self._last_line and content[:end].splitlines()[-1:] == [self._last_line]:
             end = content.rfind(self._last_line)
         self._offset += end
+        self._before = (self._before + content[:end])[-COMPARED:]
         return anew, content[:end].splitlines()
 
     def read_all(self) -> Iterator[tuple[bool, list[bytes]]]:

@@ -250,6 +250,18 @@ def test_a_resumed_run_does_not_tell_old_steps_again_but_tells_redone_ones(make_
         assert line.startswith("step 6/20  reward 0.50 (+0.20)")
 
 
+def test_a_file_that_cannot_be_read_any_more_ends_no_view(make_run: RunMaker) -> None:
+    run_dir, screen = make_run(2, rollouts=False, trace=False), Screen(terminal=True)
+    with screen.view(run_dir) as view:
+        view.refresh()
+        metrics = run_dir / "metrics.jsonl"
+        metrics.rename(run_dir / "elsewhere")
+        metrics.symlink_to("elsewhere")
+        assert view.refresh() is not None
+    view.summary()
+    assert "reward" in screen.buffer.getvalue()
+
+
 def test_the_closing_summary_has_the_figures_and_where_the_results_are(make_run: RunMaker) -> None:
     run_dir = make_run(12, rollouts=False, trace=False, state="done")
     (run_dir / "report.html").touch()

@@ -40,6 +40,19 @@ def test_a_file_that_is_shorter_replaced_or_gone_begins_anew(tmp_path: Path) -> 
     assert lines.read() == (False, [])
 
 
+def test_a_file_with_other_lines_begins_anew_though_it_has_grown_in_the_same_place(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_text("one\ntwo\n" * 20)
+    lines = AppendedLines(path)
+    assert len(lines.read()[1]) == 40
+    path.write_text("one\ntwo\n" * 19 + "one\n2\nthree\nfour\n")
+    anew, found = lines.read()
+    assert anew and found[-3:] == [b"2", b"three", b"four"]
+    with path.open("a") as file:
+        file.write("five\n")
+    assert lines.read() == (False, [b"five"])
+
+
 def test_a_reader_gets_only_rows_that_it_has_not_seen(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     rows = AppendedRows(path, MetricsRow)
