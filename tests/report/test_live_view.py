@@ -255,7 +255,7 @@ def test_a_file_that_cannot_be_read_any_more_ends_no_view(make_run: RunMaker) ->
     with screen.view(run_dir) as view:
         view.refresh()
         metrics = run_dir / "metrics.jsonl"
-        metrics.rename(run_dir / "elsewhere")
+        metrics.rename(run_dir / "elsewhere").write_text("{}\n")
         metrics.symlink_to("elsewhere")
         assert view.refresh() is not None
     view.summary()
