@@ -61,6 +61,8 @@ class MemoryShape:
     """GPUs of the trainer that share each row of tokens."""
     nodes: int = 1
     """Machines over which `ranks` are spread."""
+    window: int = 0
+    """Tokens to which some layers attend at most; 0: all attend to all. How many of them do is not known: all count."""
     reduction: Literal["auto", "step", "micro_batch"] = "auto"
     """How often the trainer's ranks sum their gradients (`trainer.reduce_gradients`)."""
 
@@ -123,11 +125,12 @@ def phases(shape: MemoryShape) -> tuple[MemoryPhase, ...]:
         USABLE_MEMORY * shape.trainer_gpu_bytes,
     )
     copies = max(1.0, shape.gpus_per_replica / shape.model.kv_heads)  # more ranks than KV heads hold copies of them
-    request = shape.model.shape.kv_bytes_per_token * shape.longest * copies / shape.gpus_per_replica
+    kept = min(shape.longest, shape.window or shape.longest)
+    request = shape.model.shape.kv_bytes_per_token * kept * copies / shape.gpus_per_replica
     engine = (
         ("weights", shape.model.weight_bytes / shape.gpus_per_replica),
         ("engine", ENGINE_BYTES),
-        (f"KV cache of {shape.longest} tokens", request),
+        (f"KV cache of {kept} tokens", request),
     )
     generates = MemoryPhase("while generating", engine, shape.fraction * shape.engine_gpu_bytes, "more KV cache")
     if not shape.shared:

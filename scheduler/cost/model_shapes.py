@@ -9,15 +9,18 @@ from typing import Any
 
 from scheduler.cost.decode import ModelShape
 
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of a `config.json` that make a model a mixture of experts."""
 OTHER_LAYERS = ("mamba", "ssm", "conv", "linear_", "lru_", "block_types", "layers_block_type", "hybrid_")
 """Beginnings of the keys of a `config.json` that describe recurrent layers or convolutions."""
 
+UNGATED = frozenset({"arcee", "biogpt", "gpt_neox", "nemotron", "persimmon", "phi", "starcoder2"})
+"""Values of `model_type` whose MLP has two matrices, not the three of a gated one (transformers 5.19; models whose
+`config.json` has the keys that are read)."""
+
 TIED_BY_DEFAULT = frozenset(
     {
         "bert-generation",
-        "biogpt",
         "blip_text_model",
         "cohere",
         "cohere2",
@@ -45,7 +48,6 @@ TIED_BY_DEFAULT = frozenset(
         "recurrent_gemma",
         "shieldgemma2",
         "smollm3",
-        "starcoder2",
         "vaultgemma",
         "youtu",
         "zamba",
@@ -126,7 +128,8 @@ class Transformer:
         """Read a `config.json` of the Hugging Face format.
 
         Raises:
-            ValueError: a key is missing or has a wrong value, or the model is a mixture of experts.
+            ValueError: a key is missing or has a wrong value, or the model is a mixture of experts, or its MLP has no
+                gate.
         """
         if not isinstance(values, Mapping):
             raise ValueError("expected an object with the keys of a model's config.json")
@@ -141,10 +144,25 @@ class Transformer:
         kv_heads = values.get("num_key_value_heads") or heads
         size = values.get("head_dim") or hidden // heads
         kind = values.get("model_type") or outer.get("model_type")
+        if kind in UNGATED:
+            raise ValueError(f"the MLP of a {kind} model has no gate; the cost model only knows gated ones")
         said = [one["tie_word_embeddings"] for one in (values, outer) if one.get("tie_word_embeddings") is not None]
         tied = bool(said[0]) if said else kind in TIED_BY_DEFAULT
         source, alone = "its config.json", _attends_alone(values)
         return cls(name, layers, hidden, heads, kv_heads, size, intermediate, vocabulary, tied, source, alone)
+
+
+def window_of(values: Mapping[str, Any]) -> int:
+    """Return how many tokens some layers of a `config.json` attend to at most; 0: all layers attend to all."""
+    values = values.get("text_config") or values
+    window = values.get("sliding_window")
+    return window if isinstance(window, int) and values.get("use_sliding_window", True) else 0
+
+
+def keeps_heads(values: Mapping[str, Any]) -> bool:
+    """Return whether every layer caches keys and values by heads, as far as a `config.json` says."""
+    values = values.get("text_config") or values
+    return not values.get("kv_lora_rank") and _attends_alone(values)
 
 
 def _attends_alone(values: Mapping[str, Any]) -> bool:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from scheduler.cost.model_shapes import Transformer
+from scheduler.cost.model_shapes import Transformer, keeps_heads, window_of
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
@@ -70,9 +70,7 @@ def check_kv_cache(cluster: ClusterConfig, run: RunConfig, site: str | None, emu
         model = Transformer.from_config(run.model.path, values)
     except (UserError, ValueError):
         return
-    values = values.get("text_config") or values
-    has_window = values.get("sliding_window") and values.get("use_sliding_window", True)
-    if has_window or values.get("kv_lora_rank") or not model.attends_alone:
+    if window_of(values) or not keeps_heads(values):
         return
     size = 4 if choose(run.model, False).dtype == "float32" else 2
     blocks = -(-run.model.max_context // CPU_BLOCK_SIZE) + 1  # vLLM keeps one free

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scheduler.capacity.gpu_memory import GIB, MemoryPhase, MemoryShape, phases, smallest_change
-from scheduler.cost.model_shapes import Transformer
+from scheduler.cost.model_shapes import Transformer, keeps_heads, window_of
 from streamrl.config.cluster import ClusterConfig, GenerationPool, Site
 from streamrl.config.run import RunConfig
 from streamrl.errors import ErrorCode, UserError
@@ -222,12 +222,15 @@ def gpu_warnings(uses: Sequence[GpuUse], missing_peers: set[tuple[int, int]]) ->
 def memory_shapes(cluster: ClusterConfig, run: RunConfig, uses: Sequence[GpuUse]) -> list[tuple[str, MemoryShape]]:
     """Return (what, shape) of each kind of GPU use: one per generation pool, beside the trainer, or the trainer alone.
 
-    A model that the cost model does not know, or is not here, has none.
+    A model that the cost model does not know, that caches something else than keys and values by heads, or that is not
+    here, has none.
     """
     try:
         values = json.loads((Path(resolve_model(run.model.path)) / "config.json").read_text())
         model = Transformer.from_config(run.model.path, values)
     except (UserError, ValueError):
+        return []
+    if not keeps_heads(values):  # its cache is smaller, or its layers have other weights
         return []
     trainer = cluster.sites[cluster.trainer_site].trainer
     own = next((use for use in uses if use.pool is None), None)
@@ -243,6 +246,7 @@ def memory_shapes(cluster: ClusterConfig, run: RunConfig, uses: Sequence[GpuUse]
             work=work_of(run),
             micro_tokens=run.batch.micro_batch_tokens,
             longest=run.model.max_context,
+            window=window_of(values),
             ranks=trainer.ranks // (trainer.nodes if trainer.sharding == "hybrid" else 1),
             tensor_parallel=trainer.tensor_parallel,
             gpus_per_replica=entry.gpus_per_replica,

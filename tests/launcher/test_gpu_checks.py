@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from scheduler.capacity.gpu_memory import phases
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
@@ -213,6 +214,29 @@ def test_a_site_is_checked_with_its_own_pool(tmp_path: Path) -> None:
     ((_, shape),) = gpu_checks.memory_shapes(cluster, run, uses)
     assert (shape.gpus_per_replica, shape.fraction) == (2, 0.9)
     assert list(gpu_checks.check_free(cluster, gpu_checks.uses_here(cluster, run, gpus, "train"))) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "cached"),
+    [
+        ({}, 4096),
+        ({"sliding_window": 1024, "use_sliding_window": False}, 4096),
+        ({"sliding_window": 1024}, 1024),
+        ({"kv_lora_rank": 256}, None),
+        ({"hybrid_override_pattern": "M-M*"}, None),
+        ({"moe_num_experts": 64}, None),
+        ({"model_type": "starcoder2"}, None),
+    ],
+)
+def test_memory_is_not_counted_for_what_a_model_does_not_keep(
+    config: dict[str, object], cached: int | None, tmp_path: Path
+) -> None:
+    cluster, run = configuration(tmp_path)
+    (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN | config))
+    uses = gpu_checks.uses_here(cluster, run, [H100, replace(H100, number=1)])
+    shapes = [shape for _, shape in gpu_checks.memory_shapes(cluster, run, uses)]
+    found = [part for shape in shapes for phase in phases(shape) for part in phase.parts]
+    assert [what for what, _ in found if "KV cache" in what] == ([f"KV cache of {cached} tokens"] if cached else [])
 
 
 def test_missing_peer_access_inside_a_process_is_a_warning() -> None:
