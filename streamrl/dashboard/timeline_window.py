@@ -2,7 +2,8 @@
 
 Zoomed out, bars shorter than a pixel are merged with their neighbours of the same name, and of the samples that overlap
 on an instance it is shown when at least one was generated, and how many were on average. Zoomed in far enough, each
-sample is a bar of its own, in the lowest lane in which it overlaps no other.
+sample is a bar of its own, in the lowest lane in which it overlaps no other. The seconds that spans of a name cover are
+computed from the spans themselves: merged bars cover the gaps between them, too.
 """
 
 from __future__ import annotations
@@ -126,7 +127,8 @@ class TraceSpans:
         shown = []
         for track in sorted(self.tracks.values(), key=lambda track: track.order):
             bars = window_bars(track, start, end, pixel)
-            shown.append({"name": track.name, "bars": [vars(bar) for bar in bars]})
+            covered = covered_seconds(track, start, end)
+            shown.append({"name": track.name, "bars": [vars(bar) for bar in bars], "covered": covered})
         first, last = self.extent
         return {"origin": self.origin, "first": first, "last": last, "start": start, "end": end, "tracks": shown}
 
@@ -147,6 +149,27 @@ def window_bars(track: SpanTrack, start: float, end: float, pixel: float) -> lis
     together = np.asarray(track.overlapping)[inside]
     bars = _merged(track, inside[~together], starts, ends, pixel)
     return bars + _overlapping(track, inside[together], starts, ends, pixel)
+
+
+def covered_seconds(track: SpanTrack, start: float, end: float) -> dict[str, float]:
+    """Return for how many seconds of a window a track had a span of each name, overlaps counted once.
+
+    Args:
+        track: the track.
+        start: begin of the window, seconds.
+        end: its end.
+    """
+    starts, ends = np.array(track.starts), np.array(track.ends)
+    inside = np.flatnonzero((ends >= start) & (starts <= end))
+    by_name: dict[str, list[int]] = {}
+    for index in map(int, inside[np.argsort(starts[inside], kind="stable")]):
+        by_name.setdefault(track.names[index], []).append(index)
+    found = {}
+    for name, chosen in by_name.items():
+        begins, stops = np.clip(starts[chosen], start, end), np.clip(ends[chosen], start, end)
+        until = np.concatenate(([start], np.maximum.accumulate(stops)[:-1]))
+        found[name] = float(np.maximum(0.0, stops - np.maximum(begins, until)).sum())
+    return found
 
 
 def _bar(track: SpanTrack, index: int, lane: int = 0) -> TimelineBar:

@@ -47,6 +47,27 @@ def test_short_spans_of_one_name_are_merged_when_zoomed_out_and_told_apart_when_
     assert {bar["count"] for bar in track["bars"]} == {1} and len(track["bars"]) == 11
 
 
+def test_shares_of_a_window_are_those_of_the_spans_however_far_it_is_zoomed_out(tmp_path: Path) -> None:
+    path, steps = tmp_path / "trace.json", 2000
+    with TraceWriter(path) as trace:
+        for at in range(0, 10 * steps, 10):
+            trace.span("trainer", "train", ZERO + at, ZERO + at + 3)
+            trace.span("trainer", "publish", ZERO + at + 3, ZERO + at + 4)
+            for end in (6, 5):
+                trace.async_span("here-0", "sample", ZERO + at + 4, ZERO + at + end, f"{at} {end}")
+    spans = spans_of(path)
+    told = spans.window(0.0, 10.0 * steps, 100)["tracks"]
+    assert {len(track["bars"]) for track in told} == {1, 2}
+    assert [track["covered"] for track in told] == [
+        {"train": pytest.approx(3 * steps), "publish": pytest.approx(steps)},
+        {"sample": pytest.approx(2 * steps)},
+    ]
+    assert spans.window(2.0, 3.5, 100)["tracks"][0]["covered"] == {
+        "train": pytest.approx(1),
+        "publish": pytest.approx(0.5),
+    }
+
+
 def test_samples_that_overlap_are_in_lanes_of_their_own_and_many_are_one_bar_with_their_mean_number(
     tmp_path: Path,
 ) -> None:

@@ -61,6 +61,7 @@ def test_runs_and_all_views_of_a_run_are_json(folder: Path) -> None:
     assert len(client.get("/api/runs/demo/group?id=s1-0").json()["members"]) == 8
     timeline = client.get("/api/runs/demo/timeline?start=0&end=5&pixels=500").json()
     assert {track["name"] for track in timeline["tracks"]} == {"here-regular-0", "here-regular-1", "trainer"}
+    assert all(0 < seconds <= 5 for track in timeline["tracks"] for seconds in track["covered"].values())
 
 
 def test_a_folder_whose_name_is_not_utf_8_is_listed_and_shown_with_the_others(folder: Path) -> None:

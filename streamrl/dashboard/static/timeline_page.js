@@ -85,13 +85,13 @@ export function timelinePage(main, run) {
     await chart.draw(traces, { barmode: "overlay", showlegend: true, dragmode: "zoom", uirevision: `${start} ${end}`,
       xaxis: { range: [start, end], title: { text: "seconds" } },
       yaxis: { fixedrange: true, tickvals: ticks.map(([at]) => at), ticktext: ticks.map(([, name]) => plain(name)), range: [-row, 0] } });
-    shares(tracks, names, start, end);
+    shares(tracks, told.end - told.start);
   }
 
-  function shares(tracks, names, start, end) {
-    const of = (track, name) => covered(track.bars.filter((bar) => bar.name === name), start, end) / (end - start);
+  function shares(tracks, seconds) {
+    const names = [...new Set(tracks.flatMap((track) => Object.keys(track.covered)))].sort();
     const columns = [["process", (track) => track.name], ...names.map((name) => [name, (track) => {
-      const share = of(track, name);
+      const share = Object.hasOwn(track.covered, name) ? track.covered[name] / seconds : 0;
       return share ? `${(100 * share).toFixed(0)} %` : "–";
     }, true])];
     busy.replaceChildren(table(columns, tracks, "share of the window in which each process did what"));
@@ -122,17 +122,4 @@ const plain = (text) => String(text).replaceAll("&", "&amp;").replaceAll("<", "&
 function hover(track, bar) {
   const many = bar.count > 1 ? `<br>${number(bar.count)} spans${bar.busy > 1.05 ? `, ${number(bar.busy)} at a time` : ""}` : "";
   return `${plain(track.name)}: ${plain(bar.name)}<br>${duration(bar.end - bar.start)} from ${number(bar.start, 6)} s${many}${bar.detail ? `<br>${plain(bar.detail)}` : ""}`;
-}
-
-/** Return the seconds of a window that some bars cover, overlaps counted once. */
-function covered(bars, start, end) {
-  let total = 0;
-  let until = start;
-  for (const bar of [...bars].sort((a, b) => a.start - b.start)) {
-    const from = Math.max(bar.start, until);
-    const to = Math.min(bar.end, end);
-    if (to > from) total += to - from;
-    until = Math.max(until, to);
-  }
-  return total;
 }
