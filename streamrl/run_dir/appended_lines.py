@@ -17,9 +17,9 @@ from streamrl.run_dir.jsonl import AnyRow, parse_row
 
 READ_AT_ONCE = 16 << 20
 """Most bytes that are read at one look, so that a huge file does not fill the memory."""
-COMPARED = 64
-"""Bytes before the place of the last look that must be what they were: a file that was replaced twice between two looks
-may have its first inode again."""
+COMPARED = 4096
+"""Bytes before the place of the last look that must be what they were, more than the ends of two rows have in common: a
+file that was replaced twice between two looks may have its first inode again."""
 LARGEST_FOLLOWED = 1 << 30
 """Most bytes of a file that is followed: a trace of some million samples."""
 
