@@ -45,18 +45,14 @@ class StepSeries:
         self._steps = AppendedRows(folder / layout.METRICS, MetricsRow)
         self._evaluations = AppendedRows(folder / layout.EVALUATIONS, EvaluationRow)
 
-    def look(self) -> list[MetricsRow]:
-        """Read what is new and return all steps."""
-        self._evaluations.look()
-        return self._steps.look()
-
     def since(self, cursor: str) -> dict[str, Any]:
         """Return what a page has not seen yet, as columns, ready for JSON.
 
         Args:
             cursor: the answer's `cursor` of last time; empty for all.
         """
-        rows = self.look()
+        self._evaluations.look()
+        rows = self._steps.look()
         new, reset = self._steps.since(cursor)
         return {
             "cursor": self._steps.cursor,

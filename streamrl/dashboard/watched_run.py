@@ -26,6 +26,8 @@ from streamrl.report.live_view import latest_checkpoint
 from streamrl.report.run_decoder import Decoder, find_decoder
 from streamrl.rollouts.plain_text import plain_text
 from streamrl.run_dir import layout
+from streamrl.run_dir.appended_lines import newest_row
+from streamrl.run_dir.metrics import MetricsRow
 
 
 class WatchedRun:
@@ -44,12 +46,9 @@ class WatchedRun:
     def summary(self, now: float) -> dict[str, Any]:
         """Return one line of the list of runs."""
         state = state_view(self.folder, now)
-        with self.lock:
-            try:
-                rows = self.steps.look()
-            except OSError:  # the run's own page says why; other runs are listed all the same
-                rows = []
-        last = rows[-1] if rows else None
+        last = None
+        with contextlib.suppress(OSError):  # the run's own page says why; other runs are listed all the same
+            last = newest_row(self.folder / layout.METRICS, MetricsRow)
         return {
             "id": self.id,
             "folder": str(self.folder),

@@ -20,6 +20,8 @@ READ_AT_ONCE = 16 << 20
 COMPARED = 4096
 """Bytes before the place of the last look that must be what they were, more than the ends of two rows have in common: a
 file that was replaced twice between two looks may have its first inode again."""
+TAIL_BYTES = 256 * 1024
+"""Bytes in which the newest row is looked for; a row takes a few kilobytes."""
 LARGEST_FOLLOWED = 1 << 30
 """Most bytes of a file that is followed: a trace of some million samples."""
 
@@ -113,6 +115,22 @@ class AppendedRows(Generic[AnyRow]):
     def cursor(self) -> str:
         """What a reader that has all rows gives to `since` next time."""
         return f"{self.generation}.{len(self.rows)}"
+
+
+def newest_row(path: Path, model: type[AnyRow]) -> AnyRow | None:
+    """Return the last readable row of a JSONL file, of which only the end is read; None without one.
+
+    Raises:
+        NotPlainFile: the file is a link, no regular file, or has more than `LARGEST_FOLLOWED` bytes.
+        OSError: the file exists and cannot be read.
+    """
+    try:
+        with open_plain(path, largest=LARGEST_FOLLOWED) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = file.read(TAIL_BYTES).splitlines()
+    except FileNotFoundError:
+        return None
+    return next((row for line in reversed(lines) if (row := parse_row(model, line)) is not None), None)
 
 
 def parse_event(line: bytes) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from starlette.testclient import TestClient
@@ -13,6 +14,7 @@ from starlette.testclient import TestClient
 from streamrl.dashboard.access import AccessGuard, host_of, is_loopback
 from streamrl.dashboard.watched_run import WatchedRun, WatchedRuns
 from streamrl.dashboard.web_app import STATIC, make_app
+from streamrl.run_dir.appended_lines import AppendedRows
 from streamrl.run_dir.jsonl import RowWriter
 from streamrl.run_dir.metrics import MetricsRow
 from tests.dashboard.samples import a_sample, write_samples
@@ -75,6 +77,15 @@ def test_a_folder_whose_name_is_not_utf_8_is_listed_and_shown_with_the_others(fo
         assert client.get(f"/api/runs/caf\ufffd/{view}").status_code == 200, view
     shutil.rmtree(odd)
     assert client.get("/api/runs/caf\ufffd/state").status_code == 410
+
+
+def test_the_list_of_runs_reads_only_the_end_of_their_metrics(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(rows: AppendedRows[MetricsRow]) -> NoReturn:
+        pytest.fail("all rows are read")
+
+    monkeypatch.setattr(AppendedRows, "look", refuse)
+    (told,) = client_of(folder).get("/api/runs").json()["runs"]
+    assert (told["step"], told["reward"]) == (2, pytest.approx(0.15))
 
 
 @pytest.mark.parametrize(("text", "says"), [("{name: grpo}", "gradient is zero"), ("{name: ppo, critic: {}}", "equal")])

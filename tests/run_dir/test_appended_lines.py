@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from streamrl.dashboard.step_series import StepSeries
-from streamrl.run_dir.appended_lines import AppendedLines, AppendedRows
+from streamrl.run_dir.appended_lines import TAIL_BYTES, AppendedLines, AppendedRows, newest_row
 from streamrl.run_dir.jsonl import RowWriter
 from streamrl.run_dir.metrics import MetricsRow
 from tests.report.synthetic import make_row, write_evaluations
@@ -74,6 +74,21 @@ def test_a_reader_gets_only_rows_that_it_has_not_seen(tmp_path: Path) -> None:
         new, reset = rows.since(cursor)
         assert ([(row.step, row.reward_mean) for row in new], reset) == ([(1, 0.1), (2, 0.9)], True)
     assert rows.since("nonsense")[1] and rows.since(f"{rows.generation}.99")[1] and rows.since("-1.-1")[1]
+
+
+def test_the_newest_row_is_the_last_whole_one_of_the_end_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert newest_row(path, MetricsRow) is None
+    path.write_text("nonsense\n")
+    assert newest_row(path, MetricsRow) is None
+    with RowWriter(path, MetricsRow) as writer:
+        steps = 2 * TAIL_BYTES // len(make_row(1).model_dump_json())
+        for step in range(1, steps + 1):
+            writer.append(make_row(step))
+    with path.open("a") as file:
+        file.write('{"step": 1000, "time"')
+    newest = newest_row(path, MetricsRow)
+    assert newest is not None and newest.step == steps
 
 
 def test_lines_of_another_version_are_read_as_far_as_they_are_known(tmp_path: Path) -> None:
