@@ -42,8 +42,9 @@ def prometheus_metrics() -> Iterator[str]:
     yield filled(f"""
     A launcher serves these ([how](../how-to/prometheus.md)), each with the label `run`, and the figures of the newest
     step as gauges `streamrl_{STEP_PREFIX}_<key>`, with the keys of `metrics.jsonl` below, without a `_total` at their
-    end, which Prometheus keeps for counters. Of these, some have further labels: {several}. Counters begin anew behind
-    the checkpoint that a run goes on from. What has no figure is not served.
+    end, which Prometheus keeps for counters. Of these, some have further labels: {several}. Counters begin at 0
+    with each launch, and never fall during one: steps that a run takes back and trains again count twice. What has no
+    figure is not served.
     """)
     yield ""
     rows = (

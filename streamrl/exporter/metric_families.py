@@ -74,15 +74,18 @@ RUN: Mapping[str, MetricKind] = {
     "evaluation_step": _gauge("weight version of the newest evaluation"),
     "evaluation_reward": _gauge("mean reward of the newest evaluation; task '': all", "task"),
     "evaluation_pass_at": _gauge("chance that one of k completions passes; task '': all", "task", "k"),
-    "samples_trained": _counter("samples trained"),
-    "samples_judged": _counter("samples of which a reward was asked for"),
-    "samples_void": _counter("samples whose reward is void"),
-    "tokens_trained": _counter("tokens trained"),
-    "steps_refused": _counter("optimizer steps that the trainer has refused"),
+    "samples_trained": _counter("samples trained since the launch"),
+    "samples_judged": _counter("samples of which a reward was asked for since the launch"),
+    "samples_void": _counter("samples whose reward is void since the launch"),
+    "tokens_trained": _counter("tokens trained since the launch"),
+    "steps_refused": _counter("optimizer steps that the trainer has refused since the launch"),
     "messages_refused": _counter("messages that processes have refused", "cause"),
-    "usd": _counter("cost at the prices of the cluster file"),
+    "usd": _counter(
+        "cost, at the prices of the cluster file, of the steps ended since the launch; without what was spent before "
+        "the first of them began, and after the last one"
+    ),
 }
-"""Name after `streamrl_` -> what it is; counters also end in `_total`, and begin anew behind a checkpoint."""
+"""Name after `streamrl_` -> what it is; counters also end in `_total`, and are 0 at each launch."""
 
 
 def step_name(key: str) -> str:

@@ -31,24 +31,34 @@ from streamrl.transport.refusals import RefusalCause
 
 STATES = ("starting", "running", "stopping", *sorted(FINAL_STATES))
 SUMS = ("samples_trained", "samples_judged", "samples_void", "tokens_trained", "steps_refused", "usd")
-"""Counters that are sums over all steps."""
+"""Counters that are sums over the steps of this launch."""
 CAUSES: tuple[str, ...] = get_args(RefusalCause)
 RECENT_STEPS = 20
 GIB = 2**30
 
 
 class StepTotals:
-    """The sums over all steps and the newest one, of which each look reads only the new rows."""
+    """The sums over the steps of this launch and the newest step, of which each look reads only the new rows.
+
+    Steps that are there at first are not counted, and one that was counted stays so when the run goes back behind it:
+    Prometheus takes a counter that falls for one that has begun at 0 again.
+    """
 
     def __init__(self, folder: Path) -> None:
+        """Take the run's folder, before the launch can write a step."""
         self._lines = AppendedLines(folder / layout.METRICS)
+        self._known: set[tuple[int, float]] = set()
+        """Step and time of the rows that were there at first, or have been counted."""
+        self.sums = dict.fromkeys(SUMS, 0.0)
+        self.priced = False
         self._clear()
+        with contextlib.suppress(OSError):
+            self.look()
+        self.sums = dict.fromkeys(SUMS, 0.0)
 
     def _clear(self) -> None:
-        self.sums = dict.fromkeys(SUMS, 0.0)
         self.newest: MetricsRow | None = None
         self.times: deque[float] = deque(maxlen=RECENT_STEPS)
-        self.priced = False
 
     def look(self) -> None:
         """Read what is new."""
@@ -61,6 +71,11 @@ class StepTotals:
 
     def _add(self, row: MetricsRow) -> None:
         self.newest = row
+        if row.step_time_s is not None:
+            self.times.append(row.step_time_s)
+        if (row.step, row.time) in self._known:
+            return
+        self._known.add((row.step, row.time))
         self.priced |= row.usd is not None
         self.sums["samples_trained"] += row.samples_total or 0
         self.sums["samples_judged"] += row.samples_judged or 0
@@ -68,8 +83,6 @@ class StepTotals:
         self.sums["tokens_trained"] += row.tokens_trained or 0
         self.sums["steps_refused"] += row.step_refused is not None
         self.sums["usd"] += row.usd or 0
-        if row.step_time_s is not None:
-            self.times.append(row.step_time_s)
 
 
 class TrackerSteps:
