@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -19,9 +18,10 @@ import psutil
 
 from streamrl.diagnose.facts import Alive, ChildFacts, Facts, ProcessFacts, RunFacts, SiteFacts
 from streamrl.diagnose.stacks import CLOCK_S, ObservedProcesses
-from streamrl.plain_files import open_plain, read_plain
+from streamrl.plain_files import read_plain
 from streamrl.run_dir import layout
 from streamrl.run_dir.instance_files import StartedProcess, read_started
+from streamrl.run_dir.jsonl import last_lines
 from streamrl.run_dir.site_status import STARTING
 from streamrl.run_dir.start_stages import read_stages
 
@@ -37,8 +37,6 @@ POLL_S = 0.02
 """Seconds between two looks for answers."""
 REPLACES_CHILDREN = ("rewards", "agents")
 """Roles that end and replace their workers themselves, below which the programs of users and models run as well."""
-TAIL_BYTES = 256 * 1024
-"""Bytes read from the end of metrics.jsonl; a row takes a few kilobytes."""
 
 
 def collect(run_dir: Path, threads: bool = False, ask: bool = True) -> Facts:
@@ -311,15 +309,12 @@ def _checked(file: str, values: Mapping[str, Any], kind: type[Of]) -> Of:
 def _steps(run_dir: Path) -> tuple[tuple[float, ...], float | None]:
     """Return the durations of the newest steps, in seconds, and when the last one ended."""
     times, ended = [], None
-    path = run_dir / layout.METRICS
-    with contextlib.suppress(FileNotFoundError), open_plain(path, largest=layout.LARGEST_ROWS) as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-        for line in file.read().splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # the first line may be cut off
-                row = json.loads(line)
-                ended = float(row["time"])
-                if row.get("step_time_s") is not None:
-                    times.append(float(row["step_time_s"]))
+    for line in last_lines(run_dir / layout.METRICS):
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # the first line may be cut off
+            row = json.loads(line)
+            ended = float(row["time"])
+            if row.get("step_time_s") is not None:
+                times.append(float(row["step_time_s"]))
     return tuple(times), ended
 
 

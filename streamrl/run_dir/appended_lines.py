@@ -13,15 +13,13 @@ from pathlib import Path
 from typing import Any, Generic
 
 from streamrl.plain_files import open_plain
-from streamrl.run_dir.jsonl import AnyRow, parse_row
+from streamrl.run_dir.jsonl import AnyRow, last_lines, parse_row
 
 READ_AT_ONCE = 16 << 20
 """Most bytes that are read at one look, so that a huge file does not fill the memory."""
 COMPARED = 4096
 """Bytes before the place of the last look that must be what they were, more than the ends of two rows have in common: a
 file that was replaced twice between two looks may have its first inode again."""
-TAIL_BYTES = 256 * 1024
-"""Bytes in which the newest row is looked for; a row takes a few kilobytes."""
 LARGEST_FOLLOWED = 1 << 30
 """Most bytes of a file that is followed: a trace of some million samples."""
 
@@ -124,12 +122,7 @@ def newest_row(path: Path, model: type[AnyRow]) -> AnyRow | None:
         NotPlainFile: the file is a link, no regular file, or has more than `LARGEST_FOLLOWED` bytes.
         OSError: the file exists and cannot be read.
     """
-    try:
-        with open_plain(path, largest=LARGEST_FOLLOWED) as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            lines = file.read(TAIL_BYTES).splitlines()
-    except FileNotFoundError:
-        return None
+    lines = last_lines(path, LARGEST_FOLLOWED)
     return next((row for line in reversed(lines) if (row := parse_row(model, line)) is not None), None)
 
 

@@ -49,6 +49,9 @@ class StepRow(Row):
     step: int
 
 
+TAIL_BYTES = 256 * 1024
+"""Bytes at the end of a file in which its newest rows are looked for; a row takes a few kilobytes."""
+
 AnyRow = TypeVar("AnyRow", bound=StepRow)
 
 
@@ -70,6 +73,21 @@ def read_rows(path: Path, model: type[AnyRow]) -> list[AnyRow]:
     try:
         with open_plain(path, largest=LARGEST_ROWS) as lines:
             return [row for line in lines if (row := parse_row(model, line)) is not None]
+    except FileNotFoundError:
+        return []
+
+
+def last_lines(path: Path, largest: int = LARGEST_ROWS) -> list[bytes]:
+    """Return the lines in the last `TAIL_BYTES` of a file, the first perhaps cut off; none if there is no file.
+
+    Raises:
+        NotPlainFile: it is a link, no regular file, or has more than `largest` bytes.
+        OSError: it exists and cannot be read.
+    """
+    try:
+        with open_plain(path, largest=largest) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            return file.read().splitlines()
     except FileNotFoundError:
         return []
 

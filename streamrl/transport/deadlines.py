@@ -44,7 +44,7 @@ class WaitRegistry:
     def __init__(self, owner: str) -> None:
         self.owner = owner
         self._waits: dict[object, Wait] = {}
-        """As begun: `since` is the start of each."""
+        """The waits as they began: `since` is the start of each."""
         self._begun: dict[str, float] = {}
         """Expiry of each wait of `begin` (monotonic seconds)."""
         self._progress: dict[object, Callable[[], float]] = {}

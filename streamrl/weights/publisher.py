@@ -169,7 +169,7 @@ class WeightPublisher:
 
     def _covered(self, peer: str) -> bool:
         """Charge a request; return whether its sender, if it is of another site, may make one now."""
-        site = self.hub.peers[peer].site if peer in self.hub.peers else None
+        site = self._other_site(peer)
         return site is None or self.hub.covered("request", site, 0)
 
     def _start(self, delivery: Delivery, work: Coroutine[Any, Any, None]) -> None:
@@ -294,7 +294,8 @@ class WeightPublisher:
             if number > self.chain.newest:
                 await self._wait_for(self._coding)
             want = self.chain.newest if newest else number
-            older, small = want != self.chain.newest, want == self.chain.coming_anchor and self._is_far(peer)
+            far = self._other_site(peer) is not None  # then compressing takes less time than it saves
+            older, small = want != self.chain.newest, far and want == self.chain.coming_anchor
             if base is None and (older or small):  # it may need an anchor, or complete weights as few bytes
                 await self._wait_for(self._packing)
         except Exception as error:  # the next `publish` ends the run with it; the relay should hear of it now
@@ -309,9 +310,9 @@ class WeightPublisher:
         streams = tuple(self._stream(step) for step in path)
         return _Transfer(order.request, self._versions[want].manifest, streams, is_delta=True)
 
-    def _is_far(self, peer: str) -> bool:
-        """Return whether a relay is of another site, so that compressing takes less time than it saves."""
-        return peer in self.hub.peers and self.hub.peers[peer].site is not None
+    def _other_site(self, peer: str) -> str | None:
+        """Return the other site that a relay is of; None: it is of this site, or has left."""
+        return self.hub.peers[peer].site if peer in self.hub.peers else None
 
     def _stream(self, step: ChainStep) -> Stream:
         """Return the bytes of a step; a complete version that is not packed is the newest one."""

@@ -90,7 +90,7 @@ def test_a_driver_too_old_for_the_wheel(driver: str, cuda: str | None, problem: 
 
 
 def test_a_newer_library_than_the_driver_counts() -> None:
-    """As CUDA's forward compatibility has it in containers."""
+    """A newer library than the driver, as CUDA's forward compatibility has it in containers."""
     assert list(gpu_checks.check_driver("550.54.14", "13.0", lambda: 13000)) == []
     assert list(gpu_checks.check_driver("550.54.14", "13.2", lambda: 13000)) == []
     assert len(list(gpu_checks.check_driver("550.54.14", "13.0", lambda: 12040))) == 1

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from streamrl.dashboard.step_series import StepSeries
-from streamrl.run_dir.appended_lines import TAIL_BYTES, AppendedLines, AppendedRows, newest_row
-from streamrl.run_dir.jsonl import RowWriter
+from streamrl.run_dir.appended_lines import AppendedLines, AppendedRows, newest_row
+from streamrl.run_dir.jsonl import TAIL_BYTES, RowWriter
 from streamrl.run_dir.metrics import MetricsRow
 from tests.report.synthetic import make_row, write_evaluations
 

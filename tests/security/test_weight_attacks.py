@@ -316,7 +316,7 @@ def test_parts_are_no_larger_than_any_path_before_memory_is_taken_for_them(tmp_p
     sizes = [(t.nbytes + 1, t.checksum) for t in manifest.tensors]
 
     def check(deltas: int, share: float) -> list[Part]:
-        """Of an anchor that nothing could compress, and deltas that together are as large as a share of it."""
+        """Check an anchor that nothing could compress, and deltas that together are as large as a share of it."""
         small = [(max(1, int(nbytes * share / deltas)), digest) for nbytes, digest in sizes]
         way = [Part.of_payloads(1 - deltas, None, sizes)]
         way += [Part.of_payloads(number, number - 1, small) for number in range(2 - deltas, 2)]

@@ -97,7 +97,7 @@ def test_a_parcel_is_hashed_once_the_device_has_filled_it(monkeypatch: pytest.Mo
 
 
 def test_a_loader_may_write_into_what_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As vLLM's for gpt-oss does with biases, in all workers but the first."""
+    """Write into tensors, as vLLM's loader for gpt-oss does with biases, in all workers but the first."""
     tensors = [(str(number), torch.full((50, number), float(number))) for number in range(1, 9)]
     described = [(name, type_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors]
     group = Queue()

@@ -61,7 +61,7 @@ class SiteWeights:
         self._closed_bytes = self._closed_corrupt = 0
         """Bytes and damaged payloads that came over connections to other sites which were closed since."""
         self._answered = False
-        """Whether the relay that was asked last has said that it does not have the version yet, or any more."""
+        """Whether the relay that was asked last has answered: without the version, or with a part of it."""
         self._hub = relay_hub(context, waits) if context.addresses.relay_outside else None
         self._publisher = make_publisher(context, self._hub) if self._hub is not None else None
 
@@ -147,7 +147,7 @@ class SiteWeights:
         return self._last.last.seconds if self._last.last is not None else 0.0
 
     async def _fetch_in_time(self, source: str, number: int, content_hash: str) -> WeightVersion:
-        """As `_fetch_from`, as long as bytes come, and within `SOURCE_SHARE` of the time for a fetch.
+        """Fetch as `_fetch_from` does, as long as bytes come, and within `SOURCE_SHARE` of the time for a fetch.
 
         Raises:
             DeadlineExpired: the version did not come in time; `_answered` says whether the relay has answered.
