@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import AsyncMock
 
 import numpy as np
@@ -19,10 +20,12 @@ from streamrl.generation.site.service import GenerationService
 from streamrl.generation.site.token_journal import TokenJournal
 from streamrl.protocol.controller_site import CanaryMeasured, Finish, Generate, IssuedGroup, LoadWeights
 from streamrl.protocol.message import TypedMessage
+from streamrl.protocol.site_instance import FinishedSample
 from streamrl.rollouts.types import PartialSample
 from streamrl.run_dir import layout, site_status
 from streamrl.run_dir.site_status import read_site
 from streamrl.runtime.process_context import Addresses, RoleContext
+from streamrl.transport.wire import Arrays
 from tests.tiny_model import save_tiny_model
 from tests.waiting import until
 
@@ -90,6 +93,39 @@ def test_a_restarted_service_goes_on_from_all_tokens_of_the_run(tmp_path: Path) 
 def test_the_budget_of_a_round_counts_what_comes_after_the_tokens_of_earlier_rounds(tmp_path: Path) -> None:
     """A budget of 2 tokens, after the 3 that the journal has: an instance cannot generate fewer than none."""
     assert continued(tmp_path, weights(17), group(17, "of 9", "of 17", budget=2)) == {"of 9": 5, "of 17": 5}
+
+
+def test_finished_samples_that_die_with_a_service_are_continued_and_not_begun_anew(tmp_path: Path) -> None:
+    names = [f"of {number}" for number in range(3)]
+
+    async def play(committed: list[str]) -> set[str]:
+        async with service_in(tmp_path) as service:
+            for name in names:
+                few = np.arange(4, dtype=np.int32), np.zeros(4, np.float32), np.full(4, 9, np.int32)
+                service.journal.add(0, PartialSample(name, *few, 1.0, 2.0))
+            samples = [
+                FinishedSample(name, "g", "stop", "far", "i", "main", "", 1.0, 1.0, 2.0, 3.0, "four") for name in names
+            ]
+            arrays = {"completion_tokens": np.arange(5, dtype=np.int32)}
+            received = [
+                SimpleNamespace(body=one, kind="sample", arrays=arrays, peer="i", ack=lambda: None) for one in samples
+            ]
+            waiting: dict[str, Callable[[], None]] = {}
+
+            async def put(body: dict[str, Any], arrays: Arrays, on_ack: Callable[[], None]) -> None:
+                waiting[body["sample_id"]] = on_ack
+
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(service.uplink, "put", put)
+                patched.setattr(service.hub, "receive", AsyncMock(side_effect=received))
+                with pytest.raises(StopAsyncIteration):
+                    await service._from_instances()
+            for name in committed:
+                waiting[name]()
+        found = TokenJournal(tmp_path / layout.TOKEN_JOURNAL)
+        return {name for name in names if found.kept(name) is not None}
+
+    assert asyncio.run(play(["of 1"])) == {"of 0", "of 2"}
 
 
 @contextlib.asynccontextmanager

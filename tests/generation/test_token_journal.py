@@ -54,6 +54,39 @@ def test_the_next_service_finds_what_was_written_and_not_what_has_ended(tmp_path
     assert found.tokens == 10
 
 
+def test_tokens_of_an_ended_request_stay_in_the_file_until_its_sample_is_committed(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    journal = TokenJournal(path)
+    for name in ("a", "b", "c"):
+        journal.add(0, part(name, 0, 3))
+    journal.ended("a")  # before anything of it is in the file
+    journal.flush()
+    for name in ("b", "c", "unknown"):
+        journal.ended(name)
+    assert journal.kept("a") is None and journal.kept("b") is None and journal.tokens == 0
+    assert_holds(TokenJournal(path), "a", 3)
+    for name in ("a", "b", "unknown"):
+        journal.committed(name)
+    journal.flush()
+    found = TokenJournal(path)
+    assert found.kept("a") is None and found.kept("b") is None and found.tokens == 3
+    assert_holds(found, "c", 3)
+
+
+def test_a_refused_sample_that_is_given_again_keeps_the_tokens_of_its_second_attempt_alone(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    journal = TokenJournal(path)
+    journal.add(0, part("a", 0, 3))
+    journal.add(3, part("a", 3, 5))
+    journal.flush()
+    journal.ended("a")
+    journal.add(0, part("a", 0, 2))  # before the refusal is acknowledged
+    journal.committed("a")
+    assert journal.add(2, part("a", 2, 2))
+    journal.close()
+    assert_holds(TokenJournal(path), "a", 4)
+
+
 def test_a_request_that_is_made_again_begins_anew(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     journal = TokenJournal(path)

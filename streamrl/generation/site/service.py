@@ -307,11 +307,7 @@ class GenerationService:
                 case site_instance.FinishedSample() as sample if is_turn(sample.sample_id):
                     await self._turn_done(sample, delivery)
                 case site_instance.FinishedSample() as sample:
-                    # the instance forgets the sample only when the controller has committed it
-                    await self.uplink.put(body_of(self._in_home_time(sample)), delivery.arrays, delivery.ack)
-                    length = len(delivery.arrays["completion_tokens"])
-                    self.journal.forget([sample.sample_id])
-                    await self.dispatcher.finished(sample.sample_id, length, delivery.peer)
+                    await self._sample_done(sample, delivery)
                 case site_instance.ReleasedSample() as released:
                     partial = sample_from_wire(PartialSample, body_of(released), delivery.arrays)
                     if self.dispatcher.has(delivery.peer, partial.sample_id):
@@ -344,6 +340,17 @@ class GenerationService:
                 case _ if delivery.kind == "bye" and not self.fleet.answers.take(delivery):
                     # the instance left without an order to
                     log.warning("%s has closed its connection", delivery.peer)  # the launcher reports why
+
+    async def _sample_done(self, sample: site_instance.FinishedSample, delivery: Delivery) -> None:
+        """Send a finished sample to the controller; its instance and the journal keep it until it is committed."""
+
+        def committed() -> None:
+            self.journal.committed(sample.sample_id)
+            delivery.ack()
+
+        await self.uplink.put(body_of(self._in_home_time(sample)), delivery.arrays, committed)
+        self.journal.ended(sample.sample_id)
+        await self.dispatcher.finished(sample.sample_id, len(delivery.arrays["completion_tokens"]), delivery.peer)
 
     # -- episodes
 

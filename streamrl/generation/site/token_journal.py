@@ -2,8 +2,9 @@
 
 Another instance then continues from these tokens. Instances report new tokens about four times a second. The journal is
 kept in memory and in a SQLite file, which outlives the service (but not a power cut: it is not forced to disk, since
-all it saves is time). Memory and file are bounded by the tokens of requests in flight: finished and released requests
-are forgotten.
+all it saves is time). Both are bounded by what is in flight: memory by the tokens of running requests, the file by
+these and those of samples that the controller has not yet committed. Should the service die before it has, finished
+samples are lost with it, and the next service continues from their tokens.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ class TokenJournal:
         self._lengths: Counter[str] = Counter()
         self._forgotten: set[str] = set()
         """Requests that were forgotten but are still in the file."""
+        self._ended: set[str] = set()
+        """Requests whose samples are not yet committed: they are in the file alone."""
         self._new: defaultdict[str, list[tuple[int, PartialSample]]] = defaultdict(list)
         """Parts that are not yet in the file, and where they start, by request."""
         self._db = open_journal(path, _SCHEMA, self._load)
@@ -104,6 +107,8 @@ class TokenJournal:
         Returns:
             Whether the part is usable; False: earlier tokens are missing here.
         """
+        if part.sample_id in self._ended:  # its sample was refused, and it was given again
+            self.forget([part.sample_id])
         before = self._lengths[part.sample_id]
         if start > before:
             return False
@@ -133,11 +138,23 @@ class TokenJournal:
             experts=_joined_experts(parts),
         )
 
+    def ended(self, sample_id: str) -> None:
+        """Keep the tokens of a request that has ended in the file alone, until `committed`."""
+        if self._parts.pop(sample_id, None) is not None:
+            del self._lengths[sample_id]
+            self._ended.add(sample_id)
+
+    def committed(self, sample_id: str) -> None:
+        """Forget a request that has ended, unless it was given again."""
+        if sample_id in self._ended:
+            self.forget([sample_id])
+
     def forget(self, sample_ids: Iterable[str]) -> None:
-        """Forget requests that have ended or are no longer wanted."""
+        """Forget requests that are no longer wanted."""
         for sample_id in sample_ids:
-            if self._parts.pop(sample_id, None) is not None:
-                del self._lengths[sample_id]
+            if sample_id in self._ended or self._parts.pop(sample_id, None) is not None:
+                self._ended.discard(sample_id)
+                self._lengths.pop(sample_id, None)
                 self._forgotten.add(sample_id)
                 self._new.pop(sample_id, None)
 
