@@ -183,11 +183,11 @@ def test_a_site_gives_signs_of_life_before_it_serves_and_on_a_full_disk(
 
     async def play() -> None:
         async with service_in(tmp_path) as service:
-            keeping = asyncio.create_task(service._keep_site_status())
+            keeping = asyncio.create_task(service.site_state.keep_written())
             await another_sign()
             await another_sign()
             assert read_site(tmp_path) is None  # nothing is known of the site yet
-            service._state_of_site = "serving"
+            service.site_state.state = "serving"
             status = await until(lambda: read_site(tmp_path))
             assert status is not None and (status.site, status.state) == ("far", "serving")
             monkeypatch.setattr(site_status, "replace_json", full)

@@ -31,10 +31,10 @@ from scheduler.dispatch.registry import make_policy, objective_of, policy_for
 from streamrl.errors import RestartNeeded, RunFailed
 from streamrl.generation.site.dispatcher import Dispatcher
 from streamrl.generation.site.fleet import SiteFleet
-from streamrl.generation.site.instance_life import Life
 from streamrl.generation.site.pushed_weights import PushedWeights
 from streamrl.generation.site.reports import Reports
 from streamrl.generation.site.site_episodes import AnsweredTurn, PrefixCache, RequestedTurn, SiteEpisodes, is_turn
+from streamrl.generation.site.site_state import SiteState
 from streamrl.generation.site.site_weights import SiteWeights
 from streamrl.generation.site.token_journal import TokenJournal
 from streamrl.generation.site.turn_journal import TurnJournal
@@ -51,7 +51,7 @@ from streamrl.protocol.samples import (
 from streamrl.protocol.speakers import RIGHTS
 from streamrl.rollouts.types import PartialSample, SampleRequest
 from streamrl.run_dir import layout
-from streamrl.run_dir.site_status import STARTING, starting, touch_site, write_site
+from streamrl.run_dir.site_status import write_site
 from streamrl.run_dir.start_stages import READY, waiting_for
 from streamrl.runtime.inside_keys import inside_admission, inside_roles
 from streamrl.runtime.process_context import RoleContext
@@ -62,7 +62,6 @@ from streamrl.transport.wire import Arrays
 
 log = logging.getLogger(__name__)
 
-TELL_EVERY_S = 1.0
 TO_AN_INSTANCE = 100_000
 """Messages that may be in flight to one instance.
 
@@ -71,7 +70,6 @@ JOURNAL_S = 0.5
 """Seconds between two writes of the journals."""
 OWN_TIMES = ("t_dispatched", "t_first_token", "t_finished", "t_last_part")
 """Times of a sample that the instance takes from this site's clock, those that it has."""
-SHOWN_OF_INSTANCES = ("state", "running", "tokens_per_s", "weight_version")
 
 
 class GenerationService:
@@ -94,8 +92,6 @@ class GenerationService:
         self._orphaned = asyncio.Event()
         self.round = 0
         """The newest round that the controller has announced."""
-        self._state_of_site = STARTING
-        """State in `site.json`: it starts, serves, or how the run has ended."""
         self._newest: int | None = None
         """The newest version of the run's weights that this service has heard of, which it may still be fetching."""
         self.journal = TokenJournal(context.run_dir / layout.TOKEN_JOURNAL)
@@ -123,6 +119,9 @@ class GenerationService:
         self.agents = f"agents-{self.site}"
         """Name of the process that leads the site's episodes, in runs that have some."""
         self.hub.forwards_hellos = True
+        self.site_state = SiteState(
+            *(context, self.hub, self.dispatcher, self.fleet, self.weights, self.uplink, self.agents)
+        )
 
     async def run(self) -> None:
         """Serve until the run is over (at the trainer's site until the process is ended).
@@ -135,7 +134,7 @@ class GenerationService:
                 again.
         """
         async with asyncio.TaskGroup() as tasks:
-            status = tasks.create_task(self._keep_site_status()) if self.context.remote else None
+            status = tasks.create_task(self.site_state.keep_written()) if self.context.remote else None
             await self._serve()
             if status is not None:
                 status.cancel()
@@ -147,7 +146,7 @@ class GenerationService:
             "fleet": fleet_to_wire(self.fleet.instances()),
             "passes_weights_on": self.weights.passes_on,
         }
-        self.controller.state = self._state
+        self.controller.state = self.site_state.heartbeat
         self.controller.on_new_hub = self._orphaned.set
         try:
             self.context.say(waiting_for(["the controller"]))
@@ -160,7 +159,7 @@ class GenerationService:
             async with asyncio.TaskGroup() as tasks:
                 beside = [self._from_instances(), self.uplink.run(), self.reports.run(), self._throttle()]
                 beside += [self.weights.serve(), self.fleet.run(), self._keep_journal(), self._end_if_orphaned()]
-                self._state_of_site = "serving"
+                self.site_state.state = "serving"
                 running = [tasks.create_task(work) for work in beside]
                 await self._from_controller(tasks)
                 for task in running:
@@ -177,23 +176,6 @@ class GenerationService:
         while True:
             await self.dispatcher.throttle(await self.uplink.changed())
 
-    async def _keep_site_status(self) -> None:
-        """Write `site.json` once a second, by which this site's launcher sees that this process lives.
-
-        A disk that is full ends nothing: what must last is at the trainer's site.
-        """
-        problem = ""
-        while True:
-            try:
-                starts = self._state_of_site == STARTING
-                write_site(self.context.run_dir, starting(self.site) if starts else self._site_status())
-                problem = ""
-            except OSError as error:
-                if problem != (problem := str(error)):
-                    log.warning("cannot write this site's status: %s", error)
-                touch_site(self.context.run_dir)
-            await asyncio.sleep(TELL_EVERY_S)
-
     async def _from_controller(self, tasks: asyncio.TaskGroup) -> None:
         """Carry out the controller's commands until the run is over.
 
@@ -205,10 +187,10 @@ class GenerationService:
             match delivery.body:
                 case controller_site.Finish() as end:
                     delivery.ack()
-                    self._state_of_site = end.state
+                    self.site_state.state = end.state
                     if self.context.remote:
                         with contextlib.suppress(OSError):
-                            write_site(self.context.run_dir, self._site_status())
+                            write_site(self.context.run_dir, self.site_state.status())
                     if end.state != "done":
                         why = end.error or f"{end.state} at its trainer's site"
                         raise RunFailed(f"the run has ended: {why}")
@@ -446,25 +428,6 @@ class GenerationService:
         self.weights.version = number
         self._heard_of(number)
 
-    def _instance_states(self) -> dict[str, dict[str, Any]]:
-        """Return every instance's last heartbeat, without its requests' progress, which stays here."""
-        states = {}
-        for name, life in self.fleet.lives.items():
-            state = dict(self.hub.peers[name].state) if name in self.hub.peers else {}
-            state.pop("produced", None)
-            state.pop("curve", None)
-            if state.get("busy_since"):
-                state["busy_since"] = self.controller.clock.to_hub_time(state["busy_since"])
-            if life.state is not Life.READY:
-                state |= {"state": str(life.state), "detail": self.fleet.states()[name]["detail"]}
-                state["running"] = len(self.dispatcher.works_on(name))
-            elif (factor := self.fleet.watch.slow.factors.get(name)) is not None:
-                state["detail"] = f"{factor:.1f} times as slow as the others"
-            elif note := self.fleet.curves.note(life.pool):
-                state["detail"] = state.get("detail") or note
-            states[name] = state
-        return states
-
     def _in_home_time(self, sample: site_instance.FinishedSample) -> site_instance.FinishedSample:
         """Convert a sample's times to the controller's clock; `t_queued` is in it already."""
         home, times = self.controller.clock.to_hub_time, ("started", "finished")
@@ -475,48 +438,3 @@ class GenerationService:
             ]
             changes["trajectory"] = msgspec.structs.replace(told, steps=steps)
         return msgspec.structs.replace(sample, **changes)
-
-    def _site_status(self) -> dict[str, Any]:
-        """Return the contents of `site.json` (`run_dir/site_status.py`)."""
-        uplink, clock = self.uplink, self.controller.clock
-        saved = uplink.raw_bytes / uplink.sent_bytes if uplink.sent_bytes else None
-        return {
-            "site": self.site,
-            "updated_at": time.time(),
-            "state": self._state_of_site,
-            "trainer_silent_s": self.controller.silent_for,
-            "rtt_ms": None if clock.rtt_s is None else clock.rtt_s * 1e3,
-            "clock_offset_s": clock.offset_s,
-            "weight_version": self.weights.version,
-            "weight_bytes": self.weights.bytes_received,
-            "samples_sent": uplink.samples,
-            "samples_waiting": uplink.backlog_samples,
-            "sample_bytes": uplink.sent_bytes,
-            "compression": saved if uplink.choice.compressing else None,
-            "congested": uplink.congested,
-            "instances": {
-                name: {key: state[key] for key in SHOWN_OF_INSTANCES if key in state}
-                for name, state in self._instance_states().items()
-            },
-        }
-
-    def _agents_state(self) -> dict[str, dict[str, Any]]:
-        """Return the agents process's last heartbeat and its silence, by its name; {}: it has not connected."""
-        peer = self.hub.peers.get(self.agents)
-        return {} if peer is None else {self.agents: peer.state | {"silent_s": self.hub.silent_for(self.agents)}}
-
-    def _state(self) -> dict[str, Any]:
-        requests = len(self.dispatcher.requests) - len(self.dispatcher.parked)
-        waiting = self.dispatcher.policy.waiting
-        return {
-            "state": "dispatching" if requests else "idle",
-            "waiting": waiting,
-            "running": requests - waiting,
-            "parked": len(self.dispatcher.parked),
-            "moves": self.dispatcher.moves,
-            "congested": self.uplink.congested,
-            "uplink": self.uplink.state(),
-            "weights_refetched": self.weights.corrupt,
-            "instances": self._instance_states(),
-            "agents": self._agents_state(),
-        }
