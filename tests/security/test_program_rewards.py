@@ -32,6 +32,8 @@ from tests.waiting import scaled, wait_for
 TESTS = "assert add(1, 2) == 3\nassert add('a', 'b') == 'ab'"
 RIGHT = "def add(a, b): return a + b"
 WRONG = "def add(a, b): return 0\n"
+MINE = f"# of {os.getpid()}"
+"""Comment that tells the sandboxes of this process's tests from those of tests that run beside them."""
 NOTHING = Sandbox(command=["env"], seconds=20)
 """Isolates nothing."""
 
@@ -56,16 +58,17 @@ def own(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sand
 
 
 def left() -> list[psutil.Process]:
-    """Processes of sandboxes that live."""
+    """Processes of this process's sandboxes that live."""
     found = []
     for one in psutil.process_iter(["cmdline", "status"]):
-        if one.info["status"] != psutil.STATUS_ZOMBIE and sandboxes.DRIVER in (one.info["cmdline"] or []):
+        if one.info["status"] != psutil.STATUS_ZOMBIE and any(MINE in word for word in one.info["cmdline"] or []):
             found.append(one)
     return found
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
+def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sandboxes, "DRIVER", f"{sandboxes.DRIVER}\n{MINE}\n")
     yield
     wait_for(lambda: not left(), 20, what="every process of a sandbox to be gone")
 
@@ -212,6 +215,7 @@ def test_what_a_program_has_started_ends_with_it(own: Sandbox) -> None:
 WORKER = f"""
 from streamrl.config.tasks import Sandbox
 from streamrl.tasks import sandbox
+sandbox.DRIVER += "\\nCOMMENT\\n"
 if NAMESPACES:
     sandbox.shutil.which = lambda name: None
 sandbox.passes({ESCAPES + "while True: pass"!r}, "", Sandbox(seconds=300))
@@ -219,7 +223,7 @@ sandbox.passes({ESCAPES + "while True: pass"!r}, "", Sandbox(seconds=300))
 
 
 def test_a_program_ends_with_its_worker_even_if_that_is_killed(own: Sandbox) -> None:
-    script = WORKER.replace("NAMESPACES", str(not isolation_of(own).command))
+    script = WORKER.replace("NAMESPACES", str(not isolation_of(own).command)).replace("COMMENT", MINE)
     worker = subprocess.Popen([sys.executable, "-c", script])
     try:
         wait_for(lambda: len(left()) >= 6, 30, what="the program and all that it starts to be there")
