@@ -107,6 +107,46 @@ def test_a_file_that_cannot_be_read_is_begun_anew(tmp_path: Path) -> None:
     assert_holds(TokenJournal(path), "a", 2)
 
 
+def test_what_a_full_disk_did_not_take_is_written_when_it_has_room_again(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    journal = TokenJournal(path)
+    for name in ("a", "b", "c"):
+        journal.add(0, part(name, 0, 10))
+    journal.flush()
+    ((pages,),) = journal._db.execute("PRAGMA page_count")
+    journal._db.execute(f"PRAGMA max_page_count = {pages}")
+    journal.add(10, part("a", 10, 5000))
+    journal.ended("b")
+    journal.committed("b")
+    journal.add(10, part("c", 10, 20))
+    journal.ended("c")
+    journal.flush()
+    assert {TokenJournal(path).kept(name) is None for name in ("a", "b", "c")} == {False}
+    journal._db.execute("PRAGMA max_page_count = 1000")
+    journal.add(5010, part("a", 5010, 10))
+    journal.close()
+    later = TokenJournal(path)
+    assert_holds(later, "a", 5020)
+    assert_holds(later, "c", 30)
+    assert later.kept("b") is None
+
+
+def test_nothing_of_a_file_that_is_damaged_in_the_middle_is_taken_for_written(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    journal = TokenJournal(path)
+    for n in range(300):
+        journal.add(0, part(f"request {n:03}", 0, 100))
+    journal.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2] + b"\xff" * (len(whole) - len(whole) // 2))
+    later = TokenJournal(path)
+    in_memory = {n: one for n in range(300) if (one := later.kept(f"request {n:03}")) is not None}
+    assert not in_memory and later.tokens == 0
+    later.add(0, part("request 000", 0, 120))
+    later.close()
+    assert_holds(TokenJournal(path), "request 000", 120)
+
+
 def test_progress_over_the_wire_is_what_was_sent() -> None:
     sent = [(0, part("a", 0, 3)), (5, part("b", 5, 1)), (2, part("c", 2, 4))]
     found = progress_from_wire(*progress_to_wire(sent))

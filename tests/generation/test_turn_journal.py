@@ -82,6 +82,25 @@ def test_a_damaged_turn_is_dropped_and_the_others_are_kept(tmp_path: Path, caplo
     found(later, "g.001")
 
 
+def test_what_a_full_disk_did_not_take_is_written_when_it_has_room_again(tmp_path: Path) -> None:
+    journal = filled(tmp_path / "turns")
+    journal.flush()
+    assert journal._db is not None
+    ((pages,),) = journal._db.execute("PRAGMA page_count")
+    journal._db.execute(f"PRAGMA max_page_count = {pages}")
+    for n in range(40):
+        journal.add("g.002", turn_key(n, PROMPT), kept(f"g.002/{n}.0"))
+        journal.add("g.003", turn_key(n, PROMPT), kept(f"g.003/{n}.0"))
+    journal.forget("g.000")
+    journal.flush()
+    journal.forget("g.003")  # it ends meanwhile
+    assert TurnJournal(tmp_path / "turns").turns == 2
+    journal._db.execute("PRAGMA max_page_count = 1000")
+    journal.close()
+    later = TurnJournal(tmp_path / "turns")
+    assert later.turns == 41 and later.find("g.000", KEY, 9) is None and later.find("g.001", KEY, 9) is not None
+
+
 def test_an_unreadable_file_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "turns").write_bytes(b"no database" * 500)
     filled(tmp_path / "turns").close()

@@ -61,6 +61,8 @@ class Dispatcher:
         self._at: dict[str, str] = {}  # sample -> instance that works on it
         self._handed_over: dict[str, set[str]] = {}
         """Requests that continue elsewhere although this instance may still be working on them, by instance."""
+        self._releasing: set[str] = set()
+        """Requests that their instance was ordered to release."""
         self._moving: dict[str, tuple[str, str]] = {}  # sample -> (instance, route) that it is moving to
         self._joined: dict[str, tuple[int, StepCurve | None, str]] = {}  # (slots, curve, pool) of each instance
         self._held: dict[str, set[str]] = {}
@@ -104,7 +106,7 @@ class Dispatcher:
                 waiting.append(sample_id)
         if requeue:
             for sample_id in sorted(self.works_on(instance)):
-                if sample_id not in self._moving and sample_id not in self.parked:  # those are being released already
+                if sample_id not in self._releasing:
                     await self._release(instance, sample_id)
         await self._place(waiting)
 
@@ -116,7 +118,7 @@ class Dispatcher:
             self.policy.join(instance, *self._joined[instance])
             self.policy.slow(instance, self._slow.get(instance, 1.0))
             for sample_id in sorted(self._continuing.pop(instance, ())):
-                if self.has(instance, sample_id) and sample_id not in self._moving and sample_id not in self.parked:
+                if self.has(instance, sample_id) and sample_id not in self._releasing:  # those are placed when released
                     self.policy.start(self._known_to_policy(sample_id), self.policy.instances[instance])
             await self._dispatch()
 
@@ -185,6 +187,7 @@ class Dispatcher:
         parked, waiting = [], []
         for sample_id in sorted(had):
             del self._at[sample_id]
+            self._releasing.discard(sample_id)
             target, request = self._moving.pop(sample_id, None), self.requests[sample_id]
             found = max((kept(sample_id), request.kept), key=lambda one: len(one.completion_tokens) if one else -1)
             self.requests[sample_id] = replace(request, kept=found)
@@ -294,6 +297,7 @@ class Dispatcher:
         for known in (self.requests, self._forecasts, self._turns, self._moving, self._at):
             known.pop(sample_id, None)
         self.parked.discard(sample_id)
+        self._releasing.discard(sample_id)
 
     async def released(self, partial: PartialSample, instance: str) -> bool:
         """Record that an instance has released a request, with what it has produced.
@@ -306,7 +310,8 @@ class Dispatcher:
         request = self.requests.get(sample_id)
         if request is None or not self.has(instance, sample_id):
             return False
-        self._at.pop(sample_id, None)
+        del self._at[sample_id]
+        self._releasing.discard(sample_id)
         self.requests[sample_id] = replace(request, kept=partial)
         if sample_id in self.parked:
             return False
@@ -349,12 +354,12 @@ class Dispatcher:
             if not decision.moved:
                 await self._start(sample_id, decision.instance, decision.route)
                 continue
-            already_moving = sample_id in self._moving
             self._moving[sample_id] = (decision.instance, decision.route)
-            if not already_moving:
+            if sample_id not in self._releasing:
                 await self._release(self._at[sample_id], sample_id)
 
     async def _release(self, instance: str, sample_id: str) -> None:
+        self._releasing.add(sample_id)
         await self._send(instance, *wire(Release(sample_id=sample_id)), {})
 
     async def _start(self, sample_id: str, instance: str, route: str) -> None:

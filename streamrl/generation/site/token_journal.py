@@ -85,6 +85,8 @@ class TokenJournal:
         self._db = open_journal(path, _SCHEMA, self._load)
 
     def _load(self, db: sqlite3.Connection) -> None:
+        self._parts.clear()
+        self._lengths.clear()
         for *row, checksum in db.execute("SELECT * FROM token_parts ORDER BY sample_id, start"):
             sample_id, start, tokens, logprobs, versions, dispatched, first, experts, row_bytes = row
             if checksum != _checksum(*row):
@@ -165,12 +167,10 @@ class TokenJournal:
         )
 
     def flush(self) -> None:
-        """Write what is new to the file. A failure is only logged: without the journal, tokens are generated again."""
+        """Write what is new to the file. A failure is only logged, and the next call writes the same again."""
         rows = [_row(start, part) for parts in self._new.values() for start, part in parts]
         new = [(*row, _checksum(*row)) for row in rows]
         gone = [(sample_id,) for sample_id in self._forgotten]
-        self._new.clear()
-        self._forgotten.clear()
         if not new and not gone:
             return
         try:
@@ -179,6 +179,9 @@ class TokenJournal:
                 self._db.executemany("INSERT OR REPLACE INTO token_parts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", new)
         except sqlite3.Error as error:
             log.warning("the token journal cannot be written: %s", error)
+            return
+        self._new.clear()
+        self._forgotten.clear()
 
     def close(self) -> None:
         """Write what is new and close the file."""

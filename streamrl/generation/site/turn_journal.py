@@ -137,25 +137,26 @@ class TurnJournal:
                 self._dropped.add((episode, turn.sample.sample_id))
 
     def flush(self) -> None:
-        """Write what is new to the file. A failure is only logged: without the journal, turns are generated again."""
+        """Write what is new to the file. A failure is only logged, and the next call writes the same again."""
         new = [
             (episode, turn, msgspec.msgpack.encode(key), kept.to_bytes())
             for (episode, turn), (key, kept) in self._new.items()
             if episode in self._turns
         ]
         gone, dropped = [(episode,) for episode in self._forgotten], list(self._dropped)
-        for written in (self._new, self._forgotten, self._dropped):
-            written.clear()
-        if self._db is None or not (new or gone or dropped):
-            return
         try:
-            with self._db:
-                self._db.executemany("DELETE FROM turns WHERE episode = ?", gone)
-                self._db.executemany("DELETE FROM turns WHERE episode = ? AND turn = ?", dropped)
-                rows = [(*row, _checksum(*row)) for row in new]
-                self._db.executemany("INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?)", rows)
+            if self._db is not None and (new or gone or dropped):
+                with self._db:
+                    self._db.executemany("DELETE FROM turns WHERE episode = ?", gone)
+                    self._db.executemany("DELETE FROM turns WHERE episode = ? AND turn = ?", dropped)
+                    rows = [(*row, _checksum(*row)) for row in new]
+                    self._db.executemany("INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?)", rows)
         except sqlite3.Error as error:
             log.warning("the turn journal cannot be written: %s", error)
+            self._new = {key: one for key, one in self._new.items() if key[0] in self._turns}
+            return
+        for written in (self._new, self._forgotten, self._dropped):
+            written.clear()
 
     def close(self) -> None:
         """Write what is new and close the file."""
