@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -92,7 +93,7 @@ def call_of(
         tools,
         _digest(given),
         idempotency_key=headers.get("idempotency-key"),
-        is_retry=_is_retry(headers),
+        attempt=_attempt(headers),
         ignored=tuple(sorted(set(ignored) - drop)),
         reads_calls=choice != "none",
         instructions=instructions,
@@ -128,8 +129,8 @@ def read_generate(
         raise bad("sampling_params: expected an object, without n or with n = 1")
     ignored = sorted({*sampling, *values} - USED - SAYS_NOTHING - {"sampling_params"})
     tokens = np.asarray(ids, dtype=np.int32)
-    key, retry = headers.get("idempotency-key"), _is_retry(headers)
-    return Call([], [], _digest(values), tokens, key, retry, tuple(ignored)), values
+    key, attempt = headers.get("idempotency-key"), _attempt(headers)
+    return Call([], [], _digest(values), tokens, key, attempt, tuple(ignored)), values
 
 
 def chat_answer(turn: Turn, renderer: ChatRenderer, with_logprobs: bool) -> dict[str, Any]:
@@ -289,9 +290,10 @@ def _digest(values: dict[str, Any]) -> bytes:
     return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).digest()
 
 
-def _is_retry(headers: dict[str, str]) -> bool:
+def _attempt(headers: dict[str, str]) -> int:
+    """Return how many times the packages openai and anthropic have tried the call before; others do not say."""
     count = headers.get("x-stainless-retry-count", "0")
-    return count.isdecimal() and int(count) > 0
+    return int(count) if re.fullmatch("[0-9]{1,9}", count) else 0
 
 
 def head_id(turn: Turn) -> str:

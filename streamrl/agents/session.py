@@ -11,8 +11,9 @@ answer) are trained in the first of these rows; in the others the same tokens ar
 sampled token is trained exactly once, and nothing else is.
 
 A call is a retry, and gets the turn that is recorded or still running, if it has the `Idempotency-Key` of an earlier
-one; or the same body, and either says that it is a retry or no answer to that body was delivered. The same body again
-is otherwise a new sample, and so is the retry of a call whose turn failed.
+one; or the same body, and either no answer to that body was delivered, or it says that it is the k-th retry and attempt
+k - 1 asked for that turn. The same body again is otherwise a new sample, and so is the retry of a call whose turn
+failed. The numbers tell the retries of equal calls apart: the last attempt of a client that gave up is retried by none.
 
 Nothing here does input or output, or asks for the time.
 """
@@ -72,8 +73,8 @@ class Call:
     prompt_tokens: IntArray | None = None
     """Tokens in place of messages, shape [P] (`/inference/v1/generate`)."""
     idempotency_key: str | None = None
-    is_retry: bool = False
-    """Whether the client says so."""
+    attempt: int = 0
+    """How many times the client says that it has tried the call before."""
     ignored: tuple[str, ...] = ()
     """Parameters of the client that the run decides."""
     reads_calls: bool = True
@@ -106,6 +107,8 @@ class Turn:
     parsed: ParsedAnswer | None = None
     finished: float | None = None
     """Unix seconds; None: it runs."""
+    attempts: list[int] = field(default_factory=list)
+    """Number of the latest attempt of each call without a key that asked for it."""
     clients: int = 0
     """Clients that wait for its answer at this moment."""
     delivered: bool = False
@@ -131,8 +134,8 @@ class Session:
         self._numbers = 0
         self._answered: dict[bytes, Turn] = {}
         """Turns that can be extended, by digest of their messages and answer."""
-        self._unmet: Counter[bytes] = Counter()
-        """Calls that got no turn and were not made again, by body: no other call's turn is for their retries."""
+        self._unmet: Counter[tuple[bytes, int]] = Counter()
+        """Calls that got no turn, by body and number of their latest attempt: retries of them get no other's turn."""
 
     def call(self, call: Call, now: float) -> tuple[Turn, bool]:
         """Find the turn of a call, or begin it.
@@ -149,6 +152,7 @@ class Session:
             TooManyRun: it has to wait for another turn.
         """
         if (known := self._repeated(call)) is not None:
+            self._take(call, known)
             return known, False
         if len(self.turns) >= self.limits.max_turns:
             raise CallError(
@@ -167,8 +171,7 @@ class Session:
                 f"{self.limits.max_context} tokens (model.max_context)",
             )
         self.turns.append(turn)
-        if call.is_retry and self._unmet[call.body]:
-            self._unmet[call.body] -= 1
+        self._take(call, turn)
         self._numbers += 1
         return turn, True
 
@@ -196,14 +199,15 @@ class Session:
             self._answered[_digests([*turn.call.messages, turn.answer], turn.call.tools)[-1]] = turn
 
     def fail(self, turn: Turn) -> None:
-        """Forget a turn that could not be generated; a retry of each client begins another one."""
+        """Forget a turn that could not be generated; the retry of each call that asked for it begins another one."""
         self.turns.remove(turn)
-        self._unmet[turn.call.body] += max(1, turn.clients)
+        self._unmet.update((turn.call.body, attempt) for attempt in turn.attempts)
 
     def forgo(self, call: Call) -> None:
         """Forget a call that had to wait and whose client went away; a retry begins a turn."""
-        if not (call.is_retry and self._unmet[call.body]):  # its first attempt counts already
-            self._unmet[call.body] += 1
+        if call.idempotency_key is None:
+            self._met(call)  # by its earlier attempt it counts already
+            self._unmet[call.body, call.attempt] += 1
 
     def rows(self) -> list[TrajectoryRow]:
         """Return the rows of all finished turns, in the order in which they begin.
@@ -246,10 +250,25 @@ class Session:
                 raise CallError(400, "idempotency_key_reused", "this Idempotency-Key belongs to another call")
             if known is not None:
                 return known
-        lost = next((turn for turn in same if not (turn.delivered or turn.clients)), None)
-        if lost is not None or not call.is_retry:
+        left = [turn for turn in same if not (turn.delivered or turn.clients)]
+        lost = next((turn for turn in left if call.attempt - 1 in turn.attempts), left[0] if left else None)
+        if lost is not None or call.attempt == 0 or key is not None or self._unmet[call.body, call.attempt - 1]:
             return lost
-        return same[0] if same and not self._unmet[call.body] else None
+        return next((turn for turn in same if call.attempt - 1 in turn.attempts), None)
+
+    def _take(self, call: Call, turn: Turn) -> None:
+        """Note that a call has got a turn."""
+        if call.idempotency_key is not None:  # its retries are known by that
+            return
+        if call.attempt and call.attempt - 1 in turn.attempts:
+            turn.attempts.remove(call.attempt - 1)
+        else:
+            self._met(call)
+        turn.attempts.append(call.attempt)
+
+    def _met(self, call: Call) -> None:
+        if call.attempt and self._unmet[call.body, call.attempt - 1]:
+            self._unmet[call.body, call.attempt - 1] -= 1
 
     def _with_messages(self, call: Call, now: float) -> Turn:
         renderer, note = self.renderer, ""

@@ -148,7 +148,7 @@ def play(tokenizer: Any, renderer: ChatRenderer, seed: int, turns: int = 7) -> P
             messages += [_message(rng, rng.choice(["user", "tool", "tool"])) for _ in range(rng.randrange(3))]
             if rng.random() < 0.1:
                 messages += [_message(rng, "assistant"), _message(rng, "user")]
-        call = Call(messages, tools, body_of(messages, tools), is_retry=rng.random() < 0.1)
+        call = Call(messages, tools, body_of(messages, tools), attempt=int(rng.random() < 0.1))
         try:
             begun, new = played.session.call(call, 0.0)
         except CallError as refused:
@@ -162,7 +162,7 @@ def play(tokenizer: Any, renderer: ChatRenderer, seed: int, turns: int = 7) -> P
         begun.delivered = True
         expect(tokenizer, played, begun, generated)
         if rng.random() < 0.1:  # the answer is asked for again
-            again = Call(messages, tools, call.body, is_retry=True)
+            again = Call(messages, tools, call.body, attempt=call.attempt + 1)
             assert played.session.call(again, 2.0) == (begun, False)
     return played
 

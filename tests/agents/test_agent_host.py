@@ -299,6 +299,46 @@ def test_what_a_client_library_repeats_by_itself_gets_the_turn_that_it_has_asked
     assert len(play(model, over_http(agent)).rows) == 2
 
 
+class Losing(httpx2.AsyncHTTPTransport):
+    """Connections that lose answers once they have come."""
+
+    lose = 0
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        answer = await super().handle_async_request(request)
+        if self.lose:
+            self.lose -= 1
+            await answer.aread()
+            await answer.aclose()
+            raise httpx2.ReadError("lost")
+        return answer
+
+
+def test_a_client_that_gave_up_takes_nothing_from_the_retries_of_later_equal_calls() -> None:
+    model = Model("first", "second")
+
+    async def agent(base_url: str, api_key: str) -> float:
+        doors = Losing()
+        http = httpx2.AsyncClient(transport=doors, timeout=scaled(60))
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http, max_retries=1)
+
+        async def ask() -> str | None:
+            answer = await client.chat.completions.create(model="policy", messages=[USER])  # type: ignore[list-item]
+            return answer.choices[0].message.content
+
+        model.error = RuntimeError("no instance is left")
+        with pytest.raises(openai.InternalServerError):  # also of the retry
+            await ask()
+        model.error, doors.lose = None, 1
+        assert await ask() == "first"
+        assert await ask() == "second"
+        await client.close()
+        return 1.0
+
+    episode = play(model, agent)
+    assert (episode.reward, len(episode.rows), len(model.orders)) == (1.0, 2, 4), episode.void
+
+
 async def left_alone(host: AgentHost, session: OpenSession, body: dict[str, Any]) -> int:
     """Make a call whose client goes away at once, and return the status of its answer."""
     received = [{"type": "http.request", "body": json.dumps(body).encode()}, {"type": "http.disconnect"}]

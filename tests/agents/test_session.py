@@ -125,7 +125,7 @@ def test_the_same_call_again_is_a_new_sample_unless_it_is_a_retry() -> None:
     here = session()
     first = answered(here, call(USER))
     assert answered(here, call(USER)) is not first
-    assert here.call(call(USER, is_retry=True), 1.0) == (here.turns[-1], False)
+    assert here.call(call(USER, attempt=1), 1.0) == (here.turns[-1], False)
     running, _ = here.call(call(MORE, idempotency_key="k"), 1.0)
     assert here.call(call(MORE, idempotency_key="k"), 1.0) == (running, False)
     with pytest.raises(CallError, match="Idempotency-Key"):
@@ -144,8 +144,8 @@ def test_an_answer_that_nobody_got_is_given_to_the_same_call_again() -> None:
 def test_the_retry_of_a_call_whose_turn_failed_is_a_new_sample() -> None:
     here = session()
 
-    def waited_for(retry: bool = False) -> Turn:
-        turn, new = here.call(call(USER, is_retry=retry), 1.0)
+    def waited_for(attempt: int = 0) -> Turn:
+        turn, new = here.call(call(USER, attempt=attempt), 1.0)
         assert new
         turn.clients = 1
         return turn
@@ -153,25 +153,61 @@ def test_the_retry_of_a_call_whose_turn_failed_is_a_new_sample() -> None:
     first = [waited_for() for _ in range(3)]
     for turn in first[:2]:
         here.fail(turn)
-    again = [waited_for(retry=True) for _ in range(2)]
+    again = [waited_for(attempt=1) for _ in range(2)]
     here.fail(again[0])
-    last = [waited_for(retry=True)]
+    last = [waited_for(attempt=2)]
     here.fail(again[1])
-    last.append(waited_for(retry=True))
+    last.append(waited_for(attempt=2))
     here.fail(first[2])
-    last.append(waited_for(retry=True))
+    last.append(waited_for(attempt=1))
     assert here.turns == last
     here.forgo(call(USER))  # its client went away while it waited
-    waited_for(retry=True)
+    waited_for(attempt=1)
+
+
+@pytest.mark.parametrize("gave_up_after", [0, 2])
+def test_a_client_that_gave_up_takes_nothing_from_the_retries_of_later_equal_calls(gave_up_after: int) -> None:
+    here = session()
+    for attempt in range(gave_up_after + 1):
+        failed, new = here.call(call(USER, attempt=attempt), 1.0)
+        assert new
+        here.fail(failed)
+    own = answered(here, call(USER))
+    here.fail(here.call(call(USER), 1.0)[0])  # an equal call, which tries again below
+    assert here.call(call(USER, attempt=1), 1.0)[1]
+    if gave_up_after:  # the last of three attempts has no retry; the first of one might have
+        here.turns[-1].clients = 1
+        assert here.call(call(USER, attempt=1), 1.0) == (own, False)
+
+
+def test_a_retry_whose_call_never_came_is_no_retry_of_another_one() -> None:
+    here = session()
+    own = answered(here, call(USER))
+    assert here.call(call(USER, attempt=1), 1.0) == (own, False)
+    assert answered(here, call(USER, attempt=1)) is not own
+    assert answered(here, call(USER, idempotency_key="k", attempt=1)) is not own
+    assert here.call(call(USER, attempt=2), 1.0)[0] in (own, here.turns[1])
+
+
+def test_a_call_that_fails_leaves_one_retry_however_many_of_its_attempts_waited() -> None:
+    here = session()
+    turn, _ = here.call(call(USER), 1.0)
+    turn.clients = 1  # whose end has not been noticed when the next attempt comes
+    assert here.call(call(USER, attempt=1), 1.0) == (turn, False)
+    turn.clients = 2
+    other = answered(here, call(USER))
+    here.fail(turn)
+    assert here.call(call(USER, attempt=1), 1.0) == (other, False)
+    assert here.call(call(USER, attempt=2), 1.0)[1]
 
 
 def test_a_retry_gets_the_answer_that_nobody_got_before_one_that_somebody_got() -> None:
     here = session()
     lost, got = answered(here, call(USER)), answered(here, call(USER))
     lost.delivered = False
-    assert here.call(call(USER, is_retry=True), 1.0) == (lost, False)
+    assert here.call(call(USER, attempt=1), 1.0) == (lost, False)
     lost.delivered = True
-    assert here.call(call(USER, is_retry=True), 1.0) == (got, False)
+    assert here.call(call(USER, attempt=1), 1.0) == (got, False)
 
 
 def test_a_turn_that_failed_leaves_nothing_and_no_id_is_used_twice() -> None:
@@ -180,9 +216,9 @@ def test_a_turn_that_failed_leaves_nothing_and_no_id_is_used_twice() -> None:
     here.fail(turn)
     assert here.rows() == [] and here.conversation() == []
     ids = {turn.order.turn_id}
-    for _ in range(4):
-        kept, new = here.call(call(MORE, is_retry=False), 1.0)
-        failed, _ = here.call(call(USER, is_retry=True), 1.0)
+    for attempt in range(1, 5):
+        kept, new = here.call(call(MORE), 1.0)
+        failed, _ = here.call(call(USER, attempt=attempt), 1.0)
         kept.delivered = True
         here.fail(failed)
         assert new
@@ -225,7 +261,7 @@ def test_a_call_has_to_wait_while_too_many_run() -> None:
     here.turns[-1].clients = 1
     for _ in range(2):  # it stays the retry of a call without a turn while it waits
         with pytest.raises(TooManyRun):
-            here.call(call(USER, is_retry=True), 1.0)
+            here.call(call(USER, attempt=1), 1.0)
 
 
 @pytest.mark.parametrize("gone", [1, 2, 3])
@@ -235,28 +271,29 @@ def test_a_call_whose_client_went_away_several_times_counts_once(gone: int) -> N
     running, _ = here.call(call(MORE), 1.0)
     for attempt in range(gone):
         with pytest.raises(TooManyRun):
-            here.call(call(USER, is_retry=attempt > 0), 1.0)
-        here.forgo(call(USER, is_retry=attempt > 0))
+            here.call(call(USER, attempt=attempt), 1.0)
+        here.forgo(call(USER, attempt=attempt))
     here.fail(running)
-    own = answered(here, call(USER, is_retry=True))  # not the equal call's
-    assert here.call(call(USER, is_retry=True), 1.0) == (own, False)  # its answer was lost on its way
+    own = answered(here, call(USER, attempt=gone))  # not the equal call's
+    assert here.call(call(USER, attempt=gone + 1), 1.0) == (own, False)  # its answer was lost on its way
 
 
 def test_calls_whose_clients_went_away_and_those_whose_turn_failed_count_each() -> None:
     here = session(max_in_flight=1)
     running, _ = here.call(call(USER), 1.0)
     running.clients = 1
-    for retry in (False, True):
+    for attempt in (0, 1):
         for _ in range(2):
             with pytest.raises(TooManyRun):
-                here.call(call(USER, is_retry=retry), 1.0)
-            here.forgo(call(USER, is_retry=retry))
-        if not retry:
+                here.call(call(USER, attempt=attempt), 1.0)
+            here.forgo(call(USER, attempt=attempt))
+        if not attempt:
             here.fail(running)
             running, _ = here.call(call(MORE), 1.0)
     here.fail(running)
-    own = [answered(here, call(USER, is_retry=True)) for _ in range(3)]
-    assert here.call(call(USER, is_retry=True), 1.0) == (own[-1], False)
+    own = [answered(here, call(USER, attempt=attempt)) for attempt in (2, 2, 1)]
+    assert here.call(call(USER, attempt=3), 1.0) == (own[1], False)
+    assert here.call(call(USER, attempt=2), 1.0) == (own[2], False)
 
 
 def test_tokens_that_begin_with_a_turn_extend_it() -> None:
