@@ -4,6 +4,8 @@ A connection is anonymous until its hello is accepted; from then on it speaks fo
 says hello again with its session: its messages are then routed to the new connection, and unacknowledged ones are
 resent there. A hello with a new session is a new life of the peer, which starts with no state. The life before it has
 ended: if its process is still there (a site launched twice, a machine that was suspended), its next hello is refused.
+A first hello may be late, and come after that of the process that has replaced its sender: it says when its process
+began, and is refused while one that began later is heard.
 
 There are two doors. Peers of the hub's own site use the inner one, a Unix socket or TCP, with keys of the site's
 processes. Those of other sites use the outer one, with their site's key. libzmq admits only connections that have
@@ -63,6 +65,9 @@ STRANGER = "a stranger"
 """Name under which refusals of connections without a hello are counted."""
 MOST_ENDED = 1000
 """Ended sessions that a hub remembers."""
+HEARD_BEATS = 5
+"""Heartbeats without a word after which a process that began earlier may take a peer's name all the same: the clock of
+another machine may be behind."""
 
 Admit = Callable[[str, str, dict[str, Any], str | None], str | None]
 AdmitInside = Callable[[str, str, str | None], str | None]
@@ -303,12 +308,16 @@ class Hub(Endpoint):
         name, role, meta = message.body.get("name"), message.body.get("role"), message.body.get("meta")
         if not is_name(name) or not is_name(role) or not isinstance(meta, dict) or not is_plain(meta):
             raise MalformedMessage("a hello without a name, a role or its meta")
-        first = _first(message)
+        first, begun = _first(message), message.body.get("begun", self._clock())
+        if not is_time(begun):
+            raise MalformedMessage(f"a hello of a process that began at {begun!r:.99}")
         sender = _key_of(route, owner) or name
         if route.door.outside and not self.covered("hello", owner, size):
             self.refusals.count("too many", sender, f"a hello of {size} bytes so soon after others")
             return
         flow = self._judge(route, name, message.session, role, meta, owner)
+        if not isinstance(flow, str) and self._is_late(name, message.session, begun):
+            flow = f"another process of this name has come, which began later, and {self.name} hears it"
         if isinstance(flow, str):
             self.refused_peers += 1
             self.refusals.count("hello", sender, flow)
@@ -318,7 +327,7 @@ class Hub(Endpoint):
         if peer is None or peer.session != message.session:
             outbox: Outbox[Outgoing] = Outbox(flow.credits, flow.window_bytes)
             site = meta["site"] if route.door.outside else None
-            peer = Peer(name, role, meta, message.session, outbox, flow, site, owner)
+            peer = Peer(name, role, meta, message.session, outbox, flow, site, owner, begun)
             if route.door.outside:
                 peer.inbox = stranger_inbox()
             if known is not None:
@@ -366,6 +375,13 @@ class Hub(Endpoint):
         except Exception as error:  # no message of a stranger may end the hub
             log.exception("cannot judge the hello of %r", name)
             return f"the hello cannot be judged: {type(error).__name__}"
+
+    def _is_late(self, name: str, session: str, begun: float) -> bool:
+        """Return whether a hello is of a process that began before the one that has the name, and is heard."""
+        known = self.peers.get(name)
+        if known is None or known.session == session or begun >= known.begun:
+            return False
+        return self.silent_for(name) < HEARD_BEATS * endpoint_base.HEARTBEAT_S
 
     def drop(self, name: str) -> None:
         """Forget a peer that is known to be dead, and everything in flight to it; if alive, it will be refused."""

@@ -72,6 +72,7 @@ class Link(Endpoint):
         super().__init__(name, waits, flow, clock)
         self.role = role
         self.meta = meta or {}
+        self._begun = clock()
         self.clock = ClockSync()
         """Estimate of the hub's clock relative to this process's."""
         self.bytes_in = 0
@@ -216,7 +217,7 @@ class Link(Endpoint):
 
     def _hello(self) -> Frames:
         self._hello_at = time.monotonic()
-        about = {"name": self.name, "role": self.role, "meta": self.meta}
+        about = {"name": self.name, "role": self.role, "meta": self.meta, "begun": self._begun}
         return self._control("hello", about | {"first": self._outbox.first})
 
     async def _read(self) -> None:

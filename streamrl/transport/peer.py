@@ -84,6 +84,8 @@ class Peer:
     """Its site, if it came through the outer door."""
     owner: str | None = None
     """Owner of the key with which it said hello, a site or at an inner door a process; None: the door asks for none."""
+    begun: float = 0.0
+    """When its process began by its own clock, in unix seconds."""
     route: PeerRoute | None = None
     inbox: Inbox = field(default_factory=Inbox)
     last_seen: float = 0.0

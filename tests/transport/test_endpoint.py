@@ -100,6 +100,45 @@ def test_a_life_that_has_ended_does_not_return(how: str) -> None:
     run(body)
 
 
+def test_a_late_first_hello_displaces_a_process_that_began_later_only_if_that_is_silent() -> None:
+    async def body(address: str) -> None:
+        hub = hub_at(address)
+        replaced, behind = (Link("peer", "test", WaitRegistry("peer")) for _ in range(2))
+        successor = await link_to(address)
+        with pytest.raises(Refused, match="which began later, and hub hears it"):
+            await replaced.connect(address, scaled(10))
+        assert hub.peers["peer"].session == successor.session
+        await hub.send("peer", "item", {"i": 0})
+        assert (await successor.receive()).body == {"i": 0}
+        for task in successor._tasks:  # it dies
+            task.cancel()
+        await asyncio.gather(*successor._tasks, return_exceptions=True)
+        hub.peers["peer"].last_seen -= 60
+        await behind.connect(address, scaled(10))  # on a machine whose clock is behind
+        assert hub.peers["peer"].session == behind.session
+        for link in (replaced, successor, behind):
+            await link.close()
+        await hub.close()
+
+    run(body)
+
+
+@pytest.mark.parametrize("begun", ["now", None, float("inf")])
+def test_a_hello_of_a_process_that_began_at_no_time_is_malformed(begun: object) -> None:
+    async def body(address: str) -> None:
+        hub = hub_at(address)
+        socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        socket.connect(address)
+        hello = {"name": "peer", "role": "test", "meta": {}, "begun": begun}
+        await socket.send_multipart(encode(Message("hello", "s", 0, hello)))
+        await until(lambda: hub.malformed == 1)
+        assert not hub.peers
+        socket.close(0)
+        await hub.close()
+
+    run(body)
+
+
 def test_a_sender_without_credit_waits_and_says_for_whom() -> None:
     async def body(address: str) -> None:
         hub, link = hub_at(address, flow=Flow(credits=2)), await link_to(address)
