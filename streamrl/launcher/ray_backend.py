@@ -28,9 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private.state import available_resources_per_node
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import In, NodeLabelSchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from streamrl.config.cluster import ClusterConfig
 from streamrl.environments.installed import FOLDER, environments_folder
@@ -45,6 +44,8 @@ CONNECT_S = 5.0
 LOOK_S = 1
 """Whole seconds of one wait for Ray, after which a request to stop is seen."""
 OF_TYPE = "accelerator_type:"
+NODE_ID = "ray.io/node-id"
+"""Label that Ray gives each node."""
 MEMORY = "memory"
 """Ray's resource, in bytes; what asks for none of it is not counted."""
 
@@ -248,7 +249,7 @@ class RaySite:
             group = placement_group([wanted] * spec.nodes, strategy="STRICT_SPREAD")
             actors = [_actor(wanted, _in_group(group, node)) for node in range(spec.nodes)]
         else:
-            actors = [_actor(wanted, _without_gpus(wanted) if spec.role in ("rewards", "agents") else "SPREAD")]
+            actors = [_actor(wanted, _without_gpus() if spec.role in ("rewards", "agents") else "SPREAD")]
         meeting = actors[0].meeting.remote() if spec.nodes > 1 else ""  # resolves once the first actor has its node
         env = environment(spec, resume, further_env, number)
         if spec.role == "agents":
@@ -310,18 +311,15 @@ def _answers(asked: list[Any], limit_s: float, check_stop: Callable[[], None]) -
     return list(ray.get(asked))
 
 
-def _without_gpus(wanted: Mapping[str, float]) -> Any:
-    """Return a scheduling strategy that prefers a node without GPUs on which there is room now."""
+def _without_gpus() -> Any:
+    """Return a scheduling strategy that prefers nodes without GPUs, if one of them has room."""
     plain = {"CPU", "memory", "object_store_memory"}
-    free = available_resources_per_node()
+    found = []
     for node in ray.nodes():
         kinds = {name for name in node["Resources"] if not name.startswith("node:")}
-        room = free.get(node["NodeID"], {})
-        has_room = all(room.get(name, 0) >= amount for name, amount in wanted.items())
-        if node["Alive"] and "CPU" in kinds and kinds <= plain and has_room:
-            # what was placed just before may not be counted yet: Ray then takes another node, in place of waiting
-            return NodeAffinitySchedulingStrategy(node["NodeID"], soft=True, _spill_on_unavailable=True)
-    return "DEFAULT"
+        if node["Alive"] and "CPU" in kinds and kinds <= plain:
+            found.append(node["NodeID"])
+    return NodeLabelSchedulingStrategy({}, soft={NODE_ID: In(*found)}) if found else "DEFAULT"
 
 
 def connect(cluster: ClusterConfig, site: str) -> None:

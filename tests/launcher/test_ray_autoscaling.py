@@ -65,3 +65,10 @@ def test_an_instance_asks_for_a_node_by_its_resources_and_leaves_it_idle(tmp_pat
     assert process.exit_code is None
     process.kill()
     wait_for(lambda: idle(status()), LIMIT_S, tell=status)
+    # what prefers nodes without GPUs is a demand of its resources alone, which any node may meet
+    spec = ProcessSpec("rewards-here", "rewards", "here", None, command, threads=3)
+    process = here.start(spec, tmp_path, False, {}, 1)
+    wait_for(lambda: demands(status()) == [{"CPU": 3.0}], LIMIT_S, tell=status)
+    head.add_node(resources={"fast": 1}, num_cpus=3)
+    wait_for(lambda: process.pid != 0, LIMIT_S, tell=status)
+    process.kill()

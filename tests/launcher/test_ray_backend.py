@@ -70,26 +70,21 @@ def test_missing_resources_are_reported_with_both_counts() -> None:
     assert missing(stepping, [{"CPU": 2.0, "memory": 2.0 * 2**30}]) == ["3.0 GiB of memory asked for, 2.0 in Ray"]
 
 
-@pytest.mark.parametrize(
-    ("free", "chosen"),
-    [
-        ({"b1": {"CPU": 4.0}, "c2": {"CPU": 8.0}}, "b1"),
-        ({"b1": {"CPU": 1.0}, "c2": {"CPU": 8.0}}, "c2"),
-        ({"b1": {"memory": 9.0}, "c2": {"CPU": 1.0}}, None),
-    ],
-)
-def test_rewards_go_to_the_first_node_without_gpus_that_has_room(
-    monkeypatch: pytest.MonkeyPatch, free: dict[str, dict[str, float]], chosen: str | None
+@pytest.mark.parametrize("there", [{"b1": {"CPU": 4.0, "memory": 9.0}, "c2": {"CPU": 8.0}}, {}])
+def test_rewards_prefer_living_nodes_without_gpus(
+    monkeypatch: pytest.MonkeyPatch, there: dict[str, dict[str, float]]
 ) -> None:
     def node(name: str, alive: bool = True, **resources: float) -> dict[str, object]:
         return {"NodeID": name * 28, "Alive": alive, "Resources": {"node:10.0.0.1": 1.0, **resources}}
 
-    nodes = [node("a0", CPU=64.0, GPU=8.0), node("b1", CPU=4.0, memory=9.0), node("c2", CPU=8.0)]
-    monkeypatch.setattr(ray, "nodes", lambda: [node("d3", alive=False, CPU=64.0), *nodes])
-    free = {name * 28: resources for name, resources in {"a0": {"CPU": 64.0}, "d3": {"CPU": 64.0}, **free}.items()}
-    monkeypatch.setattr(ray_backend, "available_resources_per_node", lambda: free)
-    found = ray_backend._without_gpus({"CPU": 2.0})
-    assert (found == "DEFAULT") if chosen is None else (found.node_id == chosen * 28)
+    others = [node("a0", CPU=64.0, GPU=8.0), node("d3", alive=False, CPU=64.0), node("e4", CPU=8.0, fast=1.0)]
+    monkeypatch.setattr(ray, "nodes", lambda: [*others, *(node(name, **has) for name, has in there.items())])
+    found = ray_backend._without_gpus()
+    if not there:
+        assert found == "DEFAULT"
+        return
+    (preferred,) = found.soft
+    assert not found.hard and (preferred.key, preferred.operator.values) == ("ray.io/node-id", [n * 28 for n in there])
 
 
 def test_a_missing_token_is_told_like_a_wrong_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,16 @@ def test_rewards_and_agents_do_not_wait_for_a_busy_node(tmp_path: Path, site: Ra
     later = site.start(spec("agents", 2), tmp_path, False, {}, 2)
     wait_for(lambda: later.pid != 0, LIMIT_S, tell=lambda: later.node)
     for process in (*started, later):
+        process.kill()
+
+
+@pytest.mark.timeout(500)
+def test_rewards_leave_the_node_with_gpus_to_others_if_there_is_another(tmp_path: Path, site: RaySite) -> None:
+    rewards = [site.start(replace(spec("rewards", 1), name=f"rewards-{n}"), tmp_path, False, {}, 1) for n in range(2)]
+    wait_for(lambda: all(process.pid for process in rewards), LIMIT_S, tell=lambda: [one.node for one in rewards])
+    other = site.start(spec("instance", 4), tmp_path, False, {}, 1)  # as many as the node with GPUs has
+    wait_for(lambda: other.pid != 0, LIMIT_S, tell=lambda: other.node)
+    for process in (*rewards, other):
         process.kill()
 
 
