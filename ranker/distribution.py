@@ -76,10 +76,21 @@ class Distribution:
         logs = np.maximum.accumulate(middle[:, None] + spread[:, None] * rows, axis=1)
         return self._tokens(logs + self._stretch(logs, score)[:, None], score, most)
 
+    def score_of(self, expected: Array) -> Array:
+        """Return the scores [N] of expected lengths [N], by bisection; those of no score get that of the nearest."""
+        reach = 2 * self.limit if self.in_tokens else np.log(4 * self.limit) / max(self.slope, 1e-9)
+        low = np.full(len(expected), min(0.0, self.centres[0]) if self.in_tokens else self.centres[0] - reach)
+        high = np.full(len(expected), self.centres[-1] + reach)
+        for _ in range(50):
+            middle = (low + high) / 2
+            short = self.expected(middle) < expected
+            low, high = np.where(short, middle, low), np.where(short, high, middle)
+        return np.asarray((low + high) / 2)
+
     def _line(self, score: Array) -> Array:
         return _line(score, self.centres, self.slope, self.in_tokens, float(self.medians[0]))
 
-    def _expected(self, score: Array) -> Array:
+    def expected(self, score: Array) -> Array:
         """Return the expected lengths [N] of scores [N]: increasing, from 1 on and below the limit."""
         logs = self._line(score) + np.interp(score, self.centres, self.means)
         mean = np.exp(np.minimum(logs, np.log(2 * self.limit)))
@@ -95,7 +106,7 @@ class Distribution:
 
     def _stretch(self, logs: Array, score: Array) -> Array:
         """Return what is to be added to log lengths [N, Q] so that their mean is the expected length, by bisection."""
-        wanted, most = self._expected(score), np.full((len(logs), 1), self.limit)
+        wanted, most = self.expected(score), np.full((len(logs), 1), self.limit)
         low, high = np.full(len(logs), -np.log(STRETCH)), np.full(len(logs), np.log(STRETCH))
         for _ in range(20):
             middle = (low + high) / 2

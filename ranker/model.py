@@ -21,7 +21,7 @@ import numpy as np
 from ranker.distribution import LEVELS, Distribution, expected_length
 from ranker.errors import RankerError
 from ranker.features import UNKNOWN, FeatureSchema, featurise
-from ranker.history import NOTHING, Remembered
+from ranker.history import NOTHING, Remembered, earlier_lengths
 from ranker.model_kinds import Columns, LengthScorer, predict_spread
 from ranker.projection import Projection
 from ranker.rare import RareWords
@@ -96,6 +96,9 @@ class LengthModel:
     """Names of the language models that wrote the training samples, where known."""
     remembered: Remembered = NOTHING
     """Lengths of the training prompts; of a refit none, as a run has its own history."""
+    returning: Shrunk | None = None
+    """How far expected lengths move to the earlier ones of the same prompt, where the booster saw no prompt that came
+    again, and so could not learn it; None: the scorer itself goes by them."""
 
     @property
     def limit(self) -> int:
@@ -132,7 +135,9 @@ class LengthModel:
         if self.scorer is None or self.unfamiliar is None:
             return _prediction(self.distribution.quantiles(np.zeros(len(features)), np.ones(len(features)), most))
         score = self.scorer.score(features, threads)
-        quantiles = self.distribution.quantiles(score, predict_spread(self.spread, features, score, threads), most)
+        spread = predict_spread(self.spread, features, score, threads)
+        returned = self._returned(score, features[:, self.schema.history])
+        quantiles = self.distribution.quantiles(returned, spread, most)
         if self.scorer.booster is None and self.schema.tasks and self.scorer.table.all_named:
             # a table knows nothing of a request without a task, where every sample had one
             features = features.copy()
@@ -142,6 +147,14 @@ class LengthModel:
         most = np.broadcast_to(np.asarray(most, dtype=np.float64), (len(features),))[rows]
         quantiles[rows] = np.exp(np.clip(logs, 0.0, np.log(most)[:, None]))
         return _prediction(quantiles)
+
+    def _returned(self, score: Array, history: Array) -> Array:
+        """Return the scores [N], moved to the lengths of earlier samples (columns `HISTORY`) where there are any."""
+        mean, count = earlier_lengths(history)
+        if self.returning is None or not count.any():
+            return score
+        moved = self.returning.given(self.distribution.expected(score), mean, count)
+        return np.where(count > 0, self.distribution.score_of(moved), score)
 
     def save(self, path: str | Path) -> None:
         """Write the file atomically.
@@ -176,6 +189,8 @@ class LengthModel:
             manifest["table"] = _numbers(scorer.table, arrays, "scorer_tasks")
             own = self.unfamiliar
             manifest["unfamiliar_table"] = _numbers(own.table, arrays, "unfamiliar_tasks")
+            if self.returning is not None:
+                manifest["returning"] = _numbers(self.returning, arrays, "returning_tasks")
             arrays |= {f"unfamiliar_{name}": getattr(own, name) for name in UNFAMILIAR}
             manifest["unfamiliar"] = [own.bound, own.reach]
         packed = io.BytesIO()
@@ -250,6 +265,9 @@ class LengthModel:
         remembered = NOTHING
         if manifest["version"] > 5:
             remembered = Remembered(arrays["remembered_keys"], arrays["remembered_columns"])
+        returning = None
+        if "returning" in manifest:  # files of before leave it out
+            returning = Shrunk(arrays["returning_tasks"], *manifest["returning"])
         slope, limit = manifest["distribution"]
         in_tokens = scorer is not None and scorer.in_tokens
         tables = {name: arrays[name] for name in TABLES}
@@ -266,6 +284,7 @@ class LengthModel:
             judged=Judged(arrays["judged_expected"], arrays["judged_length"]),
             written_by=tuple(manifest["written_by"]),
             remembered=remembered,
+            returning=returning,
         )
 
 

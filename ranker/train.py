@@ -22,6 +22,7 @@ from ranker.model import NOT_JUDGED, Judged, LengthModel
 from ranker.model_kinds import DEFAULT, KINDS, LengthScorer, ModelKind, fit_spread, predict_spread
 from ranker.segments import Array
 from ranker.selection import CRITERION, FOLDS, KindChoice, Ranking, Table, by_fold, cross_score
+from ranker.shrinkage import fit_shrunk
 from ranker.training_report import Many, Report
 from ranker.unfamiliar import fit_unfamiliar
 
@@ -244,8 +245,23 @@ def _model(
     unfamiliar = fit_unfamiliar(table.cold[rows], names, table.columns, table.prompt[rows], log, ended)
     longest = int(np.rint(np.exp(log.max())))
     report = Report(len(rows), prompts, 0, cap, kind.name, "")
+    returning = None
+    again = np.isfinite(features[:, table.columns.history][:, : len(PROMPT)]).any()
+    if scorer.booster is not None and not again and len(rows) > prompts:  # else noise cannot be told from the prompts'
+        missed = np.exp(log) - distribution.expected(score)
+        returning = fit_shrunk(np.full(len(rows), np.nan), 0, table.prompt[rows], missed)
     return LengthModel(
-        kind.name, table.schema, scorer, spread, unfamiliar, distribution, cap, longest, report, NOT_JUDGED
+        kind.name,
+        table.schema,
+        scorer,
+        spread,
+        unfamiliar,
+        distribution,
+        cap,
+        longest,
+        report,
+        NOT_JUDGED,
+        returning=returning,
     )
 
 

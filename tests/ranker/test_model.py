@@ -13,7 +13,7 @@ import pytest
 from ranker.data import from_rows
 from ranker.errors import RankerError
 from ranker.features import featurise
-from ranker.history import LiveHistory, Seen
+from ranker.history import HISTORY, LiveHistory, Seen, remember
 from ranker.model import LengthModel
 from ranker.train import refit, train, train_and_hold_out
 from ranker.training_report import Captured, Dispatch, Report
@@ -61,6 +61,36 @@ def test_a_file_holds_the_whole_model(tmp_path: Path, small: LengthModel) -> Non
     assert Report.from_json(older).dispatch == []
     assert_sound(loaded, prompts)
     assert loaded.predict([]).quantiles.shape[0] == 0
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("kind", ["log_length", "mean_length"])
+def test_a_booster_that_saw_no_prompt_again_goes_by_earlier_lengths(tmp_path: Path, kind: str, steps: int) -> None:
+    rng = np.random.default_rng(3)
+    own = np.exp(rng.normal(4.5, 0.6, 240))  # nothing in the texts says it
+    prompts = [f"Tell me about {''.join(rng.choice(list('abcdefgh'), 6))} and {number}." for number in range(len(own))]
+    rows = [
+        {"prompt": prompt, "output_length": int(1 + length * rng.lognormal(0.0, 0.1)), "step": number % steps}
+        for number, (prompt, length) in enumerate(zip(prompts, own, strict=True))
+        for _ in range(4)
+    ]
+    model = refit(kind, from_rows(rows))
+    assert model.scorer is not None and model.scorer.booster is not None and model.returning is not None
+    remembered = remember(from_rows(rows))
+    unknown = np.full((len(prompts), len(HISTORY)), np.nan, dtype=np.float32)
+    without, given = (model.predict(prompts, None, one) for one in (None, remembered.fill(unknown, prompts)))
+    missed, left = (float(np.abs(one.mean - own).mean()) for one in (without, given))
+    assert left < 0.4 * missed
+    np.testing.assert_array_equal(model.predict(prompts, None, unknown).quantiles, without.quantiles)
+    assert (np.diff(given.quantiles, axis=1) >= 0).all() and (given.quantiles <= model.limit + 1e-6).all()
+    model.save(tmp_path / "r.lgb")
+    loaded = LengthModel.load(tmp_path / "r.lgb").predict(prompts, None, remembered.fill(unknown, prompts))
+    np.testing.assert_array_equal(loaded.quantiles, given.quantiles)
+
+
+def test_a_booster_that_saw_prompts_again_has_learned_of_them_itself() -> None:
+    rows = small_reasoner(60, 2, 0).rows
+    assert refit("log_length", from_rows([row | {"step": step} for step in range(2) for row in rows])).returning is None
 
 
 def damage(source: Path, target: Path, part: str, data: bytes | None) -> Path:
