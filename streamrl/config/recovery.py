@@ -15,7 +15,10 @@ class RecoveryConfig(StrictModel):
     pause_s: float = Field(1.0, ge=0, description="seconds before the first restart; doubled before each further one")
     longest_pause_s: float = Field(60.0, ge=0, description="longest pause before a restart, seconds")
     suspect_s: float = Field(
-        3.0, gt=0, description="seconds of silence after which other instances continue an instance's requests"
+        3.0,
+        gt=0,
+        description="seconds of silence after which other instances continue an instance's requests; if it is heard "
+        "again, the answer that is finished first counts, which makes short ones a little likelier",
     )
 
 
