@@ -29,7 +29,7 @@ from streamrl.protocol import site_agents
 from streamrl.protocol.message import MessageReader, wire
 from streamrl.protocol.site_agents import EpisodeDone, OrderTurn, RunEpisode, TurnDone
 from streamrl.rollouts.plain_text import plain_text
-from streamrl.rollouts.trajectory import RowExtent, Trajectory, kept_of
+from streamrl.rollouts.trajectory import MOST_ROWS, RowExtent, Trajectory, kept_of
 from streamrl.rollouts.void import LONGEST_TRACEBACK, Void, VoidCause
 from streamrl.run_dir import layout
 from streamrl.run_dir.start_stages import READY, waiting_for
@@ -202,8 +202,17 @@ def _turn(message: TurnDone, arrays: Arrays) -> GeneratedTurn:
 
 
 def episode_to_wire(episode: Episode) -> tuple[EpisodeDone, Arrays]:
-    """Convert a finished episode: its rows' tokens follow one another."""
+    """Convert a finished episode: its rows' tokens follow one another.
+
+    Raises:
+        ValueError: it has more rows than the controller takes.
+    """
     rows, void = [row for row in episode.rows if row.sampled.any()], episode.void
+    if len(rows) > MOST_ROWS:
+        raise ValueError(
+            f"its turns are {len(rows)} rows, at most {MOST_ROWS} are taken: an agent that begins a row with each call "
+            "needs a smaller max_turns"
+        )
     messages, steps = kept_of(episode.messages, episode.steps)
     trajectory = Trajectory(
         rows=[RowExtent(tokens=len(row.tokens), prompt=row.prompt_length) for row in rows],

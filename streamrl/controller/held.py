@@ -24,6 +24,7 @@ from streamrl.rollouts.canary import MOST_TOKENS
 from streamrl.rollouts.trajectory import (
     MOST_METRICS,
     MOST_NAME,
+    MOST_ROWS,
     MOST_STEPS,
     MOST_TOLD,
     Trajectory,
@@ -234,7 +235,7 @@ def _wrong_with_told(sample: Sample) -> str | None:
     told = sample.trajectory
     if told is None:
         return None
-    if len(told.steps) > MOST_STEPS or len(told.rows) > MOST_STEPS or told.told_bytes > MOST_TOLD:
+    if len(told.steps) > MOST_STEPS or len(told.rows) > MOST_ROWS or told.told_bytes > MOST_TOLD:
         return f"tells {len(told.steps)} steps of {len(told.rows)} rows in {told.told_bytes} bytes"
     if wrong := _wrong_with_numbers(told):
         return wrong

@@ -11,6 +11,8 @@ from streamrl.rollouts.void import LONGEST_TEXT, LONGEST_TRACEBACK, Void, VoidCa
 
 MOST_STEPS = 1_000
 """Steps of an episode that are kept, the first ones."""
+MOST_ROWS = 1_000
+"""Rows of an episode; one with more is void."""
 MOST_TOLD = 4_000_000
 """Most bytes, as JSON, of the conversation and the steps of an episode."""
 MOST_OF_A_MESSAGE = 10_000
@@ -18,7 +20,7 @@ MOST_OF_A_MESSAGE = 10_000
 MOST_METRICS = 100
 """Numbers that an episode has beside its reward."""
 MOST_NAME = 100
-"""Characters of such a number's name."""
+"""Characters of such a number's name, and of a step's where a conversation is too long."""
 NOT_SAMPLED = -1
 """Weight version of a token that no policy has sampled: of a prompt, a tool's result, a template."""
 
@@ -104,5 +106,5 @@ def kept_of(messages: list[dict[str, Any]], steps: list[EpisodeStep]) -> tuple[l
         {"role": str(one.get("role")), "content": str(one.get("content") or "")[:MOST_OF_A_MESSAGE]}
         for one in messages[:MOST_STEPS]
     ]
-    bare = [msgspec.structs.replace(step, detail="") for step in steps]
+    bare = [msgspec.structs.replace(step, name=step.name[:MOST_NAME], detail="") for step in steps]
     return (short, bare) if len(msgspec.json.encode((short, bare))) <= MOST_TOLD else ([], bare)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from streamrl.agents.agents_process import AgentsProcess, episode_to_wire
-from streamrl.agents.episode import Episode, EpisodeOrder, EpisodeOutcome
+from streamrl.agents.episode import Episode, EpisodeOrder, EpisodeOutcome, TrajectoryRow
 from streamrl.agents.session import Session
 from streamrl.generation.site.site_episodes import SiteEpisodes
 from streamrl.protocol.controller_site import IssuedEpisode
@@ -20,6 +21,7 @@ from streamrl.protocol.message import parse, wire
 from streamrl.protocol.samples import IncomingGroup, sample_from_wire
 from streamrl.protocol.site_agents import EpisodeDone, RunEpisode
 from streamrl.protocol.site_instance import FinishedSample
+from streamrl.rollouts.trajectory import MOST_ROWS, NOT_SAMPLED
 from streamrl.rollouts.types import Sample, SampleRequest
 from streamrl.rollouts.void import LONGEST_TEXT, LONGEST_TRACEBACK, Void, VoidCause
 from tests.agents.random_sessions import TOOL
@@ -94,6 +96,16 @@ def test_halves_of_surrogate_pairs_in_a_call_of_the_model_and_in_the_keys_of_a_b
     told = over_the_site(play(Model(text, text, text), over_http(agent))).trajectory
     assert told is not None and told.reward == 1.0 and "\ufffd" in told.steps[0].detail
     assert told.messages[-1]["tool_calls"][0]["function"] == {"name": "calculate\ufffd", "arguments": '{"x": "\ufffd"}'}
+
+
+def test_an_episode_of_more_rows_than_the_controller_takes_has_no_record() -> None:
+    sampled = np.array([NOT_SAMPLED, 3], np.int32)
+    row = TrajectoryRow(np.array([5, 6], np.int32), np.zeros(2, np.float32), sampled, 1)
+    rows = [row] * (MOST_ROWS + 1)
+    whole = Episode("s.000", rows[1:], 1.0, None, "stop", [], [], 1.0, None, 2.0)
+    assert len(over_the_site(whole).trajectory.rows) == MOST_ROWS  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match=r"its turns are 1001 rows, at most 1000 are taken: .* a smaller max_turns"):
+        episode_to_wire(replace(whole, rows=rows))
 
 
 def test_an_episode_whose_record_cannot_be_made_is_void_and_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

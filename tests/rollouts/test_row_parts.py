@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -178,6 +179,8 @@ def test_of_a_long_conversation_as_much_is_kept_as_a_message_carries() -> None:
     assert len(short[0]["content"]) == 10_000 and len(bare) == MOST_STEPS and bare[0].detail == ""
     told = telling(short, bare)
     assert told.told_bytes <= MOST_TOLD
+    named = [msgspec.structs.replace(step, name="\U0001f642" * 2_000) for step in steps]
+    assert len(msgspec.json.encode(kept_of([], named))) <= MOST_TOLD
 
 
 def telling(messages: list[dict[str, Any]], steps: list[EpisodeStep]) -> Trajectory:
