@@ -174,19 +174,20 @@ def length_figure(rows: Sequence[MetricsRow]) -> Figure:
 def length_histogram_figure(rollouts: RunRollouts) -> Figure:
     """Draw the whole run's output lengths by task, and why completions ended."""
     figure, (left, right) = new(1, 2)
-    tasks = rollouts.tasks
+    tasks = list(rollouts.task.counts())
     names = list(map(literal, tasks))
     longest = int(rollouts.output_length.max())
     width = longest // 40 + 1
     edges = np.arange(0, longest + width + 1, width)
-    lengths = [rollouts.output_length[rollouts.task == task] for task in tasks]
+    lengths = [rollouts.output_length[rollouts.task.equal(task)] for task in tasks]
     left.hist(lengths, bins=list(edges), stacked=True, label=names, lw=0)
     label_axis(left, f"output length, tokens ({width} per bar)", "samples", "lengths, tasks stacked")
     legend(left)
-    reasons = sorted(set(rollouts.finish_reason))
+    reasons = list(rollouts.finish_reason.counts())
     start = np.zeros(len(tasks))
     for index, reason in enumerate(reasons):
-        share = np.array([np.mean(rollouts.finish_reason[rollouts.task == task] == reason) for task in tasks])
+        ended = rollouts.finish_reason.equal(reason)
+        share = np.array([np.mean(ended[rollouts.task.equal(task)]) for task in tasks])
         colour = {"stop": GREEN, "length": ORANGE}.get(reason, COLOURS[(index + 3) % len(COLOURS)])
         right.barh(names, 100 * share, left=start, color=colour, label=literal(reason), height=0.6)
         start += 100 * share
@@ -209,7 +210,7 @@ def prediction_figure(rows: Sequence[MetricsRow], rollouts: RunRollouts) -> Figu
     left.set_ylim(min(0.0, left.get_ylim()[0]), 1.35)  # room for the legend above the curves
     predicted, actual = rollouts.predicted_length, rollouts.output_length
     for route, colour in (("regular", BLUE), ("tail", PINK)):
-        mask = (rollouts.route == route) & ~np.isnan(predicted)
+        mask = rollouts.route.equal(route) & ~np.isnan(predicted)
         shown = np.flatnonzero(mask)[-MOST_POINTS:]
         if len(shown):
             right.scatter(predicted[shown], actual[shown], s=6, alpha=0.4, lw=0, color=colour, label=f"route {route}")

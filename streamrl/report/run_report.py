@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from dataclasses import replace
 from html import escape
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -140,8 +141,10 @@ def _predictions(data: RunData) -> str:
     )
     drawn = figure(plots.prediction_figure(data.rows, rollouts), "predictions", caption)
     by_route = []
-    for route, pool in sorted(set(zip(rollouts.route, rollouts.pool, strict=True))):
-        mask = (rollouts.route == route) & (rollouts.pool == pool)
+    for route, pool in product(rollouts.route.counts(), rollouts.pool.counts()):
+        mask = rollouts.route.equal(route) & rollouts.pool.equal(pool)
+        if not mask.any():
+            continue
         known = mask & ~np.isnan(rollouts.predicted_length)
         means = (
             _mean(lengths[known].astype(float), 0) for lengths in (rollouts.predicted_length, rollouts.output_length)
@@ -225,8 +228,8 @@ def _training(data: RunData) -> str:
 def _tasks(rollouts: RunRollouts) -> str:
     rows = []
     half = (int(rollouts.step.min()) + int(rollouts.step.max()) + 1) / 2
-    for task in rollouts.tasks:
-        mask = rollouts.task == task
+    for task in rollouts.task.counts():
+        mask = rollouts.task.equal(task)
         lengths = rollouts.output_length[mask]
         p50, p90 = np.percentile(lengths, [50, 90])
         rows.append(
@@ -237,7 +240,7 @@ def _tasks(rollouts: RunRollouts) -> str:
                 _mean(rollouts.reward[mask & (rollouts.step < half)]),
                 _mean(rollouts.reward[mask & (rollouts.step >= half)]),
                 f"{p50:.0f} / {p90:.0f} / {lengths.max()}",
-                percent(float(np.mean(rollouts.finish_reason[mask] == "length"))),
+                percent(float(np.mean(rollouts.finish_reason.equal("length")[mask]))),
                 str(np.count_nonzero(np.isnan(rollouts.reward[mask]))),
             )
         )

@@ -5,20 +5,23 @@ from __future__ import annotations
 import re
 import shutil
 import time
+import tracemalloc
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
 from streamrl.cli.report import command
 from streamrl.errors import UserError
-from streamrl.report import plots
+from streamrl.report import plots, run_data
 from streamrl.report.panels import header
-from streamrl.report.run_data import load_run, pick_samples, read_texts
+from streamrl.report.run_data import error_counts, load_run, pick_samples, read_texts
 from streamrl.report.run_report import write_report
 from streamrl.run_dir.evaluations import EvaluationRow
 from streamrl.run_dir.jsonl import RowWriter
@@ -273,6 +276,36 @@ def test_a_sample_recorded_again_after_a_resume_counts_once(make_run: RunMaker) 
     assert rollouts is not None and len(rollouts) == 128
 
 
+def test_many_samples_are_held_in_little_memory_and_failures_beyond_a_number_share_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_data, "MOST_TEXTS", 3)
+    count = 30_000
+    for step in (1, 2):
+        ids = [f"{step}.{number}" for number in range(count)]
+        failed = [f"failure {min(number, 9)}\nmore" if number < 20 else None for number in range(count)]
+        columns: dict[str, list[Any]] = {
+            "sample_id": ids,
+            "trajectory_id": ids,
+            "group_id": ids,
+            "task": ["sum"] * count,
+        }
+        columns |= {"step": [step] * count, "output_length": [4] * count, "reward": [0.5] * count}
+        table = pa.table(columns | {"reward_error": failed})
+        (tmp_path / "rollouts").mkdir(exist_ok=True)
+        pq.write_table(table, tmp_path / "rollouts" / f"step_{step:06d}.parquet")
+    run_data._read_rollouts(tmp_path / "none", [])  # imports
+    tracemalloc.start()
+    try:
+        rollouts = run_data._read_rollouts(tmp_path / "rollouts", [])
+        held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert rollouts is not None and len(rollouts) == 2 * count
+    assert held < 75 * len(rollouts) and peak < 200 * len(rollouts)
+    assert error_counts(rollouts) == [("(other)", 36), ("failure 0", 2), ("failure 1", 2)]
+
+
 @pytest.mark.usefixtures("undrawn")
 def test_predicted_lengths_are_beside_those_of_the_same_samples(make_run: RunMaker) -> None:
     run_dir = make_run(1)
@@ -302,7 +335,7 @@ def test_an_episode_of_several_rows_counts_once_and_its_text_is_that_of_its_firs
     write_status(tmp_path, make_status(1, 20, START))
     data = load_run(tmp_path)
     assert data.rollouts is not None
-    assert list(data.rollouts.sample_id) == ["a.0", "b.0"]
+    assert [data.rollouts.place(index)[1] for index in range(len(data.rollouts))] == [0, 3]
     assert [completion for _, completion in read_texts(data, [0, 1]).values()] == ["first", "other"]
 
 
@@ -333,7 +366,7 @@ def test_completions_are_decoded_with_the_checkpoints_tokenizer(make_run: RunMak
     assert data.rollouts is not None
     texts = read_texts(data, [0, 5, 100])
     for index, (prompt, completion) in texts.items():
-        path, row = data.rollouts.place[index]
+        path, row = data.rollouts.place(index)
         record = pq.read_table(path).to_pylist()[row]
         assert prompt == record["prompt"]
         assert (completion or "").split() == ["forty-two"] * record["output_length"]
