@@ -41,6 +41,13 @@ SETTLE_S = 1.0
 """Seconds to wait after a death: other processes that die of the same cause may explain it better."""
 
 
+class StopRequests(list[int]):
+    """The signals that have asked to stop, in their order."""
+
+    interrupting = False
+    """Whether the next one also raises KeyboardInterrupt, once."""
+
+
 class Interrupted(RunFailed):
     """The user stopped the run; it can be resumed."""
 
@@ -109,7 +116,8 @@ def run(
         finally:
             family.stop()
             if share.trains:
-                _report(run_dir)
+                for line in _report(run_dir, stop):
+                    view.say(line)
             for line in trackers.finish(patience, stop):
                 view.say(line)
         view.summary()
@@ -245,12 +253,15 @@ def _locked(run_dir: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _stop_requests() -> Iterator[list[int]]:
+def _stop_requests() -> Iterator[StopRequests]:
     """Collect SIGINT, SIGTERM and SIGHUP in a list instead of raising; a second one does not disturb the shutdown."""
-    received: list[int] = []
+    received = StopRequests()
 
     def handler(number: int, frame: FrameType | None) -> None:
         received.append(number)
+        if received.interrupting:
+            received.interrupting = False
+            raise KeyboardInterrupt
 
     previous = on_stop(handler, signal.SIGINT, signal.SIGTERM)
     try:
@@ -271,9 +282,16 @@ def _final_state(run_dir: Path, state: str, error: BaseException, started: float
         write_status(run_dir, status | {"state": state, "error": cause, "updated_at": time.time()})
 
 
-def _report(run_dir: Path) -> None:
-    """Write report.html; a failing report does not fail the run."""
+def _report(run_dir: Path, stop: StopRequests) -> list[str]:
+    """Write report.html, and return what to say of it; neither a failure nor a request to stop fails the run."""
     try:
-        write_report(run_dir)
-    except Exception:
-        log.exception("cannot write the report of %s", run_dir)
+        stop.interrupting = True
+        try:
+            write_report(run_dir)
+        except Exception:
+            log.exception("cannot write the report of %s", run_dir)
+        stop.interrupting = False
+    except KeyboardInterrupt:
+        name = signal.Signals(stop[-1]).name
+        return [f"the report was stopped by {name} and is not written: `streamrl report {run_dir}` writes it"]
+    return []

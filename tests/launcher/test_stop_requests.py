@@ -63,6 +63,22 @@ def test_what_ignores_a_closed_terminal_keeps_doing_so() -> None:
     assert stop == [signal.SIGTERM] and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
+def test_a_report_that_is_being_written_is_stopped_and_says_how_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def writes(run_dir: Path) -> NoReturn:
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("it would write on")
+
+    monkeypatch.setattr(supervisor, "write_report", writes)
+    with supervisor._stop_requests() as stop:
+        signal.raise_signal(signal.SIGTERM)  # it has stopped the run, whose report is written all the same
+        (line,) = supervisor._report(tmp_path, stop)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop == [signal.SIGTERM, signal.SIGINT, signal.SIGTERM]
+    assert line == f"the report was stopped by SIGINT and is not written: `streamrl report {tmp_path}` writes it"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_launch_that_is_told_to_stop_says_how_it_goes_on(place: Place, number: signal.Signals) -> None:
     printed = place.supervise({"controller": TELLS_LAUNCHER.format(number=int(number))}, code=130)
