@@ -20,7 +20,6 @@ from streamrl.config.load import ConfigError, read_resolved
 from streamrl.dashboard.sample_table import SampleTable
 from streamrl.dashboard.state_view import is_run, state_view
 from streamrl.dashboard.step_series import StepSeries
-from streamrl.dashboard.timeline_window import TraceSpans
 from streamrl.errors import UserError
 from streamrl.report.live_view import latest_checkpoint
 from streamrl.report.run_decoder import Decoder, find_decoder
@@ -28,6 +27,7 @@ from streamrl.rollouts.plain_text import plain_text
 from streamrl.run_dir import layout
 from streamrl.run_dir.appended_lines import newest_row
 from streamrl.run_dir.metrics import MetricsRow
+from streamrl.run_dir.trace_spans import TraceSpans
 
 
 class WatchedRun:

@@ -24,6 +24,7 @@ from streamrl.dashboard.step_series import describe_figures
 from streamrl.dashboard.stuck_view import stuck_view
 from streamrl.dashboard.watched_run import WatchedRun, WatchedRuns
 from streamrl.errors import UserError
+from streamrl.report.trace_window import spans_window
 from streamrl.rollouts.plain_text import plain_text
 from streamrl.run_dir.jsonl import finite
 
@@ -137,7 +138,7 @@ def _timeline(run: WatchedRun, query: Query) -> dict[str, Any]:
     start, end = _number(query, "start", first), _number(query, "end", last)
     if end <= start:
         end = start + 1.0
-    return run.spans.window(start, end, min(MOST_PIXELS, max(1, round(_number(query, "pixels", 1000)))))
+    return spans_window(run.spans, start, end, min(MOST_PIXELS, max(1, round(_number(query, "pixels", 1000)))))
 
 
 def _samples(run: WatchedRun, query: Query) -> dict[str, Any]:

@@ -278,7 +278,7 @@ def timeline_figure(tracks: Sequence[Track], window: Window, colours: Mapping[st
     figure, (axis,) = new(height=1.1 + 0.42 * len(names))
     for row, track in enumerate(tracks):
         # Lanes are assigned among the window's bars only, so that a row is as full as it was at that time.
-        placed = Track(track.name, 0, [bar for bar in track.bars if window.shows(bar)]).lanes()
+        placed = track.lanes()
         lanes = max((lane for _, lane in placed), default=0) + 1
         starts = np.array([max(bar.start, window.start) for bar, _ in placed])
         axis.barh(

@@ -24,7 +24,7 @@ from streamrl.run_dir import layout
 from streamrl.run_dir.evaluations import EvaluationRow, read_evaluations
 from streamrl.run_dir.metrics import MetricsRow, read_metrics
 from streamrl.run_dir.status import RunStatus, read_status
-from streamrl.run_dir.trace import Event, read_trace, trace_origin
+from streamrl.run_dir.trace_spans import TraceSpans
 
 Loaded = TypeVar("Loaded")
 
@@ -99,9 +99,7 @@ class RunData:
     status: RunStatus | None
     rows: list[MetricsRow]
     evaluations: list[EvaluationRow]
-    events: list[Event]
-    origin: float | None
-    """The trace's time zero, in unix seconds."""
+    spans: TraceSpans
     rollouts: RunRollouts | None
     config_text: str | None
     notes: list[str]
@@ -123,14 +121,16 @@ def load_run(run_dir: Path) -> RunData:
         if not config.exists() and not metrics.exists():
             raise
         notes.append(f"The run's state is unknown: {error}.")
-    events = _left_out_if_not_plain(lambda: read_trace(run_dir / layout.TRACE), notes) or []
+    spans = TraceSpans(run_dir / layout.TRACE, details=False)
+    _left_out_if_not_plain(spans.look, notes)
+    if spans.forgotten:
+        notes.append(f"The first {spans.forgotten:,} spans of {layout.TRACE} are left out of the timeline.")
     return RunData(
         run_dir=run_dir,
         status=status,
         rows=_left_out_if_not_plain(lambda: read_metrics(metrics), notes) or [],
         evaluations=_left_out_if_not_plain(lambda: read_evaluations(run_dir / layout.EVALUATIONS), notes) or [],
-        events=events,
-        origin=trace_origin(events),
+        spans=spans,
         rollouts=_left_out_if_not_plain(lambda: _read_rollouts(run_dir / layout.ROLLOUTS, notes), notes),
         config_text=_left_out_if_not_plain(lambda: read_resolved(run_dir), notes) if config.exists() else None,
         notes=notes,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from dataclasses import replace
 from html import escape
 from itertools import product
@@ -31,7 +30,7 @@ from streamrl.report.summary import (
     total,
     void_share,
 )
-from streamrl.report.timeline import choose_windows, tracks
+from streamrl.report.timeline import choose_windows, timeline_tracks
 from streamrl.rollouts.plain_text import plain_text
 from streamrl.run_dir import layout
 
@@ -183,25 +182,20 @@ def _step_time(data: RunData) -> str:
 
 
 def _timeline(data: RunData) -> str:
-    found = tracks(data.events, data.origin)
-    windows = choose_windows(data.rows, found, data.origin is not None)
-    spent: defaultdict[str, float] = defaultdict(float)
-    for track in found:
-        for bar in track.bars:
-            spent[bar.name] += bar.end - bar.start
+    spans = data.spans
+    spent = spans.seconds_by_name()
     # The kinds of work that take most time get their own colours; the others share one, as 'other'.
     ordered = sorted(spent, key=lambda name: -spent[name])
     if len(ordered) > TIMELINE_KINDS:
-        ordered = [*ordered[: TIMELINE_KINDS - 1], OTHER]
-        for track in found:
-            track.bars = [b if b.name in ordered else replace(b, name=OTHER) for b in track.bars]
+        ordered = ordered[: TIMELINE_KINDS - 1]
     colours = dict(zip(ordered, plots.COLOURS, strict=False))
+    colours.setdefault(OTHER, plots.COLOURS[-1])
     parts = []
-    for index, window in enumerate(windows):
-        shown = [track for track in found if any(map(window.shows, track.bars))]
-        if not shown:
-            continue
-        names = {bar.name for track in shown for bar in track.bars if window.shows(bar)}
+    for index, window in enumerate(choose_windows(data.rows, spans)):
+        shown = timeline_tracks(spans, window)
+        for track in shown:
+            track.bars = [bar if bar.name in colours else replace(bar, name=OTHER) for bar in track.bars]
+        names = {bar.name for track in shown for bar in track.bars}
         used = {name: colour for name, colour in colours.items() if name in names}
         caption = (
             "What every instance and the trainer did, from trace.json (open it in ui.perfetto.dev for all "

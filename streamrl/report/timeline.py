@@ -1,23 +1,18 @@
-"""Turn trace events into rows of bars for one stretch of a run, one per instance and one for the trainer. Pure."""
+"""Turn the spans of a trace into rows of bars for one stretch of a run, one per instance and one for the trainer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from streamrl.report.trace_window import TimelineBar, window_bars
 from streamrl.run_dir.metrics import MetricsRow
-from streamrl.run_dir.trace import Event
+from streamrl.run_dir.trace_spans import TraceSpans
 
-
-@dataclass(frozen=True)
-class Bar:
-    """One span; times in unix seconds if the trace has an origin, else since its first event."""
-
-    name: str
-    start: float
-    end: float
-    overlapping: bool
-    """Whether it may overlap others of its track, as samples on an instance do."""
+PIXELS = 2_000
+"""Parts of a window's width that are told apart."""
+MOST_LANED = 2_000
+"""Most overlapping bars of a track that are drawn one by one."""
 
 
 @dataclass
@@ -25,10 +20,9 @@ class Track:
     """One row of the timeline."""
 
     name: str
-    sort_index: int
-    bars: list[Bar] = field(default_factory=list)
+    bars: list[TimelineBar]
 
-    def lanes(self) -> list[tuple[Bar, int]]:
+    def lanes(self) -> list[tuple[TimelineBar, int]]:
         """Return every bar with the lowest lane in which it overlaps no other."""
         free_at: list[float] = []
         placed = []
@@ -39,68 +33,53 @@ class Track:
         return placed
 
 
-def tracks(events: Sequence[Event], origin: float | None) -> list[Track]:
-    """Return all tracks with their finished spans, by sort index; begins without an end are left out."""
-    names: dict[int, str] = {}
-    order: dict[int, int] = {}
-    for event in events:
-        if event.get("name") == "thread_name":
-            names[event["tid"]] = event["args"]["name"]
-        elif event.get("name") == "thread_sort_index":
-            order[event["tid"]] = event["args"]["sort_index"]
-    found = {tid: Track(name, order.get(tid, tid)) for tid, name in names.items()}
-    zero = origin or 0.0
-    begun: dict[tuple[int, str, str], Event] = {}
-    for event in events:
-        phase, tid = event.get("ph"), event.get("tid")
-        if tid not in found:
-            continue
-        track = found[tid]
-        if phase == "X":
-            start = zero + event["ts"] / 1e6
-            track.bars.append(Bar(event["name"], start, start + event["dur"] / 1e6, False))
-        elif phase == "b":
-            begun[tid, event["name"], event["id"]] = event
-        elif phase == "e" and (begin := begun.pop((tid, event["name"], event["id"]), None)):
-            name = event["name"].removeprefix(f"{track.name} ")
-            track.bars.append(Bar(name, zero + begin["ts"] / 1e6, zero + event["ts"] / 1e6, True))
-    return sorted((track for track in found.values() if track.bars), key=lambda track: track.sort_index)
-
-
 @dataclass(frozen=True)
 class Window:
-    """A stretch of a run, in the trace's seconds."""
+    """A stretch of a run, in seconds since the trace's origin."""
 
     title: str
     start: float
     end: float
 
-    def shows(self, bar: Bar) -> bool:
+    def shows(self, bar: TimelineBar) -> bool:
         """Whether some of the bar lies in the window."""
         return bar.end > self.start and bar.start < self.end
 
 
-def choose_windows(rows: Sequence[MetricsRow], all_tracks: Sequence[Track], has_origin: bool) -> list[Window]:
+def timeline_tracks(spans: TraceSpans, window: Window) -> list[Track]:
+    """Return the tracks that have bars in a window, in their order; begins without an end are left out."""
+    pixel = (window.end - window.start) / PIXELS
+    found = []
+    for track in sorted(spans.tracks.values(), key=lambda track: track.order):
+        bars = window_bars(track, window.start, window.end, pixel, MOST_LANED)
+        if shown := [bar for bar in bars if window.shows(bar)]:
+            found.append(Track(track.name, shown))
+    return found
+
+
+def choose_windows(rows: Sequence[MetricsRow], spans: TraceSpans) -> list[Window]:
     """Choose the stretches to show: a typical step (median time, not the first) and the slowest.
 
     Without steps, or if the trace's times cannot be compared with the metrics, show the whole trace.
     """
-    bars = [bar for track in all_tracks for bar in track.bars]
-    if not bars:
+    if not spans.count:
         return []
-    first, last = min(bar.start for bar in bars), max(bar.end for bar in bars)
-    timed = [row for row in rows if row.step_time_s and has_origin and first < row.time <= last + row.step_time_s]
-    if not timed:
+    (first, last), zero = spans.extent, spans.origin
+    timed = []
+    if zero is not None:
+        timed = [row for row in rows if row.step_time_s and first < row.time - zero <= last + row.step_time_s]
+    if zero is None or not timed:
         return [Window("the whole run so far", first, last)]
+
+    def window(title: str, row: MetricsRow) -> Window:
+        end = row.time - zero
+        return Window(title, end - (row.step_time_s or 0.0), end)
+
     # The first step warms everything up, and has no earlier step to overlap with.
     pool = timed[1:] or timed
     by_time = sorted(pool, key=lambda row: row.step_time_s or 0.0)
     typical, slowest = by_time[(len(by_time) - 1) // 2], by_time[-1]
-    windows = [_window(f"step {typical.step} (of median duration)", typical)]
+    windows = [window(f"step {typical.step} (of median duration)", typical)]
     if len(pool) >= 5 and slowest is not typical:
-        windows.append(_window(f"step {slowest.step} (the slowest)", slowest))
+        windows.append(window(f"step {slowest.step} (the slowest)", slowest))
     return windows
-
-
-def _window(title: str, row: MetricsRow) -> Window:
-    return Window(title, row.time - (row.step_time_s or 0.0), row.time)

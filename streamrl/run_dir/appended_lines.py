@@ -21,21 +21,24 @@ COMPARED = 4096
 """Bytes before the place of the last look that must be what they were, more than the ends of two rows have in common: a
 file that was replaced twice between two looks may have its first inode again."""
 LARGEST_FOLLOWED = 1 << 30
-"""Most bytes of a file that is followed: a trace of some million samples."""
+"""Most bytes of a file that is followed, all of whose rows may be held."""
 
 
 class AppendedLines:
     """The complete lines of a file, each returned once; a last line without its end waits until it has one."""
 
-    def __init__(self, path: Path, last_line: bytes = b"", below: Path | None = None) -> None:
+    def __init__(
+        self, path: Path, last_line: bytes = b"", below: Path | None = None, largest: int = LARGEST_FOLLOWED
+    ) -> None:
         """Take the file.
 
         Args:
             path: the file.
             last_line: the line that closes it, if it has one: a writer that goes on removes it.
             below: the run's folder; default: the one that holds the file.
+            largest: most bytes that it may have.
         """
-        self.path, self._below = path, below
+        self.path, self._below, self._largest = path, below, largest
         self._last_line = last_line
         self._offset = 0
         self._before = b""
@@ -46,11 +49,11 @@ class AppendedLines:
         """Return whether the file began anew (or is gone), and the lines since the last look.
 
         Raises:
-            NotPlainFile: the file is a link, no regular file, or has more than `LARGEST_FOLLOWED` bytes.
+            NotPlainFile: the file is a link, no regular file, or has too many bytes.
             OSError: the file exists and cannot be read.
         """
         try:
-            with open_plain(self.path, below=self._below, largest=LARGEST_FOLLOWED) as file:
+            with open_plain(self.path, below=self._below, largest=self._largest) as file:
                 stat = os.fstat(file.fileno())
                 size, inode = stat.st_size, stat.st_ino
                 anew = self._inode is not None and (inode != self._inode or size < self._offset)

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from streamrl.errors import RunFailed
-from streamrl.report.timeline import choose_windows, tracks
-from streamrl.run_dir.trace import Event, TraceWriter, read_trace, trace_origin
+from streamrl.report.timeline import Window, choose_windows, timeline_tracks
+from streamrl.run_dir.trace import Event, TraceWriter, read_trace
+from streamrl.run_dir.trace_spans import TraceSpans
 from tests.report.synthetic import START, make_row
 from tests.run_dir.conftest import file_size_limit
 
@@ -45,6 +46,12 @@ def write_some(path: Path) -> TraceWriter:
     trace.async_span("here-0", "sample", START + 0.5, START + 3.0, "s1", tokens=12)
     trace.async_span("here-0", "sample", START + 0.6, START + 2.0, "s2", loss=float("nan"))
     return trace
+
+
+def spans_of(path: Path) -> TraceSpans:
+    spans = TraceSpans(path)
+    spans.look()
+    return spans
 
 
 def test_a_closed_trace_is_json_and_every_event_is_valid(tmp_path: Path) -> None:
@@ -161,37 +168,32 @@ def test_spans_written_late_keep_their_start_when_no_origin_is_given(tmp_path: P
         now = time.time()
         trace.span("trainer", "micro-batch", now + 5, now + 6)
         trace.async_span("here-0", "sample", now + 1, now + 4, "s1")
-    events = read_trace(tmp_path / "trace.json")
-    trainer, instance = tracks(events, trace_origin(events))
-    assert [(bar.start, bar.end) for bar in (*trainer.bars, *instance.bars)] == [
-        pytest.approx((now + 5, now + 6), abs=1e-4),
-        pytest.approx((now + 1, now + 4), abs=1e-4),
-    ]
+    trainer, instance = spans_of(tmp_path / "trace.json").tracks.values()
+    assert (trainer.starts[0] - instance.starts[0], instance.ends[0] - instance.starts[0]) == pytest.approx((4, 3))
 
 
-def test_tracks_are_read_back_with_unix_times_and_overlaps_get_lanes(tmp_path: Path) -> None:
+def test_tracks_are_read_back_and_overlaps_get_lanes(tmp_path: Path) -> None:
     write_some(tmp_path / "trace.json").close()
-    events = read_trace(tmp_path / "trace.json")
-    assert trace_origin(events) == START
-    trainer, instance = tracks(events, trace_origin(events))
+    spans = spans_of(tmp_path / "trace.json")
+    assert spans.origin == START
+    trainer, instance = timeline_tracks(spans, Window("all", 0.0, 10.0))
     assert (trainer.name, instance.name) == ("trainer", "here-0")
-    assert [(bar.name, round(bar.start - START, 3), round(bar.end - START, 3)) for bar in instance.bars] == [
-        ("sample", 0.5, 3.0),
-        ("sample", 0.6, 2.0),
-    ]
+    assert [(bar.name, bar.start, bar.end) for bar in instance.bars] == [("sample", 0.5, 3.0), ("sample", 0.6, 2.0)]
     assert [lane for _, lane in instance.lanes()] == [0, 1]
+    (alone,) = timeline_tracks(spans, Window("end", 2.0, 9.0))
+    assert (alone.name, len(alone.bars)) == ("here-0", 1)
 
 
 def test_the_timeline_shows_the_step_of_median_duration_not_the_first(tmp_path: Path) -> None:
     with TraceWriter(tmp_path / "trace.json") as trace:
         trace.span("trainer", "work", START, START + 200)
-    events = read_trace(tmp_path / "trace.json")
+    spans = spans_of(tmp_path / "trace.json")
     times = [60.0, 20.0, 18.0, 30.0]
     rows = [
         make_row(step + 1, time=START + sum(times[: step + 1]), step_time_s=value) for step, value in enumerate(times)
     ]
-    (window,) = choose_windows(rows, tracks(events, START), True)
+    (window,) = choose_windows(rows, spans)
     assert "step 2" in window.title
-    assert (window.start - START, window.end - START) == (60.0, 80.0)
-    (window,) = choose_windows([], tracks(events, START), True)
+    assert (window.start, window.end) == (60.0, 80.0)
+    (window,) = choose_windows([], spans)
     assert window.end - window.start == 200

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.dashboard.timeline_window import MOST_LANED, SEVERAL, TraceSpans
+from streamrl.report.trace_window import MOST_LANED, SEVERAL, spans_window
 from streamrl.run_dir.trace import TraceWriter
+from streamrl.run_dir.trace_spans import TraceSpans
 
 ZERO = 1_700_000_000.0
 
@@ -24,7 +25,7 @@ def test_a_window_has_the_bars_that_lie_in_it_with_their_names_and_arguments(tmp
         trace.span("trainer", "train", ZERO, ZERO + 2, step=1)
         trace.span("trainer", "step", ZERO + 2, ZERO + 3, step=1)
         trace.span("trainer", "train", ZERO + 10, ZERO + 12, step=2)
-    told = spans_of(path).window(1.0, 5.0, 1000)
+    told = spans_window(spans_of(path), 1.0, 5.0, 1000)
     assert (told["origin"], told["first"], told["last"]) == (ZERO, 0.0, 12.0)
     (track,) = told["tracks"]
     assert track["name"] == "trainer"
@@ -41,9 +42,9 @@ def test_short_spans_of_one_name_are_merged_when_zoomed_out_and_told_apart_when_
             trace.span("trainer", "train", ZERO + 0.01 * number, ZERO + 0.01 * number + 0.009)
         trace.span("trainer", "train", ZERO + 50, ZERO + 60)
     spans = spans_of(path)
-    (track,) = spans.window(0.0, 100.0, 100)["tracks"]
+    (track,) = spans_window(spans, 0.0, 100.0, 100)["tracks"]
     assert [bar["count"] for bar in track["bars"]] == [100, 1]
-    (track,) = spans.window(0.0, 0.1, 1000)["tracks"]
+    (track,) = spans_window(spans, 0.0, 0.1, 1000)["tracks"]
     assert {bar["count"] for bar in track["bars"]} == {1} and len(track["bars"]) == 11
 
 
@@ -56,13 +57,13 @@ def test_shares_of_a_window_are_those_of_the_spans_however_far_it_is_zoomed_out(
             for end in (6, 5):
                 trace.async_span("here-0", "sample", ZERO + at + 4, ZERO + at + end, f"{at} {end}")
     spans = spans_of(path)
-    told = spans.window(0.0, 10.0 * steps, 100)["tracks"]
+    told = spans_window(spans, 0.0, 10.0 * steps, 100)["tracks"]
     assert {len(track["bars"]) for track in told} == {1, 2}
     assert [track["covered"] for track in told] == [
         {"train": pytest.approx(3 * steps), "publish": pytest.approx(steps)},
         {"sample": pytest.approx(2 * steps)},
     ]
-    assert spans.window(2.0, 3.5, 100)["tracks"][0]["covered"] == {
+    assert spans_window(spans, 2.0, 3.5, 100)["tracks"][0]["covered"] == {
         "train": pytest.approx(1),
         "publish": pytest.approx(0.5),
     }
@@ -80,7 +81,7 @@ def test_samples_that_overlap_are_in_lanes_of_their_own_and_many_are_one_bar_wit
         trace.async_span("here-1", "sample", ZERO + 5, ZERO + 6, "alone")
         for name in ("sum", "sample"):
             trace.async_span("here-1", name, ZERO + 8, ZERO + 9, "mixed")
-    few, many = spans_of(path).window(0.0, 10.0, 1000)["tracks"]
+    few, many = spans_window(spans_of(path), 0.0, 10.0, 1000)["tracks"]
     assert [(bar["start"], bar["lane"]) for bar in few["bars"]] == [(0.0, 0), (1.0, 1), (2.0, 1), (3.0, 1)]
     assert few["bars"][0]["name"] == "sample"
     bar, alone, mixed = many["bars"]
@@ -93,7 +94,7 @@ def test_a_trace_that_grows_is_read_on_also_after_it_was_closed_and_resumed(tmp_
     path = tmp_path / "trace.json"
     spans = TraceSpans(path)
     spans.look()
-    assert spans.window(0.0, 1.0, 10)["tracks"] == []
+    assert spans_window(spans, 0.0, 1.0, 10)["tracks"] == []
     with TraceWriter(path) as trace:
         trace.span("trainer", "train", ZERO, ZERO + 1)
         trace.span("trainer", "train", ZERO + 1, ZERO + 2)
@@ -121,5 +122,5 @@ def test_foreign_lines_and_spans_without_an_end_are_left_out(tmp_path: Path) -> 
         '{"ph": "X", "tid": 9}',
     ]
     path.write_text(path.read_text().replace("\n]", "") + "".join(f",\n{line}" for line in odd) + "\n")
-    (track,) = spans_of(path).window(0.0, 2.0, 100)["tracks"]
+    (track,) = spans_window(spans_of(path), 0.0, 2.0, 100)["tracks"]
     assert [bar["name"] for bar in track["bars"]] == ["train"]
