@@ -219,6 +219,8 @@ def why_not_trained(sample: dict[str, Any], rewarded: Sequence[tuple[float, floa
             return f"void ({cause}): {sample.get('reward_error') or 'no message'}"
         case "masked":
             return "not trained: it was cut by the token limit, and algorithm.mask_truncated leaves it out of the loss"
+        case "skipped":
+            return "not trained: its step was refused as not finite, or too far off-policy, and changed no weights"
         case "dropped" if any(advantage is not None for _, advantage in rewarded):  # only a group of a step has them
             return "dropped: the loss or the gradient of its group was not finite"
         case "dropped" if len(rewarded) < 2:

@@ -7,7 +7,7 @@ samples that are looked at (`sample_detail.py`). A file is read once, and again 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, fields
 from fnmatch import fnmatch
 from pathlib import Path
@@ -45,7 +45,7 @@ LISTED: tuple[str, ...] = (
 LISTED += ("route", "void_cause", "predicted_length")
 """Columns of the list of samples; the outcome is added."""
 SORTS = ("step", "task", "reward", "advantage", "output_length", "predicted_length")
-OUTCOMES = ("trained", "void", "dropped", "masked")
+OUTCOMES = ("trained", "void", "dropped", "masked", "skipped")
 MOST_PAGE = 500
 MOST_POINTS = 4_000
 """Most samples in the picture of predicted against actual lengths."""
@@ -64,8 +64,8 @@ class SampleFilter:
     finish_reason: str | None = None
     route: str | None = None
     outcome: str | None = None
-    """'trained', 'void' (its reward is void), 'dropped' (its whole group was never trained) or 'masked' (cut by the
-    token limit, and so without a loss)."""
+    """'trained', 'void' (its reward is void), 'dropped' (its whole group was never trained), 'masked' (cut by the
+    token limit, and so without a loss) or 'skipped' (its step left the weights as they were)."""
     group_id: str | None = None
     text: str | None = None
     """Part of a prompt, of an answer or of a conversation; upper and lower case are the same."""
@@ -110,10 +110,22 @@ class SampleFilter:
 class SampleTable:
     """The samples in the `rollouts/` folder of one run, which may still grow."""
 
-    def __init__(self, folder: Path, masks_truncated: Callable[[], bool] = lambda: False) -> None:
-        """Take the folder, and what says whether the run masks truncated samples (`algorithm.mask_truncated`)."""
+    def __init__(
+        self,
+        folder: Path,
+        masks_truncated: Callable[[], bool] = lambda: False,
+        skipped_steps: Callable[[], Set[int]] = frozenset,
+    ) -> None:
+        """Take the folder.
+
+        Args:
+            folder: the run's rollouts.
+            masks_truncated: says whether the run masks truncated samples (`algorithm.mask_truncated`).
+            skipped_steps: returns the steps that left the weights as they were.
+        """
         self.folder = folder
-        self._masks_truncated, self._masked = masks_truncated, False
+        self._says_untrained = lambda: (masks_truncated(), skipped_steps())
+        self._untrained: tuple[bool, Set[int]] = False, frozenset()
         self.notes: list[str] = []
         self._files: dict[Path, tuple[Mark, pa.Table]] = {}
         self._paths: list[Path] = []
@@ -140,8 +152,8 @@ class SampleTable:
             except (pa.ArrowException, OSError) as error:
                 notes.append(f"{path.name} could not be read and is left out: {error}.")
         self.notes = notes
-        if (masked := self._masks_truncated()) != self._masked:
-            self._masked = masked
+        if (untrained := self._says_untrained()) != self._untrained:
+            self._untrained = untrained
             self._selections.clear()
         if changed or found.keys() != self._files.keys():
             self._files, self._paths = found, list(found)
@@ -169,7 +181,7 @@ class SampleTable:
 
     def outcome(self, index: int) -> str:
         """Return the outcome of a sample."""
-        return OUTCOMES[int(outcomes(self._table.slice(index, 1), self._masked)[0])]
+        return OUTCOMES[int(outcomes(self._table.slice(index, 1), *self._untrained)[0])]
 
     def of_group(self, group_id: str, names: Sequence[str]) -> list[dict[str, Any]]:
         """Return some of the columns `LIGHT` of all samples of a group."""
@@ -215,7 +227,7 @@ class SampleTable:
             if (most := getattr(wanted, f"{name}_max")) is not None:
                 mask &= _true(pc.less_equal(table[column].cast(pa.float64()), most))
         if wanted.outcome is not None:
-            mask &= outcomes(table, self._masked) == OUTCOMES.index(wanted.outcome)
+            mask &= outcomes(table, *self._untrained) == OUTCOMES.index(wanted.outcome)
         searched = len(self._paths)
         if wanted.text is not None:
             has, searched = self._with_text(wanted.text)
@@ -249,7 +261,7 @@ class SampleTable:
         some = chosen[max(0, offset) : max(0, offset) + min(limit, MOST_PAGE)]
         rows = self._table.take(pa.array(some))
         columns = {name: rows[name].to_pylist() for name in LISTED}
-        columns["outcome"] = [OUTCOMES[one] for one in outcomes(rows, self._masked)]
+        columns["outcome"] = [OUTCOMES[one] for one in outcomes(rows, *self._untrained)]
         counts = {"total": len(chosen), "all": len(self._table), "searched": searched, "files": len(self._paths)}
         return counts | {"offset": offset, "columns": columns}
 
@@ -270,15 +282,21 @@ class SampleTable:
         return {"of": len(table), "columns": {name: rows[name].to_pylist() for name in names}}
 
 
-def outcomes(table: pa.Table, masked: bool = False) -> npt.NDArray[np.int8]:
-    """Return the outcome of each sample as its place in `OUTCOMES`; `masked`: one cut by the token limit has no loss.
+def outcomes(table: pa.Table, masked: bool = False, skipped: Set[int] = frozenset()) -> npt.NDArray[np.int8]:
+    """Return the outcome of each sample as its place in `OUTCOMES`.
 
     Of an older file without `void_cause`, a sample without a reward counts as void.
+
+    Args:
+        table: the samples.
+        masked: whether one cut by the token limit has no loss.
+        skipped: steps that left the weights as they were.
     """
     trained = _true(pc.is_valid(table["t_trained"]))
     void = _true(pc.or_(pc.is_valid(table["void_cause"]), pc.is_null(table["reward"])))
     cut = _true(pc.equal(table["finish_reason"], "length")) if masked else np.zeros(len(table), bool)
-    return np.select([void, ~trained, cut], [1, 2, 3], 0).astype(np.int8)
+    unused = np.isin(table["step"].fill_null(-1).to_numpy(), list(skipped))
+    return np.select([void, ~trained, unused, cut], [1, 2, 4, 3], 0).astype(np.int8)
 
 
 def _true(mask: Any) -> npt.NDArray[np.bool_]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,6 +45,12 @@ class StepSeries:
     def __init__(self, folder: Path) -> None:
         self._steps = AppendedRows(folder / layout.METRICS, MetricsRow)
         self._evaluations = AppendedRows(folder / layout.EVALUATIONS, EvaluationRow)
+
+    def skipped(self) -> set[int]:
+        """Return the steps none of whose updates has changed the weights: refused, or too far off-policy."""
+        with contextlib.suppress(OSError):  # the run's other pages say why it cannot be read
+            self._steps.look()
+        return {row.step for row in self._steps.rows if row.step_skipped and not row.optimizer_updates}
 
     def since(self, cursor: str) -> dict[str, Any]:
         """Return what a page has not seen yet, as columns, ready for JSON.

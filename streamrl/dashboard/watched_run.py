@@ -37,7 +37,7 @@ class WatchedRun:
         self.id, self.folder = id, folder
         self.lock = threading.RLock()
         self.steps = StepSeries(folder)
-        self.samples = SampleTable(folder / layout.ROLLOUTS, self._masks_truncated)
+        self.samples = SampleTable(folder / layout.ROLLOUTS, self._masks_truncated, self.steps.skipped)
         self.spans = TraceSpans(folder / layout.TRACE)
         self._decoder: tuple[Decoder | None, str] | None = None
         self._places: tuple[str | None, Path | None] = None, None

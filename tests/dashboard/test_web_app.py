@@ -105,6 +105,21 @@ def test_whether_cut_samples_have_a_loss_is_read_from_the_runs_configuration(fol
     assert told["outcome"] == "masked" and "mask_truncated" in told["why"]
 
 
+def test_samples_of_a_step_that_changed_no_weights_were_not_trained(folder: Path) -> None:
+    rollouts, client = folder / "demo" / "rollouts", client_of(folder)
+    for step in (7, 8, 9):
+        write_samples(rollouts, step, [a_sample(f"f{step}.0", step=step)])
+    with RowWriter(folder / "demo" / "metrics.jsonl", MetricsRow) as metrics:
+        metrics.append(make_row(7, step_skipped=False, optimizer_updates=1))
+        metrics.append(make_row(8, step_skipped=True, optimizer_updates=1))  # the second of two updates
+        metrics.append(make_row(9, step_skipped=True, optimizer_updates=0, step_refused="a loss; skipped"))
+    told = [client.get(f"/api/runs/demo/sample?id=f{step}.0").json() for step in (7, 8, 9)]
+    assert [one["outcome"] for one in told] == ["trained", "trained", "skipped"]
+    assert "changed no weights" in told[2]["why"] and told[0]["why"] == told[1]["why"] == ""
+    page = client.get("/api/runs/demo/samples?outcome=skipped").json()
+    assert page["columns"]["sample_id"] == ["f9.0"]
+
+
 def test_text_of_a_model_is_sent_as_json_and_nothing_may_run_that_is_no_file_of_the_dashboard(folder: Path) -> None:
     answer = client_of(folder).get("/api/runs/demo/sample?id=m.0")
     assert answer.json()["completion"] == MARKUP

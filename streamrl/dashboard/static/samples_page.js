@@ -88,7 +88,7 @@ export function samplesPage(main, run, query) {
   function draw(row) {
     return COLUMNS.map(([, name, isNumber]) => {
       const value = row[name];
-      const mark = name === "outcome" ? { void: "bad", dropped: "warn", masked: "warn" }[value] : null;
+      const mark = name === "outcome" ? { void: "bad", dropped: "warn", masked: "warn", skipped: "warn" }[value] : null;
       return element("span", { class: [isNumber && "number", mark].filter(Boolean).join(" ") || null, title: name === "sample_id" ? value : null }, isNumber ? number(value) : value ?? "–");
     });
   }
