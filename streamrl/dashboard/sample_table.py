@@ -1,11 +1,13 @@
 """All samples of a run as a table that is filtered, sorted and read a page at a time.
 
 Only the light columns of the Parquet files are held, about 100 bytes per sample; texts and tokens are read for the
-samples that are looked at (`sample_detail.py`). A file is read once, and again if it was replaced (a resumed run).
+samples that are looked at (`sample_detail.py`). A file is read once, and again if it or one before it was replaced (a
+resumed run).
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, fields
@@ -18,20 +20,26 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ranker.data import first_rows
+from ranker.data import ROW_IDS, first_rows
 from streamrl.dashboard.text_search import Mark, TextSearch
 from streamrl.errors import UserError
 from streamrl.plain_files import plain_names
 from streamrl.rollouts.parquet_files import read_columns
 from streamrl.rollouts.rollout_store import SCHEMA
 
-LIGHT: tuple[str, ...] = ("sample_id", "trajectory_id", "group_id", "prompt_id", "task", "step", "output_length")
-LIGHT += ("finish_reason",)
-LIGHT += ("reward", "void_cause", "advantage", "route", "predicted_length", "t_trained")
+LIGHT: tuple[str, ...] = ("sample_id", "group_id", "prompt_id", "task", "step", "output_length", "finish_reason")
+LIGHT += ("reward", "void_cause", "advantage", "route", "predicted_length")
 """Columns that are held of all samples."""
-FILE, ROW = "_file", "_row"
-"""Columns of the table that say where a sample is: number of its file, and of its row in it."""
-PLACE = (pa.field(FILE, pa.int32()), pa.field(ROW, pa.int32()))
+TRAINED, FILE, ROW = "_trained", "_file", "_row"
+"""Further ones: whether a sample has a time at which it was trained, the number of its file, and of its row there."""
+FEW = ("task", "finish_reason", "void_cause", "route")
+"""Columns with few different texts, which are held as numbers."""
+HELD = pa.schema(
+    [
+        *((name, pa.dictionary(pa.int16(), pa.string()) if name in FEW else SCHEMA.field(name).type) for name in LIGHT),
+        *((TRAINED, pa.bool_()), (FILE, pa.int32()), (ROW, pa.int32())),
+    ]
+)
 LISTED: tuple[str, ...] = (
     "sample_id",
     "group_id",
@@ -126,49 +134,70 @@ class SampleTable:
         self.folder = folder
         self._says_untrained = lambda: (masks_truncated(), skipped_steps())
         self._untrained: tuple[bool, Set[int]] = False, frozenset()
-        self.notes: list[str] = []
-        self._files: dict[Path, tuple[Mark, pa.Table]] = {}
-        self._paths: list[Path] = []
-        self._table = _empty()
+        self._notes: dict[Path, str] = {}
+        """What is said of a file that cannot be read."""
+        self._files: dict[Path, tuple[Mark, int]] = {}
+        """Of each file that was looked at, in their order: what tells its contents apart, and its number of samples."""
+        self._table = HELD.empty_table()
         self._selections: OrderedDict[SampleFilter, npt.NDArray[np.int64]] = OrderedDict()
         self._search = TextSearch()
 
+    @property
+    def notes(self) -> list[str]:
+        """What could not be read, one sentence each."""
+        return list(self._notes.values())
+
     def look(self) -> pa.Table:
         """Read new and replaced files, forget deleted ones, and return the table."""
-        found: dict[Path, tuple[Mark, pa.Table]] = {}
-        notes = []
-        changed = False
+        marks: dict[Path, Mark] = {}
         names = plain_names(self.folder, below=self.folder.parent)
         for path in (self.folder / name for name in names if fnmatch(name, "step_*.parquet")):
-            try:
+            with contextlib.suppress(FileNotFoundError):  # deleted by a resumed run since the listing
                 stat = path.lstat()
-                mark = stat.st_ino, stat.st_size, stat.st_mtime_ns
-                if (known := self._files.get(path)) is None or known[0] != mark:
-                    changed = True
-                    known = mark, _light(path)
-                found[path] = known
-            except FileNotFoundError:
-                continue  # deleted by a resumed run since the listing
-            except (pa.ArrowException, OSError) as error:
-                notes.append(f"{path.name} could not be read and is left out: {error}.")
-        self.notes = notes
+                marks[path] = stat.st_ino, stat.st_size, stat.st_mtime_ns
         if (untrained := self._says_untrained()) != self._untrained:
             self._untrained = untrained
             self._selections.clear()
-        if changed or found.keys() != self._files.keys():
-            self._files, self._paths = found, list(found)
-            numbered = [
-                table.append_column(PLACE[0], pa.array(np.full(len(table), number, np.int32)))
-                for number, (_, table) in enumerate(found.values())
-            ]
-            self._table = pa.concat_tables(numbered).combine_chunks() if numbered else _empty()
-            self._selections.clear()
+        kept = 0
+        for (path, mark), (known, (known_mark, _)) in zip(marks.items(), self._files.items(), strict=False):
+            if (path, mark) != (known, known_mark) or (path in self._notes and len(self._read(path, kept))):
+                break
+            kept += 1
+        if not kept == len(marks) == len(self._files):
+            self._read_from(kept, marks)
         return self._table
+
+    def _read_from(self, kept: int, marks: dict[Path, Mark]) -> None:
+        """Keep the samples of the first `kept` files, and read those of the others."""
+        files = dict(list(self._files.items())[:kept])
+        self._notes = {path: note for path, note in self._notes.items() if path in files}
+        known = self._table.slice(0, sum(count for _, count in files.values()))
+        batches = known.to_batches()
+        for number, path in enumerate(list(marks)[kept:], kept):
+            new = self._read(path, number)
+            files[path] = marks[path], len(new)
+            batches += new.combine_chunks().to_batches()
+            # Each is at least twice as long as the next one, so that a row is copied a few times, not with each file.
+            while len(batches) > 1 and len(batches[-2]) < 2 * len(batches[-1]):
+                batches[-2:] = [pa.concat_batches(batches[-2:])]
+        self._files, self._table = files, pa.Table.from_batches(batches, HELD)
+        self._selections.clear()
+
+    def _read(self, path: Path, number: int) -> pa.Table:
+        """Return the samples of a file, which gets a number; none, and a note, if it cannot be read."""
+        self._notes.pop(path, None)
+        try:
+            return _light(path, number)
+        except FileNotFoundError:
+            pass  # deleted since the listing
+        except (pa.ArrowException, OSError) as error:
+            self._notes[path] = f"{path.name} could not be read and is left out: {error}."
+        return HELD.empty_table()
 
     def place(self, index: int) -> tuple[Path, int]:
         """Return the file of a sample, and the number of its first row there."""
         row = self._table.slice(index, 1).to_pylist()[0]
-        return self._paths[row[FILE]], row[ROW]
+        return list(self._files)[row[FILE]], row[ROW]
 
     def find(self, sample_id: str) -> int | None:
         """Return where a sample is in the table; the later one if it was written twice."""
@@ -215,7 +244,7 @@ class SampleTable:
         """Return what `select` does, and how many files have been searched for the filter's text."""
         if (known := self._selections.get(wanted)) is not None:
             self._selections.move_to_end(wanted)
-            return known, len(self._paths)
+            return known, len(self._files)
         table = self._table
         mask = np.ones(len(table), bool)
         for name in ("task", "finish_reason", "route", "group_id"):
@@ -228,16 +257,15 @@ class SampleTable:
                 mask &= _true(pc.less_equal(table[column].cast(pa.float64()), most))
         if wanted.outcome is not None:
             mask &= outcomes(table, *self._untrained) == OUTCOMES.index(wanted.outcome)
-        searched = len(self._paths)
+        searched = len(self._files)
         if wanted.text is not None:
             has, searched = self._with_text(wanted.text)
             mask &= has
-        order = pc.sort_indices(
-            table.select([wanted.sort]),
-            sort_keys=[(wanted.sort, "descending" if wanted.descending else "ascending")],
-        ).to_numpy()
+        key = table[wanted.sort].cast(SCHEMA.field(wanted.sort).type)
+        direction = "descending" if wanted.descending else "ascending"
+        order = pc.sort_indices(pa.table({"key": key}), sort_keys=[("key", direction)]).to_numpy()
         chosen = order[mask[order]].astype(np.int64)
-        if searched == len(self._paths):
+        if searched == len(self._files):
             self._selections[wanted] = chosen
         if len(self._selections) > KEPT_SELECTIONS:
             self._selections.popitem(last=False)
@@ -248,11 +276,12 @@ class SampleTable:
         found = self._search.look(text, {path: mark for path, (mark, _) in self._files.items()})
         has = np.zeros(len(self._table), bool)
         begin = 0
-        for path, (_, table) in self._files.items():
-            if path in found and len(table):
+        for path, (_, count) in self._files.items():
+            if path in found and count:
                 # rows of an episode follow its first, which is the one in the table
-                has[begin + np.searchsorted(table[ROW].to_numpy(), found[path], side="right") - 1] = True
-            begin += len(table)
+                rows = self._table[ROW].slice(begin, count).to_numpy()
+                has[begin + np.searchsorted(rows, found[path], side="right") - 1] = True
+            begin += count
         return has, len(found)
 
     def page(self, wanted: SampleFilter, offset: int, limit: int) -> dict[str, Any]:
@@ -262,7 +291,7 @@ class SampleTable:
         rows = self._table.take(pa.array(some))
         columns = {name: rows[name].to_pylist() for name in LISTED}
         columns["outcome"] = [OUTCOMES[one] for one in outcomes(rows, *self._untrained)]
-        counts = {"total": len(chosen), "all": len(self._table), "searched": searched, "files": len(self._paths)}
+        counts = {"total": len(chosen), "all": len(self._table), "searched": searched, "files": len(self._files)}
         return counts | {"offset": offset, "columns": columns}
 
     def choices(self) -> dict[str, list[str]]:
@@ -292,7 +321,7 @@ def outcomes(table: pa.Table, masked: bool = False, skipped: Set[int] = frozense
         masked: whether one cut by the token limit has no loss.
         skipped: steps that left the weights as they were.
     """
-    trained = _true(pc.is_valid(table["t_trained"]))
+    trained = _true(table[TRAINED])
     void = _true(pc.or_(pc.is_valid(table["void_cause"]), pc.is_null(table["reward"])))
     cut = _true(pc.equal(table["finish_reason"], "length")) if masked else np.zeros(len(table), bool)
     unused = np.isin(table["step"].fill_null(-1).to_numpy(), list(skipped))
@@ -304,31 +333,24 @@ def _true(mask: Any) -> npt.NDArray[np.bool_]:
     return values
 
 
-def _empty() -> pa.Table:
-    schema = pa.schema([*(SCHEMA.field(name) for name in LIGHT), PLACE[1], PLACE[0]])
-    return schema.empty_table()
-
-
-def _light(path: Path) -> pa.Table:
-    """Return the light columns of the first rows of a file's samples, with the rows' numbers.
+def _light(path: Path, number: int) -> pa.Table:
+    """Return what is held of a file's samples; the file gets a number.
 
     Columns that an older file lacks are null; its `sample_id` may be missing, too, and is then the place of the row.
 
     Raises:
         pa.ArrowException, OSError: it cannot be read.
     """
-    table = read_columns(path, path.parents[1], LIGHT)
-    names = table.schema.names
-    table = table.append_column(PLACE[1], pa.array(np.arange(len(table), dtype=np.int32)))
-    count = len(table)
-    if "sample_id" not in names:
-        table = table.append_column("sample_id", pa.array([f"{path.stem}:{row}" for row in range(count)]))
+    table = read_columns(path, path.parents[1], (*LIGHT, *ROW_IDS, "t_trained"))
+    table = table.append_column(ROW, pa.array(np.arange(len(table), dtype=np.int32)))
+    if "sample_id" not in table.schema.names:
+        table = table.append_column("sample_id", pa.array([f"{path.stem}:{row}" for row in range(len(table))]))
     table = first_rows(table)
+    table = table.append_column(FILE, pa.array(np.full(len(table), number, np.int32)))
+    if "t_trained" in table.schema.names:
+        table = table.append_column(TRAINED, pc.is_valid(table["t_trained"]))
     columns = [
-        table[name].cast(SCHEMA.field(name).type)
-        if name in table.schema.names
-        else pa.nulls(len(table), SCHEMA.field(name).type)
-        for name in LIGHT
+        table[field.name].cast(field.type) if field.name in table.schema.names else pa.nulls(len(table), field.type)
+        for field in HELD
     ]
-    schema = pa.schema([*(SCHEMA.field(name) for name in LIGHT), PLACE[1]])
-    return pa.Table.from_arrays([*columns, table[ROW]], schema=schema)
+    return pa.Table.from_arrays(columns, schema=HELD)

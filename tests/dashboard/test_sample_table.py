@@ -73,6 +73,9 @@ def test_pages_are_parts_of_one_order_with_missing_values_last(table: SampleTabl
     assert ids(table, sort="reward", descending=False)[0] == "a.0"
     assert table.page(SampleFilter(task="sum"), 2, 1)["total"] == 3
     assert ids(table, 99) == []
+    assert (
+        ids(table, sort="task")[:3] == ["a.0", "a.1", "c.0"] and ids(table, sort="task", descending=False)[0] == "b.0"
+    )
 
 
 def test_a_page_says_each_samples_outcome(table: SampleTable) -> None:
@@ -113,6 +116,45 @@ def test_a_file_is_read_once(table: SampleTable, tmp_path: Path, monkeypatch: py
     path = write_samples(tmp_path, 3, [a_sample("d.0", step=3)])
     table.look()
     assert read == [path]
+
+
+def test_many_samples_take_a_hundred_bytes_each_and_are_not_copied_with_every_step(tmp_path: Path) -> None:
+    table, copied, before = SampleTable(tmp_path), 0, pa.table({})
+    for step in range(1, 33):
+        ids = [f"{64 * step + number // 8:08d}.{number % 8:03d}" for number in range(512)]
+        few = dict.fromkeys(("finish_reason", "route", "task"), "about ten characters")
+        write_samples(tmp_path, step, [a_sample(one, step=step, prompt_id=f"sum/{one[:8]}", **few) for one in ids])
+        now = table.look()
+        old = {chunk.buffers()[1].address for chunk in before["step"].chunks} if before else set()
+        copied += sum(len(chunk) for chunk in now["step"].chunks if chunk.buffers()[1].address not in old)
+        before = now
+    assert len(now) == 32 * 512 and now.nbytes < 100 * len(now)
+    assert now.get_total_buffer_size() < 110 * len(now)  # no chunk keeps more than it has
+    assert copied < 8 * len(now)  # by each step: 16 times
+    assert ids[7:9] == table.page(SampleFilter(descending=False), 31 * 512 + 7, 2)["columns"]["sample_id"]
+
+
+def test_a_file_that_can_be_read_again_is_shown_with_those_after_it(
+    tmp_path: Path, table: SampleTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_samples(tmp_path, 3, [a_sample("d.0", step=3)])
+    write_samples(tmp_path, 2, [a_sample("c.1", step=2), a_sample("c.2", step=2)])
+    kept, fails = sample_table.read_columns, True
+
+    def read(path: Path, *rest: Any) -> pa.Table:
+        if fails and path.stem == "step_000002":
+            raise OSError("Stale file handle")
+        return kept(path, *rest)
+
+    monkeypatch.setattr(sample_table, "read_columns", read)
+    for _ in range(2):
+        table.look()
+        assert "Stale" in table.notes[0] and ids(table, step_min=2) == ["d.0"]
+    fails = False
+    table.look()
+    assert table.notes == [] and ids(table, step_min=2) == ["d.0", "c.1", "c.2"]
+    index = table.find("d.0")
+    assert index is not None and table.place(index) == (tmp_path / "step_000003.parquet", 0)
 
 
 def test_a_broken_file_is_left_out_and_said(table: SampleTable, tmp_path: Path) -> None:
