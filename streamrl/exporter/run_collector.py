@@ -7,6 +7,7 @@ import shutil
 import statistics
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -47,42 +48,45 @@ class StepTotals:
     def __init__(self, folder: Path) -> None:
         """Take the run's folder, before the launch can write a step."""
         self._lines = AppendedLines(folder / layout.METRICS)
-        self._known: set[tuple[int, float]] = set()
-        """Step and time of the rows that were there at first, or have been counted."""
-        self.sums = dict.fromkeys(SUMS, 0.0)
+        self._known = array("d")
+        """Times of the rows that were there at first, or have been counted, at their places in the file."""
         self.priced = False
         self._clear()
         with contextlib.suppress(OSError):
-            self.look()
+            deque(self._new_rows(), maxlen=0)
         self.sums = dict.fromkeys(SUMS, 0.0)
 
     def _clear(self) -> None:
+        self._place = 0
         self.newest: MetricsRow | None = None
         self.times: deque[float] = deque(maxlen=RECENT_STEPS)
 
-    def look(self) -> None:
-        """Read what is new."""
+    def _new_rows(self) -> Iterator[MetricsRow]:
+        """Read what is new, and yield the rows that are not known yet."""
         for anew, lines in self._lines.read_all():
             if anew:
                 self._clear()
             for line in lines:
-                if (row := parse_row(MetricsRow, line)) is not None:
-                    self._add(row)
+                if (row := parse_row(MetricsRow, line)) is None:
+                    continue
+                self.newest = row
+                self.priced |= row.usd is not None
+                if row.step_time_s is not None:
+                    self.times.append(row.step_time_s)
+                place, self._place = self._place, self._place + 1
+                if self._known[place : self._place] != array("d", [row.time]):
+                    self._known[place:] = array("d", [row.time])  # a run that goes back keeps the rows before
+                    yield row
 
-    def _add(self, row: MetricsRow) -> None:
-        self.newest = row
-        if row.step_time_s is not None:
-            self.times.append(row.step_time_s)
-        if (row.step, row.time) in self._known:
-            return
-        self._known.add((row.step, row.time))
-        self.priced |= row.usd is not None
-        self.sums["samples_trained"] += row.samples_total or 0
-        self.sums["samples_judged"] += row.samples_judged or 0
-        self.sums["samples_void"] += row.samples_void or 0
-        self.sums["tokens_trained"] += row.tokens_trained or 0
-        self.sums["steps_refused"] += row.step_refused is not None
-        self.sums["usd"] += row.usd or 0
+    def look(self) -> None:
+        """Add what is new to the sums."""
+        for row in self._new_rows():
+            self.sums["samples_trained"] += row.samples_total or 0
+            self.sums["samples_judged"] += row.samples_judged or 0
+            self.sums["samples_void"] += row.samples_void or 0
+            self.sums["tokens_trained"] += row.tokens_trained or 0
+            self.sums["steps_refused"] += row.step_refused is not None
+            self.sums["usd"] += row.usd or 0
 
 
 class TrackerSteps:
