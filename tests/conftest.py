@@ -71,6 +71,7 @@ SLOW = (
     "training/test_training_graph.py",
     "training/test_mixtures.py",
     "training/test_sequence_ranks.py",
+    "training/test_sliced_ranks.py",
     "training/test_not_finite_ranks.py",
     "generation/test_few_rows_vllm.py",
     "generation/test_sampling_vllm.py",

@@ -31,7 +31,7 @@ from streamrl.launcher.speculation_check import check_speculation
 from streamrl.launcher.untried_paths import untried_warning
 from streamrl.launcher.version_folder import shared_memory_warnings
 from streamrl.machine.installed_packages import package_problems
-from streamrl.machine.model_files import resolve_model, weight_bytes
+from streamrl.machine.model_files import in_slices, resolve_model, weight_bytes
 from streamrl.machine.own_share import core_numbers, free_memory, usable_cores
 from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoints import CheckpointFolder
@@ -56,8 +56,8 @@ WAITING_BYTES_PER_WEIGHT_BYTE = 6
 """Memory of what leaves a GPU that is used in turns (`colocated`), relative to the bf16 weights: fp32 weights and two
 AdamW moments, 12 bytes per parameter."""
 LOADING_BYTES_PER_WEIGHT_BYTE = 2
-"""Memory in which each rank of the trainer loads the whole model before it shards it, relative to the bf16 weights: in
-fp32."""
+"""Memory of a rank that loads a whole model in fp32, relative to the bf16 weights: one alone does, as each of several
+does whose files cannot be read in slices."""
 
 PROCESS_BYTES = 1.0 * 2**30
 """Memory of a process with torch and vLLM before it holds a model (measured on CPU: 0.7 to 1.2 GiB)."""
@@ -446,14 +446,14 @@ def memory_warnings(cluster: ClusterConfig, run: RunConfig, free: float, site: s
     Of processes on GPUs, only what the trainer's ranks have in host memory counts: the model as they load it, or their
     state as it waits there.
     """
-    weights = weight_bytes(Path(resolve_model(run.model.path)))
+    weights = weight_bytes(folder := Path(resolve_model(run.model.path)))
     learning = 2 if isinstance(run.algorithm, PPOConfig) else 1  # policy, critic
     frozen = run.algorithm.needs_reference + run.algorithm.needs_proximal(run.updates_per_version)
     copies = frozen * FROZEN_BYTES_PER_WEIGHT_BYTE
     if cluster.hardware == "cuda":
         copies += learning * WAITING_BYTES_PER_WEIGHT_BYTE
         ranks = sum(one.trainer.ranks for one in sites_here(cluster, site) if one.trainer)
-        loading = ranks * LOADING_BYTES_PER_WEIGHT_BYTE
+        loading = 0 if ranks > 1 and in_slices(folder) else ranks * LOADING_BYTES_PER_WEIGHT_BYTE
         most = max(loading, copies if ranks and takes_turns(True, run) else 0)
         return _too_little(most * weights + ranks * PROCESS_BYTES, free, "host memory") if ranks else []
     needed = 0.0

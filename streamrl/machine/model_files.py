@@ -30,6 +30,9 @@ Say = Callable[[str], None]
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
 CHECKSUMS = "SHA256SUMS"
+WHOLE_FILE = "model.safetensors"
+NOT_AS_STORED = ("quantization_config", "transformers_weights", "fusion_config")
+"""Keys of config.json for which transformers converts weights, reads other files, or makes other modules."""
 STALL_S = 120
 """Seconds without a new byte after which a download is abandoned."""
 CONVERSION_LIMIT_S = 600
@@ -149,6 +152,37 @@ def end_tokens(model: str, tokenizer: Any) -> list[int]:
 def weight_bytes(folder: Path) -> int:
     """Return the size of a model folder's weights in bytes."""
     return sum(path.stat().st_size for path in _weight_files(folder))
+
+
+class NotInSlices(Exception):
+    """A model's weights cannot be read in slices; the text says why."""
+
+
+def sliceable_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of which a rank of the trainer may read its slices alone (`sliced_loading.py`).
+
+    Raises:
+        NotInSlices: transformers reads other files of this folder, or does more than read them.
+    """
+    if (folder / "adapter_config.json").exists():
+        raise NotInSlices("its folder has an adapter")
+    config = read_config(folder)
+    if special := [key for key in NOT_AS_STORED if config.get(key) is not None]:
+        raise NotInSlices(f"its config.json has {special[0]}")
+    if (folder / WHOLE_FILE).is_file():
+        return [folder / WHOLE_FILE]
+    index = read_config(folder, f"{WHOLE_FILE}.index.json").get("weight_map")
+    if not isinstance(index, dict):
+        raise NotInSlices(f"its folder has neither {WHOLE_FILE} nor an index of several")
+    return [folder / name for name in sorted(set(index.values()))]
+
+
+def in_slices(folder: Path) -> bool:
+    """Return whether `sliceable_files` has files; the names in them may still be others than the model's."""
+    try:
+        return bool(sliceable_files(folder))
+    except NotInSlices:
+        return False
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -13,6 +13,7 @@ from streamrl.training.hidden_states import predicting_states
 from streamrl.training.packing import PackedBatch
 from streamrl.training.policy_model import load_model
 from streamrl.training.sequence_parallel import SequenceRanks
+from streamrl.training.sliced_loading import fill
 from streamrl.training.tensor_parallel import whole
 
 
@@ -35,6 +36,14 @@ class Critic(nn.Module):
         self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
         nn.init.zeros_(self.head.weight)
 
+    def fill(self, device: torch.device) -> None:
+        """Read this rank's part of an empty model's weights.
+
+        Args:
+            device: this rank's device.
+        """
+        fill(self.model, device)
+
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Return the values [N], fp32."""
         states = predicting_states(self.model, batch, self.separate, ranks=self.ranks)
@@ -48,6 +57,7 @@ def load_critic(
     recomputation: Recomputation = False,
     attention: str = SHARED_PREFIX,
     ranks: SequenceRanks | None = None,
+    shards: int | None = None,
 ) -> Critic:
     """Load a Hugging Face model's trunk in fp32, with a value head of zeros.
 
@@ -56,9 +66,10 @@ def load_critic(
         recomputation: what the backward pass computes again.
         attention: see `load_model`.
         ranks: the ranks that share every row; None: this one has them to itself.
+        shards: see `load_model`.
 
     Raises:
         RunFailed: as `load_model`.
     """
-    model = load_model(AutoModel, path, recomputation, attention, ranks)
+    model = load_model(AutoModel, path, recomputation, attention, ranks, shards)
     return Critic(model, attention != SHARED_PREFIX, ranks)

@@ -25,6 +25,7 @@ from streamrl.training.compute_copies import ComputeCopies, cast_inputs
 from streamrl.training.critic import Critic
 from streamrl.training.decoder_layers import decoder_layers, decoder_of
 from streamrl.training.policy_model import Policy
+from streamrl.training.sliced_loading import is_empty
 from streamrl.training.tensor_parallel import parallelize
 from streamrl.training.update_bound import stays_finite
 from streamrl.weights.finite import first_not_finite, largest, local, whole
@@ -99,9 +100,14 @@ class Division:
         dist.all_reduce(agreed, dist.ReduceOp.MIN)
         return bool(agreed)
 
+    @property
+    def shards(self) -> int:
+        """Number of parts into which FSDP2 divides each weight, or each part of it that tensor parallelism makes."""
+        return self.averaged // self.copies
+
     def mesh(self, device: torch.device) -> DeviceMesh:
         """Return the device mesh with the dimensions copies, shards, layers."""
-        shape = self.copies, self.averaged // self.copies, self.layers
+        shape = self.copies, self.shards, self.layers
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("copies", "shards", "layers"))
         if self.layers > 1:
             mesh[
@@ -118,14 +124,14 @@ def shard(
     What is trained keeps fp32 weights; what is frozen has no need of them.
 
     Args:
-        model: the loaded model, in fp32.
+        model: the model in fp32, loaded or, where several ranks train it, empty (`sliced_loading.py`).
         run: the run's configuration, for its compute type.
         device: this rank's device.
         trainable: whether the model is trained; else it is frozen.
         division: division among the ranks; None: fully sharded over all.
 
     Raises:
-        RunFailed: the layers cannot be shared among ranks, or are not found.
+        RunFailed: the layers cannot be shared among ranks, or are not found; or as the empty model's `fill`.
     """
     dtype = compute_type(run)
     if not trainable:
@@ -145,10 +151,12 @@ def shard(
 
 
 def _fully_shard(model: Policy | Critic, run: RunConfig, device: torch.device, division: Division) -> None:
-    """Shard a model in host memory. A device that could not hold it all gets one unit after the other.
+    """Shard a model that is empty or in host memory.
 
-    torch moves each unit's weights and buffers to the mesh's device, this process's current one, and keeps its shard.
-    With tensor parallelism a rank's part of all layers is there before the first unit is sharded.
+    Of an empty one each rank reads its own shards once all is divided. Of one in host memory a device that could not
+    hold it all gets one unit after the other: torch moves each unit's weights and buffers to the mesh's device, this
+    process's current one, and keeps its shard. With tensor parallelism a rank's part of all layers is then there before
+    the first unit is sharded.
     """
     mesh = division.mesh(device)
     precision = MixedPrecisionPolicy(param_dtype=compute_type(run), reduce_dtype=torch.float32)
@@ -162,6 +170,9 @@ def _fully_shard(model: Policy | Critic, run: RunConfig, device: torch.device, d
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_reshard_after_backward(several)
+    if is_empty(model.model):
+        model.fill(device)
+        model.to(device)  # buffers; and FSDP2 takes the new parameters
 
 
 def reshard(model: Policy | Critic) -> None:
@@ -195,7 +206,7 @@ class Learner(Generic[Model]):
         """Shard the model and make its optimizer.
 
         Args:
-            model: the loaded model, in fp32.
+            model: see `shard`.
             lr: initial learning rate.
             run: the run's configuration; `optimizer` has the other options of AdamW.
             device: this rank's device.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from streamrl.config.optimizer import Recomputation
+from streamrl.machine.model_files import NotInSlices
 from streamrl.training.attention import SHARED_PREFIX
 from streamrl.training.attention_in_parts import IN_PARTS
 from streamrl.training.compute_copies import ComputeCopies
@@ -18,9 +21,12 @@ from streamrl.training.packing import PackedBatch
 from streamrl.training.recomputation import set_recomputation
 from streamrl.training.router_replay import RouterReplay
 from streamrl.training.sequence_parallel import SequenceRanks, TokenShares, check_heads
+from streamrl.training.sliced_loading import empty_model, empty_twin, fill, is_empty
 from streamrl.training.tensor_parallel import whole
 from streamrl.training.token_logprobs import ENTROPY_STRIDE, HeadOutput, TokenDistribution, token_logprobs
 from streamrl.training.truncation import ALL_TOKENS, Truncation
+
+log = logging.getLogger(__name__)
 
 
 class Policy(nn.Module):
@@ -46,6 +52,19 @@ class Policy(nn.Module):
         """Copies of the weights in the type that it computes in; None: it computes with the weights themselves."""
         self.fused = False
         """Whether the head's sums are compiled (`fused_logprobs.py`)."""
+
+    @torch.no_grad()
+    def fill(self, device: torch.device) -> None:
+        """Read this rank's part of an empty model's weights, and prove its head. A collective.
+
+        Args:
+            device: this rank's device.
+
+        Raises:
+            RunFailed: see `load_policy`.
+        """
+        fill(self.model, device)
+        prove_head(_whole_head(self.model, device), self.transform)
 
     def forward(
         self,
@@ -84,12 +103,29 @@ def _of_all_tokens(output: HeadOutput, shares: TokenShares, every_entropy: bool)
     return HeadOutput(shares.whole(output.logprobs), with_entropy.whole(output.entropy), outside)
 
 
+def _whole_head(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """Return a model that has all of a divided one's weights outside its trunk, in fp32, and none inside."""
+    twin = empty_twin(model)
+    inside = set(twin.base_model.modules()) if twin.base_model is not twin else set()
+    for name, module in twin.named_modules():
+        if module in inside:
+            continue
+        own = model.get_submodule(name)
+        for key, weight in own.named_parameters(recurse=False):
+            full = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            setattr(module, key, nn.Parameter(full.float(), requires_grad=False))
+        for key, buffer in own.named_buffers(recurse=False):
+            setattr(module, key, buffer.to(device))
+    return twin
+
+
 def load_policy(
     path: str,
     recomputation: Recomputation = False,
     attention: str = SHARED_PREFIX,
     replays: bool = False,
     ranks: SequenceRanks | None = None,
+    shards: int | None = None,
 ) -> Policy:
     """Load a Hugging Face model in fp32 (the master weights).
 
@@ -99,19 +135,27 @@ def load_policy(
         attention: see `load_model`.
         replays: whether its routers replay the experts that come with a batch (`router_replay.py`).
         ranks: the ranks that share every row; None: this one has them to itself.
+        shards: see `load_model`.
 
     Raises:
         UserError: it cannot replay them.
         RunFailed: as `load_model`; or the model does something unknown with its logits, see `output_head.prove_head`.
+            `Policy.fill` finds it of a model that is empty now.
     """
-    model = load_model(AutoModelForCausalLM, path, recomputation, attention, ranks)
+    model = load_model(AutoModelForCausalLM, path, recomputation, attention, ranks, shards)
     policy = Policy(model, attention != SHARED_PREFIX, replays, ranks)
-    prove_head(policy.model, policy.transform)
+    if not is_empty(model):
+        prove_head(policy.model, policy.transform)
     return policy
 
 
 def load_model(
-    kind: type[Any], path: str, recomputation: Recomputation, attention: str, ranks: SequenceRanks | None = None
+    kind: type[Any],
+    path: str,
+    recomputation: Recomputation,
+    attention: str,
+    ranks: SequenceRanks | None = None,
+    shards: int | None = None,
 ) -> PreTrainedModel:
     """Load a Hugging Face model in fp32, prepared for training (`in_training`).
 
@@ -122,16 +166,28 @@ def load_model(
         attention: transformers' name of the attention: `SHARED_PREFIX` for packed rows, else one of the model's own,
             for separate ones (`packing_choice.Packing.attention`).
         ranks: the ranks that share every row; None: this one has them to itself.
+        shards: number of shards into which `learner.shard` will divide each weight. Where the files allow it, the model
+            is empty until then, and each rank reads its own slices (`sliced_loading.py`). None: it is loaded whole now.
 
     Raises:
         RunFailed: the ranks cannot share the model's attention heads.
     """
     if ranks is not None:
         attention = IN_PARTS[attention]
-    model: PreTrainedModel = kind.from_pretrained(path, dtype=torch.float32, attn_implementation=attention)
+    model = _read(kind, path, attention, shards)
     if ranks is not None:
         check_heads(model.config, ranks.size)
     return in_training(model, recomputation)
+
+
+def _read(kind: type[Any], path: str, attention: str, shards: int | None) -> PreTrainedModel:
+    if shards is not None:
+        try:
+            return empty_model(kind, path, attention, shards)
+        except NotInSlices as reason:
+            log.warning("every rank loads the whole of %s into host memory, as %s", path, reason)
+    model: PreTrainedModel = kind.from_pretrained(path, dtype=torch.float32, attn_implementation=attention)
+    return model
 
 
 def in_training(model: PreTrainedModel, recomputation: Recomputation = False) -> PreTrainedModel:

@@ -123,13 +123,14 @@ class Trainer:
         ranks = SequenceRanks.of(rows)
         self.packing = packing or agreed_packing(run, model_path, rows)
         replays = algorithm.router_replay
-        policy = load_policy(model_path, checkpointing, self.packing.attention, replays, ranks)
+        shards = (division or Division()).shards if dist.get_world_size() > 1 else None
+        policy = load_policy(model_path, checkpointing, self.packing.attention, replays, ranks, shards)
         self.learner: Learner[Policy] = Learner(policy, run.optimizer.lr, run, device, division)
         self.policy: Policy = self.learner.model
         self.layout = ShardedLayout(self.policy.model, published or compute_type(run), run.weights.generation_dtype)
 
         def frozen(replays: bool) -> Policy:
-            policy = load_policy(model_path, False, self.packing.attention, replays, ranks)
+            policy = load_policy(model_path, False, self.packing.attention, replays, ranks, shards)
             return shard(policy, run, device, False, division)
 
         # the reference is a policy of its own, which no generator has routed for
@@ -139,7 +140,7 @@ class Trainer:
         self.critic: Learner[Critic] | None = None
         if self.ppo:
             own = agreed_packing(run, critic_path, rows) if critic_path else self.packing
-            critic = load_critic(critic_path or model_path, checkpointing, own.attention, ranks)
+            critic = load_critic(critic_path or model_path, checkpointing, own.attention, ranks, shards)
             self.critic = Learner(critic, self.ppo.critic.lr, run, device, division)
         Switch.is_on = compiles(run, device)
         if Switch.is_on:

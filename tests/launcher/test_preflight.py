@@ -278,13 +278,20 @@ def test_memory_counts_the_trainer_and_every_instance(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "ranks", "needed"),
-    [("stream", 2, 2 * 2 + 2), ("colocated", 2, 6 + 2), ("colocated", 4, 4 * 2 + 4)],  # GiB: model or state, processes
+    ("schedule", "ranks", "config", "needed"),  # GiB: model or state, processes
+    [
+        ("stream", 1, {}, 2 + 1),
+        ("stream", 2, {}, 2),  # each reads its slices to its GPU
+        ("colocated", 4, {}, 6 + 4),
+        ("stream", 2, {"quantization_config": {}}, 2 * 2 + 2),
+        ("colocated", 2, {"quantization_config": {}}, 6 + 2),
+        ("colocated", 4, {"quantization_config": {}}, 4 * 2 + 4),
+    ],
 )
 def test_host_memory_counts_the_trainer_that_loads_or_waits_in_it(
-    schedule: str, ranks: int, needed: int, tmp_path: Path
+    schedule: str, ranks: int, config: dict[str, object], needed: int, tmp_path: Path
 ) -> None:
-    run = make_model(tmp_path / "m", megabytes=1024)
+    run = make_model(tmp_path / "m", megabytes=1024, **config)
     values = run.model_dump() | {"schedule": {"name": schedule}}
     run = RunConfig.model_validate(values)
     site = {"trainer": {"ranks": ranks}, "generation": [{}]}
