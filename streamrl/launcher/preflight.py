@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import os
-import shutil
 import socket
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
@@ -18,6 +17,7 @@ from streamrl.config.run import RunConfig
 from streamrl.config.tasks import AgentTask, FileTask
 from streamrl.errors import ErrorCode, UserError
 from streamrl.launcher.cluster_warnings import cluster_warnings
+from streamrl.launcher.folder_check import check_disk, check_folder, disk_warnings
 from streamrl.launcher.generation_check import check_eight_bits, check_generation, check_kv_cache
 from streamrl.launcher.gpu_checks import check_this_machine, sites_here, warnings_here
 from streamrl.launcher.model_check import check_critic, check_heads, check_model, critic_warnings
@@ -33,18 +33,12 @@ from streamrl.launcher.version_folder import shared_memory_warnings
 from streamrl.machine.installed_packages import package_problems
 from streamrl.machine.model_files import in_slices, resolve_model, weight_bytes
 from streamrl.machine.own_share import core_numbers, free_memory, usable_cores
-from streamrl.run_dir import layout
-from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.runtime.device_turns import takes_turns
 from streamrl.runtime.process_plan import plan_processes
 from streamrl.tasks.sandbox import isolation_of
 from streamrl.trackers.backends.opener import missing_packages
 from streamrl.training.packing_choice import decide_packing
 from streamrl.transport.ip_addresses import family_of, host_port, resolve
-
-CHECKPOINT_BYTES_PER_WEIGHT_BYTE = 7
-"""Size of a checkpoint relative to the bf16 weights: those (2 bytes per parameter), and fp32 weights with two AdamW
-moments (12)."""
 
 TRAINING_BYTES_PER_WEIGHT_BYTE = 10
 """Trainer memory relative to the bf16 weights: bf16 weights and gradients, fp32 weights, gradients and two AdamW
@@ -128,6 +122,7 @@ def check(
         *memory_warnings(cluster, run, free_memory(), site),
         *numa_warnings(cluster, numa_nodes(), site),
         *shared_memory_warnings(cluster, run, len(sites_here(cluster, site))),
+        *(disk_warnings(run, runs_root, resumed) if trains else []),
         *warnings_here(cluster, run, site),
         *of_new,
     ]
@@ -379,45 +374,6 @@ def check_metrics(cluster: ClusterConfig, name: str) -> Iterable[str]:
     from streamrl.exporter.metrics_server import endpoint_problems
 
     yield from endpoint_problems(endpoint, f"sites.{name}.metrics")
-
-
-def check_folder(runs_root: Path, resumed: Path | None = None) -> Iterable[str]:
-    """Check that a run's folder can be made, or that of a run that is continued be written to."""
-    existing = _existing(resumed or runs_root)
-    if not existing.is_dir():
-        yield f"{_named(runs_root, resumed)}: {existing} is a file, expected a folder"
-    elif not os.access(existing, os.W_OK):
-        yield f"{_named(runs_root, resumed)}: cannot write to {existing}"
-
-
-def check_disk(run: RunConfig, runs_root: Path, resumed: Path | None = None) -> Iterable[str]:
-    """Check for disk space for the kept checkpoints and the one being written, less those that a run has already."""
-    try:
-        folder = Path(resolve_model(run.model.path))
-    except UserError:
-        return
-    keep, there, abandoned = run.checkpoint.keep, 0, 0
-    if resumed is not None:
-        checkpoints = CheckpointFolder(resumed / layout.CHECKPOINTS)
-        there, abandoned = min(checkpoints.count(), keep), checkpoints.abandoned_bytes()
-    needed = (keep + 1 - there) * weight_bytes(folder) * CHECKPOINT_BYTES_PER_WEIGHT_BYTE
-    free = shutil.disk_usage(_existing(resumed or runs_root)).free + abandoned  # the next checkpoint removes these
-    if needed > free:
-        has = f", of which {there} are there" if there else ""
-        yield ErrorCode.DISK.refer(
-            f"{_named(runs_root, resumed)}: {needed / 2**30:.1f} GiB needed for {keep} checkpoints and one more{has}, "
-            f"{free / 2**30:.1f} GiB free"
-        )
-
-
-def _named(runs_root: Path, resumed: Path | None) -> str:
-    """Return the option that names where the run is written, with its folder."""
-    return f"--runs-dir {runs_root}" if resumed is None else f"--resume {resumed}"
-
-
-def _existing(folder: Path) -> Path:
-    """Return the folder, or the nearest one above it that exists."""
-    return next(path for path in [folder.absolute(), *folder.absolute().parents] if path.exists())
 
 
 def thread_warnings(cluster: ClusterConfig, run: RunConfig, cores: int, site: str | None = None) -> list[str]:

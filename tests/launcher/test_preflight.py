@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 from collections import namedtuple
 from pathlib import Path
@@ -306,9 +307,9 @@ def test_host_memory_counts_the_trainer_that_loads_or_waits_in_it(
 def test_a_disk_without_room_for_the_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "free")
     run = make_model(tmp_path / "m", megabytes=1024)
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage(20 * GIB))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(20 * GIB))
     assert "21.0 GiB needed" in "".join(preflight.check_disk(run, tmp_path / "not" / "yet"))
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage(21 * GIB))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(21 * GIB))
     assert list(preflight.check_disk(run, tmp_path / "not" / "yet")) == []
 
 
@@ -320,14 +321,14 @@ def test_a_resumed_run_needs_no_room_for_the_checkpoints_that_it_has(
     checkpoints = tmp_path / "run" / layout.CHECKPOINTS
     for step, free, missing in ((1, 13, 14), (2, 6, 7), (3, 6, 7)):
         (checkpoints / f"step_{step}").mkdir(parents=True)
-        monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path, free=free: usage(free * GIB))
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage(free * GIB))
         there = f"{missing}.0 GiB needed for 2 checkpoints and one more, of which {min(step, 2)} are there"
         assert there in "".join(preflight.check_disk(run, tmp_path, tmp_path / "run"))
-        monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path, missing=missing: usage(missing * GIB))
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, missing=missing: usage(missing * GIB))
         assert list(preflight.check_disk(run, tmp_path, tmp_path / "run")) == []
     (checkpoints / ".partial_step_4").mkdir()
     (checkpoints / ".partial_step_4" / "part").write_bytes(bytes(1000))
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage(7 * GIB - 1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(7 * GIB - 1000))
     assert list(preflight.check_disk(run, tmp_path, tmp_path / "run")) == []
 
 
@@ -336,7 +337,7 @@ def test_a_resumed_run_needs_its_room_where_it_is(tmp_path: Path, monkeypatch: p
     run, resumed = make_model(tmp_path / "m", megabytes=1024), tmp_path / "run"
     resumed.mkdir()
     room = {tmp_path: 0, resumed: 21 * GIB}
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage(room[path]))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(room[path]))
     assert list(preflight.check_disk(run, tmp_path, resumed)) == []
     room[resumed] = 20 * GIB
     (problem,) = preflight.check_disk(run, tmp_path, resumed)
@@ -356,7 +357,7 @@ def test_a_site_that_does_not_train_needs_no_room_for_checkpoints(
             "links": [{"between": ["home", "away"], "bandwidth_gbit_s": 1, "rtt_ms": 10}],
         }
     )
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage(GIB))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(GIB))
     monkeypatch.setattr(preflight, "check_ports", lambda *given: ())
     for site, refused in (("home", True), ("away", False)):
         told = ""

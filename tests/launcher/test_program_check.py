@@ -8,7 +8,7 @@ import pytest
 
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
-from streamrl.launcher.preflight import check_folder
+from streamrl.launcher.folder_check import check_folder
 from streamrl.launcher.program_check import check_scripts
 
 CLUSTER = {

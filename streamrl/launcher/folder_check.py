@@ -1,0 +1,93 @@
+"""Whether a run's folder can be written to, and has room for the checkpoints."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from streamrl.config.run import RunConfig
+from streamrl.config.schedule import staleness_limit
+from streamrl.errors import ErrorCode, UserError
+from streamrl.machine.model_files import resolve_model, weight_bytes
+from streamrl.run_dir import layout
+from streamrl.run_dir.checkpoints import CheckpointFolder
+
+CHECKPOINT_BYTES_PER_WEIGHT_BYTE = 7
+"""Size of a checkpoint relative to the bf16 weights: those (2 bytes per parameter), and fp32 weights with two AdamW
+moments (12)."""
+
+
+def check_folder(runs_root: Path, resumed: Path | None = None) -> Iterable[str]:
+    """Check that a run's folder can be made, or that of a run that is continued be written to."""
+    existing = _existing(resumed or runs_root)
+    if not existing.is_dir():
+        yield f"{_named(runs_root, resumed)}: {existing} is a file, expected a folder"
+    elif not os.access(existing, os.W_OK):
+        yield f"{_named(runs_root, resumed)}: cannot write to {existing}"
+
+
+def check_disk(run: RunConfig, runs_root: Path, resumed: Path | None = None) -> Iterable[str]:
+    """Check for disk space for the kept checkpoints and the one being written, less those that a run has already."""
+    try:
+        one = _checkpoint_bytes(run)
+    except UserError:
+        return
+    keep = run.checkpoint.keep
+    there, free = _room(runs_root, resumed)
+    has = f", of which {min(there, keep)} are there" if there else ""
+    needed = (keep + 1 - min(there, keep)) * one
+    if needed > free:
+        yield ErrorCode.DISK.refer(
+            f"{_named(runs_root, resumed)}: {needed / 2**30:.1f} GiB needed for {keep} checkpoints and one more{has}, "
+            f"{free / 2**30:.1f} GiB free"
+        )
+
+
+def disk_warnings(run: RunConfig, runs_root: Path, resumed: Path | None = None) -> Iterable[str]:
+    """Warn if there is no room for the checkpoints that stay beside the newest ones, in a run with evaluations.
+
+    These are the best one and those whose evaluation is not over, as many as samples may be old, in versions: how long
+    an evaluation takes is not known before.
+    """
+    if run.evaluation is None:
+        return
+    keep, steps = run.checkpoint.keep, staleness_limit(run.schedule) or 0
+    evaluated = 1 + steps // run.evaluation.every
+    there, free = _room(runs_root, resumed)
+    needed = max(1, keep + 2 + evaluated - there) * _checkpoint_bytes(run)
+    if needed > free:
+        yield (
+            f"{_named(runs_root, resumed)}: {free / 2**30:.1f} GiB free, and checkpoints may take {needed / 2**30:.1f} "
+            f"GiB more: beside checkpoint.keep ({keep}) and the one being written, the best one stays, and about "
+            f"{evaluated} until their evaluation is over"
+        )
+
+
+def _checkpoint_bytes(run: RunConfig) -> int:
+    """Return the bytes of a checkpoint.
+
+    Raises:
+        UserError: there is no such model.
+    """
+    return weight_bytes(Path(resolve_model(run.model.path))) * CHECKPOINT_BYTES_PER_WEIGHT_BYTE
+
+
+def _room(runs_root: Path, resumed: Path | None) -> tuple[int, int]:
+    """Return the complete checkpoints that there are, and the free bytes for further ones."""
+    there, abandoned = 0, 0
+    if resumed is not None:
+        checkpoints = CheckpointFolder(resumed / layout.CHECKPOINTS)
+        there, abandoned = checkpoints.count(), checkpoints.abandoned_bytes()  # the next checkpoint removes the latter
+    return there, shutil.disk_usage(_existing(resumed or runs_root)).free + abandoned
+
+
+def _named(runs_root: Path, resumed: Path | None) -> str:
+    """Return the option that names where the run is written, with its folder."""
+    return f"--runs-dir {runs_root}" if resumed is None else f"--resume {resumed}"
+
+
+def _existing(folder: Path) -> Path:
+    """Return the folder, or the nearest one above it that exists."""
+    return next(path for path in [folder.absolute(), *folder.absolute().parents] if path.exists())

@@ -1,0 +1,42 @@
+"""Room for checkpoints beyond the newest ones, which a run with evaluations keeps, is asked for before the start."""
+
+from __future__ import annotations
+
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from streamrl.config.run import RunConfig
+from streamrl.launcher.folder_check import check_disk, disk_warnings
+from streamrl.run_dir import layout
+from tests.launcher.test_preflight import GIB, make_model
+
+
+@pytest.mark.parametrize(
+    ("every", "schedule", "most"),
+    [
+        (10, {"name": "stream"}, 5),  # two are kept, one is written, one is the best, one may be evaluated still
+        (10, {"name": "async", "max_staleness": 4}, 5),
+        (1, {"name": "async", "max_staleness": 4}, 9),
+        (2, {"name": "sync", "rounds": {"kind": "tail_batching", "max_age": 2}}, 6),
+    ],
+)
+def test_the_best_checkpoint_and_those_in_evaluation_are_warned_of_and_refuse_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, schedule: dict[str, object], most: int
+) -> None:
+    usage = namedtuple("usage", "free")
+    plain = make_model(tmp_path / "m", megabytes=1024)  # 7 GiB a checkpoint, of which two are kept
+    values = plain.model_dump() | {"schedule": schedule}
+    run = RunConfig.model_validate(values | {"evaluation": {"every": every}})
+    for free, resumed, there in ((7 * most, None, 0), (7 * (most - 3), tmp_path / "run", 3)):
+        for step in range(there):
+            (tmp_path / "run" / layout.CHECKPOINTS / f"step_{step}").mkdir(parents=True)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage(free * GIB))
+        assert list(disk_warnings(run, tmp_path, resumed)) == []
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage(free * GIB - 1))
+        (warning,) = disk_warnings(run, tmp_path, resumed)
+        assert f"checkpoints may take {free}.0 GiB more" in warning and "the best one stays" in warning
+        assert list(check_disk(run, tmp_path, resumed)) == []
+        assert list(disk_warnings(RunConfig.model_validate(values), tmp_path, resumed)) == []
