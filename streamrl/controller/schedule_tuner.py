@@ -354,10 +354,10 @@ def make_choice(context: RoleContext, fleet: Sequence[SimulatedInstance]) -> Fix
     if not isinstance(config, AutoScheduleConfig):
         return FixedSchedule()
     specs = {spec.name: spec for spec in plan_processes(context.cluster, context.run, context.run_dir)}
-    cores = {instance.name: specs[instance.name].cores for instance in fleet}
-    own = specs["trainer"].cores
-    on_the_same = any(not some or not own or set(some) & set(own) for some in cores.values())
-    shareable = context.cluster.hardware == "cpu" and on_the_same
+    on_cpus = context.cluster.hardware == "cpu"  # else cores do not compute: what shares them takes nothing away
+    cores = {instance.name: specs[instance.name].cores if on_cpus else () for instance in fleet}
+    own = specs["trainer"].cores if on_cpus else ()
+    shareable = on_cpus and any(not some or not own or set(some) & set(own) for some in cores.values())
     choices = setups(cores, own, shareable, config.max_staleness)
     stepping = environment_processes(context.run, sum(spec.role == "agents" for spec in specs.values()))
     return TunedSchedule(Auto(context.run, choices, fleet, config.profile_steps, stepping))

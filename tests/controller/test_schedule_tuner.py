@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +13,14 @@ from scheduler.cost.decode import StepCurve
 from scheduler.dispatch.dispatch_objective import MAKESPAN, Streamed
 from scheduler.dispatch.planned import SkewAware
 from scheduler.simulation.generation_simulator import SimulatedInstance
+from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.controller.schedule_tuner import (
     Auto,
     Setup,
     environment_processes,
     environment_s_per_sample,
+    make_choice,
     policy_factory,
     setups,
 )
@@ -24,6 +28,7 @@ from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_times import Interval
 from streamrl.rollouts.trajectory import EpisodeStep, RowExtent, Trajectory
 from streamrl.rollouts.types import Group, Scored
+from streamrl.runtime.process_context import Addresses, RoleContext
 from tests.rollouts.test_rollouts import make_sample
 
 RUN = RunConfig.model_validate(
@@ -50,6 +55,17 @@ def test_shared_cores_may_be_used_in_turns_or_split() -> None:
 def test_roles_with_devices_of_their_own_keep_them() -> None:
     assert labels(setups({"a": (0,), "b": (1,)}, (2, 3), False, 1)) == [("stream", ("a", "b"), (2, 3))]
     assert labels(setups({"a": (), "b": ()}, (), False, 1)) == [("stream", ("a", "b"), ())]  # CUDA
+
+
+@pytest.mark.parametrize("pinned", [[0, 1, 2, 3], None])
+def test_cores_that_feed_gpus_bound_no_schedule(tmp_path: Path, pinned: list[int] | None) -> None:
+    gpus = {"trainer": {"cores": pinned}, "generation": [{"replicas": 2, "cores": pinned}]}
+    cluster = ClusterConfig.model_validate({"hardware": "cuda", "sites": {"here": gpus}})
+    context = RoleContext("controller", "here", tmp_path, cluster, RUN, Addresses("", "", {}), False)
+    fleet = [replace(FLEET[0], name=f"here-default-{n}") for n in range(2)]
+    choice: Any = make_choice(context, fleet)
+    names = tuple(one.name for one in fleet)
+    assert labels(choice.auto.choices) == [("stream", names, ())]
 
 
 def test_without_pinning_all_share_everything() -> None:
