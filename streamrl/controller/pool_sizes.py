@@ -208,7 +208,7 @@ class Scaling:
         self._buried -= report.instances.keys() - dead
         self._dead |= dead
         self.services.fleet_changed(service, report.fleet)
-        self.spending.change(now, self._prices())
+        self.spending.change(time.monotonic(), self._prices())
         lives = {name: life for some in self._instances.values() for name, life in some.items()}
         self.coming += [Coming(name, now) for name in sorted(lives.keys() - before)]
         for one in self.coming:

@@ -16,8 +16,13 @@ class Spending:
     """Prices per hour that change as instances come and go."""
 
     def __init__(self, prices: Prices) -> None:
-        """Begin with `prices`, valid for all times up to the first change."""
+        """Begin with `prices`, valid for all times up to the first change.
+
+        All times are in seconds of one clock that no one sets: a clock that is set would change what is spent.
+        """
         self._changes = [(float("-inf"), dict(prices))]
+        self._counted: float | None = None
+        """Time up to which steps have been counted; None: there was none yet."""
 
     @property
     def usd_per_hour(self) -> float:
@@ -25,12 +30,12 @@ class Spending:
         return sum(self._changes[-1][1].values())
 
     def change(self, now: float, prices: Prices) -> None:
-        """Set the prices from `now` on (unix seconds)."""
+        """Set the prices from `now` on."""
         if prices != self._changes[-1][1]:
             self._changes.append((now, dict(prices)))
 
     def between(self, start: float, end: float) -> Costs:
-        """Return the USD spent between two times (unix seconds); what cost nothing is left out."""
+        """Return the USD spent between two times; what cost nothing is left out."""
         ends = [then for then, _ in self._changes[1:]] + [float("inf")]
         costs: Costs = {}
         for (since, prices), until in zip(self._changes, ends, strict=True):
@@ -40,3 +45,8 @@ class Spending:
                     of_site = costs.setdefault(site, {})
                     of_site[process] = of_site.get(process, 0.0) + price * hours
         return costs
+
+    def of_step(self, now: float, seconds: float) -> Costs:
+        """Return the USD spent on the step that ends now: since the last one, on the first one in its `seconds`."""
+        start, self._counted = now - seconds if self._counted is None else self._counted, now
+        return self.between(start, now)

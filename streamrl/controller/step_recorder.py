@@ -98,7 +98,7 @@ class Recorder:
 
     def _costs(self, times: Interval, traffic: Traffic) -> Costs | None:
         """Return the cost of the step; None: the cluster file has no prices, so the cost is unknown."""
-        costs = self.spending.between(times.started, times.ended)
+        costs = self.spending.of_step(time.monotonic(), times.seconds)
         for site, usd in traffic.usd.items():
             costs.setdefault(site, {})[LINK] = usd
         return costs if costs or self.spending.usd_per_hour else None

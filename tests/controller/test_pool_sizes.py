@@ -19,7 +19,8 @@ from streamrl.config.run import RunConfig
 from streamrl.controller import pool_sizes
 from streamrl.controller.pool_sizes import Scaling
 from streamrl.controller.spending import Spending
-from streamrl.controller.step_times import StepTimes
+from streamrl.controller.step_recorder import Recorder
+from streamrl.controller.step_times import Interval, StepTimes
 from streamrl.protocol.controller_site import FleetChanged, InstanceState
 from streamrl.protocol.operator import ScalePool
 from streamrl.run_dir import layout
@@ -304,3 +305,32 @@ def test_what_is_spent_follows_the_price_over_time() -> None:
     assert spending.between(90.0, 250.0) == both
     assert spending.between(300.0, 400.0) == {}
     assert spending.usd_per_hour == 0.0
+
+
+def test_steps_cost_what_was_spent_between_their_ends_however_long_they_are_said_to_be() -> None:
+    spending = Spending({("home", "trainer"): 36.0})
+    costs = [spending.of_step(now, seconds) for now, seconds in ((150.0, 100.0), (250.0, -3600.0), (400.0, 3600.0))]
+    assert costs == [{"home": {"trainer": pytest.approx(usd)}} for usd in (1.0, 1.0, 1.5)]
+
+
+def test_a_clock_that_is_set_changes_nothing_of_what_an_instance_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaling, *_ = make(tmp_path)
+    told(scaling, **START)
+    recorder: Any = SimpleNamespace(spending=scaling.spending)
+    traffic: Any = SimpleNamespace(usd={})
+    ticks = {"time": 1e9, "monotonic": 1e6}
+    for name in ticks:
+        monkeypatch.setattr(time, name, lambda name=name: ticks[name])
+    steps = []
+    for real, shown in ((3600, 3600), (3600, -7200), (1800, 1800), (1800, 7200)):
+        if shown == -7200:
+            told(scaling, **START, home_regular_2="starting")
+        began = ticks["time"]
+        ticks = {"time": began + shown, "monotonic": ticks["monotonic"] + real}
+        interval = Interval(began, max(began, ticks["time"]), (), (), {}, {}, (), {})
+        costs = Recorder._costs(recorder, interval, traffic)
+        assert costs is not None
+        steps.append(costs["home"].get("home-regular-2"))
+    assert steps == [None, pytest.approx(3.0), pytest.approx(1.5), pytest.approx(1.5)]
