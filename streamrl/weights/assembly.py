@@ -33,7 +33,7 @@ def make_relay(context: RoleContext, link: Link) -> WeightRelay:
     encoding = ("raw" if near else "delta") if chosen == "auto" else chosen
     limit_s = context.run.deadlines.weights_s + (context.cluster.absence_s if context.remote else 0.0)
     store = WeightStore(context.weights_folder, context.one_machine)
-    store.claim(keep_newest=encoding == "delta")
+    held = store.claim(keep_newest=encoding == "delta")
     if not context.remote:
         return WeightRelay(link, store, limit_s, encoding, host=this_host())
     from streamrl.weights.local_model import expected_tensors, initial_version  # loads torch and transformers
@@ -42,7 +42,6 @@ def make_relay(context: RoleContext, link: Link) -> WeightRelay:
     types = context.wire_type, context.run.weights.generation_dtype
     expected = expected_tensors(model, *types)
     relay = WeightRelay(link, store, limit_s, encoding, expected)
-    held = store.newest_verified()
     if encoding == "delta" and held is None and (known := initial_version(model, expected, *types)) is not None:
         relay.seed(*known)
     return relay

@@ -66,8 +66,8 @@ class WeightStore:
     def _path(self, number: int) -> Path:
         return self.directory / f"version_{number}.bin"
 
-    def claim(self, keep_newest: bool = False) -> None:
-        """Take the store over from an earlier process, of which at most the newest whole version remains.
+    def claim(self, keep_newest: bool = False) -> int | None:
+        """Take the store over from an earlier process; return the newest whole version if it remains (no other does).
 
         That version may be of a time before the run went back to a checkpoint, when other weights had its number. So
         it is no more than a base for deltas: whoever makes them compares its hash.
@@ -82,6 +82,7 @@ class WeightStore:
             if path.name not in names:
                 path.unlink()
         self._verified.intersection_update(() if kept is None else (kept,))
+        return kept
 
     def begin(self, manifest: Manifest, base: int | None = None, file: str | None = None) -> WeightDraft:
         """Return a draft of a version that will be received.
