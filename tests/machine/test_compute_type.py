@@ -166,7 +166,7 @@ def test_a_probe_that_fails_hands_on_the_last_words_of_its_process(
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setattr("streamrl.machine.probe.LIMIT_S", 0.5 if "tail" in program else scaled(20))
-    monkeypatch.delitem(sys.modules, "torch")  # so that it is measured in a process of its own
+    monkeypatch.delitem(sys.modules, "torch", raising=False)  # so that it is measured in a process of its own
     with pytest.raises(ProbeFailed, match=re.escape(said)):
         rates(tmp_path)
     assert probe(tmp_path) is None
@@ -177,7 +177,7 @@ def test_a_python_that_is_not_there_and_a_missing_torch_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "gone"))
     with pytest.raises(ProbeFailed, match=r"gone could not be started: No such file"):
         rates(tmp_path)

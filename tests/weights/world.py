@@ -152,7 +152,7 @@ class World:
     async def relay(self, name: str, encoding: Encoding = "delta", link: type[Link] = Link, **options: Any) -> Any:
         made = await link(name, "relay", WaitRegistry(name)).connect(self.address, scaled(10))
         self.links.append(made)
-        return WeightRelay(made, WeightStore(self.folder / name), 10, encoding, **options)
+        return WeightRelay(made, WeightStore(self.folder / name), scaled(10), encoding, **options)
 
     async def fetch(self, relay: WeightRelay, version: Version, newest: bool = False) -> None:
         """Fetches, and checks that it is there bit for bit; afterwards the publisher has heard of it."""
