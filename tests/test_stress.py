@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+
 from streamrl.runtime.processes import is_alive
 from tests.marks import descendants
 from tests.waiting import scaled, wait_for
@@ -60,7 +62,9 @@ def test_what_ever_failed_is_listed_first_and_told_by_the_exit_code(tmp_path: Pa
 
 def test_what_it_started_ends_with_it_and_it_tells_what_it_found_so_far(tmp_path: Path) -> None:
     (tmp_path / "test_long.py").write_text(
-        "import subprocess\n\ndef test_long():\n    subprocess.run(['sleep', '600'])\n"
+        "import subprocess\n\ndef test_long():\n"
+        "    with subprocess.Popen(['sh', '-c', 'kill -STOP $$'], start_new_session=True):\n"  # as a stopped rank
+        "        subprocess.run(['sleep', '600'])\n"
     )
     command = [
         sys.executable,
@@ -73,6 +77,7 @@ def test_what_it_started_ends_with_it_and_it_tells_what_it_found_so_far(tmp_path
     ]
     with subprocess.Popen(command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True) as told:
         wait_for(lambda: any(words[:1] == ["sleep"] for _, words in descendants(told.pid)), 120)
+        wait_for(lambda: any(one.status() == psutil.STATUS_STOPPED for one, _ in descendants(told.pid)), 20)
         started = [process.pid for process, _ in descendants(told.pid)]
         told.terminate()
         output, _ = told.communicate(timeout=scaled(60))

@@ -25,6 +25,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
+
 from streamrl.machine.cpu import this_cpu
 from streamrl.runtime.stop_signals import on_stop
 
@@ -168,7 +170,7 @@ def run(files: list[str], workers: int, number: int, kept: Path) -> dict[str, bo
                     print(f"{number:3}: {share[1]:>4} after {time.monotonic() - began:.0f} s", flush=True)
             pytest.wait()
         except KeyboardInterrupt:
-            os.killpg(pytest.pid, signal.SIGKILL)  # what its tests started in sessions of their own ends by itself
+            _kill(pytest.pid)
             raise
     found = results(report, pytest.returncode)
     failed = [test for test, passed in found.items() if not passed]
@@ -179,6 +181,19 @@ def run(files: list[str], workers: int, number: int, kept: Path) -> dict[str, bo
     if not failed:
         log.unlink()
     return found
+
+
+def _kill(pytest: int) -> None:
+    """Kill pytest's group, and what its tests have stopped; what they started in other sessions ends by itself."""
+    stopped = []
+    for process in psutil.Process(pytest).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if process.status() == psutil.STATUS_STOPPED:
+                stopped.append(process)
+    os.killpg(pytest, signal.SIGKILL)
+    for process in stopped:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
 
 
 def _told_to_end(*_: object) -> NoReturn:
