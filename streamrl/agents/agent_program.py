@@ -154,7 +154,7 @@ class _Printed:
         last = lines[-1] if lines else b""
         try:
             found: object = json.loads(last)
-        except ValueError:
+        except (ValueError, RecursionError):
             shown = last[:100].decode(errors="replace")
             raise VoidReward(text=f'{program}: expected {{"reward": ...}} as its last line, got {shown!r}') from None
         return found

@@ -257,7 +257,7 @@ def _conversation(text: str | None, shorten: Shortener) -> tuple[dict[str, Any] 
             {key: step.get(key) for key in ("kind", "name", "started", "finished", "detail", "tokens")}
             for step in told["steps"]
         ]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None, "The conversation of this sample cannot be read."
     return {"messages": messages, "steps": steps}, ""
 

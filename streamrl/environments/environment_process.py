@@ -322,7 +322,7 @@ class EnvironmentProcess:
         try:
             while line := await self.process.answers.readline():
                 self._take(json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             self.kill(f"it sent something else than an answer: {type(error).__name__}: {error}")
 
     def _take(self, answer: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ def conversation_text(told: str, metrics: Iterable[tuple[str, float]] = ()) -> s
         metrics: the column `metrics`: what its agent returned beside the reward.
 
     Raises:
-        ValueError, KeyError, TypeError: these are no such columns.
+        ValueError, KeyError, TypeError, RecursionError: these are no such columns.
     """
     value = json.loads(told)
     parts = [f"[{message['role']}] {_content(message)}".rstrip() for message in value["messages"]]

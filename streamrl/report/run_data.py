@@ -313,7 +313,7 @@ def read_texts(data: RunData, indices: list[int]) -> dict[int, tuple[str | None,
             told, answer = record.get("conversation"), None
             try:
                 answer = conversation_text(told, record.get("metrics") or ()) if told else None
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 data.notes.append(f"The conversation of sample {record.get('sample_id')} could not be read.")
             texts[index] = text(record, "prompt"), answer if told else text(record, "completion")
     return texts

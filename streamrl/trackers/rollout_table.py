@@ -56,5 +56,5 @@ def _episode(conversation: str | None) -> str | None:
     try:
         messages = json.loads(conversation)["messages"]
         return "\n".join(f"{one['role']}: {one.get('content') or ''}" for one in messages)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

@@ -135,7 +135,7 @@ def test_an_episode_has_its_conversation_and_all_its_rows_and_no_others(tmp_path
     assert [one["text"] for one in group["members"]] == ["It is 2", 'add({"a": 1})', "It is 2"]
 
 
-@pytest.mark.parametrize("told", ["no json", "[]", '{"messages": [{}], "steps": []}', '{"messages": 3}'])
+@pytest.mark.parametrize("told", ["no json", "[]", '{"messages": [{}], "steps": []}', '{"messages": 3}', "[" * 9999])
 def test_a_conversation_that_cannot_be_read_is_said_and_the_tokens_stay(tmp_path: Path, told: str) -> None:
     view = sample_view(table_of(tmp_path, [a_sample("a.0", conversation=told)]), "a.0", None, False, True)
     assert view is not None and view["messages"] is None and len(view["rows"][0]["ids"]) == 4

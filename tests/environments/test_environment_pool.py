@@ -10,6 +10,7 @@ import socket
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -18,7 +19,13 @@ import pytest
 from streamrl.config.tasks import EnvironmentUse
 from streamrl.environments import environment_pool
 from streamrl.environments.environment_pool import EnvironmentPool
-from streamrl.environments.environment_process import EnvironmentEnded, EnvironmentFailed, MemoryUse, memory_of
+from streamrl.environments.environment_process import (
+    EnvironmentEnded,
+    EnvironmentFailed,
+    EnvironmentProcess,
+    MemoryUse,
+    memory_of,
+)
 from streamrl.environments.environment_trial import summary, try_environment
 from streamrl.environments.installed import InstalledEnvironment
 from streamrl.errors import UserError
@@ -200,6 +207,23 @@ def test_episodes_are_spread_and_what_exceeds_the_places_waits(room: InstalledEn
             assert pid_of(await place.reset({"prompt": "plain"})) in pids  # the processes are used again
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("line", [b"no json", b"[]", b"[" * 9999])
+def test_a_process_that_sends_something_else_than_an_answer_is_ended(line: bytes) -> None:
+    async def body() -> list[str]:
+        killed: list[str] = []
+        answers = asyncio.StreamReader()
+        answers.feed_data(line + b"\n")
+        begun = asyncio.get_running_loop().create_future()
+        begun.set_result({})
+        broken: Any = SimpleNamespace(process=SimpleNamespace(answers=answers), kill=killed.append, _began=begun)
+        broken._take = lambda answer: EnvironmentProcess._take(broken, answer)
+        await EnvironmentProcess._take_all(broken)
+        return killed
+
+    (why,) = asyncio.run(body())
+    assert why.startswith("it sent something else than an answer")
 
 
 def test_a_leak_costs_no_episode_until_the_limit_ends_the_process(

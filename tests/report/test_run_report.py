@@ -387,11 +387,12 @@ def test_recorded_text_is_shown_as_it_is_without_a_tokenizer(make_run: RunMaker)
     assert not data.notes
 
 
-def test_texts_that_cannot_be_read_are_noted_and_the_others_are_shown(tmp_path: Path) -> None:
+@pytest.mark.parametrize("told", ['{"messages": 3}', "[" * 9999], ids=["wrong", "deep"])
+def test_texts_that_cannot_be_read_are_noted_and_the_others_are_shown(tmp_path: Path, told: str) -> None:
     folder = tmp_path / "rollouts"
     deleted = write_samples(folder, 1, [a_sample("a.0")])
     write_samples(folder, 2, [a_sample("b.0"), a_sample("b.1")])
-    write_samples(folder, 3, [a_sample("c.0"), a_sample("c.1", conversation='{"messages": 3}')])
+    write_samples(folder, 3, [a_sample("c.0"), a_sample("c.1", conversation=told)])
     write_status(tmp_path, make_status(1, 20, START))
     data = load_run(tmp_path)
     assert data.rollouts is not None and len(data.rollouts) == 5 and not data.notes

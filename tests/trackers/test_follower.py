@@ -10,9 +10,11 @@ from streamrl.config.trackers import TensorBoardTracker
 from streamrl.errors import UserError
 from streamrl.trackers import tracker_process
 from streamrl.trackers.follower import RunFollower
+from streamrl.trackers.rollout_table import rollout_table
 from streamrl.trackers.sent_rows import SentRows
 from streamrl.trackers.tracker import TrackedRun
 from streamrl.trackers.tracker_process import PatientDelivery, follow
+from tests.dashboard.samples import a_sample, write_samples
 from tests.trackers.tracked_run import KeptTracker, back_to, evaluate, make_run, train
 
 
@@ -193,3 +195,9 @@ def test_a_process_that_does_not_end_is_not_waited_for_without_end(
     monkeypatch.setattr(tracker_process, "HANDOVER_S", 0.0)
     with SentRows(tmp_path, "tensorboard"), pytest.raises(UserError, match="by another process"):
         follow(tmp_path, "tensorboard", threading.Event(), lambda _: None, lambda *_: KeptTracker())
+
+
+@pytest.mark.parametrize("told", ["no json", "[]", '{"messages": [3]}', "[" * 9999])
+def test_a_conversation_that_cannot_be_read_is_left_out_of_the_table(tmp_path: Path, told: str) -> None:
+    table = rollout_table(write_samples(tmp_path / "rollouts", 1, [a_sample("a.0", conversation=told)]), 1, 1)
+    assert [row[-1] for row in table.rows] == ["It is 2"]
