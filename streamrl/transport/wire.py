@@ -24,7 +24,7 @@ KEYS = "vksnba"
 MAX_ENVELOPE_BYTES = 16 * 1024 * 1024
 MAX_ARRAYS = 4096
 MAX_FRAME_BYTES = 1 << 30
-"""Largest frame; over a network libzmq ends the connection of a larger one."""
+"""Largest frame; over a network libzmq ends the connection of a larger one. Nothing limits the frames of a message."""
 MAX_DIMENSIONS = 8
 MAX_STATE_BYTES = 4 * 1024 * 1024
 """Largest heartbeat or hello in bytes; its values are checked one by one."""
