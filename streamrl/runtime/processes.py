@@ -18,6 +18,8 @@ import psutil
 from streamrl.runtime import warden
 
 PR_SET_PDEATHSIG = 1
+TRACKER = "from multiprocessing.resource_tracker import main"
+"""Stands in the command line of a process that frees what Python's processes have left of their shared memory."""
 
 
 def end_with_parent(number: int = signal.SIGTERM) -> None:
@@ -67,6 +69,21 @@ def kill_with_children(pid: int) -> None:
         for one in [process, *process.children(recursive=True)]:
             with contextlib.suppress(psutil.Error):
                 one.kill()
+
+
+def kill_group(leader: int) -> None:
+    """Kill a process group, but for multiprocessing's resource trackers in it, which are only continued.
+
+    A tracker ends by itself once those that it serves have ended, and first frees the shared memory that they have
+    left, such as that between the workers of a vLLM engine. A tracker that does not is for the warden.
+    """
+    for _ in range(2):  # again for what one of them has forked meanwhile
+        for pid in psutil.pids():
+            with contextlib.suppress(ProcessLookupError, PermissionError, psutil.Error):
+                if os.getpgid(pid) == leader:
+                    process = psutil.Process(pid)
+                    frees = any(TRACKER in word for word in process.cmdline())
+                    process.send_signal(signal.SIGCONT if frees else signal.SIGKILL)
 
 
 def kill_with(starter: int, *, children: bool) -> None:

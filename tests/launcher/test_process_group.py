@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from streamrl.config.run import RunConfig
 from streamrl.launcher import process_group
-from streamrl.launcher.local_backend import LocalProcess
+from streamrl.launcher.local_backend import LocalProcess, start
 from streamrl.launcher.process_group import ProcessGroup
 from streamrl.launcher.started_process import RunProcess
 from streamrl.run_dir.instance_files import (
@@ -270,6 +271,49 @@ def test_all_are_asked_to_end_before_one_is_waited_for_and_share_one_deadline(
     monkeypatch.setattr(LocalProcess, "finish_kill", slow)
     family.stop()
     assert len(limits) == 3 and limits[0] > limits[1] > limits[2]
+
+
+WITH_MEMORY = """
+import multiprocessing.resource_tracker, os, signal, sys, time
+from multiprocessing.shared_memory import SharedMemory
+print(SharedMemory(create=True, size=1).name, multiprocessing.resource_tracker._resource_tracker._pid, flush=True)
+os.fork()
+if sys.argv[1:] == ["stopped"]:
+    os.killpg(0, signal.SIGSTOP)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", ["alive", "stopped", "dead"])
+def test_shared_memory_of_what_is_killed_is_freed(tmp_path: Path, how: str) -> None:
+    begun = spec("here-regular-0", "instance", WITH_MEMORY)
+    begun.command.append(how)
+    process = start(begun, tmp_path, resume=False)
+
+    def told() -> list[str]:
+        return process.log.read_text().splitlines()[1:]
+
+    wait_for(lambda: bool(told()), 60)
+    name, tracker = told()[0].split()
+    try:
+        if how == "dead":  # its child goes on
+            os.kill(process.pid, signal.SIGKILL)
+            wait_for(lambda: process.exit_code is not None, 20)
+        elif how == "stopped":
+            wait_for(lambda: psutil.Process(int(tracker)).status() == psutil.STATUS_STOPPED, 20)
+        process.kill()
+        wait_for(lambda: not is_alive(int(tracker)), 20)
+        wait_for(lambda: process.pid not in map(group_of, psutil.pids()), 20)
+        assert not Path("/dev/shm", name).exists()
+    finally:
+        Path("/dev/shm", name).unlink(missing_ok=True)
+
+
+def group_of(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return 0
 
 
 class HangingProcess(RunProcess):
