@@ -13,7 +13,7 @@ from pathlib import Path
 
 from streamrl.launcher.local_backend import spawn
 from streamrl.runtime.interfaces import free_ports
-from streamrl.runtime.process_plan import MEETING, NODE
+from streamrl.runtime.process_plan import MEETING, NODE, SOCKETS_OF_VLLM
 from streamrl.runtime.processes import kill_group, kill_with
 
 POLL_S = 0.1
@@ -111,6 +111,9 @@ class NodeProcess:
         # with the CUDA_VISIBLE_DEVICES that Ray has assigned
         own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         try:
+            # the launcher's may be on another machine; under its name no sandbox shows this one either (`HIDDEN`)
+            if sockets := env.get(SOCKETS_OF_VLLM):
+                Path(sockets).mkdir(mode=0o700, parents=True, exist_ok=True)
             # in this folder, because paths of the run file may be relative
             self._process = spawn(with_own_python(command), Path(log), own | env, cwd=cwd)
         except OSError as error:

@@ -27,7 +27,14 @@ from streamrl.run_dir.instance_files import forget
 from streamrl.runtime.inside_keys import inside_roles, make_inside_keys, remove_inside_keys
 from streamrl.runtime.interfaces import free_ports
 from streamrl.runtime.process_context import Addresses
-from streamrl.runtime.process_plan import HIDDEN, MEETING, ProcessSpec, plan_processes, possible_instances
+from streamrl.runtime.process_plan import (
+    HIDDEN,
+    MEETING,
+    SOCKETS_OF_VLLM,
+    ProcessSpec,
+    plan_processes,
+    possible_instances,
+)
 from streamrl.scratch_folders import ScratchFolder
 from streamrl.transport.curve import make_keys, secret_file
 from streamrl.transport.ip_addresses import host_port, resolve
@@ -113,7 +120,7 @@ class Share:
     def env(self) -> dict[str, str]:
         """Additional environment variables of all processes."""
         # vLLM leaves a socket there for each killed engine, and a socket's path must be short
-        sockets = {"VLLM_RPC_BASE_PATH": str(self.scratch)} if self.scratch else {}
+        sockets = {SOCKETS_OF_VLLM: str(self.scratch)} if self.scratch else {}
         private = [*([self.scratch] if self.scratch else []), *(one / layout.KEYS for one in self.folders.values())]
         private += [secret_file(Path(self.cluster.security.keys), site) for site in self.folders]
         hidden = {HIDDEN: json.dumps([str(one.resolve()) for one in private])}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import stat
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ import ray
 from streamrl.config.cluster import ClusterConfig
 from streamrl.launcher import ray_backend, ray_node
 from streamrl.launcher.ray_backend import demand, missing, problems, versions
-from streamrl.runtime.process_plan import ProcessSpec
+from streamrl.runtime.process_plan import SOCKETS_OF_VLLM, ProcessSpec
 
 
 def spec(role: str, gpu: str = "cpu", gpus: int = 0, threads: int = 1, ranks: int = 1) -> ProcessSpec:
@@ -120,6 +121,9 @@ def test_a_node_replaces_the_launchers_python_and_nothing_that_is_called_like_it
     theirs = "/opt/theirs/bin/python3.11"
     others = ["runs/python-tutor", "/data/python", "python3.11", "python"]
     command = [theirs, "-m", "streamrl.launcher.trainer_ranks", "--", theirs, "-m", "trainer", *others]
-    asyncio.run(node.start(command, {}, str(tmp_path / "log"), "runs/python-tutor", "token", {}, str(tmp_path)))
+    folder = tmp_path / "of the launcher" / "sockets"
+    env = {SOCKETS_OF_VLLM: str(folder)}
+    asyncio.run(node.start(command, env, str(tmp_path / "log"), "runs/python-tutor", "token", {}, str(tmp_path)))
     ours = [sys.executable if word == theirs else word for word in command[:5]]
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700  # else vLLM could not make its sockets here
     assert started == [[*ours, *command[5:]]] and ours.count(sys.executable) == 2
