@@ -38,6 +38,10 @@ GRADIENT_BOUND = 2e-3
 """Largest relative difference of a parameter's gradient that counts as rounding."""
 TEMPERATURE = 0.8
 """Temperature of the proof; not 1, so that its order with the head's scaling matters."""
+FIRST_TOKEN = 3
+"""Smallest token of the proof, unless the vocabulary is tiny; those before it are often special."""
+ENOUGH_TOKENS = 250
+"""Number of a vocabulary's first tokens from which the proof draws; a smaller vocabulary is used whole."""
 WAYS: tuple[tuple[PackingKind, str], ...] = (
     ("shared", SHARED_PREFIX),
     ("shared", SHARED_PREFIX_LONG),
@@ -60,7 +64,7 @@ def prove(config: PretrainedConfig) -> PackingProof:
     kind = config.get_text_config().model_type
     try:
         model = small_model(config)
-        reference = _reference(model, proof_groups())
+        reference = _reference(model, proof_groups(vocabulary_of(model)))
         if later := _seen_later(model):
             return PackingProof(kind, (), refuted=f"it is no causal language model: {later}")
     except Exception as error:  # whatever a family's own code raises is the reason
@@ -102,12 +106,24 @@ def small_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     return in_training(model)
 
 
-def proof_groups(seed: int = 0) -> list[TrainGroup]:
-    """Return groups whose prompts and completions are shorter and longer than a window, and as short as 1."""
+def vocabulary_of(model: PreTrainedModel) -> int:
+    """Return how many tokens a model's embedding has."""
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def proof_groups(vocabulary: int = ENOUGH_TOKENS, seed: int = 0) -> list[TrainGroup]:
+    """Return groups whose prompts and completions are shorter and longer than a window, and as short as 1.
+
+    Args:
+        vocabulary: number of tokens of the model that computes them.
+        seed: seed of the tokens.
+    """
     rng = np.random.default_rng(seed)
+    most = min(vocabulary, ENOUGH_TOKENS)
+    first = FIRST_TOKEN if most > 2 * FIRST_TOKEN else 0
 
     def tokens(count: int) -> Any:
-        return rng.integers(3, 250, count).astype(np.int32)
+        return rng.integers(first, most, count).astype(np.int32)
 
     return [
         TrainGroup(
@@ -246,9 +262,10 @@ class _LayerOutputs:
 @torch.no_grad()
 def _seen_later(model: PreTrainedModel) -> str:
     """Return how much a token's prediction changes with the tokens after it; '': not at all."""
-    ids = torch.arange(5, 21)[None]
+    vocabulary = vocabulary_of(model)
+    ids = torch.arange(5, 21)[None] % vocabulary
     other = ids.clone()
-    other[0, 12:] += 100
+    other[0, 12:] = (other[0, 12:] + min(100, vocabulary // 2)) % vocabulary
     ours, theirs = (model(input_ids=x, use_cache=False).logits[0, :12].log_softmax(-1) for x in (ids, other))
     change = float((ours - theirs).abs().max())
     return "" if change <= LOGPROB_BOUND else f"later tokens change a log-probability by {change:.2g} nats"

@@ -15,7 +15,10 @@ from transformers import PretrainedConfig
 HEAD_SIZE = 32
 """Size of a head: the smallest that vLLM's attention for CPUs has."""
 WINDOW = 7
-"""Tokens that a windowed layer sees; the sequences of the proof have up to 25."""
+"""Tokens that a windowed layer sees."""
+FEWEST_POSITIONS = 64
+"""Positions of a small model at least, since learned ones end there. The proof's sequences have up to 25, those of
+`streamrl verify` up to 64."""
 
 LARGEST: Mapping[str, float] = {
     "vocab_size": 320,
@@ -115,6 +118,8 @@ def small_values(values: Mapping[str, Any]) -> dict[str, Any]:
         elif isinstance(value, dict) and key.endswith("_config"):
             small[key] = small_values(value)
     small = _cut(small)
+    if isinstance(positions := small.get("max_position_embeddings"), int):
+        small["max_position_embeddings"] = max(positions, FEWEST_POSITIONS)
     if values.get("num_hidden_layers"):
         small["num_hidden_layers"] = layers
     if values.get("qk_rope_head_dim") is not None and values.get("head_dim") == values["qk_rope_head_dim"]:

@@ -10,9 +10,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from scheduler.cost.model_shapes import undivided_heads
 from streamrl.errors import RunFailed, UserError
 from streamrl.training.decoder_layers import decoder_layers, decoder_of
-from streamrl.training.packing import pack
+from streamrl.training.packing import PackedBatch, pack
 from streamrl.training.packing_choice import Packing, choose_packing
-from streamrl.training.packing_proof import proof_groups, small_model
+from streamrl.training.packing_proof import proof_groups, small_model, vocabulary_of
 from streamrl.training.packing_ways import PackingProof
 from streamrl.training.policy_model import Policy, in_training
 from streamrl.training.tensor_parallel import plan_of
@@ -44,8 +44,8 @@ def check_settings(config: PretrainedConfig, packing: Packing) -> list[Finding]:
     model = small_model(config)
     model.set_attn_implementation(packing.attention)
     policy = Policy(model, packing.kind == "separate")
-    batch = pack(proof_groups())
-    logprobs, gradient = _passed(policy)
+    batch = pack(proof_groups(vocabulary_of(model)))
+    logprobs, gradient = _passed(policy, batch)
     with torch.no_grad():
         rounded = copy.deepcopy(policy).to(torch.bfloat16)(batch, 1.0)[0]
     mean = float((rounded - logprobs).abs().mean())
@@ -57,26 +57,26 @@ def check_settings(config: PretrainedConfig, packing: Packing) -> list[Finding]:
             f"log-probabilities differ from float32 by {mean:.1g} nats on average",
             optional=True,
         ),
-        _checkpointing(model, policy, gradient),
+        _checkpointing(model, policy, batch, gradient),
         _sharding(model),
         _tensor_parallel(model),
         _sequence_parallel(config, packing),
     ]
 
 
-def _passed(policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
+def _passed(policy: Policy, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probabilities [N], and the gradient of their sum with respect to all parameters, [all]."""
     policy.zero_grad()
-    logprobs = policy(pack(proof_groups()), 1.0)[0]
+    logprobs = policy(batch, 1.0)[0]
     logprobs.sum().backward()
     return logprobs.detach(), torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
 
 
-def _checkpointing(model: PreTrainedModel, policy: Policy, gradient: torch.Tensor) -> Finding:
+def _checkpointing(model: PreTrainedModel, policy: Policy, batch: PackedBatch, gradient: torch.Tensor) -> Finding:
     name = "gradient checkpointing"
     try:
         in_training(model, recomputation=True)
-        again = _passed(policy)[1]
+        again = _passed(policy, batch)[1]
     except (RunFailed, ValueError, RuntimeError) as error:
         return Finding(name, "refused", str(error).splitlines()[0], optional=True)
     largest = float((again - gradient).norm() / gradient.norm())

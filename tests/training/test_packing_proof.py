@@ -6,11 +6,13 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
     AutoConfig,
     Gemma3TextConfig,
+    GPT2Config,
     LlamaConfig,
     Phi3Config,
     PretrainedConfig,
@@ -24,7 +26,7 @@ from streamrl.training import merged_attention, packing_choice, packing_proof
 from streamrl.training.attention import OWN_ROWS
 from streamrl.training.packing_choice import choose_packing
 from streamrl.training.packing_choice import packing_proof as proof_of
-from streamrl.training.packing_proof import prove
+from streamrl.training.packing_proof import proof_groups, prove
 from streamrl.training.packing_ways import PackingProof, PackingWay
 from streamrl.training.small_config import kept_layers, small_config
 from streamrl.verify.families import FAMILIES
@@ -65,6 +67,27 @@ def test_a_model_that_sees_later_tokens_is_refused() -> None:
     assert "no causal language model: later tokens change a log-probability by" in proof.refuted
     with pytest.raises(UserError, match="gemma3_text cannot be trained"):
         choose_packing("separate", proof, 512)
+
+
+@pytest.mark.parametrize("vocabulary", [4, 8, 64, 249])
+def test_a_small_vocabulary_is_proven_too(vocabulary: int) -> None:
+    sizes = {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 1}
+    assert choose_packing("auto", prove(LlamaConfig(**sizes)), 512).kind == "shared"
+    groups = proof_groups(vocabulary)
+    tokens = np.concatenate([one.completion_tokens for group in groups for one in group.sequences])
+    assert len(set(tokens)) > 2 and tokens.max() < vocabulary
+
+
+@pytest.mark.parametrize("vocabulary", [8, 50, 64])  # 100 tokens on is the same token in one of 50
+def test_a_model_of_a_small_vocabulary_that_sees_later_tokens_is_refused(vocabulary: int) -> None:
+    proof = prove(Gemma3TextConfig(vocab_size=vocabulary, use_bidirectional_attention=True))
+    assert "no causal language model: later tokens change a log-probability by" in proof.refuted
+
+
+def test_a_model_with_fewer_learned_positions_than_the_proof_has_tokens_is_proven() -> None:
+    proof = prove(GPT2Config(n_positions=20))
+    assert choose_packing("auto", proof, 20).kind == "shared"
+    assert small_config(GPT2Config(n_positions=128)).n_positions == 128
 
 
 @pytest.mark.parametrize("config", [Qwen2VLConfig, Qwen2AudioConfig])

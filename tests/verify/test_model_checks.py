@@ -129,6 +129,11 @@ def test_the_settings_of_a_run_are_tried_on_the_small_model() -> None:
     assert (alone.verdict, alone.reason) == ("refused", "tokens meet elsewhere")
 
 
+def test_the_settings_of_a_small_vocabulary_are_tried_too() -> None:
+    found = {one.check: one.verdict for one in check_settings(MistralConfig(vocab_size=64), OWN)}
+    assert set(found.values()) == {"works"}, found
+
+
 @pytest.mark.parametrize(
     ("config", "norm"),
     [(CohereConfig(use_qk_norm=True), "self_attn.k_norm"), (PhiConfig(qk_layernorm=True), "self_attn.k_layernorm")],
