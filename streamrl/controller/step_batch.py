@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -43,6 +43,8 @@ class StepBatch:
     """Complete groups that others have replaced: of equal rewards (dynamic sampling), or with too few survivors."""
     not_finite: list[Group] = field(default_factory=list)
     """Groups left out because their loss or gradient is not finite; they are not replaced."""
+    trained_before: set[str] = field(default_factory=set)
+    """Ids of those that earlier updates of the step have trained; the step's record counts them as trained."""
     refusal: str | None = None
     """What was not finite when the trainer refused the step, and what became of it; None: it was not refused."""
     given_up: bool = False
@@ -119,6 +121,16 @@ class StepBatch:
             ahead = []
         waiting = {sample_of_row(one.sample_id) for group in ahead for one in group.sequences}
         return sum(group.size for group in self.groups.values()) - len(waiting)
+
+    @property
+    def groups_trained(self) -> list[Group]:
+        """Groups that the step trains, or of which an update has been trained."""
+        return [*self.groups.values(), *(one for one in self.not_finite if one.group_id in self.trained_before)]
+
+    @property
+    def groups_never_trained(self) -> list[Group]:
+        """Groups that others have replaced, or that were left out before an update was trained on them."""
+        return [*self.dropped, *(one for one in self.not_finite if one.group_id not in self.trained_before)]
 
     @property
     def of_update(self) -> list[Group]:
@@ -261,25 +273,37 @@ class StepBatch:
     def without(self, group_ids: Set[str]) -> StepBatch:
         """Return the same update from the start, as if these groups were not in it: for a second attempt.
 
-        Advantages relative to the batch, and the normalizer, are those of the remaining groups.
+        The normalizer is that of the remaining groups. So are advantages relative to the batch before the first update;
+        later ones train on the advantages and estimates of the first.
         """
         out = [group for group in self.groups.values() if group.group_id in group_ids]
+        left = {key: group for key, group in self.groups.items() if key not in group_ids}
         other = StepBatch(
             self.run,
             self.step,
             dropped=self.dropped,
             not_finite=[*self.not_finite, *out],
-            update=self.update,
-            earlier_stats=self.earlier_stats,
-            first_stats=self.first_stats,
-            earlier_normalizer=self.earlier_normalizer,
             estimation=self.estimation,
             square_cost=self.square_cost,
         )
-        for group in self.groups.values():
-            if group.group_id not in group_ids:
+        if self.update == 0:
+            for group in left.values():
                 group.advantages = {}
                 other.take(group)
+            return other
+        before = {key for number in range(self.update) for key in self._part(number)}
+        other = replace(
+            other,
+            groups=left,
+            trained_before=self.trained_before | (before & group_ids),
+            update=self.update,
+            no_gradient=self.no_gradient,
+            pieces={key: pieces for key, pieces in self.pieces.items() if key in left},
+            earlier_stats=self.earlier_stats,
+            first_stats=self.first_stats,
+            earlier_normalizer=self.earlier_normalizer,
+        )
+        other._fill()
         return other
 
     def _enqueue(self, group: Group, advantages: Sequence[float]) -> None:

@@ -55,11 +55,12 @@ def step_metrics(
         gap_bound: largest trainer-generator mismatch expected, nats; None: not known yet.
     """
     usd = None if costs is None else sum(sum(of_site.values()) for of_site in costs.values())
-    generated = [m.sample for g in batch.groups.values() for m in g.members()]
-    samples = [m.sample for g in batch.groups.values() for m in g.survivors()]
+    groups = batch.groups_trained
+    generated = [m.sample for g in groups for m in g.members()]
+    samples = [m.sample for g in groups for m in g.survivors()]
     lengths = np.array([s.output_length for s in generated])
-    rewards = np.array([reward for g in batch.groups.values() for reward in g.rewards()])
-    everything = [m for g in (*batch.groups.values(), *batch.dropped, *batch.not_finite) for m in g.members()]
+    rewards = np.array([reward for g in groups for reward in g.rewards()])
+    everything = [m for g in (*groups, *batch.groups_never_trained) for m in g.members()]
     void = Counter(m.void.cause for m in everything if m.void)
     stats: dict[str, float] = defaultdict(float)
     for micro in (*batch.earlier_stats, *batch.stats):
@@ -75,12 +76,12 @@ def step_metrics(
 
     def by_task(values: Callable[[Group], list[float]]) -> dict[str, float | None]:
         of_task: dict[str, list[float]] = {}
-        for group in batch.groups.values():
+        for group in groups:
             of_task.setdefault(group.task, []).extend(values(group))
         return {task: float(np.mean(of_task[task])) for task in sorted(of_task)}
 
     seconds = times.seconds or math.inf  # 0: the clock was set back
-    environments = environment_time(_episodes(batch.groups.values()))
+    environments = environment_time(_episodes(groups))
     return MetricsRow(
         step=batch.step,
         time=times.ended,
@@ -112,7 +113,7 @@ def step_metrics(
         usd_by_process=costs or {},
         usd_per_1k_samples=None if usd is None else 1000 * usd / len(samples),
         weight_sync_exposed_s=times.exposed_sync_s,
-        groups_total=len(batch.groups),
+        groups_total=len(groups),
         groups_no_gradient=batch.no_gradient,
         samples_total=len(samples),
         samples_judged=len(everything),
@@ -132,7 +133,7 @@ def step_metrics(
         mfu=tflops / peak_tflops if tflops and peak_tflops else None,
         reward_by_task=by_task(Group.rewards),
         output_length_by_task=by_task(lambda group: [float(m.sample.output_length) for m in group.members()]),
-        agent_metrics_by_task=_agent_metrics(batch.groups.values()),
+        agent_metrics_by_task=_agent_metrics(groups),
         environment_s=environments.stepped_s if environments else None,
         environment_hidden_fraction=environments.hidden_fraction if environments else None,
         process_memory_gb=memory_gb,
@@ -151,7 +152,7 @@ def step_metrics(
         explained_variance=_explained_variance(stats) if has_critic else None,
         step_skipped=result.skipped,
         optimizer_updates=batch.update + (not result.skipped),
-        groups_dropped=len(batch.dropped) + len(batch.not_finite),
+        groups_dropped=len(batch.groups_never_trained),
         groups_not_finite=len(batch.not_finite),
         step_refused=batch.refusal,
         samples_parked=deferred,

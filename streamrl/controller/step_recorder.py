@@ -68,10 +68,9 @@ class Recorder:
             gap_bound: largest trainer-generator mismatch expected, nats; None: not known yet.
         """
         now = time.time()
-        for group in batch.groups.values():
+        groups, dropped = batch.groups_trained, batch.groups_never_trained
+        for group in groups:
             group.t_trained = now
-        groups = list(batch.groups.values())
-        dropped = [*batch.dropped, *batch.not_finite]
         for group in dropped:
             group.step = batch.step  # it may have been issued for a later one
         self.rollouts.write(batch.step, [*groups, *dropped])
@@ -105,7 +104,7 @@ class Recorder:
 
     def _audit_lengths(self, batch: StepBatch) -> StepAudit:
         """Report the step's lengths to the audit; return its result."""
-        for group in batch.groups.values():
+        for group in batch.groups_trained:
             counted = {m.sample.sample_id for m in batch.counted(group)}
             left: dict[str, list[int]] = defaultdict(list)
             for m in group.members():
@@ -114,7 +113,7 @@ class Recorder:
             self.audit.trained(batch.step, group.group_id, left.pop("", []))
             for why, lengths in left.items():
                 self.audit.dropped(batch.step, group.group_id, lengths, why)
-        for group in [*batch.dropped, *batch.not_finite]:
+        for group in batch.groups_never_trained:
             lengths = [m.sample.output_length for m in group.members()]
             why = "too few rewards" if batch.too_few_survivors(group) else "all rewards equal"
             self.audit.dropped(batch.step, group.group_id, lengths, "not finite" if group in batch.not_finite else why)

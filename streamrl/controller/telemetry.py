@@ -179,7 +179,7 @@ class Telemetry:
             self._step_times.append(row.step_time_s)
         for name, start, end in trainer_spans:
             self.trace.span("trainer", name, start, end, step=row.step)
-        for group in batch.groups.values():
+        for group in batch.groups_trained:
             for m in group.members():
                 s = m.sample
                 steps = s.trajectory.steps if s.trajectory is not None else ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from streamrl.config.run import RunConfig
@@ -142,6 +143,59 @@ def test_a_refused_update_is_tried_again_without_its_group_and_the_passes_go_on(
     rest = [sample for update in updates(batch) for sample, *_ in update]
     expected = {f"{name}.{n}": 1 + (name in second) for name in set("abc") - {bad} for n in range(2)}
     assert {sample: rest.count(sample) for sample in rest} == expected
+
+
+@pytest.mark.parametrize("name", ["grpo", "reinforce_pp"])
+def test_a_later_update_without_a_group_trains_on_the_advantages_of_the_first(name: str) -> None:
+    batch = batch_of(2, 1, name=name)
+    first = {sample: advantage for sample, _, advantage in send(batch)}
+    of_groups = {key: dict(group.advantages) for key, group in batch.groups.items()}
+    assert batch.next_update()
+    again = batch.without({"c"})
+    assert {sample: advantage for sample, _, advantage in send(again)} == {
+        sample: advantage for sample, advantage in first.items() if not sample.startswith("c")
+    }
+    assert {group.group_id: group.advantages for group in again.groups_trained} == of_groups
+    assert again.no_gradient == batch.no_gradient
+    retried = batch_of(2, 1, name=name).without({"c"})  # of the first update: a batch that never had the group
+    fewer = {sample: advantage for sample, _, advantage in send(retried)}
+    assert (fewer == {sample: first[sample] for sample in fewer}) == (name == "grpo")
+
+
+def test_a_later_update_without_a_group_is_not_whitened_anew() -> None:
+    def of(batch: StepBatch) -> dict[str, list[float]]:
+        rows = [row for pieces in batch.pieces.values() for group in pieces for row in group.sequences]
+        return {row.sample_id: row.estimates[:, 0].tolist() for row in rows if row.estimates is not None}
+
+    batch, rng = batch_of(2, 1, name="ppo", critic={}, whiten_advantages=True), np.random.default_rng(0)
+    while (shares := batch.estimation.next(24, 1)) is not None:
+        tokens = sum(group.loss_tokens for group in shares[0])
+        batch.estimated([rng.normal(size=(tokens, 3)).astype(np.float32)])
+    first = of(batch)
+    assert of(batch.without({"a"})) != {key: values for key, values in first.items() if not key.startswith("a")}
+    send(batch)
+    assert batch.next_update()
+    again = batch.without({"a"})
+    assert of(again) == {key: values for key, values in first.items() if not key.startswith("a")}
+    assert not again.awaits_estimates and len(send(again)) == 6
+
+
+def test_a_group_that_an_earlier_update_has_trained_is_recorded_as_trained() -> None:
+    batch = batch_of(2, 2)
+    assert [one.group_id for one in batch.without({"a"}).groups_never_trained] == ["a"]
+    send(batch)
+    earlier = {group.group_id for group in batch.of_update}
+    assert batch.next_update()
+    batch = batch.without({"b"})
+    send(batch)
+    assert batch.next_update()
+    every, used = set(REWARDS), {"b"} & earlier
+    assert {one.group_id for one in batch.groups_trained} == every - {"b"} | used
+    assert {one.group_id for one in batch.groups_never_trained} == {"b"} - used
+    later = min(set(batch.groups) - {"d"})
+    batch = batch.without({later})  # in the second pass all others have been trained
+    assert {one.group_id for one in batch.groups_trained} == every - {"b"} | used
+    assert [group.group_id for group in batch.not_finite] == ["b", later]
 
 
 def test_each_update_of_a_step_that_is_refused_is_tried_again_and_the_step_counts_once(tmp_path: Path) -> None:

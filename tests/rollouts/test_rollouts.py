@@ -7,7 +7,6 @@ import os
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,9 @@ import pytest
 
 from ranker.data import read_rollouts
 from scheduler.cost.length_forecast import Forecast
+from streamrl.config.run import RunConfig
 from streamrl.controller.length_predictor import COLUMNS
+from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_recorder import Recorder
 from streamrl.errors import RunFailed
 from streamrl.protocol.controller_site import Generate
@@ -220,7 +221,7 @@ def test_rollouts_are_on_disk_before_the_ledger_forgets_them(tmp_path: Path, mon
     monkeypatch.setattr(os, "replace", replaced)
     parts: list[Any] = [RolloutStore(tmp_path / "rollouts"), ForgetfulLedger(), *[None] * 5]
     recorder: Any = Recorder(*parts)
-    batch = SimpleNamespace(step=1, groups={"g": make_group("g")}, dropped=[], not_finite=[])
+    batch = StepBatch(RunConfig(), 1, {"g": make_group("g")})
     with pytest.raises(RunFailed, match="enough"):
         recorder.step_done(batch, *[None] * 6)
     partial = events[1][1]
@@ -244,7 +245,7 @@ def test_all_rows_of_a_step_say_that_step_whatever_they_were_issued_for(tmp_path
     groups = {name: make_group(name) for name in ("taken", "dropped", "not_finite")}
     groups["taken"].step, groups["dropped"].step, groups["not_finite"].step = 6, 7, 6
     lists = {name: [groups[name]] for name in ("dropped", "not_finite")}
-    batch: Any = SimpleNamespace(step=6, groups={"taken": groups["taken"]}, **lists)
+    batch = StepBatch(RunConfig(), 6, {"taken": groups["taken"]}, **lists)
     recorder: Any = Recorder(*parts)
     with pytest.raises(RunFailed, match="enough"):
         recorder.step_done(batch, *[None] * 6)
