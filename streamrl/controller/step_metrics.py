@@ -69,7 +69,9 @@ def step_metrics(
     tokens, normalizer = stats["tokens"], batch.earlier_normalizer + batch.normalizer
     has_critic = batch.run.algorithm.advantage == "gae"
     tflops = stats["flops"] / times.learn_s / 1e12 if stats["flops"] and times.learn_s else None
-    staleness = (batch.step - 1) - np.concatenate([s.sampled_versions for s in samples])
+    sampled = np.concatenate([s.sampled_versions for s in samples])  # none: episodes that ended before a call
+    staleness = (batch.step - 1) - sampled if sampled.size else None
+    oldest = None if staleness is None else float(staleness.max())
 
     def per_token(key: str, count: float) -> float | None:
         return stats[key] / count if count else None
@@ -102,8 +104,8 @@ def step_metrics(
         output_length_p50=float(np.percentile(lengths, 50)),
         output_length_p90=float(np.percentile(lengths, 90)),
         output_length_max=float(lengths.max()),
-        staleness_mean=float(staleness.mean()),
-        staleness_max=float(staleness.max()),
+        staleness_mean=None if staleness is None else float(staleness.mean()),
+        staleness_max=oldest,
         logprob_gap_mean=per_token("gap_sum", tokens),
         importance_ratio_max=stats["ratio_max"] if tokens else None,
         weight_version=batch.step,
@@ -159,7 +161,7 @@ def step_metrics(
         weight_publications=len(times.syncs),
         length_audit=audit,
         length_bias_warning=audit.warning,
-        mismatch_warning=gap_warning(_first_gap(batch), float(staleness.max()), gap_bound),
+        mismatch_warning=gap_warning(_first_gap(batch), oldest, gap_bound),
         dispatch_by_prediction=predictions.dispatched_by,
         dispatch_saved=predictions.saving.saved if predictions.saving else None,
         dispatch_captured=predictions.saving.captured if predictions.saving else None,

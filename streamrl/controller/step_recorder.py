@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
 
@@ -15,6 +16,8 @@ from streamrl.protocol.controller_trainer import StepDone
 from streamrl.rollouts.ledger import Ledger
 from streamrl.rollouts.length_audit import LengthAudit, StepAudit
 from streamrl.rollouts.rollout_store import RolloutStore
+
+log = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -92,6 +95,8 @@ class Recorder:
             self.peak_tflops,
             gap_bound,
         )
+        if row.staleness_max is None:
+            log.warning("step %d trained nothing: no sample of it with a reward has a sampled token", batch.step)
         self.telemetry.step_done(row, batch, self.times.ended_trainer)
         return times
 

@@ -1,0 +1,47 @@
+"""What is recorded of a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streamrl.controller.length_predictor import StepLengths
+from streamrl.controller.step_recorder import Recorder
+from streamrl.controller.step_times import Interval, Traffic
+from streamrl.protocol.controller_trainer import StepDone
+from streamrl.rollouts.length_audit import LengthAudit
+from streamrl.rollouts.rollout_store import RolloutStore
+from streamrl.run_dir.metrics import MetricsRow
+from tests.controller.test_pool_and_batch import config, taken
+from tests.rollouts.test_row_parts import trajectory
+
+
+def test_a_step_without_a_token_is_recorded_without_staleness_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    batch = taken(config(2), {"a": (1.0, 0.0), "b": (0.0, 1.0)})
+    none = np.zeros(0, np.int32)
+    for group in batch.groups.values():
+        for sample_id, one in group.scored.items():
+            told = trajectory([])  # such as of an agent that never calls the model
+            empty = {"completion_tokens": none, "logprobs": none.astype(np.float32), "token_versions": none}
+            group.scored[sample_id] = replace(one, sample=replace(one.sample, trajectory=told, **empty))
+    times = Interval(0.0, 10.0, (), (), {"one": ()}, {"one": ()}, (), {"one": (0.0, 10.0)})
+    result = StepDone(rank=0, started=0.0, finished=1.0, grad_norm=0.0, learning_rate=1e-3, skipped=False)
+    rows: list[MetricsRow] = []
+    unused: Any = SimpleNamespace(
+        **{"train": lambda *_: 0, "end_step": lambda *_: times, "between": lambda *_: {}, "usd_per_hour": {}},
+        **{"memory": SimpleNamespace(total_gb=1.0), "ended_trainer": [], "step_done": lambda row, *_: rows.append(row)},
+    )
+    store = RolloutStore(tmp_path / "rollouts")
+    recorder = Recorder(store, unused, LengthAudit(128), unused, unused, unused, None)
+    recorder.step_done(batch, result, StepLengths(None, None), True, Traffic(), 0, 0, gap_bound=0.001)
+    (row,) = rows
+    assert (row.staleness_mean, row.staleness_max, row.mismatch_warning) == (None, None, None)
+    assert (row.reward_mean, row.tokens_trained, row.output_length_max, row.samples_total) == (0.5, 0, 0.0, 4)
+    assert caplog.messages == ["step 1 trained nothing: no sample of it with a reward has a sampled token"]
