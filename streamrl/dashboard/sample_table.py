@@ -11,7 +11,6 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, fields
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from ranker.data import ROW_IDS, first_rows
 from streamrl.dashboard.text_search import Mark, TextSearch
 from streamrl.errors import UserError
 from streamrl.plain_files import plain_names
-from streamrl.rollouts.parquet_files import read_columns
+from streamrl.rollouts.parquet_files import read_columns, step_of
 from streamrl.rollouts.rollout_store import SCHEMA
 
 LIGHT: tuple[str, ...] = ("sample_id", "group_id", "prompt_id", "task", "step", "output_length", "finish_reason")
@@ -151,7 +150,7 @@ class SampleTable:
         """Read new and replaced files, forget deleted ones, and return the table."""
         marks: dict[Path, Mark] = {}
         names = plain_names(self.folder, below=self.folder.parent)
-        for path in (self.folder / name for name in names if fnmatch(name, "step_*.parquet")):
+        for path in (self.folder / name for name in names if step_of(name) is not None):
             with contextlib.suppress(FileNotFoundError):  # deleted by a resumed run since the listing
                 stat = path.lstat()
                 marks[path] = stat.st_ino, stat.st_size, stat.st_mtime_ns

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from streamrl.atomic_files import replacing
 from streamrl.errors import UserError
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
-from streamrl.rollouts.parquet_files import read_columns
+from streamrl.rollouts.parquet_files import read_columns, step_file, step_files
 from streamrl.rollouts.types import ByteArray, rows_from
 
 SCHEMA = pa.schema(
@@ -73,11 +73,11 @@ class KeptMicroBatches:
 
     def path(self, step: int) -> Path:
         """Return the file of a step."""
-        return self.directory / f"step_{step:06d}.parquet"
+        return self.directory / step_file(step)
 
     def steps(self) -> list[int]:
         """Return the numbers of all kept steps, in order."""
-        return sorted(int(path.stem.removeprefix("step_")) for path in self.directory.glob("step_*.parquet"))
+        return [step for step, _ in step_files(self.directory)]
 
     def write(self, kept: KeptStep) -> Path:
         """Write a step atomically; a file of the same step is replaced.

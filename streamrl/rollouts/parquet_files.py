@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,24 @@ MOST_DECODED = 4 << 30
 """Most bytes that some columns of a file may take in memory: a few kilobytes can unpack to any number of rows."""
 BATCH = 1_024
 """Rows that are unpacked at a time."""
+
+OF_STEP = re.compile(r"step_([0-9]+)\.parquet")
+
+
+def step_file(step: int) -> str:
+    """Return the name of a step's file."""
+    return f"step_{step:06d}.parquet"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step whose file has this name; None: it is no step's, such as `step_000003.old.parquet`."""
+    match = OF_STEP.fullmatch(name)
+    return int(match[1]) if match and name == step_file(int(match[1])) else None
+
+
+def step_files(folder: Path) -> list[tuple[int, Path]]:
+    """Return the steps that have a file in a folder, in order, and their files; [] if there is no such folder."""
+    return sorted((step, path) for path in folder.glob("step_*") if (step := step_of(path.name)) is not None)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from ranker.data import ROW_IDS, first_rows
 from streamrl.atomic_files import replacing, sync_folder
 from streamrl.errors import RunFailed
+from streamrl.rollouts.parquet_files import step_file, step_files
 from streamrl.rollouts.row_parts import episode_rows
 from streamrl.rollouts.types import Group
 
@@ -80,7 +81,7 @@ class RolloutStore:
 
     def path(self, step: int) -> Path:
         """Return the name of a step's file."""
-        return self.directory / f"step_{step:06d}.parquet"
+        return self.directory / step_file(step)
 
     def write(self, step: int, groups: list[Group]) -> Path:
         """Write a step's samples atomically, to disk: the ledger forgets what they hold once this returns.
@@ -107,7 +108,7 @@ class RolloutStore:
         """
         steps: list[list[dict[str, Any]]] = []
         count = 0
-        for path in sorted(self.directory.glob("step_*.parquet"), reverse=True):
+        for _, path in reversed(step_files(self.directory)):
             if count >= most:
                 break
             try:
@@ -122,8 +123,8 @@ class RolloutStore:
 
     def rewind(self, first_step: int) -> None:
         """Delete the files from `first_step` on."""
-        for path in self.directory.glob("step_*.parquet"):
-            if int(path.stem.split("_")[1]) >= first_step:
+        for step, path in step_files(self.directory):
+            if step >= first_step:
                 path.unlink()
 
 

@@ -157,6 +157,13 @@ def test_a_file_that_can_be_read_again_is_shown_with_those_after_it(
     assert index is not None and table.place(index) == (tmp_path / "step_000003.parquet", 0)
 
 
+def test_a_copy_of_a_file_is_left_out(table: SampleTable, tmp_path: Path) -> None:
+    before = ids(table)
+    (tmp_path / "step_000001 (copy).parquet").write_bytes((tmp_path / "step_000001.parquet").read_bytes())
+    table.look()
+    assert ids(table) == before
+
+
 def test_a_broken_file_is_left_out_and_said(table: SampleTable, tmp_path: Path) -> None:
     (tmp_path / "step_000004.parquet").write_bytes(b"PAR1 cut")
     table.look()

@@ -19,7 +19,7 @@ from streamrl.config.run import RunConfig
 from streamrl.controller.length_predictor import COLUMNS
 from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_recorder import Recorder
-from streamrl.errors import RunFailed
+from streamrl.errors import RunFailed, UserError
 from streamrl.protocol.controller_site import Generate
 from streamrl.protocol.message import parse, wire
 from streamrl.protocol.samples import (
@@ -31,6 +31,7 @@ from streamrl.protocol.samples import (
     sample_to_wire,
 )
 from streamrl.rollouts.advantage import group_advantages
+from streamrl.rollouts.kept_micro_batches import KeptMicroBatches, KeptStep
 from streamrl.rollouts.ledger import Ledger, pack_content, unpack_content
 from streamrl.rollouts.micro_batch import from_wire, to_wire, train_groups
 from streamrl.rollouts.rank_shares import balance
@@ -292,6 +293,28 @@ def test_rollout_rows_are_the_contracts(tmp_path: Path) -> None:
     store.write(2, groups)
     store.rewind(2)
     assert [p.name for p in store.directory.iterdir()] == ["step_000001.parquet"]
+
+
+OTHERS = ("step_000003.old.parquet", "step_000003 (copy).parquet", "step_3.parquet", "step_best.parquet")
+"""Names of files that are no step's."""
+
+
+def test_a_file_that_is_no_steps_is_left_alone(tmp_path: Path) -> None:
+    store, kept = RolloutStore(tmp_path / "rollouts"), KeptMicroBatches(tmp_path / "refused")
+    for step in (2, 1_000_000):
+        store.write(step, [make_group(f"g{step}")])
+        kept.write(KeptStep(step, 1.0, "loss", {}, []))
+    for folder in (store.directory, kept.directory):
+        for name in OTHERS:
+            (folder / name).write_bytes((folder / "step_000002.parquet").read_bytes())
+    assert [row["group_id"] for row in store.newest(["group_id"], 99)] == ["g2"] * 2 + ["g1000000"] * 2
+    assert kept.steps() == [2, 1_000_000]
+    with pytest.raises(UserError, match=r"kept are those of step 2, 1000000$"):
+        kept.read(3)
+    store.rewind(2)
+    kept.rewind(2)
+    for folder in (store.directory, kept.directory):
+        assert {path.name for path in folder.iterdir()} == set(OTHERS)
 
 
 def test_micro_batches_survive_the_wire_and_ranks_get_equal_shares() -> None:
