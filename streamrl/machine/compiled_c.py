@@ -41,17 +41,31 @@ def load(source: Path, instead: str) -> ctypes.CDLL | None:
     """
     try:
         compiler = _compiler()
-        cpu = this_cpu()
-        facts = [source.read_text(), *FLAGS, *compiler, platform.machine(), cpu.name, *sorted(cpu.flags)]
-        digest = hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
-        command = [*compiler, *FLAGS, str(source), "-lm"]
-        return _loaded(f"{source.stem.replace('_', '-')}-{digest}.so", command)
+        return _loaded(_name(source, compiler), [*compiler, *FLAGS, str(source), "-lm"])
     except subprocess.CalledProcessError as error:
         reason = f"{error} {error.stderr.decode(errors='replace')[-LAST_WORDS:]}"
     except (OSError, ValueError, subprocess.SubprocessError, UserError) as error:
         reason = str(error)
     log.warning("%s, because %s could not be compiled: %s", instead, source.name, reason)
     return None
+
+
+def library_name(source: Path) -> str:
+    """Return the file name of the library that a source compiles to on this machine; 'none': there is no compiler.
+
+    It changes with the source, the compiler, its flags and the CPU.
+    """
+    try:
+        return _name(source, _compiler())
+    except (OSError, ValueError):
+        return "none"
+
+
+def _name(source: Path, compiler: list[str]) -> str:
+    cpu = this_cpu()
+    facts = [source.read_text(), *FLAGS, *compiler, platform.machine(), cpu.name, *sorted(cpu.flags)]
+    digest = hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
+    return f"{source.stem.replace('_', '-')}-{digest}.so"
 
 
 def _compiler() -> list[str]:

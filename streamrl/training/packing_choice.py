@@ -1,8 +1,8 @@
 """The packing of a run: `batch.packing`, with `auto` decided by the proof of `packing_proof.py`. No torch.
 
-The proof is made once for an architecture, these versions of torch and transformers, and this code; then its result is
-read from the cache. It runs in a process of its own (`python -m streamrl.training.packing_choice FOLDER`) unless the
-caller has imported torch.
+The proof is made once for an architecture, these versions of torch and transformers, this code and its kernel for this
+CPU; then its result is read from the cache. It runs in a process of its own
+(`python -m streamrl.training.packing_choice FOLDER`) unless the caller has imported torch.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ from streamrl.atomic_files import replace_text
 from streamrl.config.run import RunConfig
 from streamrl.errors import ErrorCode, UserError
 from streamrl.imports import importing
+from streamrl.machine.compiled_c import library_name
 from streamrl.machine.model_files import cache_directory
 from streamrl.training.packing_ways import PackingKind, PackingProof, PackingWay
 
+KERNEL = Path(__file__).with_name("group_attention.c")
+"""Attention over shared prompts on a CPU; without it, torch computes it (`group_attention.py`)."""
 LIMIT_S = 300.0
 """Seconds that the proving process may take; importing torch and transformers takes nearly all of them."""
 
@@ -137,13 +140,14 @@ def _figures(logprobs: float, gradient: float) -> str:
 def _key(folder: Path) -> str:
     versions = [importlib.metadata.version(name) for name in ("torch", "transformers")]
     config = (folder / "config.json").read_bytes().decode(errors="replace")
-    return hashlib.blake2b(json.dumps([versions, _code(), config]).encode(), digest_size=8).hexdigest()
+    facts = json.dumps([versions, _code(), library_name(KERNEL), config])
+    return hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()
 
 
 @lru_cache
 def _code() -> str:
     """Return a hash of the code that computes a batch and proves it: all of this package."""
-    parts = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    parts = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.*")) if path.suffix in (".py", ".c")]
     return hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
 
 

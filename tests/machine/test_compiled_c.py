@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.machine import compiled_c
-from streamrl.machine.compiled_c import load
+from streamrl.machine.compiled_c import library_name, load
 
 
 @pytest.fixture
@@ -44,6 +44,16 @@ def test_a_library_is_compiled_once(source: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(compiled_c.subprocess, "run", None)
     again = load(source, "slow")
     assert again is not None and again.half(8) == 4
+
+
+def test_the_name_of_a_library_is_known_before_it_is_compiled(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = library_name(source)
+    assert load(source, "slow") is not None
+    assert [file.name for file in in_cache(source)] == [name]
+    source.write_text("int half(int x) { return x >> 1; }")
+    assert library_name(source) not in (name, "none")
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert library_name(source) == "none"
 
 
 @pytest.mark.parametrize("content", [b"", b"no library"])

@@ -173,6 +173,34 @@ def test_a_proof_is_made_once_for_an_architecture_and_this_code(
         proof_of(model)
 
 
+def test_a_proof_is_made_again_for_another_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path / "cache"))
+    model = save_tiny_model(tmp_path / "model")
+    made: list[str] = []
+
+    def prove_here(folder: Path) -> str:
+        made.append(folder.name)
+        return json.dumps(asdict(PackingProof("llama", (), unproven="is not run here")))
+
+    monkeypatch.setattr(packing_choice, "_prove_here", prove_here)
+    for library in ("group-attention-1.so", "group-attention-2.so", "none", "none"):
+        monkeypatch.setattr(packing_choice, "library_name", lambda source, name=library: f"{source.stem} {name}")
+        proof_of(model)
+    assert len(made) == 3
+
+
+@pytest.mark.parametrize("name", ["kernel.c", "loss.py"])
+def test_the_code_of_a_proof_is_python_and_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    hash_of = packing_choice._code.__wrapped__
+    monkeypatch.setattr(packing_choice, "__file__", str(tmp_path / "packing_choice.py"))
+    (tmp_path / name).write_text("one")
+    first = hash_of()
+    (tmp_path / "notes.txt").write_text("no code")
+    assert hash_of() == first
+    (tmp_path / name).write_text("another")
+    assert hash_of() != first
+
+
 def test_a_proof_in_which_a_way_could_not_run_is_kept_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path / "cache"))
     model = save_tiny_model(tmp_path / "model")
