@@ -68,7 +68,11 @@ class BatchConfig(StrictModel):
     prompts_per_step: int = Field(8, ge=1, description="prompts (groups) per optimizer step")
     samples_per_prompt: int = Field(8, ge=1, description="completions per prompt (group size)")
     micro_batch_tokens: int = Field(
-        2048, ge=64, description="most tokens in one forward/backward pass of a rank (a larger group runs alone)"
+        2048,
+        ge=64,
+        description="most tokens in one forward/backward pass of a rank; a larger group is cut into parts that each "
+        "repeat its prompt. A single completion that is longer with its prompt, or an episode whose rows must stay "
+        "together, runs alone",
     )
     epochs: int = Field(
         1,
