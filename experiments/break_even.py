@@ -128,14 +128,14 @@ def _following(allocator: Allocator, trainer: int, limit_s: float) -> Iterator[P
     if len(sizes) > SYNC_SIZES:
         wanted = set(np.geomspace(1, len(sizes), SYNC_SIZES).round().astype(int).tolist())
         sizes = [one for place, one in enumerate(sizes, 1) if place in wanted]
-    for gpus, time in sizes:
+    for _, time in sizes:
         high = limit_s - (time.seconds if allocator.schedule == "sync" else 0.0)
         if time.seconds >= limit_s or high <= 0:
             continue
         low = 0.0
         for turn in range(LATEST):
             deadline = high if turn == 0 else (low + high) / 2
-            covered = allocator.cover(trainer, gpus, deadline)
+            covered = allocator.cover(trainer, time, deadline)
             if covered is None:
                 if turn == 0:
                     break  # not possible even in the whole time
@@ -150,7 +150,7 @@ def _following(allocator: Allocator, trainer: int, limit_s: float) -> Iterator[P
             if turn == 0:
                 break
         for earlier in EARLIER if low else ():
-            covered = allocator.cover(trainer, gpus, low * earlier)
+            covered = allocator.cover(trainer, time, low * earlier)
             if covered is not None:
                 yield evaluate(allocator, Split(trainer, time, covered[1]), "cost")
 

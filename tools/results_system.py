@@ -193,12 +193,13 @@ def _second_site() -> str:
         assert found is not None, pattern
         return found.groups()
 
-    cheaper, dearer = stated(r"H800 \+ far H20 is (\S+)% cheaper with deltas and (\S+)% dearer with full weights")
+    than = r"(\S+)% (cheaper|dearer)"
+    both = stated(rf"H800 \+ far H20 is {than} with deltas and {than} with full weights")
     (sync,) = stated(r"sync (never) / never / never")
     stream, continuous = stated(r"stream (\S+) / \S+ / \S+; async (\S+) / ")
     (egress,) = stated(r"USD/GB: (\S+) with deltas")
     return (
-        f"{cheaper} % cheaper per 1,000 samples with deltas, {dearer} % dearer with full weights; break-even at "
+        f"{both[0]} % {both[1]} per 1,000 samples with deltas, {both[2]} % {both[3]} with full weights; break-even at "
         f"{float(continuous):.3f} Gbit/s (`async`) and {float(stream):.3f} (`stream`), {sync} under `sync`; with "
         f"deltas it pays up to {float(egress):.2f} USD/GB of egress"
     )

@@ -216,17 +216,16 @@ class Allocator:
         place = bisect_left(times, -deadline, key=lambda one: -math.inf if one is None else -one.seconds)
         return times[place] if place < len(times) else None
 
-    def cover(self, trainer: int, taken: int, deadline: float) -> tuple[float, tuple[Replicas, ...]] | None:
-        """Return the cheapest generation beside a trainer of so many GPUs: USD per hour with traffic, and the
-        replicas."""
-        return self._to_cover(trainer, taken, deadline).solve()
+    def cover(self, trainer: int, time: TrainerTime, deadline: float) -> tuple[float, tuple[Replicas, ...]] | None:
+        """Return the cheapest generation beside a trainer: USD per hour with traffic, and the replicas."""
+        return self._to_cover(trainer, time, deadline).solve()
 
     def possible(self, trainer: int, deadline: float) -> bool:
         """Return whether the stages can both end by a deadline, whatever it costs."""
         time = self.smallest(trainer, deadline)
-        return time is not None and self._to_cover(trainer, time.gpus, deadline).enough
+        return time is not None and self._to_cover(trainer, time, deadline).enough
 
-    def _to_cover(self, trainer: int, taken: int, deadline: float) -> Cover:
+    def _to_cover(self, trainer: int, time: TrainerTime, deadline: float) -> Cover:
         problem, home = self.problem, self.problem.offers[trainer].site
         sites: list[str] = []
         fixed: list[float] = []
@@ -234,7 +233,7 @@ class Allocator:
         choices: list[Choice] = []
         for number, kinds in self.kinds.items():
             offer = problem.offers[number]
-            free = offer.count - (taken if number == trainer else 0)
+            beside = time if number == trainer else None
             route = None if offer.site == home else problem.route(home, offer.site)
             between = deadline * problem.sync_every  # versions
             if offer.site != home and (route is None or route.weight_seconds(problem.sent_bytes) > between):
@@ -250,23 +249,22 @@ class Allocator:
             traffic = usd_per_byte * problem.sample_bytes
             useful = []
             for kind in kinds:
-                share = kind.share(deadline, self.steady)
-                if share > 0 and free >= kind.tensor_parallel:
+                share, most = kind.share(deadline, self.steady), most_replicas(offer, kind.tensor_parallel, beside)
+                if share > 0 and most > 0:
                     price = kind.tensor_parallel * offer.usd_per_hour + traffic * min(share, 1.0)
-                    useful.append((kind, share, price))
+                    useful.append((kind, share, price, most))
             if useful:
                 useful.sort(key=lambda one: (one[2] / one[1], one[0].tensor_parallel))
                 choices.append(Choice(number, sites.index(offer.site), tuple(useful)))
         choices.sort(key=lambda one: (one.ratio, one.offer))
-        free_gpus = [problem.offers[c.offer].count - (taken if c.offer == trainer else 0) for c in choices]
-        return Cover(choices, free_gpus, fixed, room)
+        return Cover(choices, fixed, room)
 
     def split(self, trainer: int, deadline: float) -> tuple[float, Split] | None:
         """Return the cheapest split with this trainer whose stages both end by a deadline: (USD per hour, split)."""
         time = self.smallest(trainer, deadline)
         if time is None:
             return None
-        covered = self.cover(trainer, time.gpus, deadline)
+        covered = self.cover(trainer, time, deadline)
         if covered is None:
             return None
         rent = covered[0] + time.gpus * self.problem.offers[trainer].usd_per_hour
@@ -319,13 +317,13 @@ class Allocator:
         """Yield splits for stages of which the second waits for (parts of) the first: all trainer sizes, or a selection
         and then those around the best one."""
         times = [one for one in self.trainers[trainer] if one is not None]
-        sizes = sorted({one.gpus: one for one in times}.items())
+        sizes = [time for _, time in sorted({one.gpus: one for one in times}.items())]
         tried: dict[int, list[tuple[float, Split]]] = {}
 
         def attempt(places: Iterable[int]) -> None:
             for place in places:
                 if place not in tried:
-                    tried[place] = list(self._beside(trainer, *sizes[place], objective))
+                    tried[place] = list(self._beside(trainer, sizes[place], objective))
 
         def merit(place: int) -> float:
             return min((worth for worth, _ in tried[place]), default=math.inf)
@@ -339,28 +337,40 @@ class Allocator:
         found = sorted((one for some in tried.values() for one in some), key=lambda one: one[0])
         yield from (split for _, split in found[:SYNC_KEPT])
 
-    def _beside(
-        self, trainer: int, gpus: int, time: TrainerTime, objective: PlanObjective
-    ) -> Iterator[tuple[float, Split]]:
+    def _beside(self, trainer: int, time: TrainerTime, objective: PlanObjective) -> Iterator[tuple[float, Split]]:
         """Yield the fastest generation beside a trainer, and for `cost` slower ones.
 
         Each with what is to be small: the seconds of a step, or for `cost` its price, USD per hour times these seconds.
         """
-        price = gpus * self.problem.offers[trainer].usd_per_hour
+        price = time.gpus * self.problem.offers[trainer].usd_per_hour
 
         def affordable(t: float) -> bool:
-            found = self.cover(trainer, gpus, t)
+            found = self.cover(trainer, time, t)
             return found is not None and found[0] + price <= self.problem.budget
 
         least = least_time(affordable)
         if not math.isfinite(least):
             return
         for slower in SLOWER if objective == "cost" else (1.0,):
-            found = self.cover(trainer, gpus, least * slower)
+            found = self.cover(trainer, time, least * slower)
             if found is not None:
                 split = Split(trainer, time, found[1])
                 seconds = following_seconds(self.schedule, split, least * slower, self.problem.batch)
                 yield (found[0] + price) * seconds if objective == "cost" else seconds, split
+
+
+def most_replicas(offer: Offer, tensor_parallel: int, trainer: TrainerTime | None = None) -> int:
+    """Return how many replicas of so many GPUs, each inside a machine, the GPUs of an offer can be.
+
+    Args:
+        offer: GPUs, on as few machines as hold them.
+        tensor_parallel: GPUs of a replica.
+        trainer: one that takes GPUs of these machines, as many of each of its nodes; None: there is none.
+    """
+    each, machines = int(offer.device.per_machine), math.ceil(offer.count / offer.device.per_machine)
+    gpus, nodes = (trainer.gpus, trainer.nodes) if trainer is not None else (0, 0)
+    beside = nodes * ((each - gpus // nodes) // tensor_parallel) if nodes else 0
+    return min((offer.count - gpus) // tensor_parallel, beside + (machines - nodes) * (each // tensor_parallel))
 
 
 def following_seconds(schedule: str, split: Split, makespan_s: float, batch: Batch) -> float:

@@ -41,8 +41,8 @@ class Choice:
 
     offer: int
     site: int
-    kinds: tuple[tuple[ReplicaKind, float, float], ...]
-    """(kind, share, USD per hour of a replica, traffic included), best price per share first."""
+    kinds: tuple[tuple[ReplicaKind, float, float, int], ...]
+    """(kind, share, USD per hour of a replica, traffic included, most replicas), best price per share first."""
 
     @property
     def ratio(self) -> float:
@@ -55,8 +55,6 @@ class Cover:
     """Branch and bound over numbers of replicas, offers in order of their price per share."""
 
     choices: Sequence[Choice]
-    free: Sequence[int]
-    """GPUs of each choice."""
     fixed: Sequence[float]
     """USD per hour of taking part at all, by site."""
     room: Sequence[float]
@@ -69,8 +67,8 @@ class Cover:
     def enough(self) -> bool:
         """Whether all choices together generate a batch."""
         most = [0.0] * len(self.room)
-        for choice, free in zip(self.choices, self.free, strict=True):
-            most[choice.site] += max(share * (free // kind.tensor_parallel) for kind, share, _ in choice.kinds)
+        for choice in self.choices:
+            most[choice.site] += max(share * count for _, share, _, count in choice.kinds)
         return sum(map(min, most, self.room)) >= 1 - 1e-12
 
     def solve(self) -> tuple[float, tuple[Replicas, ...]] | None:
@@ -104,9 +102,9 @@ class Cover:
         entry = 0.0 if choice.site in used else self.fixed[choice.site]
         left = self.room[choice.site] - used.get(choice.site, 0.0)
         after = self.choices[place + 1].ratio if place + 1 < len(self.choices) else math.inf
-        for kind, share, price in choice.kinds:
+        for kind, share, price, possible in choice.kinds:
             enough = math.ceil(need / share - 1e-9)
-            most = min(self.free[place] // kind.tensor_parallel, enough)
+            most = min(possible, enough)
             if left < need and left < most * share:
                 most = math.floor(left / share + 1e-9)
             for count in range(most, 0, -1):

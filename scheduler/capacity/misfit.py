@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from scheduler.capacity.allocation import Allocator, Problem
 from scheduler.cost.generation_cost import GPU_MEMORY_FRACTION, free_bytes, replica_degrees, slots_of
+from scheduler.cost.hardware import machines_of
 from scheduler.cost.training_cost import (
     layout_on,
     memory_per_gpu,
@@ -42,7 +43,8 @@ def _training(problem: Problem) -> str:
     for offer in problem.offers:
         if not offer.trains:
             continue
-        need = memory_per_gpu(problem.model, problem.work, layout_on(offer.device, problem.model, offer.count), longest)
+        most = max(gpus for gpus in range(1, offer.count + 1) if machines_of(offer.device, gpus) is not None)
+        need = memory_per_gpu(problem.model, problem.work, layout_on(offer.device, problem.model, most), longest)
         has = usable(offer.device)
         lines.append(
             f"{offer.name}: each GPU would need {need / 1e9:.1f} GB for training and has {has / 1e9:.1f} GB to use: "

@@ -26,6 +26,7 @@ from scheduler.capacity.allocation import (
     Problem,
     Split,
     following_seconds,
+    most_replicas,
 )
 from scheduler.capacity.covering import Replicas, generation_seconds
 from scheduler.capacity.steady_step import SteadyStep, steady_step
@@ -215,7 +216,9 @@ class PlacementPlan:
             f"{pool.count} x {pool.kind.tensor_parallel} {offers[pool.offer].device.name} in {offers[pool.offer].site}"
             for pool in self.split.generation
         ]
-        return f"train {self.split.time.gpus} {trainer.device.name} in {trainer.site}; generate {' + '.join(pools)}"
+        layout = ", ".join(f"{name}: {value}" for name, value in self.split.time.keys.items())
+        trains = f"train {self.split.time.gpus} {trainer.device.name} in {trainer.site}" + f" ({layout})" * bool(layout)
+        return f"{trains}; generate {' + '.join(pools)}"
 
     @property
     def limit(self) -> str:
@@ -412,7 +415,7 @@ def colocated(problem: Problem, objective: PlanObjective) -> Colocated | None:
             kind = replica_kind(problem.model, offer.device, tp, batch, offer.max_batch)
             if kind is None or offer.count < tp:
                 continue
-            generation = generation_seconds([Replicas(number, offer.count // tp, kind)], False)
+            generation = generation_seconds([Replicas(number, most_replicas(offer, tp), kind)], False)
             parts = time.shard * time.tensor_parallel
             switch = switch_seconds(problem.model, problem.work, offer.device, offer.count, parts)
             seconds = batch.played_s(generation, False) + time.seconds + switch

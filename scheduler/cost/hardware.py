@@ -282,6 +282,18 @@ def tensor_parallel_degrees(device: Device, heads: int) -> list[int]:
     return [tp for tp in TENSOR_PARALLEL if tp <= device.per_machine and heads % tp == 0]
 
 
+def machines_of(device: Device, gpus: int, together: int = 1) -> int | None:
+    """Return over how many machines a trainer's GPUs are spread evenly, as few as hold them; None: not evenly.
+
+    Args:
+        device: the kind of GPU.
+        gpus: of the trainer.
+        together: GPUs that share layers or rows, which are on one machine.
+    """
+    machines = math.ceil(gpus / (device.per_machine // together * together))
+    return None if gpus % (machines * together) else machines
+
+
 def peak_tflops(name: str, count: int) -> float | None:
     """Return the dense bf16 peak of `count` devices together, 10^12 operations per second.
 

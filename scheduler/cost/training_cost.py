@@ -8,11 +8,13 @@ The rates are what kernels of each type reach (`hardware.Device`), so a shape wi
 with much bandwidth for its compute has a utilisation of its own: a roofline (Williams et al., CACM 2009) of three kinds
 of work, one after the other.
 
-A rank holds 1/s of weights, gradients and optimizer; s GPUs are a shard group, and there may be several (hybrid
-sharding). Every micro-batch gathers the weights of all layers for the forward and again for the backward pass;
-gradients are scattered once per update where the whole of them is small (`reduces_once`), else by every micro-batch.
-A step has an update for each part of its batch and each pass over it (`TrainingWork.updates`); the optimizer's time and
-the exchange between replicas are those of an update.
+A rank holds 1/s of weights, gradients and optimizer; s GPUs are a shard group: all of them, or those of each machine
+(hybrid sharding). The GPUs are spread evenly over as few machines as hold them, as the ranks of a trainer are; numbers
+for which that does not come out, such as 13 on machines of 8, are left out.
+Every micro-batch gathers the weights of all layers for the forward and again for the backward pass; gradients are
+scattered once per update where the whole of them is small (`reduces_once`), else by every micro-batch. A step has an
+update for each part of its batch and each pass over it (`TrainingWork.updates`); the optimizer's time and the exchange
+between replicas are those of an update.
 These overlap with compute (FSDP prefetches the next layer), so the slower of both counts.
 A trained model costs a forward pass and a backward pass of twice that, and with recomputed activations one more
 forward; a model that is only evaluated costs one forward. Samples are split over ranks that share rows alone: none of
@@ -26,7 +28,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from scheduler.cost.hardware import CPU, TENSOR_PARALLEL, Device, tensor_parallel_degrees
+from scheduler.cost.hardware import CPU, TENSOR_PARALLEL, Device, machines_of, tensor_parallel_degrees
 from scheduler.cost.model_shapes import Transformer, undivided_heads
 
 REACHED = 0.75
@@ -167,6 +169,22 @@ class TrainerTime:
     """GPUs that split each layer; FSDP shards over the others (`trainer.tensor_parallel`)."""
     sequence_parallel: int = 1
     """GPUs that share each row of tokens (`trainer.sequence_parallel`)."""
+    nodes: int = 1
+    """Machines over which the GPUs are spread evenly (`trainer.nodes`)."""
+
+    @property
+    def copies(self) -> int:
+        """Copies of the weights: one, or with hybrid sharding one on every machine."""
+        return self.gpus // (self.shard * self.tensor_parallel)
+
+    @property
+    def keys(self) -> dict[str, int | str]:
+        """Keys of the cluster file's `trainer` that give this layout, beside `ranks`, other than defaults."""
+        keys: dict[str, int | str] = {} if self.nodes == 1 else {"nodes": self.nodes}
+        if self.copies > 1:
+            keys["sharding"] = "hybrid"
+        degrees = {"tensor_parallel": self.tensor_parallel, "sequence_parallel": self.sequence_parallel}
+        return keys | {name: degree for name, degree in degrees.items() if degree > 1}
 
     def busy_ranks(self, tokens: float, longest: float) -> float:
         """Return the data-parallel ranks, or sets of ranks, each of which processes samples of its own.
@@ -319,7 +337,7 @@ def smallest_trainer(model: Transformer, work: TrainingWork, device: Device, lon
 def _smallest(
     model: Transformer, work: TrainingWork, device: Device, longest: float, tp: int, sharing: int
 ) -> int | None:
-    """Return the fewest GPUs, a multiple of the degrees of tensor and sequence parallelism."""
+    """Return the fewest GPUs, a multiple of the degrees of tensor and sequence parallelism on each machine."""
 
     def fits(sets: int) -> bool:
         layout = layout_on(device, model, sets * sharing, tp, sharing)
@@ -334,16 +352,10 @@ def _smallest(
     while low - lower > 1:
         middle = (low + lower) // 2
         lower, low = (lower, middle) if fits(middle) else (middle, low)
-    return low * tp * sharing
-
-
-def _shards(ranks: int, machine: int) -> list[int]:
-    """Return the sizes of shard groups that divide the ranks and align with machine boundaries."""
-    return [
-        size
-        for size in range(1, ranks + 1)
-        if ranks % size == 0 and (size == ranks or machine % size == 0 or size % machine == 0)
-    ]
+    gpus = low * tp * sharing
+    while machines_of(device, gpus, tp * sharing) is None:
+        gpus += tp * sharing
+    return gpus
 
 
 def compute_seconds(model: Transformer, work: TrainingWork, device: Device, tokens: float, squares: float) -> float:
@@ -392,7 +404,9 @@ def _all_to_all_seconds(
 def exactly(
     model: Transformer, work: TrainingWork, device: Device, gpus: int, step: StepTokens, by_rows: bool = False
 ) -> TrainerTime | None:
-    """Return the time of a step on all of these GPUs, spread in the best way; None: it does not fit into memory.
+    """Return the time of a step on all of these GPUs, spread in the best way.
+
+    None: it does not fit into memory, or the GPUs cannot be spread evenly over machines.
 
     Args:
         model: one size for all roles.
@@ -407,19 +421,23 @@ def exactly(
     if by_rows:
         degrees = [(1, sharing) for sharing in sequence_parallel_degrees(device, model)]
     for tp, sharing in degrees:
-        if gpus % (tp * sharing) == 0:
-            for shard in _shards(gpus // tp, max(1, device.per_machine // tp)):
-                if shard % sharing:
-                    continue
+        if (machines := machines_of(device, gpus, tp * sharing)) is not None:
+            for shard in sorted({gpus // machines // tp, gpus // tp}):  # hybrid sharding, and full
                 layout = layout_on(device, model, shard, tp, sharing)
-                one = _spread_over(model, work, device, gpus, step, layout)
+                one = _spread_over(model, work, device, gpus, machines, step, layout)
                 if one is not None and (best is None or one.seconds < best.seconds):
                     best = one
     return best
 
 
 def _spread_over(
-    model: Transformer, work: TrainingWork, device: Device, gpus: int, step: StepTokens, layout: TrainerLayout
+    model: Transformer,
+    work: TrainingWork,
+    device: Device,
+    gpus: int,
+    machines: int,
+    step: StepTokens,
+    layout: TrainerLayout,
 ) -> TrainerTime | None:
     """Return the time of a step in one layout; None: it does not fit into memory."""
     tp, shard, sharing = layout.tensor_parallel, layout.shard, layout.sequence_parallel
@@ -452,7 +470,7 @@ def _spread_over(
         share = 2 * (replicas - 1) / replicas * REDUCE_BYTES * weights / shard
         optimizer += work.trained * share / (network if gpus > device.per_machine else fast)
     between = fast if shard * tp <= device.per_machine else network
-    return TrainerTime(gpus, shard, compute, moved / between, work.updates * optimizer, tp, sharing)
+    return TrainerTime(gpus, shard, compute, moved / between, work.updates * optimizer, tp, sharing, machines)
 
 
 @lru_cache(maxsize=64)

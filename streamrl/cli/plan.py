@@ -131,6 +131,8 @@ def _show(
     why: str,
 ) -> None:
     """Print the plans; `why`: where the schedule is from."""
+    from streamrl.planning.plan_keys import as_yaml, site_keys
+
     best, problem = found[0], inputs.problem
     batch, step = problem.batch, best.chosen
 
@@ -162,8 +164,7 @@ def _show(
                 f"{best.training_s:.1f}",
                 f"compute {time.compute_s:.1f}, FSDP traffic beside it {time.communication_s:.1f}, "
                 f"optimizer {time.optimizer_s:.2f}; shards of {time.shard}"
-                + (f", tensor_parallel {time.tensor_parallel}" if time.tensor_parallel > 1 else "")
-                + (f", sequence_parallel {time.sequence_parallel}" if time.sequence_parallel > 1 else ""),
+                + "".join(f", {name} {value}" for name, value in time.keys.items()),
             ),
             ("weights to the last site", f"{best.transfer_s:.2f}", f"1/{problem.delta_ratio:g} of them over links"),
             ("weights into replicas", f"{best.load_s:.2f}", "generation paused"),
@@ -180,6 +181,14 @@ def _show(
         ("schedule", "step (s)", "bubble gen.", "bubble train.", "samples/s", "USD/h", "USD/1k samples"),
         rows,
     )
+    if together is not None and together.gpus > problem.offers[together.offer].device.per_machine:
+        say(
+            "colocated is shown to compare: GPUs that take turns need launch.backend: local, which is one machine, of "
+            f"{problem.offers[together.offer].device.per_machine} such GPUs"
+        )
+    say("in the cluster file this plan is:")
+    for line in as_yaml(site_keys(best, inputs.prices)).splitlines():
+        say(f"  {line}")
     say(f"limit: {best.limit}")
     say(
         f"price: {step.usd_per_hour:.2f} USD/h, of which traffic {best.egress_usd * 3600 / step.seconds:.3f}; "
@@ -241,7 +250,8 @@ def _split_rows(best: PlacementPlan) -> list[tuple[str, ...]]:
     gpus = best.split.time.gpus
     price = f"{gpus * home.usd_per_hour:.2f}"
     time = best.split.time
-    spread = f"FSDP {time.shard}" + (f" x TP {time.tensor_parallel}" if time.tensor_parallel > 1 else "")
+    spread = f"{time.copies} x " if time.copies > 1 else ""
+    spread += f"FSDP {time.shard}" + (f" x TP {time.tensor_parallel}" if time.tensor_parallel > 1 else "")
     spread += f", SP {time.sequence_parallel}" if time.sequence_parallel > 1 else ""
     rows: list[tuple[str, ...]] = [(home.site, "trainer", home.device.name, str(gpus), spread, "", "", price)]
     for one, share in zip(best.split.generation, best.shares, strict=True):
@@ -275,6 +285,8 @@ def _plain(
     inputs: Inputs, found: Sequence[PlacementPlan], together: Colocated | None, objective: str
 ) -> dict[str, Any]:
     """Return the plans as plain values for --json."""
+    from streamrl.planning.plan_keys import site_keys
+
     problem = inputs.problem
     return {
         "model": problem.model.name,
@@ -294,7 +306,7 @@ def _plain(
             }
             for offer, source in zip(problem.offers, inputs.prices, strict=True)
         ],
-        "plans": [_plain_plan(one) for one in found],
+        "plans": [_plain_plan(one) | {"sites": site_keys(one, inputs.prices)} for one in found],
         "colocated": None
         if together is None
         else {
@@ -328,6 +340,8 @@ def _plain_plan(one: PlacementPlan) -> dict[str, Any]:
             "gpu": trainer.device.name,
             "gpus": one.split.time.gpus,
             "shard": one.split.time.shard,
+            "nodes": one.split.time.nodes,
+            "sharding": one.split.time.keys.get("sharding", "full"),
             "tensor_parallel": one.split.time.tensor_parallel,
             "sequence_parallel": one.split.time.sequence_parallel,
         },

@@ -89,6 +89,7 @@ def offers_of(
     from scheduler.capacity.allocation import Offer
     from scheduler.cost.hardware import CPU, device
     from streamrl.config.cluster import GenerationPool
+    from streamrl.planning.plan_keys import STATED
 
     counts: Counter[tuple[str, str, float, str]] = Counter()
     slots: dict[str, int] = {}
@@ -115,7 +116,7 @@ def offers_of(
                         f"{cluster_file}: site {site}, {what}: price_per_hour is {pool.price_per_hour:g}; a plan needs "
                         "prices above 0 (without the key, the catalogue's default is taken)"
                     )
-                usd, source = pool.price_per_hour / each, "the cluster file"
+                usd, source = pool.price_per_hour / each, STATED
             elif found.price is not None:
                 usd, source = found.price.usd_per_hour, f"default of {found.price.date}: {found.price.source}"
             else:

@@ -72,6 +72,55 @@ def test_the_json_holds_the_plans_and_is_the_same_each_time(
     assert len(values["plans"]) > 1
 
 
+@pytest.mark.parametrize(("source", "model"), [(HETEROGENEOUS, "7b"), (HETEROGENEOUS, "32b"), (CROSS, "14b")])
+def test_a_plan_is_printed_as_the_keys_of_a_cluster_file(
+    source: Path, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "90")  # what is to be copied is not wrapped
+    call = ["plan", "--model", model, "--lengths", "5k", "--json", tmp_path / "plan.json", "--cluster"]
+    assert streamrl(monkeypatch, *call, source) == 0
+    shown = capsys.readouterr().out
+    text = shown.split("in the cluster file this plan is:\n")[1].split("limit:")[0]
+    given, values = yaml.safe_load(text), yaml.safe_load(source.read_text())
+    every = json.loads((tmp_path / "plan.json").read_text())["plans"]
+    assert given == {"sites": every[0]["sites"]}
+    for plan in every:
+        sites = {}
+        for site, keys in plan["sites"].items():
+            rest = values["sites"][site].items()
+            sites[site] = {key: value for key, value in rest if key not in ("trainer", "generation")} | keys
+        links = [link for link in values["links"] if set(link["between"]) <= set(sites)]
+        copied = {**values, "sites": sites, "links": links}
+        (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(copied))
+        cluster = load_cluster(tmp_path / "cluster.yaml")
+        trainer = cluster.sites[cluster.trainer_site].trainer
+        assert trainer is not None and plan["trainer"] == {
+            "site": cluster.trainer_site,
+            "gpu": trainer.gpu,
+            "gpus": trainer.ranks,
+            "shard": trainer.ranks // trainer.tensor_parallel // (trainer.nodes if trainer.sharding == "hybrid" else 1),
+            "nodes": trainer.nodes,
+            "sharding": trainer.sharding,
+            "tensor_parallel": trainer.tensor_parallel,
+            "sequence_parallel": trainer.sequence_parallel,
+        }
+        pools = [(name, pool) for name, site in cluster.sites.items() for pool in site.generation]
+        keys = [(name, one.gpu, one.replicas, one.gpus_per_replica, one.max_batch) for name, one in pools]
+        names = "site", "gpu", "replicas", "tensor_parallel", "slots"
+        wanted = [tuple(one[name] for name in names) for one in plan["generation"]]
+        assert sorted(keys) == sorted(wanted)
+
+
+def test_turns_on_more_than_one_machine_are_shown_to_compare_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = []
+    for file in (HETEROGENEOUS, CROSS):  # 16 H800, and 8 H100, are the best to take turns
+        assert streamrl(monkeypatch, "plan", "--cluster", file, "--lengths", "5k") == 0
+        told.append("colocated is shown to compare" in capsys.readouterr().out)
+    assert told == [True, False]
+
+
 def test_a_plan_counts_on_speculation_only_if_it_is_told_the_acceptance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

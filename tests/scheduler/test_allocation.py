@@ -466,3 +466,26 @@ def test_a_budget_that_the_cheapest_plan_keeps_is_never_refused(schedule: str) -
     for budget in np.linspace(min(prices) * 1.01, max(prices) * 1.1, 8):
         found = plans(replace(one, budget=float(budget)), schedule, "throughput")
         assert all(plan.chosen.usd_per_hour <= budget * 1.001 for plan in found)
+
+
+def test_replicas_have_room_on_the_machines_beside_the_trainer() -> None:
+    sixteen, odd = offer("a", "H100", 16), offer("a", "H100", 12)
+    assert [allocation.most_replicas(sixteen, degree) for degree in (1, 2, 4, 8)] == [16, 8, 4, 2]
+    spread = TrainerTime(10, 10, 1.0, 0.0, 0.0, nodes=2)  # three are left on each machine
+    assert [allocation.most_replicas(sixteen, degree, spread) for degree in (1, 2, 4)] == [6, 2, 0]
+    alone = TrainerTime(6, 6, 1.0, 0.0, 0.0)
+    assert [allocation.most_replicas(sixteen, degree, alone) for degree in (1, 2, 4, 8)] == [10, 5, 2, 1]
+    assert [allocation.most_replicas(odd, degree, alone) for degree in (1, 4)] == [6, 1]
+    six = replace(sixteen, device=replace(device("H100"), per_machine=6), count=12)
+    assert allocation.most_replicas(six, 4) == 2
+
+
+@pytest.mark.parametrize("objective", ["throughput", "cost"])
+@pytest.mark.parametrize("schedule", ["async", "sync"])
+def test_replicas_of_a_plan_fit_beside_its_trainer(schedule: str, objective: PlanObjective) -> None:
+    one = replace(problem(offer("a", "H100", 24)), model=MODELS["32b"])
+    for plan in plans(one, schedule, objective, simulated=False):
+        each = plan.split.time.gpus // plan.split.time.nodes
+        free = [8 - each] * plan.split.time.nodes + [8] * (3 - plan.split.time.nodes)
+        for pool in plan.split.generation:
+            assert pool.count <= sum(left // pool.kind.tensor_parallel for left in free)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.cost.hardware import device
+from scheduler.cost.hardware import device, machines_of
 from scheduler.cost.model_shapes import MODELS, Transformer
 from scheduler.cost.training_cost import (
     GRPO,
@@ -26,6 +26,7 @@ from scheduler.cost.training_cost import (
     trainer_times,
     usable,
 )
+from streamrl.config.cluster import Site, TrainerPool
 
 STEP = StepTokens(1024 * 2000.0, 1024 * 2000.0**2, 8000.0, 1024)
 
@@ -324,3 +325,25 @@ def test_a_sample_that_must_fit_takes_memory_and_no_time() -> None:
     assert roomy[64].compute_s == pytest.approx(plain[64].compute_s, rel=0.01)
     assert sum(one is None for one in roomy) > sum(one is None for one in plain)
     assert (step.must_fit, replace(step, limit=10.0).must_fit, replace(step, limit=1e5).must_fit) == (2e3, 2e3, 1e5)
+
+
+def test_a_trainer_is_spread_evenly_over_as_few_machines_as_hold_it() -> None:
+    gpu, odd = device("H100"), replace(device("H100"), per_machine=6)
+    spread = [machines_of(gpu, gpus) for gpus in (1, 8, 9, 10, 11, 12, 13, 14, 16, 20, 24)]
+    assert spread == [1, 1, None, 2, None, 2, None, 2, 2, None, 3]
+    assert [machines_of(gpu, gpus, 4) for gpus in (4, 8, 12, 16, 24)] == [1, 1, None, 2, 3]
+    assert [machines_of(odd, gpus, 4) for gpus in (4, 6, 8, 12)] == [1, None, 2, 3]  # four of each machine
+
+
+@pytest.mark.parametrize("name", ["0.5b", "1.5b", "7b", "32b"])
+def test_each_layout_that_is_planned_is_one_that_a_cluster_file_can_state(name: str) -> None:
+    for gpu in (device("H100"), device("L40S"), replace(device("A100-80"), per_machine=6)):
+        found = [one for gpus in range(1, 65) if (one := exactly(MODELS[name], GRPO, gpu, gpus, STEP)) is not None]
+        assert found
+        for time in found:
+            pool = TrainerPool.model_validate({"ranks": time.gpus, **time.keys})
+            Site.model_validate({"launch": {"backend": "ray"}, "trainer": pool.model_dump()})
+            assert pool.ranks // pool.nodes <= gpu.per_machine
+            copies = pool.nodes if pool.sharding == "hybrid" else 1  # as `training/trainer_process.py` has it
+            assert (copies, pool.ranks // copies // pool.tensor_parallel) == (time.copies, time.shard)
+            assert pool.tensor_parallel == time.tensor_parallel
