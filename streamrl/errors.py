@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -67,6 +68,19 @@ def writing(path: object) -> Iterator[None]:
     except OSError as error:
         why = OSError(error.errno, error.strerror) if error.errno else error  # without the name of a temporary file
         raise RunFailed(ErrorCode.DISK.refer(f"cannot write {path}: {why}")) from error
+
+
+def why_unusable(error: OSError | ValueError) -> str:
+    """Return in words why a file cannot be read as text, JSON or what else was expected; its name comes before."""
+    if isinstance(error, FileNotFoundError):
+        return "no such file"
+    if isinstance(error, IsADirectoryError):
+        return "this is a folder, expected a file"
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 text (byte {error.start})"
+    if isinstance(error, OSError):
+        return f"cannot be read: {error.strerror or error}"
+    return f"not valid JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
 
 
 def cause(error: BaseException) -> BaseException:

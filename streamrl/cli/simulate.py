@@ -422,5 +422,7 @@ def _plot(outcomes: dict[str, Any], draw: Any, out: Path) -> None:
     axis.legend()
     try:
         figure.savefig(out)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written: {error.strerror or error}") from error
+    except ValueError as error:  # an ending that is no format of pictures
         raise UserError(f"--out {out}: {error}") from error

@@ -20,7 +20,7 @@ from streamrl.config.cluster import ClusterConfig
 from streamrl.config.mistakes import ConfigProblem, explain
 from streamrl.config.run import RunConfig
 from streamrl.config.unused_keys import unused_keys
-from streamrl.errors import ErrorCode, UserError
+from streamrl.errors import ErrorCode, UserError, why_unusable
 from streamrl.plain_files import read_plain
 
 RESOLVED_NAME = "config.yaml"
@@ -88,6 +88,15 @@ def load_run(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfi
     return run
 
 
+def load_plain(path: Path) -> Any:
+    """Read a YAML file of another kind, whose keys the caller checks; None: it is empty.
+
+    Raises:
+        ConfigError: it cannot be read, is not valid YAML, has a key twice, or no keys.
+    """
+    return _read(path).data
+
+
 def save_resolved(run_dir: Path, cluster: ClusterConfig, run: RunConfig) -> None:
     """Write `<run_dir>/config.yaml` with every key of both files, atomically.
 
@@ -151,10 +160,8 @@ def _read(path: Path) -> Document:
         raise ConfigError(f"{path}: no such file{_near_files(path)}") from error
     except IsADirectoryError as error:
         raise ConfigError(f"{path}: this is a folder, expected a YAML file") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from error
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {why_unusable(error)}") from error
     return _parse(path, text)
 
 

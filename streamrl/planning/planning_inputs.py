@@ -11,9 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
-from streamrl.errors import ErrorCode, UserError
+from streamrl.errors import ErrorCode, UserError, why_unusable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,12 +58,17 @@ def load_devices(path: Path | None) -> dict[str, Device]:
         UserError: the file cannot be read or is wrong.
     """
     from scheduler.cost.hardware import devices_from, known_devices
+    from streamrl.config.load import ConfigError, load_plain
 
     if path is None:
         return known_devices()
     try:
-        return known_devices(devices_from(yaml.safe_load(path.read_text(encoding="utf-8"))))
-    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        values = load_plain(path)
+    except ConfigError as error:
+        raise UserError(f"--hardware {error}") from error
+    try:
+        return known_devices(devices_from(values))
+    except (ValueError, TypeError) as error:
         raise UserError(f"--hardware {path}: {error}") from error
 
 
@@ -170,8 +173,12 @@ def find_model(name: str, key: str = "--model") -> Transformer:
     if path.is_file():
         own = name if HUB_ID.match(name) and not folder.exists() else path.parent.name or name
         try:
-            return Transformer.from_config(own, json.loads(path.read_text(encoding="utf-8")))
+            values = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
+            raise UserError(f"{key} {name}: {path}: {why_unusable(error)}; expected a model's config.json") from error
+        try:
+            return Transformer.from_config(own, values)
+        except ValueError as error:
             raise UserError(f"{key} {name}: {path}: {error}") from error
     near = difflib.get_close_matches(plain, MODELS, n=2, cutoff=0.5)
     hint = f", did you mean {' or '.join(near)}?" if near else ""

@@ -11,7 +11,7 @@ from scheduler.cost.decode import QWEN_7B, StepCurve, roofline
 from scheduler.cost.hardware import device as find
 from scheduler.cost.speculative_decoding import Speculation, speculated
 from scheduler.simulation.generation_simulator import SimulatedInstance
-from streamrl.errors import UserError
+from streamrl.errors import UserError, why_unusable
 
 
 def simulated_fleet(
@@ -46,7 +46,7 @@ def _curve(path: Path | None, device: str) -> StepCurve:
         values = json.loads(path.read_text())
         curve = StepCurve.from_json(values)
     except (OSError, ValueError) as error:
-        raise UserError(f"--curve {path}: {error}; streamrl calibrate writes such a file") from error
+        raise UserError(f"--curve {path}: {why_unusable(error)}; streamrl calibrate writes such a file") from error
     if values.get("doubts"):
         click.echo(f"--curve {path} is doubtful: {values['doubts']}", err=True)
     if "per_context_token" not in values:

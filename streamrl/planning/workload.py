@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ranker.data import EPISODE, MOST, OF_RUNS, REQUIRED, ROW_IDS, first_rows, read_jsonl, says_length
-from streamrl.errors import UserError
-from streamrl.plain_files import open_plain
+from streamrl.errors import UserError, why_unusable
+from streamrl.plain_files import NotPlainFile, open_plain
 from streamrl.run_dir import layout
 
 if TYPE_CHECKING:
@@ -161,9 +161,20 @@ def replay(trace: Path, ranker: Path | None, noise: float, seed: int) -> Workloa
         raise UserError(f"--trace {trace}: no rollouts ({' or '.join(kinds)}) there; expected a run's folder or a file")
     try:
         model = LengthModel.load(ranker) if ranker else None
-        found = [list(_samples(file, trace if trace.is_dir() else file)) for file in files]
-    except (RankerError, OSError, pa.ArrowException) as error:
-        raise UserError(f"--trace {trace}: {error}") from error
+    except RankerError as error:
+        raise UserError(f"--ranker {error}") from error
+    found = []
+    for file in files:
+        try:
+            found.append(list(_samples(file, trace if trace.is_dir() else file)))
+        except pa.ArrowException as error:
+            why = str(error).rstrip(".")
+            told = f"{file}: cannot be read as Parquet: {why}; a file of JSON objects, one a line, ends in .jsonl"
+            raise UserError(f"--trace {told}") from error
+        except (RankerError, NotPlainFile) as error:
+            raise UserError(f"--trace {trace}: {error}") from error
+        except OSError as error:
+            raise UserError(f"--trace {file}: {why_unusable(error)}") from error
     steps = [step for file in found if (step := [sample for sample in file if sample is not None])]
     left_out = sum(map(len, found)) - sum(map(len, steps))
     if not steps:

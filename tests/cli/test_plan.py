@@ -395,13 +395,27 @@ def test_a_hardware_file_changes_the_plan(tmp_path: Path, monkeypatch: pytest.Mo
             for option in ("--budget", "--delta-ratio", "--acceptance", "--environment-s")
             for value in ("nan", "inf")
         ),
-        (["--hardware", "nowhere.yaml"], ("nowhere.yaml",)),
+        (["--hardware", "nowhere.yaml"], ("error: --hardware nowhere.yaml: no such file",)),
+        (["--hardware", "."], ("--hardware .: this is a folder, expected a YAML file",)),
+        (["--hardware", "empty"], ("--hardware empty: expected devices by name, like {H100: {usd_per_hour: 2.1}}",)),
+        (["--hardware", "rubbish"], ("--hardware rubbish: not UTF-8 text (byte 128)",)),
+        (["--hardware", "twice"], ("--hardware twice:2: key 'H100' again, first on line 1",)),
+        (["--model", "./empty"], ("--model ./empty: empty: not valid JSON", "expected a model's config.json")),
+        (["--model", "./rubbish"], ("--model ./rubbish: rubbish: not UTF-8 text (byte 128)",)),
         (["--samples", "0"], ("--samples",)),
     ],
 )
 def test_bad_options_are_one_message(
-    options: list[str], words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: list[str],
+    words: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty").touch()
+    Path("rubbish").write_bytes(bytes(range(256)))
+    Path("twice").write_text("H100: {usd_per_hour: 2}\nH100: {usd_per_hour: 3}\n")
     assert streamrl(monkeypatch, "plan", "--cluster", HETEROGENEOUS, *options) == 2
     told = capsys.readouterr().err
     assert all(word in told for word in words), told

@@ -182,7 +182,17 @@ ITERATIONS = ["--iterations", "3", "--train-rate", "9"]
         (["--policy", "best"], "--policy best: there is no such policy; expected one of random"),
         (["--device", "H21"], "--device H21: unknown device"),
         (["--curve", "falls.json"], '--curve falls.json: "step_seconds": a step of batch 8 took 10 ms'),
-        (["--curve", "no.json"], "--curve no.json"),
+        (["--curve", "no.json"], "--curve no.json: no such file; streamrl calibrate writes such a file"),
+        (["--curve", "."], "--curve .: this is a folder, expected a file;"),
+        (["--curve", "empty.json"], "--curve empty.json: not valid JSON: "),
+        (["--curve", "rubbish.bin"], "--curve rubbish.bin: not UTF-8 text (byte 128);"),
+        (["--trace", "rubbish.bin"], "--trace rubbish.bin: cannot be read as Parquet: "),
+        (["--trace", "broken"], f"--trace {Path('broken', 'step_1.parquet')}: cannot be read as Parquet: "),
+        (["--trace", "none.parquet", "--ranker", "no.lgb"], "error: --ranker no.lgb: no such ranker file"),
+        (
+            ["--requests", "8", "--out", "no/plot.svg"],
+            "--out no/plot.svg: cannot be written: No such file or directory",
+        ),
         (["--ranker", "r.lgb"], "--ranker needs --trace"),
         (["--trace", "nowhere"], "--trace nowhere: no rollouts"),
         *(
@@ -220,6 +230,10 @@ def test_bad_input_gets_one_message(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     pq.write_table(pa.Table.from_pylist([], schema=SCHEMA), "none.parquet")
+    for name in ("rubbish.bin", "broken/step_1.parquet"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_bytes(bytes(range(256)))
+    Path("empty.json").touch()
     Path("falls.json").write_text(json.dumps({"step_seconds": {"1": 0.05, "8": 0.01}}))
     assert streamrl(monkeypatch, "simulate", *arguments) == 2
     error = capsys.readouterr().err
