@@ -23,6 +23,9 @@ from streamrl.config.weight_sync import MismatchConfig, WeightSyncConfig
 from streamrl.errors import ErrorCode
 from streamrl.surrogates import SURROGATES
 
+MODEL_KEY, CRITIC_KEY = "model.path", "algorithm.critic.path"
+"""Keys of the models that are trained, for errors."""
+
 
 class RunConfig(StrictModel):
     """The run file; every key has a default, so an empty file is a valid run."""
@@ -74,6 +77,12 @@ class RunConfig(StrictModel):
     def critic_path(self) -> str | None:
         """Initial weights of a critic that does not begin as the policy does; None: it does, or there is none."""
         return self.algorithm.critic.path if isinstance(self.algorithm, PPOConfig) else None
+
+    @property
+    def trained_models(self) -> dict[str, str]:
+        """Initial weights of the models that are trained, each by its key in the run file."""
+        critic = {CRITIC_KEY: self.critic_path} if self.critic_path else {}
+        return {MODEL_KEY: self.model.path, **critic}
 
     @property
     def needs_estimates(self) -> bool:

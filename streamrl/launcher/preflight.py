@@ -13,7 +13,7 @@ from pathlib import Path
 from scheduler.schedule.schedules import KINDS
 from streamrl.config.algorithm import PPOConfig
 from streamrl.config.cluster import ClusterConfig
-from streamrl.config.run import RunConfig
+from streamrl.config.run import CRITIC_KEY, RunConfig
 from streamrl.config.tasks import AgentTask, FileTask
 from streamrl.errors import ErrorCode, UserError
 from streamrl.launcher.cluster_warnings import cluster_warnings
@@ -162,6 +162,11 @@ def check_files(cluster: ClusterConfig, run: RunConfig, resumed: bool = False) -
         checks = [*of_model, check_sequence_parallel(cluster, run), *checks]
     except UserError as error:
         missing.append(f"on this machine: {error}")
+    if run.critic_path is not None:
+        try:
+            resolve_model(run.critic_path, CRITIC_KEY)
+        except UserError as error:
+            missing.append(f"on this machine: {error}")
     refuse(checks)
     skipped = "packages, model, GPUs, ports, keys, Ray's nodes, disk and memory"
     note = f"not checked: {skipped} of the sites; each checks its own with --site NAME --dry-run"
@@ -276,9 +281,9 @@ def check_packages(cluster: ClusterConfig) -> Iterable[str]:
 
 def check_packing(run: RunConfig) -> Iterable[str]:
     """Check that `batch.packing` is proven right for the models that are trained; the proof is kept."""
-    for path in filter(None, (run.model.path, run.critic_path)):
+    for key, path in run.trained_models.items():
         try:
-            decide_packing(run, resolve_model(path))
+            decide_packing(run, resolve_model(path, key), key)
         except UserError as error:
             yield str(error)
 

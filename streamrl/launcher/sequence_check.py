@@ -21,11 +21,11 @@ def check_sequence_parallel(cluster: ClusterConfig, run: RunConfig) -> Iterable[
     if trainer.sequence_parallel == 1:
         return
     asked = f"sites.{cluster.trainer_site}.trainer.sequence_parallel is {trainer.sequence_parallel}"
-    for path in filter(None, (run.model.path, run.critic_path)):
+    for key, path in run.trained_models.items():
         try:
-            folder = resolve_model(path)
+            folder = resolve_model(path, key)
             values = json.loads((Path(folder) / "config.json").read_text())
-            packing = decide_packing(run, folder)
+            packing = decide_packing(run, folder, key)
         except UserError:
             continue  # reported by `check_model` and `check_packing`
         values = values.get("text_config") or values

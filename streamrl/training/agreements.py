@@ -6,7 +6,7 @@ import time
 
 import torch.distributed as dist
 
-from streamrl.config.run import RunConfig
+from streamrl.config.run import MODEL_KEY, RunConfig
 from streamrl.errors import RunFailed, UserError
 from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.training.packing_choice import Packing, decide_packing
@@ -45,13 +45,14 @@ def agreed_checkpoint(folder: CheckpointFolder) -> int | None:
     return step
 
 
-def agreed_packing(run: RunConfig, model_path: str, rows: int = 1) -> Packing:
+def agreed_packing(run: RunConfig, model_path: str, rows: int = 1, key: str = MODEL_KEY) -> Packing:
     """Return how a model is packed (`packing_choice.py`): rank 0 decides for all.
 
     Args:
         run: the run's configuration.
         model_path: HF folder or id.
         rows: ranks that share each row (`trainer.sequence_parallel`).
+        key: the model's key in the run file, for errors.
 
     Raises:
         RunFailed: on every rank, if nothing is proven right.
@@ -59,7 +60,7 @@ def agreed_packing(run: RunConfig, model_path: str, rows: int = 1) -> Packing:
     found: list[Packing | str | None] = [None]
     if dist.get_rank() == 0:
         try:
-            found[0] = decide_packing(run, model_path)
+            found[0] = decide_packing(run, model_path, key)
         except UserError as error:
             found[0] = str(error)
     dist.broadcast_object_list(found)

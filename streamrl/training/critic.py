@@ -7,6 +7,7 @@ from torch import nn
 from transformers import AutoModel, PreTrainedModel
 
 from streamrl.config.optimizer import Recomputation
+from streamrl.config.run import MODEL_KEY
 from streamrl.training.attention import SHARED_PREFIX
 from streamrl.training.compute_copies import ComputeCopies
 from streamrl.training.hidden_states import predicting_states
@@ -58,6 +59,7 @@ def load_critic(
     attention: str = SHARED_PREFIX,
     ranks: SequenceRanks | None = None,
     shards: int | None = None,
+    key: str = MODEL_KEY,
 ) -> Critic:
     """Load a Hugging Face model's trunk in fp32, with a value head of zeros.
 
@@ -67,9 +69,10 @@ def load_critic(
         attention: see `load_model`.
         ranks: the ranks that share every row; None: this one has them to itself.
         shards: see `load_model`.
+        key: the model's key in the run file, for errors.
 
     Raises:
         RunFailed: as `load_model`.
     """
-    model = load_model(AutoModel, path, recomputation, attention, ranks, shards)
+    model = load_model(AutoModel, path, recomputation, attention, ranks, shards, key)
     return Critic(model, attention != SHARED_PREFIX, ranks)

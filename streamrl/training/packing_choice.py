@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from streamrl.atomic_files import replace_text
-from streamrl.config.run import RunConfig
+from streamrl.config.run import MODEL_KEY, RunConfig
 from streamrl.errors import ErrorCode, UserError
 from streamrl.imports import importing
 from streamrl.machine.compiled_c import library_name
@@ -50,20 +50,23 @@ class Packing:
         return f"{self.kind} ({self.why})"
 
 
-def choose_packing(asked: Literal["auto"] | PackingKind, proof: PackingProof, max_context: int) -> Packing:
+def choose_packing(
+    asked: Literal["auto"] | PackingKind, proof: PackingProof, max_context: int, key: str = MODEL_KEY
+) -> Packing:
     """Decide how a model is packed.
 
     Args:
         asked: `batch.packing`.
         proof: what was found for the model's architecture.
         max_context: `model.max_context`.
+        key: the model's key in the run file, for errors.
 
     Raises:
         UserError: nothing is proven right, or what was asked for is proven wrong.
     """
     name = proof.model_type
     if proof.refuted:
-        raise UserError(f"model.path: {name} cannot be trained: {proof.refuted}")
+        raise UserError(f"{key}: {name} cannot be trained: {proof.refuted}")
     if proof.longest is not None and max_context > proof.longest:
         raise UserError(
             f"model.max_context: {max_context} is more than the {proof.longest} tokens up to which the rotations of "
@@ -89,7 +92,7 @@ def choose_packing(asked: Literal["auto"] | PackingKind, proof: PackingProof, ma
         raise UserError(ErrorCode.PACKING.refer(refused))
     if separate is None:
         differs = [way.differs for way in proof.ways if way.kind == "separate"]
-        raise UserError(f"model.path: {name} cannot be trained: with its own attention, {differs[-1]}")
+        raise UserError(f"{key}: {name} cannot be trained: with its own attention, {differs[-1]}")
     own = f"{separate.attention}, {_figures(separate.logprob_error, separate.gradient_error)}"
     reason = "set by hand" if asked == "separate" else f"shared is wrong for {name}: {wrong}"
     undivided = wrong and f"tokens of {name} meet outside of what attention decides: {wrong}"
@@ -98,15 +101,23 @@ def choose_packing(asked: Literal["auto"] | PackingKind, proof: PackingProof, ma
     return Packing("separate", separate.attention, f"{reason}; {own}", undivided)
 
 
-def decide_packing(run: RunConfig, folder: str) -> Packing | None:
+def decide_packing(run: RunConfig, folder: str, key: str = MODEL_KEY) -> Packing | None:
     """Decide how a run packs the model of a folder; None: this machine has no torch or no transformers,
     so the trainer decides.
+
+    Args:
+        run: the run's configuration.
+        folder: the model's folder.
+        key: the model's key in the run file, for errors.
 
     Raises:
         UserError: nothing is proven right, or what was asked for is proven wrong.
     """
-    proof = packing_proof(Path(folder))
-    return None if proof is None else choose_packing(run.batch.packing, proof, run.model.max_context)
+    try:
+        proof = packing_proof(Path(folder))
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from error
+    return None if proof is None else choose_packing(run.batch.packing, proof, run.model.max_context, key)
 
 
 def packing_proof(folder: Path) -> PackingProof | None:
@@ -160,7 +171,7 @@ def _prove_here(folder: Path) -> str:
     try:
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"model.path: transformers cannot read {folder / 'config.json'}: {error}") from error
+        raise UserError(f"transformers cannot read {folder / 'config.json'}: {error}") from error
     return json.dumps(asdict(prove(config)))
 
 

@@ -6,11 +6,14 @@ import logging
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from streamrl.config.optimizer import Recomputation
+from streamrl.config.run import MODEL_KEY
+from streamrl.errors import ErrorCode, RunFailed
 from streamrl.machine.model_files import NotInSlices
 from streamrl.training.attention import SHARED_PREFIX
 from streamrl.training.attention_in_parts import IN_PARTS
@@ -156,6 +159,7 @@ def load_model(
     attention: str,
     ranks: SequenceRanks | None = None,
     shards: int | None = None,
+    key: str = MODEL_KEY,
 ) -> PreTrainedModel:
     """Load a Hugging Face model in fp32, prepared for training (`in_training`).
 
@@ -168,13 +172,17 @@ def load_model(
         ranks: the ranks that share every row; None: this one has them to itself.
         shards: number of shards into which `learner.shard` will divide each weight. Where the files allow it, the model
             is empty until then, and each rank reads its own slices (`sliced_loading.py`). None: it is loaded whole now.
+        key: the model's key in the run file, for errors.
 
     Raises:
-        RunFailed: the ranks cannot share the model's attention heads.
+        RunFailed: a file of weights is damaged, or the ranks cannot share the model's attention heads.
     """
     if ranks is not None:
         attention = IN_PARTS[attention]
-    model = _read(kind, path, attention, shards)
+    try:
+        model = _read(kind, path, attention, shards)
+    except SafetensorError as error:
+        raise RunFailed(ErrorCode.MODEL.refer(f"{key}: the weights of {path} cannot be read: {error}")) from error
     if ranks is not None:
         check_heads(model.config, ranks.size)
     return in_training(model, recomputation)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from streamrl.config.run import RunConfig
+from streamrl.config.run import CRITIC_KEY, RunConfig
 from streamrl.machine.model_files import resolve_model
 from streamrl.rollouts.kept_micro_batches import KeptStep
 from streamrl.rollouts.micro_batch import TrainGroup
@@ -71,7 +71,7 @@ class StepReplay:
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         # single operations are watched
         uncompiled = run.optimizer.model_copy(update={"compile": False})
-        critic = resolve_model(run.critic_path) if run.critic_path else None
+        critic = resolve_model(run.critic_path, CRITIC_KEY) if run.critic_path else None
         self.trainer = Trainer(run.model_copy(update={"optimizer": uncompiled}), model_path, device, critic)
         self.checkpoint: int | None = checkpoints.newest_before(step)
         """Step of the checkpoint that was loaded; None: the initial model."""

@@ -30,7 +30,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from streamrl.config.algorithm import PPOConfig
-from streamrl.config.run import RunConfig
+from streamrl.config.run import CRITIC_KEY, MODEL_KEY, RunConfig
 from streamrl.errors import RunFailed
 from streamrl.protocol.controller_trainer import Refusal
 from streamrl.rollouts.canary import Canary
@@ -139,8 +139,9 @@ class Trainer:
         self.ppo = algorithm if isinstance(algorithm, PPOConfig) else None
         self.critic: Learner[Critic] | None = None
         if self.ppo:
-            own = agreed_packing(run, critic_path, rows) if critic_path else self.packing
-            critic = load_critic(critic_path or model_path, checkpointing, own.attention, ranks, shards)
+            own = agreed_packing(run, critic_path, rows, CRITIC_KEY) if critic_path else self.packing
+            key = CRITIC_KEY if critic_path else MODEL_KEY
+            critic = load_critic(critic_path or model_path, checkpointing, own.attention, ranks, shards, key)
             self.critic = Learner(critic, self.ppo.critic.lr, run, device, division)
         Switch.is_on = compiles(run, device)
         if Switch.is_on:

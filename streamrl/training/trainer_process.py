@@ -24,6 +24,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from streamrl.config.run import CRITIC_KEY
 from streamrl.errors import RunFailed
 from streamrl.machine.compute_type import TypeChoice
 from streamrl.machine.gpus import visible_devices
@@ -176,7 +177,7 @@ class TrainerWorker:
         self._agree_on_type()
         torch.manual_seed(self.run_config.seed)
         own_critic = self.run_config.critic_path
-        critic_path = resolve_model(own_critic) if own_critic else None
+        critic_path = resolve_model(own_critic, CRITIC_KEY) if own_critic else None
         pool = self.context.cluster.sites[self.context.cluster.trainer_site].trainer
         assert pool is not None
         copies = pool.nodes if pool.sharding == "hybrid" else 1

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from streamrl.config.cluster import ClusterConfig
-from streamrl.config.run import RunConfig
-from streamrl.errors import UserError
+from streamrl.config.run import CRITIC_KEY, RunConfig
+from streamrl.errors import RunFailed, UserError
 from streamrl.launcher import preflight
 from streamrl.launcher.model_check import check_critic, check_heads, check_model, critic_warnings
+from streamrl.training.critic import load_critic
+from streamrl.training.policy_model import load_policy
 from tests.tiny_model import save_tiny_model
 
 LETTERS = {letter: number for number, letter in enumerate("abcdefgh")}
@@ -104,6 +107,39 @@ def test_a_critic_that_does_not_fit_the_policy_is_told(tmp_path: Path) -> None:
     assert list(check_critic(cluster(), longer)) == [], "a relative with more tokens, or fewer rows of padding"
     (warning,) = critic_warnings(longer)
     assert warning.startswith(f"{named} has 9 rows of tokens, and {run.model.path} 12: a token beyond")
+
+
+def test_a_critic_that_is_not_there_or_broken_is_named_by_its_key(tmp_path: Path) -> None:
+    key = "algorithm.critic.path"
+    values = with_critic(tmp_path, model_type="no_such_family").model_dump()
+    values["model"]["max_context"], values["sampling"]["max_tokens"] = 256, 8
+    odd = RunConfig.model_validate(values)
+    policy, critic = odd.model.path, odd.critic_path
+    assert critic is not None
+    save_tiny_model(Path(policy))
+
+    def problem() -> str:
+        (told,) = preflight.check_packing(odd)
+        return told
+
+    assert problem().startswith(f"{key}: ") and f"transformers cannot read {critic}" in problem()
+    config = Path(critic, "config.json")
+    for content, wrong in ((b"[]", "config.json holds no object"), (bytes(range(256)), "config.json cannot be read")):
+        config.write_bytes(content)
+        assert problem().startswith(f"{key}: {critic} is no model folder in HF format: {wrong}")
+        warnings = preflight.check_files(cluster(), odd)
+        assert [one for one in warnings if one.startswith(f"on this machine: {key}: {critic} is no model folder")]
+    shutil.rmtree(critic)
+    assert problem().startswith(f"{key}: {critic} is neither a folder, nor a hub id (owner/name), nor one of: ")
+
+
+def test_damaged_weights_are_named_by_their_key(tmp_path: Path) -> None:
+    folder = str(save_tiny_model(tmp_path))
+    Path(folder, "model.safetensors").write_bytes(bytes(range(256)))
+    with pytest.raises(RunFailed, match=rf"^model\.path: the weights of {folder} cannot be read: "):
+        load_policy(folder)
+    with pytest.raises(RunFailed, match=r"^algorithm\.critic\.path: the weights of .*\(see docs: E1002\)$"):
+        load_critic(folder, key=CRITIC_KEY)
 
 
 def test_special_tokens_of_other_names_are_no_other_tokenizer(tmp_path: Path) -> None:
