@@ -211,17 +211,9 @@ def _refuse_finished(run_dir: Path, run: RunConfig) -> None:
     Raises:
         UserError: it has done everything.
     """
-    from streamrl.run_dir import layout
-    from streamrl.run_dir.checkpoints import CheckpointFolder
-    from streamrl.run_dir.evaluations import read_evaluations
+    from streamrl.run_dir.finished import nothing_left
 
-    done = CheckpointFolder(run_dir / layout.CHECKPOINTS).latest()
-    if done is None or done < run.steps:
-        return
-    evaluated = run.evaluation is None or any(
-        row.step == done for row in read_evaluations(run_dir / layout.EVALUATIONS)
-    )
-    if evaluated or done > run.steps:
+    if (done := nothing_left(run_dir, run)) is not None:
         finished = f"{run_dir} has done {done} of {run.steps} steps; --steps {done + run.steps} trains it further"
         raise UserError(ErrorCode.RESUME.refer(finished))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -155,8 +156,18 @@ def _launcher_gone(directory: Path, status: RunStatus | None) -> str:
         return ""
     gone = f"no launcher runs {directory} any more"
     if status is not None:
-        return f"{gone}; streamrl launch --resume continues it"
+        return f"{gone}; {_how_it_goes_on(directory)}"
     if _site(directory) is not None:
         return gone
     doing = joined({name: stage.text for name, stage in read_stages(directory).items()})
     return f"{gone}: it ended before its controller reported ({doing}); see {directory / layout.LOGS}"
+
+
+def _how_it_goes_on(directory: Path) -> str:
+    from streamrl.config.load import load_resolved
+    from streamrl.run_dir.finished import nothing_left
+
+    with contextlib.suppress(OSError, UserError):
+        if (done := nothing_left(directory, load_resolved(directory)[1])) is not None:
+            return f"nothing is left to do: all {done} steps are done"
+    return "streamrl launch --resume continues it"

@@ -28,6 +28,7 @@ from streamrl.report.run_report import write_report
 from streamrl.report.site_view import SiteView
 from streamrl.rollouts.void import VoidCause
 from streamrl.run_dir import layout
+from streamrl.run_dir.finished import nothing_left
 from streamrl.run_dir.status import RESUME, read_status, write_status
 from streamrl.runtime.stop_signals import on_stop
 from streamrl.trackers.tracker_group import PATIENCE_S, QUICK_S, TrackerGroup
@@ -216,6 +217,8 @@ def _to_mend(words: str) -> str:
 def _how_to_resume(share: Share, before: str = "") -> str:
     """Return the end of a message that says how to resume; empty for a site that only generates.
 
+    A run that ended after its last checkpoint has nothing to resume.
+
     Args:
         before: what comes first.
     """
@@ -223,7 +226,21 @@ def _how_to_resume(share: Share, before: str = "") -> str:
         return ""
     options = " --emulate" if share.network else f" --site {share.cluster.trainer_site}"
     where = f"{share.run_dir}{options if share.cluster.remote_sites else ''}"
+    if (done := _nothing_left(share)) is not None:
+        return (
+            f"\nnothing is left to do: all {done} steps are done, the newest checkpoint is "
+            f"{share.run_dir / layout.CHECKPOINTS / f'step_{done}'}; to train it further: streamrl launch --resume "
+            f"{where} --steps {done + share.run.steps}"
+        )
     return f"\n{before}{RESUME} {where}"
+
+
+def _nothing_left(share: Share) -> int | None:
+    """Return the step of the newest checkpoint if the run has done everything; None: it has not, or nobody knows."""
+    try:
+        return nothing_left(share.run_dir, share.run)
+    except (OSError, UserError):
+        return None
 
 
 @contextlib.contextmanager

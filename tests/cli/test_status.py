@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.cli import status
+from streamrl.config.load import load_cluster, load_run, save_resolved
 from streamrl.launcher import supervisor
 from streamrl.run_dir.launcher_lock import has_launcher
 from streamrl.run_dir.site_status import starting, write_site
@@ -21,6 +22,7 @@ from tests.cli.calling import streamrl
 from tests.report.synthetic import make_status, write_run
 from tests.waiting import scaled
 
+ROOT = Path(__file__).parents[2]
 Captured = pytest.CaptureFixture[str]
 
 
@@ -128,6 +130,21 @@ def test_a_run_whose_launcher_is_gone_says_that_it_can_go_on(
     with supervisor._locked(tmp_path / "demo"):
         assert streamrl(monkeypatch, "status", tmp_path / "demo") == 0
     assert "no launcher" not in capsys.readouterr().out
+
+
+def test_a_run_whose_launcher_is_gone_after_its_last_checkpoint_has_nothing_to_go_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    demo = tmp_path / "demo"
+    write_run(demo, 3, rollouts=False, trace=False)
+    save_resolved(demo, load_cluster(ROOT / "cluster_configs" / "local.yaml"), load_run(None, ["steps=3"]))
+    for step, told in (
+        (2, "streamrl launch --resume continues it"),
+        (3, "nothing is left to do: all 3 steps are done"),
+    ):
+        (demo / "checkpoints" / f"step_{step}").mkdir(parents=True)
+        assert streamrl(monkeypatch, "status", demo) == 0
+        assert capsys.readouterr().out.endswith(f"no launcher runs {demo} any more; {told}\n")
 
 
 @contextlib.contextmanager

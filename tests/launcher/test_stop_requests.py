@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import sys
 import termios
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -85,6 +86,25 @@ def test_a_launch_that_is_told_to_stop_says_how_it_goes_on(place: Place, number:
     assert f"error: stopped by {number.name}\n" in printed
     assert "continue with: streamrl launch --resume runs/tiny\n" in printed
     assert read_status(place.folder / "runs" / "tiny").state == "interrupted"
+
+
+@pytest.mark.parametrize(("step", "evaluates", "left"), [(4, False, False), (3, False, True), (4, True, True)])
+def test_a_launch_that_is_told_to_stop_after_its_last_checkpoint_has_nothing_to_go_on_with(
+    place: Place, step: int, evaluates: bool, left: bool
+) -> None:
+    run: dict[str, Any] = {}
+    if evaluates:
+        (place.folder / "held_out.jsonl").write_text(json.dumps({"prompt": "2+2", "answer": "4"}))
+        task = {"kind": "file", "name": "held_out", "path": "held_out.jsonl", "reward": "exact_match"}
+        run = {"evaluation": {"every": 2, "prompts": 1, "samples": 1, "tasks": [task]}}
+    checkpoint = place.folder / "runs" / "tiny" / "checkpoints" / f"step_{step}"
+    saves = f"import os; os.makedirs({str(checkpoint)!r}); {TELLS_LAUNCHER.format(number=int(signal.SIGTERM))}"
+    printed = place.supervise({"controller": saves}, code=130, **run)
+    done = (
+        "nothing is left to do: all 4 steps are done, the newest checkpoint is runs/tiny/checkpoints/step_4; "
+        "to train it further: streamrl launch --resume runs/tiny --steps 8\n"
+    )
+    assert (done in printed, "continue with: streamrl launch --resume runs/tiny\n" in printed) == (not left, left)
 
 
 def test_a_launch_stops_while_ray_looks_for_nodes(place: Place) -> None:
