@@ -98,12 +98,14 @@ def command(
       streamrl export --format kuberay --cluster my.yaml --site west --image IMAGE --volume-claim runs
     """
     from streamrl.config.load import load_cluster, load_run
+    from streamrl.config.named_files import naming_files
     from streamrl.launcher.job_nodes import Job, node_groups
     from streamrl.launcher.new_run_check import check_new_run
     from streamrl.launcher.preflight import refuse
 
     cluster, run = load_cluster(cluster_file), load_run(run_file)
-    refuse([check_new_run(cluster, run)])
+    with naming_files(cluster_file, run_file):
+        refuse([check_new_run(cluster, run)])
     try:
         chosen = _site(cluster, site)
         for other in OF_KUBERAY if kind == "slurm" else OF_SLURM:

@@ -65,6 +65,7 @@ def command(
     if not dry_run:
         click.echo("reading the configuration and checking this machine")  # at once: the imports take seconds
     from streamrl.config.load import load_cluster, load_resolved, load_run
+    from streamrl.config.named_files import naming_files
     from streamrl.dashboard.web_server import beside_run, check_installed
     from streamrl.launcher.emulated_cluster import emulated
     from streamrl.plain_files import check_plain
@@ -94,7 +95,8 @@ def command(
     if emulate:
         cluster = emulated(cluster)
     elsewhere = bool(cluster.remote_sites) and site is None and not emulate
-    types = _check(cluster, run, run_dir.parent, site, emulate, elsewhere, resume_dir, cluster_file)
+    with naming_files(cluster_file, run_file, overrides, resume_dir):
+        types = _check(cluster, run, run_dir.parent, site, emulate, elsewhere, resume_dir, cluster_file)
     if dry_run:
         _print_plan(cluster, run, run_dir, site, emulate, types)
         return

@@ -73,10 +73,7 @@ def load_run(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfi
     Raises:
         ConfigError: the file cannot be read, or it or the overrides contain mistakes.
     """
-    document = _read(Path(path)) if path is not None else Document("(no run file)", None, None)
-    if document.data is None:
-        document = Document(document.name, {}, document.node)
-    document = _override(document, overrides)
+    document = _read_run(path, overrides)
     run = _validate(RunConfig, document)
     # a trial may switch off what the file describes
     switched = [tuple(path) for path, _ in document.overrides]
@@ -118,16 +115,28 @@ def load_resolved(run_dir: Path, overrides: Sequence[str] = ()) -> tuple[Cluster
     Raises:
         ConfigError: there is no such file, or it was edited and it, or an override, contains mistakes.
     """
-    path = Path(run_dir) / RESOLVED_NAME
-    document = _parse(path, read_resolved(run_dir), above=-1)  # both files are one level deeper here
-    data = document.data
-    if not isinstance(data, dict) or set(data) != {"cluster", "run"}:
-        raise ConfigError(f"{path}: expected exactly the top-level keys 'cluster' and 'run'")
+    cluster, run = _read_both(run_dir, overrides)
+    return _validate(ClusterConfig, cluster), _validate(RunConfig, run)
 
-    def part(key: str) -> Document:
-        return Document(document.name, data[key], _child(document.node, key))
 
-    return _validate(ClusterConfig, part("cluster")), _validate(RunConfig, _override(part("run"), overrides))
+def read_documents(
+    cluster: Path | None, run: Path | None, overrides: Sequence[str] = (), resumed: Path | None = None
+) -> tuple[Document | None, Document]:
+    """Read a cluster file, if there is one, and a run file, or both of the run that is continued, without checks.
+
+    Raises:
+        ConfigError: one of them cannot be read.
+    """
+    own = None if cluster is None else _read(cluster)
+    if resumed is None:
+        return own, _read_run(run, overrides)
+    kept, of_run = _read_both(resumed, overrides)
+    return own or kept, of_run
+
+
+def told_where(document: Document, problem: ConfigProblem) -> str:
+    """Return a problem's text with the file and line of its key, or the override that caused it, before it."""
+    return _located(document, problem)[1]
 
 
 def read_resolved(run_dir: Path) -> str:
@@ -147,6 +156,27 @@ def read_resolved(run_dir: Path) -> str:
     if text.count("[") + text.count("{") > MOST_BRACKETS:
         raise ConfigError(f"{path}: more than {MOST_BRACKETS:,} brackets, which no resolved configuration has")
     return text
+
+
+def _read_run(path: Path | str | None, overrides: Sequence[str]) -> Document:
+    document = _read(Path(path)) if path is not None else Document("(no run file)", None, None)
+    if document.data is None:
+        document = Document(document.name, {}, document.node)
+    return _override(document, overrides)
+
+
+def _read_both(run_dir: Path, overrides: Sequence[str]) -> tuple[Document, Document]:
+    """Return the parts of the cluster file and of the run file in a run's resolved configuration."""
+    path = Path(run_dir) / RESOLVED_NAME
+    document = _parse(path, read_resolved(run_dir), above=-1)  # both files are one level deeper here
+    data = document.data
+    if not isinstance(data, dict) or set(data) != {"cluster", "run"}:
+        raise ConfigError(f"{path}: expected exactly the top-level keys 'cluster' and 'run'")
+
+    def part(key: str) -> Document:
+        return Document(document.name, data[key], _child(document.node, key))
+
+    return part("cluster"), _override(part("run"), overrides)
 
 
 def _plain(model: BaseModel) -> dict[str, Any]:

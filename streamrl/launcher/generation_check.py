@@ -12,7 +12,7 @@ from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
 from streamrl.generation.instance.eight_bits import choose_here, device_lacks
 from streamrl.generation.instance.engine_config import CPU_BLOCK_SIZE
-from streamrl.launcher.gpu_checks import sites_here
+from streamrl.launcher.gpu_checks import names_here, sites_here
 from streamrl.machine.compute_type import choose, with_type
 from streamrl.machine.model_files import read_config, resolve_model
 
@@ -74,14 +74,14 @@ def check_kv_cache(cluster: ClusterConfig, run: RunConfig, site: str | None, emu
         return
     size = 4 if choose(run.model, False).dtype == "float32" else 2
     blocks = -(-run.model.max_context // CPU_BLOCK_SIZE) + 1  # vLLM keeps one free
-    for one in sites_here(cluster, site):
-        for pool in one.generation:
+    for name in names_here(cluster, site):
+        for pool in cluster.sites[name].generation:
             copies = max(1.0, pool.gpus_per_replica / model.kv_heads)
             needed = blocks * CPU_BLOCK_SIZE * model.layers * model.shape.kv_width * size * copies / 2**30
             if needed > pool.kv_cache_gb:
                 key = "emulation.kv_cache_gb and the pool's" if emulated else "kv_cache_gb:"
                 yield (
-                    f"pool {pool.name!r}: kv_cache_gb is {pool.kv_cache_gb:g}, and one request of model.max_context: "
-                    f"{run.model.max_context} needs {needed:.3f}; expected {key} {math.ceil(100 * needed) / 100} or "
-                    "more, or a smaller context"
+                    f"sites.{name}.generation ({pool.name}).kv_cache_gb is {pool.kv_cache_gb:g}, and one request "
+                    f"of model.max_context: {run.model.max_context} needs {needed:.3f}; expected {key} "
+                    f"{math.ceil(100 * needed) / 100} or more, or a smaller context"
                 )

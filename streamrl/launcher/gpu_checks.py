@@ -56,10 +56,11 @@ class GpuUse:
 
 def sites_here(cluster: ClusterConfig, site: str | None) -> list[Site]:
     """List the sites whose processes all run on this machine."""
-    return [cluster.sites[name] for name in _names_here(cluster, site)]
+    return [cluster.sites[name] for name in names_here(cluster, site)]
 
 
-def _names_here(cluster: ClusterConfig, site: str | None) -> list[str]:
+def names_here(cluster: ClusterConfig, site: str | None) -> list[str]:
+    """List the names of the sites whose processes all run on this machine."""
     return [name for name in ([site] if site is not None else cluster.sites) if not cluster.sites[name].on_ray]
 
 
@@ -85,7 +86,7 @@ def check_gpus(
     except UserError as error:
         yield str(error)
         return
-    here = _names_here(cluster, site)
+    here = names_here(cluster, site)
     at_first = sum(_devices(plan_processes(cluster, run, Path(), [name])) for name in here)
     later = sum(_devices(possible_instances(cluster, run, name, Path())) for name in here) if most else 0
     if (wanted := max(at_first, later)) > usable:
@@ -274,7 +275,7 @@ def uses_here(cluster: ClusterConfig, run: RunConfig, gpus: Sequence[Gpu], site:
             None if spec.pool is None else (spec.site, spec.pool),
             tuple(gpus[position] for position in spec.gpu_ids),
         )
-        for spec in plan_processes(cluster, run, Path(), _names_here(cluster, site))
+        for spec in plan_processes(cluster, run, Path(), names_here(cluster, site))
         if spec.gpu_ids and max(spec.gpu_ids) < len(gpus)
     ]
 

@@ -330,7 +330,7 @@ def check_ranker(run: RunConfig) -> Iterable[str]:
 
 def check_trackers(run: RunConfig) -> Iterable[str]:
     """Check that the packages of the trackers are installed."""
-    return missing_packages(run.trackers)
+    return (f"trackers: {problem}" for problem in missing_packages(run.trackers))
 
 
 def ray_warnings(cluster: ClusterConfig, environment: Mapping[str, str], site: str | None) -> Iterable[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
+from streamrl.config.tasks import AgentTask
 
 INTERPRETER = re.compile(r"(python|pypy)[\d.]*|bash|dash|sh|zsh|node|bun|deno")
 SCRIPTS = (".py", ".sh", ".js")
@@ -26,8 +27,11 @@ def check_scripts(cluster: ClusterConfig, run: RunConfig, site: str | None) -> I
     sites = [cluster.sites[site]] if site is not None else cluster.sites.values()
     if not any(one.generation and not one.on_ray for one in sites):
         return  # agents run on other machines
-    for task in run.agent_tasks:
-        match task.command:
+    held_out = run.evaluation.tasks if run.evaluation else []
+    named = [(f"tasks.{number}", task) for number, task in enumerate(run.tasks)]
+    named += [(f"evaluation.tasks.{number}", task) for number, task in enumerate(held_out)]
+    for key, task in named:
+        match task.command if isinstance(task, AgentTask) else None:
             case [program, script, *_] if script.endswith(SCRIPTS) and INTERPRETER.fullmatch(Path(program).name):
                 if not Path(script).is_file():
-                    yield f"task {task.key!r}: command: there is no file {script!r} for {program} in this folder"
+                    yield f"{key}.command: there is no file {script!r} for {program} in this folder"

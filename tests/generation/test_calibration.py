@@ -85,5 +85,5 @@ def test_mistakes_of_pools_that_are_not_measured_do_not_matter(tmp_path: Path) -
     cluster = ClusterConfig.model_validate(values)
     small, large = cluster.sites["here"].generation
     (problem,) = check_kv_cache(with_one_pool(cluster, "here", small), run, "here")
-    assert problem.startswith("pool 'small': kv_cache_gb is 1e-05")
+    assert problem.startswith("sites.here.generation (small).kv_cache_gb is 1e-05")
     assert list(check_kv_cache(with_one_pool(cluster, "here", large), run, "here")) == []

@@ -398,7 +398,8 @@ def test_a_tracker_whose_package_is_missing_is_refused_with_the_command_that_ins
     run = RunConfig.model_validate({"trackers": [{"name": "tensorboard"}, {"name": "wandb"}]})
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "wandb" else object())
     assert list(preflight.check_trackers(run)) == [
-        "the tracker wandb needs the package wandb, which is not installed; install with: pip install 'streamrl[wandb]'"
+        "trackers: the tracker wandb needs the package wandb, which is not installed; "
+        "install with: pip install 'streamrl[wandb]'"
     ]
 
 

@@ -27,7 +27,7 @@ def problems(command: list[str], site: str | None = None) -> list[str]:
 @pytest.mark.parametrize("program", ["python", "/usr/bin/python3.12", "bash", "node"])
 def test_a_script_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     monkeypatch.chdir(tmp_path)
-    said = f"task 'mine': command: there is no file 'agent.py' for {program} in this folder"
+    said = f"tasks.0.command: there is no file 'agent.py' for {program} in this folder"
     assert problems([program, "agent.py", "--fast"]) == problems([program, "agent.py"], "there") == [said]
     assert problems([program, "agent.py"], "here") == []  # no agents run at this site
     (tmp_path / "agent.py").touch()
