@@ -35,7 +35,7 @@ def test_a_step_without_a_token_is_recorded_without_staleness_and_said(
     result = StepDone(rank=0, started=0.0, finished=1.0, grad_norm=0.0, learning_rate=1e-3, skipped=False)
     rows: list[MetricsRow] = []
     unused: Any = SimpleNamespace(
-        **{"train": lambda *_: 0, "end_step": lambda *_: times, "between": lambda *_: {}, "usd_per_hour": {}},
+        **{"train": lambda *_: 0, "end_step": lambda *_: times, "of_step": lambda *_: {}, "usd_per_hour": {}},
         **{"memory": SimpleNamespace(total_gb=1.0), "ended_trainer": [], "step_done": lambda row, *_: rows.append(row)},
     )
     store = RolloutStore(tmp_path / "rollouts")
