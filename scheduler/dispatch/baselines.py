@@ -66,7 +66,7 @@ class LongestFirst(DispatchPolicy):
     def decide(self, produced: TokenProgress | None = None) -> list[Assignment]:
         """Place waiting requests while there are free slots."""
         decisions = []
-        while self._heap and (emptiest := self.emptiest()) is not None:
+        while self._heap and (emptiest := self.next_free(len(self._heap))) is not None:
             decisions.append(self.start(heapq.heappop(self._heap)[2], emptiest))
         return decisions
 
@@ -171,5 +171,10 @@ class TwoChoices(_InTurn):
 offer("random", "any instance", lambda _: Random(), blind=True)
 offer("round-robin", "instances in turn", lambda _: RoundRobin(), blind=True)
 offer("two-choices", "the less loaded of two random instances", lambda _: TwoChoices(), blind=True)
-offer("least-loaded", "the instance with the fewest running requests", lambda of: LeastLoaded(of.affinity), blind=True)
+offer(
+    "least-loaded",
+    "the instance with the fewest running requests, or of unequal ones that with the shortest steps",
+    lambda of: LeastLoaded(of.affinity),
+    blind=True,
+)
 offer("longest-first", "least-loaded, the longest expected request first", lambda _: LongestFirst())

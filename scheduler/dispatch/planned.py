@@ -310,8 +310,9 @@ class SkewAware(Planned):
         dealt: dict[str, list[int]] = {name: [] for name in names}
         for start in trial.place_by_load(waiting):
             dealt[start.instance].append(place[start.request_id])
+        full = [name for name in names if trial.instances[name].free < 1] or names
         for number, request in enumerate(waiting):  # any of them may start it
-            dealt[names[number % len(names)]].append(place[request.request_id])
+            dealt[full[number % len(full)]].append(place[request.request_id])
         return list(dealt.values())
 
     def correct(self, produced: TokenProgress | None) -> list[Assignment]:

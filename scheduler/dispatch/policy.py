@@ -13,6 +13,9 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import numpy as np
 
 from scheduler.cost.decode import UNKNOWN_CURVE, StepCurve
 from scheduler.cost.length_forecast import Forecast
@@ -25,6 +28,10 @@ HOMES_KEPT = 4096
 until the run ends."""
 LOOK_AHEAD = 32
 """Waiting turns among which one is looked for that may return to the instance with a free slot."""
+
+ALIKE = 1.25
+"""Ratio of the step times of two instances up to which placement by load takes them for equally fast: what two sound
+measurements of one kind of instance may differ by."""
 
 TokenProgress = Callable[[str], float]
 """Returns the tokens that a request has produced, those included that it brings to its next instance while it waits; 0
@@ -78,18 +85,27 @@ class Instance:
     """Its current step time; None if unknown."""
     pool: str = REGULAR
     slowness: float = 1.0
-    """Ratio of its current step time to the step time when it joined."""
+    """Ratio of its current step time to `usual`."""
     running: dict[str, Request] = field(default_factory=dict)
+    usual: StepCurve | None = None
+    """Its step time without `slowness`; None if unknown."""
+
+    def __post_init__(self) -> None:
+        self.usual = self.usual or self.curve
 
     @property
     def assumed_curve(self) -> StepCurve:
         """Its step time, or a default where it is unknown."""
-        return self.curve or UNKNOWN_CURVE
+        return self.curve or UNKNOWN_CURVE.scaled(self.slowness)
 
     @property
     def load(self) -> float:
         """Number of requests that it would run with one more, multiplied by its slowness."""
         return (len(self.running) + 1) * self.slowness
+
+    def step_at(self, load: float) -> float:
+        """Return the seconds of a step that it usually needs with so many requests; 0: its step time is unknown."""
+        return _step_seconds(self.usual, load) if self.usual is not None else 0.0
 
     @property
     def free(self) -> int:
@@ -105,7 +121,7 @@ def worth_returning(request: Request, home: Instance, other: Instance, affinity:
 
         n (base_home(b_home + 1) - base_other(b_other + 1)) <= cached_tokens * per_prefill_token_other
 
-    Where length, step times or prefill time are not known, home may be at most `affinity` requests fuller.
+    Where length, step times or prefill time are not known, home may be at most `affinity` requests fuller (`near`).
 
     Args:
         request: the turn.
@@ -117,18 +133,53 @@ def worth_returning(request: Request, home: Instance, other: Instance, affinity:
         return False
     here, there = home.curve, other.curve
     if request.forecast is None or here is None or there is None or not there.per_prefill_token:
-        return home.load <= other.load + affinity
+        return near(home, other, affinity)
     slower = float(here.base(len(home.running) + 1) - there.base(len(other.running) + 1))
     return request.expected * slower <= request.cached_tokens * there.per_prefill_token
+
+
+def near(home: Instance, other: Instance, affinity: int) -> bool:
+    """Return whether home is at most `affinity` requests fuller than the other instance.
+
+    If they differ in speed: whether a step with one more takes at most as long there as one of the other with
+    `affinity` beyond it.
+    """
+    most = other.load + affinity
+    if alike({home.usual, other.usual}):
+        return home.load <= most
+    return home.step_at(home.load) <= other.step_at(most)
+
+
+def alike(curves: Set[StepCurve | None]) -> bool:
+    """Return whether placement by load takes instances with these usual step times for equally fast.
+
+    It does if one of them is unknown, or if all agree within `ALIKE` at each batch size of a curve.
+    """
+    return len(curves) < 2 or _agree(frozenset(curves))
+
+
+@lru_cache(maxsize=4096)
+def _step_seconds(curve: StepCurve, load: float) -> float:
+    return float(curve.base(load))
+
+
+@lru_cache(maxsize=256)
+def _agree(curves: frozenset[StepCurve | None]) -> bool:
+    known = [curve for curve in curves if curve is not None]
+    sizes = sorted({size for curve in known for size in curve.batches})
+    seconds = np.asarray([curve.base(sizes) for curve in known])
+    return len(known) < len(curves) or bool(np.all(seconds.max(axis=0) <= ALIKE * seconds.min(axis=0)))
 
 
 class Fleet:
     """Bookkeeping that policies share: instances, each request's instance, the emptiest instance, placement by load.
 
     Placement by load is first come, first served, on the instance with the fewest running requests (`Instance.load`: on
-    a slow instance each request counts for more). Siblings follow their group to the instance that already has it, as
-    long as that instance is at most `affinity` requests fuller than the emptiest one, so that a shared prompt is
-    computed once per instance. Turns of episodes return to the instance that has their KV cache (`worth_returning`).
+    one that became slow each request counts for more). Where instances differ in speed (`alike`), it is the instance
+    whose steps are shortest with one request more; if faster ones are full, requests wait for these as long as they
+    are likely to end earlier there. Siblings follow their group to the instance that already has it, as long as that
+    instance is at most `affinity` requests fuller than the emptiest one (`near`), so that a shared prompt is computed
+    once per instance. Turns of episodes return to the instance that has their KV cache (`worth_returning`).
     """
 
     def __init__(self, affinity: int = 0) -> None:
@@ -136,8 +187,10 @@ class Fleet:
         self.instances: dict[str, Instance] = {}
         self.where: dict[str, Instance] = {}
         """Instance of every running request."""
-        self._by_load: list[tuple[float, str]] = []
-        """Heap of (load, name), some entries out of date: see `emptiest`."""
+        self._by_load: list[tuple[float, float, str]] = []
+        """Heap of (seconds of a step, load, name), some entries out of date: see `emptiest`."""
+        self._alike = True
+        """Whether all instances are equally fast; the seconds are then 0."""
         self._homes: dict[str, str] = {}
         """Instance on which each group was last placed by load, of the last `HOMES_KEPT` groups."""
 
@@ -152,7 +205,7 @@ class Fleet:
         if instance in self.instances:
             raise ValueError(f"instance {instance} has joined already")
         self.instances[instance] = Instance(instance, slots, curve, pool)
-        self._note_load(self.instances[instance])
+        self._compare()
 
     def leave(self, instance: str) -> list[str]:
         """Remove an instance that is gone and return the requests that it had, for the caller to submit again."""
@@ -160,6 +213,7 @@ class Fleet:
         self._homes = {group: home for group, home in self._homes.items() if home != instance}
         for request_id in gone.running:
             del self.where[request_id]
+        self._compare()
         return sorted(gone.running)
 
     def slow(self, instance: str, factor: float) -> None:
@@ -168,15 +222,15 @@ class Fleet:
         A slow instance gets less work until its factor falls again. An unknown instance is ignored.
         """
         if (known := self.instances.get(instance)) is not None and factor != known.slowness:
-            known.curve = known.assumed_curve.scaled(factor / known.slowness)
+            known.curve = known.usual.scaled(factor) if known.usual is not None else None
             known.slowness = factor
             self._note_load(known)
 
     def measured(self, instance: str, curve: StepCurve) -> None:
         """Replace the curve that an instance joined with by a measured one. An unknown instance is ignored."""
         if (known := self.instances.get(instance)) is not None:
-            known.curve = curve.scaled(known.slowness)
-            self._note_load(known)
+            known.usual, known.curve = curve, curve.scaled(known.slowness)
+            self._compare()
 
     def training_at(self, tokens_s: float) -> None:
         """Record how many tokens, prompts included, the trainer processes per second.
@@ -220,25 +274,48 @@ class Fleet:
         return Assignment(request.request_id, instance.name, route, moved)
 
     def emptiest(self) -> Instance | None:
-        """Return the least loaded instance that has a free slot (ties: by name), or None."""
+        """Return the least loaded instance that has a free slot (see the class; ties: by name), or None."""
         while self._by_load:
-            load, name = self._by_load[0]
-            instance = self.instances.get(name)
-            if instance is not None and instance.load == load and instance.free > 0:
+            entry = self._by_load[0]
+            instance = self.instances.get(entry[-1])
+            if instance is not None and self._loaded(instance) == entry and instance.free > 0:
                 return instance
             heapq.heappop(self._by_load)  # out of date, or full: a full instance gets a new entry when a request ends
         return None
 
+    def next_free(self, waiting: int) -> Instance | None:
+        """Return the instance on which one of so many waiting requests should start now.
+
+        None: no instance has a free slot, or the slots of faster instances that are full are worth waiting for. They
+        are if their steps are so short that even the last of the waiting requests would end earlier there, all having
+        the same length and a slot becoming free as often as it does on average.
+        """
+        found = self.emptiest()
+        if found is None or self._alike:
+            return found
+        step = found.step_at(found.load)
+        faster = [
+            one
+            for one in self.instances.values()
+            if one.free < 1 and one.step_at(max(one.slots * one.slowness, found.load)) < step
+        ]
+        rate = sum(one.slots / one.step_at(one.slots * one.slowness) for one in faster)
+        return None if faster and waiting + sum(one.slots for one in faster) < rate * step else found
+
     def place_by_load(self, waiting: deque[Request]) -> list[Assignment]:
         """Start requests from the head of the queue while there are free slots (see the class)."""
         decisions = []
-        while waiting and (emptiest := self.emptiest()) is not None:
+        while waiting:
+            at_home = waiting[0].home in self.instances  # its KV cache is there: it waits for no faster instance
+            emptiest = self.emptiest() if at_home else self.next_free(len(waiting))
+            if emptiest is None:
+                break
             request = self._next(waiting, emptiest)
             chosen = emptiest
             if (home := self.instances.get(request.home)) is not None:
                 chosen = home if worth_returning(request, home, emptiest, self.affinity) else emptiest
             elif (home := self.instances.get(self._homes.get(request.group_id, ""))) is not None:
-                chosen = home if home.free > 0 and home.load <= emptiest.load + self.affinity else emptiest
+                chosen = home if home.free > 0 and near(home, emptiest, self.affinity) else emptiest
             self._homes.pop(request.group_id, None)  # the one placed last comes last
             self._homes[request.group_id] = chosen.name
             if len(self._homes) > HOMES_KEPT:
@@ -254,7 +331,7 @@ class Fleet:
         made._homes = dict(self._homes)
         for name, instance in self.instances.items():
             made.instances[name] = replace(instance, running=dict(instance.running))
-            made._note_load(made.instances[name])
+        made._compare()
         return made
 
     def _next(self, waiting: deque[Request], emptiest: Instance) -> Request:
@@ -277,13 +354,22 @@ class Fleet:
         """Return a queue without the given requests, in its order."""
         return deque(request for request in waiting if request.request_id not in request_ids)
 
+    def _loaded(self, instance: Instance) -> tuple[float, float, str]:
+        return 0.0 if self._alike else instance.step_at(instance.load), instance.load, instance.name
+
+    def _compare(self) -> None:
+        """Note all loads anew, after instances or their step times have changed."""
+        self._alike = alike({instance.usual for instance in self.instances.values()})
+        self._by_load = [self._loaded(instance) for instance in self.instances.values()]
+        heapq.heapify(self._by_load)
+
     def _note_load(self, instance: Instance) -> None:
         if len(self._by_load) > 64 + 8 * len(self.instances):
             # a policy that never calls `emptiest` would otherwise accumulate entries that are out of date
-            self._by_load = [(other.load, other.name) for other in self.instances.values()]
+            self._by_load = [self._loaded(other) for other in self.instances.values()]
             heapq.heapify(self._by_load)
         else:
-            heapq.heappush(self._by_load, (instance.load, instance.name))
+            heapq.heappush(self._by_load, self._loaded(instance))
 
 
 class DispatchPolicy(Fleet, ABC):

@@ -315,3 +315,11 @@ def test_two_choices_of_one_instance_is_that_one() -> None:
     policy.join("only", 2)
     policy.submit([Request("r", "r")])
     assert [decision.instance for decision in policy.decide()] == ["only"]
+
+
+def test_what_placement_by_load_would_keep_waiting_is_dealt_to_no_instance_with_free_slots() -> None:
+    policy = SkewAware()
+    policy.join("a", 9, StepCurve((1,), (10.0,)))
+    policy.join("b", 2, StepCurve((1,), (1.0,)))
+    requests = [Request(str(number), "g") for number in range(6)]
+    assert policy._dealt_by_load(["a", "b"], requests, requests) == [[], [0, 1, 2, 3, 4, 5]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 
 import pytest
 
@@ -53,6 +54,82 @@ def test_a_slow_instance_gets_less_until_its_factor_falls() -> None:
     assert seats(policy) == "aa"  # 3 5, 4 5
     policy.slow("unknown", 3.0)
     assert "unknown" not in policy.instances
+
+
+QUICK = StepCurve((1, 2, 4), (1.0, 2.0, 4.0))
+
+
+def test_of_unequal_instances_the_one_with_the_shortest_steps_gets_the_next_request() -> None:
+    policy = LeastLoaded()
+    policy.join("a", 9, QUICK.scaled(3.0))
+    policy.join("b", 9, QUICK)
+    policy.submit(singles(*"1234567"))
+    assert seats(policy) == "bbabbba"  # steps of 3 1, 3 2, 3 3: fewer there, 6 3, 6 4, 6 5, 6 6
+    policy.join("c", 9)
+    policy.submit(singles("8", "9"))
+    assert seats(policy) == "cc", "its step time is unknown, so requests are counted"
+    policy.leave("c")
+    policy.submit(singles("10"))
+    assert seats(policy) == "b"  # steps of 9 6
+    policy.measured("a", QUICK)
+    policy.submit(singles(*"xyz"))
+    assert seats(policy) == "aaa"  # requests 3 7, 4 7, 5 7
+
+
+def test_step_times_that_measurements_may_differ_by_make_no_instance_the_faster_one() -> None:
+    flat = StepCurve((4,), (1.0,))
+    for ratio, expected in ((1.0, "aaababab"), (1.2, "aaababab"), (1.3, "bbbaaaab")):
+        policy = LeastLoaded()
+        policy.join("a", 9, flat.scaled(ratio))
+        policy.join("b", 9, flat)
+        policy.start(Request("1", "g"), policy.instances["b"])
+        policy.start(Request("2", "g"), policy.instances["b"])
+        policy.submit(singles(*"stuvwxyz"))
+        assert seats(policy) == expected
+
+
+@pytest.mark.parametrize("factor", [1.5, 2.0, 3.7])
+def test_what_became_slow_counts_for_more_requests_whatever_the_curve(factor: float) -> None:
+    placements = set()
+    for curve in (None, CURVE, StepCurve((8,), (1.0,)), QUICK):
+        policy = LeastLoaded()
+        for name in "abc":
+            policy.join(name, 9, curve)
+        policy.slow("b", factor)
+        policy.submit(singles(*map(str, range(20))))
+        placements.add(seats(policy))
+        assert (policy.instances["b"].curve is None) == (curve is None)
+        policy.slow("b", 1.0)
+        assert policy.instances["b"].curve == curve
+    assert len(placements) == 1
+
+
+@pytest.mark.parametrize("make", [LeastLoaded, LongestFirst, SkewAware])
+def test_requests_wait_for_a_faster_instance_if_they_would_end_earlier_there(
+    make: Callable[[], DispatchPolicy],
+) -> None:
+    policy = make()
+    policy.join("a", 4, StepCurve((1, 4), (5.0, 5.3)))
+    policy.join("b", 4, StepCurve((1, 4), (1.0, 2.0)))
+    policy.submit(singles(*"123456789"))
+    # two more end after 2 / 4 steps of 2 s, and 2 s, which is less than 5 s; so would 5, in 4.5 s
+    assert seats(policy) == "bbbb" and policy.waiting == 5
+    policy.submit(singles(*"uvw"))  # the last of 7 or more would not
+    assert seats(policy) == "aa" and policy.waiting == 6
+    policy.finished("1")
+    assert seats(policy) == "b" and policy.waiting == 5
+    for number in "234":
+        policy.finished(number)
+    assert seats(policy) == "bbb" and policy.waiting == 2
+
+
+def test_no_request_waits_for_a_full_instance_of_the_same_speed() -> None:
+    for curve in (None, QUICK, StepCurve((4,), (1.0,))):
+        policy = LeastLoaded()
+        policy.join("a", 2, curve)
+        policy.join("b", 40, curve)
+        policy.submit(singles(*map(str, range(42))))
+        assert len(policy.decide()) == 42
 
 
 def test_the_least_loaded_is_found_after_many_changes_of_load() -> None:

@@ -57,6 +57,24 @@ def test_without_times_or_lengths_a_home_may_be_some_requests_fuller(unknown: st
     assert not worth_returning(one, instance("a", 5, curve=curve), instance("b", 2, curve=curve), 2)
 
 
+def test_a_faster_home_may_be_fuller_by_more_and_a_slower_one_by_less() -> None:
+    one, quick = turn("e", "a", None), CURVE.scaled(0.5)
+    for running, curve, returns in ((7, quick, True), (2, CURVE.scaled(2.0), False), (1, CURVE.scaled(2.0), True)):
+        home = instance("a", running, curve=curve)
+        assert worth_returning(one, home, instance("b", 1), 2) is returns  # steps of up to 0.04 s
+
+
+def test_a_turn_does_not_wait_for_a_faster_instance_than_its_home() -> None:
+    policy = LeastLoaded()
+    policy.join("a", 8, CURVE.scaled(10.0))
+    policy.join("b", 1, CURVE)
+    policy.submit([turn("e1/0"), turn("e2/0")])
+    assert [one.instance for one in policy.decide()] == ["b"] and policy.waiting == 1
+    policy.withdraw({"e2/0"})
+    policy.submit([turn("e3/1", "a", 1, 1000)])
+    assert [one.instance for one in policy.decide()] == ["a"]
+
+
 def fleet(policy: Fleet, *names: str, slots: int = 8) -> None:
     for name in names:
         policy.join(name, slots, CURVE)
