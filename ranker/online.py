@@ -5,15 +5,19 @@ then (the policy drifts, so only the newest rows count). `end_step` compares the
 expected *before they started*, and the mean over the newest steps decides whether the forecasts are `trusted`. Both go
 by the expected length that the caller reports with `expect`: the one that it dispatches by.
 
-    untrusted -> trusted    recall@20 and tau at or above the upper bounds
+    untrusted -> trusted    skill and tau at or above the upper bounds
     trusted -> untrusted    one of them below its lower bound
 
 Before the first measured step, held-out samples in the model's file decide by the same bounds, if the same language
 model wrote them (`written_by`); a file of another one, or that does not say, has to earn its trust.
 
-A random ranking has recall@20 of 0.2 and tau of 0. Between the bounds nothing changes, so that noise of a single step
-does not toggle the dispatcher. A caller should dispatch by load alone while `trusted` is False: isolating
-the wrong requests is slower than not isolating any. Without a model `predict` returns None.
+Skill is what recall@20 has beyond that of a random ranking, 0.2, as a share of what the best possible ranking has
+beyond it: where more than 20 % of the samples reach the length limit, no ranking finds all of "the longest" (of a share
+c, recall@20 is at most 0.2 / c). A random ranking has skill and tau of 0. Where nearly all lengths are equal, skill is
+0 as well: hardly anything is gained or lost by a ranking, and few samples would decide. Between the bounds nothing
+changes, so that noise of a single step does not toggle the dispatcher. A caller should dispatch by load alone while
+`trusted` is False: isolating the wrong requests is slower than not isolating any. Without a model `predict` returns
+None.
 
 There is no clock and no I/O here; the same calls with the same seed and threads give the same answers.
 """
@@ -40,8 +44,11 @@ from ranker.train import refit as fit_again
 
 WINDOW = 20_000
 """Number of newest samples that are kept and refitted on: some tens of steps, and a refit of some seconds."""
-RECALL_UPPER, RECALL_LOWER = 0.40, 0.30
-"""Bounds of recall@20: twice, and one and a half times, that of a random ranking."""
+SKILL_UPPER, SKILL_LOWER = 0.25, 0.125
+"""Bounds of skill: where no lengths are equal, recall@20 of twice, and one and a half times, that of a random
+ranking."""
+LEAST_TO_FIND = 0.005
+"""Least difference in recall@20 between the best possible and a random ranking: some 97 % of the lengths are equal."""
 TAU_UPPER, TAU_LOWER = 0.15, 0.05
 """Bounds of Kendall's tau-b."""
 STEPS = 3
@@ -57,6 +64,25 @@ class Trust:
     recall_at_20: float
     kendall_tau: float
     samples: int
+    possible_recall: float = 1.0
+    """recall@20 of the best possible ranking."""
+    chance: float = 0.2
+    """recall@20 of a random ranking; not 0.2 where a fifth of the samples is no whole number."""
+
+    @property
+    def skill(self) -> float:
+        """Share of what the best possible ranking has beyond a random one (see the module)."""
+        return (self.recall_at_20 - self.chance) / (self.possible_recall - self.chance) if self.tells else 0.0
+
+    @property
+    def tells(self) -> bool:
+        """Whether lengths differ so much that a ranking can be right or wrong."""
+        return self.possible_recall - self.chance >= LEAST_TO_FIND
+
+    @property
+    def clears(self) -> bool:
+        """Whether it reaches the upper bounds."""
+        return self.skill >= SKILL_UPPER and self.kendall_tau >= TAU_UPPER
 
 
 class OnlineRanker:
@@ -102,7 +128,7 @@ class OnlineRanker:
         self._measured: deque[Trust] = deque(maxlen=STEPS)
         self._refits = 0
         if model is not None and self.same_writer and len(model.judged.length) >= MIN_SAMPLES:
-            self.trusted = self._clears(*_accuracy(model.judged.expected, model.judged.length))
+            self.trusted = _accuracy(model.judged.expected, model.judged.length).clears
 
     @property
     def same_writer(self) -> bool:
@@ -181,20 +207,29 @@ class OnlineRanker:
             return None
         expected, length = np.array(self._finished).T
         self._finished = []
-        measured = Trust(*_accuracy(expected, length), len(length))
+        measured = _accuracy(expected, length)
         self._measured.append(measured)
-        recall = sum(m.recall_at_20 for m in self._measured) / len(self._measured)
-        tau = sum(m.kendall_tau for m in self._measured) / len(self._measured)
-        self.trust = Trust(recall, tau, sum(m.samples for m in self._measured))
-        if self.trusted:
-            self.trusted = recall >= RECALL_LOWER and tau >= TAU_LOWER
-        else:
-            self.trusted = self._clears(recall, tau)
+        steps = list(self._measured)
+        figures = [(m.recall_at_20, m.kendall_tau, m.possible_recall, m.chance) for m in steps]
+        recall, tau, possible, chance = (sum(values) / len(steps) for values in zip(*figures, strict=True))
+        self.trust = now = Trust(recall, tau, sum(m.samples for m in steps), possible, chance)
+        self.trusted = now.skill >= SKILL_LOWER and tau >= TAU_LOWER if self.trusted else now.clears
         return measured
 
-    @staticmethod
-    def _clears(recall: float, tau: float) -> bool:
-        return recall >= RECALL_UPPER and tau >= TAU_UPPER
+    @property
+    def doubts(self) -> str:
+        """Why predictions are not trusted; '': they are."""
+        if self.trusted:
+            return ""
+        if self.trust is None:
+            return "none of this run has been measured yet"
+        if not self.trust.tells:
+            return "nearly all lengths are equal"
+        recall, possible, chance = self.trust.recall_at_20, self.trust.possible_recall, self.trust.chance
+        if self.trust.skill < SKILL_UPPER:
+            needed = chance + SKILL_UPPER * (possible - chance)
+            return f"recall@20 is {recall:.2f}, {needed:.2f} is needed and {possible:.2f} possible"
+        return f"Kendall's tau is {self.trust.kendall_tau:.2f}, {TAU_UPPER:.2f} is needed"
 
     def refit(self) -> bool:
         """Fit a model of the same kind on the newest rows; without any, return False and change nothing."""
@@ -212,10 +247,11 @@ class OnlineRanker:
         return partial(_fit, kind, list(self._rows), self.seed + self._refits, self.threads, self.written_by)
 
 
-def _accuracy(expected: Array, length: Array) -> tuple[float, float]:
-    """Return recall@20 and tau (0 where it is undefined) of expected lengths [N]."""
+def _accuracy(expected: Array, length: Array) -> Trust:
+    """Return the accuracy of expected lengths [N]; tau is 0 where it is undefined."""
     tau = kendall_tau(expected, length)
-    return recall_at(expected, length, 0.2), 0.0 if math.isnan(tau) else tau
+    recall, possible, chance = (recall_at(score, length, 0.2) for score in (expected, length, np.zeros(len(length))))
+    return Trust(recall, 0.0 if math.isnan(tau) else tau, len(length), possible, chance)
 
 
 def _fit(kind: str, rows: list[Mapping[str, Any]], seed: int, threads: int, written_by: str | None) -> LengthModel:

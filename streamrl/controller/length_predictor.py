@@ -137,6 +137,16 @@ class LengthPredictor:
         """Whether requests get forecasts; a policy that ignores them leaves nothing to replay."""
         return self.ranker.trusted and (self._policy in BLIND or self.outcome.trusted)
 
+    @property
+    def doubts(self) -> str:
+        """Why requests get no forecasts; '': they do."""
+        if self.trusted or self.ranker.doubts:
+            return self.ranker.doubts
+        if (mean := self.outcome.mean) is None:
+            return "no step has been replayed by them"
+        rarely = "" if mean > 1 else ", and too many of them clearly more"
+        return f"replays by them take {mean:.2f} of least-loaded's time{rarely}"
+
     def step_trained(self, groups: Sequence[Group], seconds: float) -> float | None:
         """Record the seconds in which the trainer worked on a step's groups; return its tokens per second."""
         tokens = sum(len(g.prompt_tokens) + m.sample.output_length for g in groups for m in g.members())
@@ -208,6 +218,7 @@ class LengthPredictor:
             "used": self.trusted and self._policy not in BLIND,
             "recall_at_20": trust.recall_at_20 if trust else None,
             "kendall_tau": trust.kendall_tau if trust else None,
+            "doubts": self.doubts,
             "note": self.note,
         }
 
@@ -219,6 +230,7 @@ class LengthPredictor:
         trust, mean = self.ranker.trust, self.outcome.mean
         found = [f"recall@20 {trust.recall_at_20:.2f}, tau {trust.kendall_tau:.2f}"] if trust else []
         found += [f"by replays {mean:.2f} of least-loaded's time"] if mean is not None else []
+        found = found if self.trusted else [self.doubts]
         after = f"after step {step}" if step else "from the start"
         what, then = ("trusted", "goes by them") if self.trusted else ("not trusted any more", "by load alone")
         if self._policy in BLIND:

@@ -183,6 +183,7 @@ def ranker_text(status: RunStatus) -> Text:
         return Text("ranker     nothing predicted and finished yet: dispatch by load", style="dim")
     trust = ("trusted", "green") if ranker.trusted else ("not trusted", "yellow")
     by = "predicted length" if ranker.used else "load"
+    by += f" ({ranker.doubts})" if ranker.doubts else ""
     text = f"  recall@20 {fixed(ranker.recall_at_20)}, tau {fixed(ranker.kendall_tau)}; dispatch by {by}"
     if latest is not None and latest.dispatch_by_prediction and latest.dispatch_saved is not None:
         text += f", saved {100 * latest.dispatch_saved:.1f} % of generation (simulated)"

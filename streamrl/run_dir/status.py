@@ -101,6 +101,7 @@ class RankerStatus(StatusModel):
     )
     recall_at_20: float | None = None
     kendall_tau: float | None = None
+    doubts: str = Field("", description="why they are not trusted; '': they are")
     note: str = Field("", description="newest change of trust and its consequence")
 
 

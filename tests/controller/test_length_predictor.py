@@ -14,6 +14,7 @@ from ranker.model import Judged
 from ranker.train import refit
 from scheduler.cost.decode import StepCurve
 from scheduler.cost.recalibration import SCORES
+from scheduler.dispatch.outcome_trust import OutcomeTrust
 from scheduler.simulation.generation_simulator import SimulatedInstance
 from streamrl.config.run import RunConfig
 from streamrl.config.schedule import SCHEDULES
@@ -94,6 +95,7 @@ def test_it_starts_from_nothing_learns_is_trusted_and_loses_trust() -> None:
     assert [group.predicted_length for group in last] == corrected != [forecast.mean for forecast in told_by_ranker]
     assert not lengths.state()["trusted"]
     assert lengths.note.startswith("length predictions are not trusted any more after step")
+    assert lengths.doubts in lengths.note and lengths.state()["doubts"].startswith("recall@20 is 0.")
 
 
 def test_forecasts_that_would_have_cost_time_are_not_used_however_well_they_rank() -> None:
@@ -104,6 +106,11 @@ def test_forecasts_that_would_have_cost_time_are_not_used_however_well_they_rank
     for _ in range(3):
         lengths.outcome.record([1.1])
     assert lengths.ranker.trusted and not lengths.trusted and not lengths.state()["trusted"]
+    assert lengths.state()["doubts"] == "replays by them take 1.05 of least-loaded's time"
+    lengths.outcome = OutcomeTrust()
+    assert lengths.doubts == "no step has been replayed by them"
+    lengths.outcome.record([0.9, 0.7, 1.2])
+    assert lengths.doubts == "replays by them take 0.93 of least-loaded's time, and too many of them clearly more"
 
 
 def test_a_policy_that_ignores_forecasts_does_not_go_by_them() -> None:

@@ -69,6 +69,37 @@ def test_between_the_bounds_nothing_changes() -> None:
     assert after(False, 0.5) is True and after(True, 0.2) is False
 
 
+def judged(expected: np.ndarray, length: np.ndarray, trusted: bool = False) -> OnlineRanker:
+    """A ranker after a step with these expected and true lengths."""
+    ranker = OnlineRanker()
+    ranker.trusted = trusted
+    ranker._finished = list(zip(expected.tolist(), length.tolist(), strict=True))
+    ranker.end_step()
+    return ranker
+
+
+@pytest.mark.parametrize("at_limit", [0.1, 0.45, 0.55, 0.7, 0.95])
+def test_where_many_reach_the_limit_a_ranking_is_compared_with_the_best_possible_one(at_limit: float) -> None:
+    length = np.minimum(np.arange(1.0, 401.0), 400 * (1 - at_limit))
+    right = judged(length, length)
+    assert right.trusted and right.doubts == "" and right.trust is not None
+    assert right.trust.recall_at_20 == right.trust.possible_recall == pytest.approx(min(1.0, 0.2 / at_limit), rel=0.01)
+    shuffled = np.random.default_rng(0).permutation(np.arange(400.0))
+    for wrong in (shuffled, -length, np.ones(400)):
+        assert not judged(wrong, length).trusted and not judged(wrong, length, True).trusted
+
+
+def test_the_doubts_name_what_is_missing() -> None:
+    length = np.arange(1.0, 101.0)
+    assert OnlineRanker().doubts == "none of this run has been measured yet"
+    assert judged(length, np.full(100, 9.0), True).doubts == "nearly all lengths are equal"
+    assert judged(length[:27], np.full(27, 9.0), True).doubts == "nearly all lengths are equal"
+    capped = np.minimum(length, 50.0)
+    assert judged(-length, capped).doubts == "recall@20 is 0.00, 0.25 is needed and 0.39 possible"
+    only_tail = np.where(length > 80, 1000.0, -length)
+    assert judged(only_tail, length).doubts == "Kendall's tau is -0.32, 0.15 is needed"
+
+
 def test_predictions_made_before_the_start_are_the_ones_measured() -> None:
     ranker = OnlineRanker()
     rows = small_reasoner(60, 2, 0).rows

@@ -94,6 +94,8 @@ def test_the_picture_says_how_far_predictions_are_trusted(make_run: RunMaker) ->
         trusted=True, used=True, **measured
     )
     assert "not trusted  recall@20 0.61, tau 0.42; dispatch by load" in shown(trusted=False, **measured)
+    doubts = shown(trusted=False, doubts="no step has been replayed by them", **measured)
+    assert "dispatch by load (no step has been replayed by them)" in doubts
     assert "trusted  recall@20 0.61, tau 0.42; dispatch by load" in shown(trusted=True, used=False, **measured)
 
 
