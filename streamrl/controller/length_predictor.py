@@ -101,14 +101,14 @@ class LengthPredictor:
             self.ranker.refit()
 
     def predict(self, groups: Sequence[Group]) -> None:
-        """Set the predictions of a step's groups, in place."""
+        """Set the predictions of new groups, which may be of several steps, in place."""
         if not groups:
             return
         limit = np.array([max(1, self._most_tokens(group)) for group in groups])
         prediction = self.ranker.predict(
             [group.prompt for group in groups],
             [group.task for group in groups],
-            groups[0].step,
+            max(group.step for group in groups),  # what has been observed is all of earlier steps
             limit=limit,
         )
         if prediction is None:
@@ -119,8 +119,8 @@ class LengthPredictor:
             forecast if group.agent else self.recalibration.corrected(forecast, float(most))
             for group, forecast, most in zip(groups, told, limit, strict=True)
         ]
-        for group, forecast, rank in zip(groups, forecasts, places([f.mean for f in forecasts]), strict=True):
-            group.predicted_rank, group.predicted_length = float(rank), forecast.mean
+        for group, forecast in zip(groups, forecasts, strict=True):
+            group.predicted_length = forecast.mean
             self._forecasts[group.group_id] = forecast
             group.forecast = forecast if self.trusted else None
             self.ranker.expect(sample_ids(group), forecast.mean)
@@ -243,16 +243,6 @@ def _simulated(group: Group, sample: Sample, forecast: Forecast | None) -> Simul
     return SimulatedRequest(
         sample.sample_id, sample.output_length, group.group_id, len(group.prompt_tokens), forecast=forecast
     )
-
-
-def places(scores: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Return each score's relative rank, shape [n]: 0 the lowest, 1 the highest; ties share the mean of their ranks."""
-    values = np.asarray(scores, dtype=np.float64)
-    if len(values) < 2:
-        return np.zeros(len(values))
-    ordered = np.sort(values)
-    first, last = np.searchsorted(ordered, values, "left"), np.searchsorted(ordered, values, "right") - 1
-    return np.asarray((first + last) / 2 / (len(values) - 1))
 
 
 def load_ranker(run: RunConfig) -> LengthModel | None:

@@ -204,10 +204,8 @@ class Group:
     """Whether each sample is an episode that an agent leads from `reward_input`."""
     issue_version: int = 0
     """Policy version at issue: the weight version that every instance served then."""
-    predicted_rank: float | None = None
-    """Rank of its predicted length among its step's groups: 0 the shortest, 1 the longest; None: no prediction."""
     predicted_length: float | None = None
-    """Expected tokens of one completion."""
+    """Expected tokens of one completion; None: no prediction."""
     forecast: Forecast | None = None
     """Forecast of one completion's length, for dispatch; None: there is none, or it is not trusted."""
     scored: dict[str, Scored] = field(default_factory=dict)

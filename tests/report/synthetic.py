@@ -225,7 +225,7 @@ def write_rollouts(run_dir: Path, steps: int) -> None:
                         "instance": INSTANCES[member % 2],
                         "pool": "regular",
                         "route": "tail" if group % 2 else "regular",
-                        "predicted_rank": group / 7,
+                        "predicted_rank": group / 7,  # a column of earlier versions' files
                         "predicted_length": 25.0 + 35.0 * (group % 2),
                         "t_queued": time - 1,
                         "t_finished": time,

@@ -60,7 +60,7 @@ CONTRACT_COLUMNS = [
     "instance",
     "pool",
     "route",
-    "predicted_rank",
+    "predicted_length",
     "t_queued",
     "t_dispatched",
     "t_first_token",
@@ -198,6 +198,16 @@ def test_rollouts_of_before_there_were_causes_are_still_read(tmp_path: Path) -> 
     store.write(2, [make_group("g1", (None, 1.0, 0.0))])
     assert [row["output_length"] for row in store.newest(COLUMNS, 99)] == [2, 3, 2, 3, 4]
     assert read_rollouts([store.directory]).output_length.tolist() == [2, 3, 2, 3, 4]  # what `train-ranker` reads
+
+
+def test_rollouts_with_a_column_of_earlier_versions_are_still_read(tmp_path: Path) -> None:
+    store = RolloutStore(tmp_path / "rollouts")
+    table = pq.read_table(store.write(1, [make_group("g0")]))
+    assert "predicted_rank" not in table.column_names
+    pq.write_table(table.append_column("predicted_rank", [[0.5, 1.0]]), store.directory / "step_000001.parquet")
+    store.write(2, [make_group("g1", (None, 1.0, 0.0))])
+    assert [row["output_length"] for row in store.newest(COLUMNS, 99)] == [2, 3, 2, 3, 4]
+    assert read_rollouts([store.directory]).output_length.tolist() == [2, 3, 2, 3, 4]
 
 
 def test_rollouts_are_on_disk_before_the_ledger_forgets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
