@@ -375,8 +375,8 @@ class ClusterConfig(StrictModel):
         return next((link for link in self.links if set(link.between) == {site, other}), None)
 
     def relays_for(self, site: str) -> list[str]:
-        """List the generating sites from which a site can fetch weights."""
-        others = [name for name in self.remote_sites if name != site and self.sites[name].port]
+        """List the sites that can pass weights on to a site; none can to the trainer's, where they are made."""
+        others = [name for name in self.remote_sites if site not in (name, self.trainer_site) and self.sites[name].port]
         return [name for name in others if self.link_between(site, name) is not None]
 
     @property

@@ -271,12 +271,13 @@ def test_a_site_may_get_a_newer_version_than_was_announced(wire: Wire, services:
     asyncio.run(play())
 
 
-def test_weights_come_from_a_nearer_site_once_that_has_served_what_this_one_holds() -> None:
+@pytest.mark.parametrize("home_generates", [False, True])
+def test_weights_come_from_a_nearer_site_once_that_has_served_what_this_one_holds(home_generates: bool) -> None:
     cluster = ClusterConfig.model_validate(
         {
             "hardware": "cpu",
             "sites": {
-                "home": {"port": 5600, "trainer": {}},
+                "home": {"port": 5600, "trainer": {}, "generation": [{}] * home_generates},
                 "near": {"port": 5700, "generation": [{}]},
                 "far": {"generation": [{}]},
             },
@@ -287,12 +288,13 @@ def test_weights_come_from_a_nearer_site_once_that_has_served_what_this_one_hold
             ],
         }
     )
-    wire = Wire("service-near", "service-far")
+    home = {"service-home": "home"} if home_generates else {}
+    wire = Wire(*home, "service-near", "service-far")
     wire.peers["service-near"].meta["passes_weights_on"] = True
     services = Services(
         wire,  # type: ignore[arg-type]
         WaitRegistry("test"),
-        {"service-near": "near", "service-far": "far"},
+        home | {"service-near": "near", "service-far": "far"},
         cluster,
         RunConfig(),
     )
@@ -302,9 +304,15 @@ def test_weights_come_from_a_nearer_site_once_that_has_served_what_this_one_hold
     def sources(peer: str) -> list[str | None]:
         return [body["source"] for kind, body in wire.sent[peer] if kind == "weights"]
 
+    async def spread(number: int) -> None:
+        await services.spread(version(number))
+        if home_generates:
+            await services.ready("service-home", report({"number": number, "bytes": 1} | QUICK))
+            assert sources("service-home") == [None] * (number + 1)
+
     async def play() -> None:
         for number in (0, 1):
-            await services.spread(version(number))
+            await spread(number)
             await services.ready(
                 "service-near", report({"number": number, "bytes": 2_000_000, "transfer_s": 0.1} | near)
             )
@@ -312,13 +320,13 @@ def test_weights_come_from_a_nearer_site_once_that_has_served_what_this_one_hold
         assert sources("service-near") == [None, None]
         assert sources("service-far") == [None, "near"]  # at first it held nothing that `near` had served
         wire.silent["service-near"] = 60.0
-        await services.spread(version(2))
+        await spread(2)
         assert sources("service-far")[-1] is None  # `near` is away
         await services.ready("service-near", report({"number": 2, "bytes": 2_000_000, "transfer_s": 0.1} | near))
         # a link that turns out to be fast is used from then on
         await services.ready("service-far", report({"number": 2, "bytes": 2_000_000, "transfer_s": 0.001} | far))
         wire.silent.clear()
-        await services.spread(version(3))
+        await spread(3)
         assert sources("service-far")[-1] is None
 
     asyncio.run(play())
