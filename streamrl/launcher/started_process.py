@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from streamrl.errors import SEE_DOCS, ErrorCode
 from streamrl.launcher.entry_point import AGAIN, FURTHER_WORDS, LAST_WORDS, UNEXPECTED
+from streamrl.rollouts.plain_text import shown
 from streamrl.runtime.process_plan import ProcessSpec
 
 LOG_TAIL_LINES = 12
@@ -19,6 +22,10 @@ KILL_S = 5.0
 """Seconds within which a process, or all processes of a run together, must be gone once they are killed."""
 MOST_LOG_BYTES = 1 << 20
 """Most bytes of a process's output that are searched for its last words."""
+ENGINE_FAILED = ("EngineDeadError: ", "RuntimeError: Engine core initialization failed")
+"""Beginnings of vLLM's errors that only say that its engine, another process, has failed."""
+ERROR = re.compile(r"(?:^|\s)(?:\w+\.)*(\w+(?:Error|Exception): .*\S)")
+"""The line with which a traceback ends, whatever stands before it in a log."""
 
 
 @dataclass
@@ -83,6 +90,8 @@ class RunProcess(ABC):
             first = lines[said[0]].removeprefix(LAST_WORDS).removeprefix(UNEXPECTED)
             rest = itertools.takewhile(lambda line: line.startswith(FURTHER_WORDS), lines[said[0] + 1 :])
             words = "\n".join([first, *(line.removeprefix(FURTHER_WORDS) for line in rest)])
+            if words.startswith(ENGINE_FAILED):
+                words = f"{_engine_error(lines[: said[0]]) or words}; see {self.log}"
             words = words if in_lines else " ".join(words.split())
             return f"{self.spec.name} {how}: {words}"
         tail = "\n".join(f"    {line}" for line in lines[-LOG_TAIL_LINES:])
@@ -117,3 +126,9 @@ class RunProcess(ABC):
     def is_root_cause(self) -> bool:
         """Whether it ended for a reason of its own, not because it lost its peer (`transport` `PeerLost`)."""
         return "has been silent" not in self.last_words()
+
+
+def _engine_error(lines: Sequence[str]) -> str:
+    """Return the last error in a log that vLLM's engine has raised itself; '': there is none."""
+    found = (match[1] for line in reversed(lines) if (match := ERROR.search(line)))
+    return shown(next((one for one in found if not one.startswith(ENGINE_FAILED)), ""))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
@@ -13,15 +14,16 @@ import pytest
 
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
+from streamrl.errors import RunFailed
 from streamrl.generation.site.dispatcher import Dispatcher
 from streamrl.generation.site.fleet import SiteFleet
 from streamrl.generation.site.instance_life import Life
 from streamrl.generation.site.token_journal import TokenJournal
-from streamrl.run_dir.instance_files import read_wanted
+from streamrl.run_dir.instance_files import StartedProcess, read_wanted, write_started, write_wanted
 from streamrl.runtime.process_context import Addresses, RoleContext
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub
-from tests.waiting import until
+from tests.waiting import scaled, until
 
 POOL = {"name": "one", "replicas": 2, "max_replicas": 3}
 CLUSTER = ClusterConfig.model_validate({"hardware": "cpu", "sites": {"here": {"trainer": {}, "generation": [POOL]}}})
@@ -162,6 +164,18 @@ def test_an_instance_that_shares_the_trainer_s_gpu_has_the_time_of_a_step_more_t
     deadlines = {"startup_s": 10.0, "training_s": 500.0}
     cluster = CLUSTER.model_copy(update={"hardware": hardware})
     with_fleet(tmp_path, work, cluster=cluster, schedule={"name": schedule}, deadlines=deadlines)
+
+
+@pytest.mark.parametrize(("words", "end"), [("killed", "killed (see docs: E1010)"), ("ended:\n    a log", "a log")])
+def test_the_death_of_an_instance_in_the_start_names_its_entry(words: str, end: str, tmp_path: Path) -> None:
+    async def work(fleet: SiteFleet) -> None:
+        fleet.lives.clear()  # else they are an earlier service's
+        write_wanted(tmp_path, [])
+        write_started(tmp_path, [StartedProcess("here-one-0", "instance", 1, 2, 1, words)])
+        with pytest.raises(RunFailed, match=re.escape(end) + "$"):
+            await asyncio.wait_for(fleet.open(), scaled(20.0))
+
+    with_fleet(tmp_path, work)
 
 
 def test_only_one_that_is_not_restarted_is_said_to_be_dead_for_good(tmp_path: Path) -> None:

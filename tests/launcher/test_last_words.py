@@ -64,3 +64,28 @@ def test_a_run_that_ends_for_another_cause_is_continued_as_it_is(place: Place) -
 def test_a_terminal_obeys_no_last_words_and_no_line_of_them_is_one_of_the_log() -> None:
     said = entry_point._last_words("first\x1b[2J\nLAST WORDS: \x85second\r\n\n    third")
     assert said == "LAST WORDS: first?[2J\n    | LAST WORDS: ?second?\n    |     third"
+
+
+ENGINE_FAILS = """
+import sys
+
+print('''{log}''', file=sys.stderr)
+print("LAST WORDS, unexpected: {words}", file=sys.stderr)
+sys.exit(1)
+"""
+DEAD = "EngineDeadError: EngineCore encountered an issue. See stack trace (above) for the root cause."
+CAUSE = "RuntimeError: Unsupported CPU attention configuration: head_dim=16"
+
+
+@pytest.mark.parametrize("words", [DEAD, "RuntimeError: Engine core initialization failed. See root cause above."])
+@pytest.mark.parametrize("before", ["", "(EngineCore pid=7) ERROR 11-28 07:02:06 [core.py:1512] "])
+def test_an_instance_whose_engine_failed_says_why_and_where_its_log_is(place: Place, before: str, words: str) -> None:
+    lines = ["ValueError: an earlier one", before + CAUSE, "(MainProcess pid=5) vllm.v1.engine.exceptions." + DEAD]
+    ended = place.process("here-one-0", ENGINE_FAILS.format(log="\n".join(lines), words=words))
+    expected = f"here-one-0 ended with exit code 1: {CAUSE}; see {ended.log}"
+    assert ended.last_words() == ended.last_words(in_lines=True) == ended.short_words() == expected
+
+
+def test_an_engine_that_said_nothing_leaves_the_words_of_its_instance(place: Place) -> None:
+    ended = place.process("here-one-0", ENGINE_FAILS.format(log="", words=DEAD))
+    assert ended.last_words() == f"here-one-0 ended with exit code 1: {DEAD}; see {ended.log}"

@@ -124,7 +124,8 @@ class SiteFleet:
             while not (await asyncio.wait({coming}, timeout=WATCH_S))[0]:
                 for name, words in self.ended().items():
                     if not adopted:
-                        raise RunFailed(words or f"{name} ended while it was starting")
+                        words = words or f"{name} ended while it was starting"
+                        raise RunFailed(words if "\n" in words else ErrorCode.INSTANCE.refer(words))
                     for event in ("died", "restarted"):
                         self.lives[name].on(event)
                     self._processes[name] = self.lives[name].process
