@@ -136,6 +136,8 @@ class Facts:
     addresses: Mapping[str, str] = field(default_factory=dict)
     """Name of the process that listens at each ZeroMQ address."""
     site: SiteFacts | None = None
+    launcher_gone: bool = False
+    """Whether the launcher that had the run's lock last was on this machine, and is not there any more."""
     disk_free_gb: float | None = None
 
     @cached_property

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -84,6 +85,7 @@ def collect(run_dir: Path, threads: bool = False, ask: bool = True) -> Facts:
         step_began=_step_began(status, last),
         addresses=_addresses(run_dir),
         site=_checked(layout.SITE_STATUS, site, SiteFacts) if site is not None else None,
+        launcher_gone=_launcher_gone(run_dir),
         disk_free_gb=psutil.disk_usage(str(run_dir)).free / 1e9,
     )
 
@@ -279,10 +281,25 @@ def _written_at(folder: Path) -> float:
 
 def _locked_by(run_dir: Path) -> int | None:
     """Return the pid of the launcher that has the run's lock, or had it last; None: the file does not say."""
-    folder = layout.whole_folder(run_dir)
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return int(read_plain(folder / layout.LOCK, below=folder).split()[1])  # process PID on HOST
+    with contextlib.suppress(ValueError, IndexError):
+        return int(_lock(run_dir)[1])
     return None
+
+
+def _launcher_gone(run_dir: Path) -> bool:
+    """Return whether the launcher that had the run's lock last was on this machine and has ended."""
+    pid = _locked_by(run_dir)
+    with contextlib.suppress(OverflowError):  # no process has such a pid
+        return pid is not None and _lock(run_dir)[3:] == [socket.gethostname()] and not psutil.pid_exists(pid)
+    return False
+
+
+def _lock(run_dir: Path) -> list[str]:
+    """Return the words of the run's lock, 'process PID on HOST'; none: it cannot be read."""
+    folder = layout.whole_folder(run_dir)
+    with contextlib.suppress(OSError):
+        return read_plain(folder / layout.LOCK, below=folder).decode(errors="replace").split()
+    return []
 
 
 def _run(status: Mapping[str, Any]) -> RunFacts:

@@ -240,7 +240,8 @@ def _ended(facts: Facts) -> Verdict | None:
         details = [*more, f"still there: {', '.join(left)}"] if left else more
         return Verdict("ended", f"{how}: {cause}" if cause else how, [], details, run.state != "done")
     gone = [p for p in started if p.exit_code is not None or p.alive in ("gone", "zombie")]
-    if facts.age <= SILENT_AFTER_S or len(gone) < len(started) or (run is None and not started):
+    silent = facts.age > SILENT_AFTER_S or facts.launcher_gone
+    if not silent or len(gone) < len(started) or (run is None and not started):
         return None
     at = "before the controller had written" if run is None else f"at step {run.step} of {run.steps}"
     when = "" if run is None else f", {seconds(facts.age)} ago"
@@ -288,7 +289,8 @@ def _judge_site(facts: Facts, site: SiteFacts) -> Verdict:
     if site.state in FINAL:
         return Verdict("ended", f"ended: {here} is {site.state}", [], details, site.state != "done")
     started = [p for p in facts.processes if p.pid is not None and p.role != "launcher"]
-    if age > SILENT_AFTER_S and all(p.exit_code is not None or p.alive == "gone" for p in started):
+    silent = age > SILENT_AFTER_S or facts.launcher_gone
+    if silent and all(p.exit_code is not None or p.alive == "gone" for p in started):
         return Verdict(
             "ended", f"ended: {seconds(age)} ago, without saying so: no process of {here} is there", failed=True
         )

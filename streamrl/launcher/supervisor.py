@@ -29,7 +29,7 @@ from streamrl.report.site_view import SiteView
 from streamrl.rollouts.void import VoidCause
 from streamrl.run_dir import layout
 from streamrl.run_dir.finished import nothing_left
-from streamrl.run_dir.status import RESUME, read_status, write_status
+from streamrl.run_dir.status import RESUME, overwrite_status, read_status, write_status
 from streamrl.runtime.stop_signals import on_stop
 from streamrl.trackers.tracker_group import PATIENCE_S, QUICK_S, TrackerGroup
 
@@ -295,8 +295,11 @@ def _final_state(run_dir: Path, state: str, error: BaseException, started: float
     except UserError:
         status = {"run": run_dir.name, "step": 0, "steps": 0, "started_at": started}
     cause = None if state == "interrupted" else str(error)
-    with contextlib.suppress(OSError):
-        write_status(run_dir, status | {"state": state, "error": cause, "updated_at": time.time()})
+    status |= {"state": state, "error": cause, "updated_at": time.time()}
+    try:
+        write_status(run_dir, status)
+    except OSError:
+        overwrite_status(run_dir, status)
 
 
 def _report(run_dir: Path, stop: StopRequests) -> list[str]:
@@ -305,6 +308,8 @@ def _report(run_dir: Path, stop: StopRequests) -> list[str]:
         stop.interrupting = True
         try:
             write_report(run_dir)
+        except OSError as error:
+            log.warning("cannot write the report of %s: %s", run_dir, error)
         except Exception:
             log.exception("cannot write the report of %s", run_dir)
         stop.interrupting = False

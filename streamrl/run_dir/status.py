@@ -275,6 +275,10 @@ class RunStatus(StatusModel):
         return now if self.is_live(now) else min(now, self.updated_at)
 
 
+KEPT = {"run", "state", "step", "steps", "started_at", "first_started_at", "updated_at", "model", "error"}
+"""Keys of a status that is written in place of another when there is no room for a new file."""
+
+
 def write_status(run_dir: Path, status: dict[str, Any]) -> None:
     """Replace the status file; NaN and infinities become null.
 
@@ -285,6 +289,24 @@ def write_status(run_dir: Path, status: dict[str, Any]) -> None:
     clean = finite(status)
     RunStatus.model_validate(clean)
     replace_json(run_dir / layout.STATUS, clean)
+
+
+def overwrite_status(run_dir: Path, status: dict[str, Any]) -> None:
+    """Write the last status in place of the old one, without what it says of processes: a full disk allows that.
+
+    It fits into the blocks that the file has: the end of a long error is cut off. Without a file nothing is written.
+    """
+    kept = {key: item for key, item in finite(status).items() if key in KEPT}
+    with contextlib.suppress(OSError):
+        file = os.open(run_dir / layout.STATUS, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            room = os.fstat(file).st_size
+            while len(text := json.dumps(kept).encode()) > room and kept["error"]:
+                kept["error"] = kept["error"][: len(kept["error"]) // 2]
+            if len(text) <= room:
+                os.pwrite(file, text.ljust(room), 0)  # at once, and of the same length: readers see no half of it
+        finally:
+            os.close(file)
 
 
 def touch_status(run_dir: Path) -> None:

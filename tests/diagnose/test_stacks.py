@@ -6,6 +6,7 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -289,6 +290,15 @@ def test_the_launcher_is_the_parent_that_has_the_lock_of_the_run(tmp_path: Path,
         for text, found in (("", []), ("process 1 on here", []), (f"process {os.getpid()} on here", [os.getpid()])):
             lock.write_text(text)
             assert [one.pid for one in collect(tmp_path, ask=False).processes if one.role == "launcher"] == found
+
+
+def test_a_launcher_is_known_to_be_gone_only_on_its_own_machine(tmp_path: Path) -> None:
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    host = socket.gethostname()
+    for pid, where, gone in ((ended.pid, host, True), (ended.pid, "elsewhere", False), (os.getpid(), host, False)):
+        (tmp_path / layout.LOCK).write_text(f"process {pid} on {where}")
+        assert collect(tmp_path, ask=False).launcher_gone == gone
 
 
 def test_sites_that_are_emulated_have_folders_of_their_own(tmp_path: Path, start: Start) -> None:

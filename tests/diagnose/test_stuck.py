@@ -389,6 +389,16 @@ def test_a_run_that_was_killed_as_a_whole_has_ended() -> None:
     assert verdict.sentence.startswith("ended: at step 6 of 40, 90 s ago, without saying so")
 
 
+def test_a_run_without_a_process_has_ended_as_soon_as_its_launcher_is_known_to_be_gone() -> None:
+    gone = tuple(replace(one, alive="gone", cpu=None) for one in family() if one.role != "launcher")
+    seen = facts(SAMPLES, processes=gone, age_s=1.0)
+    assert judge(seen).state != "ended", "it may be on another machine"
+    verdict = judge(replace(seen, launcher_gone=True))
+    assert verdict.sentence.startswith("ended: at step 6 of 40, 1 s ago, without saying so")
+    left = (replace(gone[0], alive="sleeping"), *gone[1:])
+    assert judge(replace(seen, launcher_gone=True, processes=left)).state != "ended"
+
+
 @pytest.mark.parametrize(
     ("owner", "text", "found"),
     [

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,9 +21,10 @@ import pytest
 from streamrl.cli import chaos
 from streamrl.launcher import site_setup, supervisor
 from streamrl.report.live_view import LiveView
-from streamrl.run_dir.status import read_status
+from streamrl.run_dir.status import read_status, write_status
 from streamrl.runtime.stop_signals import on_stop
 from tests.cli.calling import streamrl
+from tests.report.synthetic import make_status
 from tests.troubled_place import Place
 from tests.waiting import scaled
 
@@ -105,6 +107,30 @@ def test_a_launch_that_is_told_to_stop_after_its_last_checkpoint_has_nothing_to_
         "to train it further: streamrl launch --resume runs/tiny --steps 8\n"
     )
     assert (done in printed, "continue with: streamrl launch --resume runs/tiny\n" in printed) == (not left, left)
+
+
+def full(*arguments: object) -> NoReturn:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_leaves_the_cause_in_the_status(place: Place) -> None:
+    write_status(place.folder, make_status(2, 4, time.time()))
+    place.monkeypatch.setattr(supervisor, "write_status", full)
+    begins = "import shutil, sys; shutil.copy('status.json', 'runs/tiny'); sys.exit(3)"
+    place.supervise({"controller": begins})
+    status = read_status(place.folder / "runs" / "tiny")
+    assert (status.state, status.step) == ("failed", 2)
+    assert status.error and "controller ended with exit code 3" in status.error
+
+
+def test_a_report_that_does_not_fit_on_the_disk_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "write_report", full)
+    supervisor._report(tmp_path, supervisor.StopRequests())
+    (record,) = caplog.records
+    assert record.exc_info is None
+    assert record.getMessage() == f"cannot write the report of {tmp_path}: [Errno 28] No space left on device"
 
 
 def test_a_launch_stops_while_ray_looks_for_nodes(place: Place) -> None:

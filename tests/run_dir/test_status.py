@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from streamrl.cli.status import command
 from streamrl.errors import UserError
-from streamrl.run_dir.status import read_status, write_status
+from streamrl.run_dir.status import overwrite_status, read_status, write_status
 from tests.report.synthetic import START, RunMaker, make_row, make_status
 
 
@@ -40,6 +40,20 @@ def test_a_status_that_readers_could_not_show_is_refused_and_the_old_one_stays(t
     with pytest.raises(ValidationError):
         write_status(tmp_path, make_status(4, 20, START, state="dancing"))
     assert read_status(tmp_path).step == 3
+
+
+@pytest.mark.parametrize("characters", [3, 20_000])
+def test_the_last_status_fits_in_place_of_the_old_one(tmp_path: Path, characters: int) -> None:
+    overwrite_status(tmp_path, make_status(3, 20, START))
+    assert not list(tmp_path.iterdir())
+    write_status(tmp_path, make_status(3, 20, START))
+    before = (tmp_path / "status.json").stat()
+    last = make_status(4, 20, START + 9) | {"state": "failed", "error": "é" * characters}
+    overwrite_status(tmp_path, last)
+    after, status = (tmp_path / "status.json").stat(), read_status(tmp_path)
+    assert (after.st_ino, after.st_size) == (before.st_ino, before.st_size)
+    assert (status.state, status.step, status.updated_at) == ("failed", 4, START + 9)
+    assert status.error and "é" * characters == status.error.ljust(characters, "é")
 
 
 def test_a_reader_never_meets_half_a_status(tmp_path: Path) -> None:
