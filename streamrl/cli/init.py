@@ -78,6 +78,8 @@ def command(
                 file.write(text)
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
+    if chosen is not None and chosen.answer_column is None:
+        click.echo(f"warning: no answers found in {prompts}: write your own score in rewards.py", err=True)
     if missing:
         click.echo(f"warning: {missing}", err=True)
     click.echo(f"wrote {', '.join(str(folder / name) for name in texts)}")

@@ -109,7 +109,9 @@ def project_files(choices: ProjectChoices) -> dict[str, str]:
     files = {
         "cluster.yaml": _cluster(choices.gpus, choices.gpu),
         "run.yaml": _fill("run.yaml", values),
-        "rewards.py": shipped("rewards.txt").read_text(encoding="utf-8"),
+        "rewards.py": shipped("rewards.txt" if prompts.answer_column else "rewards_without_answers.txt").read_text(
+            encoding="utf-8"
+        ),
     }
     if choices.prompts is None:
         files[QUESTIONS] = shipped(QUESTIONS).read_text(encoding="utf-8")

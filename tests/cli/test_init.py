@@ -60,6 +60,16 @@ def test_the_written_reward_scores_the_shipped_questions(folder: Path) -> None:
         assert score(f"{answer}1", prompt="", answer=answer) == 0.0
 
 
+def test_prompts_without_answers_ask_for_a_reward_of_ones_own(folder: Path) -> None:
+    (folder / "mine.jsonl").write_text('{"prompt": "Tell a story."}\n')
+    done = init("p", "--model", "smollm2-135m", "--prompts", "mine.jsonl", "--gpus", "0")
+    assert done.exit_code == 0 and "warning: no answers found in mine.jsonl: write your own score" in done.output
+    names: dict[str, Any] = {}
+    exec((folder / "p" / "rewards.py").read_text(), names)
+    with pytest.raises(NotImplementedError, match="write your own score in rewards"):
+        names["score"]("It was.", prompt="Tell a story.", answer="")
+
+
 def test_columns_of_a_file_are_found_and_paths_are_seen_from_the_projects_folder(folder: Path) -> None:
     (folder / "own.jsonl").write_text(json.dumps({"id": 1, "problem": "1+1", "solution": "2"}) + "\n")
     assert init("a/b", "--model", "org/name: #1", "--prompts", "own.jsonl", "--gpus", "0").exit_code == 0
