@@ -76,8 +76,9 @@ def add(
         raise UserError(f"--config is no JSON: {error}") from error
     if not isinstance(given, dict):
         raise UserError(f"--config must be a JSON object, got {type(given).__name__}")
+    folder = folder_of(name, directory)
     click.echo(f"{name}: making a venv" + (f" with {', '.join(packages)}" if packages else ""))
-    found = add_environment(folder_of(name, directory), make, packages, given, paths, python, lock)
+    found = add_environment(folder, make, packages, given, paths, python, lock)
     count = len((found.folder / LOCK).read_text().splitlines())
     click.echo(f"{name}: installed in {found.folder}, {count} packages")
     if make:

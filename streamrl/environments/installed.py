@@ -32,6 +32,9 @@ MAKE = re.compile(r"(gymnasium|mcp|verifiers):\S+|[A-Za-z_][\w.]*:[A-Za-z_][\w.]
 LONGEST_OUTPUT = 3000
 """Most characters of pip's words in an error: their end."""
 PIP_S = 3600.0
+IMPORT = (
+    "import importlib, sys; sys.path[:0] = sys.argv[3:]; getattr(importlib.import_module(sys.argv[1]), sys.argv[2])"
+)
 
 
 @dataclass(frozen=True)
@@ -211,6 +214,9 @@ def _install(
         _run([*pip, "install", "--no-input", *packages], f"pip install {' '.join(packages)}")
         _run([*pip, "check"], "pip check")
         frozen = _run([*pip, "freeze"], "pip freeze")
+    if paths and not make.startswith(("gymnasium:", "verifiers:", "mcp:")) and make:
+        module, _, function = make.partition(":")
+        _run([str(found.python), "-I", "-c", IMPORT, module, function, *found.paths], f"the import of {make}")
     (folder / LOCK).write_text(frozen)
     told = {name: value for name, value in asdict(found).items() if name != "folder"}
     replace_text(folder / MANIFEST, json.dumps(told, indent=2) + "\n")

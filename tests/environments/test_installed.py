@@ -55,6 +55,19 @@ def test_a_package_that_cannot_be_installed_leaves_nothing_and_pips_own_words(
     assert not (folder / "broken").exists() and list_environments(folder) == []
 
 
+@pytest.mark.parametrize(("make", "words"), [("nomodule:make", "No module named 'nomodule'"), ("one:nix", "'nix'")])
+def test_a_module_that_cannot_be_imported_is_told_when_it_is_added(folder: Path, make: str, words: str) -> None:
+    (folder.parent / "one.py").write_text("")
+    with pytest.raises(UserError, match=f"(?s)the import of {make} failed; nothing was installed.*{words}"):
+        add_environment(folder / "bad", make, paths=[folder.parent])
+    assert list_environments(folder) == []
+
+
+def test_a_name_that_cannot_be_one_is_refused_before_anything_is_said(folder: Path) -> None:
+    done = click.testing.CliRunner().invoke(command, ["add", "b/ad", "--make", "one:make"])
+    assert isinstance(done.exception, UserError) and "making a venv" not in done.output
+
+
 def test_what_an_interrupted_installation_has_left_is_replaced_and_anything_else_kept(folder: Path) -> None:
     (folder / "room" / "venv" / "old").mkdir(parents=True)
     assert list_environments(folder) == []
