@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,7 +77,9 @@ def command(
         overrides = (*overrides, f"steps={steps}")
     if resume_dir is not None:
         if run_file is not None or any(not o.startswith("steps=") for o in overrides):
-            kept = "--resume continues a run as it was; only --cluster and --steps may be given with it"
+            kept = (
+                "--resume continues a run as it was; only --cluster and --steps (or --set steps=N) may be given with it"
+            )
             raise UserError(ErrorCode.RESUME.refer(kept))
         cluster, run = load_resolved(resume_dir, overrides)
         check_plain(resume_dir, apart=FOREIGN)
@@ -103,11 +105,11 @@ def command(
     click.echo(f"computes in {types}")
     if not elsewhere and site in (None, cluster.trainer_site):
         click.echo(f"packs groups: {_packing(run)}")
+    from streamrl.launcher import supervisor  # takes seconds, so before there is a folder
+
     if resume_dir is None:
         run_dir = _claimed(folder) if folder is not None else _made(run_dir, name)
-    from streamrl.launcher import supervisor
-
-    with ExitStack() as beside:
+    with _kept_unless_empty(run_dir), ExitStack() as beside:
         if dashboard:
             click.echo(f"dashboard at {beside.enter_context(beside_run(run_dir))} until the run ends")
         supervisor.run(cluster, run, run_dir, resume_dir is not None, plain, site, emulate)
@@ -135,6 +137,17 @@ def _made(planned: Path, name: str) -> Path:
     if made != planned:
         click.echo(f"{planned} is another run's by now: this one is in {made}")
     return made
+
+
+@contextmanager
+def _kept_unless_empty(run_dir: Path) -> Iterator[None]:
+    """Delete a folder in which nothing is yet when the launch fails or is stopped: it would take the run's name."""
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # it holds something
+            run_dir.rmdir()
+        raise
 
 
 def _claimed(folder: Path) -> Path:

@@ -79,9 +79,10 @@ def check_kv_cache(cluster: ClusterConfig, run: RunConfig, site: str | None, emu
             copies = max(1.0, pool.gpus_per_replica / model.kv_heads)
             needed = blocks * CPU_BLOCK_SIZE * model.layers * model.shape.kv_width * size * copies / 2**30
             if needed > pool.kv_cache_gb:
+                needs = f"{needed:.3f}" if needed >= 0.01 else f"{needed:.2g}"
                 key = "emulation.kv_cache_gb and the pool's" if emulated else "kv_cache_gb:"
                 yield (
                     f"sites.{name}.generation ({pool.name}).kv_cache_gb is {pool.kv_cache_gb:g}, and one request "
-                    f"of model.max_context: {run.model.max_context} needs {needed:.3f}; expected {key} "
+                    f"of model.max_context: {run.model.max_context} needs {needs}; expected {key} "
                     f"{math.ceil(100 * needed) / 100} or more, or a smaller context"
                 )

@@ -143,6 +143,12 @@ def test_exit_codes(terminal: Terminal, failure: BaseException, code: int) -> No
     assert "Traceback" not in result.err
 
 
+def test_a_launch_that_is_stopped_before_it_has_written_anything_leaves_the_name_free(terminal: Terminal) -> None:
+    terminal.failure = KeyboardInterrupt()
+    assert terminal.launch().code == 130
+    assert terminal.launched and not (terminal.folder / "runs" / "tiny").exists()
+
+
 def test_launch_starts_the_resolved_run(terminal: Terminal) -> None:
     result = terminal.launch("--set", "optimizer.lr=1e-4", "--steps", "7", "--plain")
     assert result.code == 0, result.err

@@ -417,6 +417,8 @@ def test_a_kv_cache_that_holds_no_whole_request_is_refused_on_a_cpu(tmp_path: Pa
     # 2 x 30 layers x 3 heads x 64 x 4 bytes x 8192 tokens, and a block of 32 that stays free
     assert "kv_cache_gb is 0.35," in problem and "8192 needs 0.353; expected kv_cache_gb: 0.36 or more" in problem
     assert list(check_kv_cache(cluster(kv_cache_gb=0.36), asking(8192), None)) == []
+    (problem,) = check_kv_cache(cluster(kv_cache_gb=0.0001), asking(160), None)
+    assert "kv_cache_gb is 0.0001," in problem and "160 needs 0.0082; expected kv_cache_gb: 0.01 or more" in problem
     (problem,) = check_kv_cache(cluster(kv_cache_gb=0.35), asking(8192), None, emulated=True)
     assert "expected emulation.kv_cache_gb and the pool's 0.36 or more" in problem
     assert list(check_kv_cache(cluster(kv_cache_gb=0.18), asking(8192, "bfloat16"), None)) == []
