@@ -66,7 +66,7 @@ def command(
             raise UserError(f"--{name} does not go with --engine, which measures and stores in its own way")
     from streamrl.config.load import load_cluster, load_run
     from streamrl.config.named_files import naming_files
-    from streamrl.launcher.generation_check import check_generation, check_kv_cache
+    from streamrl.launcher.generation_check import check_generation, check_head_size, check_kv_cache
     from streamrl.launcher.model_check import check_heads, check_model
     from streamrl.launcher.preflight import refuse
     from streamrl.launcher.speculation_check import check_speculation
@@ -80,7 +80,7 @@ def command(
     cluster = with_one_pool(cluster, its_site, chosen)
     checks = [check_heads(cluster, run), check_speculation(cluster, run), check_generation(cluster, run, its_site)]
     with naming_files(cluster_file, run_file, overrides):
-        refuse([check_model(run), *checks, check_kv_cache(cluster, run, its_site)])
+        refuse([check_model(run), *checks, check_head_size(cluster, run), check_kv_cache(cluster, run, its_site)])
     # those of an instance: torch reads its number of threads when it is imported, glibc how it keeps memory when vLLM's
     # process starts
     heap = {} if cluster.hardware == "cuda" else KEPT_HEAP

@@ -16,6 +16,9 @@ from streamrl.launcher.gpu_checks import names_here, sites_here
 from streamrl.machine.compute_type import choose, with_type
 from streamrl.machine.model_files import read_config, resolve_model
 
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of an attention head for which vLLM has kernels on CPUs."""
+
 
 def check_generation(cluster: ClusterConfig, run: RunConfig, site: str | None) -> Iterable[str]:
     """Check that instances started on this machine can compute in 8 bits, if that was asked for by name.
@@ -52,6 +55,20 @@ def check_eight_bits(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
                 f"generation.compute: {kind} needs instances of one worker, and pool {pool.name!r} of site {name!r} "
                 f"has gpus_per_replica: {pool.gpus_per_replica}; expected same or auto"
             )
+
+
+def check_head_size(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
+    """Check that vLLM has attention for the model's heads on CPUs; without it an instance ends at its first token."""
+    if cluster.hardware != "cpu":
+        return
+    try:
+        values = read_config(Path(resolve_model(run.model.path)))
+        size = Transformer.from_config(run.model.path, values).head_size
+    except (UserError, ValueError):
+        return
+    if keeps_heads(values) and size not in CPU_HEAD_SIZES:
+        sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+        yield f"model.path: its heads have a size of {size}, and vLLM generates on CPUs with sizes of {sizes} only"
 
 
 def check_kv_cache(cluster: ClusterConfig, run: RunConfig, site: str | None, emulated: bool = False) -> Iterable[str]:

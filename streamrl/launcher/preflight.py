@@ -18,7 +18,7 @@ from streamrl.config.tasks import AgentTask, FileTask
 from streamrl.errors import ErrorCode, UserError
 from streamrl.launcher.cluster_warnings import cluster_warnings
 from streamrl.launcher.folder_check import check_disk, check_folder, disk_warnings
-from streamrl.launcher.generation_check import check_eight_bits, check_generation, check_kv_cache
+from streamrl.launcher.generation_check import check_eight_bits, check_generation, check_head_size, check_kv_cache
 from streamrl.launcher.gpu_checks import check_this_machine, sites_here, warnings_here
 from streamrl.launcher.model_check import check_critic, check_heads, check_model, critic_warnings
 from streamrl.launcher.new_run_check import check_new_run
@@ -85,6 +85,7 @@ def check(
         check_speculation(cluster, run),
         check_router_replay(cluster, run),
         check_generation(cluster, run, site),
+        check_head_size(cluster, run),
         check_kv_cache(cluster, run, site, emulate),
         check_sites(cluster, run),
         check_weight_path(cluster, run),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -59,6 +60,8 @@ class PlainLines:
         """None once the first sample has come."""
         self._state = ""
         self._stale_shown = 0.0
+        self._begun = math.inf
+        """When the first process was started, in unix seconds; infinite: none is known."""
         self._away: dict[str, float] = {}
         self._notes: dict[str, str] = {}
         self._wanted: dict[str, int] = {}
@@ -83,12 +86,11 @@ class PlainLines:
             stages: the start-up stage that each process last reported.
         """
         doing = present(status, stages or {})
+        self._begun = min(self._begun, begun_at(stages or {}, math.inf))
         found: list[str] = []
         if status is not None:
             seen = status.as_of(now)
-            found += self._state_lines(
-                status, seen, begun_at(doing, status.started_at) if stages else status.started_at
-            )
+            found += self._state_lines(status, seen, self._since(status))
         found += self._start_lines(status, rows, now, doing)
         # a row that was written since this status is shown with the next one, after what the start has to say
         is_starting = status is not None and status.state == "starting"
@@ -170,7 +172,11 @@ class PlainLines:
         begun, self._start = self._start.begun, None
         if not begun or status.final:
             return []
-        return [f"[{duration(now - begun_at(doing, status.started_at))}] the first sample is finished"]
+        return [f"[{duration(now - self._since(status))}] the first sample is finished"]
+
+    def _since(self, status: RunStatus) -> float:
+        """Return the time from which the lines count, which stays when the first process is replaced."""
+        return self._begun if math.isfinite(self._begun) else status.started_at
 
     def _state_lines(self, status: RunStatus, now: float, since: float) -> list[str]:
         found, roles = [], self._roles

@@ -20,6 +20,7 @@ from streamrl.generation.instance.engine_config import _has_few_rows
 from streamrl.generation.instance.engine_variables import EAGER, FEW_ROWS, NORMS
 from streamrl.generation.instance.few_rows import MOST_ROWS, Shelf, product
 from streamrl.generation.instance.vllm_plugin import register
+from streamrl.launcher.generation_check import CPU_HEAD_SIZES
 from streamrl.machine.engine_settings import EngineSettings
 from streamrl.training.small_config import small_config
 from streamrl.verify.families import FAMILIES
@@ -194,3 +195,9 @@ def test_few_row_kernels_serve_known_fp32_models_that_are_not_quantised(tmp_path
     assert not _has_few_rows(tmp_path, "float32", EngineSettings(compiled=True))
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "quantization_config": {}}')
     assert not _has_few_rows(tmp_path, "float32", eager)
+
+
+def test_launches_know_the_heads_that_vllm_has_on_cpus() -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == CPU_HEAD_SIZES

@@ -20,7 +20,7 @@ from streamrl.config.speculation import SpeculationConfig
 from streamrl.errors import UserError
 from streamrl.generation.instance import eight_bits
 from streamrl.launcher import gpu_checks, preflight
-from streamrl.launcher.generation_check import check_eight_bits, check_generation, check_kv_cache
+from streamrl.launcher.generation_check import check_eight_bits, check_generation, check_head_size, check_kv_cache
 from streamrl.launcher.router_check import check_router_replay
 from streamrl.launcher.sequence_check import check_sequence_parallel
 from streamrl.launcher.speculation_check import check_speculation
@@ -405,6 +405,20 @@ def test_a_tracker_whose_package_is_missing_is_refused_with_the_command_that_ins
 
 SMALL = {"num_hidden_layers": 30, "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}
 SMALL |= {"intermediate_size": 1536, "vocab_size": 49152, "tie_word_embeddings": True}
+
+
+def test_heads_of_a_size_that_generation_on_cpus_lacks_are_refused_there(tmp_path: Path) -> None:
+    def heads(size: int, **others: object) -> RunConfig:
+        values = make_model(tmp_path / f"{size}", model_type="llama", head_dim=size, **SMALL, **others).model_dump()
+        return RunConfig.model_validate(values)
+
+    (problem,) = check_head_size(cluster(), heads(16))
+    assert problem.startswith(
+        "model.path: its heads have a size of 16, and vLLM generates on CPUs with sizes of 32, 64,"
+    )
+    assert list(check_head_size(cluster("cuda"), heads(16))) == list(check_head_size(cluster(), heads(64))) == []
+    assert list(check_head_size(cluster(), heads(48, kv_lora_rank=512))) == []  # other attention, other sizes
+    assert list(check_head_size(cluster(), RunConfig())) == []  # `check_model` reports that
 
 
 def test_a_kv_cache_that_holds_no_whole_request_is_refused_on_a_cpu(tmp_path: Path) -> None:

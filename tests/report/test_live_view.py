@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from streamrl.report.live_view import LiveView
+from streamrl.report.live_view import LiveView, PlainLines
 from streamrl.report.panels import render, step_line
 from streamrl.report.summary import bars, duration, headline_figures, histogram, number
 from streamrl.run_dir.evaluations import EvaluationRow, read_evaluations
 from streamrl.run_dir.jsonl import RowWriter
 from streamrl.run_dir.metrics import MetricsRow, read_metrics
-from streamrl.run_dir.status import read_status, write_status
+from streamrl.run_dir.start_stages import READY, Stage
+from streamrl.run_dir.status import RunStatus, read_status, write_status
 from tests.report.synthetic import START, STEP_S, RunMaker, make_evaluation, make_row, make_status
 
 
@@ -422,6 +423,19 @@ def test_every_figure_of_the_closing_summary_is_apart_from_its_label() -> None:
     figures = headline_figures([row])
     assert ("cost at the listed prices", "0.5 USD, 62.5 per 1,000 samples") in figures
     assert all(len(label) < 28 for label, _ in figures)
+
+
+def test_the_times_in_a_log_go_on_when_the_first_process_is_replaced_and_a_controller_starts_anew() -> None:
+    log = PlainLines([])
+    was, new = Stage(READY, START + 1, START), Stage("loading weights", START + 70, START + 65)
+    role = {"role": "trainer", "state": "running", "detail": "", "since": START + 2}
+
+    def lines(age: float, stage: Stage, started: float, **changed: str) -> list[str]:
+        status = make_status(2, 20, START + age, roles={"trainer": role | changed}) | {"started_at": started}
+        return log.lines(RunStatus.model_validate(status), [], START + age, stages={"trainer": stage})
+
+    assert lines(50.0, was, START + 5)[0] == "[50s] demo: running"
+    assert lines(75.0, new, START + 66, state="dead") == ["[1m15s] trainer: dead"]
 
 
 def test_a_log_names_the_death_of_an_instance_that_starts_again_before_it_is_seen_dead(make_run: RunMaker) -> None:
