@@ -183,14 +183,14 @@ class ChatRenderer:
             The whole text, and the tokens of the suffix alone.
 
         Raises:
-            HistoryRewritten: the template changes earlier turns.
+            HistoryRewritten: the template changes earlier turns, or the end token is not encoded as itself.
             TemplateError: the template does not accept the messages.
         """
         if self.row_per_turn:
             raise HistoryRewritten(self.row_per_turn)
         text = self._text([*history, answer.message, *appended], tools)
         suffix = _after(text, before.text + answer.text)
-        return Rendered(text, self._encode(suffix.removeprefix(end)))
+        return Rendered(text, self._encode_after(suffix, end))
 
     def stand_in(self, answer: str) -> AnswerStandIn:
         """Return what stands for a sampled answer; one that only ends its reasoning was begun by the prompt."""
@@ -252,6 +252,22 @@ class ChatRenderer:
                 plain = self._specials[int(piece)]
                 ids += self._ids(plain[:1]) + self._ids(plain[1:])
         return np.asarray(ids, dtype=np.int32)
+
+    def _encode_after(self, suffix: str, end: str) -> IntArray:
+        """Encode a suffix without the end token that was sampled, shape [P].
+
+        It is encoded together with that token and then cut: some tokenizers encode text differently where a text
+        begins (they put a space before it) or drop the spaces and newlines behind a special token.
+
+        Raises:
+            HistoryRewritten: the text of the end token is not encoded as that token.
+        """
+        ids = self._encode(suffix)
+        if not end or not suffix.startswith(end):
+            return ids
+        if ids[:1].tolist() != [self._tokenizer.convert_tokens_to_ids(end)]:
+            raise HistoryRewritten(f"the tokenizer does not encode {end!r}, which ends a turn, as one token")
+        return ids[1:]
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False)) if text else []
@@ -327,11 +343,22 @@ class ChatRenderer:
             if not whole.startswith(beginning):
                 why = why or str(_rewritten(*(text.replace(self._stand_in, ANSWER) for text in (whole, beginning))))
                 continue
-            suffix = self._encode(whole[len(beginning) :])
-            if np.array_equal(suffix, self._encode(whole)[-len(suffix) :]):
+            suffix = whole[len(beginning) :]
+            try:
+                self._encode_after(suffix, self._added_at_start(suffix))
+            except HistoryRewritten as error:
+                why = why or str(error)
+                continue
+            tokens = self._encode(suffix)  # with the end token: it is no part of answers that were cut
+            if np.array_equal(tokens, self._encode(whole)[-len(tokens) :]):
                 return ""
             why = why or "the tokenizer encodes a turn differently when other turns precede it"
         return why
+
+    def _added_at_start(self, text: str) -> str:
+        """Return the text of the longest added token that a text begins with; empty: it begins with none."""
+        added = (token.content for token in self._tokenizer.added_tokens_decoder.values())
+        return max((token for token in added if text.startswith(token)), key=len, default="")
 
 
 USER: ChatMessage = {"role": "user", "content": "What is 7 + 5?"}

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from streamrl.agents.rendering import ChatRenderer, HistoryRewritten, TemplateError
 from streamrl.agents.tool_calls import parse_glm, parse_qwen_xml
@@ -171,3 +174,41 @@ def test_calls_in_the_history_are_written_as_the_text_protocol_asks_for_them(tok
     assert '<tool_call>\n{"name": "calculate", "arguments": {"x": "é"}}\n</tool_call>' in text
     function["arguments"] = "no JSON"
     assert '"arguments": "no JSON"}' in renderer(tokenizer).whole([USER, called], [TOOL]).text
+
+
+def by_character(kind: str) -> Any:
+    """Return a tokenizer of ChatML that encodes text behind the end token and text that stands alone differently."""
+    characters = [*map(chr, range(32, 127)), "\n", "▁"]
+    tokenizer = Tokenizer(models.BPE({c: n for n, c in enumerate(["<unk>", *characters])}, [], unk_token="<unk>"))
+    if kind == "first":
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    else:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    drops = kind == "rstrip"  # spaces and newlines behind the token, as Phi 3 does
+    added = [AddedToken(token, rstrip=drops, normalized=False) for token in ("<|im_start|>", "<|im_end|>")]
+    tokenizer.add_special_tokens(added)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<|im_end|>")
+    fast.chat_template = "{% for m in messages %}" + TURN + "{% endfor %}" + ASK
+    return fast
+
+
+@pytest.mark.parametrize("kind", ["first", "rstrip"])
+def test_what_follows_a_sampled_end_token_is_encoded_as_behind_that_token(kind: str) -> None:
+    tokenizer = by_character(kind)
+    chat, end = ChatRenderer(tokenizer), tokenizer.eos_token_id
+    assert not chat.row_per_turn
+    asked, again = chat.whole([USER], []), {"role": "user", "content": "Why?"}
+    whole = chat.whole([USER, {"role": "assistant", "content": "12"}, again], []).tokens
+    behind = whole[np.flatnonzero(whole == end)[1] + 1 :]  # the first end token is that of the question
+    for sampled, expected in (([end], behind), ([], [end, *behind])):
+        text = chat.end_text(np.asarray(sampled, np.int32))
+        suffix = chat.extend(asked, [USER], chat.stand_in("12"), [again], [], text).tokens
+        np.testing.assert_array_equal(suffix, expected)
+
+
+def test_where_the_end_token_is_not_encoded_as_itself_every_turn_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = small_tokenizer()
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **_: list(text.encode()))
+    assert ChatRenderer(tokenizer).row_per_turn == (
+        "the tokenizer does not encode '<|im_end|>', which ends a turn, as one token"
+    )
