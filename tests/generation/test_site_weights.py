@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from streamrl.errors import RunFailed
+from streamrl.errors import RestartNeeded, RunFailed
 from streamrl.generation.site import site_weights
 from streamrl.generation.site.site_weights import SiteWeights
 from streamrl.runtime.site_connections import connect_relay
@@ -20,7 +21,7 @@ from streamrl.transport.endpoint import Hub, Link
 from streamrl.transport.endpoint_base import PeerLost
 from streamrl.weights.site_relay import NotPublished
 from tests.training.conftest import free_port
-from tests.waiting import scaled
+from tests.waiting import scaled, until
 from tests.weights.world import Policy, RecordingPublisher, World, in_world
 
 SOON_S = 0.05
@@ -243,5 +244,26 @@ def test_a_relay_that_sends_something_else_is_left_out_although_it_has_answered(
         assert found == (manifest.version, None)
         assert site._answered and list(site._left_out) == ["near"]
         await link.close()
+
+    in_two_worlds(tmp_path, body)
+
+
+def test_a_fetch_that_a_hung_trainer_did_not_take_is_not_answered_by_the_restarted_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(home: World, near: World) -> None:
+        site, version = await site_of(home, near, monkeypatch), Policy().version()[0].version
+        home.serving.cancel()
+        await until(home.serving.done)
+        fetching = asyncio.create_task(site.fetch(8, version.content_hash, None))
+        await until(lambda: not home.hub._inbox.empty())
+        await home.hub._stop()  # without a goodbye
+        for door in home.hub._doors:
+            door.socket.close(0)
+        home.hub = Hub("publisher", WaitRegistry("restarted")).bind(home.address)
+        home.publisher = RecordingPublisher(home.hub, lambda peer: 3000)  # it has no version yet
+        home.serving = asyncio.create_task(home.publisher.serve())
+        with pytest.raises(RestartNeeded, match="the trainer was restarted"):
+            await fetching
 
     in_two_worlds(tmp_path, body)

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 
-from streamrl.errors import RunFailed, UserError
+from streamrl.errors import RestartNeeded, RunFailed, UserError
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.site_connections import (
     PUBLISHER,
@@ -50,6 +50,7 @@ class SiteWeights:
         self.context, self.waits = context, waits
         self.home = make_relay(context, to_home(context, "relay", waits))
         """Relay that gets weights from the trainer's site."""
+        self.home.link.on_new_hub = self._trainer_restarted
         self.store = self.home.store
         self.version: int | None = None
         """Newest version in the store."""
@@ -111,6 +112,7 @@ class SiteWeights:
         Raises:
             DeadlineExpired: the version did not come in time.
             RunFailed: the version is not available, or belongs to another model.
+            RestartNeeded: the trainer was restarted.
         """
         if source is not None and time.monotonic() < self._left_out.get(source, 0.0):
             source = None
@@ -145,6 +147,15 @@ class SiteWeights:
     def last_s(self) -> float:
         """Seconds that the latest transfer took."""
         return self._last.last.seconds if self._last.last is not None else 0.0
+
+    def _trainer_restarted(self) -> None:
+        """End the link to the publisher, and with it a fetch: a new trainer does not have the versions of the old one.
+
+        Raises:
+            RestartNeeded: always.
+        """
+        self.home.link.forget_sent()
+        raise RestartNeeded("the trainer was restarted")
 
     async def _fetch_in_time(self, source: str, number: int, content_hash: str) -> WeightVersion:
         """Fetch as `_fetch_from` does, as long as bytes come, and within `SOURCE_SHARE` of the time for a fetch.
