@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, Literal, cast
 from unittest.mock import AsyncMock, create_autospec
 
 import pytest
 
+from scheduler.cost.decode import StepCurve
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.errors import RunFailed
@@ -19,10 +21,10 @@ from streamrl.generation.site.dispatcher import Dispatcher
 from streamrl.generation.site.fleet import SiteFleet
 from streamrl.generation.site.instance_life import Life
 from streamrl.generation.site.token_journal import TokenJournal
-from streamrl.run_dir.instance_files import StartedProcess, read_wanted, write_started, write_wanted
+from streamrl.run_dir.instance_files import StartedProcess, WantedInstance, read_wanted, write_started, write_wanted
 from streamrl.runtime.process_context import Addresses, RoleContext
 from streamrl.transport.deadlines import WaitRegistry
-from streamrl.transport.endpoint import Hub
+from streamrl.transport.endpoint import Hub, Link
 from tests.waiting import scaled, until
 
 POOL = {"name": "one", "replicas": 2, "max_replicas": 3}
@@ -187,3 +189,114 @@ def test_only_one_that_is_not_restarted_is_said_to_be_dead_for_good(tmp_path: Pa
         assert [name for name, state in fleet.states().items() if state["for_good"]] == ["here-one-1"]
 
     with_fleet(tmp_path, work, pause_s=1000.0)
+
+
+def meta(process: int) -> dict[str, Any]:
+    curve = StepCurve((1, 8), (0.01, 0.02), 0.0, 1e-5).to_json()
+    return {"pool": "one", "slots": 4, "world_size": 1, "curve": curve, "doubts": "", "process": process}
+
+
+@contextlib.asynccontextmanager
+async def adopting(fleet: SiteFleet, first: int = 1) -> AsyncIterator[tuple[asyncio.Task[None], Callable[..., Link]]]:
+    """A fleet that opens after an earlier service; `first` is the wanted process of its first instance.
+
+    Yields:
+        Its opening, and what makes a process of an instance, to be connected to `address_of`.
+    """
+    folder = fleet.context.run_dir
+    fleet.lives.clear()
+    write_wanted(folder, [WantedInstance("here-one-0", first), WantedInstance("here-one-1")])
+    fleet.hub.bind(address_of(fleet))
+    links: list[Link] = []
+
+    def instance(name: str, process: int) -> Link:
+        links.append(Link(name, "instance", WaitRegistry(name), meta(process)))
+        return links[-1]
+
+    opening = asyncio.create_task(fleet.open())
+    try:
+        yield opening, instance
+    finally:
+        opening.cancel()
+        await asyncio.gather(opening, return_exceptions=True)
+        for link in links:
+            await link.close()
+
+
+def address_of(fleet: SiteFleet) -> str:
+    return f"ipc://{fleet.context.run_dir}/s"
+
+
+def ended(fleet: SiteFleet, process: int) -> None:
+    """The launcher notes that a process of the first instance has been killed; that of the second one runs."""
+    dead = StartedProcess("here-one-0", "instance", 1, process, -9, "killed")
+    write_started(fleet.context.run_dir, [dead, StartedProcess("here-one-1", "instance", 2)])
+
+
+def test_a_new_service_does_not_take_the_connection_of_a_dead_process_for_its_successor_s(tmp_path: Path) -> None:
+    async def work(fleet: SiteFleet) -> None:
+        async with adopting(fleet) as (opening, instance):
+            await instance("here-one-0", 1).connect(address_of(fleet))
+            await until(lambda: fleet.lives["here-one-0"].state is Life.STALE or "here-one-0" in fleet.hub.peers)
+            ended(fleet, 1)
+            await until(lambda: fleet.lives["here-one-0"].process == 2)
+            assert "here-one-0" not in fleet.hub.peers
+            await instance("here-one-1", 1).connect(address_of(fleet))
+            await until(lambda: fleet.present == ["here-one-1"])
+            assert not opening.done() and fleet.lives["here-one-0"].state is Life.STARTING
+            await instance("here-one-0", 2).connect(address_of(fleet))
+            await opening
+            assert states(fleet) == {"here-one-0": Life.STALE, "here-one-1": Life.STALE}
+            assert fleet.hub.peers["here-one-0"].meta["process"] == fleet.lives["here-one-0"].process == 2
+            assert len(fleet.instances()) == 2
+
+    with_fleet(tmp_path, work)
+
+
+def test_a_new_service_does_not_take_a_process_that_was_replaced_for_the_wanted_one(tmp_path: Path) -> None:
+    async def work(fleet: SiteFleet) -> None:
+        async with adopting(fleet, first=2) as (opening, instance):
+            await instance("here-one-1", 1).connect(address_of(fleet))
+            old = asyncio.create_task(instance("here-one-0", 1).connect(address_of(fleet)))
+            try:
+                await asyncio.wait([old])
+                await until(lambda: opening.done() or "here-one-0" not in fleet.hub.peers)
+                assert not opening.done() and fleet.lives["here-one-0"].state is Life.STARTING
+                await instance("here-one-0", 2).connect(address_of(fleet))
+                await opening
+            finally:
+                old.cancel()
+            assert fleet.hub.peers["here-one-0"].meta["process"] == 2
+
+    with_fleet(tmp_path, work)
+
+
+def test_a_new_service_goes_on_without_an_instance_that_dies_and_restarts_it_after_a_pause(tmp_path: Path) -> None:
+    async def work(fleet: SiteFleet) -> None:
+        ended(fleet, 1)
+        async with adopting(fleet) as (opening, instance):
+            await until(lambda: fleet.lives and fleet.lives["here-one-0"].state is Life.DEAD)
+            await instance("here-one-1", 1).connect(address_of(fleet))
+            await opening
+            assert states(fleet) == {"here-one-0": Life.DEAD, "here-one-1": Life.STALE}
+            assert len(fleet.lives["here-one-0"].deaths) == 1 and fleet.lives["here-one-0"].process == 1
+            assert not fleet.states()["here-one-0"]["for_good"]
+
+    with_fleet(tmp_path, work, pause_s=1000.0)
+
+
+def test_a_new_service_restarts_an_instance_within_its_budget_and_ends_with_the_last_one(tmp_path: Path) -> None:
+    async def work(fleet: SiteFleet) -> None:
+        async with adopting(fleet) as (opening, _):
+            for process in (1, 2, 3):
+                await until(lambda number=process: fleet.lives and fleet.lives["here-one-0"].process == number)
+                ended(fleet, process)
+            await until(lambda: fleet.states()["here-one-0"]["for_good"])
+            assert not opening.done(), "the other one may come"
+            other = StartedProcess("here-one-1", "instance", 2, 1, -9, "killed")
+            fleet.lives["here-one-1"].deaths += [time.monotonic()] * 2
+            write_started(tmp_path, [other])
+            with pytest.raises(RunFailed, match="no instance is left"):
+                await opening
+
+    with_fleet(tmp_path, work, recovery={"restarts": 2, "pause_s": 0.0})

@@ -84,6 +84,8 @@ class SiteFleet:
         self.weights = InstanceWeights(self, ensure)
         self.changed, self._parked = changed, parked
         self.watch = InstanceWatch(self)
+        self._opened = False
+        """Whether `open` has ended."""
         self._pausing: set[str] = set()
         """Instances that have died and are restarted after a pause."""
         self._causes: dict[str, str] = {}
@@ -109,34 +111,68 @@ class SiteFleet:
     async def open(self) -> None:
         """Wait for the instances that the run begins with, or that an earlier service has left running.
 
-        They get no requests before they have loaded weights that this service knows of.
+        They get no requests before they have loaded weights that this service knows of. Of those that an earlier
+        service has left, one is enough: those that die are restarted as later in the run, and come then.
 
         Raises:
-            DeadlineExpired: some instances did not connect in time; they are named.
-            RunFailed: an instance that the run begins with died; a restarted one would die of the same cause.
+            DeadlineExpired: some instances that the run begins with did not connect in time; they are named.
+            RunFailed: an instance that the run begins with died; a restarted one would die of the same cause. Or of
+                those that an earlier service has left none is left, and none may be restarted.
         """
         adopted = self._adopt()
         self._reconcile(bring_in=False)
+        if adopted:
+            await self._meet_adopted()
+        else:
+            await self._meet_first()
+        self._opened = True
+
+    async def _meet_first(self) -> None:
+        """Wait for all instances that the run begins with."""
         names = set(self.lives)
         hellos = self.hub.wait_for(names, self._startup_s, lambda missing: self.context.say(waiting_for(missing)))
         coming = asyncio.ensure_future(hellos)
         try:
             while not (await asyncio.wait({coming}, timeout=WATCH_S))[0]:
                 for name, words in self.ended().items():
-                    if not adopted:
-                        words = words or f"{name} ended while it was starting"
-                        raise RunFailed(words if "\n" in words else ErrorCode.INSTANCE.refer(words))
-                    for event in ("died", "restarted"):
-                        self.lives[name].on(event)
-                    self._processes[name] = self.lives[name].process
-                    self._write()
+                    words = words or f"{name} ended while it was starting"
+                    raise RunFailed(words if "\n" in words else ErrorCode.INSTANCE.refer(words))
             await coming
         finally:
             coming.cancel()
         for name in sorted(names):
-            meta = self.hub.peers[name].meta
-            self.curves.measured(self.lives[name].pool, StepCurve.from_json(meta["curve"]), meta["doubts"])
-            self.lives[name].on("met")
+            self._met(self.lives[name])
+
+    async def _meet_adopted(self) -> None:
+        """Wait until an instance is there and no other is starting; those that pause before a restart come later."""
+        for life in self.lives.values():
+            self._begin(self._bring_in(life))
+        said: list[str] = []
+        while True:
+            ended = self.ended()
+            for life in list(self.lives.values()):
+                if life.name in ended and life.can("died"):
+                    await self.died(life, ended[life.name] or f"{life.name} has ended")
+            if not self._errors.empty():
+                raise self._errors.get_nowait()
+            starting = [name for name, life in self.lives.items() if life.state is Life.STARTING]
+            if self.present and not starting:
+                return
+            if (missing := sorted({*starting, *self._pausing})) != said:
+                self.context.say(waiting_for(missing))
+                said = missing
+            await asyncio.sleep(POLL_S)
+
+    def _met(self, life: InstanceLife) -> None:
+        """Note that an instance has connected.
+
+        Its measured step times count if the run, or this service, begins with it, or if none of its kind are known:
+        those of one that comes later would change the plans in the middle of a step.
+        """
+        meta = self.hub.peers[life.name].meta
+        if not (self._opened and self.curves.knows(life.pool)):
+            self.curves.measured(life.pool, StepCurve.from_json(meta["curve"]), meta["doubts"])
+        life.on("met")
 
     def _adopt(self) -> bool:
         """Take over the instances that an earlier service has left, alive or not; return whether there are any."""
@@ -264,7 +300,7 @@ class SiteFleet:
                 if self.hub.peers[life.name].meta.get("process") == process:
                     break
                 self.hub.drop(life.name)
-        life.on("met")
+        self._met(life)
 
     async def admit(self, name: str) -> None:
         life = self.lives[name]

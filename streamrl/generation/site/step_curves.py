@@ -42,6 +42,10 @@ class FleetCurves:
         if (note := self.note(pool)) and note != before:
             log.warning("%s", note)
 
+    def knows(self, pool: str) -> bool:
+        """Return whether there are step times of a pool's kind."""
+        return bool(self._alike(self._worked.values(), pool) or self._at_start(pool))
+
     def note(self, pool: str) -> str:
         """Return a line about disagreeing measurements of a pool's kind; '': they agree, or work replaced them."""
         found = disagreement(self._at_start(pool))
