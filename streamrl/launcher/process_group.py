@@ -157,7 +157,7 @@ class ProcessGroup:
         """
         for site, folder in self.share.folders.items():
             if (wanted := read_wanted(folder)) is not None:
-                self._reconcile(site, {one.name: one for one in wanted})
+                self._reconcile(site, {one.name: one for one in wanted if not one.paused})
         self._write_started()
 
     def _reconcile(self, site: str, wanted: dict[str, WantedInstance]) -> None:

@@ -31,6 +31,8 @@ class WantedInstance:
     """Number of its process."""
     leaving: bool = False
     """Whether it is leaving: it returns its requests, then ends by itself."""
+    paused: bool = False
+    """Whether this process is dead, and the next one is to be started after a pause."""
 
 
 @dataclass(frozen=True)

@@ -191,6 +191,31 @@ def test_only_one_that_is_not_restarted_is_said_to_be_dead_for_good(tmp_path: Pa
     with_fleet(tmp_path, work, pause_s=1000.0)
 
 
+def test_one_that_pauses_before_its_restart_is_started_by_the_next_service(tmp_path: Path) -> None:
+    async def work(fleet: SiteFleet) -> None:
+        await fleet.died(fleet.lives["here-one-0"], "killed")
+        paused = [WantedInstance("here-one-0", 1, paused=True), WantedInstance("here-one-1")]
+        assert read_wanted(tmp_path) == paused
+        fleet.lives.clear()  # as in a service that knows nothing yet
+        fleet._pausing.clear()
+        assert fleet._adopt()
+        fleet._reconcile(bring_in=False)
+        assert states(fleet) == {"here-one-0": Life.STARTING, "here-one-1": Life.STARTING}
+        assert read_wanted(tmp_path) == [WantedInstance("here-one-0", 2), WantedInstance("here-one-1")]
+
+    with_fleet(tmp_path, work, pause_s=1000.0)
+
+
+def test_a_run_does_not_end_while_an_instance_pauses_before_its_restart(tmp_path: Path) -> None:
+    async def work(fleet: SiteFleet) -> None:
+        await fleet.died(fleet.lives["here-one-0"], "killed")
+        fleet.lives["here-one-1"].deaths += [time.monotonic()] * 5
+        await fleet.died(fleet.lives["here-one-1"], "killed")
+        assert [name for name, state in fleet.states().items() if state["for_good"]] == ["here-one-1"]
+
+    with_fleet(tmp_path, work, pause_s=1000.0)
+
+
 def meta(process: int) -> dict[str, Any]:
     curve = StepCurve((1, 8), (0.01, 0.02), 0.0, 1e-5).to_json()
     return {"pool": "one", "slots": 4, "world_size": 1, "curve": curve, "doubts": "", "process": process}

@@ -122,6 +122,12 @@ def test_instances_come_leave_and_are_replaced_as_the_service_wants(
     [dead] = [one for one in read_started(tmp_path) if one.name == "i-0"]
     assert dead.exit_code == -signal.SIGKILL and "was killed by SIGKILL" in dead.last_words
     assert family.dead == []  # its service decides
+    write_wanted(tmp_path, [WantedInstance("i-0", process=2, paused=True)])
+    until(lambda: not any(one.name == "i-0" for one in read_started(tmp_path)), family)
+    family.reconcile()
+    assert "i-0" not in alive(tmp_path)
+    write_wanted(tmp_path, [WantedInstance("i-0", process=3)])
+    until(lambda: alive(tmp_path).get("i-0", (0, 0))[1] == 3, family)
 
 
 def test_a_service_comes_back_alone_until_its_budget_is_used_up(

@@ -179,9 +179,9 @@ class SiteFleet:
         possible = {spec.name: spec for spec in self._possible}
         for one in read_wanted(self.context.run_dir) or []:
             spec = possible[one.name]
-            self._processes[one.name] = one.process
+            self._processes[one.name] = one.process + one.paused
             if not one.leaving:
-                self.lives[one.name] = InstanceLife(one.name, str(spec.pool), spec.index, one.process)
+                self.lives[one.name] = InstanceLife(one.name, str(spec.pool), spec.index, self._processes[one.name])
         if self.lives:
             self._wanted = {
                 pool: max(1, sum(life.pool == pool for life in self.lives.values())) for pool in self._wanted
@@ -256,8 +256,12 @@ class SiteFleet:
         self._write()
 
     def _write(self) -> None:
-        there = [life for life in self.lives.values() if life.state is not Life.DEAD]
-        wanted = [WantedInstance(life.name, life.process, life.state is Life.DRAINING) for life in there]
+        states = [(life, life.state is Life.DRAINING, life.name in self._pausing) for life in self.lives.values()]
+        wanted = [
+            WantedInstance(life.name, life.process, leaving, paused)
+            for life, leaving, paused in states
+            if life.state is not Life.DEAD or paused
+        ]
         write_wanted(self.context.run_dir, wanted)
 
     def _begin(self, work: Awaitable[None]) -> None:
@@ -391,13 +395,13 @@ class SiteFleet:
             await self._parked(partial)
         if leaving:
             return  # `_take_out` continues
-        if due is None and not any(other.state in ALIVE for other in self.lives.values()):
+        if due is None and not self._pausing and not any(other.state in ALIVE for other in self.lives.values()):
             died = f"{why}; it has died {len(life.deaths)} times"
             raise RunFailed(ErrorCode.INSTANCE.refer(f"{died}, and no instance is left at {self.context.site}"))
-        self._write()
         if due is not None:
             self._pausing.add(name)
             self._begin(self._restart(life, due))
+        self._write()
         await self.changed()
 
     def _log_interrupted(self, name: str) -> None:
