@@ -136,7 +136,7 @@ class SampleTable:
         self._notes: dict[Path, str] = {}
         """What is said of a file that cannot be read."""
         self._files: dict[Path, tuple[Mark, int]] = {}
-        """Of each file that was looked at, in their order: what tells its contents apart, and its number of samples."""
+        """What tells each looked-at file's contents apart, and its number of samples, in the files' order."""
         self._table = HELD.empty_table()
         self._selections: OrderedDict[SampleFilter, npt.NDArray[np.int64]] = OrderedDict()
         self._search = TextSearch()

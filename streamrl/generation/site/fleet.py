@@ -256,11 +256,10 @@ class SiteFleet:
         self._write()
 
     def _write(self) -> None:
-        states = [(life, life.state is Life.DRAINING, life.name in self._pausing) for life in self.lives.values()]
         wanted = [
-            WantedInstance(life.name, life.process, leaving, paused)
-            for life, leaving, paused in states
-            if life.state is not Life.DEAD or paused
+            WantedInstance(life.name, life.process, life.state is Life.DRAINING, life.name in self._pausing)
+            for life in self.lives.values()
+            if life.state is not Life.DEAD or life.name in self._pausing
         ]
         write_wanted(self.context.run_dir, wanted)
 
