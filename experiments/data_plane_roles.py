@@ -229,7 +229,7 @@ class Control:
                 samples = [f"{group.group_id}/{n}" for n in range(GROUP)]
                 groups.append({"group": group.group_id, "samples": samples})
             if self.ledger is not None:
-                self.ledger.issue((sample, group["group"]) for group in groups for sample in group["samples"])
+                self.ledger.issue((sample, group["group"], b"") for group in groups for sample in group["samples"])
             self.issued += count * GROUP
             await self.hub.send("service", "generate", {"groups": groups}, limit_s=self.work.limit_s)
 

@@ -245,7 +245,7 @@ def all_prompts_too_long(place: Place) -> str:
 def disk_full(place: Place) -> str:
     ledger = Ledger(place.folder / "ledger.sqlite")
     ledger._db.execute("PRAGMA max_page_count=1")  # sqlite then does as it does on a full disk
-    return last_words(lambda: [ledger.issue([(f"{n}.{m}" * 100, f"{n}") for m in range(100)]) for n in range(100)])
+    return last_words(lambda: [ledger.issue([(f"{n}.{m}" * 100, f"{n}", b"") for m in range(100)]) for n in range(100)])
 
 
 @provokes

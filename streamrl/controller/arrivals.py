@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from streamrl.generation.site.sample_batches import unpack_samples
 from streamrl.protocol.message import body_of, parse
@@ -12,7 +13,7 @@ from streamrl.protocol.site_instance import FinishedSample
 from streamrl.rollouts.ledger import pack_content
 from streamrl.rollouts.types import Sample
 from streamrl.transport.endpoint import Delivery
-from streamrl.transport.wire import MalformedMessage
+from streamrl.transport.wire import Arrays, MalformedMessage
 
 UNREADABLE = (ValueError, KeyError, TypeError, OverflowError, MalformedMessage)
 
@@ -37,6 +38,16 @@ class Unreadable:
     """The sample; None: the whole batch, or a sample without an id."""
 
 
+def read_sample(body: dict[str, Any], arrays: Arrays) -> Sample:
+    """Return a sample from its wire form.
+
+    Raises:
+        UNREADABLE: it is malformed.
+    """
+    parse(FinishedSample, body)  # of the right types
+    return sample_from_wire(Sample, body, arrays)
+
+
 def arrived(deliveries: Iterable[Delivery]) -> tuple[list[Arrival], list[Unreadable]]:
     """Return all samples of some messages, each once by sender, and what cannot be read."""
     found: dict[tuple[str, str], Arrival] = {}
@@ -49,13 +60,11 @@ def arrived(deliveries: Iterable[Delivery]) -> tuple[list[Arrival], list[Unreada
             continue
         for body, arrays in batch:
             try:
-                parse(FinishedSample, body)  # of the right types
-                sample = sample_from_wire(Sample, body, arrays)
-                one = Arrival(delivery.peer, sample, pack_content(body, arrays))
+                one = Arrival(delivery.peer, read_sample(body, arrays), pack_content(body, arrays))
             except UNREADABLE as error:
                 sample_id = body.get("sample_id")
                 known = sample_id if isinstance(sample_id, str) else None
                 unreadable.append(Unreadable(delivery.peer, repr(error), known))
             else:
-                found.setdefault((delivery.peer, sample.sample_id), one)
+                found.setdefault((delivery.peer, one.sample.sample_id), one)
     return list(found.values()), unreadable

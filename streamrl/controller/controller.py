@@ -23,6 +23,7 @@ from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.group_source import GroupSource, group_of, samples_of
 from streamrl.controller.held import SampleLimits, SiteOwn
 from streamrl.controller.issuer import Issuer
+from streamrl.controller.kept_samples import issue_groups, kept_samples
 from streamrl.controller.length_predictor import COLUMNS, LengthPredictor
 from streamrl.controller.mismatch_guard import MismatchGuard
 from streamrl.controller.pool_sizes import Scaling
@@ -220,7 +221,7 @@ class Controller:
             *(self.services, self.rewarders, self.pool, evaluator, self.issuer.rounds, self.times, self.config.seed)
         )
         self.claims = SiteClaims(self.own, self.services, self.pool, evaluator, self.ledger, self.context.cluster.sites)
-        self.guard = MismatchGuard(self.config.mismatch, self.claims, self.trust)
+        self.guard = MismatchGuard(self.config.mismatch, self.claims, self.trust, self.ledger)
         self.training: TrainingSteps = TrainingSteps(
             run=self.config,
             trainers=self.trainers,
@@ -273,7 +274,7 @@ class Controller:
                 raise RunFailed(f"{name} cannot be used, and no other site can generate: its list of instances {why}")
 
     def _restore(self) -> None:
-        """Rewind to the newest checkpoint; groups that no step up to it has trained are generated again."""
+        """Rewind to the newest checkpoint; groups that no step up to it has trained are issued again."""
         step = self.checkpoints.latest() or 0
         if step:
             state = json.loads((self.checkpoints.path(step) / "state.json").read_text())
@@ -289,7 +290,8 @@ class Controller:
         self.training.refusals.resume_at(step, refused)
         self.evaluator.rewind(step)
         self.telemetry.step = step
-        log.info("resumed after step %d; %d trained samples of later steps will be generated again", step, undone)
+        text = "resumed after step %d; %d samples of later steps will be trained again, %d are finished and kept"
+        log.info(text, step, undone, self.ledger.count_kept())
 
     def _done(self) -> bool:
         """Return whether all steps are trained and the work that follows the last one is done."""
@@ -304,15 +306,20 @@ class Controller:
         return group
 
     async def _generate(self, groups: list[Group], budget: int | None = None) -> None:
-        """Predict the lengths of new groups, enter them in the ledger and send them to the services."""
+        """Predict the lengths of new groups, enter them in the ledger and send them to the services.
+
+        Samples that the ledger has kept over a resume are not generated again.
+        """
         if not groups:
             return
         self.lengths.predict(groups)
-        samples = [samples_of(group, self.config.seed) for group in groups]
-        self.ledger.issue(
-            (sample_id, group.group_id) for group, some in zip(groups, samples, strict=True) for sample_id, *_ in some
-        )
-        await self.services.generate(groups, samples, budget)
+        issue_groups(self.ledger, groups)
+        oldest = self.training.step - self.issuer.max_staleness
+        kept = [one for group in groups for one in kept_samples(self.ledger, group, oldest)]
+        there = {sample.sample_id for sample, _ in kept}
+        missing = [[draw for draw in samples_of(group, self.config.seed) if draw[0] not in there] for group in groups]
+        await self.services.generate(groups, missing, budget)
+        self.intake.take_kept(kept)
 
     async def _evaluate(self) -> None:
         """Begin the evaluation of the served version on the held-out tasks, if one is due."""

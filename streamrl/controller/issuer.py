@@ -57,6 +57,11 @@ class Issuer:
         self._issued_before = set(self.pool.groups)
         self._taking = during_change(before, self.schedule) if self._issued_before else self.schedule
 
+    @property
+    def max_staleness(self) -> int:
+        """Limit on the steps between the weights of a sample and those that train on it."""
+        return 0 if self.rounds.active else self.schedule.max_staleness  # rounds count from the groups' issue
+
     def _state(self, step: int, taken: int) -> ScheduleState:
         return self.pool.state(self.services.version, step, taken, self._taking.max_staleness)
 
@@ -72,12 +77,17 @@ class Issuer:
         if self.rounds.active:
             await self._next_rounds(step)
             return
+        while groups := self._admitted(step, taken):
+            await self._generate(groups, None)  # groups kept over a resume may end at once, and admit others
+
+    def _admitted(self, step: int, taken: int) -> list[Group]:
+        """Make all groups that the schedule admits now."""
         groups: list[Group] = []
         state = self._state(step, taken)
         while self.schedule.may_issue(state):
             groups.append(self._new_group())
             state = replace(state, issued=self.pool.issued)
-        await self._generate(groups, None)
+        return groups
 
     async def _next_rounds(self, step: int) -> None:
         """End the current round if it is over, and begin the next one if it may begin."""

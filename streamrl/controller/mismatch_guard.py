@@ -10,6 +10,7 @@ from streamrl.controller.site_claims import SiteClaims
 from streamrl.controller.site_trust import SiteTrust
 from streamrl.controller.weight_canary import Mismatch
 from streamrl.errors import RunFailed
+from streamrl.rollouts.ledger import Ledger
 
 log = logging.getLogger(__name__)
 
@@ -17,8 +18,9 @@ log = logging.getLogger(__name__)
 class MismatchGuard:
     """The judge of mismatches, as the run file says (`mismatch.on_mismatch`)."""
 
-    def __init__(self, config: MismatchConfig, claims: SiteClaims, trust: SiteTrust) -> None:
+    def __init__(self, config: MismatchConfig, claims: SiteClaims, trust: SiteTrust, ledger: Ledger) -> None:
         self._stops, self._claims, self._trust = config.on_mismatch == "stop", claims, trust
+        self._ledger = ledger
 
     def judge(self, text: str) -> None:
         """Say loudly that trainer and instances differ.
@@ -28,6 +30,7 @@ class MismatchGuard:
         """
         log.error("mismatch: %s", text)
         if self._stops:
+            self._ledger.forget_contents()  # a resume generates anew what those instances have made
             raise RunFailed(f"{text} (mismatch.on_mismatch is stop)")
 
     async def judge_canaries(self, mismatches: Sequence[Mismatch]) -> None:

@@ -1,7 +1,9 @@
 """The way of a sample through the controller, from its arrival to its group being complete.
 
 arrival -> checked -> ledger -> acknowledged -> reward asked for -> reward -> ledger -> group complete
-             \\-> refused, generated again                 (an agent has said its own)
+    ^        \\-> refused, generated again                 (an agent has said its own)
+    |
+kept over a resume (`take_kept`)
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from streamrl.controller.arrivals import Arrival, arrived
 from streamrl.controller.evaluation_runner import Evaluator
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.group_source import group_of
+from streamrl.controller.kept_samples import KeptSample
 from streamrl.controller.live_rounds import NoRounds
 from streamrl.controller.pool_sizes import Scaling
 from streamrl.controller.reward_client import JudgedSample, Rewarders
@@ -101,15 +104,34 @@ class SampleIntake:
             # with rounds it may have been parked before its last part, and nothing been generated
             began = sample.t_last_part if self.rounds.active else None
             self.times.generating.append((sample.instance, began or sample.t_dispatched, sample.t_finished))
-            if (trajectory := sample.trajectory) is None:
-                self.rewarders.ask(group, sample.sample_id, sample.text)
-            else:  # the agent has said what it is worth
-                judged.append(
-                    JudgedSample(sample.sample_id, trajectory.reward, trajectory.void, trajectory.void_traceback)
-                )
+            judged += self._judge(group, sample)
         if arrivals:
             self.waits.end("samples")
         self._record(judged)
+
+    def take_kept(self, kept: Sequence[KeptSample]) -> None:
+        """Take samples that were kept over a resume, of groups that have just been issued, as if they had arrived.
+
+        Raises:
+            RunFailed: as `rewards`.
+        """
+        self.ledger.finish(kept)
+        now = time.time()
+        judged: list[JudgedSample] = []
+        for sample, _ in kept:
+            group = self._received(sample, now)
+            group.kept += 1
+            # it is as stale as its oldest token
+            group.issue_version = min(group.issue_version, int(sample.sampled_versions.min()))
+            judged += self._judge(group, sample)
+        self._record(judged)
+
+    def _judge(self, group: Group, sample: Sample) -> list[JudgedSample]:
+        """Request a sample's reward; return that of an episode, which its agent has said."""
+        if (trajectory := sample.trajectory) is None:
+            self.rewarders.ask(group, sample.sample_id, sample.text)
+            return []
+        return [JudgedSample(sample.sample_id, trajectory.reward, trajectory.void, trajectory.void_traceback)]
 
     async def _refuse(self, wrong: Sequence[tuple[str, str | None, str]]) -> None:
         """Refuse samples, as (service, sample, why); those that the service's site owes are generated again.

@@ -324,10 +324,12 @@ class Services:
     ) -> None:
         """Send groups, with the completions to generate of each, to the sites that will generate them.
 
-        `budget`: tokens after which a sample is parked; None: it runs to its end.
+        `budget`: tokens after which a sample is parked; None: it runs to its end. Groups without any are left out.
         """
-        work = [GivenWork(group.group_id, group, some) for group, some in zip(groups, samples, strict=True)]
-        await self.give(work, budget)
+        if work := [
+            GivenWork(group.group_id, group, some) for group, some in zip(groups, samples, strict=True) if some
+        ]:
+            await self.give(work, budget)
 
     async def give(self, work: Sequence[GivenWork], budget: int | None, avoid: Collection[str] = ()) -> None:
         """Send work to the sites that will generate it, as `generate`; to services of `avoid` only if no other can."""

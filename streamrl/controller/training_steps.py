@@ -281,8 +281,9 @@ class TrainingSteps:
                 self._canary_due, self._canary_ahead = False, self._publish_due
                 measured = Measured(first.dtype, answers[0].arrays["logprobs"])
                 await self.guard.judge_canaries(self.canary.trainer_measured(first.number, measured))
-            case CheckpointDone():
+            case CheckpointDone(step=step):
                 self._checkpoint_due = False
+                self.recorder.ledger.checkpointed(step)
 
     def _pushed(self, published: PublishDone) -> None:
         """Record to which instances the trainer itself has brought a version."""
@@ -323,6 +324,8 @@ class TrainingSteps:
         self._checkpoint_due = last or evaluated or regular or self.checkpoint_wanted
         self.checkpoint_wanted = False
         self.services.train_tokens_s = self.lengths.step_trained(list(batch.groups.values()), times.learn_s)
+        if any(group.kept for group in batch.groups.values()):
+            return  # its times say nothing about generation
         await self.scaling.step_done(batch, times)
         await self._change_to(await self.choice.step_done(self.step, batch, times, self.times.ended_trainer))
 

@@ -7,8 +7,10 @@ A void sample is scored with a NULL reward and its cause. When its step is made 
 group may have been trained without it. So trained + dropped are all samples of a step, and `counts_void` are those of
 them that nobody could score.
 
-The ledger holds a finished sample's tokens from its acknowledgement to the instance until its step's Parquet file is
-written. So an acknowledged sample is always on disk, whatever dies.
+The ledger holds a finished sample's content from its acknowledgement to the instance until its step's Parquet file is
+written. So an acknowledged sample is always on disk, whatever dies. A run that goes back to a checkpoint keeps what was
+drawn from that checkpoint's weights or older ones, for when the same prompt is issued again (`kept`); therefore
+content of that kind stays after its step, until the next checkpoint.
 """
 
 from __future__ import annotations
@@ -33,7 +35,17 @@ CREATE TABLE IF NOT EXISTS samples (
     reward    REAL,
     error     TEXT,
     content   BLOB,
-    void_cause TEXT
+    void_cause TEXT,
+    prompt    BLOB,
+    oldest    INTEGER,
+    newest    INTEGER
+);
+CREATE TABLE IF NOT EXISTS kept (
+    sample_id TEXT PRIMARY KEY,
+    prompt    BLOB NOT NULL,
+    oldest    INTEGER NOT NULL,
+    newest    INTEGER NOT NULL,
+    content   BLOB NOT NULL
 );
 CREATE INDEX IF NOT EXISTS samples_step ON samples (step, state);
 CREATE TABLE IF NOT EXISTS steps (
@@ -43,6 +55,9 @@ CREATE TABLE IF NOT EXISTS steps (
     time           REAL NOT NULL
 );
 """
+
+_ADDED = {"void_cause": "TEXT", "prompt": "BLOB", "oldest": "INTEGER", "newest": "INTEGER"}
+"""Columns of `samples` that ledgers of earlier versions lack, with their types."""
 
 
 class Ledger:
@@ -54,8 +69,11 @@ class Ledger:
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")  # an acknowledged sample survives a power cut
         self._db.executescript(_SCHEMA)
-        if "void_cause" not in {row[1] for row in self._db.execute("PRAGMA table_info(samples)")}:  # an older run's
-            self._db.execute("ALTER TABLE samples ADD COLUMN void_cause TEXT")
+        there = {row[1] for row in self._db.execute("PRAGMA table_info(samples)")}
+        for name in _ADDED.keys() - there:
+            self._db.execute(f"ALTER TABLE samples ADD COLUMN {name} {_ADDED[name]}")
+        self._checkpoint = 0
+        """Step of the newest checkpoint, to which a resume would go back."""
 
     def _write(self, statements: Iterable[tuple[str, Iterable[tuple[Any, ...]]]]) -> None:
         """Execute all statements in one transaction."""
@@ -69,12 +87,29 @@ class Ledger:
                 self._db.execute("ROLLBACK")
             raise RunFailed(ErrorCode.DISK.refer(f"cannot write the ledger {self.path}: {error}")) from error
 
-    def issue(self, samples: Iterable[tuple[str, str]]) -> None:
-        """Record samples, as (sample id, group id), that will be generated."""
-        rows = list(samples)
-        self._write([("INSERT INTO samples (sample_id, group_id, state) VALUES (?, ?, 'issued')", rows)])
+    def issue(self, samples: Iterable[tuple[str, str, bytes]]) -> None:
+        """Record samples, as (sample id, group id, digest of the prompt), that will be generated."""
+        sql = "INSERT INTO samples (sample_id, group_id, prompt, state) VALUES (?, ?, ?, 'issued')"
+        self._write([(sql, list(samples))])
 
-    def finish(self, samples: list[tuple[Sample, bytes]]) -> set[str]:
+    def kept(self, sample_ids: Iterable[str], prompt: bytes, oldest: int) -> list[bytes]:
+        """Return what is kept of samples over a resume: their contents, in the order of their ids.
+
+        Args:
+            sample_ids: ids of samples of one prompt, which have just been issued.
+            prompt: digest of the prompt; samples of another one, for instance of a data file that has changed, are left
+                out.
+            oldest: samples with a token of an older weight version are left out.
+        """
+        sql = "SELECT content FROM kept WHERE sample_id = ? AND prompt = ? AND oldest >= ?"
+        found = (self._db.execute(sql, (sample_id, prompt, oldest)).fetchone() for sample_id in sorted(sample_ids))
+        return [row[0] for row in found if row is not None]
+
+    def count_kept(self) -> int:
+        """Return the number of samples that are kept over a resume and not issued again so far."""
+        return int(self._db.execute("SELECT COUNT(*) FROM kept").fetchone()[0])
+
+    def finish(self, samples: Sequence[tuple[Sample, bytes]]) -> set[str]:
         """Commit finished samples with their content; return the ids that were new.
 
         A sample that was not issued, or has already finished, changes nothing and is not returned.
@@ -84,16 +119,16 @@ class Ledger:
             state = self._db.execute("SELECT state FROM samples WHERE sample_id = ?", (sample.sample_id,)).fetchone()
             if state == ("issued",):
                 new.add(sample.sample_id)
-        rows = [(content, sample.sample_id) for sample, content in samples if sample.sample_id in new]
+        rows = [
+            (content, *_versions(sample), sample.sample_id) for sample, content in samples if sample.sample_id in new
+        ]
         if rows:
-            self._write(
-                [
-                    (
-                        "UPDATE samples SET state = 'finished', content = ? WHERE sample_id = ? AND state = 'issued'",
-                        rows,
-                    )
-                ]
+            sql = (
+                "UPDATE samples SET state = 'finished', content = ?, oldest = ?, newest = ? "
+                "WHERE sample_id = ? AND state = 'issued'"
             )
+            again = [(sample_id,) for *_, sample_id in rows]
+            self._write([(sql, rows), ("DELETE FROM kept WHERE sample_id = ?", again)])
         return new
 
     def has(self, sample_id: str) -> bool:
@@ -134,7 +169,10 @@ class Ledger:
                 f"ledger: step {step} trained {len(trained)} samples and dropped {len(left_out)}, "
                 f"of which {ready} are scored and untrained"
             )
-        sql = "UPDATE samples SET state = '{}', step = ?, content = NULL WHERE sample_id = ?"
+        sql = (
+            f"UPDATE samples SET state = '{{}}', step = ?, content = CASE WHEN newest <= {self._checkpoint} "
+            "THEN content END WHERE sample_id = ?"
+        )
         self._write(
             [
                 (sql.format("trained"), trained),
@@ -143,17 +181,36 @@ class Ledger:
             ]
         )
 
+    def checkpointed(self, step: int) -> None:
+        """Record that a resume would go back to a checkpoint of `step`: the content of its samples may go."""
+        sql = "UPDATE samples SET content = NULL WHERE step > ? AND step <= ?"
+        self._write([(sql, [(self._checkpoint, step)])])
+        self._checkpoint = step
+
+    def forget_contents(self) -> None:
+        """Forget what all samples contain, so that a resume generates those again that are not trained then."""
+        self._write([("UPDATE samples SET content = NULL WHERE content IS NOT NULL", [()])])
+
     def rewind(self, first_step: int) -> int:
         """Forget everything from `first_step` on, and all samples without a step, which a resumed run issues again.
+
+        What the weights of the checkpoint before `first_step`, or older ones, have finished is kept for that (`kept`).
 
         Returns:
             Number of trained samples that were undone.
         """
+        self._checkpoint = first_step - 1
         undone = self._db.execute(
             "SELECT COUNT(*) FROM samples WHERE step >= ? AND state = 'trained'", (first_step,)
         ).fetchone()
+        keep = (
+            "INSERT OR REPLACE INTO kept SELECT sample_id, prompt, oldest, newest, content FROM samples "
+            "WHERE (step IS NULL OR step >= ?) AND newest < ? AND content IS NOT NULL AND prompt IS NOT NULL"
+        )
         self._write(
             [
+                ("DELETE FROM kept WHERE newest >= ?", [(first_step,)]),
+                (keep, [(first_step, first_step)]),
                 ("DELETE FROM samples WHERE step IS NULL OR step >= ?", [(first_step,)]),
                 ("DELETE FROM steps WHERE step >= ?", [(first_step,)]),
             ]
@@ -176,6 +233,12 @@ class Ledger:
     def close(self) -> None:
         """Checkpoint the WAL and close."""
         self._db.close()
+
+
+def _versions(sample: Sample) -> tuple[int | None, int | None]:
+    """Return the oldest and the newest weight version that a sample's tokens were drawn from; None: it has no token."""
+    versions = sample.sampled_versions
+    return (int(versions.min()), int(versions.max())) if len(versions) else (None, None)
 
 
 def pack_content(body: dict[str, Any], arrays: Any) -> bytes:

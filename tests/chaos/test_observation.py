@@ -38,7 +38,7 @@ def test_a_whole_folder_gives_an_account_that_is_clean(tmp_path: Path) -> None:
     for step, prompts in ((1, (0, 1)), (2, (3,))):
         groups = [group(prompt, step) for prompt in prompts]
         members = [one for each in groups for one in each.members()]
-        ledger.issue((one.sample.sample_id, one.sample.group_id) for one in members)
+        ledger.issue((one.sample.sample_id, one.sample.group_id, b"") for one in members)
         ledger.finish([(one.sample, b"") for one in members])
         ledger.score(members)
         store.write(step, groups)

@@ -39,6 +39,7 @@ from tests.rollouts.test_rollouts import make_sample
 )
 def test_instances_that_take_the_trainers_gpu_over_get_weights_last(exclusive: bool, order: list[str]) -> None:
     asked: list[str] = []
+    checkpoints: list[int] = []
 
     async def ask(order: Any) -> None:
         asked.append(type(order).__name__)
@@ -49,7 +50,7 @@ def test_instances_that_take_the_trainers_gpu_over_get_weights_last(exclusive: b
     about = {"rank": 0, "started": 0.0, "finished": 1.0}
     answers = {
         "MeasureCanary": CanaryDone(number=0, dtype="float32", **about),
-        "SaveCheckpoint": CheckpointDone(step=0, **about),
+        "SaveCheckpoint": CheckpointDone(step=3, **about),
         "Publish": PublishDone(number=0, content_hash="x", bytes=1, **about),
     }
     schedule = SimpleNamespace(exclusive=exclusive)
@@ -64,8 +65,9 @@ def test_instances_that_take_the_trainers_gpu_over_get_weights_last(exclusive: b
         "canary": SimpleNamespace(trainer_measured=lambda *_: [], loaded=lambda *_: None),
         "telemetry": SimpleNamespace(weights_applied=lambda *_: None),
         "guard": SimpleNamespace(judge_canaries=nothing),
+        "recorder": SimpleNamespace(ledger=SimpleNamespace(checkpointed=checkpoints.append)),
     }
-    rest = dict.fromkeys(("lengths", "scaling", "recorder", "waits", "refusals"))
+    rest = dict.fromkeys(("lengths", "scaling", "waits", "refusals"))
     steps = TrainingSteps(run=RunConfig(), **stubs, **rest)  # type: ignore[arg-type]
     steps._checkpoint_due = True
 
@@ -77,7 +79,7 @@ def test_instances_that_take_the_trainers_gpu_over_get_weights_last(exclusive: b
             await steps.answered([done])
 
     asyncio.run(body())
-    assert asked == order
+    assert asked == order and checkpoints == [3]
     assert not (steps._publish_due or steps._canary_due or steps._checkpoint_due or steps._canary_ahead)
 
 
@@ -253,6 +255,41 @@ def test_the_checkpoint_of_a_version_stays_until_it_is_evaluated(tmp_path: Path)
 
     asyncio.run(body())
     assert {path.name for path in tmp_path.iterdir()} == {"step_5", "step_6", "step_7"}
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_step_with_samples_from_before_a_resume_is_no_measurement_of_generation(kept: bool) -> None:
+    """Neither the choice of the schedule nor that of the number of instances learns from it."""
+    measured: list[str] = []
+
+    async def scaled(*_: object) -> None:
+        measured.append("instances")
+
+    async def chosen(*_: object) -> None:
+        measured.append("schedule")
+
+    async def learned() -> None:
+        return None
+
+    names = ("trainers", "services", "issuer", "pool", "groups", "evaluator", "lengths", "recorder", "telemetry")
+    mocks = {name: MagicMock() for name in (*names, "times", "refusals", "canary", "guard")}
+    mocks["telemetry"].latest = None
+    scaling: Any = SimpleNamespace(step_done=scaled)
+    steps = TrainingSteps(run=RunConfig(), scaling=scaling, waits=WaitRegistry("controller"), **mocks)
+    steps.choice = SimpleNamespace(step_done=chosen, note="")  # type: ignore[assignment]
+    for name, number in (("old", int(kept)), ("new", 0)):
+        group = empty_group(name)
+        group.kept = number
+        steps.batch.groups[name] = group
+
+    async def body() -> None:
+        steps._learning = asyncio.ensure_future(learned())  # type: ignore[arg-type]
+        await steps._step_done(
+            StepDone(rank=0, started=0.0, finished=1.0, grad_norm=0.3, learning_rate=1e-3, skipped=False)
+        )
+
+    asyncio.run(body())
+    assert measured == ([] if kept else ["instances", "schedule"])
 
 
 def test_lengths_of_groups_that_are_dropped_while_a_full_step_is_trained_are_learned_with_the_next() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
+import sqlite3
 import sys
+import time
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from streamrl.rollouts.advantage import group_advantages
 from streamrl.rollouts.ledger import Ledger
 from streamrl.run_dir import layout, start_stages
+from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.run_dir.instance_files import read_started
 from streamrl.run_dir.metrics import read_metrics
 from streamrl.run_dir.status import read_status
@@ -39,22 +44,44 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, str]:
     return project, project.launch()
 
 
-@pytest.fixture(scope="module")
-def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, list[list[str]], int, str]:
-    """The same run in fp32 with one instance, resumed after a SIGKILL of its launcher.
+@dataclass(frozen=True)
+class Killed:
+    """A run whose launcher has been killed."""
 
-    With it: command lines of processes that outlived their launcher, steps then done, and the resumed run's output.
-    """
+    time: float
+    left: list[list[str]]
+    """Command lines of processes that outlived it."""
+    done: int
+    """Steps done."""
+    kept: set[str]
+    """Samples that the weights of its newest checkpoint have finished."""
+
+
+def in_ledger(run_dir: Path, sql: str, *values: object) -> list[tuple[object, ...]]:
+    with contextlib.closing(sqlite3.connect(run_dir / "ledger.sqlite")) as reader:
+        return reader.execute(sql, values).fetchall()
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, Killed, str]:
+    """The same run in fp32 with one instance, resumed after a SIGKILL of its launcher, and the resumed run's output."""
     project = Project(tmp_path_factory.mktemp("resumed"), tail=False)
     process = project.start("--steps", "3")
     run_dir = project.run_dir()
-    wait_for(lambda: (run_dir / "checkpoints" / "step_1").exists(), 400, process)
+    finished_since = "SELECT COUNT(*) FROM samples WHERE newest >= 1"  # by the weights of the first checkpoint
+    wait_for(
+        lambda: (run_dir / "checkpoints" / "step_1").exists() and in_ledger(run_dir, finished_since) != [(0,)],
+        400,
+        process,
+    )
     family = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.communicate()
     _, alive = psutil.wait_procs(family, timeout=scaled(ENDS_WITHIN_S))
-    left, done = [p.cmdline() for p in alive], read_status(run_dir).step
-    return project, left, done, project.launch("--resume", str(run_dir))
+    checkpoint = CheckpointFolder(run_dir / "checkpoints").latest() or 0
+    kept = in_ledger(run_dir, "SELECT sample_id FROM samples WHERE content NOT NULL AND newest = ?", checkpoint)
+    killed = Killed(time.time(), [p.cmdline() for p in alive], read_status(run_dir).step, {str(row[0]) for row in kept})
+    return project, killed, project.launch("--resume", str(run_dir))
 
 
 def test_every_sample_is_trained_once_and_accounted_for(finished: tuple[Project, str]) -> None:
@@ -245,7 +272,7 @@ def test_no_process_and_no_shared_memory_is_left(finished: tuple[Project, str]) 
 
 
 def test_sync_with_two_pairs_of_ranks_that_share_rows_trains_the_samples_of_stream_and_gives_the_same_gradient(
-    resumed: tuple[Project, list[list[str]], int, str], tmp_path: Path
+    resumed: tuple[Project, Killed, str], tmp_path: Path
 ) -> None:
     """It runs in fp32: with bf16's rounding a rare token differs at other batch sizes, and so do the gradients."""
     other = Project(tmp_path, tail=False)
@@ -263,11 +290,11 @@ def test_sync_with_two_pairs_of_ranks_that_share_rows_trains_the_samples_of_stre
 
 
 def test_a_killed_launcher_leaves_no_process_and_resume_continues_with_the_same_data(
-    finished: tuple[Project, str], resumed: tuple[Project, list[list[str]], int, str]
+    finished: tuple[Project, str], resumed: tuple[Project, Killed, str]
 ) -> None:
-    project, left, done, output = resumed
+    project, killed, output = resumed
     run_dir = project.run_dir()
-    assert left == []
+    assert killed.left == []
     assert "step 3/3" in output
     rows = trained_rows(run_dir)
     reference = trained_rows(finished[0].run_dir())
@@ -275,7 +302,9 @@ def test_a_killed_launcher_leaves_no_process_and_resume_continues_with_the_same_
     assert sorted(map(key, rows)) == sorted(map(key, reference))
     assert Ledger(run_dir / "ledger.sqlite").counts() == {"trained": 54, "dropped": len(rows) - 54}
     assert [row.step for row in read_metrics(run_dir / "metrics.jsonl")] == [1, 2, 3]
-    assert done >= 1
+    assert killed.done >= 1
+    of_before = {str(row["sample_id"]) for row in rows if float(str(row["t_finished"])) < killed.time}
+    assert killed.kept <= of_before, "what the checkpoint's weights have finished is not generated again"
 
 
 @pytest.mark.timeout(600)

@@ -33,9 +33,9 @@ def test_an_acknowledged_sample_survives_a_power_cut(tmp_path: Path) -> None:
 
 def test_each_state_is_committed_with_what_belongs_to_it(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
-    ledger, group = Ledger(path), make_group("g", (0.5, None))
+    ledger, group = Ledger(path), make_group("g", (0.5, None), step=7)
     assert not ledger.has("g.0")
-    ledger.issue([("g.0", "g"), ("g.1", "g")])
+    ledger.issue([("g.0", "g", b""), ("g.1", "g", b"")])
     assert ledger.has("g.0") and not ledger.has("g.2")
     assert rows(path, SAMPLES) == [(f"g.{n}", "issued", None, None, None, None, None) for n in (0, 1)]
     assert rows(path, "SELECT DISTINCT group_id FROM samples") == [("g",)]
@@ -73,14 +73,14 @@ def test_a_ledger_of_before_void_rewards_gets_their_column(tmp_path: Path) -> No
 
 def test_a_closed_ledger_is_one_file(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
-    ledger.issue([("g.0", "g")])
+    ledger.issue([("g.0", "g", b"")])
     ledger.close()
     assert [path.name for path in tmp_path.iterdir()] == ["ledger.sqlite"]
 
 
 def test_only_new_samples_of_a_batch_are_finished(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
-    ledger.issue([("g.0", "g"), ("g.1", "g")])
+    ledger.issue([("g.0", "g", b""), ("g.1", "g", b"")])
     ledger.finish([(make_sample("g.0"), b"first")])
     both = [(make_sample("g.0"), b"second"), (make_sample("g.1"), b"second"), (make_sample("g.2"), b"second")]
     assert ledger.finish(both) == {"g.1"}
@@ -92,9 +92,9 @@ def test_a_write_that_fails_changes_nothing_names_the_file_and_the_next_one_succ
     path = tmp_path / "ledger.sqlite"
     ledger = Ledger(path)
     with pytest.raises(RunFailed, match=r"cannot write the ledger .*ledger\.sqlite: UNIQUE"):
-        ledger.issue([("a", "g"), ("b", "g"), ("a", "g")])
+        ledger.issue([("a", "g", b""), ("b", "g", b""), ("a", "g", b"")])
     assert ledger.counts() == {} and not ledger._db.in_transaction
-    ledger.issue([("a", "g")])
+    ledger.issue([("a", "g", b"")])
     assert ledger.counts() == {"issued": 1}
     # the second statement of a step fails: neither samples nor step are recorded
     for name in ("x", "y"):
@@ -122,7 +122,7 @@ def test_rewinding_keeps_earlier_steps_whole_and_removes_the_later_ones(tmp_path
     for step, name in enumerate("abc", start=1):
         finish_and_score(ledger, make_group(name, (1.0, None, 0.0)))
         ledger.train(step, step, [make_group(name, (1.0, None, 0.0))], 0.0)
-    ledger.issue([("d.0", "d")])
+    ledger.issue([("d.0", "d", b"")])
     assert ledger.rewind(2) == 4  # not the two void ones
     assert rows(path, "SELECT sample_id, step FROM samples ORDER BY 1") == [("a.0", 1), ("a.1", 1), ("a.2", 1)]
     assert rows(path, "SELECT step FROM steps") == [(1,)]

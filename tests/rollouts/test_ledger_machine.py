@@ -86,10 +86,20 @@ class Row:
     step: int | None = None
     reward: float | None = None
     content: bytes | None = None
+    version: int = 0
+    """The newest one of its tokens; that of its first token is smaller by 1."""
+
+    def after_training(self, state: str, step: int, checkpoint: int) -> Row:
+        content = self.content if self.version <= checkpoint else None
+        return replace(self, state=state, step=step, content=content)
 
 
-def sample(sample_id: str) -> Sample:
-    tokens = np.zeros(2, np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32)
+def prompt_of(group_id: str) -> bytes:
+    return b"prompt of " + group_id.encode()
+
+
+def sample(sample_id: str, version: int = 0) -> Sample:
+    tokens = np.zeros(2, np.int32), np.zeros(2, np.float32), np.array([version - 1, version], np.int32)
     return Sample(sample_id, "g", *tokens, "stop", "here", "here-0", "pool", "regular", 1.0, 2.0, 3.0, 4.0)
 
 
@@ -112,6 +122,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.rows: dict[str, Row] = {}
         self.steps: dict[int, int] = {}
         """Samples that each step trained."""
+        self.kept: dict[str, Row] = {}
+        """Samples that a resume need not generate again."""
+        self.checkpoint = 0
         self.made = 0
         self.ledger: Ledger
         self.db: Connection
@@ -121,6 +134,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger = Ledger(path)
         self.db = Connection(self.ledger._db, path)
         self.ledger._db = self.db  # type: ignore[assignment]
+        self.checkpoint = 0  # until it is told
 
     def teardown(self) -> None:
         self.ledger.close()
@@ -146,31 +160,39 @@ class LedgerMachine(RuleBasedStateMachine):
     def issue(self, groups: int) -> None:
         ids = [(f"g{self.made + g}.{n}", f"g{self.made + g}") for g in range(groups) for n in range(GROUP_SIZE)]
         self.made += groups
-        self.ledger.issue(iter(ids))
+        self._issue(ids)
+
+    def _issue(self, ids: list[tuple[str, str]]) -> None:
+        self.ledger.issue((sample_id, group, prompt_of(group)) for sample_id, group in ids)
         self.rows |= {sample_id: Row(group) for sample_id, group in ids}
+
+    @rule()
+    def issue_again_what_is_kept(self) -> None:
+        self._issue([(i, row.group) for i, row in self.kept.items() if i not in self.rows])
 
     @precondition(lambda self: self.rows)
     @rule(where=places.filter(bool))
     def issue_what_is_there(self, where: list[int]) -> None:
         known = self._ids(where, strangers=False)
         with pytest.raises(RunFailed):
-            self.ledger.issue([(f"new{self.made}.0", "new"), (known[0], self.rows[known[0]].group)])
+            self.ledger.issue([(f"new{self.made}.0", "new", b""), (known[0], self.rows[known[0]].group, b"")])
 
-    @rule(where=places)
-    def finish(self, where: list[int]) -> None:
+    @rule(where=places, version=st.integers(0, 8))
+    def finish(self, where: list[int], version: int) -> None:
         ids = self._ids(where)
         news = {
             sample_id for sample_id in ids if self.rows.get(sample_id, Row("")).state == "issued"
         } & self.rows.keys()
-        contents = [(sample(sample_id), f"{sample_id}, {n}".encode()) for n, sample_id in enumerate(ids)]
+        contents = [(sample(sample_id, version), f"{sample_id}, {n}".encode()) for n, sample_id in enumerate(ids)]
         assert self.ledger.finish(contents) == news
         for sample_id in news:  # of one that comes twice in a batch, the first counts
             content = f"{sample_id}, {ids.index(sample_id)}".encode()
-            self.rows[sample_id] = replace(self.rows[sample_id], state="finished", content=content)
+            self.rows[sample_id] = replace(self.rows[sample_id], state="finished", content=content, version=version)
+            self.kept.pop(sample_id, None)
 
-    @rule()
-    def finish_all(self) -> None:
-        self.finish(list(range(len(self.rows))))
+    @rule(version=st.integers(0, 8))
+    def finish_all(self, version: int) -> None:
+        self.finish(list(range(len(self.rows))), version)
 
     @rule(where=places, reward=st.none() | st.floats(-2, 2))
     def score(self, where: list[int], reward: float | None) -> None:
@@ -199,7 +221,20 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.train(step, step, split["trained"], 9.0, split["dropped"])
         self.steps[step] = len(ids["trained"])
         for state, some in ids.items():
-            self.rows |= {i: replace(self.rows[i], state=state, step=step, content=None) for i in some}
+            self.rows |= {i: self.rows[i].after_training(state, step, self.checkpoint) for i in some}
+
+    @rule(step=st.integers(1, 8))
+    def checkpoint_made(self, step: int) -> None:
+        self.ledger.checkpointed(step)
+        self.rows |= {
+            i: replace(row, content=None) for i, row in self.rows.items() if self.checkpoint < (row.step or 0) <= step
+        }
+        self.checkpoint = step
+
+    @rule()
+    def forget_contents(self) -> None:
+        self.ledger.forget_contents()
+        self.rows = {i: replace(row, content=None) for i, row in self.rows.items()}
 
     @rule(where=places.filter(bool), dropped=st.booleans(), step=st.integers(1, 8))
     def train_a_group_twice_in_one_step(self, where: list[int], dropped: bool, step: int) -> None:
@@ -214,6 +249,13 @@ class LedgerMachine(RuleBasedStateMachine):
         self._forget(first)
 
     def _forget(self, first: int) -> None:
+        self.kept = {i: row for i, row in self.kept.items() if row.version < first}
+        self.kept |= {
+            i: row
+            for i, row in self.rows.items()
+            if (row.step is None or row.step >= first) and row.version < first and row.content is not None
+        }
+        self.checkpoint = first - 1
         self.rows = {i: row for i, row in self.rows.items() if row.step is not None and row.step < first}
         self.steps = {step: count for step, count in self.steps.items() if step < first}
 
@@ -227,7 +269,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(moment=st.sampled_from(MOMENTS), act=st.sampled_from(["finish", "train", "rewind", "issue"]))
     def kill(self, moment: str, act: str) -> None:
         """In the middle of a write; the next process opens what is left."""
-        before = dict(self.rows), dict(self.steps)
+        before = dict(self.rows), dict(self.steps), dict(self.kept)
         self.db.moment = moment
         scored = self._groups([0]) if any(row.state == "scored" for row in self.rows.values()) else []
         issued = [i for i, row in self.rows.items() if row.state == "issued"]
@@ -235,11 +277,12 @@ class LedgerMachine(RuleBasedStateMachine):
         with pytest.raises(Killed):
             if act == "finish" and issued:
                 self.rows |= {i: replace(self.rows[i], state="finished", content=b"x") for i in issued}
+                self.kept = {i: row for i, row in self.kept.items() if i not in issued}
                 self.ledger.finish([(sample(i), b"x") for i in issued])
             elif act == "train" and scored and {self.rows[i].state for i in scored[0].scored} == {"scored"}:
                 for i, one in scored[0].scored.items():
                     state = "dropped" if one.void else "trained"
-                    self.rows[i] = replace(self.rows[i], state=state, step=step, content=None)
+                    self.rows[i] = self.rows[i].after_training(state, step, self.checkpoint)
                 self.steps[step] = len(scored[0].rewards())
                 self.ledger.train(step, step, scored, 9.0)
             elif act == "rewind":
@@ -248,9 +291,9 @@ class LedgerMachine(RuleBasedStateMachine):
             else:
                 self.made += 1
                 self.rows[f"g{self.made - 1}.0"] = Row(f"g{self.made - 1}")
-                self.ledger.issue([(f"g{self.made - 1}.0", f"g{self.made - 1}")])
+                self.ledger.issue([(f"g{self.made - 1}.0", f"g{self.made - 1}", prompt_of(f"g{self.made - 1}"))])
         if not self.db.committed:
-            self.rows, self.steps = before
+            self.rows, self.steps, self.kept = before
         self.db.close()
         self._open(self.db.left)
 
@@ -264,6 +307,9 @@ class LedgerMachine(RuleBasedStateMachine):
             (i, row.group, row.state, row.step, row.reward, row.content) for i, row in self.rows.items()
         }
         assert self._read("step, samples FROM steps") == set(self.steps.items())
+        assert self._read("sample_id, prompt, oldest, newest, content FROM kept") == {
+            (i, prompt_of(row.group), row.version - 1, row.version, row.content) for i, row in self.kept.items()
+        }
         scored = [row for row in self.rows.values() if row.state not in ("issued", "finished")]
         void = {("timeout", "late", sum(row.reward is None for row in scored))} - {("timeout", "late", 0)}
         assert self._read(f"void_cause, error, COUNT(*) FROM samples WHERE {VOID} GROUP BY 1, 2") == void

@@ -105,7 +105,7 @@ def make_group(group_id: str = "g", rewards: tuple[float | None, ...] = (0.0, 1.
 
 
 def finish_and_score(ledger: Ledger, group: Group) -> None:
-    ledger.issue((sample_id, group.group_id) for sample_id in sorted(group.scored))
+    ledger.issue((sample_id, group.group_id, b"prompt") for sample_id in sorted(group.scored))
     ledger.finish([(m.sample, b"x") for m in group.members()])
     ledger.score(group.members())
 
@@ -114,7 +114,7 @@ def test_a_sample_walks_from_issue_to_training_once(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     group = make_group()
     ids = sorted(group.scored)
-    ledger.issue((sample_id, "g") for sample_id in ids)
+    ledger.issue((sample_id, "g", b"prompt") for sample_id in ids)
     first = group.members()[0].sample
     assert ledger.finish([(first, b"x")]) == {ids[0]}
     assert ledger.finish([(first, b"x")]) == set()  # delivered twice

@@ -20,7 +20,8 @@ from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.controller.controller import Controller
 from streamrl.controller.evaluation_runner import Evaluator
-from streamrl.controller.group_source import GroupSource, samples_of
+from streamrl.controller.group_source import GroupSource
+from streamrl.controller.kept_samples import issue_groups
 from streamrl.generation.site.sample_batches import pack_samples
 from streamrl.protocol.controller_rewards import ScoreRequest
 from streamrl.protocol.controller_site import (
@@ -103,7 +104,7 @@ def issue(controller: Controller, number: int, site: str) -> Group:
     """Issue a group of two samples, p<number>-0, to a site."""
     group = Group(f"p{number}-0", 1, number, f"p{number}", "t", 0, "", OWN, 2)
     controller.pool.issue([group], 0)
-    controller.ledger.issue((sample_id, group.group_id) for sample_id, *_ in samples_of(group, 0))
+    issue_groups(controller.ledger, [group])
     dispatch = controller.services._dispatch
     for other in SITES.values():
         (dispatch.unhold if other == site else dispatch.hold)(other)

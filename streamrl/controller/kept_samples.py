@@ -1,0 +1,62 @@
+"""Samples that were finished before a run went back to a checkpoint, and need not be generated again.
+
+The ledger keeps those whose tokens were all drawn from the checkpoint's weights or older ones (`Ledger.rewind`). They
+are taken as the same prompt is issued again, unless they would be staler than the schedule allows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from streamrl.controller.arrivals import UNREADABLE, read_sample
+from streamrl.controller.group_source import sample_ids
+from streamrl.rollouts.ledger import Ledger, unpack_content
+from streamrl.rollouts.types import Group, Sample
+
+log = logging.getLogger(__name__)
+
+
+class KeptSample(NamedTuple):
+    """A finished sample with the content that the ledger keeps of it."""
+
+    sample: Sample
+    content: bytes
+
+
+def prompt_digest(group: Group) -> bytes:
+    """Return a digest of all that a group's samples are generated from, besides the run file, which a resume keeps.
+
+    These are the prompt's tokens; of an agent, also what its task gives it.
+    """
+    given = json.dumps(group.reward_input, sort_keys=True, default=str) if group.agent else ""
+    return hashlib.blake2b(group.prompt_tokens.tobytes() + given.encode(), digest_size=16).digest()
+
+
+def issue_groups(ledger: Ledger, groups: Sequence[Group]) -> None:
+    """Record the samples of new groups, which will be generated."""
+    prompts = [(group, prompt_digest(group)) for group in groups]
+    ledger.issue((sample_id, group.group_id, prompt) for group, prompt in prompts for sample_id in sample_ids(group))
+
+
+def kept_samples(ledger: Ledger, group: Group, oldest: int) -> list[KeptSample]:
+    """Return the kept samples of a group that has just been issued.
+
+    Args:
+        ledger: the run's ledger.
+        group: the group.
+        oldest: oldest weight version that a token may be drawn from.
+    """
+    found = []
+    for content in ledger.kept(sample_ids(group), prompt_digest(group), oldest):
+        try:
+            sample = read_sample(*unpack_content(content))
+        except UNREADABLE as error:  # of another version of this program
+            log.warning("a kept sample of group %s cannot be read and is generated again: %r", group.group_id, error)
+            continue
+        if sample.trajectory is None or sample.trajectory.void is None:  # a void episode gets another chance
+            found.append(KeptSample(sample, content))
+    return found
