@@ -21,7 +21,6 @@ from scheduler.cost.model_shapes import square_cost
 from streamrl.controller.evaluation_runner import Evaluator
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.group_source import GroupSource, group_of, samples_of
-from streamrl.controller.held import SampleLimits, SiteOwn
 from streamrl.controller.issuer import Issuer
 from streamrl.controller.kept_samples import issue_groups, kept_samples
 from streamrl.controller.length_predictor import COLUMNS, LengthPredictor
@@ -33,6 +32,7 @@ from streamrl.controller.reward_client import Rewarders
 from streamrl.controller.sample_intake import SampleIntake
 from streamrl.controller.schedule_tuner import make_choice
 from streamrl.controller.site_claims import SiteClaims, check_heartbeat
+from streamrl.controller.site_limits import SampleLimits, SiteOwn
 from streamrl.controller.site_services import Services
 from streamrl.controller.site_trust import SiteTrust
 from streamrl.controller.step_recorder import Recorder

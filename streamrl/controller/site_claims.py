@@ -1,6 +1,7 @@
-"""What each service may speak of at this moment: what its site was given, awaits or has (`held.py` has the limits).
+"""What each service may speak of at this moment: what its site was given, awaits or has.
 
-The hub has already refused kinds of messages that the sender's role may not send (`protocol/speakers.py`).
+`site_limits.py` has the limits of what may be said of it. The hub has already refused kinds of messages that the
+sender's role may not send (`protocol/speakers.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from streamrl.controller.evaluation_plan import PREFIX
 from streamrl.controller.evaluation_runner import Evaluator
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.group_source import group_of
-from streamrl.controller.held import SiteOwn
+from streamrl.controller.site_limits import SiteOwn
 from streamrl.controller.site_services import Services
 from streamrl.protocol.controller_site import (
     FROM_SERVICE,

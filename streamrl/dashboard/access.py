@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from streamrl.machine.loopback import host_of, is_loopback
+from streamrl.machine.loopback import host_of_header, is_loopback
 
 TOKEN = "token"
 """Name of the token in the link."""
@@ -63,7 +63,7 @@ class AccessGuard:
         if request.method not in ("GET", "HEAD"):
             return PlainTextResponse("the dashboard only reads", 405, {"Allow": "GET, HEAD"})
         if self._token is None:
-            if is_loopback(host_of(request.headers.get("host", ""))):
+            if is_loopback(host_of_header(request.headers.get("host", ""))):
                 return None
             return PlainTextResponse("this dashboard is reached as http://localhost or http://127.0.0.1 only", 421)
         query = parse_qs(request.url.query)

@@ -23,7 +23,7 @@ from prometheus_client.exposition import make_wsgi_app
 from streamrl.config.cluster import MetricsEndpoint
 from streamrl.errors import UserError
 from streamrl.exporter.run_collector import RunCollector
-from streamrl.machine.loopback import host_of, is_loopback
+from streamrl.machine.loopback import host_of_header, is_loopback
 
 REQUEST_S = 10.0
 """Seconds that a client has to send its request and to take the answer, however slowly it does."""
@@ -76,7 +76,7 @@ def guarded(app: WSGIApplication, token: str | None) -> WSGIApplication:
 
     def answer(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         if token is None:
-            if not is_loopback(host_of(environ.get("HTTP_HOST", ""))):
+            if not is_loopback(host_of_header(environ.get("HTTP_HOST", ""))):
                 return refuse(start, "421 Misdirected Request", "ask for http://localhost or http://127.0.0.1")
         elif not secrets.compare_digest(environ.get("HTTP_AUTHORIZATION", "").encode(), f"Bearer {token}".encode()):
             challenge = ("WWW-Authenticate", 'Bearer realm="streamrl metrics"')

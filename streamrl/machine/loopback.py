@@ -15,7 +15,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def host_of(header: str) -> str:
+def host_of_header(header: str) -> str:
     """Return the name or address in a Host header, without the port."""
     if header.startswith("["):
         return header[1:].partition("]")[0]

@@ -11,7 +11,7 @@
 
 `RIGHTS` is that table; a hub asks it for every message (`MessageReader`), before its owner sees the message. A process
 of another site has a role only if the run's plan gives it to a process of that name there (`role_at`). What a message
-may be *about* is asked where the sample, the reward or the version is kept (`controller/held.py`).
+may be *about* is asked where the sample, the reward or the version is kept (`controller/site_limits.py`).
 """
 
 from __future__ import annotations

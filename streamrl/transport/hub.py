@@ -53,10 +53,10 @@ from streamrl.transport.wire import (
     MalformedMessage,
     Message,
     decode,
+    is_finite,
     is_name,
     is_natural,
     is_plain,
-    is_time,
 )
 
 log = logging.getLogger(__name__)
@@ -295,7 +295,7 @@ class Hub(Endpoint):
         peer.state = state
         peer.inbox.begin_at(message.session, _first(message))
         sent = times.get("sent")
-        echo = {"clock": {"sent": sent, "hub": self._clock()}} if is_time(sent) else {}
+        echo = {"clock": {"sent": sent, "hub": self._clock()}} if is_finite(sent) else {}
         self._to(peer, self._control("heartbeat", self.state() | echo))
 
     def covered(self, kind: Repeated, site: str | None, size: int) -> bool:
@@ -309,7 +309,7 @@ class Hub(Endpoint):
         if not is_name(name) or not is_name(role) or not isinstance(meta, dict) or not is_plain(meta):
             raise MalformedMessage("a hello without a name, a role or its meta")
         first, begun = _first(message), message.body.get("begun", self._clock())
-        if not is_time(begun):
+        if not is_finite(begun):
             raise MalformedMessage(f"a hello of a process that began at {begun!r:.99}")
         sender = _key_of(route, owner) or name
         if route.door.outside and not self.covered("hello", owner, size):

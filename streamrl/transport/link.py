@@ -28,7 +28,7 @@ from streamrl.transport.endpoint_base import Endpoint, Frames, Outgoing, PeerLos
 from streamrl.transport.flow import Flow
 from streamrl.transport.ip_addresses import needs_ipv6
 from streamrl.transport.refusals import merged
-from streamrl.transport.wire import MAX_FRAME_BYTES, Arrays, MalformedMessage, Message, decode, is_time
+from streamrl.transport.wire import MAX_FRAME_BYTES, Arrays, MalformedMessage, Message, decode, is_finite
 
 HELLO_S = 1.0
 """Seconds after which an unanswered hello is repeated."""
@@ -273,7 +273,7 @@ class Link(Endpoint):
         if message.kind == "heartbeat":
             self.hub_state, times = endpoint_base.take_state(message)
             sent, hub = times.get("sent"), times.get("hub")
-            if is_time(sent) and is_time(hub):
+            if is_finite(sent) and is_finite(hub):
                 self.clock.add(sent, hub, self._clock())
         elif message.kind == "ack":
             if endpoint_base.take_ack(self._outbox, self.session, message):

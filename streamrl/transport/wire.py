@@ -167,7 +167,7 @@ def is_natural(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def is_time(value: object) -> TypeGuard[float]:
+def is_finite(value: object) -> TypeGuard[float]:
     """Return whether a value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 

@@ -11,7 +11,7 @@ from typing import NoReturn
 import pytest
 from starlette.testclient import TestClient
 
-from streamrl.dashboard.access import AccessGuard, host_of, is_loopback
+from streamrl.dashboard.access import AccessGuard, host_of_header, is_loopback
 from streamrl.dashboard.watched_run import WatchedRun, WatchedRuns
 from streamrl.dashboard.web_app import STATIC, make_app
 from streamrl.run_dir.appended_lines import AppendedRows
@@ -242,7 +242,7 @@ def test_the_link_with_a_token_leads_nowhere_else(folder: Path) -> None:
 
 
 def test_hosts_are_read_from_their_header() -> None:
-    assert [host_of(text) for text in ("a:1", "a", "[::1]:2", "[::1]", "::1")] == ["a", "a", "::1", "::1", "::1"]
+    assert [host_of_header(text) for text in ("a:1", "a", "[::1]:2", "[::1]", "::1")] == ["a", "a", "::1", "::1", "::1"]
     assert [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost")] == [True] * 3
     assert [is_loopback(host) for host in ("0.0.0.0", "::", "10.1.1.1", "node7", "")] == [False] * 5
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from streamrl.controller.held import SampleLimits, SiteOwn
+from streamrl.controller.site_limits import SampleLimits, SiteOwn
 from streamrl.errors import UserError
 from streamrl.generation.instance.sample_experts import first_row, rows_since, with_experts
 from streamrl.generation.instance.sample_parts import join

@@ -51,7 +51,7 @@ COMPUTE_TYPES = frozenset({"float32", "bfloat16", "float16", *get_args(EightBits
 """What an instance may compute in."""
 
 
-def is_time(value: float) -> bool:
+def is_unix_time(value: float) -> bool:
     """Return whether a number can be a time in unix seconds."""
     return 0 <= value < LATEST
 
@@ -111,7 +111,7 @@ class SiteOwn:
         named = bool(sample.instance or sample.pool or sample.trajectory is None or sample.trajectory.rows)
         if sample.site != self.site or (named and not self.is_instance(sample.instance, sample.pool)):
             return f"names {sample.instance!r:.99} in pool {sample.pool!r:.99} of site {sample.site!r:.99}"
-        if sample.finish_reason not in ("stop", "length") or not all(map(is_time, times)):
+        if sample.finish_reason not in ("stop", "length") or not all(map(is_unix_time, times)):
             return "has an unknown end, or a time that is none"
         if (wrong := self._wrong_with_length(sample) or _wrong_with_told(sample)) is not None:
             return wrong
@@ -198,7 +198,7 @@ class SiteOwn:
         """
         times = [report.transfer_s, report.started, report.fetched]
         times += [time for span in report.applied.values() for time in span]
-        if not all(map(is_time, times)) or not 0 <= report.bytes < MOST_BYTES:
+        if not all(map(is_unix_time, times)) or not 0 <= report.bytes < MOST_BYTES:
             return "has times or bytes that are none"
         if not max(0, ordered) <= report.number <= newest:
             return f"is of version {report.number}, {ordered} was ordered and the newest is {newest}"
@@ -239,7 +239,7 @@ def _wrong_with_told(sample: Sample) -> str | None:
         return f"tells {len(told.steps)} steps of {len(told.rows)} rows in {told.told_bytes} bytes"
     if wrong := _wrong_with_numbers(told):
         return wrong
-    if not all(is_time(time) for step in told.steps for time in (step.started, step.finished)):
+    if not all(is_unix_time(time) for step in told.steps for time in (step.started, step.finished)):
         return "has a step at a time that is none"
     return None
 

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from streamrl.controller.held import SampleLimits, SiteOwn
+from streamrl.controller.site_limits import SampleLimits, SiteOwn
 from streamrl.rollouts.trajectory import MOST_STEPS, MOST_TOLD, EpisodeStep
 from streamrl.rollouts.types import Sample
 from tests.rollouts.test_row_parts import FORK, TWO_TURNS, episode
