@@ -58,8 +58,7 @@ class AgentsProcess:
         self._turns: dict[str, asyncio.Future[GeneratedTurn]] = {}
         """Turns that the service owes, by id."""
         self._episodes: dict[str, asyncio.Task[None]] = {}
-        """Open episodes, by sample id."""
-        """Tasks of the open episodes."""
+        """Tasks of the open episodes, by sample id."""
 
     async def run(self) -> None:
         """Lead episodes until the process is stopped.
@@ -135,7 +134,18 @@ class AgentsProcess:
         except Exception as error:  # one episode must not end all others
             log.exception("episode %s has no record", order.sample_id)
             void = Void(VoidCause.CRASH, f"the record of the episode cannot be made: {one_line(error)}")
-            episode = Episode(order.sample_id, [], None, void, "stop", [], [], began, None, time.time())
+            episode = Episode(
+                order.sample_id,
+                rows=[],
+                reward=None,
+                void=void,
+                finish_reason="stop",
+                messages=[],
+                steps=[],
+                t_started=began,
+                t_first_token=None,
+                t_finished=time.time(),
+            )
             message, arrays = episode_to_wire(episode)
         self.ended += 1
         if episode.void is not None:

@@ -12,7 +12,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -97,23 +97,15 @@ class OpenSession:
 class ChatEndpoint:
     """The sessions of a site and the web application in front of them."""
 
-    def __init__(
-        self,
-        generate: GenerateTurn,
-        renderer: ChatRenderer,
-        vocabulary: int,
-        model: str = POLICY,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, generate: GenerateTurn, renderer: ChatRenderer, vocabulary: int, model: str) -> None:
         """
         Args:
             generate: generates a turn; cancelled if its episode ends first.
             renderer: the model's chat template.
             vocabulary: number of tokens of the tokenizer.
             model: a further name of the model, beside `POLICY`.
-            clock: unix seconds.
         """
-        self._generate, self._renderer, self._vocabulary, self._clock = generate, renderer, vocabulary, clock
+        self._generate, self._renderer, self._vocabulary = generate, renderer, vocabulary
         self._models = {POLICY, model}
         self.sessions: dict[str, OpenSession] = {}
         routes = []
@@ -128,7 +120,7 @@ class ChatEndpoint:
 
     def open(self, order: EpisodeOrder, limits: SessionLimits) -> OpenSession:
         """Open the session of an episode."""
-        session = OpenSession(secrets.token_urlsafe(24), Session(order, self._renderer, limits), self._clock())
+        session = OpenSession(secrets.token_urlsafe(24), Session(order, self._renderer, limits), time.time())
         self.sessions[session.id] = session
         return session
 
@@ -217,7 +209,7 @@ class ChatEndpoint:
         """
         while True:
             try:
-                turn, new = session.session.call(call, self._clock())
+                turn, new = session.session.call(call, time.time())
                 break
             except TooManyRun:
                 running = [task for task in session.tasks.values() if not task.done()]
@@ -242,7 +234,7 @@ class ChatEndpoint:
         """Have a turn generated, and record what became of it."""
         try:
             generated = await self._generate(turn.order)
-            session.session.finish(turn, generated, self._clock())
+            session.session.finish(turn, generated, time.time())
         except BaseException as error:
             session.session.fail(turn)
             if isinstance(error, Exception):
@@ -308,7 +300,7 @@ class ChatEndpoint:
     def _refused(self, session: OpenSession, error: CallError) -> None:
         session.over = error.code in OVER
         if session.calls <= 2 * session.session.limits.max_turns:  # a flood is not recorded to its end
-            self._step(session, "agent", "call refused", self._clock(), f"{error.code}: {error}"[:500])
+            self._step(session, "agent", "call refused", time.time(), f"{error.code}: {error}"[:500])
 
     def _step(
         self,
@@ -319,7 +311,7 @@ class ChatEndpoint:
         detail: str,
         tokens: int = 0,
     ) -> None:
-        session.steps.append(EpisodeStep(kind, name, started, self._clock(), plain_text(detail), tokens))
+        session.steps.append(EpisodeStep(kind, name, started, time.time(), plain_text(detail), tokens))
 
 
 class _Streamed(StreamingResponse):

@@ -10,6 +10,7 @@ from typing import Any
 from streamrl.agents.client import BadToolInput, ToolFailed
 from streamrl.agents.tools import Tool
 from streamrl.environments.in_venv.mcp_tools_text import of_the_call
+from streamrl.errors import cause
 from streamrl.tasks.extras import import_extra
 
 MOST_PAGES = 100
@@ -49,13 +50,7 @@ async def mcp_tools(server: Sequence[str] | str) -> AsyncIterator[list[Tool]]:
             raise raised from None
         if raised is not None or tools is None:
             name = where if isinstance(server, str) else " ".join(server)
-            raise ToolFailed(f"MCP server {name}", _innermost(error)) from error
-
-
-def _innermost(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+            raise ToolFailed(f"MCP server {name}", cause(error)) from error
 
 
 async def _tools(mcp: Any, client: Any) -> list[Tool]:

@@ -47,7 +47,6 @@ class RolloutRow:
     """Its own id; an episode's rows after the first are no samples of their own."""
     first: bool
     """Whether it is a completion or an episode's first row."""
-    group_id: str
     step: int
     trained: bool
     """False: its group was dropped, or its reward is void."""

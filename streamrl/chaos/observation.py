@@ -31,7 +31,7 @@ TELLING = re.compile(
 )
 """Log lines that report a fault."""
 LOST = re.compile(r"(\S+) had (\d+) requests with (\d+) tokens, of which (\d+) are in the journal")
-COLUMNS = ["sample_id", "trajectory_id", "group_id", "step", "t_trained", "output_length"]
+COLUMNS = ["sample_id", "trajectory_id", "step", "t_trained", "output_length"]
 ARRAYS = ["completion_tokens", "logprobs", "weight_versions", "mask"]
 ACCOUNT_TRIES = 5
 """Attempts to read the newest checkpoint, which may be pruned during one."""
@@ -170,7 +170,6 @@ def _rollouts(path: Path) -> list[RolloutRow]:
         RolloutRow(
             row["sample_id"],
             row["sample_id"] == row["trajectory_id"],
-            row["group_id"],
             row["step"],
             row["t_trained"] is not None,
             row["output_length"] - sampled[row["trajectory_id"]] + len(_sampled(row, "completion_tokens", np.int32)),

@@ -327,7 +327,7 @@ def _validate(model: type[ModelType], document: Document) -> ModelType:
     try:
         return model.model_validate(document.data)
     except ValidationError as error:
-        raise _error(document, explain(model, error, document.data)) from error
+        raise _error(document, explain(model, error)) from error
 
 
 def _error(document: Document, problems: Sequence[ConfigProblem]) -> ConfigError:

@@ -48,18 +48,17 @@ BOUNDS = {
 }
 
 
-def explain(model: type[BaseModel], error: ValidationError, data: Any) -> list[ConfigProblem]:
+def explain(model: type[BaseModel], error: ValidationError) -> list[ConfigProblem]:
     """Turn each of pydantic's errors into a `ConfigProblem`, in the same order.
 
     Args:
         model: the model that the data was validated against.
         error: pydantic's error.
-        data: the validated data.
     """
-    return [_problem(model, dict(item), data) for item in error.errors(include_url=False)]
+    return [_problem(model, dict(item)) for item in error.errors(include_url=False)]
 
 
-def _problem(model: type[BaseModel], item: dict[str, Any], data: Any) -> ConfigProblem:
+def _problem(model: type[BaseModel], item: dict[str, Any]) -> ConfigProblem:
     kind, context = str(item["type"]), item.get("ctx", {})
     path, holder = locate(model, item["loc"])
     if kind == "missing":

@@ -178,7 +178,7 @@ def add_environment(
         UserError: an argument is wrong, it is installed already, the folder cannot be written, or a package cannot be
             installed; with pip's words.
     """
-    _check(folder, make, requirements, paths, lock)
+    _check(make, requirements, paths, lock)
     with _writing(folder), _locked(folder):
         if (folder / MANIFEST).is_file():
             raise UserError(
@@ -223,7 +223,7 @@ def _install(
     return found
 
 
-def _check(folder: Path, make: str, requirements: Sequence[str], paths: Sequence[Path], lock: Path | None) -> None:
+def _check(make: str, requirements: Sequence[str], paths: Sequence[Path], lock: Path | None) -> None:
     if make and not MAKE.fullmatch(make):
         raise UserError(
             f"--make {make!r}: expected gymnasium:ID, verifiers:ID, mcp:PROGRAM, mcp:URL, or module:function"

@@ -51,10 +51,6 @@ class Refusals:
         if str(counts[name]).strip("0") == "1":
             log.warning("refused from %r so far, as %s: %d; this one: %.500s", name, cause, counts[name], what)
 
-    def of(self, cause: RefusalCause) -> int:
-        """Return the number of refusals of a cause."""
-        return sum(self._counts.get(cause, Counter()).values())
-
     def by_cause(self) -> dict[str, dict[str, int]]:
         """Return the numbers by cause and peer."""
         return {cause: dict(counts) for cause, counts in self._counts.items()}

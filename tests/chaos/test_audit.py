@@ -20,8 +20,7 @@ def rollouts(prompt: int, step: int, versions: list[int] | None = None, trained:
     found = np.asarray(versions or [step - 1] * 3, np.int32)
     tokens, logprobs = np.arange(3, dtype=np.int32), np.full(3, -0.5, np.float32)
     return [
-        RolloutRow(f"{prompt:08d}.{n:03d}", True, f"{prompt:08d}", step, trained, 3, tokens, logprobs, found)
-        for n in range(SIBLINGS)
+        RolloutRow(f"{prompt:08d}.{n:03d}", True, step, trained, 3, tokens, logprobs, found) for n in range(SIBLINGS)
     ]
 
 
@@ -85,7 +84,7 @@ def test_a_missing_sibling_is_lost() -> None:
 def test_dropped_groups_are_accounted_for() -> None:
     whole = account()
     rows = [replace(row, state="dropped") if row.group_id == "00000003" else row for row in whole.ledger]
-    made = [replace(row, trained=row.group_id != "00000003") for row in whole.rollouts]
+    made = [replace(row, trained=not row.sample_id.startswith("00000003")) for row in whole.rollouts]
     assert not audit(replace(whole, ledger=rows, rollouts=made, step_sizes={1: 4, 2: 2})).faults
 
 

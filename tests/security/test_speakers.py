@@ -136,7 +136,7 @@ def test_a_heartbeat_that_does_not_fit_leaves_the_one_before() -> None:
         try:
             await until(lambda: hub.peers["service-west"].state.get("state") == "idle")
             state = {"state": "idle", "uplink": "broken"}
-            await until(lambda: hub.refusals.of("malformed"))
+            await until(lambda: hub.refused().get("malformed"))
             assert hub.peers["service-west"].state["more"] == [1]
         finally:
             await link.close()
