@@ -109,6 +109,11 @@ class RunFacts:
     silent_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds of silence of each site behind a link, as of `updated_at`."""
 
+    @property
+    def first_start(self) -> float:
+        """Start of the run."""
+        return self.started_at if self.first_started_at is None else self.first_started_at
+
 
 @dataclass(frozen=True)
 class SiteFacts:

@@ -233,8 +233,7 @@ def _ended(facts: Facts) -> Verdict | None:
     run = facts.run
     started = [p for p in facts.processes if p.pid is not None and p.role not in ("launcher", "proxy")]
     if run is not None and run.state in FINAL:
-        began = run.started_at if run.first_started_at is None else run.first_started_at
-        how = f"ended: {run.state} at step {run.step} of {run.steps} after {seconds(run.updated_at - began)}"
+        how = f"ended: {run.state} at step {run.step} of {run.steps} after {seconds(run.updated_at - run.first_start)}"
         left = [p.name for p in started if p.exit_code is None and p.alive not in ("gone", "unknown", "zombie")]
         cause, *more = (run.error or "").splitlines() or [""]
         details = [*more, f"still there: {', '.join(left)}"] if left else more
