@@ -23,6 +23,7 @@ from streamrl.plain_files import read_plain
 from streamrl.run_dir import layout
 from streamrl.run_dir.instance_files import StartedProcess, read_started
 from streamrl.run_dir.jsonl import last_lines
+from streamrl.run_dir.launcher_lock import owner
 from streamrl.run_dir.site_status import STARTING
 from streamrl.run_dir.start_stages import read_stages
 
@@ -85,7 +86,7 @@ def collect(run_dir: Path, threads: bool = False, ask: bool = True) -> Facts:
         step_began=_step_began(status, last),
         addresses=_addresses(run_dir),
         site=_checked(layout.SITE_STATUS, site, SiteFacts) if site is not None else None,
-        launcher_gone=_launcher_gone(run_dir),
+        launcher_gone=_owner_gone(run_dir),
         disk_free_gb=psutil.disk_usage(str(run_dir)).free / 1e9,
     )
 
@@ -191,7 +192,7 @@ class _Family:
         others: list[ObservedProcesses] = []
         with contextlib.suppress(psutil.Error, IndexError):
             launcher = psutil.Process(roots[0].ppid())
-            if launcher.pid != _locked_by(run_dir):
+            if (locked_by := owner(run_dir)) is None or launcher.pid != locked_by[0]:
                 return []
             own = ProcessFacts(name="launcher", role="launcher", pid=launcher.pid, alive=_alive(launcher))
             others.append(ObservedProcesses(own, run_dir / layout.STACKS, [launcher]))
@@ -279,27 +280,14 @@ def _written_at(folder: Path) -> float:
         return 0.0
 
 
-def _locked_by(run_dir: Path) -> int | None:
-    """Return the pid of the launcher that has the run's lock, or had it last; None: the file does not say."""
-    with contextlib.suppress(ValueError, IndexError):
-        return int(_lock(run_dir)[1])
-    return None
-
-
-def _launcher_gone(run_dir: Path) -> bool:
+def _owner_gone(run_dir: Path) -> bool:
     """Return whether the launcher that had the run's lock last was on this machine and has ended."""
-    pid = _locked_by(run_dir)
+    if (found := owner(run_dir)) is None:
+        return False
+    pid, host = found
     with contextlib.suppress(OverflowError):  # no process has such a pid
-        return pid is not None and _lock(run_dir)[3:] == [socket.gethostname()] and not psutil.pid_exists(pid)
+        return host == socket.gethostname() and not psutil.pid_exists(pid)
     return False
-
-
-def _lock(run_dir: Path) -> list[str]:
-    """Return the words of the run's lock, 'process PID on HOST'; none: it cannot be read."""
-    folder = layout.whole_folder(run_dir)
-    with contextlib.suppress(OSError):
-        return read_plain(folder / layout.LOCK, below=folder).decode(errors="replace").split()
-    return []
 
 
 def _run(status: Mapping[str, Any]) -> RunFacts:

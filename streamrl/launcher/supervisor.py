@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
-import os
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +27,7 @@ from streamrl.report.site_view import SiteView
 from streamrl.rollouts.void import VoidCause
 from streamrl.run_dir import layout
 from streamrl.run_dir.finished import nothing_left
+from streamrl.run_dir.launcher_lock import owner_line
 from streamrl.run_dir.status import RESUME, overwrite_status, read_status, write_status
 from streamrl.runtime.stop_signals import on_stop
 from streamrl.trackers.tracker_group import PATIENCE_S, QUICK_S, TrackerGroup
@@ -264,7 +263,7 @@ def _locked(run_dir: Path) -> Iterator[None]:
                 "this one's keys and addresses: put the run on a file system that has locks (--runs-dir)"
             ) from error
         lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        lock.write(owner_line())
         lock.flush()
         yield
 

@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 import fcntl
+import os
+import re
 import socket
 from pathlib import Path
+from typing import BinaryIO
 
 from streamrl.plain_files import open_plain
 from streamrl.run_dir import layout
 
 MOST_TEXT = 1000
 """Most bytes that are read of what a launcher writes into its lock."""
+
+
+def owner_line() -> str:
+    """Return what this process, a launcher, writes into its lock."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def owner(folder: Path) -> tuple[int, str] | None:
+    """Return process and machine of the launcher that has a folder's lock, or had it last; None: the lock does not say.
+
+    Args:
+        folder: of a run, or of a site that is part of one.
+    """
+    folder = layout.whole_folder(folder)
+    try:
+        with open_plain(folder / layout.LOCK) as lock:
+            return _owner(_text(lock))
+    except OSError:
+        return None
 
 
 def has_launcher(folder: Path) -> bool:
@@ -24,8 +46,7 @@ def has_launcher(folder: Path) -> bool:
     folder = layout.whole_folder(folder.resolve())
     try:
         with open_plain(folder / layout.LOCK) as lock:
-            host = lock.read(MOST_TEXT).decode(errors="replace").rpartition(" on ")[2]
-            if host and host != socket.gethostname():
+            if (text := _text(lock)) and ((found := _owner(text)) is None or found[1] != socket.gethostname()):
                 return True
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
@@ -33,3 +54,12 @@ def has_launcher(folder: Path) -> bool:
     except OSError:  # it is held, or not ours to look at
         return True
     return False
+
+
+def _text(lock: BinaryIO) -> str:
+    return lock.read(MOST_TEXT).decode(errors="replace")
+
+
+def _owner(text: str) -> tuple[int, str] | None:
+    found = re.fullmatch(r"process ([0-9]+) on (\S+)", text)
+    return None if found is None else (int(found[1]), found[2])
