@@ -22,8 +22,9 @@ from scheduler.simulation.generation_simulator import SimulatedInstance, Simulat
 from scheduler.simulation.pipeline import Pipeline
 from scheduler.simulation.stages import SimulatedLink, Stages
 from streamrl.config.cluster import SiteLink
+from streamrl.run_dir.appended_lines import parse_event
 from streamrl.run_dir.layout import TRACE as TRACE_FILE
-from streamrl.run_dir.trace import read_trace, trace_origin
+from streamrl.run_dir.trace import trace_origin
 
 CLUSTER = HERE / "clusters" / "two_sites.yaml"
 PROMPTS, SAMPLES, MAX_TOKENS = 4, 6, 32
@@ -229,21 +230,28 @@ def grouped(samples: Sequence[Sample]) -> Groups:
     return [(prompts[name], some) for name, some in lengths.items()]
 
 
+def read_spans(run_dir: Path) -> defaultdict[tuple[str, int], list[tuple[float, float]]]:
+    """Start and end (unix seconds) of the trace's spans, by name and by step or version."""
+    origin = 0.0
+    spans: defaultdict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    with (run_dir / TRACE_FILE).open("rb") as lines:
+        for event in filter(None, map(parse_event, lines)):
+            if event["ph"] == "M":
+                origin = trace_origin([event]) or origin
+            elif event["ph"] == "X":
+                number = event["args"].get("step", event["args"].get("version"))
+                start = origin + event["ts"] / 1e6
+                spans[event["name"], number].append((start, start + event["dur"] / 1e6))
+    return spans
+
+
 def read_facts(run_dir: Path, outcome: Outcome) -> list[StepFacts]:
     """Of every step of a `sync` run but the first, for which no version is made.
 
     Raises:
         ValueError: the trace lacks a span.
     """
-    events = read_trace(run_dir / TRACE_FILE)
-    origin = trace_origin(events) or 0.0
-    spans: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
-    for event in events:
-        if event["ph"] == "X":
-            number = event["args"].get("step", event["args"].get("version"))
-            start = origin + event["ts"] / 1e6
-            spans[event["name"], number].append((start, start + event["dur"] / 1e6))
-    all_samples, facts = read_samples(run_dir), []
+    spans, all_samples, facts = read_spans(run_dir), read_samples(run_dir), []
     for row in outcome.rows[1:]:
         (publish,), (load,) = spans["publish", row.step], spans["load weights", row.step - 1]
         train, (step,) = spans["train", row.step], spans["step", row.step]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from streamrl.report.trace_window import TimelineBar, window_bars
+from streamrl.report.trace_window import TimelineBar, lowest_lanes, window_bars
 from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.trace_spans import TraceSpans
 
 PIXELS = 2_000
 """Parts of a window's width that are told apart."""
-MOST_LANED = 2_000
+MOST_DRAWN = 2_000
 """Most overlapping bars of a track that are drawn one by one."""
 
 
@@ -24,13 +24,8 @@ class Track:
 
     def lanes(self) -> list[tuple[TimelineBar, int]]:
         """Return every bar with the lowest lane in which it overlaps no other."""
-        free_at: list[float] = []
-        placed = []
-        for bar in sorted(self.bars, key=lambda bar: (bar.start, -bar.end)):
-            lane = next((index for index, time in enumerate(free_at) if time <= bar.start), len(free_at))
-            free_at[lane : lane + 1] = [bar.end]
-            placed.append((bar, lane))
-        return placed
+        ordered = sorted(self.bars, key=lambda bar: (bar.start, -bar.end))
+        return list(zip(ordered, lowest_lanes((bar.start, bar.end) for bar in ordered), strict=True))
 
 
 @dataclass(frozen=True)
@@ -51,7 +46,7 @@ def timeline_tracks(spans: TraceSpans, window: Window) -> list[Track]:
     pixel = (window.end - window.start) / PIXELS
     found = []
     for track in sorted(spans.tracks.values(), key=lambda track: track.order):
-        bars = window_bars(track, window.start, window.end, pixel, MOST_LANED)
+        bars = window_bars(track, window.start, window.end, pixel, MOST_DRAWN)
         if shown := [bar for bar in bars if window.shows(bar)]:
             found.append(Track(track.name, shown))
     return found

@@ -8,6 +8,7 @@ computed from the spans themselves: merged bars cover the gaps between them, too
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +97,21 @@ def covered_seconds(track: SpanTrack, start: float, end: float) -> dict[str, flo
     return found
 
 
+def lowest_lanes(spans: Iterable[tuple[float, float]]) -> list[int]:
+    """Return for each span, in order of their starts, the lowest lane in which it overlaps none before it.
+
+    Args:
+        spans: start and end of each, in seconds.
+    """
+    free_at: list[float] = []
+    lanes = []
+    for start, end in spans:
+        lane = next((lane for lane, time in enumerate(free_at) if time <= start), len(free_at))
+        free_at[lane : lane + 1] = [end]
+        lanes.append(lane)
+    return lanes
+
+
 def _bar(track: SpanTrack, index: int, lane: int = 0) -> TimelineBar:
     start, end = track.starts[index], track.ends[index]
     return TimelineBar(track.kind(index), start, end, lane, detail=track.detail(index))
@@ -131,13 +147,8 @@ def _overlapping(
     """Return spans that may overlap: one by one if they are few, else the stretches in which there was any."""
     ordered = chosen[np.argsort(starts[chosen], kind="stable")]
     if len(ordered) <= most_laned:
-        free_at: list[float] = []
-        bars = []
-        for index in map(int, ordered):
-            lane = next((lane for lane, time in enumerate(free_at) if time <= starts[index]), len(free_at))
-            free_at[lane : lane + 1] = [float(ends[index])]
-            bars.append(_bar(track, index, lane))
-        return bars
+        lanes = lowest_lanes((track.starts[index], track.ends[index]) for index in ordered)
+        return [_bar(track, int(index), lane) for index, lane in zip(ordered, lanes, strict=True)]
     return _stretches(track, ordered, starts, ends, pixel)
 
 

@@ -17,45 +17,17 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from pathlib import Path
 from typing import Any, Self
 
-from streamrl.plain_files import read_plain
-from streamrl.run_dir.appended_lines import LARGEST_FOLLOWED, parse_event
+from streamrl.run_dir.appended_lines import parse_event
 from streamrl.run_dir.jsonl import append_whole, finite
 
 PID = 1
 _ORIGIN_KEY = "origin_unix_s"
 
 Event = dict[str, Any]
-
-
-def _scan(content: str) -> tuple[list[Event], int]:
-    """Return the complete events of a trace, and the offset after the last one (after '[' if there is none)."""
-    events: list[Event] = []
-    end = content.find("[") + 1
-    while found := re.compile(r"[^,\s]").search(content, end):
-        try:
-            event, end = json.JSONDecoder().raw_decode(content, found.start())
-        except (json.JSONDecodeError, RecursionError):
-            break
-        if isinstance(event, dict):
-            events.append(event)
-    return events, end
-
-
-def read_trace(path: Path) -> list[Event]:
-    """Read the events of a trace file, even without the closing bracket or with a cut last event; none if missing.
-
-    Raises:
-        NotPlainFile: it is a link, no regular file, or has more than `LARGEST_FOLLOWED` bytes.
-    """
-    try:
-        return _scan(read_plain(path, largest=LARGEST_FOLLOWED).decode(errors="replace"))[0]
-    except FileNotFoundError:
-        return []
 
 
 def trace_origin(events: list[Event]) -> float | None:

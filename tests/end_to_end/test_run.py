@@ -27,11 +27,11 @@ from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.run_dir.instance_files import read_started
 from streamrl.run_dir.metrics import read_metrics
 from streamrl.run_dir.status import read_status
-from streamrl.run_dir.trace import read_trace
 from streamrl.runtime.process_context import Addresses
 from streamrl.runtime.warden import ENDS_WITHIN_S
 from tests import warm
 from tests.end_to_end.project import Project, trained_rows, wait_for
+from tests.run_dir.trace_events import events_of
 from tests.security.shown_secrets import shown_secrets
 from tests.security.sockets_of import family, open_to_others
 from tests.waiting import finish, scaled
@@ -205,7 +205,7 @@ def test_metrics_status_trace_and_report_are_there(finished: tuple[Project, str]
     assert "verified end to end, 4 versions" in output
     assert "verified end to end, 4 versions" in (run_dir / "report.html").read_text()
     assert [(row.step_refused, row.groups_not_finite, row.mismatch_warning) for row in metrics] == [(None, 0, None)] * 3
-    events = read_trace(run_dir / "trace.json")
+    events = events_of(run_dir / "trace.json")
     tracks = {e["args"]["name"] for e in events if e.get("name") == "thread_name"}
     assert {"trainer", "here-regular-0", "here-tail-0"} <= tracks
     assert sum(e["ph"] == "b" for e in events) == 54

@@ -16,6 +16,7 @@ from streamrl.run_dir.jsonl import RowWriter
 from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.status import write_status
 from streamrl.run_dir.trace import TraceWriter
+from streamrl.run_dir.trace_spans import TraceSpans
 
 START = 1_700_000_000.0
 STEP_S = 18.0
@@ -249,6 +250,13 @@ def write_trace(run_dir: Path, steps: int) -> None:
                 trace.span("trainer", "micro-batch", start, start + 1.4, group=group)
             trace.span("trainer", "optimizer step", begin + 15.2, begin + 16.4)
             trace.span("trainer", "publish weights", begin + 16.4, begin + 17.6)
+
+
+def spans_of(path: Path) -> TraceSpans:
+    """The finished spans of a trace."""
+    spans = TraceSpans(path)
+    spans.look()
+    return spans
 
 
 def write_run(

@@ -9,14 +9,9 @@ import pytest
 from streamrl.report.trace_window import MOST_LANED, SEVERAL, spans_window
 from streamrl.run_dir.trace import TraceWriter
 from streamrl.run_dir.trace_spans import TraceSpans
+from tests.report.synthetic import spans_of
 
 ZERO = 1_700_000_000.0
-
-
-def spans_of(path: Path) -> TraceSpans:
-    spans = TraceSpans(path)
-    spans.look()
-    return spans
 
 
 def test_a_window_has_the_bars_that_lie_in_it_with_their_names_and_arguments(tmp_path: Path) -> None:

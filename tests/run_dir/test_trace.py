@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from streamrl.errors import RunFailed
-from streamrl.report.timeline import Window, choose_windows, timeline_tracks
-from streamrl.run_dir.trace import Event, TraceWriter, read_trace
-from streamrl.run_dir.trace_spans import TraceSpans
-from tests.report.synthetic import START, make_row
+from streamrl.run_dir.trace import Event, TraceWriter
+from tests.report.synthetic import START, spans_of
 from tests.run_dir.conftest import file_size_limit
+from tests.run_dir.trace_events import events_of
 
 
 def check_format(events: list[Event]) -> None:
@@ -48,17 +47,11 @@ def write_some(path: Path) -> TraceWriter:
     return trace
 
 
-def spans_of(path: Path) -> TraceSpans:
-    spans = TraceSpans(path)
-    spans.look()
-    return spans
-
-
 def test_a_closed_trace_is_json_and_every_event_is_valid(tmp_path: Path) -> None:
     write_some(tmp_path / "trace.json").close()
     events = json.loads((tmp_path / "trace.json").read_text())
     check_format(events)
-    assert events == read_trace(tmp_path / "trace.json")
+    assert events == events_of(tmp_path / "trace.json")
     (span,) = (event for event in events if event["ph"] == "X")
     assert (span["name"], span["ts"], span["dur"]) == ("micro-batch", 0, 1_500_000)
     names = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
@@ -73,7 +66,7 @@ def test_samples_of_two_instances_do_not_share_a_perfetto_track(tmp_path: Path) 
     with TraceWriter(tmp_path / "trace.json") as trace:
         trace.async_span("here-0", "sample", START, START + 1, "s1")
         trace.async_span("here-1", "sample", START, START + 1, "s1")
-    names = {event["name"] for event in read_trace(tmp_path / "trace.json") if event["ph"] == "b"}
+    names = {event["name"] for event in events_of(tmp_path / "trace.json") if event["ph"] == "b"}
     assert len(names) == 2
 
 
@@ -83,16 +76,16 @@ def test_a_killed_run_leaves_a_trace_that_opens(tmp_path: Path) -> None:
     assert not text.rstrip().endswith(",")
     events = json.loads(text + "]")
     check_format(events)
-    assert read_trace(tmp_path / "trace.json") == events
+    assert events_of(tmp_path / "trace.json") == events
 
 
 def test_a_trace_cut_anywhere_gives_its_whole_events(tmp_path: Path) -> None:
     write_some(tmp_path / "whole.json").close()
     content = (tmp_path / "whole.json").read_bytes()
-    whole = read_trace(tmp_path / "whole.json")
+    whole = events_of(tmp_path / "whole.json")
     for size in range(0, len(content), 7):
         (tmp_path / "cut.json").write_bytes(content[:size])
-        events = read_trace(tmp_path / "cut.json")
+        events = events_of(tmp_path / "cut.json")
         assert events == whole[: len(events)]
         assert len(events) >= content[:size].count(b"},\n")
 
@@ -113,7 +106,7 @@ def test_a_large_trace_is_opened_again_in_little_memory_and_cut_at_its_first_bro
     with TraceWriter(path) as trace:
         for number in range(5000):
             trace.async_span("here-0", "sample", START + number, START + number + 1, f"s{number}")
-    before = read_trace(path)
+    before = events_of(path)
     tracemalloc.start()
     try:
         trace = TraceWriter(path)
@@ -141,7 +134,7 @@ def test_a_resumed_run_goes_on_in_the_same_file_with_the_same_zero_and_tracks(tm
         write_some(path)
     if ending == "cut":
         path.write_bytes(path.read_bytes() + b',\n{"name": "sam')
-    before = read_trace(path)
+    before = events_of(path)
     with TraceWriter(path) as trace:
         trace.span("trainer", "micro-batch", START + 100, START + 101)
         trace.span("here-9", "sleep", START + 101, START + 102)
@@ -158,7 +151,7 @@ def test_an_event_before_the_origin_is_clipped_because_perfetto_drops_negative_t
     with TraceWriter(tmp_path / "trace.json") as trace:
         trace.span("trainer", "wait", START, START)
         trace.span("trainer", "load", START - 2, START + 3)
-    (_, span) = (event for event in read_trace(tmp_path / "trace.json") if event["ph"] == "X")
+    (_, span) = (event for event in events_of(tmp_path / "trace.json") if event["ph"] == "X")
     assert (span["ts"], span["dur"]) == (0, 3_000_000)
 
 
@@ -170,30 +163,3 @@ def test_spans_written_late_keep_their_start_when_no_origin_is_given(tmp_path: P
         trace.async_span("here-0", "sample", now + 1, now + 4, "s1")
     trainer, instance = spans_of(tmp_path / "trace.json").tracks.values()
     assert (trainer.starts[0] - instance.starts[0], instance.ends[0] - instance.starts[0]) == pytest.approx((4, 3))
-
-
-def test_tracks_are_read_back_and_overlaps_get_lanes(tmp_path: Path) -> None:
-    write_some(tmp_path / "trace.json").close()
-    spans = spans_of(tmp_path / "trace.json")
-    assert spans.origin == START
-    trainer, instance = timeline_tracks(spans, Window("all", 0.0, 10.0))
-    assert (trainer.name, instance.name) == ("trainer", "here-0")
-    assert [(bar.name, bar.start, bar.end) for bar in instance.bars] == [("sample", 0.5, 3.0), ("sample", 0.6, 2.0)]
-    assert [lane for _, lane in instance.lanes()] == [0, 1]
-    (alone,) = timeline_tracks(spans, Window("end", 2.0, 9.0))
-    assert (alone.name, len(alone.bars)) == ("here-0", 1)
-
-
-def test_the_timeline_shows_the_step_of_median_duration_not_the_first(tmp_path: Path) -> None:
-    with TraceWriter(tmp_path / "trace.json") as trace:
-        trace.span("trainer", "work", START, START + 200)
-    spans = spans_of(tmp_path / "trace.json")
-    times = [60.0, 20.0, 18.0, 30.0]
-    rows = [
-        make_row(step + 1, time=START + sum(times[: step + 1]), step_time_s=value) for step, value in enumerate(times)
-    ]
-    (window,) = choose_windows(rows, spans)
-    assert "step 2" in window.title
-    assert (window.start, window.end) == (60.0, 80.0)
-    (window,) = choose_windows([], spans)
-    assert window.end - window.start == 200

@@ -11,7 +11,7 @@ from streamrl.run_dir import trace_spans
 from streamrl.run_dir.appended_lines import READ_AT_ONCE
 from streamrl.run_dir.trace import TraceWriter
 from streamrl.run_dir.trace_spans import OTHER, TraceSpans
-from tests.report.synthetic import START
+from tests.report.synthetic import START, spans_of
 
 THREAD = '{"ph": "M", "name": "thread_name", "tid": %d, "args": {"name": "%s"}},\n'
 SPAN = '{"ph": "X", "name": "%s", "tid": 1, "ts": %s, "dur": 1000000},\n'
@@ -19,9 +19,7 @@ SPAN = '{"ph": "X", "name": "%s", "tid": 1, "ts": %s, "dur": 1000000},\n'
 
 def written(path: Path, text: str) -> TraceSpans:
     path.write_text("[\n" + text)
-    spans = TraceSpans(path)
-    spans.look()
-    return spans
+    return spans_of(path)
 
 
 def test_a_trace_of_more_than_a_gibibyte_is_read_in_little_memory(tmp_path: Path) -> None:
@@ -53,8 +51,7 @@ def test_of_more_spans_than_are_held_each_track_forgets_its_older_half(
         trace.span("once", "load", START, START + 1)
         for number in range(250):
             trace.span("trainer", f"kind {number % 3}", START + number, START + number + 1, step=number)
-    spans = TraceSpans(path)
-    spans.look()
+    spans = spans_of(path)
     once, track = spans.tracks.values()
     assert spans.count == len(once.starts) + len(track.starts) <= 100 and spans.count + spans.forgotten == 251
     assert len(once.starts) == 1 and spans.extent == (0.0, 250.0)
