@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -176,23 +176,7 @@ def command(
     from streamrl.planning.simulated_fleet import simulated_fleet
     from streamrl.planning.workload import draw, replay
 
-    for name in policies:
-        if name not in POLICIES:
-            raise UserError(f"--policy {name}: there is no such policy; expected one of {', '.join(POLICIES)}")
-    if trace is not None and (given := _given("lengths", "requests", "limit")):
-        raise UserError(f"{given[0]} does not go with --trace: the lengths are those of the rollouts")
-    if curve is not None and _given("device"):
-        raise UserError("--device does not go with --curve: the step times are those of the file")
-    if ranker is not None and trace is None:
-        raise UserError("--ranker needs --trace: it predicts from the prompts of a recorded run")
-    if iterations is not None and train_rate is None:
-        raise UserError("--iterations needs --train-rate: the tokens that the trainer works through per second")
-    if iterations is None and (given := _given(*OF_ITERATIONS)):
-        raise UserError(f"{given[0]} needs --iterations: without it only generation is simulated")
-    if acceptance is None and _given("most_drafts"):
-        raise UserError("--most-drafts needs --acceptance: without it instances do not speculate")
-    if ranker is not None and _given("noise"):
-        raise UserError("--noise does not go with --ranker: the forecasts are the ranker's own")
+    _refuse_conflicts(click.get_current_context().params)
     in_rounds = {"--over-issue": over_issue, "--round-tokens": round_tokens}
     drafts = None if acceptance is None else Speculation(acceptance, most_drafts)
 
@@ -243,6 +227,33 @@ def command(
         )
         _compare_schedules(rows, workload, instances, price * instances + trainer_price, out)
     click.echo(f"plot written to {out}")
+
+
+def _refuse_conflicts(params: Mapping[str, Any]) -> None:
+    """Refuse parameters of the command that do not go together, whichever schedules are chosen.
+
+    Raises:
+        UserError: some do not.
+    """
+    from scheduler.dispatch.registry import POLICIES
+
+    for name in params["policies"]:
+        if name not in POLICIES:
+            raise UserError(f"--policy {name}: there is no such policy; expected one of {', '.join(POLICIES)}")
+    if params["trace"] is not None and (given := _given("lengths", "requests", "limit")):
+        raise UserError(f"{given[0]} does not go with --trace: the lengths are those of the rollouts")
+    if params["curve"] is not None and _given("device"):
+        raise UserError("--device does not go with --curve: the step times are those of the file")
+    if params["ranker"] is not None and params["trace"] is None:
+        raise UserError("--ranker needs --trace: it predicts from the prompts of a recorded run")
+    if params["iterations"] is not None and params["train_rate"] is None:
+        raise UserError("--iterations needs --train-rate: the tokens that the trainer works through per second")
+    if params["iterations"] is None and (given := _given(*OF_ITERATIONS)):
+        raise UserError(f"{given[0]} needs --iterations: without it only generation is simulated")
+    if params["acceptance"] is None and _given("most_drafts"):
+        raise UserError("--most-drafts needs --acceptance: without it instances do not speculate")
+    if params["ranker"] is not None and _given("noise"):
+        raise UserError("--noise does not go with --ranker: the forecasts are the ranker's own")
 
 
 def _given(*names: str) -> list[str]:
