@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from streamrl.rollouts.advantage import effective_sample_size
 from streamrl.rollouts.canary import gap_warning
 from streamrl.rollouts.length_audit import StepAudit
 from streamrl.rollouts.trajectory import MOST_METRICS, EpisodeStep
-from streamrl.rollouts.types import Group, Sample
+from streamrl.rollouts.types import Group, IntArray, Sample
 from streamrl.run_dir.metrics import MetricsRow
 
 
@@ -66,15 +66,10 @@ def step_metrics(
     for micro in (*batch.earlier_stats, *batch.stats):
         for key, value in micro.items():
             stats[key] = max(stats[key], value) if key.endswith("_max") else stats[key] + value
-    tokens, normalizer = stats["tokens"], batch.earlier_normalizer + batch.normalizer
-    has_critic = batch.run.algorithm.advantage == "gae"
     tflops = stats["flops"] / times.learn_s / 1e12 if stats["flops"] and times.learn_s else None
     sampled = np.concatenate([s.sampled_versions for s in samples])  # none: episodes that ended before a call
     staleness = (batch.step - 1) - sampled if sampled.size else None
     oldest = None if staleness is None else float(staleness.max())
-
-    def per_token(key: str, count: float) -> float | None:
-        return stats[key] / count if count else None
 
     def by_task(values: Callable[[Group], list[float]]) -> dict[str, float | None]:
         of_task: dict[str, list[float]] = {}
@@ -97,17 +92,11 @@ def step_metrics(
         tokens_per_s=sum(m.sample.output_length for m in everything) / seconds,
         reward_mean=float(rewards.mean()),
         reward_std=float(rewards.std()),
-        loss=stats["loss_sum"] / normalizer,
+        **_of_objective(stats, batch.earlier_normalizer + batch.normalizer, batch.run),
         grad_norm=result.grad_norm,
-        entropy=per_token("entropy_sum", stats["entropy_tokens"]),
-        output_length_mean=float(lengths.mean()),
-        output_length_p50=float(np.percentile(lengths, 50)),
-        output_length_p90=float(np.percentile(lengths, 90)),
-        output_length_max=float(lengths.max()),
+        **_of_lengths(lengths),
         staleness_mean=None if staleness is None else float(staleness.mean()),
         staleness_max=oldest,
-        logprob_gap_mean=per_token("gap_sum", tokens),
-        importance_ratio_max=stats["ratio_max"] if tokens else None,
         weight_version=batch.step,
         weight_bytes_sent=traffic.nbytes,
         weight_transfer_s=traffic.seconds,
@@ -127,9 +116,6 @@ def step_metrics(
         truncated_fraction=float(np.mean([s.finish_reason == "length" for s in generated])),
         **_drafts(generated, batch.run),
         learning_rate=result.learning_rate,
-        clip_fraction=per_token("clipped", tokens),
-        kl_mean=per_token("kl_sum", tokens) if batch.run.algorithm.needs_reference else None,
-        tokens_trained=int(tokens),
         train_tokens_per_s=stats["row_tokens"] / times.learn_s if times.learn_s else None,
         train_tflops=tflops,
         mfu=tflops / peak_tflops if tflops and peak_tflops else None,
@@ -141,17 +127,6 @@ def step_metrics(
         process_memory_gb=memory_gb,
         ranker_recall_at_20=predictions.measured.recall_at_20 if predictions.measured else None,
         ranker_kendall_tau=predictions.measured.kendall_tau if predictions.measured else None,
-        importance_ratio_mean=per_token("ratio_sum", tokens),
-        ess_token=effective_sample_size(stats["weight_sum"], stats["weight_sq_sum"], int(tokens)) if tokens else None,
-        ess_sequence=effective_sample_size(stats["seq_weight_sum"], stats["seq_weight_sq_sum"], int(stats["sequences"]))
-        if tokens
-        else None,
-        masked_fraction=per_token("masked", tokens),
-        outside_truncation_fraction=per_token("outside", tokens) if batch.run.sampling.truncates else None,
-        truncated_weight_fraction=per_token("truncated", tokens),
-        value_loss=stats["value_loss_sum"] / normalizer if has_critic else None,
-        value_clip_fraction=per_token("value_clipped", tokens) if has_critic else None,
-        explained_variance=_explained_variance(stats) if has_critic else None,
         step_skipped=result.skipped,
         optimizer_updates=batch.update + (not result.skipped),
         groups_dropped=len(batch.groups_never_trained),
@@ -166,6 +141,53 @@ def step_metrics(
         dispatch_saved=predictions.saving.saved if predictions.saving else None,
         dispatch_captured=predictions.saving.captured if predictions.saving else None,
     )
+
+
+def _of_lengths(lengths: IntArray) -> dict[str, Any]:
+    """Return the figures of output lengths, in tokens."""
+    return {
+        "output_length_mean": float(lengths.mean()),
+        "output_length_p50": float(np.percentile(lengths, 50)),
+        "output_length_p90": float(np.percentile(lengths, 90)),
+        "output_length_max": float(lengths.max()),
+    }
+
+
+def _of_objective(stats: Mapping[str, float], normalizer: float, run: RunConfig) -> dict[str, Any]:
+    """Return the figures of the objective: loss, log-probabilities, weights, values.
+
+    Args:
+        stats: sums and maxima over the step's micro-batches; 0 for a key that none of them has.
+        normalizer: what the loss is divided by.
+        run: the run.
+    """
+    tokens = stats["tokens"]
+    has_critic = run.algorithm.advantage == "gae"
+
+    def per_token(key: str, count: float = tokens) -> float | None:
+        return stats[key] / count if count else None
+
+    def effective(total: str, squares: str, count: float) -> float | None:
+        return effective_sample_size(stats[total], stats[squares], int(count)) if tokens else None
+
+    return {
+        "loss": stats["loss_sum"] / normalizer,
+        "entropy": per_token("entropy_sum", stats["entropy_tokens"]),
+        "logprob_gap_mean": per_token("gap_sum"),
+        "importance_ratio_max": stats["ratio_max"] if tokens else None,
+        "importance_ratio_mean": per_token("ratio_sum"),
+        "ess_token": effective("weight_sum", "weight_sq_sum", tokens),
+        "ess_sequence": effective("seq_weight_sum", "seq_weight_sq_sum", stats["sequences"]),
+        "masked_fraction": per_token("masked"),
+        "clip_fraction": per_token("clipped"),
+        "outside_truncation_fraction": per_token("outside") if run.sampling.truncates else None,
+        "truncated_weight_fraction": per_token("truncated"),
+        "kl_mean": per_token("kl_sum") if run.algorithm.needs_reference else None,
+        "tokens_trained": int(tokens),
+        "value_loss": stats["value_loss_sum"] / normalizer if has_critic else None,
+        "value_clip_fraction": per_token("value_clipped") if has_critic else None,
+        "explained_variance": _explained_variance(stats) if has_critic else None,
+    }
 
 
 def _first_gap(batch: StepBatch) -> float | None:
@@ -201,7 +223,7 @@ def _agent_metrics(groups: Iterable[Group]) -> dict[str, dict[str, float | None]
     }
 
 
-def _explained_variance(stats: dict[str, float]) -> float | None:
+def _explained_variance(stats: Mapping[str, float]) -> float | None:
     """Return 1 - Var(return - value) / Var(return) over the batch's tokens; the error's mean is taken as 0."""
     tokens = stats["tokens"]
     if not tokens:

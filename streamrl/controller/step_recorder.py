@@ -60,15 +60,10 @@ class Recorder:
     ) -> Interval:
         """Record a finished optimizer step and return its times.
 
+        The other arguments are those of `step_metrics`, whose `predictions` are the `lengths` here.
+
         Args:
-            batch: the step's batch, complete and trained.
-            result: the trainer's answer to the optimizer step.
-            lengths: how the step's output lengths compare with what was predicted.
-            publishes: whether its weights go to generation.
-            traffic: traffic with sites during the step.
-            prompts_too_long: number of prompts skipped since the start.
-            deferred: number of samples deferred to a later round during the step.
-            gap_bound: largest trainer-generator mismatch expected, nats; None: not known yet.
+            publishes: whether the step's weights go to generation.
         """
         now = time.time()
         groups, dropped = batch.groups_trained, batch.groups_never_trained
