@@ -74,6 +74,7 @@ SLOW = (
     "training/test_sliced_ranks.py",
     "training/test_not_finite_ranks.py",
     "generation/test_few_rows_vllm.py",
+    "generation/test_replay_vllm.py",
     "generation/test_sampling_vllm.py",
     "generation/test_replayed_experts.py",
 )

@@ -1,8 +1,8 @@
 """vLLM's settings on a CPU: which are tried beside the default, what was measured, and where that is stored.
 
-`streamrl calibrate --engine` tries compile mode, thread binding and the KV cache's type one by one against the default
-and reports the result. Runs use the default, and say what was measured. It has not been shown that a compiled engine
-uses weights that were loaded later. Thread binding is up to the cluster file (`cores` of a pool), as two instances must
+`streamrl calibrate --engine` tries compile mode, thread binding, the KV cache's type and replay one by one against the
+default and reports the result. Runs use the default, and say what was measured. A compiled engine starts a minute
+later and is hardly faster. Thread binding is up to the cluster file (`cores` of a pool), as two instances must
 not share cores. A KV cache of another type than the model's changes log-probabilities, which would add to the
 trainer-generator mismatch.
 """
@@ -34,16 +34,26 @@ class EngineSettings:
     """Whether each thread is bound to a core."""
     kv_cache: Literal["auto", "fp8"] = "auto"
     """Type of the KV cache; auto: the model's type."""
+    replayed: bool = True
+    """Whether the operations of small batches are recorded and replayed, where they can be; not if compiled."""
 
     def __str__(self) -> str:
         cache = "the model's type" if self.kv_cache == "auto" else self.kv_cache
         mode, threads = "compiled" if self.compiled else "eager", "bound" if self.bound else "free"
-        return f"{mode}, {threads} threads, KV cache of {cache}"
+        return f"{mode}{'' if self.replayed else ', nothing replayed'}, {threads} threads, KV cache of {cache}"
 
 
 DEFAULT = EngineSettings()
-CANDIDATES = (DEFAULT, replace(DEFAULT, bound=True), replace(DEFAULT, compiled=True), replace(DEFAULT, kv_cache="fp8"))
-NAMES = {CANDIDATES[1]: "bound threads", CANDIDATES[2]: "compiled", CANDIDATES[3]: "fp8 KV cache"}
+MOST_REPLAYED = 16
+"""Most tokens of a step that is replayed; with more, matrix products take nearly all of its time."""
+CANDIDATES = (
+    DEFAULT,
+    replace(DEFAULT, bound=True),
+    replace(DEFAULT, compiled=True),
+    replace(DEFAULT, kv_cache="fp8"),
+    replace(DEFAULT, replayed=False),
+)
+NAMES = dict(zip(CANDIDATES[1:], ("bound threads", "compiled", "fp8 KV cache", "nothing replayed"), strict=True))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from streamrl.machine.engine_settings import (
     table,
 )
 
-BASE, BOUND, COMPILED, FP8 = (EngineTrial(settings, 10.0, ((1, 0.05), (64, 0.4))) for settings in CANDIDATES)
+BASE, BOUND, COMPILED, FP8, PLAIN = (EngineTrial(settings, 10.0, ((1, 0.05), (64, 0.4))) for settings in CANDIDATES)
 CPU = Cpu("one", frozenset({"avx2"}))
 CONFIG = {"hidden_size": 64, "num_hidden_layers": 2, "bos_token_id": 1}
 
@@ -44,9 +44,11 @@ def test_without_the_default_nothing_is_compared() -> None:
 
 
 def test_what_was_measured_is_one_sentence() -> None:
-    trials = [BASE, quicker(COMPILED, 1.2, start_s=22.0), EngineTrial(FP8.settings, error="needs AVX-512")]
+    plain = quicker(PLAIN, 0.8)
+    trials = [BASE, quicker(COMPILED, 1.2, start_s=22.0), EngineTrial(FP8.settings, error="needs AVX-512"), plain]
     assert comparison(trials, "one CPU, 2026-01-02") == (
-        "measured on one CPU, 2026-01-02: compiled 1.20 x as fast, start +12 s; fp8 KV cache: needs AVX-512"
+        "measured on one CPU, 2026-01-02: compiled 1.20 x as fast, start +12 s; fp8 KV cache: needs AVX-512; "
+        "nothing replayed 0.80 x as fast, start +0 s"
     )
 
 

@@ -42,6 +42,12 @@ CAPTURE_ON_CPU = {
 }
 """vLLM's arguments by which a CPU engine returns the experts of each token."""
 
+REPLAYING_WORKER = "streamrl.generation.instance.replay_vllm.ReplayingWorker"
+"""Worker of a CPU engine that replays small batches."""
+
+REPLAYED_MODELS = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+"""Architectures on which replay was tried."""
+
 EXTENSIONS = "streamrl.generation.instance.worker_extensions"
 """Module of the classes that extend vLLM's worker."""
 
@@ -119,6 +125,8 @@ def engine_config(
             "ir_op_priority": {"rms_norm": [NORMS], "fused_add_rms_norm": [NORMS]} if not settings.compiled else {},
         }
     )
+    if not cuda and _replays(Path(model), settings or DEFAULT, pool, bool(os.environ[QUANTIZATION])):
+        hardware["worker_cls"] = REPLAYING_WORKER
     # without a context vLLM takes 2048 tokens a step for every GPU; it refuses fewer than sequences
     context = UsageContext.OPENAI_API_SERVER
     if cuda and pool.max_batch > AsyncEngineArgs.get_batch_defaults(pool.gpus_per_replica)[0].get(context, 0):
@@ -262,3 +270,18 @@ def _has_few_rows(model: Path, dtype: str, settings: EngineSettings) -> bool:
         return False
     config = _config_of(model)
     return "quantization_config" not in config and FEW_ROWS_MODELS.issuperset(config.get("architectures") or [""])
+
+
+def _replays(model: Path, settings: EngineSettings, pool: GenerationPool, other_products: bool) -> bool:
+    """Return whether small batches are replayed.
+
+    Args:
+        model: folder of the model.
+        settings: settings of the engine.
+        pool: pool of the instance; the workers of one that has several exchange results between layers.
+        other_products: whether linear layers compute otherwise than by vLLM's method for unquantized weights.
+    """
+    if not settings.replayed or settings.compiled or pool.gpus_per_replica > 1 or other_products:
+        return False
+    config = _config_of(model)
+    return "quantization_config" not in config and REPLAYED_MODELS.issuperset(config.get("architectures") or [""])
