@@ -49,6 +49,15 @@ class DeadlineConfig(StrictModel):
     heartbeat_s: float = Field(60, gt=0, description="without a sign of life from a process")
 
 
+MOST_DOUBLINGS = 60
+"""Most doublings of a pause, longer than any limit by then; a float overflows at 1024."""
+
+
+def pause_after(failures: int, first_s: float, longest_s: float) -> float:
+    """Return the seconds to wait after the n-th failure, at least the first: doubled each time up to a limit."""
+    return min(longest_s, first_s * 2.0 ** min(failures - 1, MOST_DOUBLINGS))
+
+
 class RewardsConfig(StrictModel):
     """Rewards that fail: how often they are tried, and when too many of them are void."""
 
@@ -58,6 +67,7 @@ class RewardsConfig(StrictModel):
     retry_pause_s: float = Field(
         1.0, ge=0, description="seconds before the second try; doubled before each further one"
     )
+    longest_pause_s: float = Field(600.0, ge=0, description="longest pause before a try, seconds")
     max_void_rate: float | None = Field(
         0.5,
         ge=0,

@@ -14,7 +14,14 @@ from streamrl.config.evaluation import EvaluationConfig
 from streamrl.config.generation import GenerationConfig, conflict
 from streamrl.config.model_and_batch import BatchConfig, ModelConfig, SamplingConfig
 from streamrl.config.optimizer import OptimizerConfig
-from streamrl.config.recovery import CheckpointConfig, DeadlineConfig, RecoveryConfig, RewardsConfig
+from streamrl.config.recovery import (
+    MOST_DOUBLINGS,
+    CheckpointConfig,
+    DeadlineConfig,
+    RecoveryConfig,
+    RewardsConfig,
+    pause_after,
+)
 from streamrl.config.schedule import ScheduleConfig, default_schedule
 from streamrl.config.speculation import SpeculationConfig
 from streamrl.config.tasks import AgentTask, EnvironmentUse, FileTask, Task, default_tasks
@@ -65,8 +72,12 @@ class RunConfig(StrictModel):
     @property
     def longest_reward_s(self) -> float:
         """Seconds that all tries of one reward take at most, with the pauses between them."""
-        tries = self.rewards.attempts
-        return tries * self.deadlines.reward_s + self.rewards.retry_pause_s * (2 ** (tries - 1) - 1)
+        rewards, pauses = self.rewards, self.rewards.attempts - 1
+        doubling = min(pauses, MOST_DOUBLINGS)  # further ones are equal
+        limits = rewards.retry_pause_s, rewards.longest_pause_s
+        pauses_s = sum(pause_after(number, *limits) for number in range(1, doubling + 1))
+        pauses_s += (pauses - doubling) * pause_after(pauses, *limits)
+        return rewards.attempts * self.deadlines.reward_s + pauses_s
 
     @property
     def updates_per_version(self) -> int:

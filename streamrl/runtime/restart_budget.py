@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from streamrl.config.recovery import RecoveryConfig
-
-MOST_DOUBLINGS = 60
-"""Most doublings of a pause, longer than any limit by then; a float overflows at 1024."""
+from streamrl.config.recovery import RecoveryConfig, pause_after
 
 
 def restart_time(recovery: RecoveryConfig, deaths: list[float], now: float) -> float | None:
@@ -17,4 +14,4 @@ def restart_time(recovery: RecoveryConfig, deaths: list[float], now: float) -> f
     deaths[:] = [*(then for then in deaths if now - then < recovery.window_s), now]
     if len(deaths) > recovery.restarts:
         return None
-    return now + min(recovery.longest_pause_s, recovery.pause_s * 2.0 ** min(len(deaths) - 1, MOST_DOUBLINGS))
+    return now + pause_after(len(deaths), recovery.pause_s, recovery.longest_pause_s)

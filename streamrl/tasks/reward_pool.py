@@ -22,6 +22,7 @@ and once started write to a log file, never to the terminal.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -39,6 +40,7 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
+from streamrl.config.recovery import pause_after
 from streamrl.config.tasks import Task
 from streamrl.errors import RunFailed, UserError
 from streamrl.rollouts.void import Void, VoidCause
@@ -100,6 +102,7 @@ class RewardPool:
         log_file: Path | None = None,
         attempts: int = 1,
         pause_s: float = 0.0,
+        longest_pause_s: float = 600.0,
     ) -> None:
         """Prepare the pool; no worker starts yet.
 
@@ -111,13 +114,14 @@ class RewardPool:
             log_file: file to which the workers' output is appended; None: discarded.
             attempts: most tries of one reward.
             pause_s: seconds before the second try; doubled before each further one.
+            longest_pause_s: most seconds before a try.
         """
         self._log_file = str(log_file.absolute()) if log_file is not None else os.devnull
         self._initargs = (list(tasks), seed, self._log_file)
         self._imports = _imports_of(tasks)
         self._workers = workers
         self._timeout_s = timeout_s
-        self._attempts, self._pause_s = attempts, pause_s
+        self._attempts, self._pause_s, self._longest_pause_s = attempts, pause_s, longest_pause_s
         self._slots = asyncio.Semaphore(workers)
         self._pool: ProcessPool | None = None
         self._waiting: set[asyncio.Future[Any]] = set()
@@ -152,11 +156,15 @@ class RewardPool:
             found = await self._try(task, completion, reward_input)
             if found.result.void is None or not found.retry or number == self._attempts:
                 break
-            await asyncio.sleep(self._pause_s * 2 ** (number - 1))
+            await asyncio.sleep(pause_after(number, self._pause_s, self._longest_pause_s))
         return replace(found.result, attempts=number)
 
     async def _try(self, task: str, completion: str, reward_input: dict[str, Any]) -> _Try:
-        """Score a completion once."""
+        """Score a completion once.
+
+        Raises:
+            RuntimeError: the pool is closed.
+        """
         async with self._slots:
             began = time.monotonic()
             cause = ""
@@ -174,6 +182,11 @@ class RewardPool:
                 except BrokenProcessPool as broken:
                     cause = str(broken) or "a worker died"
                     log.warning("reward workers are restarted: %s", cause)
+                except Exception as error:
+                    if self._closed:
+                        raise
+                    log.warning("a reward's worker failed outside of the reward: %s", one_line(error))
+                    return _void(cause_of(error), one_line(error), time.monotonic() - began)
             text = f"no reward after {POOL_ATTEMPTS} restarts of the workers: {cause}"
             return _void(VoidCause.CRASH, text, time.monotonic() - began)
 
@@ -281,7 +294,7 @@ def _start_worker(tasks: list[Task], seed: int, log_file: str) -> None:
     except UserError as error:
         _worker.problem = str(error)
     except BaseException as error:
-        traceback.print_exc()
+        _log_exception()
         _worker.problem = f"a reward worker failed to start: {type(error).__name__}: {error}"
 
 
@@ -300,9 +313,15 @@ def _score(task: str, completion: str, reward_input: dict[str, Any]) -> _Try:
         seconds, failed, trace = time.perf_counter() - began, failures_of(raised)[0], traceback_of(raised, OWN_FOLDER)
         if isinstance(failed, VoidReward):
             return _void(failed.cause, text_of(failed), seconds, failed.retry, trace)
-        traceback.print_exc()
+        _log_exception()
         return _void(cause_of(failed), one_line(failed), seconds, trace=trace)
     return _Try(RewardResult(reward, None, time.perf_counter() - began))
+
+
+def _log_exception() -> None:
+    """Write the traceback of the current exception to the log, if that can be written to."""
+    with contextlib.suppress(OSError, ValueError):  # a full disk, or a reward has closed it
+        traceback.print_exc()
 
 
 def _die_with_pool() -> None:

@@ -34,6 +34,7 @@ class RewardWorker:
             log_file=context.run_dir / layout.LOGS / f"{context.name}-workers.log",
             attempts=run.rewards.attempts,
             pause_s=run.rewards.retry_pause_s,
+            longest_pause_s=run.rewards.longest_pause_s,
         )
         self.scoring = 0
         self.scored = 0

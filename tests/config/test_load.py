@@ -503,3 +503,13 @@ def test_the_default_split_of_a_file_in_the_configuration_of_an_older_run_is_lef
     task = {"kind": "file", "name": "a", "path": "a.jsonl"}
     old, new = (FileTask.model_validate(task | more) for more in ({"split": "train"}, {}))
     assert old == new and old.split is None
+
+
+def test_a_reward_may_be_tried_as_often_as_one_likes() -> None:
+    def longest(**rewards: float) -> float:
+        values = {"rewards": rewards, "deadlines": {"reward_s": 20}}
+        return RunConfig.model_validate(values).longest_reward_s
+
+    assert longest(attempts=1) == 20
+    assert longest(attempts=4, retry_pause_s=1.5) == 4 * 20 + 1.5 + 3 + 6
+    assert longest(attempts=1100, retry_pause_s=1.5, longest_pause_s=5) == 1100 * 20 + 1.5 + 3 + 1097 * 5

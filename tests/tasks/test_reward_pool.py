@@ -215,6 +215,48 @@ def test_a_failed_reward_is_tried_again_unless_it_would_fail_in_the_same_way(tas
     assert found["text"].traceback == ""  # nothing was raised: the text says it all
 
 
+def test_a_log_that_cannot_be_written_costs_no_more_than_the_text(tasks: list[Task]) -> None:
+    async def run() -> list[RewardResult]:
+        async with started(RewardPool(tasks, 0, workers=1, timeout_s=NEVER_S, log_file=Path("/dev/full"))) as pool:
+            return [await ask(pool, name) for name in ("raise", "fine")]
+
+    raised, fine = asyncio.run(run())
+    assert raised.void == Void(VoidCause.VERIFIER, "RuntimeError: first line second")
+    assert (fine.reward, fine.void) == (1.0, None)
+
+
+def test_whatever_else_fails_in_a_worker_makes_one_reward_void(
+    tasks: list[Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = RewardPool(tasks, 0, workers=1)
+
+    async def fails(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pool, "_run", fails)
+    result = asyncio.run(pool.score("mine", "fine", {}))
+    assert result.void == Void(VoidCause.ENVIRONMENT, "OSError: [Errno 28] No space left on device")
+    pool.close()
+    with pytest.raises(OSError, match="No space left"):  # what a closed pool raises goes to who asked
+        asyncio.run(pool.score("mine", "fine", {}))
+
+
+def test_pauses_between_tries_are_doubled_up_to_a_limit(tasks: list[Task], monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+
+    async def fails(*_: object, **__: object) -> None:
+        raise OSError
+
+    pool = RewardPool(tasks, 0, workers=1, attempts=1100, pause_s=1.5, longest_pause_s=5)
+    monkeypatch.setattr(pool, "_run", fails)
+    monkeypatch.setattr("streamrl.tasks.reward_pool.asyncio.sleep", pause)
+    assert asyncio.run(pool.score("mine", "fine", {})).attempts == 1100
+    assert pauses == [1.5, 3, *[5] * 1097]
+
+
 def test_a_worker_that_dies_idle_is_replaced(tasks: list[Task]) -> None:
     async def run() -> None:
         async with started(RewardPool(tasks, 0, workers=1, timeout_s=NEVER_S)) as pool:
