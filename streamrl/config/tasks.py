@@ -107,7 +107,9 @@ class Sandbox(StrictModel):
         description="sandbox program with its arguments, to which the command to run is appended: "
         "[nsjail, -Mo, --chroot, /srv/sandbox, --]; empty: bubblewrap if it is installed, else namespaces",
     )
-    seconds: float = Field(5.0, gt=0, description="time limit of one completion's program and its tests, seconds")
+    seconds: float = Field(
+        5.0, gt=0, description="time limit of one completion's program and its tests, seconds from their start"
+    )
     memory_mb: int = Field(1024, ge=64, description="address space limit of each process, MiB")
 
 

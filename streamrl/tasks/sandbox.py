@@ -8,7 +8,8 @@ its own process counts as success, and no process with its code ever holds an ex
     the driver has begun, and the code fails,
     loops, exits or uses too much memory       -> it does not pass: that is the policy's doing
     the tests end, and have never used a name
-    of the program                             -> the reward is void: they would say the same of every program
+    of the program, or fail because of what
+    they pass to it                            -> the reward is void: they would say the same of every program
 
 Isolation, the first that is there (`isolation_of`):
 
@@ -49,11 +50,20 @@ from streamrl.rollouts.void import VoidCause
 from streamrl.runtime.process_plan import HIDDEN
 from streamrl.runtime.processes import end_with_parent
 from streamrl.scratch_folders import ScratchFolder
-from streamrl.tasks import sandbox_driver
+from streamrl.tasks import sandbox_driver, sandbox_values
 from streamrl.tasks.fenced_code import code_of
 from streamrl.tasks.void_reward import VoidReward
 
-DRIVER = Path(sandbox_driver.__file__).read_text(encoding="utf-8")
+
+def _driver() -> str:
+    """Return the driver's program with what it imports from this package, which cannot be seen in a sandbox."""
+    values = Path(sandbox_values.__file__).read_text(encoding="utf-8")
+    driver = Path(sandbox_driver.__file__).read_text(encoding="utf-8")
+    left_out = ("from __future__ ", f"from {sandbox_values.__name__} ")
+    return values + "".join(line for line in driver.splitlines(keepends=True) if not line.startswith(left_out))
+
+
+DRIVER = _driver()
 MOST_FILE_BYTES = 16 * 2**20
 MOST_BYTES = {"tests": 2**24, "program": 2**26}
 """Most bytes of one question, and of one answer, which repeats the arguments; an integer has about 20."""
@@ -66,6 +76,10 @@ FIRST_USER, USERS_OF_WORKER = 0x7000_0000, 64
 so many in turn."""
 PROBE_S = 10.0
 """Seconds in which a sandbox of another user must have begun to be used."""
+START_S = 10.0
+"""Seconds in which both sides must have begun; the program's own time starts then."""
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""Variables of libraries that start a thread for each core as they are imported: the stacks of 32 exceed the limits."""
 LOOK_S = 0.1
 """Seconds between two counts of a program's processes."""
 
@@ -157,7 +171,7 @@ def passes(completion: str, tests: str, sandbox: Sandbox) -> bool:
         sandbox: the sandbox to run in.
 
     Raises:
-        VoidReward: a sandbox did not start its driver, or the tests never used the program.
+        VoidReward: a sandbox did not start its driver, or the tests judge no program.
         SyntaxError: the tests are not Python.
     """
     compile(tests, "tests", "exec", dont_inherit=True)  # otherwise every program would fail them
@@ -166,16 +180,19 @@ def passes(completion: str, tests: str, sandbox: Sandbox) -> bool:
         Boxed("program", code_of(completion), isolation, sandbox) as program,
         Boxed("tests", tests, isolation, sandbox) as judge,
     ):
-        return _verdict(program, judge, time.monotonic() + sandbox.seconds)
+        return _verdict(program, judge)
 
 
-def _verdict(program: Boxed, judge: Boxed, end: float) -> bool:
+def _verdict(program: Boxed, judge: Boxed) -> bool:
     """Pass on questions and answers until the tests have decided, one side has ended, or the time is over.
 
+    The program waits until both have begun, and its time starts then.
+
     Raises:
-        VoidReward: one of them never began, or the tests never used the program.
+        VoidReward: one of them never began, or the tests judge no program.
     """
-    both, look = (program, judge), time.monotonic() + LOOK_S
+    both, look, runs = (program, judge), time.monotonic() + LOOK_S, False
+    end = time.monotonic() + START_S
     with selectors.DefaultSelector() as ready:
         for one in both:
             ready.register(one.output, selectors.EVENT_READ, one)
@@ -184,6 +201,9 @@ def _verdict(program: Boxed, judge: Boxed, end: float) -> bool:
                 for line in one.read():
                     if (verdict := _pass_on(one, line, program, judge)) is not None:
                         return verdict
+            if not runs and all(one.begun for one in both):
+                runs, end = True, time.monotonic() + program.sandbox.seconds
+                program.pending += GO
             for one in both:
                 if one.closed:
                     if one is judge and one.sends_too_much:
@@ -200,7 +220,7 @@ def _verdict(program: Boxed, judge: Boxed, end: float) -> bool:
     for one in both:
         if not one.begun:
             one.kill()
-            raise one.never_began(f"did not end within {one.sandbox.seconds:g} s")
+            raise one.never_began(f"did not end within {START_S:g} s")
     return False
 
 
@@ -219,7 +239,7 @@ def _pass_on(one: Boxed, line: bytes, program: Boxed, judge: Boxed) -> bool | No
     """Take one line of one side; return the verdict, or None: there is none yet.
 
     Raises:
-        VoidReward: the tests never used the program.
+        VoidReward: the tests judge no program.
     """
     if not one.begun:
         one.begun = line == BEGUN
@@ -231,21 +251,16 @@ def _pass_on(one: Boxed, line: bytes, program: Boxed, judge: Boxed) -> bool | No
         return None
     if line.startswith(VERDICT):
         return line == PASSED
-    if line.startswith(UNUSED):
-        raise _never_used(json.loads(line)[1])
+    if line.startswith(VOID):
+        raise VoidReward(VoidCause.VERIFIER, json.loads(line)[1], retry=False)
     program.pending += line
     return None
 
 
-def _never_used(raised: list[str] | None) -> VoidReward:
-    """Return the error of tests that never used the program, and may have raised an exception."""
-    ended = ": ".join(raised).removesuffix(": ") if raised else "they ended without an error"
-    text = f"the tests never used the program, so they say nothing about it ({ended})"
-    return VoidReward(VoidCause.VERIFIER, text, retry=False)
-
-
+GO = b'["go", null]\n'
+"""Line for which the program's driver waits."""
 BEGUN, FAILED, VERDICT, PASSED = b'["begun", null]\n', b'["failed", ', b'["verdict", ', b'["verdict", true]\n'
-UNUSED = b'["unused", '
+VOID = b'["void", '
 """Lines of a driver that are meant for this module; those of the program's process never mean success."""
 
 
@@ -288,7 +303,7 @@ class Boxed:
                 stderr=self._complaints,
                 bufsize=0,
                 cwd=folder,
-                env={"PATH": os.environ.get("PATH", os.defpath), "HOME": str(folder)},
+                env={"PATH": os.environ.get("PATH", os.defpath), "HOME": str(folder), **ONE_THREAD},
                 start_new_session=True,
                 user=self.user,
                 group=self.user,

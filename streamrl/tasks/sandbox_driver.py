@@ -6,12 +6,16 @@
 
 The program sees the arguments of each call and nothing else: not the tests, no expected value, no word that would count
 as success. Values cross as JSON, never as pickles. What is no plain value stays with the program, and its stand-in is
-equal to nothing but itself, so no `__eq__` of the program decides anything.
+equal to nothing but itself, so no `__eq__` of the program decides anything. An object of a class of the program's own
+that extends a plain type is compared, in the tests' process, by what it is as one of that type:
 
-This file is the text of `python -I -c`: it needs the standard library alone. Its first line of input is a JSON object:
-`side` ('program', 'tests', or a script's language), `source`, `processes` (most that it may start), `parent` (a PID:
-isolate yourself in namespaces, and end with that process; null: the sandbox's command does it), and `hidden` (files and
-folders that are empty in those namespaces).
+    extends int, str, tuple, ...   that plain value; attributes that its type lacks are the program's (`Value`)
+    extends list, dict, set        a stand-in, as the program may change what it holds (`Changeable`)
+
+The text of `sandbox_values.py` and of this file is that of `python -I -c` (`sandbox.DRIVER`): they need the standard
+library alone. The first line of input is a JSON object: `side` ('program', 'tests', or a script's language), `source`,
+`processes` (most that it may start), `parent` (a PID: isolate yourself in namespaces, and end with that process; null:
+the sandbox's command does it), and `hidden` (files and folders that are empty in those namespaces).
 """
 
 from __future__ import annotations
@@ -20,13 +24,17 @@ import builtins
 import contextlib
 import ctypes
 import json
+import operator
 import os
 import resource
 import signal
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
+
+from streamrl.tasks.sandbox_values import CHANGEABLE, TAGS, decode, encode, encode_plain, plain_type, put_back
 
 NEW_NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 """CLONE_NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET."""
@@ -37,12 +45,34 @@ PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 CAPABILITIES_V3 = 0x20080522
 MOST_OPEN_FILES = 64
 SCRIPTS = {"python": [sys.executable, "-Iuc"], "bash": ["bash", "-c"]}
-PLAIN: dict[str, Any] = {"n": type(None), "b": bool, "i": int, "f": float, "c": complex, "s": str, "y": bytes}
-MANY: dict[str, Any] = {"l": list, "t": tuple, "e": set, "z": frozenset}
+
+
+def contains(one: Any, value: Any) -> bool | None:
+    """Return what an object's type says of whether it contains a value; None: it leaves that to the object's items."""
+    return value in one if hasattr(type(one), "__contains__") else None
+
+
+SPECIAL: dict[str, Callable[..., Any]] = {
+    "bool": bool,
+    "len": len,
+    "iter": iter,
+    "next": next,
+    "item": operator.getitem,
+    "set item": operator.setitem,
+    "set attribute": setattr,
+    "contains": contains,
+    "str": str,
+    "repr": repr,
+}
+"""What Python does by methods that it looks up in an object's type, and in ways of its own where there is none."""
 
 
 class ProgramError(Exception):
     """Raised in the tests when the program raised something that is no exception of Python's own."""
+
+
+class NotPlain(TypeError):
+    """Raised in the tests when they pass to the program what it cannot be given."""
 
 
 class Channel:
@@ -67,39 +97,6 @@ class Channel:
         return kind, value
 
 
-def encode(value: Any, other: Callable[[Any], Any]) -> list[Any]:
-    """Return a value as JSON; of what is no plain value, `other` returns a description."""
-    for tag, kind in PLAIN.items():
-        if isinstance(value, kind):
-            if tag == "i":
-                return [tag, hex(value)]  # JSON's parser refuses long decimals
-            if tag in "fc":
-                return [tag, repr(kind(value))]  # infinity and NaN too
-            return [tag, value.hex() if isinstance(value, bytes) else value]
-    for tag, kind in MANY.items():
-        if isinstance(value, kind):
-            return [tag, [encode(one, other) for one in value]]
-    if isinstance(value, dict):
-        return ["d", [[encode(key, other), encode(one, other)] for key, one in dict.items(value)]]
-    return ["o", other(value)]
-
-
-def decode(told: Any, other: Callable[[Any], Any]) -> Any:
-    """Return the value that `encode` described."""
-    tag, value = told
-    if tag == "i":
-        return int(value, 16)
-    if tag == "y":
-        return bytes.fromhex(value)
-    if tag in PLAIN:
-        return value if tag in "nbs" else PLAIN[tag](value)
-    if tag in MANY:
-        return MANY[tag](decode(one, other) for one in value)
-    if tag == "d":
-        return {decode(key, other): decode(one, other) for key, one in value}
-    return other(value)
-
-
 def failure(error: BaseException) -> list[str]:
     """Return an exception as its type's name and its text."""
     text = ""
@@ -115,38 +112,51 @@ class Program:
         self.channel = channel
         self.kept: list[Any] = []
         """Objects that the tests hold stand-ins of, by number."""
-        self.names: dict[str, Any] = {"__name__": "__main__"}
+        self.numbers: dict[int, int] = {}
+        """Their numbers, by id."""
+        module = sys.modules["__main__"] = types.ModuleType("__main__")  # where unittest.main() and pickle look
+        self.names = module.__dict__
 
     def run(self, source: str) -> None:
-        """Run the program, then answer until streamrl ends this process."""
-        try:
-            exec(compile(source, "completion", "exec", dont_inherit=True), self.names)
-        except BaseException as error:
-            self.channel.send("failed", failure(error))
-            return
-        self.channel.send("ready", [name for name in self.names if not name.startswith("__")])
+        """Run the program once the tests' process is there too, then answer until streamrl ends this process."""
         with contextlib.suppress(EOFError):
+            self.channel.receive()
+            if not self.ends_well(source):
+                return
+            self.channel.send("ready", [name for name in self.names if not name.startswith("__")])
             while True:
                 kind, asked = self.channel.receive()
                 if kind == "ask":
                     self.answer(asked)
 
+    def ends_well(self, source: str) -> bool:
+        """Run the program; tell streamrl if it fails."""
+        try:
+            exec(compile(source, "completion", "exec", dont_inherit=True), self.names)
+        except BaseException as error:
+            if isinstance(error, SystemExit) and error.code in (None, 0):  # as sys.exit(main()) ends one; False is 0
+                return True
+            self.channel.send("failed", failure(error))
+            return False
+        return True
+
     def answer(self, asked: list[Any]) -> None:
         """Answer one question."""
         try:
             what, target, name, *given = asked
-            args: list[Any] = []
-            if what == "name":
-                result = self.names[name]
+            one = None if target is None else self.kept[target]
+            args, named = self.value(given[0]), self.value(given[1])
+            if what == "content":
+                told = encode_plain(one, plain_type(one), self.keep)
+            elif what == "name":
+                told = self.told(self.names[name])
             elif what == "attribute":
-                result = getattr(self.kept[target], name)
+                told = self.told(getattr(one, name))
+            elif what == "call":
+                told = self.told(one(*args, **named))  # type: ignore[misc]
             else:
-                args, named = self.value(given[0]), self.value(given[1])
-                if what == "call":
-                    result = self.kept[target](*args, **named)
-                else:  # 'special': a method that Python looks up in the type
-                    result = getattr(type(self.kept[target]), name)(self.kept[target], *args)
-            self.channel.send("answer", [self.told(result), self.told(list(args))])
+                told = self.told(SPECIAL[name](one, *args))
+            self.channel.send("answer", [told, self.told([*args, *named.values()])])
         except BaseException as error:  # SystemExit too
             self.channel.send("raised", failure(error))
 
@@ -154,17 +164,22 @@ class Program:
         """Return a value as JSON; what is not plain is kept here."""
         return encode(value, self.keep)
 
-    def keep(self, value: Any) -> int:
-        """Keep an object for the tests; return its number."""
-        for number, one in enumerate(self.kept):
-            if one is value:
-                return number
-        self.kept.append(value)
-        return len(self.kept) - 1
+    def keep(self, value: Any, kind: type | None) -> list[Any] | None:
+        """Keep an object for the tests and describe it; None: it crosses as the plain value that it is."""
+        if kind is not None and type(value).__module__ != "__main__":  # Counter, numpy.float64
+            return None
+        number = self.numbers.setdefault(id(value), len(self.kept))
+        if number == len(self.kept):
+            self.kept.append(value)
+        if kind is None:
+            return ["object", number]
+        if kind in CHANGEABLE:
+            return ["changeable", number]
+        return ["value", [number, encode_plain(value, kind, self.keep)]]
 
     def value(self, told: Any) -> Any:
         """Return an argument: plain, an object kept here, or a function of the tests."""
-        return decode(told, lambda what: self.kept[what["kept"]] if "kept" in what else self.function(what["function"]))
+        return decode(told, lambda what, number: self.kept[number] if what == "kept" else self.function(number))
 
     def function(self, number: int) -> Callable[..., Any]:
         """Return a function that calls one of the tests'."""
@@ -200,12 +215,14 @@ class Tests:
         self.channel = channel
         self.functions: list[Callable[..., Any]] = []
         """Functions that the tests have passed to the program, by number."""
-        self.stand_ins: dict[int, StandIn] = {}
+        self.stand_ins: dict[int, Any] = {}
         self.used = False
         """Whether the tests have looked for a name of the program, be it there or not."""
+        self.not_plain: NotPlain | None = None
+        """The newest error of that kind."""
 
     def run(self, source: str) -> None:
-        """Run the tests once the program is ready, and tell the result, or that they never used the program."""
+        """Run the tests once the program is ready, and tell the result, or why they judge no program."""
         kind, names = self.channel.receive()
         if kind != "ready":
             return
@@ -214,61 +231,79 @@ class Tests:
             exec(compile(source, "tests", "exec", dont_inherit=True), Names(self, frozenset(names)))
         except BaseException as error:
             raised = error
+        passed = raised is None or (isinstance(raised, SystemExit) and raised.code in (None, 0))
         if not self.used:
-            self.channel.send("unused", failure(raised) if raised else None)
-            return
-        self.channel.send("verdict", raised is None or (isinstance(raised, SystemExit) and raised.code in (None, 0)))
+            ended = ": ".join(failure(raised)).removesuffix(": ") if raised else "they ended without an error"
+            self.channel.send("void", f"the tests never used the program, so they say nothing about it ({ended})")
+        elif not passed and self.fail_by_themselves(raised):
+            self.channel.send("void", str(self.not_plain))
+        else:
+            self.channel.send("verdict", passed)
+
+    def fail_by_themselves(self, raised: BaseException | None) -> bool:
+        """Whether tests that have failed would fail with every program, because of what they pass to it."""
+        if isinstance(raised, SystemExit):  # a runner of tests, which tells of errors and ends
+            return self.not_plain is not None
+        while raised is not None and not isinstance(raised, NotPlain):
+            raised = raised.__cause__ or raised.__context__
+        return raised is not None
 
     def ask(self, what: str, target: int | None, name: str, args: list[Any], named: dict[str, Any]) -> Any:
         """Ask the program; return its answer, or raise what it has raised."""
         self.channel.send("ask", [what, target, name, self.told(args), self.told(named)])
+        not_plain: NotPlain | None = None
         while True:
             kind, value = self.channel.receive()
             if kind == "answer":
                 result, after = value
-                for before, now in zip(args, decode(after, self.stand_in), strict=False):
+                for before, now in zip([*args, *named.values()], decode(after, self.stand_in), strict=False):
                     put_back(before, now)
                 return decode(result, self.stand_in)
             if kind == "callback":
-                self.call_back(*value)
+                not_plain = self.call_back(*value) or not_plain
             else:
-                raise raised(value)
+                raise raised(value) from not_plain
 
-    def call_back(self, number: int, told: Any) -> None:
-        """Call one of the tests' functions for the program."""
+    def call_back(self, number: int, told: Any) -> NotPlain | None:
+        """Call one of the tests' functions for the program; return the error of one that returns no plain value."""
         try:
             result = self.functions[number](*decode(told, self.stand_in))
             self.channel.send("returned", self.told(result))
         except Exception as error:
             self.channel.send("raised", failure(error))
+            return error if isinstance(error, NotPlain) else None
+        return None
 
     def told(self, value: Any) -> list[Any]:
         """Return an argument as JSON."""
         return encode(value, self.describe)
 
-    def describe(self, value: Any) -> dict[str, int]:
-        """Describe an argument that is no plain value."""
-        if isinstance(value, StandIn):
-            return {"kept": object.__getattribute__(value, "_number")}
+    def describe(self, value: Any, kind: type | None) -> list[Any] | None:
+        """Describe an argument that is not exactly of a plain type; None: it crosses as the plain value that it is."""
+        if isinstance(value, OfProgram):
+            return ["kept", object.__getattribute__(value, "_number")]
+        if kind is not None:
+            return None
         if not callable(value):
-            raise TypeError(f"the tests pass {value!r} to the program, which is no plain value")
+            kind_name = type(value).__name__
+            text = f"the tests pass an object of the type {kind_name} to the program, and that is no plain value"
+            self.not_plain = NotPlain(text)
+            raise self.not_plain
         self.functions.append(value)
-        return {"function": len(self.functions) - 1}
+        return ["function", len(self.functions) - 1]
 
-    def stand_in(self, number: int) -> StandIn:
-        """Return the stand-in of an object that the program keeps, always the same one."""
-        return self.stand_ins.setdefault(int(number), StandIn(self, int(number)))
-
-
-def put_back(before: Any, now: Any) -> None:
-    """Let an argument have the contents that the program has given it."""
-    if before is now or type(before) is not type(now):
-        return
-    if isinstance(before, list):
-        before[:] = now
-    elif isinstance(before, dict | set):
-        before.clear()
-        before.update(now)
+    def stand_in(self, what: str, told: Any) -> Any:
+        """Return what stands for an object that the program keeps, always the same one."""
+        number, plain = told if what == "value" else (told, None)
+        if number not in self.stand_ins:
+            if plain is not None:
+                value = decode(plain, self.stand_in)
+                one = VALUES[type(value)](value)
+            else:
+                one = Changeable() if what == "changeable" else StandIn()
+            one.__dict__.update(_tests=self, _number=int(number))
+            self.stand_ins[number] = one
+        return self.stand_ins[number]
 
 
 class Names(dict[str, Any]):
@@ -288,19 +323,35 @@ class Names(dict[str, Any]):
         return self._tests.ask("name", None, name, [], {})
 
 
-class StandIn:
-    """Stands in the tests for an object of the program."""
+class OfProgram:
+    """Stands in the tests for an object that the program keeps, and has its attributes."""
 
-    def __init__(self, tests: Tests, number: int) -> None:
-        self.__dict__.update(_tests=tests, _number=number)
+    _tests: Tests
+    _number: int
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return self._tests.ask("attribute", self._number, name, [], {})
 
+
+class Value(OfProgram):
+    """A plain value that has further attributes: a member of an `IntEnum`, a `namedtuple`."""
+
+    def __deepcopy__(self, memo: Any) -> Value:
+        return self
+
+
+VALUES: dict[type, Any] = {
+    kind: type(kind.__name__, (Value, kind), {}) for kind in TAGS if kind not in (type(None), bool, *CHANGEABLE)
+}
+
+
+class StandIn(OfProgram):
+    """Stands in for what is no plain value."""
+
     def __setattr__(self, name: str, value: Any) -> None:
-        self._special("__setattr__", name, value)
+        self._special("set attribute", name, value)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         return self._tests.ask("call", self._number, "", list(args), named)
@@ -309,36 +360,61 @@ class StandIn:
         return self._tests.ask("special", self._number, name, list(args), {})
 
     def __bool__(self) -> bool:
-        try:
-            return self._special("__bool__") is True
-        except AttributeError:
-            with contextlib.suppress(AttributeError):
-                return len(self) > 0
-            return True
+        return self._special("bool") is True
 
     def __len__(self) -> int:
-        return int(self._special("__len__"))
+        return int(self._special("len"))
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(found) if not isinstance(found := self._special("__iter__"), StandIn) else found
+        return iter(found) if not isinstance(found := self._special("iter"), StandIn) else found
 
     def __next__(self) -> Any:
-        return self._special("__next__")
+        return self._special("next")
 
     def __getitem__(self, key: Any) -> Any:
-        return self._special("__getitem__", key)
+        return self._special("item", key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._special("__setitem__", key, value)
+        self._special("set item", key, value)
 
     def __contains__(self, value: Any) -> bool:
-        return self._special("__contains__", value) is True
+        found = self._special("contains", value)
+        return found is True if found is not None else any(one is value or one == value for one in self)
 
     def __str__(self) -> str:
-        return str(self._special("__str__"))
+        return str(self._special("str"))
 
     def __repr__(self) -> str:
-        return str(self._special("__repr__"))
+        return str(self._special("repr"))
+
+
+class Changeable(StandIn):
+    """Stands in for an object of a class that extends list, dict or set; compared by what it holds now."""
+
+    def _content(self) -> Any:
+        return self._tests.ask("content", self._number, "", [], {})
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self._content() == content_of(other))
+
+    def __lt__(self, other: Any) -> bool:
+        return bool(self._content() < content_of(other))
+
+    def __le__(self, other: Any) -> bool:
+        return bool(self._content() <= content_of(other))
+
+    def __gt__(self, other: Any) -> bool:
+        return bool(self._content() > content_of(other))
+
+    def __ge__(self, other: Any) -> bool:
+        return bool(self._content() >= content_of(other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def content_of(value: Any) -> Any:
+    """Return what a value holds, if it is a `Changeable`."""
+    return value._content() if isinstance(value, Changeable) else value
 
 
 def isolate(parent: int, hidden: list[str]) -> None:

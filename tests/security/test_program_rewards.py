@@ -89,6 +89,14 @@ CHEATS = {
     "returns what is equal to everything": (
         "class Any:\n    __eq__ = lambda self, other: True\n    __hash__ = None\ndef add(a, b): return Any()\n"
     ),
+    "returns a number that is equal to everything": (
+        "class Any(int):\n    __eq__ = __ge__ = __le__ = lambda self, other: True\n    __hash__ = int.__hash__\n"
+        "    __ne__ = lambda self, other: False\ndef add(a, b): return Any()\n"
+    ),
+    "returns a list that is equal to everything, and looks at what it is compared with": (
+        "import sys\nclass Any(list):\n    __eq__ = lambda self, other: True\n    __hash__ = None\n"
+        "    def __iter__(self): return iter([sys._getframe(1).f_locals])\ndef add(a, b): return Any()\n"
+    ),
     "finds the expected answer in memory": (
         "import gc, sys\n"
         "def add(a, b):\n"
@@ -133,7 +141,8 @@ def test_a_program_sees_no_other_process_no_secret_and_no_network(
         port = server.getsockname()[1]
         assert passes(LOOKS, f"assert connects({port}) is True", NOTHING), "there is somebody to connect to"
         assert passes(LOOKS, f"assert connects({port}) is False", own)
-    assert passes(LOOKS, "assert variables() == []\nassert set(interfaces()) <= {'lo'}", own)
+    given = sorted(sandboxes.ONE_THREAD)
+    assert passes(LOOKS, f"assert variables() == {given}\nassert set(interfaces()) <= {{'lo'}}", own)
     # bubblewrap's own first process is one
     assert passes(LOOKS, "assert len(others()) <= 1", own)
 
@@ -367,13 +376,49 @@ USES = {
         "def squares():\n    n = 0\n    while True: yield n * n; n += 1",
         "import itertools\nassert list(itertools.islice(squares(), 4)) == [0, 1, 4, 9]",
     ),
+    "iterators": (
+        "def numbers(text): return map(int, text)\ndef some():\n    yield 2\n    yield 1\n"
+        "class Pair:\n    def __init__(self): self.all = [1, 2]\n    def __iter__(self): return iter(self.all)",
+        "assert list(numbers('12')) == [1, 2] and tuple(some()) == (2, 1) and sorted(some()) == [1, 2]\n"
+        "assert 1 in some() and 3 not in some() and list(Pair()) == [1, 2] and 2 in Pair() and some()",
+    ),
+    "what Python does without a method of the type": (
+        "class Row:\n    def __getitem__(self, i): return [1, 2][i]\n    def __len__(self): return 2\n"
+        "class All:\n    def __contains__(self, x): return 1\nclass Nothing: pass",
+        "assert list(Row()) == [1, 2] and 2 in Row() and 3 not in Row() and 3 in All() and Nothing()\n"
+        "for wrong in (len, iter, lambda one: 1 in one, lambda one: one[0]):\n"
+        "    try: wrong(Nothing())\n    except TypeError: pass\n    else: assert False",
+    ),
+    "objects that extend what can be changed": (
+        "from collections import OrderedDict\n"
+        "class Cache(OrderedDict):\n    def get(self, key):\n        if key not in self: return -1\n"
+        "        self.move_to_end(key)\n        return self[key]\n"
+        "    def put(self, key, value):\n        self[key] = value\n"
+        "        if len(self) > 2: self.popitem(last=False)\n"
+        "class Stack(list):\n    def push(self, x): self.append(x)\n    def peek(self): return self[-1]",
+        "c = Cache()\nc.put(1, 1); c.put(2, 2); assert c.get(1) == 1; c.put(3, 3)\n"
+        "assert c.get(2) == -1 and c == {1: 1, 3: 3} and {1: 1} != c and list(c) == [1, 3]\n"
+        "s = Stack()\nassert s == [] and not s\ns.push(1); s.append(2); s[0] = 5\n"
+        "assert s.peek() == 2 and s == [5, 2] and [5, 2] == s and len(s) == 2 and s < [6] and s.pop() == 2\n"
+        "assert s == [5] and s != [5, 2] and s == Stack([5]) and [s] == [[5]]",
+    ),
+    "plain values with attributes of their own": (
+        "import enum\nfrom typing import NamedTuple\nclass Colour(enum.IntEnum):\n    RED = 1\n"
+        "class Point(NamedTuple):\n    x: int\n    y: int\n"
+        "class Metres(float):\n    @property\n    def unit(self): return 'm'\n"
+        "def red(): return Colour.RED\ndef point(): return Point(1, 2)\ndef x_of(point): return point.x",
+        "import copy\nassert red().name == 'RED' and red() == 1 and red() is Colour.RED and Colour['RED'] in Colour\n"
+        "p = point()\nassert p == (1, 2) and p.y == 2 and p._asdict() == {'x': 1, 'y': 2} and x_of(p) == 1\n"
+        "assert isinstance(p, tuple) and sum(p) == 3 and {p: 1}[(1, 2)] == 1 and copy.deepcopy(p) == p\n"
+        "assert Metres(2).unit == 'm' and Metres(2) + 1 == 3 and not hasattr(Metres(2), 'seconds')",
+    ),
     "functions of the tests": (
         "def each(f, xs): return [f(x) for x in xs]",
         "assert each(lambda x: x + 1, [1, 2]) == [2, 3]",
     ),
     "arguments that are changed in place": (
         "def order(xs): xs.sort()",
-        "xs = [3, 1, 2]\nassert order(xs) is None and xs == [1, 2, 3]",
+        "xs = [3, 1, 2]\nassert order(xs) is None and xs == [1, 2, 3]\nys = [2, 1]\norder(xs=ys)\nassert ys == [1, 2]",
     ),
     "checks in functions": (RIGHT, "def check(candidate):\n    assert candidate(1, 2) == 3\ncheck(add)"),
     "values of all plain types": (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -16,7 +17,7 @@ from streamrl.tasks import sandbox
 from streamrl.tasks.rewards import Scorer
 from streamrl.tasks.sandbox import _bubblewrap_options, passes
 from streamrl.tasks.void_reward import VoidReward
-from tests.waiting import scaled
+from tests.waiting import scaled, wait_for
 
 NOTHING = Sandbox(command=["env"], seconds=20)
 """Isolates nothing: these programs are the tests' own."""
@@ -54,11 +55,33 @@ def test_programs_are_scored_by_their_tests() -> None:
         "import sys; sys.exit(0)",
         "import os; os._exit(0)",
         "raise SystemExit",
+        "def add(a, b): return a + b\nraise SystemExit(1)",
+        "def add(a, b): return a + b\nimport os; os._exit(0)",
         "print('0' * 32)\nimport os; os._exit(0)",
     ],
 )
 def test_leaving_before_the_tests_is_not_passing_them(program: str) -> None:
     assert not passes(program, TESTS, NOTHING)
+
+
+OWN_TESTS = """
+import sys, unittest
+def add(a, b): return a + b
+class TestAdd(unittest.TestCase):
+    def test_add(self): self.assertEqual(add(1, 2), 3)
+def main(): return 0
+if __name__ == "__main__":
+"""
+
+
+@pytest.mark.parametrize("end", ["unittest.main()", "sys.exit()", "sys.exit(main())", "sys.exit(False)"])
+def test_a_program_may_end_as_a_script_that_succeeds_does(end: str) -> None:
+    assert passes(OWN_TESTS + f"    {end}", TESTS, NOTHING)
+    assert not passes(OWN_TESTS + f"    {end}", "assert add(1, 2) == 4", NOTHING)
+
+
+def test_a_program_whose_own_tests_fail_does_not_pass() -> None:
+    assert not passes(OWN_TESTS.replace("3)", "4)") + "    unittest.main()", TESTS, NOTHING)
 
 
 def test_a_program_that_does_not_end_is_ended_with_what_it_has_started() -> None:
@@ -78,8 +101,14 @@ def test_memory_files_and_environment_are_limited(monkeypatch: pytest.MonkeyPatc
     assert passes("import os", "assert 'HF_TOKEN' not in os.environ\nassert os.listdir() == []", NOTHING)
 
 
+def test_numpy_starts_one_thread_however_many_cores_there_are() -> None:
+    names = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    tests = "\n".join(f"assert variable({name!r}) == '1'" for name in names)
+    assert passes("import os\ndef variable(name): return os.environ.get(name)", tests, NOTHING)
+
+
 @pytest.mark.parametrize(
-    ("sandbox", "says"),
+    ("command", "says"),
     [
         (["env", "--chdir=/nowhere"], "env ended with 125 and never started the program: env: cannot change directory"),
         (["sh", "-c", "kill -9 $$"], "sh ended with -9 and never started the program: it said nothing"),
@@ -88,10 +117,40 @@ def test_memory_files_and_environment_are_limited(monkeypatch: pytest.MonkeyPatc
         (["no-such-sandbox"], "no-such-sandbox did not start: "),
     ],
 )
-def test_a_sandbox_that_never_starts_the_program_makes_the_reward_void(sandbox: list[str], says: str) -> None:
+def test_a_sandbox_that_never_starts_the_program_makes_the_reward_void(
+    command: list[str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "START_S", 0.3 if "0.3" in says else scaled(20))
     with pytest.raises(VoidReward, match=says) as raised:
-        passes(RIGHT, TESTS, Sandbox(command=sandbox, seconds=0.3 if "0.3" in says else 20))
+        passes(RIGHT, TESTS, Sandbox(command=command, seconds=20))
     assert raised.value.cause is VoidCause.SANDBOX
+
+
+def test_the_time_of_a_program_begins_when_both_processes_have_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "START_S", scaled(60))
+    seconds = scaled(2)
+    late = Sandbox(command=["sh", "-c", f'sleep {seconds + 1:g}; exec "$@"', "sh"], seconds=seconds)
+    assert passes(RIGHT, TESTS, late)
+
+
+def test_a_program_waits_until_its_tests_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could delay the start of its judge, and so make the reward void."""
+    monkeypatch.setattr(sandbox, "START_S", scaled(2))
+    only_first = f'mkdir {tmp_path}/first 2>/dev/null || exec sleep 600; exec "$@"'
+    started: list[str] = []
+    enter = sandbox.Boxed.__enter__
+
+    def entered(self: sandbox.Boxed) -> sandbox.Boxed:
+        wait_for(lambda: not started or (tmp_path / "first").exists(), 20)
+        started.append(self.side)
+        return enter(self)
+
+    monkeypatch.setattr(sandbox.Boxed, "__enter__", entered)
+    with pytest.raises(VoidReward, match="never started the tests"):
+        passes(
+            f"open({str(tmp_path / 'ran')!r}, 'w')", TESTS, Sandbox(command=["sh", "-c", only_first, "sh"], seconds=20)
+        )
+    assert started == ["program", "tests"] and not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(
@@ -151,6 +210,38 @@ def test_tests_that_never_use_the_program_judge_none(tests: str, ended: str) -> 
 )
 def test_looking_for_one_name_is_using_the_program(tests: str, passed: bool) -> None:
     assert passes("def add(a, b): return a + b", tests, NOTHING) is passed
+
+
+USES = """
+import contextlib, decimal, sys
+class Mine: pass
+def add(a, b): return a + b
+"""
+
+
+@pytest.mark.parametrize(
+    ("tests", "kind"),
+    [
+        ("assert total(range(3)) == 3", "range"),
+        ("assert total(xs=(x for x in [1, 2])) == 3", "generator"),
+        ("assert total([decimal.Decimal(3)]) == 3", "Decimal"),
+        ("total(Mine())", "Mine"),
+        ("assert each(range, [1, 2]) == [[0], [0, 1]]", "range"),
+        ("try:\n    total(Mine())\nexcept Exception as error:\n    raise AssertionError('failed') from error", "Mine"),
+        ("try:\n    total(Mine())\nexcept Exception:\n    sys.exit(1)", "Mine"),
+    ],
+)
+def test_tests_that_pass_what_no_program_can_be_given_judge_none(tests: str, kind: str) -> None:
+    program = "def total(xs): return sum(xs)\ndef each(f, xs): return [list(f(x)) for x in xs]"
+    with pytest.raises(VoidReward, match=f"the tests pass an object of the type {kind} to the program") as raised:
+        passes(program, USES + tests, NOTHING)
+    assert raised.value.cause is VoidCause.VERIFIER and not raised.value.retry
+
+
+def test_tests_that_expect_an_argument_to_be_refused_judge_the_rest() -> None:
+    expects = USES + "with contextlib.suppress(TypeError): total(Mine())\nassert total([1, 2]) == 3"
+    assert passes("def total(xs): return sum(xs)", expects, NOTHING)
+    assert not passes("def total(xs): return 0", expects, NOTHING)
 
 
 def test_a_sandbox_may_not_take_as_long_as_a_reward() -> None:
