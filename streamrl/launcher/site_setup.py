@@ -71,7 +71,7 @@ class Share:
 
     @property
     def run_dir(self) -> Path:
-        """The launcher's own run folder, which holds the logs of all processes."""
+        """The launcher's own run folder, which holds the logs of all processes, but not of other sites' workers."""
         return next(iter(self.folders.values()))
 
     @property
@@ -175,7 +175,8 @@ def prepare(
             store = WeightStore(folder / layout.WEIGHTS)
             store.clear()
             stack.callback(store.clear)
-        (run_dir / layout.LOGS).mkdir(exist_ok=True)
+        for folder in folders.values():  # workers of rewards and agents log in the folder of their site
+            (folder / layout.LOGS).mkdir(exist_ok=True)
         forwarder = None
         if home in hosts and cluster.remote_sites:
             here = cluster.sites[home]

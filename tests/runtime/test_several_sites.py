@@ -17,7 +17,8 @@ from streamrl.config.run import RunConfig
 from streamrl.errors import RunFailed, UserError
 from streamrl.launcher import gpu_checks, preflight
 from streamrl.launcher.emulated_cluster import emulated
-from streamrl.launcher.site_setup import choose_addresses
+from streamrl.launcher.site_setup import choose_addresses, prepare
+from streamrl.run_dir import layout
 from streamrl.runtime.handshake import agreement, disagreement
 from streamrl.runtime.process_context import Addresses, RoleContext
 from streamrl.runtime.process_plan import plan_processes
@@ -260,3 +261,22 @@ def test_ended_episodes_of_another_site_wait_for_a_link_that_is_down(
     with pytest.raises(Made):
         asyncio.run(agents_process.AgentsProcess(context).run())
     assert fewest <= flows[0].credits <= most
+
+
+def test_the_agents_process_of_an_emulated_site_can_open_the_log_of_its_workers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def link(*_: Any, **__: Any) -> None:
+        raise Made
+
+    monkeypatch.setattr(agents_process, "Link", link)
+    monkeypatch.setattr(agents_process, "AgentHost", lambda *_: AsyncMock(notes=[]))
+    run = RunConfig.model_validate({"model": {"path": str(save_tiny_model(tmp_path / "model"))}})
+    (run_dir := tmp_path / "run").mkdir()
+    with prepare(emulated(cluster()), run, run_dir, emulate=True) as share:
+        for site, folder in share.folders.items():
+            context = RoleContext.load(f"agents-{site}", site, folder, False)
+            with pytest.raises(Made):
+                asyncio.run(agents_process.AgentsProcess(context).run())
+            assert (folder / layout.LOGS / f"agents-{site}-workers.log").is_file()
+    assert len(share.folders) == 2
