@@ -23,7 +23,8 @@ class StepBatch:
     """The groups of one step and the trainer's progress on them.
 
     A group without a gradient (all rewards equal, group-relative advantages, neither a KL term nor an entropy bonus) is
-    not sent to the trainer; only its tokens count, in the batch's normalisation.
+    not sent to the trainer; only its tokens count, in the batch's normalisation. Nor is one without a loss, of which
+    `mask_truncated` leaves out all samples, and no tokens of it count.
 
     A sample with a void reward is in no mean, deviation, loss or normalisation: the step is the one that it would be
     had the sample never been drawn. A group with too few survivors is dropped, and another one takes its place.
@@ -52,7 +53,7 @@ class StepBatch:
     update: int = 0
     """Number of the optimizer update on this batch, from 0."""
     no_gradient: int = 0
-    """Number of taken groups whose rewards are all equal, if such groups have no gradient."""
+    """Number of taken groups without a gradient: of equal rewards, if such groups have none, or without a loss."""
     pieces: dict[str, list[TrainGroup]] = field(default_factory=dict)
     """What the trainer gets of each group whose advantages are known; groups without a gradient have none."""
     estimation: ValueEstimation = field(default_factory=ValueEstimation)
@@ -222,7 +223,8 @@ class StepBatch:
         """
         group.step = self.step
         self.groups[group.group_id] = group
-        self.no_gradient += self.run.algorithm.skips_flat_groups and is_flat(self.rewards(group))
+        flat = self.run.algorithm.skips_flat_groups and is_flat(self.rewards(group))
+        self.no_gradient += flat or not self.counted(group)
         kind = self.run.algorithm.advantage
         if self.run.needs_estimates:
             self._await_estimates(group)

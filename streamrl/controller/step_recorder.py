@@ -46,6 +46,8 @@ class Recorder:
         self.rollouts, self.ledger, self.audit = rollouts, ledger, audit
         self.times, self.telemetry = times, telemetry
         self.spending, self.peak_tflops = spending, peak_tflops
+        self._said_masked = False
+        """Whether it has been said that a step had no sample with a loss."""
 
     def step_done(
         self,
@@ -92,6 +94,13 @@ class Recorder:
         )
         if row.staleness_max is None:
             log.warning("step %d trained nothing: no sample of it with a reward has a sampled token", batch.step)
+        elif groups and not self._said_masked and not any(batch.counted(group) for group in groups):
+            self._said_masked = True
+            log.warning(
+                "step %d trained nothing: every sample with a reward was cut by the token limit, and "
+                "algorithm.mask_truncated leaves them out of the loss: raise sampling.max_tokens (said once)",
+                batch.step,
+            )
         self.telemetry.step_done(row, batch, self.times.ended_trainer)
         return times
 

@@ -154,7 +154,7 @@ def headline_figures(rows: Sequence[MetricsRow]) -> list[tuple[str, str]]:
 
 
 def groups_without_gradient(rows: Sequence[MetricsRow]) -> str:
-    """Describe how many of all groups had no gradient, as their rewards were equal."""
+    """Describe how many of all groups had no gradient, as their rewards were equal or none had a loss."""
     return share_of(total(row.groups_no_gradient for row in rows), total(row.groups_total for row in rows))
 
 

@@ -196,7 +196,7 @@ def test_truncated_samples_may_have_no_loss_and_long_ones_a_penalty() -> None:
     finish(pool, "a", [1.0, 0.0], reason="length")
     batch.take(pool.take())
     assert batch.next_micro_batch(1000, 1) == ([[]], True)
-    assert batch.normalizer == 1
+    assert (batch.normalizer, batch.no_gradient, batch.samples_trained) == (1, 1, 2)
     penalised = config(1, overlong={"margin_tokens": 126, "penalty": 1.0})  # max_tokens is 128: grows from 2 on
     assert taken(penalised, {"a": (1.0, 1.0)}).no_gradient == 0
 
@@ -216,6 +216,19 @@ def test_groups_of_equal_rewards_are_counted_where_they_have_no_gradient(
     changes: dict[str, object], count: int
 ) -> None:
     assert taken(config(2, **changes), {"a": (1.0, 1.0), "b": (1.0, 0.0)}).no_gradient == count
+
+
+@pytest.mark.parametrize("advantage", ["group_std", "batch"])
+def test_a_group_without_a_loss_counts_once_as_one_without_gradient(advantage: str) -> None:
+    pool, batch = pool_of("abcd"), StepBatch(config(4, mask_truncated=True, advantage=advantage), 1)
+    finish(pool, "a", [1.0, 0.0], reason="length")
+    finish(pool, "b", [1.0, 1.0], reason="length")
+    finish(pool, "c", [1.0, None], reason="length")
+    finish(pool, "d", [1.0, 0.0])
+    for _ in "abcd":
+        batch.take(pool.take())
+    assert batch.no_gradient == 3
+    assert sorted(batch.pieces) == ["d"]
 
 
 def test_dynamic_sampling_replaces_flat_groups_up_to_its_limit() -> None:

@@ -11,14 +11,30 @@ import numpy as np
 import pytest
 
 from streamrl.controller.length_predictor import StepLengths
+from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_recorder import Recorder
 from streamrl.controller.step_times import Interval, Traffic
 from streamrl.protocol.controller_trainer import StepDone
 from streamrl.rollouts.length_audit import LengthAudit
 from streamrl.rollouts.rollout_store import RolloutStore
 from streamrl.run_dir.metrics import MetricsRow
-from tests.controller.test_pool_and_batch import config, taken
+from tests.controller.test_pool_and_batch import config, finish, pool_of, taken
 from tests.rollouts.test_row_parts import trajectory
+
+
+def record(folder: Path, *batches: StepBatch) -> list[MetricsRow]:
+    """Record steps that trained no token; return their rows."""
+    times = Interval(0.0, 10.0, (), (), {"one": ()}, {"one": ()}, (), {"one": (0.0, 10.0)})
+    result = StepDone(rank=0, started=0.0, finished=1.0, grad_norm=0.0, learning_rate=1e-3, skipped=False)
+    rows: list[MetricsRow] = []
+    unused: Any = SimpleNamespace(
+        **{"train": lambda *_: 0, "end_step": lambda *_: times, "of_step": lambda *_: {}, "usd_per_hour": {}},
+        **{"memory": SimpleNamespace(total_gb=1.0), "ended_trainer": [], "step_done": lambda row, *_: rows.append(row)},
+    )
+    recorder = Recorder(RolloutStore(folder / "rollouts"), unused, LengthAudit(128), unused, unused, unused, None)
+    for batch in batches:
+        recorder.step_done(batch, result, StepLengths(None, None), True, Traffic(), 0, 0, gap_bound=0.001)
+    return rows
 
 
 def test_a_step_without_a_token_is_recorded_without_staleness_and_said(
@@ -31,17 +47,26 @@ def test_a_step_without_a_token_is_recorded_without_staleness_and_said(
             told = trajectory([])  # such as of an agent that never calls the model
             empty = {"completion_tokens": none, "logprobs": none.astype(np.float32), "token_versions": none}
             group.scored[sample_id] = replace(one, sample=replace(one.sample, trajectory=told, **empty))
-    times = Interval(0.0, 10.0, (), (), {"one": ()}, {"one": ()}, (), {"one": (0.0, 10.0)})
-    result = StepDone(rank=0, started=0.0, finished=1.0, grad_norm=0.0, learning_rate=1e-3, skipped=False)
-    rows: list[MetricsRow] = []
-    unused: Any = SimpleNamespace(
-        **{"train": lambda *_: 0, "end_step": lambda *_: times, "of_step": lambda *_: {}, "usd_per_hour": {}},
-        **{"memory": SimpleNamespace(total_gb=1.0), "ended_trainer": [], "step_done": lambda row, *_: rows.append(row)},
-    )
-    store = RolloutStore(tmp_path / "rollouts")
-    recorder = Recorder(store, unused, LengthAudit(128), unused, unused, unused, None)
-    recorder.step_done(batch, result, StepLengths(None, None), True, Traffic(), 0, 0, gap_bound=0.001)
-    (row,) = rows
+    (row,) = record(tmp_path, batch)
     assert (row.staleness_mean, row.staleness_max, row.mismatch_warning) == (None, None, None)
     assert (row.reward_mean, row.tokens_trained, row.output_length_max, row.samples_total) == (0.5, 0, 0.0, 4)
     assert caplog.messages == ["step 1 trained nothing: no sample of it with a reward has a sampled token"]
+
+
+def test_that_all_samples_are_cut_and_masked_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def batch(step: int, *reasons: str, masks: bool = True) -> StepBatch:
+        pool, made = pool_of("ab"), StepBatch(config(2, mask_truncated=masks), step)
+        for name, reason in zip("ab", reasons, strict=True):
+            finish(pool, name, [1.0, 0.0], reason)
+            made.take(pool.take())
+        return made
+
+    record(tmp_path, batch(1, "length", "stop"), batch(2, "length", "length", masks=False))
+    assert caplog.messages == []
+    first, second = record(tmp_path, batch(3, "length", "length"), batch(4, "length", "length"))
+    assert (first.tokens_trained, first.groups_no_gradient, first.truncated_fraction) == (0, 2, 1.0)
+    assert second.groups_no_gradient == 2
+    assert caplog.messages == [
+        "step 3 trained nothing: every sample with a reward was cut by the token limit, and algorithm.mask_truncated "
+        "leaves them out of the loss: raise sampling.max_tokens (said once)"
+    ]
