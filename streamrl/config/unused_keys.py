@@ -12,6 +12,7 @@ from streamrl.config.cluster import StrictModel
 from streamrl.config.mistakes import ConfigProblem, KeyPath, dotted
 from streamrl.config.run import RunConfig
 from streamrl.config.schedule import PartialRolloutsConfig, TailBatchingConfig
+from streamrl.config.weight_sync import FETCHING
 
 UNUSED = {
     "none": (("level", "low", "high"), "truncate or mask"),
@@ -75,6 +76,21 @@ def _unused_elsewhere(run: RunConfig) -> Iterable[ConfigProblem]:
         for key in _changed(run.evaluation, ("temperature",)):
             reason = "has no use with samples: 0, as greedy completions have none: leave it out, or set samples"
             yield _problem(("evaluation", key), ("evaluation", "samples"), reason)
+    weights = run.weights
+    if not weights.path.fetched:
+        for key in _changed(weights, FETCHING):
+            reason = (
+                f"has no use with backend: {weights.backend}, where nothing is fetched: leave it out, or set stream"
+            )
+            yield _problem(("weights", key), ("weights", "backend"), reason)
+    elif weights.encoding == "raw":
+        for key in _changed(weights, ("anchor_every",)):
+            reason = "has no use with encoding: raw, without deltas: leave it out, or choose delta"
+            yield _problem(("weights", key), ("weights", "encoding"), reason)
+    if run.ranker.path is None and not run.ranker.refit_every:
+        for key in _changed(run.ranker, ("window",)):
+            reason = "has no use with refit_every: 0 and no path, where nothing is predicted: leave it out, or set one"
+            yield _problem(("ranker", key), ("ranker", "refit_every"), reason)
 
 
 def _changed(section: StrictModel, keys: Iterable[str]) -> list[str]:

@@ -83,6 +83,8 @@ LONGER = 2.0
 """Times `deadlines.weights_s` that the limit of a collective has to be, at least, where the trainer pushes weights:
 while rank 0 waits for the end of one broadcast, the other ranks wait for it in a collective, and it must be the first
 to give up."""
+FETCHING = ("encoding", "anchor_every", "chunk_mb")
+"""Keys of `weights` that say how versions are sent to relays, which fetch them."""
 AUTO_PATH = "stream"
 """Taken for `auto`: it has been run."""
 
@@ -100,7 +102,7 @@ class WeightSyncConfig(StrictModel):
     encoding: Literal["auto", "raw", "delta"] = Field(
         "auto",
         description="what relays fetch: raw: all bytes; delta: lossless differences; auto: raw on one machine, delta "
-        "across sites and nodes, except that on the trainer's own node its file is copied",
+        "across sites and nodes; whatever it is, nothing is sent on the trainer's own node, where its file is copied",
     )
     anchor_every: int = Field(
         10, ge=1, description="delta: published versions between complete ones, from which late relays start"

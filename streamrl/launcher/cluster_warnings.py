@@ -1,10 +1,15 @@
-"""What a cluster file sets and a launch does not use; people share such files between machines, so none is refused."""
+"""What a cluster file sets and a launch does not use, and what a run file sets and its cluster has no use for.
+
+People share such files between machines and clusters, so none is refused.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from streamrl.config.cluster import AgentPoolConfig, ClusterConfig, GenerationPool
+from streamrl.config.run import RunConfig
+from streamrl.config.weight_sync import FETCHING, WeightSyncConfig
 
 OF_OTHERS = {"cuda": ("kv_cache_gb", "cpu"), "cpu": ("gpu_memory_fraction", "cuda")}
 """By hardware, the key of a pool that only the other hardware uses."""
@@ -25,3 +30,16 @@ def cluster_warnings(cluster: ClusterConfig) -> Iterable[str]:
                 )
         if not site.generation and site.agents != AgentPoolConfig():
             yield f"sites.{name}.agents has no use at a site without a generation pool: agents work beside those"
+
+
+def unused_here(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
+    """Say which keys of a run file have another value than their default and no use on one machine or at one site."""
+    if not cluster.remote_sites and not cluster.sites[cluster.trainer_site].on_ray and run.weights.path.fetched:
+        for key in FETCHING:
+            if (value := getattr(run.weights, key)) != WeightSyncConfig.model_fields[key].default:
+                yield f"weights.{key}: {value} has no use on one machine, where weights are copied and nothing is sent"
+    if sum(bool(site.generation) for site in cluster.sites.values()) == 1 and run.dispatch.price_tolerance:
+        yield (
+            f"dispatch.price_tolerance: {run.dispatch.price_tolerance} has no use: one site generates, so none can be "
+            "chosen for its price"
+        )

@@ -16,7 +16,7 @@ from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import CRITIC_KEY, RunConfig
 from streamrl.config.tasks import AgentTask, FileTask
 from streamrl.errors import ErrorCode, UserError
-from streamrl.launcher.cluster_warnings import cluster_warnings
+from streamrl.launcher.cluster_warnings import cluster_warnings, unused_here
 from streamrl.launcher.folder_check import check_disk, check_folder, disk_warnings
 from streamrl.launcher.generation_check import check_eight_bits, check_generation, check_head_size, check_kv_cache
 from streamrl.launcher.gpu_checks import check_this_machine, sites_here, warnings_here
@@ -116,6 +116,7 @@ def check(
         *untried_warning(cluster, run),
         *run_warnings(run),
         *(() if emulate else cluster_warnings(cluster)),
+        *unused_here(cluster, run),
         *(critic_warnings(run) if trains else []),
         *sandbox_warnings(run),
         *ray_warnings(cluster, os.environ, site),
@@ -171,7 +172,8 @@ def check_files(cluster: ClusterConfig, run: RunConfig, resumed: bool = False) -
     refuse(checks)
     skipped = "packages, model, GPUs, ports, keys, Ray's nodes, disk and memory"
     note = f"not checked: {skipped} of the sites; each checks its own with --site NAME --dry-run"
-    return [note, *untried_warning(cluster, run), *run_warnings(run), *cluster_warnings(cluster), *missing, *of_new]
+    told = [*untried_warning(cluster, run), *run_warnings(run), *cluster_warnings(cluster), *unused_here(cluster, run)]
+    return [note, *told, *missing, *of_new]
 
 
 def check_sites(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:

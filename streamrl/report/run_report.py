@@ -270,7 +270,11 @@ def _trouble(data: RunData) -> str:
         ),
         ("groups without gradient", groups_without_gradient(rows), no_gradient),
         ("prompts too long", fixed(too_long, 0), "left out: no room for a completion"),
-        ("weights sent", NONE if sent is None else decimal(sent), "to all sites, over the run"),
+        (
+            "weights sent",
+            NONE if sent is None else decimal(sent),
+            "to all sites, over the run, copies on the trainer's own node included",
+        ),
     ]
     if drafted := total(row.drafted_tokens for row in rows):
         accepted = (total(row.accepted_tokens for row in rows) or 0.0) / drafted

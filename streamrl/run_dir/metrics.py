@@ -50,7 +50,11 @@ class MetricsRow(StepRow):
         None, description="largest trainer/generator probability ratio of a token"
     )
     weight_version: int | None = Field(None, description="weight version that this step made")
-    weight_bytes_sent: int | None = Field(None, description="bytes of weights received by all sites in this step")
+    weight_bytes_sent: int | None = Field(
+        None,
+        description="bytes of weights that all sites got in this step; on the trainer's own node they are those of the "
+        "file that is copied, and nothing is sent",
+    )
     weight_transfer_s: float | None = Field(
         None,
         description="longest time from a version's announcement until a site had verified it; none: no new version",

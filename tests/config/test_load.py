@@ -212,6 +212,26 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
             "F:3: 'evaluation.temperature' has no use with samples: 0, as greedy completions have none",
         ),
         (
+            "weights: {backend: gloo, encoding: delta}\n",
+            "F:1: 'weights.encoding' has no use with backend: gloo, where nothing is fetched",
+        ),
+        (
+            "weights:\n  backend: ipc\n  anchor_every: 3\n",
+            "F:3: 'weights.anchor_every' has no use with backend: ipc",
+        ),
+        (
+            "weights:\n  chunk_mb: 0.5\n  backend: nccl\n",
+            "F:2: 'weights.chunk_mb' has no use with backend: nccl, where nothing is fetched: leave it out, or ",
+        ),
+        (
+            "weights:\n  encoding: raw\n  anchor_every: 3\n",
+            "F:3: 'weights.anchor_every' has no use with encoding: raw, without deltas: leave it out, or choose delta",
+        ),
+        (
+            "ranker:\n  refit_every: 0\n  window: 200\n",
+            "F:3: 'ranker.window' has no use with refit_every: 0 and no path, where nothing is predicted",
+        ),
+        (
             "sampling: {max_tokens: 128}\nschedule:\n  name: stream\n"
             "  rounds: {kind: partial_rollouts, round_tokens: 128}\n",
             "F:4: 'schedule.rounds' could not carry anything over: 'schedule.rounds.round_tokens' is 128, and no",
@@ -411,13 +431,25 @@ def test_a_trial_may_switch_off_what_the_file_describes(write: Write) -> None:
     )
 
 
+def test_keys_of_deltas_and_of_forecasts_have_a_use_where_there_are_some(write: Write) -> None:
+    for encoding in ("auto", "delta"):
+        assert (
+            load_run(write(f"weights: {{encoding: {encoding}, anchor_every: 3, chunk_mb: 0.5}}")).weights.anchor_every
+            == 3
+        )
+    assert load_run(write("weights: {encoding: raw, chunk_mb: 0.5}")).weights.chunk_mb == 0.5
+    assert load_run(write("weights: {backend: gloo}")).weights.backend == "gloo"
+    for told in ("refit_every: 0, path: ranker.lgb", "refit_every: 2"):
+        assert load_run(write(f"ranker: {{{told}, window: 200}}")).ranker.window == 200
+
+
 def test_a_run_that_began_with_keys_without_use_goes_on(tmp_path: Path) -> None:
     algorithm = {"name": "grpo", "off_policy": {"high": 2.0}, "kl": {"estimator": "k2"}, "max_replaced": 5}
     options = {"min_lr_fraction": 0.5}
     schedule = {"name": "stream", "rounds": {"kind": "partial_rollouts", "round_tokens": 10**6}}
     run = RunConfig.model_validate(
         {"algorithm": algorithm, "optimizer": options, "schedule": schedule, "sampling": {"top_k": 1, "min_p": 1}}
-        | {"steps": 20},
+        | {"weights": {"encoding": "raw", "anchor_every": 3}, "ranker": {"refit_every": 0, "window": 200}, "steps": 20},
     )
     cluster = load_cluster(ROOT / "cluster_configs/local.yaml")
     save_resolved(tmp_path, cluster, run)

@@ -1,4 +1,4 @@
-"""Keys of a cluster file that a launch does not use are told, and those that it uses are not."""
+"""Keys of a cluster file, or of a run file on that cluster, that a launch does not use are told, and no others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from streamrl.config.cluster import ClusterConfig
 from streamrl.config.load import load_cluster
 from streamrl.config.run import RunConfig
 from streamrl.launcher import preflight
-from streamrl.launcher.cluster_warnings import cluster_warnings
+from streamrl.launcher.cluster_warnings import cluster_warnings, unused_here
+from tests.tiny_model import save_tiny_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,6 +41,43 @@ def test_keys_that_are_used_are_not_told() -> None:
     ray = {"launch": {"backend": "ray"}}
     both = cluster("cuda", {"gpu_memory_fraction": 0.5}, {"sharding": "hybrid", "ranks": 2, "nodes": 2}, **ray)
     assert list(cluster_warnings(both)) == []
+
+
+def test_keys_of_a_run_that_nothing_is_sent_or_chosen_by_are_told_on_one_machine_only() -> None:
+    keys = {"weights": {"encoding": "delta", "anchor_every": 3, "chunk_mb": 0.5}, "dispatch": {"price_tolerance": 0.1}}
+    run = RunConfig.model_validate(keys)
+    here: dict[str, Any] = {"trainer": {}, "generation": [{}]}
+
+    def told(sites: dict[str, Any], run: RunConfig = run) -> list[str]:
+        links = [{"between": ["home", name], "bandwidth_gbit_s": 1, "rtt_ms": 1} for name in list(sites)[1:]]
+        values = {"hardware": "cpu", "sites": {**sites, "home": {**sites["home"], "port": 5600}}, "links": links}
+        return list(unused_here(ClusterConfig.model_validate(values), run))
+
+    *of_weights, of_price = told({"home": here})
+    assert of_weights == [
+        f"weights.{key}: {value} has no use on one machine, where weights are copied and nothing is sent"
+        for key, value in keys["weights"].items()
+    ]
+    assert of_price == (
+        "dispatch.price_tolerance: 0.1 has no use: one site generates, so none can be chosen for its price"
+    )
+    assert told({"home": here}, RunConfig()) == []
+    pushed = RunConfig.model_validate({"weights": {"backend": "gloo", "chunk_mb": 0.5}})
+    assert told({"home": here}, pushed) == [], "a run that an earlier version began"
+    assert told({"home": here | {"launch": {"backend": "ray"}}}) == [of_price]
+    assert told({"home": {"trainer": {}}, "west": {"generation": [{}]}}) == [of_price]
+    assert told({"home": here, "west": {"generation": [{}]}}) == []
+
+
+def test_a_launch_says_what_its_cluster_has_no_use_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = {"path": str(save_tiny_model(tmp_path / "model")), "max_context": 256}
+    run = RunConfig.model_validate({"dispatch": {"price_tolerance": 0.1}, "model": model})
+    one_generates = cluster("cpu", {}, {})
+    assert set(unused_here(one_generates, run)) <= set(preflight.check_files(one_generates, run))
+    monkeypatch.setattr(preflight, "refuse", lambda _: None)
+    for emulate in (False, True):
+        told = preflight.check(one_generates, run, tmp_path, "home", emulate)
+        assert set(unused_here(one_generates, run)) <= set(told)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "cluster_configs").glob("*.yaml")), ids=lambda path: path.stem)
