@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from streamrl.errors import ErrorCode
+from streamrl.errors import ErrorCode, UserError
 from streamrl.launcher.entry_point import AGAIN
 from streamrl.launcher.local_backend import start
 from streamrl.launcher.site_setup import Share
@@ -16,6 +16,7 @@ from streamrl.launcher.started_process import KILL_S, RunProcess
 from streamrl.run_dir import layout
 from streamrl.run_dir.instance_files import StartedProcess, WantedInstance, read_wanted, write_started
 from streamrl.run_dir.start_stages import say
+from streamrl.run_dir.status import read_status
 from streamrl.runtime.process_plan import ON_RAY, ProcessSpec
 from streamrl.runtime.restart_budget import restart_time
 
@@ -83,7 +84,15 @@ class ProcessGroup:
 
     def _has_died(self, process: RunProcess) -> bool:
         """Whether a process has ended too early: all run until the first one's work is done."""
-        return process.exit_code is not None and not (process is self.first and process.exit_code == 0)
+        ended_well = process.exit_code == 0 and (process is self.first or self._is_over())
+        return process.exit_code is not None and not ended_well
+
+    def _is_over(self) -> bool:
+        """Whether the controller has ended the run; services of other sites, which it tells, may end before it."""
+        try:
+            return read_status(self.share.run_dir).final
+        except UserError:  # none has been written
+            return False
 
     def _is_final(self, process: RunProcess) -> bool:
         return process.is_final or self._due.get(process.spec.name, 0.0) is None

@@ -30,6 +30,7 @@ from streamrl.run_dir.instance_files import (
     write_started,
     write_wanted,
 )
+from streamrl.run_dir.status import write_status
 from streamrl.runtime.process_plan import ProcessSpec, Role
 from streamrl.runtime.processes import is_alive
 from tests.waiting import scaled, wait_for
@@ -146,6 +147,18 @@ def test_a_service_comes_back_alone_until_its_budget_is_used_up(
     os.kill(alive(tmp_path)["service-here"][0], signal.SIGKILL)
     told = until(lambda: family.dead, family)
     assert told == ["service-here has died 3 times; it is not started again (see docs: E1006)"]
+
+
+@pytest.mark.parametrize(("state", "again"), [("running", True), ("done", False), ("failed", False)])
+def test_a_service_that_ends_well_is_started_again_unless_the_run_is_over(
+    tmp_path: Path, families: Callable[..., ProcessGroup], state: str, again: bool
+) -> None:
+    """Services of other sites hear of the end from the controller, and may be gone before it is."""
+    write_status(tmp_path, {"run": "r", "state": state, "step": 1, "steps": 1, "started_at": 1.0, "updated_at": 1.0})
+    family = families(tmp_path, CORE[0], CORE[1], spec("service-here", "service", "pass"))
+    service = family._processes[2]
+    wait_for(lambda: service.exit_code == 0, 20)
+    assert bool(family.revive()) == again and family.dead == []
 
 
 @pytest.mark.parametrize("victim", ["controller", "trainer"])
