@@ -263,39 +263,3 @@ def _far_from(quantiles: Array, limit: Array | float) -> Array:
     """Return whether requests [N] are expected to end well before the limit, by their 0.9 quantile."""
     far: Array = quantiles[:, int(np.searchsorted(LEVELS, 0.9))] < FAR * limit
     return far
-
-
-def expected_beyond(quantiles: Array, n: Array | float, limit: float | None = None, levels: Array = LEVELS) -> Array:
-    """Return E[L | L > n] in tokens [N]: the expected length of an unfinished request that has produced `n` tokens.
-
-    The distribution is the quantiles' own: log length is linear between levels, and the outermost pieces extend to
-    levels 0 and 1 (within 1 token and `limit`). Where nothing of it is beyond `n`, the request is expected to grow once
-    more by the ratio of the last piece, but by one token at least; never above `limit`.
-
-    Args:
-        quantiles: tokens [N, Q], monotone in Q.
-        n: tokens produced so far, one number or [N].
-        limit: the length limit, if there is one.
-        levels: [Q].
-    """
-    logs = np.log(np.maximum(quantiles, 1.0))
-    made = np.broadcast_to(np.asarray(n, dtype=np.float64), (len(logs),))
-    top = np.inf if limit is None else np.log(limit)
-    slope_low = (logs[:, 1] - logs[:, 0]) / (levels[1] - levels[0])
-    slope_high = (logs[:, -1] - logs[:, -2]) / (levels[-1] - levels[-2])
-    first = np.maximum(logs[:, 0] - slope_low * levels[0], 0.0)
-    last = np.maximum(np.minimum(logs[:, -1] + slope_high * (1 - levels[-1]), top), logs[:, -1])
-    knots = np.column_stack((first, logs, last))
-    mass = np.diff(np.concatenate(([0.0], levels, [1.0])))[None, :]
-    a, b = knots[:, :-1], knots[:, 1:]
-    wide = b - a > 1e-9
-    width = np.where(wide, b - a, 1.0)
-    start = np.clip(np.log(np.maximum(made, 1e-9))[:, None], a, b)
-    beyond = mass * np.where(wide, (b - start) / width, np.exp(a) > made[:, None])
-    tokens = mass * np.where(wide, (np.exp(b) - np.exp(start)) / width, np.exp(a) * (np.exp(a) > made[:, None]))
-    total = beyond.sum(axis=1)
-    known = total > 1e-9
-    mean = tokens.sum(axis=1) / np.where(known, total, 1.0)
-    more = np.maximum(made * np.exp(np.minimum(last - logs[:, -2], 1.0)), made + 1)
-    result = np.where(known, np.maximum(mean, made), more)
-    return result if limit is None else np.minimum(result, limit)

@@ -46,8 +46,6 @@ from scheduler.schedule.schedules import Schedule, due_within
 class Round:
     """Groups that one round generates."""
 
-    tail: bool
-    """Whether all groups of the round were deferred by earlier ones."""
     new: int
     """Number of new groups to issue."""
     resumed: tuple[str, ...]
@@ -240,12 +238,12 @@ class TailBatching(Rounds):
 
     def _plan(self, needed: int, waiting: list[str], due: int, limit: float) -> Round:
         if needed == 0:
-            return Round(False, 0, (), 0)
+            return Round(0, (), 0)
         if len(waiting) >= self.batch:
-            return Round(True, 0, tuple(waiting[:needed]), needed)
+            return Round(0, tuple(waiting[:needed]), needed)
         new = int(min(self._more(needed - due), limit))
         resumed = tuple(waiting[: max(due, needed - new)])
-        return Round(new == 0, new, resumed, needed)
+        return Round(new, resumed, needed)
 
 
 class PartialRollouts(Rounds):
@@ -271,9 +269,9 @@ class PartialRollouts(Rounds):
 
     def _plan(self, needed: int, waiting: list[str], due: int, limit: float) -> Round:
         if needed == 0:
-            return Round(False, 0, (), 0, self.round_tokens)
+            return Round(0, (), 0, self.round_tokens)
         new = int(min(max(0, self._more(self.batch) - len(waiting)), limit))
-        return Round(new == 0, new, tuple(waiting), needed, self.round_tokens)
+        return Round(new, tuple(waiting), needed, self.round_tokens)
 
 
 def taking(schedule: Schedule, rounds: Rounds) -> Schedule:

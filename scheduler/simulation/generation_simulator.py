@@ -61,21 +61,12 @@ class Outcome:
     """End of the last request."""
     finished: dict[str, float]
     """End of every request."""
-    placed: dict[str, str]
-    """Instance on which each request ended."""
     busy: dict[str, float]
     """Time in which each instance had something to do."""
     moves: int
     """Number of moves of running requests."""
     tokens: float
     """Tokens generated in all."""
-
-    @property
-    def bubble(self) -> float:
-        """Share of the instances' time, until the last request's end, in which they had nothing to do."""
-        if not self.busy or self.makespan <= 0:
-            return 0.0
-        return 1.0 - sum(self.busy.values()) / (len(self.busy) * self.makespan)
 
     def ends(self) -> npt.NDArray[np.float64]:
         """Return the ends of all requests, ascending."""
@@ -203,8 +194,6 @@ class Simulation:
             self.engines[spec.name] = _Engine(spec, spec.curve.table(spec.slots).tolist())
         self.where: dict[str, _Engine] = {}
         self.requests: dict[str, SimulatedRequest] = {}
-        self.placed: dict[str, str] = {}
-        """Instance on which each request ended."""
         self.moves = 0
         self._events: list[tuple[float, int, str]] = []  # (end, engine's epoch, engine)
 
@@ -225,7 +214,7 @@ class Simulation:
                 gc.enable()
         busy = {name: engine.busy for name, engine in self.engines.items()}
         tokens = sum(request.length for request in arriving)
-        return Outcome(max(ends.values(), default=0.0), ends, self.placed, busy, self.moves, tokens)
+        return Outcome(max(ends.values(), default=0.0), ends, busy, self.moves, tokens)
 
     def _run(self, arriving: Sequence[SimulatedRequest]) -> dict[str, float]:
         """Return the end of every request; `arriving` is sorted by arrival."""
@@ -313,7 +302,6 @@ class Simulation:
         engine.steps = max(engine.steps, engine.running[request_id].end_step)  # rounding
         engine.remove(request_id)
         del self.where[request_id]
-        self.placed[request_id] = engine.spec.name
         self.policy.finished(request_id, self.requests[request_id].length)
         return request_id
 

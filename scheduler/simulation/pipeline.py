@@ -115,7 +115,7 @@ class Pipeline:
         self._trainers_turn = not schedule.exclusive
         self._environments_free = [0.0] * stages.environment_processes
         """Heap: when each process of the environment is free."""
-        self._link_free = self._training_busy = self._transfers = 0.0
+        self._link_free = self._training_busy = 0.0
         self._ranks_done = 0.0
         """When the last rank ends the samples that were taken so far."""
         self._steps: list[list[str]] = [[]]
@@ -165,7 +165,6 @@ class Pipeline:
             generation_busy=self._generation_busy(now),
             training_busy=self._training_busy,
             busy_until=tuple(self._busy_until),
-            transfers=self._transfers,
             staleness=dict(sorted(self._staleness.items())),
             staleness_by_step=tuple(total / self.batch for total in self._stale[:iterations]),
             deferred=self._deferrals,
@@ -252,7 +251,6 @@ class Pipeline:
         seconds = self.stages.link.seconds(self.stages.weights_gb)
         begin = max(now, self._link_free)
         self._link_free = begin + seconds
-        self._transfers += seconds
         self._after(begin, seconds, _PUBLISHED, f"{self._step}")
 
     def _rewarded(self, request_id: str, now: float) -> None:

@@ -78,17 +78,15 @@ class PipelineOutcome:
     training_busy: float
     busy_until: tuple[tuple[float, float], ...]
     """[iterations] (generation_busy, training_busy) until each step's end."""
-    transfers: float
-    """Time in which weights were in flight on the link."""
     staleness: dict[int, int]
     """Number of groups by staleness: steps between their policy version at issue and the weights that trained on
     them."""
     staleness_by_step: tuple[float, ...]
     """[iterations] mean staleness of each step's groups."""
     deferred: int
-    """Number of times that a group was deferred to a later round."""
+    """Number of times that a group was deferred to a later round; for tests and studies."""
     left: int
-    """Groups that were issued and not trained by the end."""
+    """Groups that were issued and not trained by the end; for tests and studies."""
 
     @property
     def total(self) -> float:

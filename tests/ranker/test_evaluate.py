@@ -7,7 +7,7 @@ import pytest
 
 from ranker.ceiling import ceiling_of_many
 from ranker.data import from_rows
-from ranker.distribution import LEVELS, Distribution, expected_beyond, expected_length, fit_distribution
+from ranker.distribution import LEVELS, Distribution, expected_length, fit_distribution
 from ranker.evaluate import baselines, kendall_tau, recall_at
 from ranker.history import simulate
 from ranker.shrinkage import fit_shrunk
@@ -55,25 +55,6 @@ def test_kendall_tau_is_that_of_all_pairs(values: int) -> None:
 def test_kendall_tau_of_a_constant_is_nan() -> None:
     assert np.isnan(kendall_tau(np.zeros(5), np.arange(5)))
     assert np.isnan(kendall_tau(np.zeros(0), np.zeros(0)))
-
-
-def test_expected_beyond_agrees_with_samples() -> None:
-    rng = np.random.default_rng(0)
-    samples = np.minimum(np.exp(5 + 0.6 * rng.standard_normal(200_000)), 768)
-    quantiles = np.quantile(samples, LEVELS)[None, :]
-    for made in (0, 50, 150, 400):
-        true = samples[samples > made].mean()
-        assert expected_beyond(quantiles, made, 768)[0] == pytest.approx(true, rel=0.06)
-
-
-def test_expected_beyond_is_never_less_than_what_was_made() -> None:
-    quantiles = np.array([np.full(len(LEVELS), 100.0), np.geomspace(10, 700, len(LEVELS)), np.full(len(LEVELS), 768.0)])
-    for made in (0.0, 1.0, 99.0, 100.0, 500.0, 767.0, 768.0):
-        left = expected_beyond(quantiles, made, 768)
-        assert (left >= min(768.0, made)).all() and (left <= 768).all()
-        assert made >= 768 or (left > made).all()
-    assert expected_beyond(quantiles, 50, 768)[0] == pytest.approx(100)
-    assert expected_beyond(quantiles, np.array([0.0, 800.0, 3.0])).shape == (3,)
 
 
 @pytest.mark.parametrize("noise", [0.1, 0.6, 1.5])

@@ -14,7 +14,7 @@ from scheduler.schedule.schedules import ScheduleState, due_within, make_schedul
 
 def test_tail_rounds_by_hand() -> None:
     planner = TailBatching(batch=2, over_issue=1.5)
-    assert planner.begin(0) == Round(tail=False, new=3, resumed=(), needed=2)
+    assert planner.begin(0) == Round(new=3, resumed=(), needed=2)
     planner.started(["a", "b", "c"])
     planner.completed("c")
     assert not planner.over
@@ -33,7 +33,7 @@ def test_tail_rounds_by_hand() -> None:
     assert planner.end() == ["f"]
     planner.taken("d")
     planner.taken("e")
-    assert planner.begin(2) == Round(tail=True, new=0, resumed=("b", "f"), needed=2)
+    assert planner.begin(2) == Round(new=0, resumed=("b", "f"), needed=2)
     planner.completed("f")
     assert not planner.over, "a tail round waits for all"
     planner.completed("b")
@@ -56,12 +56,12 @@ def test_a_group_that_completes_after_its_round_counts_for_the_next() -> None:
     assert planner.deferred == ["c"]
     planner.taken("a")
     planner.taken("b")
-    assert planner.begin(1) == Round(tail=False, new=2, resumed=(), needed=1)
+    assert planner.begin(1) == Round(new=2, resumed=(), needed=1)
 
 
 def test_partial_rollouts_by_hand() -> None:
     planner = PartialRollouts(batch=2, round_tokens=100, over_issue=1.5)
-    assert planner.begin(0) == Round(tail=False, new=3, resumed=(), needed=2, budget=100)
+    assert planner.begin(0) == Round(new=3, resumed=(), needed=2, budget=100)
     planner.started("abc")
     planner.completed("a")
     planner.parked("b")
@@ -72,13 +72,13 @@ def test_partial_rollouts_by_hand() -> None:
     assert planner.over, "nothing can go on"
     assert planner.end() == ["b", "c"] and planner.again
     # one is complete, so one more is needed; three are open again
-    assert planner.begin(0) == Round(tail=False, new=1, resumed=("b", "c"), needed=1, budget=100)
+    assert planner.begin(0) == Round(new=1, resumed=("b", "c"), needed=1, budget=100)
     planner.started("d")
     planner.completed("c")
     assert planner.over and planner.end() == ["b", "d"] and not planner.again
     planner.taken("a")
     planner.taken("c")
-    assert planner.begin(1) == Round(tail=False, new=1, resumed=("b", "d"), needed=2, budget=100)
+    assert planner.begin(1) == Round(new=1, resumed=("b", "d"), needed=2, budget=100)
 
 
 def test_a_group_that_would_get_too_old_is_resumed_and_waited_for() -> None:
@@ -90,7 +90,7 @@ def test_a_group_that_would_get_too_old_is_resumed_and_waited_for() -> None:
     assert planner.end() == ["d"]
     for group in "abc":
         planner.taken(group)
-    assert planner.begin(1) == Round(tail=False, new=3, resumed=("d",), needed=3)
+    assert planner.begin(1) == Round(new=3, resumed=("d",), needed=3)
     planner.started("efg")
     for group in "efg":
         planner.completed(group)
@@ -113,7 +113,7 @@ def test_dropped_groups_are_replaced_in_a_round_of_the_same_weights() -> None:
     planner.dropped("a")
     planner.completed("b")
     assert planner.over and planner.end() == [] and planner.again
-    assert planner.begin(0) == Round(tail=False, new=1, resumed=(), needed=1)
+    assert planner.begin(0) == Round(new=1, resumed=(), needed=1)
     with pytest.raises(KeyError, match="neither of this round"):
         planner.dropped("b")
 
