@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from scheduler.capacity.elasticity import in_seconds
 from scheduler.cost.decode import Floats
 from scheduler.dispatch.policy import DispatchPolicy
 from scheduler.schedule.schedules import Schedule
@@ -313,8 +314,8 @@ class AutoSchedule:
         reservation: str | None,
     ) -> str:
         others = sorted((p for p in predictions if p is not chosen), key=lambda p: p.step_s)
-        against = ", ".join(f"{p.option.name} {_seconds(p.step_s)}" for p in others)
-        sentence = f"{chosen.option.name}: predicted {_seconds(chosen.step_s)} a step"
+        against = ", ".join(f"{p.option.name} {in_seconds(p.step_s)}" for p in others)
+        sentence = f"{chosen.option.name}: predicted {in_seconds(chosen.step_s)} a step"
         sentence += f" against {against}: {_overlap(chosen)}" if others else f", the only option: {_overlap(chosen)}"
         if chosen is not best and reservation:
             return f"{sentence}; it stays although {best.option.name} would be better: {reservation}"
@@ -356,14 +357,10 @@ def _off(before: float, now: float, share: float) -> bool:
     return abs(now - before) > share * before
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.1f} s" if value >= 1 else f"{value:.2g} s"
-
-
 def _overlap(prediction: SchedulePrediction) -> str:
     """Describe how an option spends its step."""
     schedule = prediction.option.schedule
-    generation, training = _seconds(prediction.generation_s), _seconds(prediction.training_s)
+    generation, training = in_seconds(prediction.generation_s), in_seconds(prediction.training_s)
     if schedule.exclusive:
         return f"generation {generation} and training {training} take turns on all devices"
     if schedule.max_staleness >= schedule.sync_every:

@@ -182,12 +182,12 @@ class Elasticity:
         if self._settling:
             self._settling -= 1
             return None
-        times = f"generation {_seconds(generation_s)}, training {_seconds(training_s)}"
+        times = f"generation {in_seconds(generation_s)}, training {in_seconds(training_s)}"
         best, direction = self._best(generation_s, training_s, replicas, predict)
         if best is None:
             self.note = f"{times}: no change of a pool is worth it"
             return None
-        pool, amount = best.pool, _seconds(best.seconds)
+        pool, amount = best.pool, in_seconds(best.seconds)
         price = f" {best.price:.2f} USD/h" if best.price > 0 else ""
         if direction > 0:
             why = f"{times}: one more instance of {pool} is predicted to save {amount}" + (price and f" for{price}")
@@ -348,5 +348,6 @@ def _positive(seconds: float, replicas: Mapping[str, int]) -> float:
     return seconds
 
 
-def _seconds(value: float) -> str:
+def in_seconds(value: float) -> str:
+    """Return seconds as people read them: one decimal place, or two significant digits below one second."""
     return f"{value:.1f} s" if value >= 1 else f"{value:.2g} s"
