@@ -116,7 +116,7 @@ def case(shape: str, mix: str, instances: int, per_instance: int, slots: int, se
         "ours, forecasts": (SkewAware(longest=LIMIT), forecast),
     }
     spans = {name: simulate(policy, some, fleet).makespan for name, (policy, some) in runs.items()}
-    best = best_partition(lengths, [Worker(i.name, i.curve, i.slots) for i in fleet])
+    best = best_partition(lengths, [Worker(i.curve, i.slots) for i in fleet])
     spans["best partition, oracle"] = best.makespan
     base = spans["least-loaded"]
     return Case(shape, mix, instances, count, slots, {name: span / base for name, span in spans.items()})
@@ -180,7 +180,7 @@ def speed(console: Console) -> None:
     """Decision time for 1,024 requests on 16 instances; 1 M requests on 1,000 instances."""
     rng = np.random.default_rng(0)
     lengths = np.sort(np.clip(r1_like(rng, 1024), 1, LIMIT))[::-1]
-    workers = [Worker(f"i{n}", PAPER_7B_H800, 256) for n in range(16)]
+    workers = [Worker(PAPER_7B_H800, 256)] * 16
     figures = {}
     for name, values in (
         ("known", lengths[:, None]),

@@ -26,7 +26,6 @@ from scheduler.cost.decode import Floats, StepCurve, replica_time
 class Worker:
     """An instance as plans see it."""
 
-    name: str
     curve: StepCurve
     slots: int
 

@@ -159,7 +159,6 @@ class Batch:
 class ReplicaKind:
     """Replicas of one GPU type and one degree of tensor parallelism."""
 
-    device: Device
     tensor_parallel: int
     slots: int
     curve: StepCurve
@@ -230,7 +229,7 @@ def replica_kind(
         curve = speculated(curve, batch.speculation, max(2, slots))
     made = [_makespans(curve, slots, batch), _rates(curve, slots, batch)]
     return ReplicaKind(
-        device, tensor_parallel, slots, curve, batch, tuple(times for times, _ in made), tuple(s for _, s in made)
+        tensor_parallel, slots, curve, batch, tuple(times for times, _ in made), tuple(s for _, s in made)
     )
 
 

@@ -275,7 +275,7 @@ class SkewAware(Planned):
         self._changed(*self.instances.values())
         running = [self._remaining(instance, produced) for instance in instances]
         waiting, *beside = same_width([equally_likely(forecasts), *(some.values for some in running)])
-        workers = [Worker(instance.name, instance.assumed_curve, instance.slots) for instance in instances]
+        workers = [Worker(instance.assumed_curve, instance.slots) for instance in instances]
         arrived = {request.request_id: place for place, request in enumerate(requests)}
         alone = [own[request.request_id].prompt_tokens for request in ordered]
         kept = [request.prompt_tokens - prompt for request, prompt in zip(ordered, alone, strict=True)]

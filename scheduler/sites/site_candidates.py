@@ -61,7 +61,7 @@ class SiteLoad:
         for (slots, curve), count in Counter(self.instances).items():
             context, prefill = curve.per_context_token / count, curve.per_prefill_token / count
             batches = tuple(batch * count for batch in curve.batches)
-            spread.append(Worker(self.name, StepCurve(batches, curve.seconds, context, prefill), slots * count))
+            spread.append(Worker(StepCurve(batches, curve.seconds, context, prefill), slots * count))
         return tuple(spread)
 
     @property

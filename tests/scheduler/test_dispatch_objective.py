@@ -76,7 +76,7 @@ def test_a_slow_trainer_is_not_starved_by_longest_first() -> None:
 
 
 def test_a_streamed_training_needs_groups_and_a_makespan_none() -> None:
-    workers = [Worker("a", StepCurve((1, 8), (1.0, 2.0)), 8)]
+    workers = [Worker(StepCurve((1, 8), (1.0, 2.0)), 8)]
     with pytest.raises(ValueError, match="groups"):
         plan(np.ones((2, 1)), workers, objective=Streamed(1.0))
     of = plan(np.asarray([[4.0], [2.0]]), workers, prompts=PromptGroups(["a", "b"], [0, 0]))

@@ -36,7 +36,7 @@ STEEP = StepCurve((1, 8, 64), (10e-3, 20e-3, 90e-3))
 
 
 def workers(count: int, slots: int = 256, curve: StepCurve = PAPER_7B_H800) -> list[Worker]:
-    return [Worker(f"i{n}", curve, slots) for n in range(count)]
+    return [Worker(curve, slots)] * count
 
 
 def long_tailed(count: int, seed: int) -> np.ndarray:
@@ -58,7 +58,7 @@ def best_of_all(lengths: np.ndarray, machines: list[Worker]) -> float:
 @pytest.mark.parametrize("seed", range(8))
 def test_small_plans_are_close_to_the_best_of_all_placements(seed: int) -> None:
     lengths = long_tailed(8, seed)
-    machines = [Worker("a", STEEP, 64), Worker("b", STEEP.scaled(1.4), 64)]
+    machines = [Worker(STEEP, 64), Worker(STEEP.scaled(1.4), 64)]
     assert plan(lengths[:, None], machines).makespan <= 1.03 * best_of_all(lengths, machines)
 
 
@@ -76,7 +76,7 @@ def test_every_request_is_planned_once_and_dealing_evenly_is_never_beaten_by_it(
     scores = np.linspace(-1.5, 1.5, 16)
     values = lengths[:, None] * np.exp(spread * scores) if spread else lengths[:, None]
     values = values[np.argsort(-values.mean(axis=1))]
-    fleet = [*workers(3), *[Worker(f"slow{n}", PAPER_7B_H800.scaled(1.7), 64) for n in range(3)]]
+    fleet = [*workers(3), *[Worker(PAPER_7B_H800.scaled(1.7), 64)] * 3]
     chosen = plan(values, fleet, limit=20_000)
     assert sorted(itertools.chain(*chosen.queues)) == list(range(300))
     assert all(list(queue) == sorted(queue) for queue in chosen.queues), "longest first"
@@ -141,7 +141,7 @@ def test_dealing_more_than_the_slots_is_in_proportion_to_them() -> None:
 @pytest.mark.parametrize("known", [True, False], ids=["known", "forecasts"])
 def test_unequal_slots_are_never_predicted_worse_than_dealing_evenly(slots: tuple[int, ...], known: bool) -> None:
     lengths = long_tailed(200, 1)
-    fleet = [Worker(f"i{n}", PAPER_7B_H800.scaled(1 + n), most) for n, most in enumerate(slots)]
+    fleet = [Worker(PAPER_7B_H800.scaled(1 + n), most) for n, most in enumerate(slots)]
     values = lengths[:, None] * (np.ones(1) if known else np.exp(0.4 * np.linspace(-1.9, 1.9, 16)))
     evenly = even(200, slots)
     spans = []
@@ -275,7 +275,7 @@ def test_scenarios_of_waiting_requests_are_timed_as_each_of_them_alone() -> None
 def test_a_plan_is_timed_with_the_context_that_requests_begin_with() -> None:
     curve = StepCurve((1, 8), (10e-3, 20e-3), per_context_token=1e-6)
     lengths, begun = np.asarray([400.0, 300.0, 200.0]), np.asarray([5000.0, 0.0, 100.0])
-    fleet = [Worker("a", curve, 8)]
+    fleet = [Worker(curve, 8)]
     expected = replica_time(lengths, curve, begun)
     assert plan(lengths[:, None], fleet, contexts=begun).makespan == pytest.approx(expected)
     # as one of them runs already
@@ -286,7 +286,7 @@ def test_a_plan_is_timed_with_the_context_that_requests_begin_with() -> None:
 
 def flat(slots: int, **rates: float) -> Worker:
     """Steps of a second, whatever the batch."""
-    return Worker("flat", StepCurve((1, 64), (1.0, 1.0), **rates), slots)
+    return Worker(StepCurve((1, 64), (1.0, 1.0), **rates), slots)
 
 
 def test_what_finds_no_free_slot_beside_running_requests_waits_for_one() -> None:
@@ -357,7 +357,7 @@ def test_a_plan_is_surely_cheaper_by_more_than_two_standard_errors(gains: list[f
 
 
 def test_the_best_partition_by_hand() -> None:
-    linear = [Worker(str(n), StepCurve((1, 64), (factor, 64 * factor)), 64) for n, factor in enumerate((1.0, 1.0, 3.0))]
+    linear = [Worker(StepCurve((1, 64), (factor, 64 * factor)), 64) for factor in (1.0, 1.0, 3.0)]
     cut = best_partition([2.0, 6.0, 2.0, 2.0], linear[:2])
     assert (cut.kind, cut.queues, cut.makespan) == ("partition", ((0,), (1, 2, 3)), 6.0)
     dealt = best_partition([5.0, 4.0, 3.0, 3.0], linear[:2])  # there and back; stretches: 9 and 6

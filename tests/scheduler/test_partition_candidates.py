@@ -24,7 +24,7 @@ LINEAR = StepCurve((1, 64), (1.0, 64.0))
 
 
 def alike(count: int, slots: int = 64, curve: StepCurve = LINEAR) -> list[Worker]:
-    return [Worker(str(number), curve, slots) for number in range(count)]
+    return [Worker(curve, slots)] * count
 
 
 def times(factor: float, **rates: float) -> StepCurve:
@@ -78,7 +78,7 @@ def test_the_greedy_placement_by_hand() -> None:
     assert greedy(lengths, alike(2)) == [[0, 3], [1, 2]]  # 5 | 4, 7; 8
     running = [np.asarray([6.0]), np.asarray([])]
     assert greedy(lengths, alike(2), running) == [[2, 3], [0, 1]]  # 6 | 5, 9; 9, 12
-    quick = [Worker("slow", times(3.0), 64), Worker("quick", LINEAR, 64)]
+    quick = [Worker(times(3.0), 64), Worker(LINEAR, 64)]
     assert greedy(lengths, quick) == [[2], [0, 1, 3]]  # 15 | 5; 12 | 9; 9 | 12; 18 | 12
 
 
@@ -91,7 +91,7 @@ def test_what_runs_already_takes_the_cheap_places_of_a_batch() -> None:
 
 
 def test_reading_the_context_counts_half_the_square_of_a_length() -> None:
-    reader = [Worker("reads", times(1.0, per_context_token=0.2), 64), Worker("slow", times(1.5), 64)]
+    reader = [Worker(times(1.0, per_context_token=0.2), 64), Worker(times(1.5), 64)]
     # 10 + 0.1 * 100 = 20 against 15; 4 + 0.1 * 16 = 5.6 against 21
     assert greedy(np.asarray([10.0, 4.0]), reader) == [[1], [0]]
     assert greedy(np.asarray([4.9, 1.0]), reader) == [[0], [1]]  # 4.9 + 2.4 against 7.35; 8.4 against 1.5
@@ -107,7 +107,7 @@ def test_known_lengths_are_cut_where_the_makespan_is_least() -> None:
 
 
 def test_a_cut_of_known_lengths_counts_speed_and_context_and_starts_on_the_quickest() -> None:
-    kinds = [Worker("slow", times(3.0), 64), Worker("quick", LINEAR, 64)]
+    kinds = [Worker(times(3.0), 64), Worker(LINEAR, 64)]
     assert packed(np.asarray([3.0] * 6), kinds) == [[5], [0, 1, 2, 3, 4]]  # 3 * 3 | 5 * 3
     assert packed(np.asarray([9.0, 3.0, 3.0]), kinds) == [[2], [0, 1]]  # 3 * 3 | 9 + 3
     reads = alike(2, curve=times(1.0, per_context_token=1.0))
@@ -121,10 +121,10 @@ def test_no_cut_of_known_lengths_is_better_than_all_on_the_slowest() -> None:
 
 def test_identical_instances_are_side_by_side_the_quickest_at_a_single_request_first() -> None:
     curves = [times(factor) for factor in (3.0, 1.0, 2.0, 4.0)]
-    seats = [Worker(str(n), curve, 4) for n, curve in enumerate(curves)]
+    seats = [Worker(curve, 4) for curve in curves]
     assert quick_first([seats[0], seats[1], seats[0]]) == [1, 0, 2]
     assert quick_first(seats) == [1, 2, 0, 3]
-    other = Worker("other slots", curves[1], 5)
+    other = Worker(curves[1], 5)
     assert quick_first([seats[1], other, seats[1]]) == [0, 2, 1] and quick_first(alike(3)) == [0, 1, 2]
 
 
@@ -144,7 +144,7 @@ def test_equal_requests_share_all_instances() -> None:
 
 
 def test_a_stretch_counts_the_reading_of_its_contexts() -> None:
-    kinds = [Worker("reads", times(1.0, per_context_token=0.2), 64), Worker("slow", times(1.5), 64)]
+    kinds = [Worker(times(1.0, per_context_token=0.2), 64), Worker(times(1.5), 64)]
     # the long one where reading costs: 10 + 0.1 * 100 = 20 and 1.5 * 8 = 12; all there 31.2, all on the other 27
     assert blocks(of(10, 4, 4), kinds)[0] == [[0], [1, 2]]
 
