@@ -22,7 +22,7 @@ from running import Sheet, machine, terminal, write_results
 
 from ranker.data import Rollouts, read_rollouts
 from ranker.segments import Array
-from ranker.train import train
+from ranker.train import train_and_hold_out
 from scheduler.cost.decode import PAPER_7B_H800
 from scheduler.cost.length_forecast import Forecast
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest
@@ -77,7 +77,7 @@ def main(count: int) -> None:
     console = terminal()
     rollouts = read_rollouts([DATA])
     prompts = np.flatnonzero(np.bincount(rollouts.prompt) >= MANY)
-    model, _ = train(rollouts.take(~np.isin(rollouts.prompt, prompts)))
+    model = train_and_hold_out(rollouts.take(~np.isin(rollouts.prompt, prompts))).model
     task_of = {prompt: rollouts.tasks[task] for prompt, task in zip(rollouts.prompt, rollouts.task, strict=True)}
     told = model.predict([rollouts.texts[n] for n in prompts], [task_of[n] for n in prompts])
     limit = float(rollouts.cap or rollouts.output_length.max())

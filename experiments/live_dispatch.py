@@ -31,7 +31,7 @@ from rich.table import Table
 
 from ranker.data import read_rollouts
 from ranker.model import LengthModel
-from ranker.train import train
+from ranker.train import train_and_hold_out
 from scheduler.cost.length_forecast import Forecast
 from streamrl.runtime.process_plan import PASSIVE_WAITING
 
@@ -132,7 +132,8 @@ def main(repeats: int, only: tuple[str, ...], out: Path) -> None:
         if only and not any(part in workload.name for part in only):
             continue
         if workload.data not in models:
-            models[workload.data], _ = train(read_rollouts([HERE / "data" / f"{workload.data}.parquet"]), 0, 1)
+            rollouts = read_rollouts([HERE / "data" / f"{workload.data}.parquet"])
+            models[workload.data] = train_and_hold_out(rollouts).model
         results += asyncio.run(compare(workload, models[workload.data], repeats, console))
     table = Table(title="Generation of the same prompts; seconds, and ratios to round-robin", title_justify="left")
     for column in ("workload", "policy", "measured", "simulated", "error", "ratio", "simulated", "moves"):

@@ -25,7 +25,7 @@ from running import Sheet, machine, terminal, write_results
 
 from ranker.data import read_rollouts
 from ranker.model import LengthModel
-from ranker.train import train
+from ranker.train import train_and_hold_out
 from scheduler.dispatch.policy import DispatchPolicy
 from scheduler.dispatch.registry import objective_of
 from scheduler.schedule.schedules import make_schedule
@@ -103,7 +103,7 @@ def main(repeats: int, only: tuple[str, ...]) -> None:
     console, turns = terminal(), []
     for workload in (one for one in WORKLOADS if one.name in CHOSEN):
         if not only or any(part in workload.name for part in only):
-            model, _ = train(read_rollouts([HERE / "data" / f"{workload.data}.parquet"]), 0, 1)
+            model = train_and_hold_out(read_rollouts([HERE / "data" / f"{workload.data}.parquet"])).model
             turns += asyncio.run(compare(workload, model, repeats, console))
     base = {(one.workload, one.schedule): one for one in turns if one.policy == "least-loaded"}
     rows = []

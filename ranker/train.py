@@ -55,12 +55,6 @@ class Trained:
     """What the report's figures are of, by their names there: samples that chose nothing."""
 
 
-def train(rollouts: Rollouts, seed: int = 0, threads: int = 1) -> tuple[LengthModel, Report]:
-    """Return the model and the report of `train_and_hold_out`."""
-    trained = train_and_hold_out(rollouts, seed, threads)
-    return trained.model, trained.report
-
-
 def train_and_hold_out(
     rollouts: Rollouts, seed: int = 0, threads: int = 1, written_by: tuple[str, ...] = ()
 ) -> Trained:

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ranker.data import read_rollouts
-from ranker.train import train
+from ranker.train import train_and_hold_out
 from streamrl.rollouts.rollout_store import SCHEMA
 from tests.cli.calling import streamrl
 from tests.ranker.synthetic import small_reasoner
@@ -42,7 +42,7 @@ def test_the_command_simulates_drawn_lengths(
 def test_a_recorded_run_with_a_rankers_forecasts(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model, _ = train(read_rollouts([str(run)]))
+    model = train_and_hold_out(read_rollouts([str(run)])).model
     model.save(tmp_path / "ranker.lgb")
     curve = tmp_path / "curve.json"
     steps = {"1": 0.02, "8": 0.03, "32": 0.08}

@@ -14,7 +14,7 @@ import pytest
 from ranker.data import read_rollouts
 from ranker.errors import RankerError
 from ranker.history import simulate
-from ranker.train import train
+from ranker.train import train_and_hold_out
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -106,7 +106,7 @@ def test_what_only_rows_that_are_left_out_have_is_not_counted(tmp_path: Path) ->
     rollouts = read_rollouts([write_jsonl(tmp_path / "x.jsonl", rows)])
     assert (rollouts.texts, rollouts.tasks) == (["p37", "p38", "p39"], ["t37", "t38", "t39"])
     assert rollouts.prompt.tolist() == rollouts.task.tolist() == rollouts.group.tolist() == [0, 1, 2]
-    assert train(rollouts)[1].prompts == 3
+    assert train_and_hold_out(rollouts).report.prompts == 3
 
 
 def test_the_length_limit_is_told_or_recognised(tmp_path: Path) -> None:

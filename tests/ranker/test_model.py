@@ -15,7 +15,7 @@ from ranker.errors import RankerError
 from ranker.features import featurise
 from ranker.history import HISTORY, LiveHistory, Seen, remember
 from ranker.model import LengthModel
-from ranker.train import refit, train, train_and_hold_out
+from ranker.train import refit, train_and_hold_out
 from ranker.training_report import Captured, Dispatch, Report
 from tests.ranker.synthetic import small_reasoner
 
@@ -38,7 +38,7 @@ def test_the_same_seed_gives_the_same_file(tmp_path: Path) -> None:
     rollouts = from_rows(small_reasoner(120, 2, 3).rows)
     files = [tmp_path / "a", tmp_path / "b"]
     for file in files:
-        train(rollouts, seed=7, threads=1)[0].save(file)
+        train_and_hold_out(rollouts, seed=7, threads=1).model.save(file)
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
@@ -159,7 +159,8 @@ def test_a_file_of_version_5_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [1, 2, 50])
 def test_one_prompt_gives_the_distribution_of_all_lengths(tmp_path: Path, count: int) -> None:
     rows = [{"prompt": "p", "output_length": 10 + n} for n in range(count)]
-    model, report = train(from_rows(rows))
+    model = train_and_hold_out(from_rows(rows)).model
+    report = model.report
     assert report.kind == "constant"
     assert any("split by prompt is possible" in m or "all lengths are equal" in m for m in report.messages)
     model.save(tmp_path / "r")
@@ -170,7 +171,8 @@ def test_one_prompt_gives_the_distribution_of_all_lengths(tmp_path: Path, count:
 
 @pytest.mark.parametrize(("prompts", "repeats"), [(9, 1), (9, 30), (25, 2)])
 def test_few_prompts_are_learned_from_without_failing(prompts: int, repeats: int) -> None:
-    model, report = train(from_rows(small_reasoner(prompts, repeats, 0).rows))
+    model = train_and_hold_out(from_rows(small_reasoner(prompts, repeats, 0).rows)).model
+    report = model.report
     assert report.kind != "constant"
     assert_sound(model, ["Sort these numbers: 1, 2, 3", ""])
 
@@ -183,7 +185,7 @@ def test_history_is_used_where_there_is_some() -> None:
         for n in range(400):
             length = max(1, int(typical[n] * rng.uniform(0.9, 1.1)))
             rows.append({"prompt": f"riddle {n * 7919 % 400}", "step": step, "output_length": length})
-    _, report = train(from_rows(rows))
+    report = train_and_hold_out(from_rows(rows)).report
     assert report.with_history is not None
     assert report.with_history.recall["0.2"] > 0.6
     assert report.baselines["earlier_shrunk"].recall["0.2"] > 0.6
@@ -316,10 +318,11 @@ def test_one_task_is_said_and_no_variance_is_said() -> None:
     rows = [row for row in small_reasoner(200, 2, 0).rows if row["task"] == "chain_sum"]
     assert (
         "all samples are of one task (chain_sum): nothing is known of how other tasks differ"
-        in train(from_rows(rows))[1].messages
+        in train_and_hold_out(from_rows(rows)).report.messages
     )
     level = [row | {"output_length": 7} for row in rows]
-    model, report = train(from_rows(level))
+    model = train_and_hold_out(from_rows(level)).model
+    report = model.report
     assert report.kind == "constant" and any("all lengths are equal" in message for message in report.messages)
     assert model.predict(["x"]).quantiles.tolist() == [
         [pytest.approx(7.0, rel=1e-4)] * len(model.predict(["x"]).levels)

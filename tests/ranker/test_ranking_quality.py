@@ -10,7 +10,7 @@ from ranker.data import from_rows
 from ranker.evaluate import kendall_tau, recall_at
 from ranker.history import HISTORY
 from ranker.model import LengthModel
-from ranker.train import refit, train, train_and_hold_out
+from ranker.train import refit, train_and_hold_out
 from tests.ranker.synthetic import CAP, noisy, small_reasoner
 from tests.ranker.test_model import assert_sound
 
@@ -45,7 +45,8 @@ def test_noisy_lengths_at_a_cap_are_ranked_near_their_ceiling() -> None:
     of_ceiling, above_table = [], []
     for seed in (2, 3, 4):
         made = noisy(1000, 4, seed)
-        model, report = train(from_rows(made.rows), seed=0, threads=1)
+        model = train_and_hold_out(from_rows(made.rows), seed=0, threads=1).model
+        report = model.report
         length = np.array([row["output_length"] for row in made.rows])
         assert report.held_out is not None
         recall = report.held_out.recall["0.2"]
@@ -114,7 +115,8 @@ def test_a_table_by_task_is_the_floor() -> None:
             length = int(min(400, 1 + rng.exponential(40 * (1 + task))))
             reason = "length" if length == 400 else "stop"
             rows.append({"prompt": text, "task": f"t{task}", "output_length": length, "finish_reason": reason})
-    model, report = train(from_rows(rows))
+    model = train_and_hold_out(from_rows(rows)).model
+    report = model.report
     tables = [report.candidates[name].recall["0.2"] for name in ("task_mean", "task_longest")]
     assert np.mean(list(report.candidates[report.kind].recall.values())) >= max(
         np.mean(list(report.candidates[name].recall.values())) for name in ("task_mean", "task_longest")
@@ -146,7 +148,8 @@ def test_few_prompts_with_very_many_samples_each_are_all_kept(monkeypatch: pytes
     assert np.bincount(few.prompt).tolist() == [5] * len(rollouts.texts)
     assert len(few) <= 60
     monkeypatch.setattr(ranker_train, "COMPARE_ROWS", 60)
-    model, report = train(rollouts, seed=0, threads=1)
+    model = train_and_hold_out(rollouts, seed=0, threads=1).model
+    report = model.report
     assert_sound(model, rollouts.texts)
     assert "no split by prompt" not in str(report)
 
