@@ -33,6 +33,8 @@ HERE = Path(__file__).parent.resolve()
 ROOT = HERE.parent
 POLL_S = 2.0
 STOP_S = 20.0
+LIMIT_S = 3600
+"""Seconds of each run of `run_all`."""
 """For a run to end its processes when it is told to."""
 START_S = 40.0
 """A run needs before its first step and after its last (vLLM, torch), on two cores; for estimates."""
@@ -156,7 +158,6 @@ def run_all(
     console: Console,
     done: Callable[[Job, Outcome], None],
     step_s: float,
-    limit_s: float = 3600,
 ) -> None:
     """Runs jobs one after the other, showing how far they are; one that fails does not stop the others.
 
@@ -166,7 +167,6 @@ def run_all(
         console: the terminal.
         done: is told of each job as it ends.
         step_s: a step's time, roughly: for the first estimate.
-        limit_s: see `run_job`; for each job.
     """
     guess = sum(START_S + job.steps * step_s for job in jobs)
     console.print(f"{len(jobs)} runs in {folder}, some {guess / 60:.0f} min if none is there already", highlight=False)
@@ -181,7 +181,7 @@ def run_all(
             def on_step(steps: int, before: int = before) -> None:
                 progress.update(total, completed=before + steps)
 
-            outcome = run_job(job, folder, on_step, limit_s)
+            outcome = run_job(job, folder, on_step, LIMIT_S)
             before += job.steps
             progress.update(total, completed=before)
             said = f"FAILED: {outcome.error}" if outcome.error else f"{outcome.seconds:.0f} s"

@@ -247,7 +247,7 @@ def fit_spread(
     return _train(parameters, train, SPREAD_ROUNDS)
 
 
-def predict_spread(booster: lgb.Booster | None, features: Array, score: Array, threads: int = 1) -> Array:
+def predict_spread(booster: lgb.Booster | None, features: Array, score: Array, threads: int) -> Array:
     """Return the predicted mean size of the residual [N] (log), at least 0.01; 1 without a booster."""
     if booster is None:
         return np.ones(len(score))

@@ -19,7 +19,7 @@ changes, so that noise of a single step does not toggle the dispatcher. A caller
 `trusted` is False: isolating the wrong requests is slower than not isolating any. Without a model `predict` returns
 None.
 
-There is no clock and no I/O here; the same calls with the same seed and threads give the same answers.
+There is no clock and no I/O here; the same calls with the same seed give the same answers.
 """
 
 from __future__ import annotations
@@ -93,7 +93,6 @@ class OnlineRanker:
         model: LengthModel | None = None,
         *,
         seed: int = 0,
-        threads: int = 1,
         window: int = WINDOW,
         written_by: str | None = None,
     ) -> None:
@@ -101,7 +100,6 @@ class OnlineRanker:
         Args:
             model: the model to begin with.
             seed: seed of refits.
-            threads: LightGBM's threads.
             window: number of newest samples to refit on.
             written_by: name of the language model that writes the run's answers.
 
@@ -112,7 +110,6 @@ class OnlineRanker:
             raise RankerError(f"window is {window}; expected at least 1 sample")
         self.model = model
         self.seed = seed
-        self.threads = threads
         self.trust: Trust | None = None
         """Means over the newest measured steps; None before the first."""
         self.trusted = False
@@ -157,7 +154,7 @@ class OnlineRanker:
             return None
         named = list(tasks or [None] * count)
         history = self._remembered.fill(self._history.columns(list(prompts), named, step), prompts)
-        return self.model.predict(prompts, named, history, self.threads, limit)
+        return self.model.predict(prompts, named, history, limit=limit)
 
     def expect(self, sample_ids: Sequence[str], length: float) -> None:
         """Remember the expected length by which samples are dispatched, to compare it with those observed.
@@ -244,7 +241,7 @@ class OnlineRanker:
             return None
         kind = self.model.kind if self.model is not None else DEFAULT
         self._refits += 1
-        return partial(_fit, kind, list(self._rows), self.seed + self._refits, self.threads, self.written_by)
+        return partial(_fit, kind, list(self._rows), self.seed + self._refits, self.written_by)
 
 
 def _accuracy(expected: Array, length: Array) -> Trust:
@@ -254,5 +251,5 @@ def _accuracy(expected: Array, length: Array) -> Trust:
     return Trust(recall, 0.0 if math.isnan(tau) else tau, len(length), possible, chance)
 
 
-def _fit(kind: str, rows: list[Mapping[str, Any]], seed: int, threads: int, written_by: str | None) -> LengthModel:
-    return fit_again(kind, from_rows(rows), seed, threads, (written_by,) if written_by else ())
+def _fit(kind: str, rows: list[Mapping[str, Any]], seed: int, written_by: str | None) -> LengthModel:
+    return fit_again(kind, from_rows(rows), seed, written_by=(written_by,) if written_by else ())

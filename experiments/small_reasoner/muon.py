@@ -7,8 +7,13 @@ from collections.abc import Iterable
 
 import torch
 
+STEPS = 5
+"""Steps of Newton-Schulz."""
+MOMENTUM = 0.95
+WEIGHT_DECAY = 0.01
 
-def orthogonalise(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
+
+def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
     """Nearest semi-orthogonal matrices, approximately (Newton-Schulz).
 
     ``matrices`` and the result have shape (count, rows, columns).
@@ -16,7 +21,7 @@ def orthogonalise(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    for _ in range(steps):
+    for _ in range(STEPS):
         gram = x @ x.mT
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
     return x.mT if tall else x
@@ -25,14 +30,8 @@ def orthogonalise(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
 class Muon(torch.optim.Optimizer):
     """Momentum, then orthogonalised updates; for hidden weight matrices only (all of two dimensions)."""
 
-    def __init__(
-        self,
-        params: Iterable[torch.nn.Parameter],
-        lr: float = 0.02,
-        momentum: float = 0.95,
-        weight_decay: float = 0.01,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+    def __init__(self, params: Iterable[torch.nn.Parameter], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -45,8 +44,8 @@ class Muon(torch.optim.Optimizer):
                 updates = []
                 for param in params:
                     buffer = self.state[param].setdefault("momentum", torch.zeros_like(param))
-                    buffer.lerp_(param.grad, 1 - group["momentum"])
-                    updates.append(param.grad.lerp(buffer, group["momentum"]))
+                    buffer.lerp_(param.grad, 1 - MOMENTUM)
+                    updates.append(param.grad.lerp(buffer, MOMENTUM))
                 rate = group["lr"] * max(1.0, rows / columns) ** 0.5
                 for param, update in zip(params, orthogonalise(torch.stack(updates)), strict=True):
-                    param.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-rate)
+                    param.mul_(1 - group["lr"] * WEIGHT_DECAY).add_(update, alpha=-rate)

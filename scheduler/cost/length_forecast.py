@@ -142,7 +142,7 @@ def scenarios(values: Floats, count: int, seed: int, limit: float = np.inf, tail
     return np.clip(np.exp(low + share * (high - low)), 1.0, limit)
 
 
-def log_quantiles(values: Floats, tails: Floats | None = None) -> Floats:
+def log_quantiles(values: Floats, tails: Floats | None) -> Floats:
     """Return [n, 21] log lengths of forecasts at `MIDPOINTS` and `TAIL_LEVELS`.
 
     Args:
