@@ -65,14 +65,6 @@ def placed(policy: SiteDispatch, groups: Sequence[SiteGroup]) -> dict[str, str]:
     return dict(decisions)
 
 
-def tokens(where: dict[str, str], groups: Sequence[SiteGroup]) -> Counter[str]:
-    sums: Counter[str] = Counter()
-    for group in groups:
-        assert group.forecast is not None
-        sums[where[group.group_id]] += round(group.size * group.forecast.mean)
-    return sums
-
-
 def predicted(policy: SiteDispatch) -> SitePrediction:
     assert policy.predicted is not None
     return policy.predicted
