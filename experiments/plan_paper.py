@@ -36,6 +36,10 @@ PUBLISHED_HETEROGENEOUS = (1.23, 1.33)
 CLUSTERS = {"7b": 32, "32b": 128, "72b": 128}
 """H800 by model; 128 are all that the paper's cluster has."""
 SCHEDULES: tuple[str, ...] = ("sync", "stream", "one_step_off", "async")
+LABEL = ("model", "H800", "lengths")
+"""Columns that say what a row is of."""
+Titled = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
+"""A table: (title, columns, rows)."""
 
 
 def one_site(model: str, lengths: str, gpus: int) -> dict[str, Any]:
@@ -119,100 +123,12 @@ def step_times() -> list[tuple[int, float, float]]:
     ]
 
 
-def tables(
-    rows: list[dict[str, Any]], mixed: list[dict[str, Any]], raised: list[tuple[str, ...]]
-) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
-    """(title, columns, rows)."""
-    splits, ratios, published = [], [], []
-    for row in rows:
-        label = (row["model"], str(row["gpus"]), row["lengths"])
-        together = row["colocated"]
-        splits.append(
-            (
-                *label,
-                "colocated",
-                "all",
-                f"{together['generation_s']:.1f}",
-                f"{together['training_s']:.1f}",
-                f"{together['switch_s']:.1f}",
-                f"{together['samples_per_s']:.2f}",
-            )
-        )
-        for schedule in SCHEDULES:
-            one = row[schedule]
-            generation = one["generation_across_steps_s"] if schedule == "async" else one["generation_s"]
-            splits.append(
-                (
-                    *label,
-                    schedule,
-                    one["split"].replace(" in h800", ""),
-                    f"{generation:.1f}",
-                    f"{one['training_s']:.1f}",
-                    f"{one['weights_s']:.1f}",
-                    f"{one['samples_per_s']:.2f}",
-                )
-            )
-        base = together["samples_per_s"]
-        ratios.append((*label, *(f"{row[name]['samples_per_s'] / base:.2f}" for name in SCHEDULES)))
-        if row["model"] == "7b":
-            theirs = PUBLISHED_7B[row["lengths"]]
-            ours = (
-                base,
-                row["stream"]["samples_per_s"],
-                row["one_step_off"]["samples_per_s"],
-                row["async"]["samples_per_s"],
-            )
-            published.append(
-                (
-                    row["lengths"],
-                    " : ".join(f"{value / theirs[0]:.2f}" for value in theirs),
-                    " : ".join(f"{value / ours[0]:.2f}" for value in ours),
-                    " / ".join(f"{value:g}" for value in theirs),
-                    " / ".join(f"{value:.1f}" for value in ours),
-                    f"{ours[0] / theirs[0]:.2f}",
-                )
-            )
-    pairs = [
-        (
-            one["lengths"],
-            one["schedule"],
-            one["homogeneous"]["split"].replace(" in h800", ""),
-            one["heterogeneous"]["split"].replace(" in h800", "").replace(" in h20", ""),
-            f"{one['homogeneous']['samples_per_s']:.2f}",
-            f"{one['heterogeneous']['samples_per_s']:.2f}",
-            f"{one['ratio']:.2f}",
-            f"{one['ratio_nothing_released']:.2f}",
-        )
-        for one in mixed
-    ]
-    label = ("model", "H800", "lengths")
+def tables(rows: list[dict[str, Any]], mixed: list[dict[str, Any]], raised: list[tuple[str, ...]]) -> list[Titled]:
+    """All tables, in their order."""
     return [
-        (
-            "Split and stage times",
-            (
-                *label,
-                "schedule",
-                "split (replicas x TP)",
-                "generation s",
-                "training s",
-                "weights or switch s",
-                "samples/s",
-            ),
-            splits,
-        ),
-        ("Samples/s against colocated", (*label, *SCHEDULES), ratios),
-        (
-            "7B on 32 H800 beside the published rows",
-            (
-                "lengths",
-                "published colocated : stream : async",
-                "ours colocated : stream : one_step_off : async",
-                "published samples/s",
-                "ours samples/s",
-                "ours / published, colocated",
-            ),
-            published,
-        ),
+        splits(rows),
+        ratios(rows),
+        published(rows),
         (
             "Step of the planned `async` split, 7B on 32 H800, s: with one part of the model more in each column",
             (
@@ -221,20 +137,7 @@ def tables(
             ),
             [parts_of_async(lengths) for lengths in LENGTHS],
         ),
-        (
-            f"32 H20 + 16 H800 against 32 H800, 7B (published: {' to '.join(map(str, PUBLISHED_HETEROGENEOUS))})",
-            (
-                "lengths",
-                "schedule",
-                "one site",
-                "two sites",
-                "samples/s one",
-                "two",
-                "throughput per cost, two / one",
-                "the same, nothing released",
-            ),
-            pairs,
-        ),
+        pairs(mixed),
         (
             "Decode step of 7B on an H800, ms",
             ("batch", "published", "ours, 5k context"),
@@ -250,6 +153,106 @@ def tables(
             raised,
         ),
     ]
+
+
+def label(row: dict[str, Any]) -> tuple[str, str, str]:
+    """Its cells under `LABEL`."""
+    return row["model"], str(row["gpus"]), row["lengths"]
+
+
+def splits(rows: list[dict[str, Any]]) -> Titled:
+    """Each schedule's split and stage times."""
+    body: list[tuple[str, ...]] = []
+    for row in rows:
+        together = row["colocated"]
+        body.append(
+            (
+                *label(row),
+                "colocated",
+                "all",
+                f"{together['generation_s']:.1f}",
+                f"{together['training_s']:.1f}",
+                f"{together['switch_s']:.1f}",
+                f"{together['samples_per_s']:.2f}",
+            )
+        )
+        for schedule in SCHEDULES:
+            one = row[schedule]
+            generation = one["generation_across_steps_s"] if schedule == "async" else one["generation_s"]
+            body.append(
+                (
+                    *label(row),
+                    schedule,
+                    one["split"].replace(" in h800", ""),
+                    f"{generation:.1f}",
+                    f"{one['training_s']:.1f}",
+                    f"{one['weights_s']:.1f}",
+                    f"{one['samples_per_s']:.2f}",
+                )
+            )
+    stages = ("generation s", "training s", "weights or switch s", "samples/s")
+    return "Split and stage times", (*LABEL, "schedule", "split (replicas x TP)", *stages), body
+
+
+def ratios(rows: list[dict[str, Any]]) -> Titled:
+    """Each schedule's rate over that of colocated."""
+    body = []
+    for row in rows:
+        base = row["colocated"]["samples_per_s"]
+        body.append((*label(row), *(f"{row[name]['samples_per_s'] / base:.2f}" for name in SCHEDULES)))
+    return "Samples/s against colocated", (*LABEL, *SCHEDULES), body
+
+
+def published(rows: list[dict[str, Any]]) -> Titled:
+    """The published rates of 7B beside ours."""
+    body: list[tuple[str, ...]] = []
+    for row in rows:
+        if row["model"] != "7b":
+            continue
+        theirs = PUBLISHED_7B[row["lengths"]]
+        ours = [row[name]["samples_per_s"] for name in ("colocated", "stream", "one_step_off", "async")]
+        body.append(
+            (
+                row["lengths"],
+                " : ".join(f"{value / theirs[0]:.2f}" for value in theirs),
+                " : ".join(f"{value / ours[0]:.2f}" for value in ours),
+                " / ".join(f"{value:g}" for value in theirs),
+                " / ".join(f"{value:.1f}" for value in ours),
+                f"{ours[0] / theirs[0]:.2f}",
+            )
+        )
+    columns = (
+        "lengths",
+        "published colocated : stream : async",
+        "ours colocated : stream : one_step_off : async",
+        "published samples/s",
+        "ours samples/s",
+        "ours / published, colocated",
+    )
+    return "7B on 32 H800 beside the published rows", columns, body
+
+
+def pairs(mixed: list[dict[str, Any]]) -> Titled:
+    """Two sites against one."""
+    body = [
+        (
+            one["lengths"],
+            one["schedule"],
+            one["homogeneous"]["split"].replace(" in h800", ""),
+            one["heterogeneous"]["split"].replace(" in h800", "").replace(" in h20", ""),
+            f"{one['homogeneous']['samples_per_s']:.2f}",
+            f"{one['heterogeneous']['samples_per_s']:.2f}",
+            f"{one['ratio']:.2f}",
+            f"{one['ratio_nothing_released']:.2f}",
+        )
+        for one in mixed
+    ]
+    columns = (
+        *("lengths", "schedule", "one site", "two sites", "samples/s one", "two"),
+        *("throughput per cost, two / one", "the same, nothing released"),
+    )
+    title = f"32 H20 + 16 H800 against 32 H800, 7B (published: {' to '.join(map(str, PUBLISHED_HETEROGENEOUS))})"
+    return title, columns, body
 
 
 NOTES = """
