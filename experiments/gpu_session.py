@@ -303,6 +303,27 @@ def trl_step(model: Path, folder: Path, group: Any, device: Any, unpadded: bool,
         recompute: use gradient checkpointing.
     """
     import torch
+
+    trainer = trl_trainer(model, folder, group, device, recompute)
+    batches = trl_batches(group, device, unpadded)
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1  # each loss is divided by all samples' tokens, so they add up
+
+    def step() -> None:
+        for batch in batches:
+            with trainer.compute_loss_context_manager():
+                loss = trainer.compute_loss(trainer.model, batch)
+            trainer.accelerator.backward(loss)
+        torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def trl_trainer(model: Path, folder: Path, group: Any, device: Any, recompute: bool) -> Any:
+    """Return TRL's GRPO trainer with its optimizer, for groups of such samples; see `trl_step`."""
+    import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
     from trl import GRPOConfig, GRPOTrainer
@@ -343,6 +364,14 @@ def trl_step(model: Path, folder: Path, group: Any, device: Any, unpadded: bool,
 
         apply_liger_kernel(trainer.model, trainer.args.liger_kernel_config)
     trainer.create_optimizer()
+    return trainer
+
+
+def trl_batches(group: Any, device: Any, unpadded: bool) -> list[dict[str, Any]]:
+    """Return the batches of a group's samples on which TRL computes the loss; see `trl_step`."""
+    import torch
+
+    samples = len(group.sequences)
     longest = max(len(one.completion_tokens) for one in group.sequences)
     prompt = torch.tensor(group.prompt_tokens).long().expand(samples, -1).to(device)
     completions = torch.zeros(samples, longest, dtype=torch.int64)
@@ -369,19 +398,7 @@ def trl_step(model: Path, folder: Path, group: Any, device: Any, unpadded: bool,
             "num_items_in_batch": mask.sum(),
         }
         batches.append({name: value.to(device) for name, value in own.items()})
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = 1  # each loss is divided by all samples' tokens, so they add up
-
-    def step() -> None:
-        for batch in batches:
-            with trainer.compute_loss_context_manager():
-                loss = trainer.compute_loss(trainer.model, batch)
-            trainer.accelerator.backward(loss)
-        torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
-        trainer.optimizer.step()
-        trainer.optimizer.zero_grad(set_to_none=True)
-
-    return step
+    return batches
 
 
 def grpo(tiny: bool, model: Path) -> Iterator[dict[str, Any]]:
