@@ -27,6 +27,16 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+@pytest.fixture
+def some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Options: 16 requests of 100 tokens, on one instance whose steps take 0.1 s each; tables have wide columns."""
+    monkeypatch.setenv("COLUMNS", "200")
+    curve = tmp_path / "curve.json"
+    curve.write_text(json.dumps({"step_seconds": {"1": 0.1, "256": 0.1}}))
+    fleet = ["--instances", "1", "--slots", "64", "--curve", str(curve)]
+    return ["--lengths", "constant:100", "--requests", "16", *fleet]
+
+
 def test_the_command_simulates_drawn_lengths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,24 +73,16 @@ def rows(shown: str) -> dict[str, list[str]]:
 
 
 def test_instances_that_speculate_take_the_time_of_their_steps_over_the_tokens_of_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    some: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    curve = tmp_path / "curve.json"
-    curve.write_text(json.dumps({"step_seconds": {"1": 0.1, "256": 0.1}}))
-    some = ["--lengths", "constant:100", "--requests", "16", "--instances", "1", "--slots", "64", "--curve", curve]
     chosen = ["--policy", "least-loaded", "--out", tmp_path / "p.svg", "--acceptance", "0.5", "--most-drafts", "2"]
     assert streamrl(monkeypatch, "simulate", *some, *chosen) == 0
     assert f"{100 * 0.1 / 1.75:.1f}" in capsys.readouterr().out  # E(2) = 1.75 tokens in a step of 0.1 s
 
 
 def test_whole_iterations_by_schedule(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    some: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    curve = tmp_path / "curve.json"
-    curve.write_text(json.dumps({"step_seconds": {"1": 0.1, "64": 0.1}}))
-    some = ["--lengths", "constant:100", "--requests", "16", "--instances", "1", "--slots", "64", "--curve", curve]
     stages = ["--train-rate", "160", "--reward-s", "1", "--weights-gb", "1", "--link-gbit", "8", "--link-ms", "500"]
     prices = ["--price", "2", "--trainer-price", "1.6"]
     chosen = ["--iterations", "3", "--policy", "least-loaded", "--over-issue", "1.5", "--out", tmp_path / "p.svg"]
@@ -104,12 +106,8 @@ def test_whole_iterations_by_schedule(
 
 
 def test_colocated_rare_publications_and_rounds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    some: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    curve = tmp_path / "curve.json"
-    curve.write_text(json.dumps({"step_seconds": {"1": 0.1, "64": 0.1}}))
-    some = ["--lengths", "constant:100", "--requests", "16", "--instances", "1", "--slots", "64", "--curve", curve]
     stages = ["--train-rate", "160", "--reward-s", "1", "--weights-gb", "1", "--link-gbit", "8", "--link-ms", "500"]
     common = [*some, *stages, "--policy", "least-loaded", "--out", tmp_path / "p.svg"]
     shared = ["--colocated-train-rate", "320", "--switch-s", "0.5", "--colocated-instances", "2"]
