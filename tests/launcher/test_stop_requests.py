@@ -25,6 +25,7 @@ from streamrl.run_dir.status import read_status, write_status
 from streamrl.runtime.stop_signals import on_stop
 from tests.cli.calling import streamrl
 from tests.report.synthetic import make_status
+from tests.signals import own_handlers
 from tests.troubled_place import Place
 from tests.waiting import scaled
 
@@ -36,11 +37,9 @@ TELLS_LAUNCHER = "import os, time; os.kill(os.getppid(), {number}); time.sleep(6
 @pytest.fixture(autouse=True)
 def _own_signals() -> Iterator[None]:
     """Keeps pytest's handlers, and makes SIGHUP one that nobody ignores yet."""
-    before = {number: signal.getsignal(number) for number in NUMBERS}
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    with own_handlers(*NUMBERS):
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        yield
 
 
 @pytest.fixture

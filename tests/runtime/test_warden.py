@@ -13,6 +13,7 @@ import pytest
 
 from streamrl.launcher.trainer_ranks import run_ranks
 from streamrl.runtime import warden
+from tests.signals import own_handlers
 from tests.waiting import scaled
 
 UNTIL_TOLD = "import sys; print('here', flush=True); sys.stdin.read()"
@@ -36,10 +37,8 @@ def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def _own_signals() -> Iterator[None]:
     """Keeps pytest's handlers of signals from what `run_ranks` sets."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    with own_handlers(signal.SIGTERM, signal.SIGINT):
+        yield
 
 
 def child(code: str) -> subprocess.Popen[bytes]:
