@@ -61,7 +61,7 @@ def scaled(seconds: float) -> float:
 
 
 def wait_for(
-    condition: Callable[[], T],
+    condition: Callable[[], T | None],
     seconds: float,
     process: subprocess.Popen[Any] | None = None,
     *,
@@ -96,7 +96,7 @@ def wait_for(
     return found
 
 
-async def until(condition: Callable[[], T], seconds: float = 30.0, *, what: str = "") -> T:
+async def until(condition: Callable[[], T | None], seconds: float = 30.0, *, what: str = "") -> T:
     """Wait like `wait_for` inside an event loop, which keeps running.
 
     Raises:

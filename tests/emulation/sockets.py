@@ -151,7 +151,7 @@ def upload(network: EmulatedNetwork, home: Home, port: int, data: bytes) -> floa
     with connect(network, port) as sock:
         before = len(home.received)
         sock.sendall(b"s")
-        wait_for(lambda: len(home.received) > before)  # the handshake's round trip is over
+        waiting.wait_for(lambda: len(home.received) > before, 5)  # the handshake's round trip is over
         got = home.received[-1]
         begun = time.monotonic()
         sock.sendall(data)
@@ -169,16 +169,9 @@ def download(network: EmulatedNetwork, home: Home, port: int, nbytes: int) -> fl
         missing = nbytes
         home.asked.clear()
         sock.sendall(b"g")
-        wait_for(home.asked.is_set)  # the handshake's round trip is over
+        waiting.wait_for(home.asked.is_set, 5)  # the handshake's round trip is over
         begun = time.monotonic()
         sock.sendall(struct.pack("!Q", nbytes))
         while missing:
             missing -= sock.recv_into(buffer)
         return time.monotonic() - begun
-
-
-def wait_for(value: Callable[[], T | None], limit_s: float = 5.0) -> T:
-    """The first result that is true."""
-    found = waiting.wait_for(value, limit_s)
-    assert found is not None
-    return found

@@ -25,9 +25,9 @@ from streamrl.emulation.shaping import LinkShape
 from streamrl.emulation.tcp_relay import Relay
 from streamrl.errors import RunFailed, UserError
 from tests.emulation.conftest import SHAPE
-from tests.emulation.sockets import Home, connect, download, exactly, round_trips, upload, wait_for
+from tests.emulation.sockets import Home, connect, download, exactly, round_trips, upload
 from tests.training.conftest import free_port
-from tests.waiting import scaled, settled
+from tests.waiting import scaled, settled, wait_for
 
 BANDWIDTH = SHAPE.bandwidth_bytes_per_s or 0.0
 RTT_S = 2 * SHAPE.delay_s
@@ -68,7 +68,7 @@ def test_connections_share_the_bandwidth(network: EmulatedNetwork, home: Home) -
     socks = [connect(network, network.ports[0]) for _ in range(2)]
     for sock in socks:
         sock.sendall(b"s")
-    received = wait_for(lambda: home.received if len(home.received) == 2 else None)
+    received = wait_for(lambda: home.received if len(home.received) == 2 else None, 5)
     set_link_in(network.folder, "west", down=True)  # both are ready to send when it comes back
     senders = [threading.Thread(target=sock.sendall, args=(data,)) for sock in socks]
     for sender in senders:
@@ -91,7 +91,7 @@ def test_a_cut_link_loses_no_byte_and_lets_no_new_connection_through(network: Em
     times: list[float] = []
     sender = threading.Thread(target=lambda: times.append(upload(network, home, network.ports[0], os.urandom(1 << 20))))
     sender.start()
-    got = wait_for(lambda: home.received[0] if home.received and home.received[0].nbytes else None)
+    got = wait_for(lambda: home.received[0] if home.received and home.received[0].nbytes else None, 5)
     set_link_in(network.folder, "west", down=True)
     assert read_stats(network.folder)["west"]["down"]
     before = settled(lambda: got.nbytes)  # home reads what its kernel has
@@ -114,7 +114,7 @@ def test_a_reset_closes_the_connections_of_both_ends_and_new_ones_work(network: 
         sock.sendall(b"s1")
         echo.sendall(b"e")
         round_trips(echo, 1)
-        got = wait_for(lambda: home.received[0] if home.received and home.received[0].nbytes else None)
+        got = wait_for(lambda: home.received[0] if home.received and home.received[0].nbytes else None, 5)
         assert read_stats(network.folder)["west"]["resets"] == 0
         set_link_in(network.folder, "west", reset=True)
         with pytest.raises(ConnectionResetError):
@@ -126,7 +126,7 @@ def test_a_reset_closes_the_connections_of_both_ends_and_new_ones_work(network: 
         with connect(network, network.ports[0]) as again:
             again.sendall(b"e")
             round_trips(again, 1)
-            wait_for(lambda: read_stats(network.folder)["west"]["connections"] == 1)
+            wait_for(lambda: read_stats(network.folder)["west"]["connections"] == 1, 5)
 
 
 def test_an_end_that_arrives_after_its_receiver_has_gone_ends_nothing_else(
@@ -158,7 +158,8 @@ def test_stats_count_what_was_delivered_in_each_direction(network: EmulatedNetwo
         lambda: (
             read_stats(network.folder)["west"]["from_home"] == 10_003
             and read_stats(network.folder)["west"]["connections"] == 0
-        )
+        ),
+        5,
     )
     assert read_stats(network.folder)["west"] == {
         "to_home": 10_004,
@@ -191,7 +192,7 @@ def test_a_running_link_takes_a_new_shape(network: EmulatedNetwork, home: Home) 
         assert min(round_trips(sock, 3)) >= 0.12
         set_link_in(network.folder, "west", delay_s=0.0, bandwidth_bytes_per_s=1e6)
         round_trips(sock, 2)
-        wait_for(lambda: min(round_trips(sock, 5)) < RTT_S)
+        wait_for(lambda: min(round_trips(sock, 5)) < RTT_S, 5)
     assert upload(network, home, port, os.urandom(500_000)) >= 0.9 * 0.5
     set_link_in(network.folder, "west", bandwidth_bytes_per_s=None)
     home.received.clear()
@@ -215,7 +216,7 @@ def test_a_dead_proxy_is_reported(network: EmulatedNetwork) -> None:
     network.check()
     os.kill(json.loads((network.folder / "stats.json").read_text())["pid"], signal.SIGKILL)
     with pytest.raises(RunFailed, match="proxy ended with exit code -9"):
-        wait_for(network.check)
+        wait_for(network.check, 5)
 
 
 def test_the_proxy_resets_what_is_open_and_ends_well_when_it_is_told_to(network: EmulatedNetwork, home: Home) -> None:
@@ -227,7 +228,7 @@ def test_the_proxy_resets_what_is_open_and_ends_well_when_it_is_told_to(network:
         with pytest.raises(ConnectionResetError):
             sock.recv(1)
     with pytest.raises(RunFailed, match="proxy ended with exit code 0"):
-        wait_for(network.check)
+        wait_for(network.check, 5)
     stats = read_stats(network.folder)["west"]  # of its very end
     assert (stats["to_home"], stats["from_home"], stats["connections"]) == (4, 3, 0)
 
@@ -258,7 +259,7 @@ def test_a_change_of_one_link_leaves_the_others_alone(tmp_path: Path) -> None:
                     return trips[-1]
 
                 assert best(one_more, 0.1) < 0.1
-            wait_for(lambda: read_stats(network.folder)["south"]["to_home"] == 1 + len(trips))
+            wait_for(lambda: read_stats(network.folder)["south"]["to_home"] == 1 + len(trips), 5)
             assert read_stats(network.folder)["west"]["to_home"] == 0
         finally:
             home.close()
@@ -279,7 +280,7 @@ def test_the_proxy_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
         pid = json.loads((tmp_path / "stats.json").read_text())["pid"]
         assert psutil.pid_exists(pid)
         parent.kill()
-    wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, 5)
 
 
 def test_a_proxy_that_fails_at_relaying_ends_instead_of_losing_bytes(
