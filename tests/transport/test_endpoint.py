@@ -20,15 +20,12 @@ from streamrl.transport.endpoint import Flow, Hub, Link, PeerLost, Refused
 from streamrl.transport.peer import PeerRoute
 from streamrl.transport.wire import Message, encode
 from tests.training.conftest import free_port
+from tests.transport import sockets
 from tests.waiting import holds, scaled, until
 
 
 def run(body: Callable[[str], Awaitable[Any]]) -> Any:
-    async def limited() -> Any:
-        async with asyncio.timeout(scaled(30)):
-            return await body(f"tcp://127.0.0.1:{free_port()}")
-
-    return asyncio.run(limited())
+    return sockets.run(lambda: body(f"tcp://127.0.0.1:{free_port()}"))
 
 
 def hub_at(address: str, **options: Any) -> Hub:
@@ -43,9 +40,7 @@ async def restarted_hub(address: str) -> Hub:
             return hub_at(address)
         return None
 
-    hub = await until(again)
-    assert hub is not None
-    return hub
+    return await until(again)
 
 
 async def link_to(address: str, name: str = "peer", **options: Any) -> Link:
