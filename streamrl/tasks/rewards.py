@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import math
 import numbers
-import re
 import reprlib
 import shutil
 from collections.abc import Callable, Sequence
-from decimal import Decimal
 from typing import Any, Protocol
 
 from streamrl.config.tasks import PYTHON_TESTS, AgentTask, FileTask, Task
 from streamrl.errors import UserError
 from streamrl.tasks.answers import full, tagged
 from streamrl.tasks.extras import import_extra
+from streamrl.tasks.math_reward import as_text, math_verify_score
 from streamrl.tasks.sandbox import passes
 from streamrl.tasks.task_items import ScoredItems, items_of
 from streamrl.tasks.user_functions import import_ordinary
@@ -105,53 +104,13 @@ def _file_score(task: FileTask) -> Score:
     return lambda completion, given: function(completion, prompt=given["prompt"], answer=given["answer"])
 
 
-def math_verify_score(completion: str, answer: Any) -> float:
-    r"""Return 1.0 if the completion's final expression equals the reference, else 0.0.
-
-    The final expression is that of the last complete <answer> tag, if there is one in it. Of several boxes all
-    together may be the answer, a set, or the last one.
-
-    The reference is a number, LaTeX with or without dollars ('\frac{1}{2}', '$x^2$'), or a solution that
-    ends with '#### 72' as in GSM8K.
-
-    Raises:
-        ValueError: the reference cannot be read as mathematics.
-    """
-    math_verify = import_extra("math_verify", "reward math_verify")
-    reference = _as_text(answer).rpartition("####")[2].strip()
-    delimited = any(mark in reference for mark in ("$", "\\boxed", "\\(", "\\["))
-    gold = math_verify.parse(reference if delimited else f"${reference}$") or math_verify.parse(reference)
-    if not gold:
-        raise ValueError(f"math-verify cannot read the reference answer {reference[:100]!r}")
-    readable = _readable(completion)
-    found = math_verify.parse(tagged(readable) or "") or math_verify.parse(readable)
-    if math_verify.verify(gold, found):
-        return 1.0
-    boxes = readable.split("\\boxed")
-    return float(len(boxes) > 2 and math_verify.verify(gold, math_verify.parse(f"\\boxed{boxes[-1]}")))
-
-
-def _readable(text: str) -> str:
-    """Write numbers as math-verify looks for them: apart from what precedes them, with an ordinary minus."""
-    text = re.sub(r"(</?answer>)", r" \1 ", text).replace("\u2212", "-")
-    text = re.sub(r"\\\$(?=\d)", "", text)  # the dollar of an amount, as it is written in Markdown
-    return re.sub(r"(?i)(\banswer:|####)(?=\S)", r"\1 ", text)
-
-
 def exact_match_score(completion: str, answer: Any) -> float:
     """Return 1.0 if the text of the last <answer> tag (else the whole completion) is the reference, else 0.0.
 
     Surrounding white space is ignored.
     """
     found = tagged(completion) if "<answer>" in completion else full(completion)
-    return float(found is not None and found == _as_text(answer).strip())
-
-
-def _as_text(answer: Any) -> str:
-    """Write a value as text: a float without an exponent, and a whole one as an integer (Parquet's 72.0 means '72')."""
-    if isinstance(answer, float) and answer.is_integer():
-        return str(int(answer))
-    return format(Decimal(repr(answer)), "f") if isinstance(answer, float) else str(answer)
+    return float(found is not None and found == as_text(answer).strip())
 
 
 def load_function(spec: str, whose: str) -> RewardFunction:

@@ -16,7 +16,7 @@ from streamrl.config.tasks import FileTask, ReasoningGymTask, Task
 from streamrl.errors import UserError
 from streamrl.rollouts.void import LONGEST_TRACEBACK, VoidCause
 from streamrl.tasks.procedural import ProceduralItems
-from streamrl.tasks.rewards import Scorer, exact_match_score, math_verify_score
+from streamrl.tasks.rewards import Scorer, exact_match_score
 from streamrl.tasks.source import PromptSource
 from streamrl.tasks.void_reward import CUT, VoidReward, cause_of, traceback_of
 
@@ -90,50 +90,6 @@ def test_a_worker_that_sees_another_question_says_so_instead_of_scoring() -> Non
     prompt = PromptSource([gym("chain_sum")], seed=1).prompt(0)
     with pytest.raises(RuntimeError, match="PYTHONHASHSEED=0"):
         Scorer([gym("chain_sum")], seed=2).score("chain_sum", "<answer>1</answer>", prompt.reward_input)
-
-
-@pytest.mark.parametrize(
-    ("completion", "answer", "reward"),
-    [
-        ("So the total is 72.", "72", 1.0),
-        ("So the total is $\\boxed{72}$", 72, 1.0),
-        ("So the total is 72.", 72.0, 1.0),
-        ("So the total is 73.", "72", 0.0),
-        ("72 is wrong, it is 27", "72", 0.0),
-        ("$\\frac{2}{4}$", "\\frac{1}{2}", 1.0),
-        ("0.5", "1/2", 1.0),
-        ("$x^2 + 2x + 1$", "$(x+1)^2$", 1.0),
-        ("The answer is 1,080", "1080", 1.0),
-        ("it is 72", "She sold 48/2 = <<48/2=24>>24 clips.\n48+24 = 72.\n#### 72", 1.0),
-        ("it is 24", "She sold 48/2 = <<48/2=24>>24 clips.\n48+24 = 72.\n#### 72", 0.0),
-        ("", "72", 0.0),
-        ("<think>2 is prime</think><answer>5</answer>", "5", 1.0),
-        ("3 + 2 = 5. <answer>6</answer>", "5", 0.0),
-        ("<answer>1/2</answer>", "\\frac{1}{2}", 1.0),
-        ("I answer in <answer> tags </answer>: 5", "5", 1.0),
-        ("It is cut off at <answer>5", "5", 1.0),
-        ("The answer is \u22125.", "-5", 1.0),
-        ("The answer is 5.", "-5", 0.0),
-        ("It costs \\$70,000.", "70000", 1.0),
-        ("$\\$70,000$", "70000", 1.0),
-        ("Answer:5", "5", 1.0),
-        ("and so\n####540", "540", 1.0),
-        ("\\boxed{11}. Wait, that is wrong.\n\nSo \\boxed{12}", "12", 1.0),
-        ("\\boxed{12}. Wait, that is wrong.\n\nSo \\boxed{11}", "12", 0.0),
-        ("\\boxed{0.5}\n\n\\boxed{\\frac12}", "\\frac12", 1.0),
-        ("$\\boxed{1}$ and $\\boxed{2}$", "\\{1, 2\\}", 1.0),
-        ("The answer is \\boxed{0.00002}", 0.00002, 1.0),
-        ("\\boxed{2\\times 10^{-5}}", 2e-5, 1.0),
-        ("\\boxed{0.00003}", 2e-5, 0.0),
-    ],
-)
-def test_math_verify_compares_values(completion: str, answer: Any, reward: float) -> None:
-    assert math_verify_score(completion, answer) == reward
-
-
-def test_a_reference_that_is_no_mathematics_is_an_error_not_a_zero() -> None:
-    with pytest.raises(ValueError, match="cannot read the reference"):
-        math_verify_score("72", "")
 
 
 @pytest.mark.parametrize(
