@@ -153,7 +153,8 @@ def check_files(cluster: ClusterConfig, run: RunConfig, resumed: bool = False) -
     Raises:
         UserError: one line per problem of the files themselves.
     """
-    checks, missing = [check_sites(cluster, run), check_tasks(run, rendered=False), check_ranker(run)], []
+    checks, missing = [check_sites(cluster, run), check_tasks(run, rendered=False, resumed=resumed)], []
+    checks.append(check_ranker(run))
     checks += [check_weight_path(cluster, run), check_speculation(cluster, run), check_eight_bits(cluster, run)]
     of_new = [*check_new_run(cluster, run), *check_critic(cluster, run)]
     if not resumed:  # earlier versions began runs without these checks
@@ -297,7 +298,8 @@ def check_tasks(run: RunConfig, rendered: bool = True, resumed: bool = False) ->
     Args:
         run: the run.
         rendered: whether the first prompt of each is rendered in the model's chat template, if the model is here.
-        resumed: whether a run is continued, which may have found prompts that fit after many that do not.
+        resumed: whether a run is continued, which may have found prompts that fit after many that do not, and was begun
+            without some checks.
     """
     from streamrl.agents.agent_function import load_agent
     from streamrl.tasks.rewards import Scorer
@@ -312,6 +314,8 @@ def check_tasks(run: RunConfig, rendered: bool = True, resumed: bool = False) ->
             source = PromptSource([task], run.seed)
             source.prompt(0)
             sources[key] = source
+            if source.problem and not resumed:
+                raise UserError(source.problem)
             Scorer([task], run.seed)
             if isinstance(task, AgentTask):
                 load_agent(task)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgpack
+import numpy as np
 
 from streamrl.config.tasks import PYTHON_TESTS, AgentTask, FileTask
 from streamrl.errors import UserError
@@ -29,6 +30,8 @@ ROLES = ("system", "user", "assistant")
 """Roles of a prompt's messages; a system message comes first, and the user's last."""
 FILES = (".jsonl", ".ndjson", ".parquet")
 """Suffixes of the files that `kind: file` reads."""
+SHORT_FLOATS = {"halffloat": np.float16, "float": np.float32}
+"""Types of numbers, by Arrow's names, that Python widens: 0.1 becomes 0.10000000149011612."""
 ONE_ANSWER = ("math_verify", "exact_match")
 """Rewards that compare with a single text or number."""
 
@@ -43,6 +46,8 @@ class TaskRow:
     """Reference answer (str, int, float, bool, list, dict); None if the task has no answer column."""
     earlier: tuple[PromptMessage, ...] = ()
     """Messages before it, if the prompt column holds a conversation."""
+    problem: str = ""
+    """Why no completion can get the reward, with the place; '': nothing is known."""
 
 
 RowsTask = FileTask | AgentTask
@@ -76,6 +81,7 @@ class FileItems(TaskItems):
         self._rows = load_rows(task)
         self._suffix = task.suffix
         self.count = len(self._rows)
+        self.problem = next((row.problem for row in self._rows if row.problem), "")
 
     def question(self, index: int) -> str:
         """Return the prompt of row `index`."""
@@ -226,9 +232,18 @@ def _is_split(asked: str | None, held: object) -> bool:
 
 
 def _table_records(columns: list[str], table: Any, where: str) -> Iterator[Record]:
-    values = [table.column(name).to_pylist() for name in columns]
+    values = [_cells(table.column(name)) for name in columns]
     for number, cells in enumerate(zip(*values, strict=True), start=1):
         yield f"{where}, row {number}", dict(zip(columns, cells, strict=True))
+
+
+def _cells(column: Any) -> list[Any]:
+    """Return a column's values; numbers of 16 and 32 bits by the shortest decimals, so that 0.1 is 0.1."""
+    values: list[Any] = column.to_pylist()
+    if str(column.type) not in SHORT_FLOATS:
+        return values
+    short = SHORT_FLOATS[str(column.type)]
+    return [None if value is None else float(str(short(value))) for value in values]
 
 
 def _columns(task: RowsTask) -> list[str]:
@@ -262,7 +277,10 @@ def _row(task: RowsTask, where: str, record: dict[str, Any]) -> TaskRow:
                 f"{where}: column {task.answer_column!r}: reward {task.reward} compares with one text or number, got "
                 f"{_kind(answer)}; write its answer into a column of its own, or name a reward function that takes it"
             )
-    row = TaskRow(plain_text(prompt), answer, earlier)
+    problem = ""
+    if isinstance(task, FileTask) and task.reward in ONE_ANSWER and isinstance(answer, str) and not answer.strip():
+        problem = f"{where}: column {task.answer_column!r} is empty; every prompt needs its answer"
+    row = TaskRow(plain_text(prompt), answer, earlier, problem)
     if isinstance(task, FileTask) and (reason := unsendable({"prompt": row.prompt, "answer": answer})):
         raise UserError(f"{where}: {reason}")  # of an agent's row, all columns count: see `_item`
     return row

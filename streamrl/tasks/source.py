@@ -118,6 +118,11 @@ class PromptSource:
         )
 
     @property
+    def problem(self) -> str:
+        """The first item of which no completion can get the reward; '': none is known."""
+        return next((items.problem for items in self._items if items.problem), "")
+
+    @property
     def ordered_rows(self) -> int:
         """Rows of all tasks, if each has an end and one keeps its order, in which long rows may be together; else 0."""
         counts = [items.count for items in self._items]

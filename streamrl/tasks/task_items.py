@@ -19,6 +19,8 @@ class TaskItems(ABC):
     """Added to an item's number in prompt ids."""
     count: int | None = None
     """Number of different items; None: unlimited."""
+    problem: str = ""
+    """Why no completion of some item can get the reward, for which no new run starts; '': nothing is known."""
 
     @abstractmethod
     def question(self, index: int) -> str:

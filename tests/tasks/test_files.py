@@ -16,8 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from streamrl.config.run import RunConfig
 from streamrl.config.tasks import AgentTask, FileTask
 from streamrl.errors import UserError
+from streamrl.launcher.preflight import check_tasks
 from streamrl.tasks.chat_template import ChatTemplate, load_tokenizer
 from streamrl.tasks.files import MOST_BYTES, FileItems, TaskRow, load_records, load_rows
 from tests.tiny_model import save_tiny_model
@@ -147,6 +149,16 @@ def test_answers_are_sendable_whatever_the_file_holds(tmp_path: Path) -> None:
     (tmp_path / "big.jsonl").write_text('{"prompt": "p", "answer": 100000000000000000000000}\n')
     (big,) = load_rows(file_task(tmp_path / "big.jsonl"))
     assert msgpack.unpackb(msgpack.packb(big.answer)) == "100000000000000000000000"
+
+
+@pytest.mark.parametrize("kind", [pa.float16(), pa.float32(), pa.float64()])
+def test_a_number_is_what_was_written_however_few_bits_the_column_has(tmp_path: Path, kind: pa.DataType) -> None:
+    written = pa.array([0.1, -0.3, None, 72.0, 1.5e-5]).cast(kind)
+    table = pa.table({"prompt": list("pqrst"), "answer": written}).filter(written.is_valid())
+    pq.write_table(table, tmp_path / "a.parquet")
+    datasets.Dataset(table).save_to_disk(tmp_path / "saved")
+    for task in (file_task(tmp_path / "a.parquet"), file_task(tmp_path / "saved", kind="hf_dataset")):
+        assert [row.answer for row in load_rows(task)] == [0.1, -0.3, 72.0, 1.5e-5]
 
 
 def test_a_file_without_an_answer_column_has_no_answers(tmp_path: Path) -> None:
@@ -288,6 +300,21 @@ def test_what_no_completion_could_equal_is_named_with_its_line(
     with pytest.raises(UserError, match=re.escape(said)):
         load_rows(file_task(path, reward=reward))
     assert len(load_rows(file_task(path, reward="mine:function"))) == 2
+
+
+@pytest.mark.parametrize("reward", ["math_verify", "exact_match"])
+def test_a_new_run_with_a_blank_answer_is_refused_with_its_line(tmp_path: Path, reward: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "p", "answer": one}) + "\n" for one in ("72", " \n")))
+
+    def problems(reward: str, resumed: bool = False) -> list[str]:
+        run = RunConfig.model_validate({"tasks": [file_task(path, reward=reward)]})
+        return list(check_tasks(run, rendered=False, resumed=resumed))
+
+    said = f"tasks.0: {path}:2: column 'answer' is empty; every prompt needs its answer"
+    assert problems(reward) == [said]
+    assert problems(reward, resumed=True) == []  # earlier versions began such runs
+    assert problems("builtins:print") != [said]
 
 
 def test_unreadable_places_are_explained(tmp_path: Path) -> None:
