@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, JsonValue, ValidationError
 
 KeyPath = tuple[str | int, ...]
 """Keys and list indices from the top level of a file down to a value."""
@@ -37,8 +37,11 @@ EXPECTED = {
     "tuple": "a list",
     "dict": "keys with values ('key: value' lines)",
     "model": "keys with values ('key: value' lines)",
+    "invalid-json-value": "text (in quotes if it looks like something else), a number, a list, or keys with values",
 }
 """Expected values in words, by the first word of pydantic's error type, e.g. 'int_parsing'."""
+JSON_TAGS: dict[str | int, Any] = {"list": list[JsonValue], "dict": dict[str, JsonValue]}
+"""Types of the values that hold others, by the tag that pydantic puts into the location of what they hold."""
 
 BOUNDS = {
     "greater_than_equal": ("ge", "at least"),
@@ -49,13 +52,14 @@ BOUNDS = {
 
 
 def explain(model: type[BaseModel], error: ValidationError) -> list[ConfigProblem]:
-    """Turn each of pydantic's errors into a `ConfigProblem`, in the same order.
+    """Turn pydantic's errors into `ConfigProblem`s, in the same order; a value that is of none of several types is one.
 
     Args:
         model: the model that the data was validated against.
         error: pydantic's error.
     """
-    return [_problem(model, dict(item)) for item in error.errors(include_url=False)]
+    problems = [_problem(model, dict(item)) for item in error.errors(include_url=False)]
+    return list(dict.fromkeys(problems))
 
 
 def _problem(model: type[BaseModel], item: dict[str, Any]) -> ConfigProblem:
@@ -67,7 +71,9 @@ def _problem(model: type[BaseModel], item: dict[str, Any]) -> ConfigProblem:
         if field and get_origin(bare := _bare(field.annotation)) is Literal:
             what += f"; expected {_choices([str(value) for value in get_args(bare)])}"
         return ConfigProblem(path, f"key '{dotted(path)}' is missing{what}")
-    if kind == "extra_forbidden":
+    if kind == "invalid_key":  # YAML has keys such as true
+        path = (*path[:-1], _of_yaml(item["input"]))
+    if kind in ("extra_forbidden", "invalid_key"):
         return ConfigProblem(path, _unknown_key(model, holder, path))
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         path = (*path, str(context["discriminator"]).strip("'"))
@@ -81,10 +87,15 @@ def _problem(model: type[BaseModel], item: dict[str, Any]) -> ConfigProblem:
             return ConfigProblem(path, f"'{dotted(path)}': {text}")
         named = list(_named_keys(model, text))
         return ConfigProblem(named[0] if named else (), text, tuple(named))
+    if several := _several(holder, path):
+        return ConfigProblem(path, _mismatch(path, item["input"], several, []))
     if kind == "literal_error":
         allowed = [str(value) for value in _literals(model, path)]
         return ConfigProblem(path, _mismatch(path, item["input"], _choices(allowed), allowed))
     if item["loc"] and item["loc"][-1] == "[key]":
+        if kind == "string_type":
+            path = (*path[:-1], _of_yaml(item["input"]))
+            return ConfigProblem(path, f"'{dotted(path)}': the name must be {EXPECTED['string']}")
         return ConfigProblem(path, f"'{dotted(path)}': the name must match {context.get('pattern', item['msg'])}")
     return ConfigProblem(path, _mismatch(path, item["input"], _expected(kind, context, item), []))
 
@@ -116,6 +127,26 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def _of_yaml(key: Any) -> str:
+    """Return a key that is no text as YAML has it: true, null, 1."""
+    return "null" if key is None else str(key).lower()
+
+
+def _several(holder: type[BaseModel] | None, path: KeyPath) -> str:
+    """Return what a key that takes values of several types expects; '': it takes one type, or there is no such key."""
+    field = holder.model_fields.get(str(path[-1])) if holder else None
+    bare = _bare(field.annotation) if field else None
+    if not _is_union(bare) or _union_models(bare):
+        return ""
+    members = [member for member in get_args(bare) if member is not type(None)]
+    return ", or ".join(
+        _choices([str(value) for value in get_args(member)])
+        if get_origin(member) is Literal
+        else EXPECTED.get(member.__name__, member.__name__)
+        for member in members
+    )
+
+
 def _choices(allowed: list[str]) -> str:
     return "one of: " + ", ".join(allowed) if len(allowed) > 1 else (allowed or ["?"])[0]
 
@@ -142,8 +173,8 @@ def dotted(path: KeyPath) -> str:
 def locate(model: type[BaseModel], loc: KeyPath) -> tuple[KeyPath, type[BaseModel] | None]:
     """Return the path in the file of a pydantic location, and the model that holds its last key.
 
-    Locations contain the tag of a discriminated union as if it were a key ('tasks', 0, 'reasoning_gym', 'name'), and
-    '[key]' behind a mapping's key; neither is in the file.
+    Locations contain the member of a union as if it were a key ('tasks', 0, 'reasoning_gym', 'name'), and '[key]'
+    behind a mapping's key; neither is in the file.
     """
     annotation: Any = model
     holder: type[BaseModel] | None = None
@@ -152,6 +183,9 @@ def locate(model: type[BaseModel], loc: KeyPath) -> tuple[KeyPath, type[BaseMode
         annotation = _bare(annotation)
         if members := _union_models(annotation):
             annotation = next((member for member in members if part in _tags(member)), None)
+            continue
+        if annotation is JsonValue or _is_union(annotation):
+            annotation = JSON_TAGS.get(part) if annotation is JsonValue else None
             continue
         if part == "[key]":
             continue
@@ -177,7 +211,7 @@ def _bare(annotation: Any) -> Any:
     while True:
         if get_origin(annotation) is Annotated:
             annotation = get_args(annotation)[0]
-        elif get_origin(annotation) in (Union, types.UnionType):
+        elif _is_union(annotation):
             members = [member for member in get_args(annotation) if member is not type(None)]
             if len(members) != 1:
                 return annotation
@@ -186,13 +220,17 @@ def _bare(annotation: Any) -> Any:
             return annotation
 
 
+def _is_union(annotation: Any) -> bool:
+    return get_origin(annotation) in (Union, types.UnionType)
+
+
 def _is_model(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def _union_models(annotation: Any) -> list[type[BaseModel]]:
     """Return the members of a union of models; nothing for any other type."""
-    if get_origin(annotation) not in (Union, types.UnionType):
+    if not _is_union(annotation):
         return []
     members = [_bare(member) for member in get_args(annotation)]
     return members if all(map(_is_model, members)) else []

@@ -250,6 +250,24 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
         ("evaluation:\n  threshold: .nan\n", "F:2: 'evaluation.threshold' is nan, expected a finite number"),
         ("algorithm:\n  name: grpo\n  clip_high: .inf\n", "F:3: 'algorithm.clip_high' is inf, expected a finite"),
         ("tasks:\n- {kind: agent, name: a, run: m:f, path: p, weight: .inf}\n", "F:2: 'tasks.0.weight' is inf, expe"),
+        (
+            "optimizer:\n  gradient_checkpointing: selectiv\n",
+            "F:2: 'optimizer.gradient_checkpointing' is 'selectiv', expected true or false, or selective",
+        ),
+        (
+            "model:\n  chat_template_kwargs:\n    a: [1, {dict: .nan}]\n",
+            "F:3: 'model.chat_template_kwargs.a.1.dict' is nan, expected a finite number",
+        ),
+        (
+            "model: {chat_template_kwargs: {a: 2024-01-02}}\n",
+            "F:1: 'model.chat_template_kwargs.a' is datetime.date(2024, 1, 2), expected text (in quotes",
+        ),
+        (
+            "model:\n  chat_template_kwargs: {true: 1}\n",
+            "F:2: 'model.chat_template_kwargs.true': the name must be text (in quotes",
+        ),
+        ("steps: 3\ntrue: 2\n", "F:2: unknown key 'true'; allowed here: name, steps,"),
+        ("optimizer:\n  null: 2\n", "F:2: unknown key 'optimizer.null'; allowed here: lr,"),
         ("steps: .inf\n", "F:1: 'steps' is inf, expected a finite number"),
         ("steps: off\n", "F:1: 'steps' is 'false', expected a whole number"),
         ("sampling:\n  temperature: 2.5\n", "F:2: 'sampling.temperature' is 2.5, expected at most 2"),
