@@ -69,18 +69,21 @@ def prove(config: PretrainedConfig) -> PackingProof:
             return PackingProof(kind, (), refuted=f"it is no causal language model: {later}")
     except Exception as error:  # whatever a family's own code raises is the reason
         return PackingProof(kind, (), unproven=f"cannot be built and run small: {_first_line(error)}")
-    return PackingProof(kind, tuple(_compare(model, *way, reference) for way in WAYS), longest_exact(config))
+    return PackingProof(kind, tuple(_compare(config, *way, reference) for way in WAYS), longest_exact(config))
 
 
-def small_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+def small_model(config: PretrainedConfig, seed: int = 0, attention: str = "eager") -> PreTrainedModel:
     """Build a model's architecture small, in fp32, with random weights that make every part count.
 
     Args:
         config: configuration of the full model.
-        seed: seed of the weights.
+        seed: seed of the weights, which do not depend on the attention.
+        attention: transformers' name of the attention. The model is built with it, as the trainer loads its model:
+            `set_attn_implementation` leaves families without transformers' attention interface at `eager`.
 
     Raises:
-        ValueError: its configuration has sizes under names that are not known here.
+        ValueError: its configuration has sizes under names that are not known here, or the family refuses the
+            attention.
     """
     small = small_config(config)
     with torch.device("meta"):
@@ -91,7 +94,7 @@ def small_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            small, attn_implementation="eager", dtype=torch.float32
+            small, attn_implementation=attention, dtype=torch.float32
         )
     embeddings = {id(parameter) for parameter in model.get_input_embeddings().parameters()}
     with torch.no_grad():
@@ -167,18 +170,16 @@ def _reference(model: PreTrainedModel, groups: Sequence[TrainGroup]) -> _Referen
     )
 
 
-def _compare(model: PreTrainedModel, kind: PackingKind, attention: str, reference: _Reference) -> PackingWay:
+def _compare(config: PretrainedConfig, kind: PackingKind, attention: str, reference: _Reference) -> PackingWay:
     separate = kind == "separate"
     try:
-        model.set_attn_implementation(attention)
+        model = small_model(config, attention=attention)
         policy = Policy(model, separate)
         with _LayerOutputs(model) as layers:
             logprobs = policy(reference.batch, TEMPERATURE)[0]
         gradients = _gradients(model, logprobs, reference.weights)
     except Exception as error:
         return PackingWay(kind, attention, differs=f"it cannot run ({type(error).__name__}: {_first_line(error)})")
-    finally:
-        model.set_attn_implementation("eager")
     largest = float((logprobs.detach() - reference.logprobs).abs().max())
     name, worst = _worst_gradient(gradients, reference.gradients)
     differs = ""

@@ -41,8 +41,7 @@ def check_settings(config: PretrainedConfig, packing: Packing) -> list[Finding]:
         config: configuration of the full model.
         packing: how the trainer packs it.
     """
-    model = small_model(config)
-    model.set_attn_implementation(packing.attention)
+    model = small_model(config, attention=packing.attention)
     policy = Policy(model, packing.kind == "separate")
     batch = pack(proof_groups(vocabulary_of(model)))
     logprobs, gradient = _passed(policy, batch)

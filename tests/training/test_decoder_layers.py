@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    BloomConfig,
     Gemma3Config,
     Gemma3TextConfig,
     GPT2Config,
@@ -97,10 +99,11 @@ def weights(layer: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [parameter for parameter in layer.parameters() if parameter.ndim > 1]
 
 
-@pytest.mark.parametrize("config", [GPT2Config(), OpenAIGPTConfig(), MptConfig()], ids=["GPT-2", "GPT", "MPT"])
+@pytest.mark.parametrize("config", [GPT2Config(), OpenAIGPTConfig(), BloomConfig()], ids=["GPT-2", "GPT", "Bloom"])
 def test_the_proof_of_packing_names_layers_of_other_names(config: PretrainedConfig) -> None:
     proof = prove(config)
     assert not proof.unproven and not proof.refuted
-    wrong = [way.differs for way in proof.ways if way.differs]
+    computed = [way for way in proof.ways if math.isfinite(way.logprob_error)]
+    wrong = [way.differs for way in computed if way.differs]
     assert all(one.startswith("layer 0 (") for one in wrong)
     assert bool(wrong) == (config.model_type != "gpt2")

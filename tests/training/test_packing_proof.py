@@ -26,14 +26,35 @@ from streamrl.training import merged_attention, packing_choice, packing_proof
 from streamrl.training.attention import OWN_ROWS
 from streamrl.training.packing_choice import choose_packing
 from streamrl.training.packing_choice import packing_proof as proof_of
-from streamrl.training.packing_proof import proof_groups, prove
+from streamrl.training.packing_proof import (
+    LOGPROB_BOUND,
+    TEMPERATURE,
+    proof_groups,
+    prove,
+    small_model,
+    vocabulary_of,
+)
 from streamrl.training.packing_ways import PackingProof, PackingWay
+from streamrl.training.policy_model import load_policy
 from streamrl.training.small_config import kept_layers, small_config
 from streamrl.verify.families import FAMILIES
 from tests.tiny_model import save_tiny_model
 
 SEPARATE = {"Qwen3-Next"}
 """Families with layers that packed rows cannot serve."""
+OWN_ATTENTION = (
+    "bloom",
+    "codegen",
+    "falcon",
+    "gpt_neo",
+    "gpt_neox_japanese",
+    "gptj",
+    "mpt",
+    "openai-gpt",
+    "rwkv",
+    "xglm",
+)
+"""Families (transformers' names) that do not compute attention through transformers' interface."""
 EAGER = {"Gemma 2", "gpt-oss"}
 """Families whose soft caps or sinks transformers' sdpa leaves out."""
 
@@ -53,6 +74,20 @@ def test_a_family_is_computed_as_lone_sequences_are(family: str) -> None:
     assert separate.attention == ("sdpa" if family in SEPARATE else OWN_ROWS) and "set by hand" in separate.why
     assert bool(choice.undivided) == (family in SEPARATE), choice.undivided
     assert bool(separate.undivided) == (family in SEPARATE), separate.undivided
+
+
+@pytest.mark.parametrize("kind", OWN_ATTENTION)
+def test_a_family_with_its_own_attention_is_loaded_as_it_was_proven(kind: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(kind)
+    packing = choose_packing("auto", prove(config), 64)
+    assert packing.kind == "separate" and packing.attention == ("sdpa" if kind == "falcon" else "eager"), packing
+    assert f"tokens of {kind} meet outside of what attention decides" in packing.undivided
+    model = small_model(config)
+    model.save_pretrained(tmp_path)
+    alone = packing_proof._reference(model, proof_groups(vocabulary_of(model)))
+    with torch.no_grad():
+        logprobs = load_policy(str(tmp_path), attention=packing.attention)(alone.batch, TEMPERATURE)[0]
+    assert (logprobs - alone.logprobs).abs().max() <= LOGPROB_BOUND
 
 
 def test_the_layer_type_that_a_packed_row_cannot_serve_is_named() -> None:
