@@ -60,6 +60,7 @@ def load_critic(
     ranks: SequenceRanks | None = None,
     shards: int | None = None,
     key: str = MODEL_KEY,
+    resumed: bool = False,
 ) -> Critic:
     """Load a Hugging Face model's trunk in fp32, with a value head of zeros.
 
@@ -70,9 +71,10 @@ def load_critic(
         ranks: the ranks that share every row; None: this one has them to itself.
         shards: see `load_model`.
         key: the model's key in the run file, for errors.
+        resumed: see `load_model`.
 
     Raises:
         RunFailed: as `load_model`.
     """
-    model = load_model(AutoModel, path, recomputation, attention, ranks, shards, key)
+    model = load_model(AutoModel, path, recomputation, attention, ranks, shards, key, resumed)
     return Critic(model, attention != SHARED_PREFIX, ranks)

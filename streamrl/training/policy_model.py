@@ -129,6 +129,7 @@ def load_policy(
     replays: bool = False,
     ranks: SequenceRanks | None = None,
     shards: int | None = None,
+    resumed: bool = False,
 ) -> Policy:
     """Load a Hugging Face model in fp32 (the master weights).
 
@@ -139,13 +140,14 @@ def load_policy(
         replays: whether its routers replay the experts that come with a batch (`router_replay.py`).
         ranks: the ranks that share every row; None: this one has them to itself.
         shards: see `load_model`.
+        resumed: see `load_model`.
 
     Raises:
         UserError: it cannot replay them.
         RunFailed: as `load_model`; or the model does something unknown with its logits, see `output_head.prove_head`.
             `Policy.fill` finds it of a model that is empty now.
     """
-    model = load_model(AutoModelForCausalLM, path, recomputation, attention, ranks, shards)
+    model = load_model(AutoModelForCausalLM, path, recomputation, attention, ranks, shards, resumed=resumed)
     policy = Policy(model, attention != SHARED_PREFIX, replays, ranks)
     if not is_empty(model):
         prove_head(policy.model, policy.transform)
@@ -160,6 +162,7 @@ def load_model(
     ranks: SequenceRanks | None = None,
     shards: int | None = None,
     key: str = MODEL_KEY,
+    resumed: bool = False,
 ) -> PreTrainedModel:
     """Load a Hugging Face model in fp32, prepared for training (`in_training`).
 
@@ -173,29 +176,41 @@ def load_model(
         shards: number of shards into which `learner.shard` will divide each weight. Where the files allow it, the model
             is empty until then, and each rank reads its own slices (`sliced_loading.py`). None: it is loaded whole now.
         key: the model's key in the run file, for errors.
+        resumed: only warn of weights that the files lack, as a checkpoint follows: earlier versions began such runs.
 
     Raises:
-        RunFailed: a file of weights is damaged, or the ranks cannot share the model's attention heads.
+        RunFailed: a file of weights is damaged, the files lack weights, or the ranks cannot share the model's attention
+            heads.
     """
     if ranks is not None:
         attention = IN_PARTS[attention]
     try:
-        model = _read(kind, path, attention, shards)
+        model, lacking = _read(kind, path, attention, shards)
     except SafetensorError as error:
         raise RunFailed(ErrorCode.MODEL.refer(f"{key}: the weights of {path} cannot be read: {error}")) from error
+    if lacking:
+        first = ", ".join(lacking[:3]) + (", ..." if len(lacking) > 3 else "")
+        told = f"{key}: the files of {path} lack {len(lacking)} of its tensors, which get initial values: {first}"
+        # buffers begin the same on every rank, and earlier checkpoints lack some
+        if not resumed and any(name in lacking for name, _ in model.named_parameters(remove_duplicate=False)):
+            raise RunFailed(ErrorCode.MODEL.refer(told))
+        log.warning("%s", told)
     if ranks is not None:
         check_heads(model.config, ranks.size)
     return in_training(model, recomputation)
 
 
-def _read(kind: type[Any], path: str, attention: str, shards: int | None) -> PreTrainedModel:
+def _read(kind: type[Any], path: str, attention: str, shards: int | None) -> tuple[PreTrainedModel, list[str]]:
+    """Return a model, and the names of its tensors that the files lack and that it does not make itself."""
     if shards is not None:
         try:
-            return empty_model(kind, path, attention, shards)
+            return empty_model(kind, path, attention, shards), []
         except NotInSlices as reason:
             log.warning("every rank loads the whole of %s into host memory, as %s", path, reason)
-    model: PreTrainedModel = kind.from_pretrained(path, dtype=torch.float32, attn_implementation=attention)
-    return model
+    model, found = kind.from_pretrained(
+        path, dtype=torch.float32, attn_implementation=attention, output_loading_info=True
+    )
+    return model, sorted(found["missing_keys"])
 
 
 def in_training(model: PreTrainedModel, recomputation: Recomputation = False) -> PreTrainedModel:

@@ -72,9 +72,10 @@ class StepReplay:
         # single operations are watched
         uncompiled = run.optimizer.model_copy(update={"compile": False})
         critic = resolve_model(run.critic_path, CRITIC_KEY) if run.critic_path else None
-        self.trainer = Trainer(run.model_copy(update={"optimizer": uncompiled}), model_path, device, critic)
         self.checkpoint: int | None = checkpoints.newest_before(step)
         """Step of the checkpoint that was loaded; None: the initial model."""
+        run = run.model_copy(update={"optimizer": uncompiled})
+        self.trainer = Trainer(run, model_path, device, critic, resumed=self.checkpoint is not None)
         if self.checkpoint is not None:
             self.trainer.load(checkpoints.path(self.checkpoint))
 

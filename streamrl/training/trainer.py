@@ -103,6 +103,7 @@ class Trainer:
         division: Division | None = None,
         published: torch.dtype | None = None,
         packing: Packing | None = None,
+        resumed: bool = False,
     ) -> None:
         """Load and shard the models that the run's algorithm needs.
 
@@ -114,6 +115,7 @@ class Trainer:
             division: division of each model among the ranks, see `learner.shard`.
             published: type of the published weights; None: the compute type.
             packing: packing of the model (`agreed_packing`); None: decided here.
+            resumed: whether `load` follows; see `policy_model.load_model`.
         """
         self.run, self.device = run, device
         self.truncation = Truncation(run.sampling.top_k, run.sampling.top_p, run.sampling.min_p)
@@ -124,13 +126,13 @@ class Trainer:
         self.packing = packing or agreed_packing(run, model_path, rows)
         replays = algorithm.router_replay
         shards = (division or Division()).shards if dist.get_world_size() > 1 else None
-        policy = load_policy(model_path, checkpointing, self.packing.attention, replays, ranks, shards)
+        policy = load_policy(model_path, checkpointing, self.packing.attention, replays, ranks, shards, resumed)
         self.learner: Learner[Policy] = Learner(policy, run.optimizer.lr, run, device, division)
         self.policy: Policy = self.learner.model
         self.layout = ShardedLayout(self.policy.model, published or compute_type(run), run.weights.generation_dtype)
 
         def frozen(replays: bool) -> Policy:
-            policy = load_policy(model_path, False, self.packing.attention, replays, ranks, shards)
+            policy = load_policy(model_path, False, self.packing.attention, replays, ranks, shards, resumed)
             return shard(policy, run, device, False, division)
 
         # the reference is a policy of its own, which no generator has routed for
@@ -141,7 +143,7 @@ class Trainer:
         if self.ppo:
             own = agreed_packing(run, critic_path, rows, CRITIC_KEY) if critic_path else self.packing
             key = CRITIC_KEY if critic_path else MODEL_KEY
-            critic = load_critic(critic_path or model_path, checkpointing, own.attention, ranks, shards, key)
+            critic = load_critic(critic_path or model_path, checkpointing, own.attention, ranks, shards, key, resumed)
             self.critic = Learner(critic, self.ppo.critic.lr, run, device, division)
         Switch.is_on = compiles(run, device)
         if Switch.is_on:

@@ -189,8 +189,10 @@ class TrainerWorker:
         self.packing = {"packing": packing.kind, "packing_why": packing.why}
         log.info("packs groups: %s", packing)
         self._say("loading the model")
-        self.trainer = Trainer(self.run_config, model, device, critic_path, division, published, packing)
-        if self.context.resume and (step := agreed_checkpoint(self.checkpoints)) is not None:
+        step = agreed_checkpoint(self.checkpoints) if self.context.resume else None
+        others = critic_path, division, published, packing
+        self.trainer = Trainer(self.run_config, model, device, *others, resumed=step is not None)
+        if step is not None:
             self._say(f"loading the checkpoint of step {step}")
             self.trainer.load(self.checkpoints.path(step))
             self.version = step

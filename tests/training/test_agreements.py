@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,9 +15,11 @@ import torch.distributed as dist
 from streamrl.errors import RunFailed
 from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.runtime.process_plan import RANK_MEETING
-from streamrl.training import agreements
+from streamrl.training import agreements, trainer_process
 from streamrl.training.agreements import agreed_checkpoint
 from streamrl.training.rank_store import join_ranks
+from streamrl.training.trainer_process import TrainerWorker
+from tests.security.keyed_place import make_place
 
 
 def folder(tmp_path: Path, *steps: int) -> CheckpointFolder:
@@ -51,6 +56,31 @@ def test_another_rank_waits_until_it_sees_that_checkpoint(tmp_path: Path, monkey
     monkeypatch.setattr(agreements, "SEEN_S", -1.0)
     with pytest.raises(RunFailed, match="rank 1 does not see the checkpoint of step 20"):
         agreed_checkpoint(seen)
+
+
+@pytest.mark.parametrize(("resume", "newest", "follows"), [(False, 20, False), (True, None, False), (True, 20, True)])
+def test_files_may_lack_weights_only_where_a_checkpoint_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: bool, newest: int | None, follows: bool
+) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    trainer = Mock()
+    for name, value in {
+        "join_ranks": Mock(),
+        "nccl_environment": lambda context: {},
+        "resolve_model": lambda *_: "model",
+        "agreed_packing": lambda *_: SimpleNamespace(kind="shared", why=""),
+        "agreed_checkpoint": lambda checkpoints: newest,
+        "Trainer": trainer,
+        "gc": Mock(),
+    }.items():
+        monkeypatch.setattr(trainer_process, name, value)
+    monkeypatch.setattr(torch, "set_num_threads", Mock())
+    monkeypatch.setattr(TrainerWorker, "_agree_on_type", Mock())
+    worker = TrainerWorker(replace(make_place(tmp_path).context("trainer-0"), resume=resume))
+    worker._load()
+    assert trainer.call_args.kwargs == {"resumed": follows}
+    assert trainer.return_value.load.called == follows
 
 
 def test_ranks_wait_for_each_other_as_long_as_a_command_may_take(

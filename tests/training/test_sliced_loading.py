@@ -13,8 +13,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.core_model_loading import Chunk, WeightConverter
 
+from streamrl.config.run import CRITIC_KEY
+from streamrl.errors import RunFailed
 from streamrl.machine.model_files import NotInSlices, in_slices
 from streamrl.training import sliced_loading
+from streamrl.training.critic import load_critic
 from streamrl.training.packing_proof import small_model
 from streamrl.training.policy_model import load_policy
 from streamrl.training.sliced_loading import empty_model, is_empty
@@ -34,6 +37,12 @@ def _untie(folder: Path) -> None:
 
 def _lose_one(folder: Path) -> None:
     _with(folder, lambda tensors: tensors.__delitem__("model.norm.weight"))
+
+
+def _rename(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {key.replace("model.", "backbone."): value for key, value in tensors.items()}
+    save_file(renamed, folder / "model.safetensors", {"format": "pt"})
 
 
 def _adapt(folder: Path) -> None:
@@ -114,3 +123,57 @@ def test_weights_whose_parts_are_mixed_in_the_files_are_loaded_whole(
     monkeypatch.setattr(sliced_loading, "get_model_conversion_mapping", lambda model: [split])
     with pytest.raises(NotInSlices, match="in another form"):
         empty_model(AutoModelForCausalLM, str(tiny_model), "eager", 2)
+
+
+@pytest.mark.parametrize("shards", [None, 2])
+def test_weights_that_the_files_lack_are_named(
+    shards: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = save_tiny_model(tmp_path)
+    _lose_one(path)
+    lacks = f"model.path: the files of {path} lack 1 of its tensors, which get initial values: model.norm.weight"
+    with pytest.raises(RunFailed, match=rf"^{lacks} \(see docs: E1002\)$"):
+        load_policy(str(path), shards=shards)
+    with caplog.at_level(logging.WARNING, "streamrl"):
+        assert not is_empty(load_policy(str(path), shards=shards, resumed=True).model)
+    assert lacks in caplog.text, "a run that an earlier version began has its weights in a checkpoint"
+
+
+def test_a_critic_whose_weights_have_other_names_is_refused(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path)
+    load_critic(str(path), key=CRITIC_KEY)
+    _rename(path)
+    with pytest.raises(
+        RunFailed, match=r"^algorithm\.critic\.path: the files of .* lack \d+ of its tensors, .*, \.\.\. "
+    ):
+        load_critic(str(path), key=CRITIC_KEY)
+    load_critic(str(path), key=CRITIC_KEY, resumed=True)
+
+
+def test_an_untied_head_that_the_files_lack_is_refused(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    with pytest.raises(RunFailed, match=r"lack 1 of its tensors, which get initial values: lm_head\.weight"):
+        load_policy(str(path))
+    load_critic(str(path))  # has no such head
+
+
+def test_buffers_that_earlier_checkpoints_lack_get_initial_values(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    small_model(FAMILIES["DeepSeek-V3"](), seed=0).save_pretrained(tmp_path)
+    biases = [key for key in load_file(tmp_path / "model.safetensors") if key.endswith("e_score_correction_bias")]
+    _with(tmp_path, lambda tensors: [tensors.pop(key) for key in biases])
+    with caplog.at_level(logging.WARNING, "streamrl"):
+        load_policy(str(tmp_path))
+    assert biases and biases[0] in caplog.text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_saved_lacks_nothing(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    small_model(FAMILIES[family](), seed=0).save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING, "streamrl"):
+        load_policy(str(tmp_path))
+        load_critic(str(tmp_path))
+    assert "of its tensors" not in caplog.text

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from streamrl.cli.replay import command
@@ -78,6 +79,29 @@ def test_the_first_module_that_is_not_finite_is_named(
     assert all(math.isfinite(one.loss) == backward and not math.isfinite(one.grad_norm) for one in found)
 
 
+def with_checkpoint(folder: Path, replay: StepReplay) -> CheckpointFolder:
+    checkpoints = CheckpointFolder(folder / "checkpoints")
+    checkpoints.begin(1)
+    replay.trainer.save(checkpoints.partial(1))
+    (checkpoints.partial(1) / "state.json").write_text("{}")
+    checkpoints.commit(1, 2)
+    return checkpoints
+
+
+def test_a_step_after_a_checkpoint_is_replayed_though_the_models_files_lack_weights(
+    one_rank: None, tmp_path: Path
+) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    first = StepReplay(run_config(model), str(model), CheckpointFolder(tmp_path / "none"), 1)
+    checkpoints = with_checkpoint(tmp_path, first)
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    again = StepReplay(run_config(model), str(model), checkpoints, 2)
+    for ours, theirs in zip(again.trainer.policy.parameters(), first.trainer.policy.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_a_critic_of_another_size_is_replayed_as_it_was_trained(
     tiny_model: Path, one_rank: None, tmp_path: Path
 ) -> None:
@@ -86,11 +110,7 @@ def test_a_critic_of_another_size_is_replayed_as_it_was_trained(
     LlamaForCausalLM(small).save_pretrained(own)
     run = run_config(tiny_model, algorithm={"name": "ppo", "critic": {"path": str(own)}})
     first = StepReplay(run, str(tiny_model), CheckpointFolder(tmp_path / "none"), 1)
-    checkpoints = CheckpointFolder(tmp_path / "checkpoints")
-    checkpoints.begin(1)
-    first.trainer.save(checkpoints.partial(1))
-    (checkpoints.partial(1) / "state.json").write_text("{}")
-    checkpoints.commit(1, 2)
+    checkpoints = with_checkpoint(tmp_path, first)
     for replay in (first, StepReplay(run, str(tiny_model), checkpoints, 2)):
         assert replay.trainer.critic is not None and len(replay.trainer.critic.model.model.layers) == 1
     assert replay.checkpoint == 1 and all(one.finite for one in replay.groups(kept_step(named(random_groups(2)))))
