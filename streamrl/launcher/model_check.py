@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from scheduler.cost.model_shapes import undivided_heads
+from scheduler.cost.model_shapes import EXPERT_COUNTS, undivided_heads
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.errors import ErrorCode, UserError
@@ -34,7 +34,7 @@ def check_model(run: RunConfig) -> Iterable[str]:
 
 
 def check_heads(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
-    """Check that the model's attention heads can be split as the cluster file says."""
+    """Check that the model's attention heads, and its MLPs in the trainer, can be split as the cluster file says."""
     try:
         values = _of_text(read_config(Path(resolve_model(run.model.path))))
     except UserError:
@@ -138,6 +138,10 @@ def _undivided_by_trainer(cluster: ClusterConfig, values: Mapping[str, Any], pat
     trainer = cluster.sites[cluster.trainer_site].trainer
     assert trainer is not None
     heads, ranks = values.get("num_key_value_heads") or values.get("num_attention_heads"), trainer.tensor_parallel
+    key = f"sites.{cluster.trainer_site}.trainer.tensor_parallel"
     if isinstance(heads, int) and heads % ranks:
-        key = f"sites.{cluster.trainer_site}.trainer.tensor_parallel"
         yield f"{key} is {ranks}: expected a divisor of the {heads} key-value heads of {path}"
+    units = values.get("intermediate_size")
+    experts = any(values.get(name) for name in EXPERT_COUNTS)  # those are not split, and need not have that size
+    if isinstance(units, int) and units % ranks and not experts:
+        yield f"{key} is {ranks}: expected a divisor of the {units} inner units (intermediate_size) of {path}"

@@ -54,7 +54,7 @@ def plan_of(trunk: nn.Module, ranks: int) -> dict[str, ParallelStyle]:
 
     Raises:
         RunFailed: the model has no plan, one with other styles or that leaves out weights of what it splits, or heads
-            that cannot be divided evenly.
+            or units that cannot be divided evenly.
     """
     config: Any = trunk.config
     text = config.get_text_config()
@@ -72,6 +72,12 @@ def plan_of(trunk: nn.Module, ranks: int) -> dict[str, ParallelStyle]:
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     if heads % ranks:
         raise RunFailed(f"trainer.tensor_parallel is {ranks}: it must divide the model's {heads} key-value heads")
+    for name, module in trunk.named_modules():
+        style = plan.get(_in_plan(name))
+        if style is not None and isinstance(module, nn.Linear):
+            units = module.out_features if style == "colwise" else module.in_features
+            if units % ranks:
+                raise RunFailed(f"trainer.tensor_parallel is {ranks}: it must divide the {units} units of {name}")
     return {name: STYLES[style]() for name, style in plan.items()}
 
 

@@ -75,6 +75,20 @@ def test_heads_that_cannot_be_shared_out_are_told(tmp_path: Path) -> None:
     ]
 
 
+def test_inner_units_that_the_trainer_cannot_split_are_told(tmp_path: Path) -> None:
+    run = of_model(model(tmp_path / "m", **SHAPE, intermediate_size=97))
+    assert list(check_heads(cluster(), run)) == []
+    assert list(check_heads(cluster(tensor_parallel=2), run)) == [
+        "sites.here.trainer.tensor_parallel is 2: expected a divisor of the 97 inner units (intermediate_size) of "
+        f"{run.model.path}"
+    ]
+    (problem,) = check_critic(cluster(tensor_parallel=2), with_critic(tmp_path, intermediate_size=97))
+    assert "expected a divisor of the 97 inner units" in problem
+    for config in ({"intermediate_size": 96}, {"intermediate_size": 97, "num_experts": 8}):
+        whole = of_model(model(tmp_path / "m", **SHAPE, **config))
+        assert list(check_heads(cluster(tensor_parallel=2), whole)) == []
+
+
 @pytest.mark.parametrize("kind", ["awq", "gptq", "bitsandbytes", "fp8", "mxfp4"])
 def test_quantized_weights_are_refused(tmp_path: Path, kind: str) -> None:
     run = of_model(model(tmp_path / "m", quantization_config={"quant_method": kind}))

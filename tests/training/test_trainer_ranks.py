@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import LlamaConfig, LlamaModel
 
 from streamrl.config.optimizer import Recomputation
 from streamrl.controller.value_estimation import ValueEstimation
@@ -279,3 +280,9 @@ def test_layers_that_cannot_be_shared_are_refused(tiny_model: Path) -> None:
     trunk.config.base_model_tp_plan = None
     with pytest.raises(RunFailed, match="whose plan has none"):
         plan_of(trunk, 1)
+    with torch.device("meta"):
+        uneven = LlamaModel(LlamaConfig(num_hidden_layers=1, num_key_value_heads=8, intermediate_size=97))
+    told = r"tensor_parallel is 2: it must divide the 97 units of layers\.0\.mlp\.gate_proj"
+    with pytest.raises(RunFailed, match=told):
+        plan_of(uneven, 2)
+    assert len(plan_of(uneven, 1)) == 7
