@@ -222,15 +222,16 @@ class Learner(Generic[Model]):
         self.optimizer = torch.optim.AdamW(
             self._weights.values(),
             lr=lr,
-            betas=self.options.betas,
-            eps=self.options.eps,
-            weight_decay=self.options.weight_decay,
             fused=True,
+            **self._adamw_options(),
         )
         self._factor: float | None = None
         """Factor of the gradient in the next update, between `divide` and `update`."""
         self._sizes: list[list[float]] = []
         """Largest absolute value of each weight with a gradient and of its moments, from `divide` on."""
+
+    def _adamw_options(self) -> dict[str, Any]:
+        return {name: getattr(self.options, name) for name in ("betas", "eps", "weight_decay")}
 
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
         """Add the gradient of a summed loss; `is_last` marks the last micro-batch of a batch.
@@ -384,13 +385,15 @@ class Learner(Generic[Model]):
                 self.optimizer.state[weight] = {"step": step} | {name: torch.zeros_like(weight) for name in MOMENTS}
 
     def restore(self, prefix: str, state: dict[str, Any]) -> None:
-        """Restore what `state` returned."""
+        """Restore what `state` returned; AdamW's options stay those of the run file, which may have changed."""
         set_state_dict(
             self.model,
             self.optimizer,
             model_state_dict=state[f"{prefix}model"],
             optim_state_dict=state[f"{prefix}optimizer"],
         )
+        for group in self.optimizer.param_groups:  # torch has set those of the checkpoint
+            group |= self._adamw_options()
 
 
 AnyLearner = Learner[Policy] | Learner[Critic]

@@ -31,9 +31,9 @@ def with_idle_weight() -> Iterator[None]:
         yield
 
 
-def trained(model: Path, dtype: str) -> Trainer:
+def trained(model: Path, dtype: str, **changes: Any) -> Trainer:
     values = {"path": str(model), "max_context": 256, "dtype": dtype}
-    options = {"lr": 1e-2, "weight_decay": 0.1}
+    options = {"lr": 1e-2, "weight_decay": 0.1} | changes
     return Trainer(run_config(model, model=values, algorithm=PPO, optimizer=options), str(model), CPU)
 
 
@@ -83,3 +83,16 @@ def test_saving_does_not_change_what_is_trained_afterwards(
             take_step(trainer, step, idle_gradient=0.5 if step == 2 else None)
         found.append(everything(trainer))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_options_that_were_changed_before_a_run_is_resumed_are_those_of_the_run_file(
+    tiny_model: Path, tmp_path: Path, one_rank: None
+) -> None:
+    first = trained(tiny_model, "float32")
+    take_step(first, 0)
+    first.save(tmp_path)
+    changes = {"betas": (0.5, 0.75), "eps": 1e-3, "weight_decay": 0.25}
+    resumed = trained(tiny_model, "float32", **changes)
+    resumed.load(tmp_path)
+    for learner in resumed.learners:
+        assert [{name: group[name] for name in changes} for group in learner.optimizer.param_groups] == [changes]
