@@ -37,24 +37,29 @@ def replacing(path: Path, *, lasting: bool = False) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def replace_text(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str, *, lasting: bool = False) -> None:
     """Replace a file by new text atomically.
+
+    Args:
+        path: the file.
+        text: its new text.
+        lasting: as for `replacing`.
 
     Raises:
         OSError: the file cannot be written.
     """
-    with replacing(path) as temporary:
+    with replacing(path, lasting=lasting) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
-def replace_json(path: Path, values: Any) -> None:
-    """Replace a JSON file atomically.
+def replace_json(path: Path, values: Any, *, lasting: bool = False) -> None:
+    """Replace a JSON file atomically; arguments as for `replace_text`.
 
     Raises:
         OSError: the file cannot be written.
         ValueError: a value cannot be expressed in JSON (NaN or an infinity).
     """
-    replace_text(path, json.dumps(values, allow_nan=False))
+    replace_text(path, json.dumps(values, allow_nan=False), lasting=lasting)
 
 
 def sync_folder(folder: Path) -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.atomic_files import replacing
+from streamrl.atomic_files import replace_json, replacing
+from tests.run_dir.conftest import Disk
+from tests.run_dir.conftest import disk as disk
 
 
 def test_a_block_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
@@ -19,3 +21,13 @@ def test_a_block_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path)
         raise OSError("no space")
     assert target.read_text() == "first"
     assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_a_lasting_file_is_on_disk_before_it_has_its_name_and_its_name_afterwards(
+    tmp_path: Path, disk: Disk, lasting: bool
+) -> None:
+    replace_json(tmp_path / "file", {}, lasting=lasting)
+    kinds = [(what, name.rpartition(".")[0] or name) for what, name in disk.events]
+    on_disk = [("on disk", ".file"), ("renamed", ".file"), ("on disk", tmp_path.name)]
+    assert kinds == (on_disk if lasting else [("renamed", ".file")])

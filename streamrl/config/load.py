@@ -104,7 +104,7 @@ def save_resolved(run_dir: Path, cluster: ClusterConfig, run: RunConfig) -> None
     target = run_dir / RESOLVED_NAME
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        replace_text(target, text)
+        replace_text(target, text, lasting=True)  # no resume does without it
     except OSError as error:
         raise UserError(f"cannot write {target}: {error.strerror or error}") from error
 

@@ -28,7 +28,7 @@ from streamrl.controller.site_services import Services
 from streamrl.controller.spending import Spending
 from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_times import Interval, StepTimes
-from streamrl.errors import RunFailed, UserError, writing
+from streamrl.errors import RunFailed, UserError, why_unusable, writing
 from streamrl.protocol.controller_site import FleetChanged
 from streamrl.protocol.message import TypedMessage, wire
 from streamrl.protocol.operator import PoolScaled, ScalePool, ScalingRefused
@@ -163,7 +163,7 @@ class Scaling:
         """
         wanted = self._wanted | {key: replicas}
         with writing(self._file):
-            replace_json(self._file, wanted)
+            replace_json(self._file, wanted, lasting=True)
         self._wanted = wanted
 
     async def _announce(self, key: str) -> None:
@@ -174,17 +174,29 @@ class Scaling:
     async def begin(self, resume: bool) -> None:
         """Set the targets of a run whose services have all connected.
 
-        A resumed run gets its last targets, any other run those of the cluster file.
+        A resumed run gets its last targets, any other run those of the cluster file. So does a resumed one whose last
+        targets cannot be read: the log names the file.
         """
         if not resume or not self._file.exists():
             self._file.unlink(missing_ok=True)
             return
-        for key, replicas in json.loads(self._file.read_text()).items():
+        for key, replicas in self._recorded().items():
             pool = self._pools.get(key)
             if pool is None or replicas == self._wanted[key]:
                 continue
             if pool.min_replicas <= replicas <= pool.most_replicas:
                 await self._scale(key, replicas)
+
+    def _recorded(self) -> dict[str, int]:
+        """Return the targets on record; {} if they cannot be read."""
+        try:
+            found = json.loads(self._file.read_text())
+            if not isinstance(found, dict) or not all(type(count) is int for count in found.values()):
+                raise ValueError("expected the number of instances of each pool")
+        except ValueError as error:
+            log.warning("%s: %s; pools get the sizes of the cluster file", self._file, why_unusable(error))
+            return {}
+        return found
 
     async def returned(self, service: str) -> None:
         """Send a restarted service the targets of its site; it has adopted the instances that it found."""

@@ -15,7 +15,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from streamrl.atomic_files import replacing
+from streamrl.atomic_files import replacing, sync_folder
 from streamrl.errors import writing
 from streamrl.plain_files import open_plain
 from streamrl.run_dir.layout import LARGEST_ROWS
@@ -128,26 +128,30 @@ def append_whole(file: FileIO, content: bytes) -> None:
 
 
 class RowWriter(Generic[AnyRow]):
-    """The writer of rows, each handed to the system before `append` returns; one per file."""
+    """The writer of rows, each on disk before `append` returns, as a checkpoint may follow; one per file."""
 
     def __init__(self, path: Path, model: type[AnyRow]) -> None:
         """Open or create the file, and remove a last line that was cut by a kill."""
         self.path, self._model = path, model
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
+        if not path.exists():
+            path.touch()
+            sync_folder(path.parent)
         content = path.read_bytes()
         if content and not content.endswith(b"\n"):
             os.truncate(path, content.rfind(b"\n") + 1)
         self._file = path.open("ab", buffering=0)
 
     def append(self, row: AnyRow) -> None:
-        """Write one row; raise `RunFailed` if the disk is full."""
+        """Write one row to disk; raise `RunFailed` if that is full."""
         append_whole(self._file, _encode(row))
+        with writing(self.path):
+            os.fsync(self._file.fileno())
 
     def rewind(self, step: int) -> int:
         """Drop the rows after `step`, which a run resumed from that checkpoint repeats; return how many.
 
-        The file is replaced atomically: a kill leaves the old or the new one.
+        The file is replaced atomically: a kill, or a power failure, leaves the old or the new one.
 
         Raises:
             RunFailed: it cannot be written.
@@ -155,7 +159,7 @@ class RowWriter(Generic[AnyRow]):
         rows = read_rows(self.path, self._model)
         kept = [row for row in rows if row.step <= step]
         self._file.close()
-        with writing(self.path), replacing(self.path) as temporary:
+        with writing(self.path), replacing(self.path, lasting=True) as temporary:
             temporary.write_bytes(b"".join(map(_encode, kept)))
         self._file = self.path.open("ab", buffering=0)
         return len(rows) - len(kept)

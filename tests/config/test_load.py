@@ -17,11 +17,13 @@ from scheduler.dispatch.policy_kinds import offer
 from scheduler.dispatch.registry import AUTO, DEFAULTS, POLICIES
 from scheduler.schedule.schedules import KINDS, NAMES, make_schedule
 from streamrl.config.dispatching import DispatchConfig
-from streamrl.config.load import ConfigError, load_cluster, load_resolved, load_run, save_resolved
+from streamrl.config.load import RESOLVED_NAME, ConfigError, load_cluster, load_resolved, load_run, save_resolved
 from streamrl.config.run import RunConfig
 from streamrl.config.schedule import SCHEDULES
 from streamrl.config.tasks import FileTask, default_tasks
 from streamrl.errors import UserError
+from tests.run_dir.conftest import Disk
+from tests.run_dir.conftest import disk as disk
 
 ROOT = Path(__file__).parents[2]
 Write = Callable[[str], Path]
@@ -563,3 +565,9 @@ def test_a_reward_may_be_tried_as_often_as_one_likes() -> None:
     assert longest(attempts=1) == 20
     assert longest(attempts=4, retry_pause_s=1.5) == 4 * 20 + 1.5 + 3 + 6
     assert longest(attempts=1100, retry_pause_s=1.5, longest_pause_s=5) == 1100 * 20 + 1.5 + 3 + 1097 * 5
+
+
+def test_the_configuration_that_a_resume_reads_is_on_disk(tmp_path: Path, disk: Disk) -> None:
+    save_resolved(tmp_path, load_cluster(ROOT / "cluster_configs/local.yaml"), load_run(None))
+    assert [what for what, _ in disk.events] == ["on disk", "renamed", "on disk"]
+    assert disk.events[0][1].startswith(f".{RESOLVED_NAME}.")

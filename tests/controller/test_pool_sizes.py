@@ -26,7 +26,8 @@ from streamrl.protocol.operator import ScalePool
 from streamrl.run_dir import layout
 from streamrl.runtime.process_plan import plan_processes
 from streamrl.transport.endpoint import Delivery
-from tests.run_dir.conftest import file_size_limit
+from tests.run_dir.conftest import Disk, file_size_limit
+from tests.run_dir.conftest import disk as disk
 
 POOLS = [
     {"name": "regular", "replicas": 2, "min_replicas": 1, "max_replicas": 4, "price_per_hour": 3.0},
@@ -334,3 +335,33 @@ def test_a_clock_that_is_set_changes_nothing_of_what_an_instance_costs(
         assert costs is not None
         steps.append(costs["home"].get("home-regular-2"))
     assert steps == [None, pytest.approx(3.0), pytest.approx(1.5), pytest.approx(1.5)]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b"", "not valid JSON: Expecting value"),
+        (b'{"home/regular": 4, "ho', "not valid JSON: Unterminated string"),
+        (bytes(40), "not valid JSON: Expecting value"),
+        (b"\xff\xff", "not UTF-8 text (byte 0)"),
+        (b"[4]", "expected the number of instances of each pool"),
+        (b'{"home/regular": "4"}', "expected the number of instances of each pool"),
+    ],
+)
+def test_a_resumed_run_whose_record_is_damaged_has_what_its_file_says_and_names_the_record(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: bytes, why: str
+) -> None:
+    scaling, sites, _ = make(tmp_path)
+    record = tmp_path / layout.REPLICAS
+    record.write_bytes(text)
+    asyncio.run(scaling.begin(resume=True))
+    assert not sites.asked
+    [line] = caplog.messages
+    assert line.startswith(f"{record}: {why}") and line.endswith("; pools get the sizes of the cluster file")
+    ask(scaling, "regular", 4)
+    assert json.loads(record.read_text())["home/regular"] == 4
+
+
+def test_what_was_asked_for_last_is_on_disk(tmp_path: Path, disk: Disk) -> None:
+    ask(make(tmp_path)[0], "regular", 4)
+    assert [what for what, _ in disk.events] == ["on disk", "renamed", "on disk"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from streamrl.errors import RunFailed
 from streamrl.run_dir.jsonl import RowWriter
 from streamrl.run_dir.metrics import MetricsRow, read_metrics
 from tests.report.synthetic import audit_of, make_row
-from tests.run_dir.conftest import file_size_limit
+from tests.run_dir.conftest import Disk, file_size_limit
 
 CONTRACT_KEYS = [
     "step",
@@ -142,3 +144,29 @@ def test_resuming_drops_the_rows_after_the_checkpoint_and_goes_on(tmp_path: Path
 
 def test_a_missing_metrics_file_has_no_rows(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_a_row_is_on_disk_when_it_is_appended_and_so_are_the_rows_of_a_file_that_is_rewound(
+    tmp_path: Path, disk: Disk
+) -> None:
+    with RowWriter(tmp_path / "metrics.jsonl", MetricsRow) as writer:
+        assert disk.events == [("on disk", tmp_path.name)], "the name of a new file"
+        disk.events.clear()
+        for step in (1, 2):
+            writer.append(make_row(step))
+        assert disk.events == [("on disk", "metrics.jsonl")] * 2
+        disk.events.clear()
+        writer.rewind(1)
+        assert [what for what, _ in disk.events] == ["on disk", "renamed", "on disk"]
+    RowWriter(tmp_path / "metrics.jsonl", MetricsRow).close()
+    assert len(disk.events) == 3
+
+
+def test_a_row_that_cannot_be_written_to_disk_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with RowWriter(tmp_path / "metrics.jsonl", MetricsRow) as writer:
+        monkeypatch.setattr(os, "fsync", fail)
+        with pytest.raises(RunFailed, match=r"cannot write .*metrics.jsonl: \[Errno 5\]"):
+            writer.append(make_row(1))
