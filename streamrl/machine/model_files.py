@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from streamrl.atomic_files import sync_files, sync_folder
 from streamrl.errors import ErrorCode, UserError
 from streamrl.machine.installed_packages import package_problems
 from streamrl.machine.user_folders import user_folder
@@ -267,8 +268,10 @@ def fetch(name: str, progress: Say, out: Path | None = None) -> Path:
             prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True
         ) as work:
             converted = _make_model(model, Path(work), progress)
+            sync_files(converted)
             shutil.rmtree(folder, ignore_errors=True)
             converted.rename(folder)
+            sync_folder(folder.parent)
     except OSError as error:
         if (folder / CHECKSUMS).exists() and verify(folder):  # another process has finished first
             return folder
@@ -368,12 +371,13 @@ def _write_checksums(folder: Path) -> None:
 
 
 def verify(folder: Path) -> bool:
-    """Whether every file of a fetched model matches its checksum."""
-    for line in (folder / CHECKSUMS).read_text().splitlines():
+    """Whether there are checksums of a fetched model, and every file matches its own."""
+    lines = (folder / CHECKSUMS).read_text(errors="replace").splitlines()
+    for line in lines:
         checksum, _, name = line.partition("  ")
-        if not (folder / name).exists() or sha256(folder / name) != checksum:
+        if not name or not (folder / name).is_file() or sha256(folder / name) != checksum:
             return False
-    return True
+    return bool(lines)
 
 
 def sha256(path: Path) -> str:

