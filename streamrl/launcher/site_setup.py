@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,7 +37,7 @@ from streamrl.runtime.process_plan import (
     possible_instances,
 )
 from streamrl.scratch_folders import ScratchFolder
-from streamrl.transport.curve import make_keys, secret_file
+from streamrl.transport.curve import NEW_KEYS, make_keys, public_file, secret_file
 from streamrl.transport.ip_addresses import host_port, resolve
 from streamrl.weights.version_store import WeightStore
 
@@ -188,9 +189,11 @@ def _with_keys(cluster: ClusterConfig, folder: Path) -> ClusterConfig:
     """Return the cluster with keys of its own for an emulated run, generated once."""
     if cluster.security.encryption == "none":
         return cluster
+    for left in folder.glob(f"{NEW_KEYS}*"):  # of a launch that was killed
+        shutil.rmtree(left, ignore_errors=True)
     for name in cluster.sites:
-        if not (folder / f"{name}.key_secret").exists():
-            make_keys(folder, name)
+        if not (public_file(folder, name).exists() and secret_file(folder, name).exists()):
+            make_keys(folder, name, replace=True)  # such a launch may have left one of the two
     return cluster.model_copy(update={"security": cluster.security.model_copy(update={"keys": str(folder.resolve())})})
 
 

@@ -33,6 +33,9 @@ from streamrl.errors import ErrorCode, UserError
 
 log = logging.getLogger(__name__)
 
+NEW_KEYS = ".new-"
+"""Beginning of the name of a folder, beside the keys, in which a site's are made."""
+
 
 def make_with(site: str, cluster_file: str = "F") -> str:
     """Return the command that makes a site's keys; it is for that site, where its secret then lies."""
@@ -115,7 +118,7 @@ def make_keys(folder: Path, site: str, replace: bool = False) -> bool:
         if not folder.exists():
             folder.parent.mkdir(parents=True, exist_ok=True)
             folder.mkdir(mode=0o700)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as new:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=NEW_KEYS) as new:
             os.close(os.open(secret_file(Path(new), site), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             made_public, made_secret = create_certificates(new, site)
             os.chmod(made_public, 0o644)
