@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{16}")
+"""Names of the files that `replacing` gives."""
 
 
 @contextlib.contextmanager
@@ -35,6 +39,21 @@ def replacing(path: Path, *, lasting: bool = False) -> Iterator[Path]:
             sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_left(folder: Path, replaced: Callable[[str], bool]) -> None:
+    """Delete what killed processes have left of `replacing`; none may be replacing these files now.
+
+    Args:
+        folder: folder of the files; it may be missing.
+        replaced: whether a file of this name was to be replaced.
+
+    Raises:
+        OSError: one cannot be deleted.
+    """
+    for path in folder.glob(".*"):
+        if (found := TEMPORARY.fullmatch(path.name)) and replaced(found[1]):
+            path.unlink(missing_ok=True)
 
 
 def replace_text(path: Path, text: str, *, lasting: bool = False) -> None:

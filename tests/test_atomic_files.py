@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.atomic_files import replace_json, replacing
+from streamrl.atomic_files import remove_left, replace_json, replacing
 from tests.run_dir.conftest import Disk
 from tests.run_dir.conftest import disk as disk
 
@@ -21,6 +21,16 @@ def test_a_block_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path)
         raise OSError("no space")
     assert target.read_text() == "first"
     assert list(tmp_path.iterdir()) == [target]
+
+
+def test_what_killed_processes_have_left_is_deleted_and_nothing_else(tmp_path: Path) -> None:
+    remove_left(tmp_path / "missing", lambda name: True)
+    left = [f".file.{digit * 16}" for digit in "0f"]
+    others = ["file", ".file", ".other." + "0" * 16, ".file." + "0" * 15, ".file." + "g" * 16, "file." + "0" * 16]
+    for name in left + others:
+        (tmp_path / name).touch()
+    remove_left(tmp_path, "file".__eq__)
+    assert {path.name for path in tmp_path.iterdir()} == set(others)
 
 
 @pytest.mark.parametrize("lasting", [False, True])

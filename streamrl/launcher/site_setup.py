@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from streamrl.atomic_files import remove_left
 from streamrl.config.cluster import ClusterConfig
-from streamrl.config.load import save_resolved
+from streamrl.config.load import RESOLVED_NAME, save_resolved
 from streamrl.config.run import RunConfig
 from streamrl.emulation.network import EmulatedNetwork
 from streamrl.emulation.shaping import LinkShape
@@ -24,6 +25,7 @@ from streamrl.launcher.port_forward import Forwarder
 from streamrl.launcher.version_folder import fits_into_shared_memory
 from streamrl.machine.loopback import is_loopback
 from streamrl.run_dir import layout, start_stages
+from streamrl.run_dir.checkpoints import BEST_FILE
 from streamrl.run_dir.instance_files import forget
 from streamrl.runtime.inside_keys import inside_roles, make_inside_keys, remove_inside_keys
 from streamrl.runtime.interfaces import free_ports
@@ -51,6 +53,20 @@ SOCKET_OF_VLLM = "x" * 36
 """A name as long as those of vLLM's sockets (UUIDs), the longest in the launcher's folder for sockets."""
 EMULATED_ENV = {"VLLM_HOST_IP": LOOPBACK, "GLOO_SOCKET_IFNAME": "lo"}
 """Environment inside an emulated site, where a process cannot find its own address by an outside route."""
+
+REPLACED = frozenset(
+    {
+        RESOLVED_NAME,
+        layout.STATUS,
+        layout.METRICS,
+        layout.EVALUATIONS,
+        layout.REPLICAS,
+        layout.SITE_STATUS,
+        layout.WANTED_INSTANCES,
+        layout.PROCESSES,
+    }
+)
+"""Files of a site's folder that only its launcher and its processes replace; others write reports, too."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +173,8 @@ def prepare(
         hosts: dict[str, RaySite] = {}
         for name, folder in folders.items():
             save_resolved(folder, cluster, run)
+            remove_left(folder, REPLACED.__contains__)
+            remove_left(folder / layout.CHECKPOINTS, BEST_FILE.__eq__)
             if cluster.sites[name].on_ray:
                 from streamrl.launcher.ray_backend import RaySite
 

@@ -12,10 +12,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from streamrl.atomic_files import replacing
+from streamrl.atomic_files import remove_left, replacing
 from streamrl.errors import UserError
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
-from streamrl.rollouts.parquet_files import read_columns, step_file, step_files
+from streamrl.rollouts.parquet_files import read_columns, step_file, step_files, step_of
 from streamrl.rollouts.types import ByteArray, rows_from
 
 SCHEMA = pa.schema(
@@ -119,7 +119,8 @@ class KeptMicroBatches:
         return target
 
     def rewind(self, first_step: int) -> None:
-        """Delete the steps from `first_step` on."""
+        """Delete the steps from `first_step` on, and what a killed controller has left of any."""
+        remove_left(self.directory, lambda name: step_of(name) is not None)
         for step in self.steps():
             if step >= first_step:
                 self.path(step).unlink()

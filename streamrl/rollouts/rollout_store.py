@@ -17,9 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ranker.data import ROW_IDS, first_rows
-from streamrl.atomic_files import replacing, sync_folder
+from streamrl.atomic_files import remove_left, replacing, sync_folder
 from streamrl.errors import RunFailed
-from streamrl.rollouts.parquet_files import step_file, step_files
+from streamrl.rollouts.parquet_files import step_file, step_files, step_of
 from streamrl.rollouts.row_parts import episode_rows
 from streamrl.rollouts.types import Group
 
@@ -121,7 +121,8 @@ class RolloutStore:
         return [row for step in reversed(steps) for row in step]
 
     def rewind(self, first_step: int) -> None:
-        """Delete the files from `first_step` on."""
+        """Delete the files from `first_step` on, and what a killed controller has left of any."""
+        remove_left(self.directory, lambda name: step_of(name) is not None)
         for step, path in step_files(self.directory):
             if step >= first_step:
                 path.unlink()

@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 
 from streamrl.config.cluster import ClusterConfig
-from streamrl.launcher.site_setup import _with_keys
+from streamrl.config.load import RESOLVED_NAME
+from streamrl.config.run import RunConfig
+from streamrl.launcher.site_setup import _with_keys, prepare
+from streamrl.run_dir import layout
 from streamrl.transport.curve import ClientSecurity, ServerSecurity, public_file, secret_file
+
+LEFT = "0123456789abcdef"
 
 
 def cluster() -> ClusterConfig:
@@ -40,3 +45,15 @@ def test_a_site_that_has_one_of_its_two_keys_gets_both_anew(tmp_path: Path, file
     assert ServerSecurity.load(tmp_path, "home", ["far"]).allowed
     assert ClientSecurity.load(tmp_path, "far", "home").own.public
     assert secret_file(tmp_path, "home").read_bytes() == kept and not half.exists()
+
+
+def test_what_killed_processes_have_left_of_files_that_they_replaced_is_deleted(tmp_path: Path) -> None:
+    (tmp_path / layout.CHECKPOINTS).mkdir()
+    names = [layout.STATUS, layout.METRICS, layout.REPLICAS, RESOLVED_NAME, f"{layout.CHECKPOINTS}/best.json"]
+    left = [(tmp_path / name).with_name(f".{Path(name).name}.{LEFT}") for name in names]
+    others = [tmp_path / f".{layout.REPORT}.{LEFT}", tmp_path / f".{layout.STATUS}"]
+    for path in left + others:
+        path.touch()
+    one = ClusterConfig.model_validate({"hardware": "cpu", "sites": {"here": {"trainer": {}, "generation": [{}]}}})
+    with prepare(one, RunConfig(), tmp_path):
+        assert not any(path.exists() for path in left) and all(path.exists() for path in others)

@@ -374,3 +374,17 @@ def test_groups_and_requests_come_back_from_the_wire_as_they_were() -> None:
     assert again.kept is not None and (again.seed, again.kept.t_first_token) == (7, 2.0)
     np.testing.assert_array_equal(again.kept.logprobs, kept.logprobs)
     assert request_from_wire(*request_to_wire(second[0], "regular")).kept is None
+
+
+def test_what_a_killed_controller_has_left_goes_when_the_run_goes_back(tmp_path: Path) -> None:
+    store, kept = RolloutStore(tmp_path / "rollouts"), KeptMicroBatches(tmp_path / "refused")
+    store.write(1, [make_group("g0")])
+    kept.write(KeptStep(1, 1.0, "loss", {}, []))
+    for folder in (store.directory, kept.directory):
+        for step in (1, 2):
+            (folder / f".step_{step:06d}.parquet.{'a1' * 8}").touch()
+        (folder / ".mine").touch()
+    store.rewind(2)
+    kept.rewind(2)
+    for folder in (store.directory, kept.directory):
+        assert sorted(path.name for path in folder.iterdir()) == [".mine", "step_000001.parquet"]
