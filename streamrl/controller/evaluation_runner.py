@@ -89,12 +89,13 @@ class Evaluator(Evaluations):
     def scored(self, sample_id: str, reward: float | None, now: float) -> None:
         """Record a sample's reward (None: void).
 
-        With the last one of a version, write its row and mark the version if it is the best.
+        With the last one of a version, mark the version if it is the best and write its row. A run whose last version
+        has a row has nothing left to do, and is not resumed: a kill in between must leave the mark, not the row.
         """
         assert self._writer is not None
         sample = self._samples.pop(sample_id)
         row = self.finish(sample_id, reward, sample.output_length, sample.sampled_versions, now)
         if row is not None:
-            self._writer.append(row)
-            if best(read_evaluations(self._writer.path)) == row:
+            if best([*read_evaluations(self._writer.path), row]) == row:
                 self._mark_best(row.step, row.score)
+            self._writer.append(row)

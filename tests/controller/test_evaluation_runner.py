@@ -14,6 +14,7 @@ from streamrl.controller.evaluation_runner import Evaluator
 from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoints import BEST_FILE, CheckpointFolder
 from streamrl.run_dir.evaluations import EvaluationRow, Scores
+from streamrl.run_dir.finished import nothing_left
 from streamrl.run_dir.jsonl import RowWriter
 
 
@@ -41,11 +42,18 @@ def folder(tmp_path: Path) -> CheckpointFolder:
     return found
 
 
-def rewound(folder: CheckpointFolder, step: int) -> None:
+def run_of(**changes: Any) -> RunConfig:
+    return RunConfig.model_validate({"evaluation": {"every": 10, "prompts": 4, "samples": 1}} | changes)
+
+
+def made(folder: CheckpointFolder, **changes: Any) -> Evaluator:
     groups: Any = Mock(longest_prompt=1000)
     groups.tokens = lambda prompt: np.arange(len(prompt.text), dtype=np.int32)
-    run = RunConfig.model_validate({"evaluation": {"every": 10, "prompts": 4, "samples": 1}})
-    evaluator = Evaluator(run, folder.directory.parent, groups, folder.mark_best)
+    return Evaluator(run_of(**changes), folder.directory.parent, groups, folder.mark_best)
+
+
+def rewound(folder: CheckpointFolder, step: int) -> None:
+    evaluator = made(folder)
     evaluator.rewind(step)
     assert evaluator.due(step + 10) and not any(map(evaluator.due, range(20, step + 1, 10)))
     assert evaluator.pending == [10] * (step == 10), "which is served again, and was never evaluated"
@@ -65,3 +73,28 @@ def test_a_run_that_goes_back_to_before_its_first_evaluation_has_no_best(folder:
     rewound(folder, 10)
     assert not (folder.directory / BEST_FILE).exists()
     rewound(folder, 10)
+
+
+def test_a_kill_between_the_mark_and_the_row_of_the_last_version_leaves_something_to_do(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = folder.directory.parent
+    save(folder, 100)
+    evaluator = made(folder, steps=100)
+    evaluator.rewind(100)
+    groups = evaluator.begin(100, 1.0)
+    ids = [sample_id for group in groups for sample_id, *_ in evaluator.samples(group)]
+    arrived: Any = Mock(output_length=1, sampled_versions=np.full(1, 100))
+    for one in ids:
+        evaluator._samples[one] = arrived
+    for one in ids[:-1]:
+        evaluator.scored(one, 1.0, 2.0)
+
+    def killed(writer: RowWriter[EvaluationRow], row: EvaluationRow) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as during, pytest.raises(KeyboardInterrupt):
+        during.setattr(RowWriter, "append", killed)
+        evaluator.scored(ids[-1], 1.0, 2.0)
+    assert folder.best() == (100, 1.0)
+    assert nothing_left(run_dir, run_of(steps=100)) is None, "a resumed run evaluates it again"
