@@ -334,6 +334,13 @@ def read_status(run_dir: Path) -> RunStatus:
         raise UserError(f"{path} cannot be read: {where}: {first['msg']}") from error
     if not run_dir.exists():
         raise UserError(f"no such run folder: {run_dir}{_known_runs(run_dir.parent)}")
+    from streamrl.config.load import RESOLVED_NAME  # takes long, and few readers come here
+
+    if (run_dir / RESOLVED_NAME).exists():
+        raise UserError(
+            f"the run in {run_dir} has no {layout.STATUS}: it starts, or its launcher died before it wrote one; if "
+            f"nothing runs, {RESUME} {run_dir} (with the same --site or --emulate, if any)"
+        )
     raise UserError(f"{run_dir} holds no run (no {layout.STATUS} in it){_known_runs(run_dir)}")
 
 

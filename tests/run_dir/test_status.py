@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from pydantic import ValidationError
 
 from streamrl.cli.status import command
+from streamrl.cli.why_stuck import command as why_stuck
 from streamrl.errors import UserError
 from streamrl.run_dir.status import overwrite_status, read_status, write_status
 from tests.report.synthetic import START, RunMaker, make_row, make_status
@@ -138,3 +139,11 @@ def test_runs_that_are_deleted_while_they_are_listed_come_last(tmp_path: Path, m
         read_status(tmp_path / "other")
     shown = str(refused.value).partition("; there are: ")[2].split(", ")
     assert shown == [str(tmp_path / name) for name in ("newer", "older", "gone")]
+
+
+def test_a_run_whose_launch_died_before_it_wrote_its_state_says_how_it_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    for told in (command, why_stuck):
+        result = CliRunner().invoke(told, [str(tmp_path)])
+        assert "holds no run" not in str(result.exception)
+        assert f"continue with: streamrl launch --resume {tmp_path} " in str(result.exception)
