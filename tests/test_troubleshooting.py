@@ -44,6 +44,7 @@ from streamrl.report.panels import step_line
 from streamrl.rollouts.kept_micro_batches import KeptMicroBatches
 from streamrl.rollouts.ledger import Ledger
 from streamrl.rollouts.void import Void, VoidCause
+from streamrl.run_dir.checkpoints import unreadable
 from streamrl.run_dir.instance_files import StartedProcess, write_started
 from streamrl.run_dir.status import RunStatus, write_status
 from streamrl.runtime.process_context import Addresses, RoleContext
@@ -260,6 +261,11 @@ def checkpoint_not_written(place: Place) -> str:
     with pytest.raises(RunFailed) as found, told_in_words(place.folder / "runs" / "tiny" / "checkpoints" / "step_1"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return str(found.value)
+
+
+@provokes
+def checkpoint_unreadable(place: Place) -> str:
+    return str(unreadable(place.folder / "runs" / "tiny" / "checkpoints" / "step_1", EOFError("Ran out of input")))
 
 
 @provokes

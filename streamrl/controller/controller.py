@@ -68,7 +68,7 @@ from streamrl.rollouts.length_audit import LengthAudit
 from streamrl.rollouts.rollout_store import RolloutStore
 from streamrl.rollouts.types import Group
 from streamrl.run_dir import layout
-from streamrl.run_dir.checkpoints import CheckpointFolder
+from streamrl.run_dir.checkpoints import CheckpointFolder, unreadable
 from streamrl.run_dir.metrics import read_metrics
 from streamrl.run_dir.start_stages import READY, waiting_for
 from streamrl.runtime.process_context import RoleContext
@@ -277,16 +277,30 @@ class Controller:
         """Rewind to the newest checkpoint; groups that no step up to it has trained are issued again."""
         step = self.checkpoints.latest() or 0
         if step:
-            state = json.loads((self.checkpoints.path(step) / "state.json").read_text())
-            self.groups.restore(state["prompts"])
+            folder = self.checkpoints.path(step)
+            try:
+                self.groups.restore(json.loads((folder / "state.json").read_text())["prompts"])
+            except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError) as error:
+                raise unreadable(folder, error) from error
         self.pool.resume_at(step)
         self.training.resume_at(step)
         undone = self.ledger.rewind(step + 1)
+        if (known := self.ledger.steps()) != step:
+            log.warning(
+                "%s knows %d of the %d steps of the checkpoint: a part of it is lost, as in a copy without the file "
+                "that ends in -wal; its counts of samples are too small",
+                self.ledger.path,
+                known,
+                step,
+            )
         self.rollouts.rewind(step + 1)
         self.lengths.restore(self.rollouts.newest(COLUMNS, self.config.ranker.window))
         metrics = self.telemetry.metrics
         metrics.rewind(step)
-        refused = sum(row.step_refused is not None for row in read_metrics(metrics.path))
+        rows = read_metrics(metrics.path)
+        if lost := step - len({row.step for row in rows}):
+            log.warning("%s lacks %d of the %d steps of the checkpoint: these rows are lost", metrics.path, lost, step)
+        refused = sum(row.step_refused is not None for row in rows)
         self.training.refusals.resume_at(step, refused)
         self.evaluator.rewind(step)
         self.telemetry.step = step

@@ -226,6 +226,10 @@ class Ledger:
         sql = "SELECT void_cause, COUNT(*) FROM samples WHERE void_cause IS NOT NULL GROUP BY void_cause"
         return dict(self._db.execute(sql).fetchall())
 
+    def steps(self) -> int:
+        """Return the number of steps that were trained."""
+        return int(self._db.execute("SELECT COUNT(*) FROM steps").fetchone()[0])
+
     def trained_ids(self) -> list[str]:
         """Return the ids of all trained samples, sorted."""
         return [row[0] for row in self._db.execute("SELECT sample_id FROM samples WHERE state = 'trained' ORDER BY 1")]

@@ -9,12 +9,20 @@ from contextlib import suppress
 from pathlib import Path
 
 from streamrl.atomic_files import replace_json, sync_files, sync_folder
-from streamrl.errors import writing
+from streamrl.errors import ErrorCode, RunFailed, writing
 from streamrl.plain_files import read_plain
 
 BEST_FILE = "best.json"
 PARTIAL = ".partial_step_"
 """Beginning of the name of a checkpoint that is being written, or never was completed."""
+
+
+def unreadable(checkpoint: Path, error: BaseException) -> RunFailed:
+    """Return the error of a run whose newest checkpoint cannot be read, which no restart would mend."""
+    why = f"{type(error).__name__}: {error}".partition("\n")[0]  # torch's may have a dozen lines of advice
+    what = f"checkpoint {checkpoint} cannot be read: {why}"
+    advice = "if it is damaged, remove its folder: --resume then continues from the one before"
+    return RunFailed(ErrorCode.RESUME.refer(f"{what}; {advice}"))
 
 
 class CheckpointFolder:

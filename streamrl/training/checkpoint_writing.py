@@ -1,4 +1,6 @@
-"""The files of a checkpoint, and failures to write them in words: the system's own error, whatever library met it.
+"""The files of a checkpoint, and failures to write or read them in words.
+
+Of a failure to write that is the system's own error, whatever library met it:
 
 Python        OSError
 safetensors   SafetensorError, with the number of the system's error in its text
@@ -22,10 +24,13 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from transformers import PreTrainedModel
 
 from streamrl.errors import ErrorCode, RunFailed
+from streamrl.run_dir.checkpoints import unreadable
 from streamrl.training.generation_defaults import writable
 
 NUMBER = re.compile(r"\(os error (\d+)\)")
 """What libraries in Rust say of the system's error."""
+PASSING = (OSError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+"""Errors of reading that may not come again, except that of a file that is not there."""
 
 
 @contextmanager
@@ -47,6 +52,27 @@ def told_in_words(folder: Path) -> Iterator[None]:
         if cause.errno is None:  # a library's own words in an OSError
             raise RunFailed(text) from error
         raise RunFailed(ErrorCode.DISK.refer(f"{text}; make room there, then --resume")) from cause
+
+
+@contextmanager
+def read_in_words(checkpoint: Path) -> Iterator[None]:
+    """Run torch's reading of a checkpoint, by all ranks.
+
+    Args:
+        checkpoint: its folder.
+
+    Raises:
+        RunFailed: on every rank, if one cannot read its files. What has other causes than the files, such as too little
+            memory or a file system that is away, passes unchanged: a restarted trainer may read them.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        causes = [failure for _, (failure, _) in sorted(error.failures.items())]
+        passing = [one for one in causes if isinstance(one, PASSING) and not isinstance(one, FileNotFoundError)]
+        if passing or not causes:
+            raise
+        raise unreadable(checkpoint, causes[0]) from error
 
 
 def system_error(error: BaseException) -> OSError | None:

@@ -37,7 +37,7 @@ from streamrl.rollouts.canary import Canary
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, split_into_rows
 from streamrl.rollouts.types import FloatArray
 from streamrl.training.agreements import agreed_packing
-from streamrl.training.checkpoint_writing import StateWriter, write_model
+from streamrl.training.checkpoint_writing import StateWriter, read_in_words, write_model
 from streamrl.training.compiled_formulas import Switch
 from streamrl.training.compiled_parts import compile_parts, compiles, failures_told
 from streamrl.training.critic import Critic, load_critic
@@ -499,10 +499,11 @@ class Trainer:
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote, also by another number of ranks.
 
-        The restored weights count as published, because a resumed run generates with them.
+        The restored weights count as published, because a resumed run generates with them. Raises as `read_in_words`.
         """
         state = self._state()
-        dcp.load(state, checkpoint_id=directory / "trainer_state")
+        with read_in_words(directory):
+            dcp.load(state, checkpoint_id=directory / "trainer_state")
         self.learner.restore("", state)
         if self.critic:
             self.critic.restore("critic_", state)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 from unittest.mock import Mock
@@ -22,6 +24,7 @@ from streamrl.rollouts.kept_micro_batches import KeptMicroBatches, KeptStep
 from streamrl.run_dir import layout
 from streamrl.run_dir.evaluations import read_evaluations
 from streamrl.run_dir.status import read_status
+from tests.report.synthetic import make_row
 from tests.security.conftest import controller as controller
 from tests.security.conftest import sent as sent
 from tests.security.hostile_world import OWN, SITES, Sent, batch, hear, said, sample
@@ -121,6 +124,50 @@ def test_a_resumed_run_forgets_what_was_refused_after_its_checkpoint(
         kept.write(KeptStep(step, 1.0, "loss", {}, []))
     controller._restore()
     assert kept.steps() == [9]
+
+
+def resumable(controller: Controller, state: str = '{"prompts": {"next_index": 4, "too_long": 0}}') -> Path:
+    """Give the run two steps and a checkpoint after them; return the checkpoint."""
+    evaluating(controller)
+    controller.groups = GroupSource.__new__(GroupSource)
+    for step in (1, 2):
+        controller.ledger.train(step, step, [], 1.0)
+        controller.telemetry.metrics.append(make_row(step))
+    checkpoint = controller.checkpoints.path(2)
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text(state)
+    return checkpoint
+
+
+@pytest.mark.parametrize("state", ["", '{"prompts": {"next_', "\0" * 9, "[]", "{}", '{"prompts": []}', None])
+def test_a_damaged_checkpoint_is_named_and_ends_the_run(controller: Controller, state: str | None) -> None:
+    checkpoint = resumable(controller, state or "")
+    if state is None:
+        (checkpoint / "state.json").unlink()
+    with pytest.raises(RunFailed) as found:
+        controller._restore()
+    message = str(found.value)
+    assert message.startswith(f"checkpoint {checkpoint} cannot be read: ")
+    assert message.endswith("remove its folder: --resume then continues from the one before (see docs: E1009)")
+
+
+@pytest.mark.parametrize("lost", ["", layout.LEDGER, layout.METRICS])
+def test_a_file_that_lacks_steps_of_the_checkpoint_is_named(
+    controller: Controller, caplog: pytest.LogCaptureFixture, lost: str
+) -> None:
+    resumable(controller)
+    if lost == layout.LEDGER:
+        controller.ledger.rewind(2)
+    if lost == layout.METRICS:
+        controller.telemetry.metrics.rewind(0)
+        controller.telemetry.metrics.append(make_row(2))
+    caplog.set_level(logging.WARNING)
+    controller._restore()
+    assert [line.partition(" of the 2 steps")[0] for line in caplog.messages] == {
+        "": [],
+        layout.LEDGER: [f"{controller.ledger.path} knows 1"],
+        layout.METRICS: [f"{controller.telemetry.metrics.path} lacks 1"],
+    }[lost]
 
 
 @pytest.mark.parametrize(

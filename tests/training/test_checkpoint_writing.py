@@ -17,9 +17,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
-from streamrl.errors import RunFailed
+from streamrl.errors import RunFailed, is_final
 from streamrl.run_dir.checkpoints import CheckpointFolder
-from streamrl.training.checkpoint_writing import system_error, told_in_words
+from streamrl.training.checkpoint_writing import read_in_words, system_error, told_in_words
 from streamrl.training.trainer import Trainer
 from streamrl.training.trainer_process import TrainerWorker
 from tests.run_dir.conftest import file_size_limit
@@ -120,5 +120,51 @@ def test_a_full_disk_is_seen_by_each_library(tmp_path: Path) -> None:
 def test_other_errors_pass_unchanged(tmp_path: Path, error: BaseException) -> None:
     assert system_error(error) is None
     with pytest.raises(type(error)) as found, told_in_words(tmp_path):
+        raise error
+    assert found.value is error
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (".metadata", None),
+        (".metadata", b""),
+        (".metadata", bytes(1000)),
+        ("__0_0.distcp", None),
+        ("__0_0.distcp", b""),
+        ("__0_0.distcp", bytes(10**7)),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_no_restart_is_tried(
+    worker: SimpleNamespace, name: str, content: bytes | None
+) -> None:
+    write(worker)
+    folder = worker.checkpoints.path(5)
+    damaged = folder / "trainer_state" / name
+    assert damaged.is_file()
+    damaged.unlink()
+    if content is not None:
+        damaged.write_bytes(content)
+    with pytest.raises(RunFailed) as found:
+        worker.trainer.load(folder)
+    assert is_final(found.value)
+    message = str(found.value)
+    assert message.startswith(f"checkpoint {folder} cannot be read: ") and "\n" not in message
+    assert message.endswith("remove its folder: --resume then continues from the one before (see docs: E1009)")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        failed(OSError(errno.ESTALE, "Stale file handle")),
+        failed(EOFError("half"), torch.OutOfMemoryError("none left")),
+        RuntimeError("Connection closed by peer"),
+    ],
+    ids=repr,
+)
+def test_a_checkpoint_is_not_taken_for_damaged_where_reading_fails_for_another_cause(
+    tmp_path: Path, error: BaseException
+) -> None:
+    with pytest.raises(type(error)) as found, read_in_words(tmp_path):
         raise error
     assert found.value is error
