@@ -65,6 +65,7 @@ SLOW = (
     "ranker/test_ranking_quality.py",
     "environments/test_mcp_environment.py",
     "agents/test_workers.py",
+    "agents/test_hard_ends.py",
     "emulation/test_network.py",
     "agents/test_agent_program.py",
     "agents/test_example_agents.py",

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from streamrl.agents.episode import EpisodeOrder
 from streamrl.config.tasks import EpisodeDeadlines
@@ -25,6 +25,8 @@ CURRENT: ContextVar[LiveEpisode | None] = ContextVar("episode", default=None)
 """The episode whose agent is running."""
 MOST_DETAIL = 2_000
 """Most characters of a step's detail."""
+Given = ParamSpec("Given")
+Computed = TypeVar("Computed")
 
 
 class LiveEpisode:
@@ -47,15 +49,17 @@ class LiveEpisode:
         self.order, self.limits, self.api_key = order, limits, api_key
         self.steps: list[EpisodeStep] = []
         self.void: Void | None = None
-        """The deadline that has expired first; None: none has."""
+        """Why it ends without a reward: a deadline has expired, or it was given up; None: neither."""
         self.over = asyncio.Event()
-        """Set when a deadline has expired."""
+        """Set together with `void`."""
         self.tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
         """What the agent has started in the event loop, itself included."""
         self.limits_turns = True
         """Whether turns have a limit: not where the model may be called without being counted here."""
-        self.threads: set[threading.Thread] = set()
-        """Threads in which a tool still runs."""
+        self.threads: set[object] = set()
+        """Calls of tools and of `pool` that have not ended."""
+        self.pool = ThreadPoolExecutor(thread_name_prefix=f"call of {order.sample_id}")
+        """Threads for what the agent gives to the event loop's default executor; none starts before that."""
         self._tell = tell
         self._doing: dict[object, str] = {}
         """What is waited for, in words."""
@@ -109,10 +113,10 @@ class LiveEpisode:
         self._calls += 1
         self._begin_turn()
 
-    def expire(self, text: str) -> None:
+    def expire(self, text: str, cause: VoidCause = VoidCause.TIMEOUT) -> None:
         """End the episode without a reward."""
         if self.void is None:
-            self.void = Void(VoidCause.TIMEOUT, plain_text(text))
+            self.void = Void(cause, plain_text(text))
             self.over.set()
 
     def _begin_turn(self) -> None:
@@ -137,3 +141,22 @@ class LiveEpisode:
         if self._tell is not None:
             since = min((since for _, since in self._tools.values()), default=time.time())
             self._tell(", ".join(name for name, _ in self._tools.values()), since)
+
+
+class EpisodeThreads(ThreadPoolExecutor):
+    """The default executor of a worker's event loop: each episode has its own threads (`LiveEpisode.pool`).
+
+    So calls that never end take no thread from other episodes, and it is known whose they are.
+    """
+
+    def submit(self, fn: Callable[Given, Computed], /, *args: Given.args, **kwargs: Given.kwargs) -> Future[Computed]:
+        """Run a function in a thread of the current episode."""
+        if (episode := CURRENT.get()) is None:
+            return super().submit(fn, *args, **kwargs)
+        try:
+            call = episode.pool.submit(fn, *args, **kwargs)
+        except RuntimeError:  # the episode has ended: this is for something that others may use, too
+            return super().submit(fn, *args, **kwargs)
+        episode.threads.add(call)
+        call.add_done_callback(episode.threads.discard)
+        return call

@@ -35,7 +35,7 @@ from streamrl.agents.agent_function import AgentFunction, load_agent
 from streamrl.agents.agent_result import outcome_of
 from streamrl.agents.client import AgentClient, is_over
 from streamrl.agents.episode import EpisodeOutcome
-from streamrl.agents.live_episode import CURRENT, LiveEpisode
+from streamrl.agents.live_episode import CURRENT, EpisodeThreads, LiveEpisode
 from streamrl.agents.worker_frames import (
     ALIVE_S,
     Begin,
@@ -63,7 +63,7 @@ OWN_FOLDER = Path(__file__).parent
 
 
 async def _result_of(agent: AgentFunction, item: dict[str, Any], client: AgentClient) -> EpisodeOutcome:
-    """Run an agent to its end; SystemExit is caught here, where it does not yet end the event loop."""
+    """Run an agent to its end; whatever it raises is its outcome."""
     try:
         reward, metrics = outcome_of(await agent(item, client))
         return EpisodeOutcome(reward, None, metrics=metrics)
@@ -100,9 +100,10 @@ class AgentWorker:
         """Grows as long as the event loop runs."""
         self._loop = asyncio.get_running_loop()
         self._loop.set_task_factory(self._new_task)  # type: ignore[arg-type]
+        self._loop.set_default_executor(EpisodeThreads())
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
         self._pool = httpx2.AsyncHTTPTransport(verify=False, trust_env=False, limits=limits)
-        self._playing: dict[str, asyncio.Task[None]] = {}
+        self._playing: dict[str, tuple[LiveEpisode, asyncio.Task[None]]] = {}
         self._episodes: weakref.WeakKeyDictionary[asyncio.Task[Any], LiveEpisode] = weakref.WeakKeyDictionary()
 
     async def serve(self) -> None:
@@ -129,10 +130,14 @@ class AgentWorker:
     def _take(self, frame: Begin | Play | GiveUp) -> None:
         match frame:
             case Play():
-                playing = self._loop.create_task(self._play(frame))
-                self._playing[frame.api_key] = playing
+                limits, tell = self.tasks[frame.order.task].deadlines, partial(self._tell, frame.api_key)
+                episode = LiveEpisode(frame.order, limits, tell, frame.api_key)
+                playing = self._loop.create_task(self._play(frame, episode))
+                self._playing[frame.api_key] = episode, playing
+                playing.add_done_callback(partial(self._has_played, frame.api_key))
             case GiveUp() if frame.api_key in self._playing:
-                self._playing[frame.api_key].cancel()
+                episode, _ = self._playing[frame.api_key]
+                episode.expire("given up", VoidCause.CRASH)  # its owner has forgotten it
 
     def _watch(self) -> None:
         """Tell the owner that this process lives, and once, that an agent blocks the event loop."""
@@ -173,27 +178,28 @@ class AgentWorker:
             where = f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
         return Blocked(api_key=episode.api_key if episode else "", where=where, seconds=seconds)
 
-    async def _play(self, play: Play) -> None:
-        order, task = play.order, self.tasks[play.order.task]
-        episode = LiveEpisode(order, task.deadlines, partial(self._tell, play.api_key), play.api_key)
+    async def _play(self, play: Play, episode: LiveEpisode) -> None:
+        order = play.order
         client = AgentClient(episode, play.base_url, play.api_key, self._pool)
         agent = self.agents[order.task]
         assert agent is not None
         context = contextvars.copy_context()
         context.run(CURRENT.set, episode)
         playing = context.run(self._loop.create_task, _result_of(agent, order.item, client))
-        try:
-            episode.begin()
-            await _first(playing, episode.over)
-        except asyncio.CancelledError:
-            episode.void = Void(VoidCause.CRASH, "given up")  # its owner has forgotten it
+        episode.begin()
+        await _first(playing, episode.over)
         episode.end()
         outcome = _ended(playing) if episode.void is None else EpisodeOutcome(None, episode.void)
         spoiled = await self._clean_up(episode)
-        del self._playing[play.api_key]
+        episode.pool.shutdown(wait=False, cancel_futures=True)
         self.pipe.send(Played(api_key=play.api_key, outcome=replace(outcome, steps=episode.steps), spoiled=spoiled))
         with contextlib.suppress(Exception):
             await client.close()
+
+    def _has_played(self, api_key: str, playing: asyncio.Task[None]) -> None:
+        del self._playing[api_key]
+        if playing.cancelled() or playing.exception() is not None:
+            _end_process(playing)
 
     async def _clean_up(self, episode: LiveEpisode) -> str:
         """End what an agent has left behind; return what does not end, '': all has ended."""
@@ -202,7 +208,7 @@ class AgentWorker:
             for task in left:
                 task.cancel()
             if (rest := end - time.monotonic()) <= 0:
-                held = f"{len(left)} coroutines and {len(episode.threads)} tools"
+                held = f"{len(left)} coroutines and {len(episode.threads)} calls in threads"
                 return f"{held} of episode {episode.order.sample_id} do not end"
             if left:
                 await asyncio.wait(left, timeout=min(rest, PULSE_S))
@@ -221,6 +227,19 @@ async def _first(task: asyncio.Task[Any], event: asyncio.Event) -> None:
         await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         waiting.cancel()
+
+
+def _end_process(own: asyncio.Task[None]) -> None:
+    """End this process, as a task of its own has ended, which only the code of some agent can have cancelled.
+
+    No episode gets an outcome: whose fault it was, the owner finds out.
+    """
+    with contextlib.suppress(OSError):  # the owner has gone
+        try:
+            own.result()
+        except BaseException:
+            traceback.print_exc()
+    os._exit(1)
 
 
 def _private_pipe() -> FramePipe:
@@ -259,9 +278,13 @@ def main() -> None:
         pipe.send(Ready(problem=""))
         await worker.serve()
 
-    with contextlib.suppress(OSError):  # the owner has gone
-        asyncio.run(serve())
-    os._exit(1)
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    serving = loop.create_task(serve())
+    serving.add_done_callback(_end_process)
+    while True:  # a task or callback of an agent that exits, or stops the loop, ends nothing but itself
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):
+            loop.run_forever()
 
 
 if __name__ == "__main__":

@@ -70,8 +70,6 @@ class WorkerProcess:
 
     async def play(self, play: Play) -> EpisodeOutcome:
         """Play an episode to its end, which may be that of the worker."""
-        if self.ended:
-            return void_outcome(VoidCause.CRASH, f"the agent worker did not start: {self.problem or self.how}")
         future: asyncio.Future[EpisodeOutcome] = asyncio.get_running_loop().create_future()
         self.playing[play.api_key] = play, future
         self.idle.clear()
@@ -92,6 +90,10 @@ class WorkerProcess:
         if not self.ended and self.process.returncode is None:
             self.how, self.cause = how, cause
             kill_with_children(self.process.pid)
+
+    async def has_ended(self) -> None:
+        """Wait until the process has ended and its episodes have their outcomes."""
+        await asyncio.wait({self.reading})  # which goes on even if this wait is cancelled
 
     async def _read(self) -> None:
         """Take frames until the process has ended, and give its episodes their outcomes."""

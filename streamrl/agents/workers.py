@@ -18,6 +18,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,6 +38,7 @@ from streamrl.errors import RunFailed, UserError
 from streamrl.machine.own_share import usable_cores
 from streamrl.rollouts.void import VoidCause
 from streamrl.runtime.output_pipe import OutputLog
+from streamrl.tasks.void_reward import one_line
 
 START_S = 120.0
 """Seconds that a worker may take to be ready, unless `start` is told otherwise."""
@@ -70,6 +73,7 @@ class EpisodeWorkers:
         played = [task for task in tasks if task.environment is not None]
         self._environments = EnvironmentPlayer(played, self._log)
         self._workers: set[WorkerProcess] = set()
+        """Those that live; each leaves it once all that it sent has been read."""
         self._some_ready = asyncio.Condition()
         self._suspects: set[str] = set()
         """Episodes one of which has killed a worker; each runs alone next time."""
@@ -119,7 +123,7 @@ class EpisodeWorkers:
             return await self._until_closed(self._environments.play(order, base_url, api_key))
         play = Play(order=order, base_url=base_url, api_key=api_key)
         if order.sample_id in self._suspects:
-            return await self._run_alone(play)
+            return await self._until_closed(self._run_alone(play))
         worker = await self._free_worker()
         if worker is None:
             return void_outcome(
@@ -128,7 +132,7 @@ class EpisodeWorkers:
         return await worker.play(play)
 
     async def _until_closed(self, episode: Coroutine[Any, Any, EpisodeOutcome]) -> EpisodeOutcome:
-        """Play an episode outside the workers; `close` ends it, with a void outcome."""
+        """Play an episode that is in none of the workers for all; `close` ends it, with a void outcome."""
         playing = self._do(episode)
         try:
             return await playing
@@ -157,25 +161,56 @@ class EpisodeWorkers:
     async def _run_alone(self, play: Play) -> EpisodeOutcome:
         async with self._alone:
             self._suspects.discard(play.order.sample_id)
-            worker = await self._start_worker()
+            try:
+                worker = await self._ready_worker(self._patience_s())
+            except RunFailed as error:
+                return void_outcome(VoidCause.ENVIRONMENT, str(error))
             try:
                 return await worker.play(play)
             finally:
                 worker.kill("it was for one episode")
-                await worker.reading
-                self._workers.discard(worker)
+                await worker.has_ended()
+
+    async def _ready_worker(self, patience_s: float = math.inf) -> WorkerProcess:
+        """Start a worker; one that does not become ready, or cannot be started, is tried again after a pause.
+
+        Raises:
+            RunFailed: none is ready, and `patience_s` seconds are over.
+        """
+        until, pause = time.monotonic() + patience_s, 1.0
+        while True:
+            try:
+                worker = await self._start_worker()
+                if not worker.ended and not worker.problem:
+                    return worker
+                why = worker.problem or worker.how
+            except OSError as error:  # there is no memory, process number or file number for it now
+                why = one_line(error)
+            log.warning("an agent worker did not start: %s", why)
+            if time.monotonic() + pause > until:
+                raise RunFailed(f"the agent worker did not start: {why}")
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
 
     async def _start_worker(self) -> WorkerProcess:
-        """Start a worker, and wait until it is ready or has ended; one that takes too long is killed."""
+        """Start a worker, and wait until it is ready or has ended; one that takes too long is killed.
+
+        Raises:
+            OSError: the process cannot be started.
+        """
         worker = await WorkerProcess.start(self._log, self._suspects)
         self._workers.add(worker)
+        worker.reading.add_done_callback(lambda _: self._workers.discard(worker))
         worker.send(Begin(tasks=[task.model_dump(mode="json") for task in self._coroutines()]))
         try:
             async with asyncio.timeout(self._start_s):
                 await worker.ready.wait()
         except TimeoutError:
             worker.kill(f"it was not ready within {self._start_s:g} s", VoidCause.TIMEOUT)
-            await worker.reading
+            await worker.has_ended()
+        except asyncio.CancelledError:
+            worker.kill("nobody waits for it any more")
+            raise
         return worker
 
     def _coroutines(self) -> list[AgentTask]:
@@ -190,29 +225,17 @@ class EpisodeWorkers:
         await worker.no_more.wait()
         worker.open = False
         log.warning("an agent worker is replaced: %s", worker.how)
-        if worker.ended:
-            self._workers.discard(worker)
-        else:
+        if not worker.ended:
             self._do(self._retire(worker))
-        pause = 1.0
-        while not self._closed:
-            fresh = await self._start_worker()
-            if not fresh.ended and not fresh.problem:
-                self._join(fresh)
-                async with self._some_ready:
-                    self._some_ready.notify_all()
-                return
-            self._workers.discard(fresh)
-            log.warning("an agent worker did not start: %s", fresh.problem or fresh.how)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_S)
+        self._join(await self._ready_worker())
+        async with self._some_ready:
+            self._some_ready.notify_all()
 
     async def _retire(self, worker: WorkerProcess) -> None:
         """End a spoiled worker once its episodes have ended."""
         await worker.idle.wait()
         worker.kill(worker.how)
-        await worker.reading
-        self._workers.discard(worker)
+        await worker.has_ended()
 
     async def _free_worker(self) -> WorkerProcess | None:
         def ready() -> list[WorkerProcess]:

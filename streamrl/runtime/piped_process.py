@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,9 +41,10 @@ class PipedProcess:
         Raises:
             OSError: it cannot be started.
         """
-        pipes = await InputPipe.open(), await OutputPipe.open(most_line), await OutputPipe.open()
-        requests, answers, printed = pipes
-        try:
+        with contextlib.ExitStack() as opened:
+            opened.callback((requests := await InputPipe.open()).close)
+            opened.callback((answers := await OutputPipe.open(most_line)).close)
+            opened.callback((printed := await OutputPipe.open()).close)
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=requests.read_end,
@@ -50,13 +52,10 @@ class PipedProcess:
                 stderr=printed.write_end,
                 env=environment,
             )
-        except BaseException:
-            for pipe in pipes:
-                pipe.close()
-            raise
-        for pipe in pipes:
+            opened.pop_all()
+        for pipe in (requests, answers, printed):
             pipe.started()
-        one = cls(process, *pipes)
+        one = cls(process, requests, answers, printed)
         one._printing = asyncio.create_task(log.take(printed, whose))
         return one
 
