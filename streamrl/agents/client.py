@@ -163,10 +163,11 @@ class AgentClient:
         await self.http.aclose()
 
     async def _post(self, path: str, body: dict[str, Any]) -> Any:
-        headers = {"Idempotency-Key": uuid.uuid4().hex}
+        headers = {"Idempotency-Key": uuid.uuid4().hex, "Content-Type": "application/json"}
+        content = json.dumps(body, allow_nan=False)  # ASCII: UTF-8 has no halves of surrogate pairs, tools do
         for attempt in range(ATTEMPTS):
             try:
-                response = await self.http.post(path, json=body, headers=headers)
+                response = await self.http.post(path, content=content, headers=headers)
                 break
             except httpx2.TransportError as error:
                 if attempt == ATTEMPTS - 1:

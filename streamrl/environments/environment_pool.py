@@ -19,11 +19,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from streamrl.config.tasks import EnvironmentUse
-from streamrl.environments.environment_process import EnvironmentAnswer, EnvironmentEnded, EnvironmentProcess
+from streamrl.environments.environment_process import (
+    EnvironmentAnswer,
+    EnvironmentEnded,
+    EnvironmentProcess,
+    memories_of,
+)
 from streamrl.environments.installed import InstalledEnvironment
 from streamrl.environments.server_room import ServerRoom
 from streamrl.errors import UserError
@@ -157,13 +163,22 @@ class EnvironmentPool:
 
     async def _with_room(self) -> EnvironmentProcess:
         patience_s = self._start_s + RESTART_S
+        lived = time.monotonic()
+        """When a process was last seen that gets episodes, with or without room for one."""
+
+        def found() -> list[EnvironmentProcess]:
+            nonlocal lived
+            if any(one.accepts for one in self._processes):
+                lived = time.monotonic()
+            return self._rooms()
+
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(patience_s), self._room:
-                    await self._room.wait_for(self._rooms)
-            if rooms := self._rooms():
+                async with asyncio.timeout(lived + patience_s - time.monotonic()), self._room:
+                    await self._room.wait_for(found)
+            if rooms := found():
                 return min(rooms, key=lambda one: len(one.episodes))
-            if not any(one.accepts for one in self._processes):
+            if time.monotonic() >= lived + patience_s:
                 text = f"no process of environment {self.installed.name!r} was ready within {patience_s:g} s"
                 raise EnvironmentEnded(f"{text} {self._output.where}", VoidCause.ENVIRONMENT, again=False)
 
@@ -207,16 +222,24 @@ class EnvironmentPool:
                 return await self._start_one()
             except UserError as error:
                 log.warning("%s", error)
+            except OSError as error:  # there is no memory, process number or file number for it now
+                log.warning("environment %r does not start: %s", self.installed.name, error)
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     async def _watch(self) -> None:
-        """Look at the memory of the processes."""
+        """Look at the memory of the processes, in a thread: the machine may have many others."""
         while True:
             await asyncio.sleep(WATCH_S)
-            for one in list(self._processes):
-                used = one.look().total
-                self.most_memory = max(self.most_memory, used)
+            looked_at = list(self._processes)
+            try:
+                found = await asyncio.to_thread(memories_of, [one.process.pid for one in looked_at])
+            except OSError as error:
+                log.warning("the memory of environment %r is not known: %s", self.installed.name, error)
+                continue
+            for one, used in zip(looked_at, found, strict=True):
+                one.used = used
+                self.most_memory = max(self.most_memory, used.total)
                 if one.starts_servers:
                     self._servers.learn(one)
                 self._keep_in_memory(one)

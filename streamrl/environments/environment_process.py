@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -193,7 +193,7 @@ class EnvironmentProcess:
 
     def look(self) -> MemoryUse:
         """Look at its memory, keep that as `used`, and return it; nothing once it has ended."""
-        self.used = memory_of(self.process.pid)
+        (self.used,) = memories_of([self.process.pid])
         return self.used
 
     def kill(self, how: str, cause: VoidCause = VoidCause.ENVIRONMENT) -> None:
@@ -205,7 +205,7 @@ class EnvironmentProcess:
     async def end(self, how: str) -> None:
         """End the process, and wait until it has ended."""
         self.kill(how)
-        await self.reading
+        await asyncio.wait({self.reading})  # which goes on even if this wait is cancelled
 
     def leave(self, episode: str) -> None:
         """Close an episode, without waiting for it."""
@@ -337,20 +337,34 @@ class EnvironmentProcess:
         return f"a process of environment {self.name!r} ended: {self.how}"
 
 
-def memory_of(root: int) -> MemoryUse:
-    """Look at the memory of a process and of what it has started; what has ended meanwhile has none."""
+def memories_of(roots: Sequence[int]) -> list[MemoryUse]:
+    """Look at the memory of processes, and of what each has started, with one look at all processes of the machine."""
+    children: dict[int, list[psutil.Process]] = {}
+    for pid in psutil.pids():
+        with contextlib.suppress(psutil.Error):
+            one = psutil.Process(pid)
+            children.setdefault(one.ppid(), []).append(one)
+    return [_memory_of(root, children) for root in roots]
+
+
+def _memory_of(root: int, children: Mapping[int, Sequence[psutil.Process]]) -> MemoryUse:
+    """Return the memory of a process and of what it has started; what has ended meanwhile has none."""
     try:
-        process = psutil.Process(root)
-        own, below = int(process.memory_info().rss), process.children(recursive=True)
+        own = int(psutil.Process(root).memory_info().rss)
     except psutil.Error:
         return MemoryUse()
-    found: list[tuple[float, int, int, int]] = []
-    for one in below:
-        with contextlib.suppress(psutil.Error):
-            found.append((one.create_time(), one.pid, one.ppid(), one.memory_info().rss))
-    parents = {pid: parent for _, pid, parent, _ in found}
+    found: list[tuple[float, int, int]] = []
+    parents: dict[int, int] = {}
+    left = [root]
+    while left:
+        parent = left.pop()
+        for one in children.get(parent, ()):
+            with contextlib.suppress(psutil.Error):
+                found.append((one.create_time(), one.pid, one.memory_info().rss))
+                parents[one.pid] = parent
+                left.append(one.pid)
     started: dict[int, int] = {}
-    for _, pid, _, size in sorted(found):
+    for _, pid, size in sorted(found):
         top = pid
         while parents[top] in parents:
             top = parents[top]

@@ -83,6 +83,16 @@ def test_the_model_answers_until_the_environment_is_over(room: InstalledEnvironm
     asyncio.run(scenario())
 
 
+def test_half_a_character_of_an_environment_does_not_end_its_episode(room: InstalledEnvironment) -> None:
+    async def scenario() -> None:
+        async with started(task(room)) as (owner, server):
+            outcome = await play(owner, server, "a", "echo", steps=2, title="\ud83d")
+            assert (outcome.reward, outcome.void) == (1.0, None)
+            assert server.calls[0]["messages"][0]["content"].startswith("\ud83d of ")  # the endpoint replaces it
+
+    asyncio.run(scenario())
+
+
 def test_a_limit_keeps_the_rewards_so_far(room: InstalledEnvironment) -> None:
     async def scenario() -> None:
         async with started(task(room, max_turns=2)) as (owner, server):

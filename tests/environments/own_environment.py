@@ -25,10 +25,11 @@ class Room:
         if config.get("wants") == "an end":
             os._exit(7)
         print("a room is made")
-        self.draws = config.get("draws")
+        self.draws, self.mark = config.get("draws"), None
 
     def reset(self, item):
         self.kind, self.left = item["prompt"], item.get("steps", 2)
+        self.mark, title = item.get("mark"), item.get("title", "a room")
         self.pays, self.numbers = item.get("pays", 0.5), item.get("numbers")
         if self.kind == "raises at once":
             raise KeyError("no such room")
@@ -48,7 +49,7 @@ class Room:
             return ",".join(os.environ.get(name, "none") for name in ("NO_PROXY", "no_proxy"))
         if self.draws:
             return str(time.time_ns())
-        return [{"role": "system", "content": f"a room of {os.getpid()}"}, {"role": "user", "content": self.kind}]
+        return [{"role": "system", "content": f"{title} of {os.getpid()}"}, {"role": "user", "content": self.kind}]
 
     def step(self, text):
         self.left -= 1
@@ -65,6 +66,11 @@ class Room:
             time.sleep(3600)
         numbers = {"words": len(text.split())} if self.numbers is None else self.numbers
         return f"you said {text}", self.pays, self.left <= 0, numbers
+
+    def close(self):
+        if self.mark:
+            open(self.mark, "w").close()
+            raise RuntimeError("it is broken")
 
     def random_answer(self, draw):
         return str(draw.randint(1, 6))

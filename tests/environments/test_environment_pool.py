@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from streamrl.environments.environment_process import (
     EnvironmentFailed,
     EnvironmentProcess,
     MemoryUse,
-    memory_of,
+    memories_of,
 )
 from streamrl.environments.environment_trial import summary, try_environment
 from streamrl.environments.installed import InstalledEnvironment
@@ -114,6 +115,21 @@ def test_a_wrong_type_fails_its_episode_alone(room: InstalledEnvironment) -> Non
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("kind", ["raises at once", "nan"])
+def test_an_environment_that_failed_is_closed(room: InstalledEnvironment, kind: str, tmp_path: Path) -> None:
+    mark = tmp_path / "closed"
+
+    async def scenario() -> None:
+        async with started(room) as pool, pool.place("bad") as bad:
+            with pytest.raises(EnvironmentFailed) as failed:
+                await bad.reset({"prompt": kind, "mark": str(mark)})
+                await bad.step(says("x"))
+            assert WRONG[kind] in str(failed.value) and mark.exists()
+            assert pool.restarts == 0
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("kind", "cause", "text"),
     [
@@ -177,6 +193,75 @@ def test_an_episode_waits_as_long_as_a_process_may_take_to_start(
             assert not any(one.accepts for one in pool._processes)
             async with pool.place("next") as place:
                 await place.reset({"prompt": "plain"})
+
+    asyncio.run(scenario())
+
+
+def test_an_episode_that_waits_for_room_counts_only_the_time_in_which_no_process_lives(
+    room: InstalledEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, looks = 0.0, 0
+
+    def clock() -> float:
+        nonlocal looks
+        looks += 1
+        return now
+
+    async def some_looks() -> None:
+        seen = looks
+        await until(lambda: looks > seen + 10)
+
+    async def scenario() -> None:
+        nonlocal now
+        async with started(room, episodes=1) as pool, pool.place("a"):
+            (process,) = pool._processes
+            patience_s = pool._start_s = 0.05
+            monkeypatch.setattr(environment_pool, "RESTART_S", 0.0)
+            monkeypatch.setattr(environment_pool, "time", SimpleNamespace(monotonic=clock))
+            waiting = asyncio.ensure_future(pool.place("b").__aenter__())
+            await some_looks()
+            now = 1000.0
+            await some_looks()
+            process.accepts = False
+            await some_looks()
+            assert not waiting.done()
+            now += 2 * patience_s
+            with pytest.raises(EnvironmentEnded, match="no process of environment 'room' was ready within"):
+                await waiting
+
+    asyncio.run(scenario())
+
+
+def test_a_process_for_which_the_machine_has_no_room_is_started_later(
+    room: InstalledEnvironment, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = asyncio.create_subprocess_exec
+
+    async def refused(*_: Any, **__: Any) -> Any:
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", real)
+        raise OSError(12, "Cannot allocate memory")
+
+    async def scenario() -> None:
+        async with started(room) as pool:
+            (process,) = pool._processes
+            monkeypatch.setattr(asyncio, "create_subprocess_exec", refused)
+            process.kill("its memory is needed")
+            await until(lambda: "does not start: [Errno 12] Cannot allocate memory" in caplog.text)
+            async with pool.place("next") as place:
+                await place.reset({"prompt": "plain"})
+
+    asyncio.run(scenario())
+
+
+def test_the_end_of_a_process_is_read_even_if_nobody_waits_for_it_any_more(room: InstalledEnvironment) -> None:
+    async def scenario() -> None:
+        async with started(room) as pool:
+            (process,) = pool._processes
+            ending = asyncio.ensure_future(process.end("it is not needed"))
+            await asyncio.sleep(0)
+            ending.cancel()
+            await asyncio.wait({process.reading})
+            assert not process.reading.cancelled() and process.ended.is_set()
 
     asyncio.run(scenario())
 
@@ -247,19 +332,41 @@ def test_a_leak_costs_no_episode_until_the_limit_ends_the_process(
     asyncio.run(scenario())
 
 
+def test_one_thread_looks_at_the_memory_of_all_processes_while_the_event_loop_goes_on(
+    room: InstalledEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment_pool, "WATCH_S", 0.02)
+    looks: list[tuple[bool, int]] = []
+
+    def look(roots: list[int]) -> list[MemoryUse]:
+        looks.append((threading.current_thread() is threading.main_thread(), len(roots)))
+        if len(looks) == 1:
+            raise OSError(24, "Too many open files")
+        return memories_of(roots)
+
+    async def scenario() -> None:
+        async with started(room, processes=2) as pool:
+            monkeypatch.setattr(environment_pool, "memories_of", look)
+            await until(lambda: len(looks) >= 3)
+            assert set(looks) == {(False, 2)}
+            assert pool.most_memory > 2**20
+
+    asyncio.run(scenario())
+
+
 def test_the_memory_of_what_a_process_has_started_counts_for_each_child_with_those_below_it() -> None:
     root = subprocess.Popen(["sh", "-c", "sh -c 'sleep 1000; :' & sleep 1000 & wait"])
     try:
         process = psutil.Process(root.pid)
         wait_for(lambda: len(process.children(recursive=True)) == 3, 10)
         children = {one.pid: [one, *one.children()] for one in process.children()}
-        found = settled(lambda: memory_of(root.pid))
+        found = settled(lambda: memories_of([root.pid])[0])
         assert found.own == process.memory_info().rss and sorted(map(len, children.values())) == [1, 2]
         assert found.started == {pid: sum(one.memory_info().rss for one in tree) for pid, tree in children.items()}
     finally:
         kill_with_children(root.pid)
         root.wait()
-    assert memory_of(root.pid) == MemoryUse()
+    assert memories_of([root.pid, root.pid]) == [MemoryUse(), MemoryUse()]
 
 
 def test_two_processes_that_want_one_port_end_the_start_with_what_to_do(room: InstalledEnvironment) -> None:

@@ -19,6 +19,7 @@ all others get one request at a time. The standard library is all that this file
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import importlib
@@ -195,7 +196,9 @@ class Server:
         try:
             self._settle(request["id"], self._do(request), None)
         except BaseException as error:
-            self._open.pop(request["episode"], None)  # what state it is in is unknown
+            if (one := self._open.pop(request["episode"], None)) is not None:  # what state it is in is unknown
+                with contextlib.suppress(BaseException):
+                    one.close()
             self._settle(request["id"], None, error)
 
     def _do(self, request: dict[str, Any]) -> dict[str, Any]:
