@@ -66,15 +66,18 @@ class Replay:
         made = make_policy(policy, self.longest, self.affinity, self.objective)
         return waited(made, requests, self.fleet, self.objective)
 
-    def saving(self, requests: Sequence[SimulatedRequest]) -> Saving:
+    def saving(self, requests: Sequence[SimulatedRequest], same: Saving | None = None) -> Saving:
         """Simulate one batch three times; add up the results of several batches.
 
         Args:
             requests: requests with true lengths and the forecasts that the policy uses (None: no forecast).
+            same: the result of the same batch with other forecasts; what does not depend on them is taken from it.
         """
+        seconds = self.seconds(self.policy, requests)
+        if same is not None:
+            return replace(same, policy=seconds)
         known = [replace(request, forecast=Forecast.exactly(request.length)) for request in requests]
-        least = self.seconds("least-loaded", requests)
-        return Saving(least, self.seconds(self.policy, requests), self.seconds(self.policy, known))
+        return Saving(self.seconds("least-loaded", requests), seconds, self.seconds(self.policy, known))
 
     def resampled_ratios(self, requests: Sequence[SimulatedRequest]) -> list[float]:
         """Return [RESAMPLES] seconds under the policy divided by those under least-loaded dispatch, on resampled

@@ -26,7 +26,7 @@ PROMPTS, SAMPLES = 128, 8
 MIN_PROMPTS = 16
 """Fewest prompts that make a batch."""
 BATCHES = 6
-"""Most batches. One alone is mostly luck, as its longest request decides; all take some 20 s on one core."""
+"""Most batches. One alone is mostly luck, as its longest request decides; all take some 12 s on one core."""
 INSTANCES, SLOTS = 4, (256, 64, 16)
 """Instances of a fleet, and the slots of each instance, by fleet."""
 
@@ -48,11 +48,15 @@ def _on_fleet(held: HeldOut, batches: list[Array], slots: int) -> Dispatch:
     """Simulate all batches with all forecasts on instances with `slots` slots each."""
     fleet = [SimulatedInstance(f"instance {n}", PAPER_7B_H800, slots) for n in range(INSTANCES)]
     sums: dict[str, Saving] = {}
+    found: list[Saving | None] = [None] * len(batches)
+    replay = Replay(fleet, longest=held.limit)
     chosen = np.concatenate(batches)
     for name, quantiles in held.forecasts.items():
         if np.isfinite(quantiles[chosen]).all():
-            parts = [Replay(fleet, longest=held.limit).saving(_requests(held, quantiles, rows)) for rows in batches]
-            sums[name] = sum(parts, Saving(0.0, 0.0, 0.0))
+            parts = [
+                replay.saving(_requests(held, quantiles, rows), same) for rows, same in zip(batches, found, strict=True)
+            ]
+            found[:], sums[name] = parts, sum(parts, Saving(0.0, 0.0, 0.0))
     some = next(iter(sums.values()))
     plural = "batch" if len(batches) == 1 else "batches"
     prompts = len(np.unique(held.unit[batches[0]]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -110,6 +112,13 @@ def test_the_saving_is_of_what_the_schedule_waits_for() -> None:
     groups = [requests[n : n + 4] for n in range(0, len(requests), 4)]
     run = Pipeline(LeastLoaded(), fleet, Stages(rate), make_schedule("stream"), len(groups)).run(groups, 1)
     assert streamed.least_loaded == pytest.approx(run.total)
+
+
+def test_what_does_not_depend_on_forecasts_is_taken_from_the_same_batch_with_others() -> None:
+    requests, fleet = workload(1), [SimulatedInstance(f"i{n}", PAPER_7B_H800, 24) for n in range(3)]
+    unknown = [replace(request, forecast=None) for request in requests]
+    first = Replay(fleet).saving(requests)
+    assert Replay(fleet).saving(unknown, first) == Replay(fleet).saving(unknown) != first
 
 
 def test_resampled_batches_keep_siblings_together_and_have_ids_of_their_own() -> None:
