@@ -33,6 +33,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 import numpy as np
 
@@ -205,14 +206,14 @@ class LengthAudit:
         issued_by = {group.number for group in self._groups.values() if group.number <= step}
         unsettled = {group.number for group in self._groups.values() if not group.settled}
         settled = (number for number in issued_by if number not in unsettled or step - number >= self._window)
-        chosen = sorted(settled)[-self._window :]
+        chosen = set(sorted(settled)[-self._window :])
         groups = [group for group in self._groups.values() if group.number in chosen]
         issued = [length for group in groups for length in group.lengths]
         trained = [length for group in groups for length in group.trained]
-        inside = [float(np.mean(group.trained)) for group in groups if group.trained]
-        outside = [float(np.mean(rest)) for group in groups if (rest := group.left_out)]
-        mean_issued = float(np.mean(issued)) if issued else None
-        mean_trained = float(np.mean(trained)) if trained else None
+        inside = [fmean(group.trained) for group in groups if group.trained]
+        outside = [fmean(rest) for group in groups if (rest := group.left_out)]
+        mean_issued = fmean(issued) if issued else None
+        mean_trained = fmean(trained) if trained else None
         tested = min(len(inside), len(outside)) >= FEWEST_GROUPS
         statistic, p_value = ks_test(inside, outside) if tested else (None, None)
         return LengthComparison(
