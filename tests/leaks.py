@@ -41,6 +41,8 @@ class Leaks:
         """Names of the fixtures with a wider scope than a test that are set up."""
         self._others: set[int] = set()
         """Pids of foreign processes, so that each is examined only once."""
+        self._clean: tuple[str, frozenset[str]] | None = None
+        """State of the machine and fixtures that are set up when nothing but foreign processes was found."""
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -71,16 +73,25 @@ class Leaks:
                 pytest.fail("it has left processes, which were ended now:\n" + "\n".join(left), pytrace=False)
 
     def left(self) -> list[int]:
-        """Return the pids of processes that should be gone and are not."""
+        """Return the pids of processes that should be gone and are not.
+
+        Most tests start none. Where no process at all has begun since only foreign ones were found, there is nothing to
+        look for.
+        """
+        now = (_begun(), frozenset(self._fixtures))
+        if now[0] and now == self._clean:
+            return []
         there = {int(name) for name in os.listdir("/proc") if name.isdigit()} if os.path.isdir("/proc/self") else set()
         self._others &= there
         found = []
-        for pid in there - self._others - {self._own}:
+        own = there - self._others - {self._own}
+        for pid in own:
             match self._is_left(pid):
                 case True:
                     found.append(pid)
                 case None:
                     self._others.add(pid)
+        self._clean = now if own <= self._others else None
         return found
 
     def _is_left(self, pid: int) -> bool | None:
@@ -124,6 +135,14 @@ class Leaks:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
         return lines
+
+
+def _begun() -> str:
+    """Return how many processes and threads this machine has started since its boot; '' where it does not say."""
+    with contextlib.suppress(OSError), open("/proc/stat") as file:
+        count = next((line.split()[1] for line in file if line.startswith("processes ")), "")
+        return "" if count == "0" else count  # sandboxes of some kinds do not count
+    return ""
 
 
 def _read(pid: int) -> tuple[bytes, int, bool]:

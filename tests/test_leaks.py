@@ -98,6 +98,38 @@ def test_looking_takes_under_five_milliseconds() -> None:
     assert min(times) < scaled(0.005)
 
 
+def test_nothing_is_listed_again_until_a_process_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, listed = "7", []
+    plugin = Leaks()
+    monkeypatch.setattr(leaks, "_begun", lambda: begun)
+    monkeypatch.setattr(leaks, "_read", lambda pid: (b"PATH=/bin", 1, False))
+    monkeypatch.setattr(leaks.os, "listdir", lambda path: listed.append(path) or ["self", "4000000"])
+    for _ in range(3):
+        assert plugin.left() == []
+    assert len(listed) == 1
+    begun = "8"
+    assert plugin.left() == [] and len(listed) == 2
+    plugin._fixtures.add("a fixture")
+    assert plugin.left() == [] and len(listed) == 3
+    begun = ""  # this machine does not say
+    for number in (4, 5):
+        assert plugin.left() == [] and len(listed) == number
+
+
+def test_what_begins_after_a_look_without_result_is_found() -> None:
+    plugin = Leaks()
+    plugin.left()
+    plugin.left()
+    with started_by(f"{os.getpid()} a test"):
+        process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        assert process.pid in plugin.left()
+        assert process.pid in plugin.left()
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_a_process_that_has_no_environment_yet_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     own = f"{MARK}={os.getpid()} a test".encode()
     for last, left in ((own, True), (b"PATH=/bin", None)):
