@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import shutil
 import tempfile
@@ -158,9 +159,10 @@ def _spawned_warm(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def file_of(item: pytest.Item) -> str:
-    """Return the path of a test's file relative to this folder."""
-    return item.path.relative_to(TESTS).as_posix()
+@functools.cache
+def file_of(path: Path) -> str:
+    """Return the path of a file of tests relative to this folder; most files have many tests."""
+    return path.relative_to(TESTS).as_posix()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -172,6 +174,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         seconds = float((*mark.args, mark.kwargs.get("timeout", general))[0]) if mark is not None else general
         if seconds:
             item.add_marker(pytest.mark.timeout(scaled(seconds)), append=False)
-        if file_of(item) in order:
+        if file_of(item.path) in order:
             item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: order.get(file_of(item), len(order)))
+    items.sort(key=lambda item: order.get(file_of(item.path), len(order)))

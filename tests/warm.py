@@ -89,6 +89,8 @@ LIBRARIES = (
     "lightgbm",
 )
 """Modules that the package, or most files of tests, import only as they run."""
+OF_QUICK_TESTS = ("openai", "anthropic", "streamrl.training.trainer", "streamrl.controller.controller")
+"""Modules that take long, which each worker of the quick tests would import itself as it collects their files."""
 
 
 @dataclass(frozen=True)
@@ -478,7 +480,7 @@ def run(command: list[str], timeout: float, **options: Any) -> subprocess.Comple
 
 
 def import_all(vllm: bool) -> None:
-    """Import everything that any process of a run imports; without `vllm`, the large libraries but vLLM.
+    """Import everything that any process of a run imports; without `vllm`, what the quick tests import.
 
     Raises:
         RuntimeError: an import has started a thread, which a fork would lose.
@@ -487,7 +489,7 @@ def import_all(vllm: bool) -> None:
         package = importlib.import_module(name)
         for module in pkgutil.walk_packages(package.__path__, f"{name}."):
             importlib.import_module(module.name)
-    for name in (*LIBRARIES, *(OF_VLLM if vllm else ())):
+    for name in (*LIBRARIES, *(OF_VLLM if vllm else OF_QUICK_TESTS)):
         importlib.import_module(name)
     if (threads := len(os.listdir("/proc/self/task"))) != 1:
         raise RuntimeError(f"an import has started {threads - 1} threads")
