@@ -15,6 +15,7 @@ from scheduler.cost.length_forecast import Forecast
 from scheduler.dispatch.registry import make_policy
 from scheduler.simulation.generation_simulator import SimulatedRequest, simulate
 from streamrl.errors import UserError
+from streamrl.planning import workload as workloads
 from streamrl.planning.simulated_fleet import simulated_fleet
 from streamrl.planning.workload import Workload, draw, replay
 
@@ -144,10 +145,14 @@ def test_plans_by_such_forecasts_do_not_wait_for_tails_that_cannot_come() -> Non
         assert planned < 1.03 * plain, seed
 
 
-def test_a_simulation_has_no_more_requests_than_fit_into_memory(tmp_path: Path) -> None:
+def test_a_simulation_has_no_more_requests_than_fit_into_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UserError, match="2,000,001 requests or more would be simulated"):
         draw("constant:5", 2_000_001, 10, 0.0, 0)
     one_group = replay(parquet(tmp_path, group_id=["g"] * 4), None, 0.0, 0)
     assert len(one_group.groups(3)) == 3
-    with pytest.raises(UserError, match="would be simulated"):
-        Workload("", [one_group.batches[0] * 400_000], 40.0).groups(5)
+    monkeypatch.setattr(workloads, "MOST_REQUESTS", 20)
+    assert len(Workload("", one_group.batches, 40.0).groups(5)) == 5
+    with pytest.raises(UserError, match="24 requests or more would be simulated, at most 20"):
+        Workload("", one_group.batches, 40.0).groups(6)

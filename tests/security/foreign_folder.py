@@ -158,18 +158,21 @@ def listed_by_dashboard(folder: Path) -> str:
     return TestClient(make_app(WatchedRuns([folder]), folder), raise_server_exceptions=True).get("/api/runs").text
 
 
+VIEWS = ("state", "why_stuck", "steps", "timeline", "samples", "lengths", "sample?id=s1-0-0", "group?id=s1-0")
+"""What a page asks of a run."""
+
+
 def asked_of_dashboard(folder: Path) -> str:
     """Everything that a page can ask of the run, which is found in its parent, as one text."""
     app = make_app(WatchedRuns([folder.parent]), folder)
-    client = TestClient(app, raise_server_exceptions=True)
-    listing = client.get("/api/runs")
-    texts = [listing.text]
-    for run in listing.json()["runs"]:
-        views = ("state", "why_stuck", "steps", "timeline", "samples", "lengths", "sample?id=s1-0-0", "group?id=s1-0")
-        for view in (*views, f"group?id={SECRET}", f"samples?text={SECRET}", "samples?text=e"):
-            answer = client.get(f"/api/runs/{run['id']}/{view}")
-            assert answer.status_code in (200, 400, 404, 410, 500)
-            texts.append(answer.text)
+    with TestClient(app, raise_server_exceptions=True) as client:  # else each request starts a thread and a loop
+        listing = client.get("/api/runs")
+        texts = [listing.text]
+        for run in listing.json()["runs"]:
+            for view in (*VIEWS, f"group?id={SECRET}", f"samples?text={SECRET}", "samples?text=e"):
+                answer = client.get(f"/api/runs/{run['id']}/{view}")
+                assert answer.status_code in (200, 400, 404, 410, 500)
+                texts.append(answer.text)
     return "".join(texts)
 
 
