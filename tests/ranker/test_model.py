@@ -35,7 +35,7 @@ def small() -> LengthModel:
 
 
 def test_the_same_seed_gives_the_same_file(tmp_path: Path) -> None:
-    rollouts = from_rows(small_reasoner(120, 2, 3).rows)
+    rollouts = from_rows(small_reasoner(60, 2, 3).rows)
     files = [tmp_path / "a", tmp_path / "b"]
     for file in files:
         train_and_hold_out(rollouts, seed=7, threads=1).model.save(file)

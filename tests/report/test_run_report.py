@@ -92,10 +92,10 @@ def page_of(run_dir: Path) -> tuple[Page, str]:
 
 
 @pytest.fixture(scope="module")
-def of_three_steps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, str]:
+def of_a_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, str]:
     """The report of a run that has everything, of which several tests look at a part: plots take 2 s of a core."""
-    run_dir = tmp_path_factory.mktemp("three") / "demo"
-    write_run(run_dir, 3)
+    run_dir = tmp_path_factory.mktemp("whole") / "demo"
+    write_run(run_dir, 12, state="done")
     return page_of(run_dir)
 
 
@@ -106,18 +106,18 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Leaves all plots empty but the one with this name, for tests that look at that one."""
+def drawn(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Leaves all plots empty but those with these names, for tests that look at them."""
     to_svg = plots.to_svg
 
-    def only(name: str) -> None:
-        monkeypatch.setattr(plots, "to_svg", lambda figure, of: to_svg(figure, of) if of == name else "<svg></svg>")
+    def only(*names: str) -> None:
+        monkeypatch.setattr(plots, "to_svg", lambda figure, of: to_svg(figure, of) if of in names else "<svg></svg>")
 
     return only
 
 
-def test_the_report_of_a_whole_run_holds_every_plot_and_the_right_figures(make_run: RunMaker) -> None:
-    page, text = page_of(make_run(12, state="done"))
+def test_the_report_of_a_whole_run_holds_every_plot_and_the_right_figures(of_a_run: tuple[Page, str]) -> None:
+    page, text = of_a_run
     assert page.plots == [
         *["reward", "evaluation", "lengths", "length-histogram", "length-audit", "predictions", "step-time"],
         *["schedule", "timeline-0", "timeline-1", "training"],
@@ -141,9 +141,9 @@ def test_the_report_of_a_whole_run_holds_every_plot_and_the_right_figures(make_r
 
 
 def test_plots_are_sound_svg_that_follows_the_page_colours_with_ids_of_their_own(
-    of_three_steps: tuple[Page, str],
+    of_a_run: tuple[Page, str],
 ) -> None:
-    page, text = of_three_steps
+    page, text = of_a_run
     plots = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
     assert len(plots) == len(page.plots)
     for plot in plots:
@@ -163,14 +163,14 @@ def test_without_predictions_nothing_is_said_of_them(make_run: RunMaker) -> None
     assert "predictions" not in page.plots and "length-histogram" in page.plots
 
 
-def test_the_timeline_has_a_row_per_instance_and_the_trainer(of_three_steps: tuple[Page, str]) -> None:
-    _, text = of_three_steps
+def test_the_timeline_has_a_row_per_instance_and_the_trainer(of_a_run: tuple[Page, str]) -> None:
+    _, text = of_a_run
     (figure,) = re.findall(r'<figure id="plot-timeline-0">.*?</figure>', text, flags=re.DOTALL)
     for name in ("here-regular-0", "here-regular-1", "trainer", "sample", "micro-batch", "optimizer step"):
         assert f">{name}<" in figure
 
 
-def test_dollar_signs_in_names_are_no_formulas(tmp_path: Path) -> None:
+def test_dollar_signs_in_names_are_no_formulas(tmp_path: Path, drawn: Callable[..., None]) -> None:
     name = "cash$%s$"
     rollouts = [a_sample("a.0", task=name, finish_reason=name), a_sample("b.0", task="sum")]
     write_samples(tmp_path / "rollouts", 1, rollouts)
@@ -184,13 +184,15 @@ def test_dollar_signs_in_names_are_no_formulas(tmp_path: Path) -> None:
     with TraceWriter(tmp_path / "trace.json") as trace:
         trace.span(name, name, START + 30, START + 31)
     write_status(tmp_path, make_status(1, 20, START))
+    counts = {"reward": 1, "evaluation": 1, "length-histogram": 3, "timeline-0": 2}
+    drawn(*counts)
     _, text = page_of(tmp_path)
-    for plot, count in {"reward": 1, "evaluation": 1, "length-histogram": 3, "timeline-0": 2}.items():
+    for plot, count in counts.items():
         (figure,) = re.findall(rf'<figure id="plot-{plot}">.*?</figure>', text, flags=re.DOTALL)
         assert figure.count(f">{name}<") == count, plot
 
 
-def test_many_kinds_of_work_do_not_flood_the_timeline(make_run: RunMaker, drawn: Callable[[str], None]) -> None:
+def test_many_kinds_of_work_do_not_flood_the_timeline(make_run: RunMaker, drawn: Callable[..., None]) -> None:
     drawn("timeline-0")
     run_dir = make_run(2, trace=False)
     with TraceWriter(run_dir / "trace.json") as trace:
@@ -409,8 +411,8 @@ def test_texts_that_cannot_be_read_are_noted_and_the_others_are_shown(tmp_path: 
         assert note.startswith(start) and "could not be read" in note
 
 
-def test_without_a_tokenizer_the_report_says_why_there_is_no_text(of_three_steps: tuple[Page, str]) -> None:
-    page, _ = of_three_steps
+def test_without_a_tokenizer_the_report_says_why_there_is_no_text(of_a_run: tuple[Page, str]) -> None:
+    page, _ = of_a_run
     assert "(text not available)" in page.text
     assert "Completions are not decoded: no tokenizer.json" in page.text
 
@@ -507,7 +509,7 @@ def test_lengths_audited_under_another_token_limit_are_left_out_of_the_sums(make
     assert "all6464640" in page_of(run_dir)[0].text
 
 
-def test_what_the_schedule_did_and_chose_is_told(make_run: RunMaker, drawn: Callable[[str], None]) -> None:
+def test_what_the_schedule_did_and_chose_is_told(make_run: RunMaker, drawn: Callable[..., None]) -> None:
     drawn("schedule")
     note = "async: generation takes 3 times as long as training"
     page, text = page_of(make_run(4, schedule_note=note, rollouts=False, trace=False))
@@ -519,7 +521,7 @@ def test_what_the_schedule_did_and_chose_is_told(make_run: RunMaker, drawn: Call
 
 
 def test_figures_that_no_schedule_measured_are_said_to_be_missing(
-    make_run: RunMaker, drawn: Callable[[str], None]
+    make_run: RunMaker, drawn: Callable[..., None]
 ) -> None:
     drawn("schedule")
     run_dir = make_run(0)
