@@ -133,7 +133,7 @@ class Transformer:
         """
         if not isinstance(values, Mapping):
             raise ValueError("expected an object with the keys of a model's config.json")
-        outer, values = values, values.get("text_config") or values
+        outer, values = values, text_part(values)
         if any(values.get(key) for key in EXPERT_COUNTS):
             raise ValueError("this model is a mixture of experts; the cost model only supports dense decoders")
         wanted = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
@@ -152,16 +152,21 @@ class Transformer:
         return cls(name, layers, hidden, heads, kv_heads, size, intermediate, vocabulary, tied, source, alone)
 
 
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a `config.json` that describes the language model."""
+    return config.get("text_config") or config
+
+
 def window_of(values: Mapping[str, Any]) -> int:
     """Return how many tokens some layers of a `config.json` attend to at most; 0: all layers attend to all."""
-    values = values.get("text_config") or values
+    values = text_part(values)
     window = values.get("sliding_window")
     return window if isinstance(window, int) and values.get("use_sliding_window", True) else 0
 
 
 def keeps_heads(values: Mapping[str, Any]) -> bool:
     """Return whether every layer caches keys and values by heads, as far as a `config.json` says."""
-    values = values.get("text_config") or values
+    values = text_part(values)
     return not values.get("kv_lora_rank") and _attends_alone(values)
 
 
@@ -199,7 +204,7 @@ def square_cost(values: Mapping[str, Any]) -> float:
 
     Of a mixture of experts a token passes through some only, which count as one MLP of their widths together.
     """
-    values = values.get("text_config") or values
+    values = text_part(values)
     active, width = values.get("num_experts_per_tok"), values.get("moe_intermediate_size")
     if isinstance(active, int) and active:
         one = width if isinstance(width, int) else values.get("intermediate_size")

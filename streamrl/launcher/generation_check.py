@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from pathlib import Path
 
 from scheduler.cost.model_shapes import Transformer, keeps_heads, window_of
 from streamrl.config.cluster import ClusterConfig
@@ -13,8 +12,9 @@ from streamrl.errors import UserError
 from streamrl.generation.instance.eight_bits import choose_here, device_lacks
 from streamrl.generation.instance.engine_config import CPU_BLOCK_SIZE
 from streamrl.launcher.gpu_checks import names_here, sites_here
+from streamrl.launcher.model_check import config_of
 from streamrl.machine.compute_type import choose, with_type
-from streamrl.machine.model_files import read_config, resolve_model
+from streamrl.machine.model_files import resolve_model
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of an attention head for which vLLM has kernels on CPUs."""
@@ -62,7 +62,7 @@ def check_head_size(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
     if cluster.hardware != "cpu":
         return
     try:
-        values = read_config(Path(resolve_model(run.model.path)))
+        values = config_of(run)
         size = Transformer.from_config(run.model.path, values).head_size
     except (UserError, ValueError):
         return
@@ -83,7 +83,7 @@ def check_kv_cache(cluster: ClusterConfig, run: RunConfig, site: str | None, emu
     if cluster.hardware != "cpu":
         return
     try:
-        values = read_config(Path(resolve_model(run.model.path)))
+        values = config_of(run)
         model = Transformer.from_config(run.model.path, values)
     except (UserError, ValueError):
         return

@@ -6,7 +6,6 @@ The checks are pure; `read_uses` asks nvidia-smi.
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import os
 import re
@@ -19,6 +18,7 @@ from scheduler.cost.model_shapes import Transformer, keeps_heads, window_of
 from streamrl.config.cluster import ClusterConfig, GenerationPool, Site
 from streamrl.config.run import RunConfig
 from streamrl.errors import ErrorCode, UserError
+from streamrl.launcher.model_check import config_of
 from streamrl.machine.compute_type import AMPERE, dotted, no_bf16
 from streamrl.machine.gpus import (
     VISIBLE,
@@ -29,7 +29,6 @@ from streamrl.machine.gpus import (
     pairs_without_peer_access,
     usable_devices,
 )
-from streamrl.machine.model_files import resolve_model
 from streamrl.runtime.device_turns import takes_turns
 from streamrl.runtime.process_plan import ProcessSpec, plan_processes, possible_instances
 from streamrl.runtime.training_work import work_of
@@ -227,7 +226,7 @@ def memory_shapes(cluster: ClusterConfig, run: RunConfig, uses: Sequence[GpuUse]
     here, has none.
     """
     try:
-        values = json.loads((Path(resolve_model(run.model.path)) / "config.json").read_text())
+        values = config_of(run)
         model = Transformer.from_config(run.model.path, values)
     except (UserError, ValueError):
         return []

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from scheduler.cost.model_shapes import EXPERT_COUNTS, undivided_heads
+from scheduler.cost.model_shapes import EXPERT_COUNTS, text_part, undivided_heads
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.errors import ErrorCode, UserError
@@ -15,6 +15,15 @@ from streamrl.machine.model_files import read_config, resolve_model
 
 FULL_ON_CPU = {"fp8", "mxfp4"}
 """Kinds of quantized weights that transformers turns into full ones as it loads them, where there is no GPU."""
+
+
+def config_of(run: RunConfig) -> dict[str, Any]:
+    """Return the `config.json` of a run's model; empty if it cannot be read.
+
+    Raises:
+        UserError: see `resolve_model`.
+    """
+    return read_config(Path(resolve_model(run.model.path)))
 
 
 def check_model(run: RunConfig) -> Iterable[str]:
@@ -36,7 +45,7 @@ def check_model(run: RunConfig) -> Iterable[str]:
 def check_heads(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
     """Check that the model's attention heads, and its MLPs in the trainer, can be split as the cluster file says."""
     try:
-        values = _of_text(read_config(Path(resolve_model(run.model.path))))
+        values = text_part(config_of(run))
     except UserError:
         return  # reported by `check_model`
     heads, kv_heads = values.get("num_attention_heads"), values.get("num_key_value_heads")
@@ -73,7 +82,7 @@ def check_critic(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
             f"algorithm.critic.path: {path} has another tokenizer than {run.model.path}: {others} of {len(own)} "
             "tokens have other numbers"
         )
-    yield from _undivided_by_trainer(cluster, _of_text(config), path)
+    yield from _undivided_by_trainer(cluster, text_part(config), path)
 
 
 def critic_warnings(run: RunConfig) -> Iterable[str]:
@@ -100,20 +109,15 @@ def _needs_full(path: str, kind: str) -> str:
     return f"{path} is quantized ({kind}): the trainer needs full weights; use the unquantized model"
 
 
-def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a configuration that describes the language model."""
-    return config.get("text_config") or config
-
-
 def _positions(config: Mapping[str, Any]) -> int | None:
     """Return how many tokens a model's context has; None: it does not say."""
-    longest = config.get("max_position_embeddings") or _of_text(config).get("max_position_embeddings")
+    longest = config.get("max_position_embeddings") or text_part(config).get("max_position_embeddings")
     return longest if isinstance(longest, int) else None
 
 
 def _rows(config: Mapping[str, Any]) -> int | None:
     """Return how many tokens a model can read and write, those of padding included; None: it does not say."""
-    rows = _of_text(config).get("vocab_size")
+    rows = text_part(config).get("vocab_size")
     return rows if isinstance(rows, int) else None
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from scheduler.cost.model_shapes import undivided_heads
+from scheduler.cost.model_shapes import text_part, undivided_heads
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
-from streamrl.machine.model_files import resolve_model
+from streamrl.machine.model_files import read_config, resolve_model
 from streamrl.training.packing_choice import decide_packing
 
 
@@ -24,11 +23,10 @@ def check_sequence_parallel(cluster: ClusterConfig, run: RunConfig) -> Iterable[
     for key, path in run.trained_models.items():
         try:
             folder = resolve_model(path, key)
-            values = json.loads((Path(folder) / "config.json").read_text())
+            values = text_part(read_config(Path(folder)))
             packing = decide_packing(run, folder, key)
         except UserError:
             continue  # reported by `check_model` and `check_packing`
-        values = values.get("text_config") or values
         heads = values.get("num_attention_heads")
         kv_heads, ranks = values.get("num_key_value_heads"), trainer.sequence_parallel
         if isinstance(heads, int) and (problem := undivided_heads(heads, kv_heads, ranks)):

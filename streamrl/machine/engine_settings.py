@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from scheduler.cost.model_shapes import text_part
 from streamrl.atomic_files import replace_json
 from streamrl.machine.cpu import Cpu, this_cpu
 from streamrl.machine.model_files import cache_directory, read_config
@@ -155,7 +156,7 @@ SHAPE = (
 
 def key(cpu: Cpu, config: Mapping[str, Any], dtype: str, threads: int, versions: Sequence[str]) -> str:
     """Return a hash of everything that step times depend on."""
-    values = config.get("text_config") or config
+    values = text_part(config)
     return cpu.fingerprint([values.get(name) for name in SHAPE], dtype, threads, *versions)
 
 

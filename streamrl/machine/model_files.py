@@ -135,7 +135,7 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     try:
         values = json.loads((folder / name).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}
+        return {}  # as of a model of the Hub whose files are not here yet
     return values if isinstance(values, dict) else {}
 
 

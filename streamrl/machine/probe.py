@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from scheduler.cost.model_shapes import text_part
 from streamrl.atomic_files import replace_json
 from streamrl.imports import importing
 from streamrl.machine.cpu import this_cpu
@@ -61,7 +62,7 @@ def product_shapes(config: Mapping[str, Any]) -> list[Shape]:
     Args:
         config: a model's `config.json`; shapes whose keys are missing are left out.
     """
-    values = config.get("text_config") or config
+    values = text_part(config)
     hidden, inner = values.get("hidden_size"), values.get("intermediate_size")
     heads, size = values.get("num_attention_heads"), values.get("head_dim")
     shapes: list[Shape] = []

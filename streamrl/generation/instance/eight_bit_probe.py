@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scheduler.cost.model_shapes import text_part
 from streamrl.atomic_files import replace_json
 from streamrl.machine.cpu import this_cpu
 from streamrl.machine.engine_settings import package_version
@@ -61,7 +62,7 @@ def layer_shapes(config: Mapping[str, Any]) -> tuple[list[Shape], Shape, int]:
     Raises:
         KeyError: it lacks a size.
     """
-    values = config.get("text_config") or config
+    values = text_part(config)
     hidden, inner, heads = values["hidden_size"], values["intermediate_size"], values["num_attention_heads"]
     size = values.get("head_dim") or hidden // heads
     keys = values.get("num_key_value_heads") or heads

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from scheduler.cost.model_shapes import text_part
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.config.speculation import SpeculationConfig
@@ -19,7 +19,7 @@ from streamrl.generation.instance.eight_bits import quantization_config
 from streamrl.generation.instance.engine_variables import EAGER, FEW_ROWS, NORMS, QUANTIZATION
 from streamrl.generation.instance.vllm_plugin import register
 from streamrl.machine.engine_settings import DEFAULT, EngineSettings
-from streamrl.machine.model_files import resolve_model
+from streamrl.machine.model_files import read_config, resolve_model
 from streamrl.runtime.device_turns import takes_turns
 from streamrl.weights.backends.base import LOAD_FORMATS
 
@@ -205,7 +205,7 @@ def overrides(model: Path) -> dict[str, Any]:
     Args:
         model: folder of the model; one without a readable `config.json` needs nothing.
     """
-    config = _config_of(model)
+    config = read_config(model)
     if "Cohere2ForCausalLM" in (config.get("architectures") or ()) and config.get("sliding_window"):
         return {"sliding_window": config["sliding_window"] - 1}
     return {}
@@ -221,8 +221,8 @@ def wrong_kernels(model: Path) -> list[str]:
     Args:
         model: folder of the model.
     """
-    config = _config_of(model)
-    latent = (config.get("text_config") or config).get("kv_lora_rank")
+    config = read_config(model)
+    latent = text_part(config).get("kv_lora_rank")
     return ["-rotary_embedding"] if latent else []
 
 
@@ -242,22 +242,14 @@ def _layer_kinds(model: Path) -> Sequence[str]:
 
     Many models state them by other keys, from which transformers derives them; without it, only a list counts.
     """
-    written = _config_of(model)
-    config: Any = SimpleNamespace(**(written.get("text_config") or written))
+    written = read_config(model)
+    config: Any = SimpleNamespace(**text_part(written))
     if "model_type" in written:
         with contextlib.suppress(Exception):  # not installed, or not a model that it knows
             from transformers import AutoConfig
 
             config = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
     return getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-
-
-def _config_of(model: Path) -> dict[str, Any]:
-    try:
-        config: dict[str, Any] = json.loads((model / "config.json").read_text())
-    except (OSError, ValueError):
-        return {}  # a model of the Hub whose files are not here yet
-    return config
 
 
 def _has_few_rows(model: Path, dtype: str, settings: EngineSettings) -> bool:
@@ -268,7 +260,7 @@ def _has_few_rows(model: Path, dtype: str, settings: EngineSettings) -> bool:
     """
     if dtype != "float32" or settings.compiled:
         return False
-    config = _config_of(model)
+    config = read_config(model)
     return "quantization_config" not in config and FEW_ROWS_MODELS.issuperset(config.get("architectures") or [""])
 
 
@@ -283,5 +275,5 @@ def _replays(model: Path, settings: EngineSettings, pool: GenerationPool, other_
     """
     if not settings.replayed or settings.compiled or pool.gpus_per_replica > 1 or other_products:
         return False
-    config = _config_of(model)
+    config = read_config(model)
     return "quantization_config" not in config and REPLAYED_MODELS.issuperset(config.get("architectures") or [""])
