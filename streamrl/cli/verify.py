@@ -80,7 +80,7 @@ def command(model: str | None, full: bool, variables: str, hardware: bool, out: 
 
 def _hardware(console: Console, out: Path | None) -> None:
     from streamrl.machine.gpus import BY_BUS, ORDER
-    from streamrl.verify.hardware_kit import check_hardware, table_of, write_json
+    from streamrl.verify.hardware_checks import check_hardware, table_of, write_json
 
     os.environ.setdefault(ORDER, BY_BUS)
     results = check_hardware(lambda text: click.echo(text, err=True))

@@ -24,8 +24,8 @@ from streamrl.launcher import supervisor
 from streamrl.run_dir import layout
 from streamrl.run_dir.evaluations import EvaluationRow, Scores
 from streamrl.run_dir.jsonl import RowWriter
-from streamrl.verify import hardware_kit
-from streamrl.verify.hardware_kit import StageResult
+from streamrl.verify import hardware_checks
+from streamrl.verify.hardware_checks import StageResult
 from tests.report.synthetic import write_run
 from tests.tiny_model import save_tiny_model
 from tests.waiting import scaled
@@ -462,7 +462,7 @@ def test_a_measured_machine_is_told_where_its_figures_could_not_be_written(termi
 
     terminal.monkeypatch.setenv("CUDA_DEVICE_ORDER", "")  # put back at the end
     terminal.monkeypatch.delenv("CUDA_DEVICE_ORDER")
-    terminal.monkeypatch.setattr(hardware_kit, "check_hardware", check)
+    terminal.monkeypatch.setattr(hardware_checks, "check_hardware", check)
     (terminal.folder / "out").mkdir()
     result = terminal("verify", "--hardware", "--out", "out/x.json")
     assert (result.code, result.err) == (2, "error: --out out/x.json: No such file or directory\n")

@@ -18,8 +18,8 @@ from streamrl.cli.verify import command
 from streamrl.config.load import load_cluster, load_run
 from streamrl.training import merged_attention
 from streamrl.training.host_offload import HostOffload
-from streamrl.verify import hardware_attention, hardware_kit, hardware_stages, tiny_run
-from streamrl.verify.hardware_kit import StageResult, as_json, check_hardware, table_of
+from streamrl.verify import hardware_attention, hardware_checks, hardware_stages, tiny_run
+from streamrl.verify.hardware_checks import StageResult, as_json, check_hardware, table_of
 from streamrl.verify.hardware_measurement import Measurement
 
 SMALL = replace(
@@ -41,7 +41,7 @@ def measured(stage: str) -> dict[str, Measurement]:
 
 
 def test_every_stage_of_the_kit_is_known_to_the_process_that_runs_it() -> None:
-    assert tuple(hardware_stages.STAGES) == hardware_kit.STAGES
+    assert tuple(hardware_stages.STAGES) == hardware_checks.STAGES
 
 
 @pytest.mark.parametrize("stage", ["devices", "products", "memory"])
@@ -191,7 +191,7 @@ def test_a_stage_that_fails_is_one_line_and_the_others_go_on() -> None:
 
 
 def test_a_stage_without_an_end_keeps_what_it_has_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware_kit, "STAGE_S", 0.01)
+    monkeypatch.setattr(hardware_checks, "STAGE_S", 0.01)
     (found,) = check_hardware(lambda _: None, ["devices"])
     assert found.error == "no end within 0 s"
 
