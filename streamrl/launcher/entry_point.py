@@ -97,9 +97,9 @@ def _role(args: argparse.Namespace) -> Coroutine[Any, Any, None]:
 
             return Controller(context("controller")).run()
         case "trainer":
-            from streamrl.training.trainer_process import TrainerWorker
+            from streamrl.training.trainer_process import TrainerProcess
 
-            return TrainerWorker(computing(_name(args), int(os.environ["LOCAL_RANK"]))).run()
+            return TrainerProcess(computing(_name(args), int(os.environ["LOCAL_RANK"]))).run()
         case "service":
             from streamrl.generation.site.service import GenerationService
 
@@ -109,16 +109,16 @@ def _role(args: argparse.Namespace) -> Coroutine[Any, Any, None]:
 
             place = Place(args.node, args.meeting)
             if place.node > 0:
-                from streamrl.generation.instance.node_shard import Shard
+                from streamrl.generation.instance.node_shard import NodeShard
 
-                return Shard(computing(args.name), args.pool, place).run()
+                return NodeShard(computing(args.name), args.pool, place).run()
             from streamrl.generation.instance.instance_process import InstanceProcess
 
             return InstanceProcess(computing(args.name), args.pool, place).run()
         case "rewards":
-            from streamrl.tasks.rewards_process import RewardWorker
+            from streamrl.tasks.rewards_process import RewardsProcess
 
-            return RewardWorker(context(f"rewards-{args.site}")).run()
+            return RewardsProcess(context(f"rewards-{args.site}")).run()
         case "agents":
             from streamrl.agents.agents_process import AgentsProcess
 

@@ -18,7 +18,7 @@ from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Link
 
 
-class RewardWorker:
+class RewardsProcess:
     """Connects a `RewardPool` to the controller."""
 
     def __init__(self, context: RoleContext) -> None:

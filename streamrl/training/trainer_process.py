@@ -86,7 +86,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class TrainerWorker:
+class TrainerProcess:
     """The process of one rank: connects the trainer and the weight publisher to the controller."""
 
     def __init__(self, context: RoleContext) -> None:

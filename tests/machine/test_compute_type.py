@@ -223,7 +223,7 @@ def test_a_process_that_computes_knows_its_type_and_agrees_with_others_on_the_fi
 def test_each_rank_of_a_trainer_asks_about_its_own_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=0: {0: (8, 9), 1: (7, 5)}[device])
     monkeypatch.setattr(
-        "streamrl.training.trainer_process.TrainerWorker", lambda context: SimpleNamespace(run=lambda: context)
+        "streamrl.training.trainer_process.TrainerProcess", lambda context: SimpleNamespace(run=lambda: context)
     )
     on_gpus = cluster("cpu").model_copy(update={"hardware": "cuda"})
     monkeypatch.setattr(RoleContext, "load", lambda *_: replace(context(RunConfig()), cluster=on_gpus))

@@ -9,7 +9,7 @@ import pytest
 
 from streamrl.config.cluster import ClusterConfig
 from streamrl.runtime.site_connections import CONTROLLER, home_hub
-from streamrl.training.trainer_process import TrainerWorker
+from streamrl.training.trainer_process import TrainerProcess
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.delivery import Outbox
 from streamrl.transport.flow import Flow
@@ -25,7 +25,7 @@ def test_weights_for_the_own_sites_relay_take_little_memory_there_however_large_
     """They wait in the relay's memory while its store makes room."""
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
-    worker = TrainerWorker(make_place(tmp_path).context("trainer-0"))
+    worker = TrainerProcess(make_place(tmp_path).context("trainer-0"))
     assert worker.hub.flows is not None
     flow = worker.hub.flows("service-here")
     most = {}

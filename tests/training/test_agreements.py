@@ -18,7 +18,7 @@ from streamrl.runtime.process_plan import RANK_MEETING
 from streamrl.training import agreements, trainer_process
 from streamrl.training.agreements import agreed_checkpoint
 from streamrl.training.rank_store import join_ranks
-from streamrl.training.trainer_process import TrainerWorker
+from streamrl.training.trainer_process import TrainerProcess
 from tests.security.keyed_place import make_place
 
 
@@ -76,8 +76,8 @@ def test_files_may_lack_weights_only_where_a_checkpoint_follows(
     }.items():
         monkeypatch.setattr(trainer_process, name, value)
     monkeypatch.setattr(torch, "set_num_threads", Mock())
-    monkeypatch.setattr(TrainerWorker, "_agree_on_type", Mock())
-    worker = TrainerWorker(replace(make_place(tmp_path).context("trainer-0"), resume=resume))
+    monkeypatch.setattr(TrainerProcess, "_agree_on_type", Mock())
+    worker = TrainerProcess(replace(make_place(tmp_path).context("trainer-0"), resume=resume))
     worker._load()
     assert trainer.call_args.kwargs == {"resumed": follows}
     assert trainer.return_value.load.called == follows

@@ -21,7 +21,7 @@ from streamrl.errors import RunFailed, is_final
 from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.training.checkpoint_writing import read_in_words, system_error, told_in_words
 from streamrl.training.trainer import Trainer
-from streamrl.training.trainer_process import TrainerWorker
+from streamrl.training.trainer_process import TrainerProcess
 from tests.run_dir.conftest import file_size_limit
 from tests.training.conftest import run_config
 from tests.training.trained import CPU
@@ -38,7 +38,7 @@ def worker(tiny_model: Path, tmp_path: Path, one_rank: None) -> SimpleNamespace:
 
 
 def write(worker: SimpleNamespace, step: int = 5) -> None:
-    TrainerWorker._checkpoint(worker, step, {"seed": 1}, [])  # type: ignore[arg-type]
+    TrainerProcess._checkpoint(worker, step, {"seed": 1}, [])  # type: ignore[arg-type]
 
 
 def files(worker: SimpleNamespace, step: int) -> set[str]:

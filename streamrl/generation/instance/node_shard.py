@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 
-class Shard:
+class NodeShard:
     """The process that runs one node's workers."""
 
     def __init__(self, context: RoleContext, pool: str, place: Place) -> None:
