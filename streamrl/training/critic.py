@@ -15,7 +15,7 @@ from streamrl.training.packing import PackedBatch
 from streamrl.training.policy_model import load_model
 from streamrl.training.sequence_parallel import SequenceRanks
 from streamrl.training.sliced_loading import fill
-from streamrl.training.tensor_parallel import whole
+from streamrl.training.tensor_parallel import plain_tensor
 
 
 class Critic(nn.Module):
@@ -49,7 +49,7 @@ class Critic(nn.Module):
         """Return the values [N], fp32."""
         states = predicting_states(self.model, batch, self.separate, ranks=self.ranks)
         # a product with a vector, because FSDP warns of outputs that are views, such as the column of a matrix
-        values: torch.Tensor = (states.hidden @ whole(self.head.weight)[0]).float()
+        values: torch.Tensor = (states.hidden @ plain_tensor(self.head.weight)[0]).float()
         return values if states.shares is None else states.shares.whole(values)
 
 

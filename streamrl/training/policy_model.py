@@ -25,7 +25,7 @@ from streamrl.training.recomputation import set_recomputation
 from streamrl.training.router_replay import RouterReplay
 from streamrl.training.sequence_parallel import SequenceRanks, TokenShares, check_heads
 from streamrl.training.sliced_loading import empty_model, empty_twin, fill, is_empty
-from streamrl.training.tensor_parallel import whole
+from streamrl.training.tensor_parallel import plain_tensor
 from streamrl.training.token_logprobs import ENTROPY_STRIDE, HeadOutput, TokenDistribution, token_logprobs
 from streamrl.training.truncation import ALL_TOKENS, Truncation
 
@@ -88,8 +88,8 @@ class Policy(nn.Module):
         bias = getattr(head, "bias", None)
         output = token_logprobs(
             states.hidden,
-            whole(head.weight),
-            None if bias is None else whole(bias),
+            plain_tensor(head.weight),
+            None if bias is None else plain_tensor(bias),
             states.own(batch.targets),
             TokenDistribution(self.transform, temperature, truncation),
             every_entropy,

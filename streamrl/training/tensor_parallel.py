@@ -42,7 +42,7 @@ class Replicated(ParallelStyle):
 
     @staticmethod
     def _leave(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-        return whole(output)
+        return plain_tensor(output)
 
 
 def plan_of(trunk: nn.Module, ranks: int) -> dict[str, ParallelStyle]:
@@ -121,6 +121,6 @@ def parallelize(model: nn.Module, trunk: nn.Module, mesh: DeviceMesh) -> None:
             module.register_parameter(other, first.get_parameter(name))
 
 
-def whole(weight: torch.Tensor) -> torch.Tensor:
+def plain_tensor(weight: torch.Tensor) -> torch.Tensor:
     """Return a replicated tensor as a plain one, for computing with it outside its module."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
