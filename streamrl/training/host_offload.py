@@ -40,11 +40,6 @@ class HostOffload:
         self._slabs: list[torch.Tensor] = []
         """Host memory, uint8 [SLAB] each, kept from its first time on."""
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that wait in host memory; 0: everything is on its device."""
-        return sum(size for *_, size in self._held)
-
     @torch.no_grad()
     def hold(self, tensors: Iterable[torch.Tensor]) -> int:
         """Move the memory of tensors to the host, in their order; blocks without memory are passed over.

@@ -71,11 +71,6 @@ class Division:
         return self.layers * self.rows
 
     @property
-    def workers(self) -> int:
-        """Number of ranks, or sets of ranks, with their own micro-batches."""
-        return dist.get_world_size() // self.sharing
-
-    @property
     def averaged(self) -> int:
         """Number of ranks, or sets that share layers, of whose gradients FSDP takes the mean.
 

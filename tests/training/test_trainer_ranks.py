@@ -86,7 +86,7 @@ def _rank(
         trainer.load(Path(resume))
     for step in range(2):
         groups = random_groups(5, seed=step)
-        workers, worker = division.workers, rank // division.sharing
+        workers, worker = ranks // division.sharing, rank // division.sharing
         if config.needs_estimates:
             groups = _estimated(trainer, groups, workers, worker)
         shares = balance(groups, workers)

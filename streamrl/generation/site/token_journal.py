@@ -98,11 +98,6 @@ class TokenJournal:
                 drawn_by, rows = np.frombuffer(versions, np.int32), rows_from(experts, row_bytes)
                 self._append(PartialSample(sample_id, *arrays, drawn_by, dispatched, first, rows))
 
-    @property
-    def tokens(self) -> int:
-        """Tokens in the journal now."""
-        return self._lengths.total()
-
     def add(self, start: int, part: PartialSample) -> bool:
         """Add what a request has produced from token `start` on.
 

@@ -101,11 +101,6 @@ class TurnJournal:
                 continue
             self._turns[episode][tuple(msgspec.msgpack.decode(key))] = KeptTurn.from_bytes(kept)
 
-    @property
-    def turns(self) -> int:
-        """Turns in the journal now."""
-        return sum(map(len, self._turns.values()))
-
     def add(self, episode: str, key: TurnKey, turn: KeptTurn) -> None:
         """Keep a finished turn of an episode."""
         self._turns[episode][key] = turn
