@@ -58,7 +58,7 @@ class Fleet:
         assert kind == kind_of(TakeWeights)
         self.sent[name].append(parse(TakeWeights, body))
 
-    async def _answer(self, answer: WeightAnswer) -> None:
+    def _answer(self, answer: WeightAnswer) -> None:
         self.happened.append(answer)
 
     def _loaded(self, number: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -49,7 +49,7 @@ class PushedWeights:
         self,
         fleet: FleetView,
         weights: InstanceWeights,
-        answer: Callable[[WeightAnswer], Awaitable[None]],
+        answer: Callable[[WeightAnswer], None],
         loaded: Callable[[int], None],
         home: Callable[[float], float],
     ) -> None:
@@ -57,7 +57,7 @@ class PushedWeights:
         Args:
             fleet: the site's instances.
             weights: the version that they serve.
-            answer: sends an answer to the controller.
+            answer: queues an answer to the controller.
             loaded: called with the number of each version that instances have loaded.
             home: converts unix seconds of this site's clock to the controller's.
         """
@@ -67,14 +67,14 @@ class PushedWeights:
     async def carry_out(self, call: WeightCall) -> None:
         """Carry out a call of the trainer, and answer it."""
         if call.step == "members":
-            await self._answer(WeightAnswer(call=call.call, members=self._members(call.behind)))
+            self._answer(WeightAnswer(call=call.call, members=self._members(call.behind)))
             return
         async with self._weights.lock:  # no instance leaves meanwhile
             answer = await self._ask_all(call)
             changed = call.step == "load" and await self._settle(call.number, call.members, answer)
         if changed:
             await self._fleet.changed()  # before the answer, so that the controller knows who is current
-        await self._answer(answer)
+        self._answer(answer)
 
     def _members(self, behind: bool) -> list[Member]:
         """Return the instances that could load weights now."""
@@ -101,7 +101,7 @@ class PushedWeights:
                     pending, timeout=SIGN_OF_LIFE_S, return_when=asyncio.FIRST_COMPLETED
                 )
                 if not ended:
-                    await self._answer(WeightAnswer(call=call.call, pending=True))
+                    self._answer(WeightAnswer(call=call.call, pending=True))
                 for task in ended:
                     name, taken = asked[task], task.result()
                     if isinstance(taken, _Lost):

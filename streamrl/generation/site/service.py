@@ -109,7 +109,7 @@ class GenerationService:
         )
         self.controller.reports += [self.hub, *self.weights.endpoints]
         self.pushed = PushedWeights(
-            self.fleet, self.fleet.weights, self._answer_weights, self._pushed, self.controller.clock.to_hub_time
+            self.fleet, self.fleet.weights, self.reports.put, self._pushed, self.controller.clock.to_hub_time
         )
         keeps_kv = run.schedule.on_update == "keep_kv"
         turns = TurnJournal(context.run_dir / layout.TURN_JOURNAL) if run.agent_tasks else TurnJournal()
@@ -419,9 +419,6 @@ class GenerationService:
         """Have all instances free their devices for training; new weights wake them up."""
         await self.fleet.weights.sleep()
         self.reports.put(controller_site.SiteAsleep())
-
-    async def _answer_weights(self, answer: controller_site.WeightAnswer) -> None:
-        self.reports.put(answer)
 
     def _pushed(self, number: int) -> None:
         """Record that instances have loaded a version that the trainer has pushed to them."""
