@@ -26,6 +26,8 @@ from transformers import PreTrainedModel
 from streamrl.errors import ErrorCode, RunFailed
 from streamrl.run_dir.checkpoints import unreadable
 from streamrl.training.generation_defaults import writable
+from streamrl.weights.finite import first_not_finite, whole
+from streamrl.weights.sharded import persistent_buffers
 
 NUMBER = re.compile(r"\(os error (\d+)\)")
 """What libraries in Rust say of the system's error."""
@@ -85,6 +87,33 @@ def system_error(error: BaseException) -> OSError | None:
     if number := NUMBER.search(str(error)):
         return OSError(int(number[1]), os.strerror(int(number[1])))
     return None
+
+
+def checkpoint_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, full tensor) of a model's parameters, then of its persistent buffers. A collective.
+
+    Args:
+        model: the model; it has no copies of its weights left.
+        dtype: type of the parameters; buffers keep their own.
+
+    Raises:
+        RunFailed: on every rank, at a weight that is not finite.
+    """
+    for name, parameter in model.named_parameters():
+        yield name, _finite(name, whole(parameter).to(dtype))
+    for name, buffer in persistent_buffers(model).items():
+        yield name, _finite(name, whole(buffer))
+
+
+def _finite(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that may be published or saved.
+
+    Raises:
+        RunFailed: it is not finite.
+    """
+    if tensor.is_floating_point() and first_not_finite({name: tensor}):
+        raise RunFailed(f"weight {name!r} is not finite: it is neither published nor saved")
+    return tensor
 
 
 def write_model(

@@ -31,13 +31,12 @@ import torch.distributed.checkpoint as dcp
 
 from streamrl.config.algorithm import PPOConfig
 from streamrl.config.run import CRITIC_KEY, MODEL_KEY, RunConfig
-from streamrl.errors import RunFailed
 from streamrl.protocol.controller_trainer import Refusal
 from streamrl.rollouts.canary import Canary
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, split_into_rows
 from streamrl.rollouts.types import FloatArray
 from streamrl.training.agreements import agreed_packing
-from streamrl.training.checkpoint_writing import StateWriter, read_in_words, write_model
+from streamrl.training.checkpoint_writing import StateWriter, checkpoint_weights, read_in_words, write_model
 from streamrl.training.compiled_formulas import Switch
 from streamrl.training.compiled_parts import compile_parts, compiles, failures_told
 from streamrl.training.critic import Critic, load_critic
@@ -62,8 +61,7 @@ from streamrl.training.sequence_parallel import SequenceRanks
 from streamrl.training.step_guard import refusal
 from streamrl.training.token_logprobs import HeadOutput
 from streamrl.training.truncation import Truncation
-from streamrl.weights.finite import first_not_finite, whole
-from streamrl.weights.sharded import ShardedLayout, persistent_buffers
+from streamrl.weights.sharded import ShardedLayout
 from streamrl.weights.version import Manifest
 
 NOTHING = TrainGroup(
@@ -377,8 +375,11 @@ class Trainer:
                 learner.clear()
             else:
                 learner.update(rate_of_learner)
-        self._bad_losses, self._micro_batches = [], 0
+        self._forget_micro_batches()
         return StepResult(norms[0], rate, skip or refused is not None, refused)
+
+    def _forget_micro_batches(self) -> None:
+        self._bad_losses, self._micro_batches = [], 0
 
     @property
     def learners(self) -> list[AnyLearner]:
@@ -418,7 +419,7 @@ class Trainer:
         bad = refusal(self.learners, [one.divide(1.0) for one in self.learners], [], self._bad_losses, self.device)
         for learner in self.learners:
             learner.clear()
-        self._bad_losses, self._micro_batches = [], 0
+        self._forget_micro_batches()
         return bad
 
     @failures_told()
@@ -476,10 +477,7 @@ class Trainer:
             RunFailed: on every rank, at a weight that is not finite.
         """
         reshard(self.policy)  # a layer that has computed has copies, whose memory is freed before they are read
-        for name, parameter in self.policy.model.named_parameters():
-            yield name, _finite(name, whole(parameter).to(compute_type(self.run)))
-        for name, buffer in persistent_buffers(self.policy.model).items():
-            yield name, _finite(name, whole(buffer))
+        yield from checkpoint_weights(self.policy.model, compute_type(self.run))
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint that loads on any number of ranks.
@@ -511,14 +509,3 @@ class Trainer:
 
     def _state(self) -> dict[str, Any]:
         return self.learner.state("") | (self.critic.state("critic_") if self.critic else {})
-
-
-def _finite(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that may be published or saved.
-
-    Raises:
-        RunFailed: it is not finite.
-    """
-    if tensor.is_floating_point() and first_not_finite({name: tensor}):
-        raise RunFailed(f"weight {name!r} is not finite: it is neither published nor saved")
-    return tensor
