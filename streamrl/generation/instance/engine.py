@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -183,19 +184,8 @@ class Engine:
         longest = min(self.run.sampling.max_tokens, self.run.model.max_context - len(request.prompt_tokens))
         if self.drafts:
             self._lessons.begins(request)
-        self._count(1)
-        self.busy_since = self.busy_since or t_dispatched
-        self._begun[request.sample_id] = t_dispatched, started
-        self._prompts[request.sample_id] = len(request.prompt_tokens)
-        self._first_rows[request.sample_id] = first_row(request)
-        try:
+        with self._noted(request, t_dispatched, started):
             output = await self._generate(request, min(longest, request.pause_at or longest))
-        finally:
-            self._count(-1)
-            for noted in (self._begun, self._prompts, self._first_rows):
-                del noted[request.sample_id]
-            if self.running == 0:
-                self.busy_since = None
         completion = output.outputs[0]
         tokens = np.asarray(completion.token_ids, dtype=np.int32)
         logprobs = [row[token].logprob for row, token in zip(completion.logprobs, completion.token_ids, strict=True)]
@@ -217,9 +207,50 @@ class Engine:
         out_of_budget = completion.finish_reason == "length" and len(partial.completion_tokens) < longest
         if completion.finish_reason == "abort" or out_of_budget:
             return partial
+        sample = self._sample_of(request, partial, output, route, t_dispatched)
+        if self.run.speculation.method == "auto":
+            self._lessons.ends(request, sample.completion_tokens, int(sample.token_versions[-1]))
+        return sample
+
+    @contextmanager
+    def _noted(self, request: SampleRequest, t_dispatched: float, started: float) -> Iterator[None]:
+        """Note a request among those that run.
+
+        Args:
+            request: the request.
+            t_dispatched: its arrival, in unix seconds.
+            started: the same in monotonic seconds.
+        """
+        self._count(1)
+        self.busy_since = self.busy_since or t_dispatched
+        self._begun[request.sample_id] = t_dispatched, started
+        self._prompts[request.sample_id] = len(request.prompt_tokens)
+        self._first_rows[request.sample_id] = first_row(request)
+        try:
+            yield
+        finally:
+            self._count(-1)
+            for noted in (self._begun, self._prompts, self._first_rows):
+                del noted[request.sample_id]
+            if self.running == 0:
+                self.busy_since = None
+
+    def _sample_of(
+        self, request: SampleRequest, whole: PartialSample, output: Any, route: str, t_dispatched: float
+    ) -> Sample:
+        """Return the finished sample of a request.
+
+        Args:
+            request: the request.
+            whole: all of its completion.
+            output: vLLM's output of the part that was generated here.
+            route: its route.
+            t_dispatched: unix seconds at which it arrived here.
+        """
+        completion = output.outputs[0]
         drafts = completion.spec_decode_metrics
-        sample = Sample(
-            **partial.__dict__,
+        return Sample(
+            **whole.__dict__,
             group_id=request.group_id,
             finish_reason="length" if completion.finish_reason == "length" else "stop",
             site=self.site,
@@ -228,15 +259,12 @@ class Engine:
             route=route,
             t_queued=request.t_queued,
             t_finished=self._clock(),
-            text=str(self._tokenizer.decode(partial.completion_tokens, skip_special_tokens=True)),
+            text=str(self._tokenizer.decode(whole.completion_tokens, skip_special_tokens=True)),
             cached_tokens=output.num_cached_tokens or 0,
             drafted_tokens=drafts.num_draft_tokens if drafts else 0,
             accepted_tokens=sum(n * steps for n, steps in enumerate(drafts.histogram)) if drafts else 0,
             t_last_part=t_dispatched if request.kept is not None else None,
         )
-        if self.run.speculation.method == "auto":
-            self._lessons.ends(request, sample.completion_tokens, int(sample.token_versions[-1]))
-        return sample
 
     @property
     def begun(self) -> frozenset[str]:
