@@ -279,7 +279,7 @@ def uses_here(cluster: ClusterConfig, run: RunConfig, gpus: Sequence[Gpu], site:
     ]
 
 
-def read_uses(cluster: ClusterConfig, run: RunConfig, site: str | None = None) -> list[GpuUse]:
+def read_uses(cluster: ClusterConfig, run: RunConfig, site: str | None) -> list[GpuUse]:
     """Read this machine's GPUs and return their uses; [] where they are parts (MIG) or unknown.
 
     Raises:

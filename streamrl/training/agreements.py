@@ -45,7 +45,7 @@ def agreed_checkpoint(folder: CheckpointFolder) -> int | None:
     return step
 
 
-def agreed_packing(run: RunConfig, model_path: str, rows: int = 1, key: str = MODEL_KEY) -> Packing:
+def agreed_packing(run: RunConfig, model_path: str, rows: int, key: str = MODEL_KEY) -> Packing:
     """Return how a model is packed (`packing_choice.py`): rank 0 decides for all.
 
     Args:

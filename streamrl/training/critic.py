@@ -25,7 +25,7 @@ class Critic(nn.Module):
     0, so a fresh critic gives 0 everywhere and the first advantages come from the rewards alone.
     """
 
-    def __init__(self, model: PreTrainedModel, separate: bool = False, ranks: SequenceRanks | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, separate: bool, ranks: SequenceRanks | None) -> None:
         super().__init__()
         self.model = model
         self.separate = separate
@@ -47,7 +47,7 @@ class Critic(nn.Module):
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Return the values [N], fp32."""
-        states = predicting_states(self.model, batch, self.separate, ranks=self.ranks)
+        states = predicting_states(self.model, batch, self.separate, None, self.ranks)
         # a product with a vector, because FSDP warns of outputs that are views, such as the column of a matrix
         values: torch.Tensor = (states.hidden @ plain_tensor(self.head.weight)[0]).float()
         return values if states.shares is None else states.shares.whole(values)

@@ -127,8 +127,8 @@ def predicting_states(
     trunk: nn.Module,
     batch: PackedBatch,
     separate: bool,
-    experts: torch.Tensor | None = None,
-    ranks: SequenceRanks | None = None,
+    experts: torch.Tensor | None,
+    ranks: SequenceRanks | None,
 ) -> PredictingStates:
     """Return the trunk's last hidden state before each token with a loss.
 

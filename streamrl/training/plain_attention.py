@@ -87,7 +87,7 @@ def seen_prefix(length: int, window: int | None) -> int:
     return length if window is None else min(length, window - 1)
 
 
-def visible(prefix: int, longest: int, device: torch.device, window: int | None = None) -> torch.Tensor:
+def visible(prefix: int, longest: int, device: torch.device, window: int | None) -> torch.Tensor:
     """Return the mask [C, prefix + C]: query t sees the prefix and positions <= t of its own sequence.
 
     With a window it sees only the last `window` of them, itself included: key > query - window, as in transformers.

@@ -75,7 +75,7 @@ ReportStage = Callable[..., None]
 Body = Callable[[Order, ReportStage], Awaitable[None]]
 
 
-def _run_file(model: str, in_int8: bool = False) -> RunConfig:
+def _run_file(model: str, in_int8: bool) -> RunConfig:
     folder = {"path": model, "max_context": 64, "dtype": _type_with_int8() if in_int8 else "float32"}
     values = {"model": folder, "sampling": {"max_tokens": LONG_TOKENS}}
     if in_int8:

@@ -66,7 +66,7 @@ class WeightStore:
     def _path(self, number: int) -> Path:
         return self.directory / f"version_{number}.bin"
 
-    def claim(self, keep_newest: bool = False) -> int | None:
+    def claim(self, keep_newest: bool) -> int | None:
         """Take the store over from an earlier process; return the newest whole version if it remains (no other does).
 
         That version may be of a time before the run went back to a checkpoint, when other weights had its number. So

@@ -66,7 +66,7 @@ class Uplink:
         batcher: SampleBatcher[Any],
         choice: CompressionChoice,
         high_mark: int,
-        limit_s: float | None = None,
+        limit_s: float,
     ) -> None:
         """
         Args:
@@ -74,8 +74,7 @@ class Uplink:
             batcher: empty batcher that decides when a batch is sent.
             choice: decides whether a batch is compressed.
             high_mark: bytes of backlog above which the uplink is congested; see `marks`.
-            limit_s: seconds that a batch may wait for the link to take it; None: what the link allows by default, which
-                is at least as long as its hub may be away.
+            limit_s: seconds that a batch may wait for the link to take it.
 
         Raises:
             ValueError: the mark is not positive.
