@@ -54,6 +54,15 @@ def run_ranks(ranks: int, work: Callable[..., None], *arguments: object) -> None
     mp.start_processes(work, arguments, nprocs=ranks, start_method="forkserver")
 
 
+def head_inputs(tokens: int, width: int, vocabulary: int) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """([hidden, weight, bias], targets, gradient of each log-probability)."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (tokens, width), (vocabulary, width), (vocabulary,)
+    values = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    targets = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    return values, targets, torch.randn(tokens, generator=generator)
+
+
 def random_groups(count: int, seed: int = 0, samples: int = 4) -> list[TrainGroup]:
     rng = np.random.default_rng(seed)
 

@@ -9,25 +9,16 @@ from streamrl.config.run import RunConfig
 from streamrl.training.compiled_parts import compiles
 from streamrl.training.fused_logprobs import Changes, FusedTokenLogprobs, fuses
 from streamrl.training.token_logprobs import LogitTransform, TokenDistribution, token_logprobs
-from tests.training.conftest import relative_error
+from tests.training.conftest import head_inputs, relative_error
 
 VOCABULARY, WIDTH, TOKENS = 300, 32, 50
 CHANGES = [Changes(1.0, None, 1.0), Changes(0.25, None, 0.7), Changes(1.5, 20.0, 1.3)]
 
 
-def inputs() -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """([hidden, weight, bias], targets, gradient of each log-probability)."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = (TOKENS, WIDTH), (VOCABULARY, WIDTH), (VOCABULARY,)
-    values = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
-    targets = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
-    return values, targets, torch.randn(TOKENS, generator=generator)
-
-
 @pytest.mark.parametrize("at_once", [7, 25, 1000])
 @pytest.mark.parametrize("changes", CHANGES, ids=["plain", "scaled", "capped"])
 def test_values_and_gradients_are_those_of_a_plain_log_softmax(changes: Changes, at_once: int) -> None:
-    values, targets, upstream = inputs()
+    values, targets, upstream = head_inputs(TOKENS, WIDTH, VOCABULARY)
     logprobs, entropy = FusedTokenLogprobs.apply(*values, targets, changes, at_once)
     hidden, weight, bias = exact = [value.detach().double().requires_grad_() for value in values]
     logits = (hidden @ weight.t() + bias) * changes.scale
@@ -44,7 +35,7 @@ def test_values_and_gradients_are_those_of_a_plain_log_softmax(changes: Changes,
 
 
 def test_in_bf16_it_is_as_exact_as_the_head_that_keeps_fp32_logits() -> None:
-    values, targets, upstream = inputs()
+    values, targets, upstream = head_inputs(TOKENS, WIDTH, VOCABULARY)
     halves = [value.detach().bfloat16().requires_grad_() for value in values]
     changes = Changes(0.5, None, 0.7)
     plain = token_logprobs(*halves, targets, TokenDistribution(LogitTransform(0.5), 0.7))
@@ -68,7 +59,7 @@ def test_near_certainty_nothing_cancels_and_a_token_that_is_ruled_out_has_no_ent
 
 
 def test_only_what_needs_a_gradient_gets_one() -> None:
-    (hidden, weight, bias), targets, _ = inputs()
+    (hidden, weight, bias), targets, _ = head_inputs(TOKENS, WIDTH, VOCABULARY)
     frozen = weight.detach(), bias.detach()
     FusedTokenLogprobs.apply(hidden, *frozen, targets, CHANGES[0], 9)[0].sum().backward()
     assert hidden.grad is not None and frozen[0].grad is None and frozen[1].grad is None

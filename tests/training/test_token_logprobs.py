@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from streamrl.training import token_logprobs as head
 from streamrl.training.token_logprobs import LogitTransform, TokenDistribution, token_logprobs
 from streamrl.training.truncation import Truncation
-from tests.training.conftest import relative_error
+from tests.training.conftest import head_inputs, relative_error
 from tests.training.test_truncation import kept_tokens
 
 PLAIN = TokenDistribution()
@@ -34,15 +34,6 @@ def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
-def inputs(seed: int = 0) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """([hidden, weight, bias], targets, gradient of each log-probability)."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = (TOKENS, WIDTH), (VOCABULARY, WIDTH), (VOCABULARY,)
-    values = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
-    targets = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
-    return values, targets, torch.randn(TOKENS, generator=generator)
-
-
 def plain(values: list[torch.Tensor], targets: torch.Tensor, distribution: TokenDistribution) -> torch.Tensor:
     """All log-probabilities [N, V] in fp64, by torch's own functions."""
     hidden, weight, bias = values
@@ -62,7 +53,7 @@ def plain(values: list[torch.Tensor], targets: torch.Tensor, distribution: Token
     "distribution", DISTRIBUTIONS, ids=["plain", "scaled", "capped", "truncated", "capped and truncated"]
 )
 def test_values_and_gradients_are_those_of_a_plain_log_softmax(distribution: TokenDistribution, memory: str) -> None:
-    values, targets, upstream = inputs()
+    values, targets, upstream = head_inputs(TOKENS, WIDTH, VOCABULARY)
     output = token_logprobs(*values, targets, distribution)
     exact = [value.detach().double().requires_grad_() for value in values]
     every = plain(exact, targets, distribution)
@@ -84,7 +75,7 @@ def test_in_bf16_they_are_those_of_the_rounded_products(
     distribution: TokenDistribution, every_entropy: bool, memory: str
 ) -> None:
     """The products' rows are filled up to a multiple of a few, which must not reach the gradient of the bias."""
-    values, targets, upstream = inputs()
+    values, targets, upstream = head_inputs(TOKENS, WIDTH, VOCABULARY)
     rounded = [value.detach().bfloat16().requires_grad_() for value in values]
     output = token_logprobs(*rounded, targets, distribution, every_entropy)
     exact = [value.detach().double().requires_grad_() for value in rounded]
@@ -106,7 +97,7 @@ def test_in_bf16_they_are_those_of_the_rounded_products(
 def test_the_entropy_of_every_token_and_its_gradient_are_those_of_autograd(
     distribution: TokenDistribution, memory: str
 ) -> None:
-    values, targets, of_logprobs = inputs()
+    values, targets, of_logprobs = head_inputs(TOKENS, WIDTH, VOCABULARY)
     of_entropies = torch.randn(TOKENS, generator=torch.Generator().manual_seed(1))
     output = token_logprobs(*values, targets, distribution, every_entropy=True)
     exact = [value.detach().double().requires_grad_() for value in values]
@@ -128,14 +119,14 @@ def test_the_gradient_of_an_entropy_next_to_zero_is_finite(memory: str) -> None:
 
 
 def test_only_what_needs_a_gradient_gets_one(memory: str) -> None:
-    (hidden, weight, bias), targets, _ = inputs()
+    (hidden, weight, bias), targets, _ = head_inputs(TOKENS, WIDTH, VOCABULARY)
     token_logprobs(hidden, weight.detach(), None, targets, PLAIN).logprobs.sum().backward()
     token_logprobs(hidden.detach(), weight.detach(), bias, targets, PLAIN).logprobs.sum().backward()
     assert weight.grad is None and hidden.grad is not None and bias.grad is not None
 
 
 def test_no_tokens_have_no_log_probabilities_and_a_gradient_of_zeros(memory: str) -> None:
-    (hidden, weight, bias), targets, _ = inputs()
+    (hidden, weight, bias), targets, _ = head_inputs(TOKENS, WIDTH, VOCABULARY)
     output = token_logprobs(hidden[:0], weight, bias, targets[:0], PLAIN)
     output.logprobs.sum().backward()
     assert output.logprobs.shape == output.entropy.shape == (0,)
@@ -160,7 +151,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_of_more_tokens_than_a_slab_never_exist_at_once(dtype: torch.dtype, memory: str) -> None:
-    values, targets, _ = inputs()
+    values, targets, _ = head_inputs(TOKENS, WIDTH, VOCABULARY)
     values = [value.detach().to(dtype).requires_grad_() for value in values]
     with Largest() as largest:
         token_logprobs(*values, targets, PLAIN).logprobs.sum().backward()
@@ -174,7 +165,7 @@ def test_logits_of_more_tokens_than_a_slab_never_exist_at_once(dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_stay_only_for_a_backward_pass_and_only_for_one(dtype: torch.dtype) -> None:
-    values, targets, _ = inputs()
+    values, targets, _ = head_inputs(TOKENS, WIDTH, VOCABULARY)
     values = [value.detach().to(dtype).requires_grad_() for value in values]
     with torch.no_grad(), Largest() as largest:
         token_logprobs(*values, targets, PLAIN)
@@ -198,7 +189,7 @@ def test_logits_stay_only_for_a_backward_pass_and_only_for_one(dtype: torch.dtyp
 
 
 def test_autocast_changes_no_type_of_what_stays() -> None:
-    values, targets, _ = inputs()
+    values, targets, _ = head_inputs(TOKENS, WIDTH, VOCABULARY)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = token_logprobs(*values, targets, PLAIN).logprobs.sum()
     loss.backward()
@@ -207,7 +198,7 @@ def test_autocast_changes_no_type_of_what_stays() -> None:
 
 def test_without_a_truncation_nothing_is_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "truncate_", None)
-    values, targets, _ = inputs()
+    values, targets, _ = head_inputs(TOKENS, WIDTH, VOCABULARY)
     assert not token_logprobs(*values, targets, PLAIN).outside.any()
 
 
@@ -215,7 +206,7 @@ def test_without_a_truncation_nothing_is_sorted(monkeypatch: pytest.MonkeyPatch)
     "truncation", [Truncation(), Truncation(top_k=5), Truncation(top_p=0.9), Truncation(min_p=0.1)]
 )
 def test_a_logit_that_is_not_a_number_is_never_hidden(truncation: Truncation) -> None:
-    (hidden, weight, bias), targets, _ = inputs()
+    (hidden, weight, bias), targets, _ = head_inputs(TOKENS, WIDTH, VOCABULARY)
     with torch.no_grad():
         bias[(int(targets[0]) + 1) % VOCABULARY] = float("nan")
         output = token_logprobs(
