@@ -37,7 +37,7 @@ from streamrl.weights.membership import TRIES, first_ranks
 from streamrl.weights.sharded import ShardedLayout
 from streamrl.weights.version import lay_out
 from tests.tiny_model import save_tiny_model
-from tests.training.conftest import free_port
+from tests.training.conftest import free_port, one_rank  # noqa: F401
 from tests.waiting import scaled, until
 from tests.weights.test_sharded import sharded
 
@@ -253,14 +253,6 @@ def other_rank(folder: Path, port: int, orders: Connection) -> None:
         trainer.close()
 
     asyncio.run(body())
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    """The trainer's own group, with which the group of the weights has nothing to do."""
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
-    yield
     dist.destroy_process_group()
 
 
