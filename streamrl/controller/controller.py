@@ -22,7 +22,7 @@ from streamrl.controller.evaluation_runner import Evaluator
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.group_source import GroupSource, group_of, samples_of
 from streamrl.controller.issuer import Issuer
-from streamrl.controller.kept_samples import issue_groups, kept_samples
+from streamrl.controller.kept_samples import KeptSample, issue_groups, kept_samples
 from streamrl.controller.length_predictor import COLUMNS, LengthPredictor
 from streamrl.controller.mismatch_guard import MismatchGuard
 from streamrl.controller.pool_sizes import Scaling
@@ -304,7 +304,7 @@ class Controller:
         self.training.refusals.resume_at(step, refused)
         self.evaluator.rewind(step)
         self.telemetry.step = step
-        text = "resumed after step %d; %d samples of later steps will be trained again, %d are finished and kept"
+        text = "resumed after step %d; %d samples of later steps will be trained again, up to %d taken as they are"
         log.info(text, step, undone, self.ledger.count_kept())
 
     def _done(self) -> bool:
@@ -328,8 +328,10 @@ class Controller:
             return
         self.lengths.predict(groups)
         issue_groups(self.ledger, groups)
-        oldest = self.training.step - self.issuer.max_staleness
-        kept = [one for group in groups for one in kept_samples(self.ledger, group, oldest)]
+        kept: list[KeptSample] = []
+        for group in groups:
+            group.oldest = self.issuer.oldest_version(group, self.training.step)
+            kept += kept_samples(self.ledger, group, self.training.step if self.issuer.rounds.active else group.oldest)
         there = {sample.sample_id for sample, _ in kept}
         missing = [[draw for draw in samples_of(group, self.config.seed) if draw[0] not in there] for group in groups]
         await self.services.generate(groups, missing, budget)

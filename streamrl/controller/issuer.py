@@ -57,10 +57,16 @@ class Issuer:
         self._issued_before = set(self.pool.groups)
         self._taking = during_change(before, self.schedule) if self._issued_before else self.schedule
 
-    @property
-    def max_staleness(self) -> int:
-        """Limit on the steps between the weights of a sample and those that train on it."""
-        return 0 if self.rounds.active else self.schedule.max_staleness  # rounds count from the groups' issue
+    def oldest_version(self, group: Group, step: int) -> int:
+        """Return the oldest weight version that a group which is issued now may have tokens of, from before a resume.
+
+        It may be taken as late as in the step that it is issued for. Rounds count its age from its issue: 0.
+
+        Args:
+            group: the group.
+            step: number of optimizer steps done.
+        """
+        return 0 if self.rounds.active else max(step, group.step - 1) - self.schedule.max_staleness
 
     def _state(self, step: int, taken: int) -> ScheduleState:
         return self.pool.state(self.services.version, step, taken, self._taking.max_staleness)

@@ -51,12 +51,13 @@ def kept_samples(ledger: Ledger, group: Group, oldest: int) -> list[KeptSample]:
         oldest: oldest weight version that a token may be drawn from.
     """
     found = []
-    for content in ledger.kept(sample_ids(group), prompt_digest(group), oldest):
+    for content in ledger.kept(sample_ids(group), prompt_digest(group)):
         try:
             sample = read_sample(*unpack_content(content))
         except UNREADABLE as error:  # of another version of this program
             log.warning("a kept sample of group %s cannot be read and is generated again: %r", group.group_id, error)
             continue
-        if sample.trajectory is None or sample.trajectory.void is None:  # a void episode gets another chance
+        void = sample.trajectory is not None and sample.trajectory.void is not None
+        if not void and sample.sampled_versions.min() >= oldest:  # a void episode gets another chance
             found.append(KeptSample(sample, content))
     return found

@@ -121,8 +121,6 @@ class SampleIntake:
         for sample, _ in kept:
             group = self._received(sample, now)
             group.kept += 1
-            # it is as stale as its oldest token
-            group.issue_version = min(group.issue_version, int(sample.sampled_versions.min()))
             judged += self._judge(group, sample)
         self._record(judged)
 
@@ -169,6 +167,8 @@ class SampleIntake:
     def _received(self, sample: Sample, now: float) -> Group:
         """Record a finished sample that will be trained on; return its group."""
         group = self.pool.finish(sample, now)
+        if len(sample.sampled_versions) and not self.rounds.active:  # from before a resume some tokens may be older
+            group.issue_version = min(group.issue_version, int(sample.sampled_versions.min()))
         self.audit.finished(sample.sample_id, group.group_id, sample.output_length)
         self.rounds.finished(group.group_id)
         return group

@@ -182,6 +182,8 @@ class Telemetry:
         for group in batch.groups_trained:
             for m in group.members():
                 s = m.sample
+                if group.kept and s.t_finished < self._started:
+                    continue  # the controller before this one may have told it
                 steps = s.trajectory.steps if s.trajectory is not None else ()
                 self.trace.async_span(
                     s.instance if s.trajectory is None else f"agents-{s.site}",

@@ -42,6 +42,8 @@ class IssuedGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     forecast: IssuedForecast | None
     episode: IssuedEpisode | None = None
     """Each sample is an episode of an agent; None: one completion."""
+    oldest: int = 0
+    """Oldest weight version of tokens, from before a resume, that its samples may be continued from."""
 
 
 class Generate(TypedMessage, frozen=True, tag="generate"):

@@ -46,6 +46,7 @@ def groups_to_wire(
             list(some),
             IssuedForecast(group.forecast.lengths, group.forecast.tail) if group.forecast else None,
             IssuedEpisode(group.task, group.reward_input) if group.agent else None,
+            max(0, group.oldest),
         )
         for group, some in zip(groups, samples, strict=True)
     ]
@@ -63,6 +64,7 @@ class IncomingGroup(NamedTuple):
     requests: list[SampleRequest]
     forecast: Forecast | None
     episode: IssuedEpisode | None
+    oldest: int = 0
 
 
 def groups_from_wire(message: Generate, arrays: Arrays) -> list[IncomingGroup]:
@@ -85,7 +87,7 @@ def groups_from_wire(message: Generate, arrays: Arrays) -> list[IncomingGroup]:
         ]
         issued = group.forecast
         forecast = None if issued is None else Forecast(issued.lengths, issued.tail)
-        found.append(IncomingGroup(requests, forecast, group.episode))
+        found.append(IncomingGroup(requests, forecast, group.episode, group.oldest))
     return found
 
 

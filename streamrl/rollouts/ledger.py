@@ -37,13 +37,11 @@ CREATE TABLE IF NOT EXISTS samples (
     content   BLOB,
     void_cause TEXT,
     prompt    BLOB,
-    oldest    INTEGER,
     newest    INTEGER
 );
 CREATE TABLE IF NOT EXISTS kept (
     sample_id TEXT PRIMARY KEY,
     prompt    BLOB NOT NULL,
-    oldest    INTEGER NOT NULL,
     newest    INTEGER NOT NULL,
     content   BLOB NOT NULL
 );
@@ -56,7 +54,7 @@ CREATE TABLE IF NOT EXISTS steps (
 );
 """
 
-_ADDED = {"void_cause": "TEXT", "prompt": "BLOB", "oldest": "INTEGER", "newest": "INTEGER"}
+_ADDED = {"void_cause": "TEXT", "prompt": "BLOB", "newest": "INTEGER"}
 """Columns of `samples` that ledgers of earlier versions lack, with their types."""
 
 
@@ -92,17 +90,16 @@ class Ledger:
         sql = "INSERT INTO samples (sample_id, group_id, prompt, state) VALUES (?, ?, ?, 'issued')"
         self._write([(sql, list(samples))])
 
-    def kept(self, sample_ids: Iterable[str], prompt: bytes, oldest: int) -> list[bytes]:
+    def kept(self, sample_ids: Iterable[str], prompt: bytes) -> list[bytes]:
         """Return what is kept of samples over a resume: their contents, in the order of their ids.
 
         Args:
             sample_ids: ids of samples of one prompt, which have just been issued.
             prompt: digest of the prompt; samples of another one, for instance of a data file that has changed, are left
                 out.
-            oldest: samples with a token of an older weight version are left out.
         """
-        sql = "SELECT content FROM kept WHERE sample_id = ? AND prompt = ? AND oldest >= ?"
-        found = (self._db.execute(sql, (sample_id, prompt, oldest)).fetchone() for sample_id in sorted(sample_ids))
+        sql = "SELECT content FROM kept WHERE sample_id = ? AND prompt = ?"
+        found = (self._db.execute(sql, (sample_id, prompt)).fetchone() for sample_id in sorted(sample_ids))
         return [row[0] for row in found if row is not None]
 
     def count_kept(self) -> int:
@@ -119,12 +116,10 @@ class Ledger:
             state = self._db.execute("SELECT state FROM samples WHERE sample_id = ?", (sample.sample_id,)).fetchone()
             if state == ("issued",):
                 new.add(sample.sample_id)
-        rows = [
-            (content, *_versions(sample), sample.sample_id) for sample, content in samples if sample.sample_id in new
-        ]
+        rows = [(content, _newest(sample), sample.sample_id) for sample, content in samples if sample.sample_id in new]
         if rows:
             sql = (
-                "UPDATE samples SET state = 'finished', content = ?, oldest = ?, newest = ? "
+                "UPDATE samples SET state = 'finished', content = ?, newest = ? "
                 "WHERE sample_id = ? AND state = 'issued'"
             )
             again = [(sample_id,) for *_, sample_id in rows]
@@ -182,14 +177,14 @@ class Ledger:
         )
 
     def checkpointed(self, step: int) -> None:
-        """Record that a resume would go back to a checkpoint of `step`: the content of its samples may go."""
+        """Record that a resume would go back to a checkpoint of `step`: contents up to it, and kept ones, may go."""
         sql = "UPDATE samples SET content = NULL WHERE step > ? AND step <= ?"
-        self._write([(sql, [(self._checkpoint, step)])])
+        self._write([(sql, [(self._checkpoint, step)]), ("DELETE FROM kept", [()])])
         self._checkpoint = step
 
     def forget_contents(self) -> None:
         """Forget what all samples contain, so that a resume generates those again that are not trained then."""
-        self._write([("UPDATE samples SET content = NULL WHERE content IS NOT NULL", [()])])
+        self._write([("UPDATE samples SET content = NULL WHERE content IS NOT NULL", [()]), ("DELETE FROM kept", [()])])
 
     def rewind(self, first_step: int) -> int:
         """Forget everything from `first_step` on, and all samples without a step, which a resumed run issues again.
@@ -204,7 +199,7 @@ class Ledger:
             "SELECT COUNT(*) FROM samples WHERE step >= ? AND state = 'trained'", (first_step,)
         ).fetchone()
         keep = (
-            "INSERT OR REPLACE INTO kept SELECT sample_id, prompt, oldest, newest, content FROM samples "
+            "INSERT OR REPLACE INTO kept SELECT sample_id, prompt, newest, content FROM samples "
             "WHERE (step IS NULL OR step >= ?) AND newest < ? AND content IS NOT NULL AND prompt IS NOT NULL"
         )
         self._write(
@@ -212,6 +207,7 @@ class Ledger:
                 ("DELETE FROM kept WHERE newest >= ?", [(first_step,)]),
                 (keep, [(first_step, first_step)]),
                 ("DELETE FROM samples WHERE step IS NULL OR step >= ?", [(first_step,)]),
+                ("UPDATE samples SET content = NULL WHERE content IS NOT NULL", [()]),
                 ("DELETE FROM steps WHERE step >= ?", [(first_step,)]),
             ]
         )
@@ -239,10 +235,9 @@ class Ledger:
         self._db.close()
 
 
-def _versions(sample: Sample) -> tuple[int | None, int | None]:
-    """Return the oldest and the newest weight version that a sample's tokens were drawn from; None: it has no token."""
-    versions = sample.sampled_versions
-    return (int(versions.min()), int(versions.max())) if len(versions) else (None, None)
+def _newest(sample: Sample) -> int | None:
+    """Return the newest weight version that a sample's tokens were drawn from; None: it has no token."""
+    return int(sample.sampled_versions.max()) if len(sample.sampled_versions) else None
 
 
 def pack_content(body: dict[str, Any], arrays: Any) -> bytes:

@@ -203,8 +203,10 @@ class Group:
     agent: bool = False
     """Whether each sample is an episode that an agent leads from `reward_input`."""
     issue_version: int = 0
-    """Policy version at issue: the weight version that every instance served then, or that of the oldest token that
-    was kept over a resume."""
+    """Policy version at issue: the weight version that every instance served then, or that of its oldest token from
+    before a resume."""
+    oldest: int = 0
+    """Oldest weight version that it may have tokens of, from before a resume."""
     kept: int = 0
     """Number of its samples that were generated before a resume."""
     predicted_length: float | None = None

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from scheduler.schedule.schedules import Schedule
 from streamrl.controller.controller import Controller
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.issuer import Issuer
@@ -101,18 +102,37 @@ def test_what_a_later_version_has_drawn_is_generated_again(controller: Controlle
     assert [ids for _, ids in sent.ordered() if ids] == [[FIRST]]
 
 
-@pytest.mark.parametrize(("bound", "taken_over"), [(0, False), (1, True), (2, True)])
+@pytest.mark.parametrize(
+    ("bound", "step", "taken_over"), [(0, 6, False), (1, 6, True), (2, 6, True), (1, 7, False), (2, 7, True)]
+)
 def test_a_sample_is_taken_over_while_the_schedule_admits_its_age_and_then_counts_as_that_old(
-    controller: Controller, sent: Sent, monkeypatch: pytest.MonkeyPatch, bound: int, taken_over: bool
+    controller: Controller, sent: Sent, monkeypatch: pytest.MonkeyPatch, bound: int, step: int, taken_over: bool
 ) -> None:
-    monkeypatch.setattr(Issuer, "max_staleness", bound)
+    """A group may be trained as late as in the step that it is issued for."""
+    monkeypatch.setattr(controller.issuer, "schedule", Schedule("async", bound, False, False))
     controller.training.step = 5
     versions = np.array([4, 4, 5, 5], np.int32)
     hear(controller, batch("service-home", sample("home", 0, 0, token_versions=versions)))
     go_back(controller, 5)
-    issue_again(controller, group := again(), version=5)
+    issue_again(controller, group := again(step=step), version=5)
     assert (FIRST in controller.pool.received) == taken_over
+    orders = [one for _, kind, body in sent.messages if kind == "generate" for one in body["groups"]]
+    assert {one["oldest"] for one in orders} == {step - 1 - bound}
     assert group.issue_version == (4 if taken_over else 5)
+
+
+def test_a_sample_that_was_continued_from_before_a_resume_counts_as_old_as_its_first_token(
+    controller: Controller, sent: Sent
+) -> None:
+    controller.training.step = 5
+    go_back(controller, 5)
+    issue_again(controller, group := again(step=6), version=5)
+    [(service, _)] = [order for order in sent.ordered() if order[1]]
+    versions = np.array([4, 4, 5, 5], np.int32)
+    hear(controller, batch(service, sample(service.removeprefix("service-"), 0, 0, token_versions=versions)))
+    assert group.issue_version == 4
+    hear(controller, batch(service, sample(service.removeprefix("service-"), 0, 1, token_versions=versions + 1)))
+    assert group.issue_version == 4
 
 
 def test_a_prompt_that_has_changed_is_generated_again(controller: Controller, sent: Sent) -> None:
@@ -161,6 +181,7 @@ def test_nothing_is_taken_over_from_instances_that_do_not_compute_what_the_train
     monkeypatch.setattr(controller.guard, "_stops", True)
     with pytest.raises(RunFailed, match="they differ"):
         controller.guard.judge("they differ")
+    assert controller.ledger.count_kept() == 0
     go_back(controller)
     assert kept_samples(controller.ledger, again(), 0) == []
 
@@ -186,4 +207,3 @@ def test_groups_that_are_done_as_they_are_issued_admit_others() -> None:
     issuer = Issuer(run, pool, services, new_group, generate)
     asyncio.run(issuer.issue(0, 0))
     assert [group.group_id for group in generated] == ["g0", "g1", "g2"]
-    assert issuer.max_staleness == 0

@@ -20,6 +20,8 @@ from streamrl.run_dir.jsonl import RowWriter
 from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.status import read_status
 from streamrl.transport.deadlines import WaitRegistry
+from tests.rollouts.test_rollouts import make_group
+from tests.run_dir.trace_events import events_of
 from tests.waiting import until
 
 
@@ -91,3 +93,15 @@ def test_a_run_that_is_continued_keeps_its_start_beside_that_of_its_controller(t
     Telemetry(context, hub, lengths).write()
     status = read_status(tmp_path)
     assert status.first_start == 990.0 and status.started_at > 2000.0
+
+
+def test_a_sample_that_an_earlier_controller_may_have_told_is_not_in_the_trace_twice(tmp_path: Path) -> None:
+    context: Any = SimpleNamespace(run_dir=tmp_path, run=RunConfig(), cluster=SimpleNamespace(hardware="cpu"))
+    hub: Any = SimpleNamespace(peers={}, waits=WaitRegistry("controller"), refused=dict)
+    telemetry = Telemetry(context, hub, SimpleNamespace(state=dict))  # type: ignore[arg-type]
+    new, old = make_group("new"), make_group("old")
+    old.kept = 1
+    batch: Any = SimpleNamespace(groups_trained=[new, old])
+    telemetry.step_done(MetricsRow(step=1, time=9.0), batch, [])
+    spans = [event for event in events_of(tmp_path / "trace.json") if event.get("ph") == "b"]
+    assert {str(event["id"]).partition(".")[0] for event in spans} == {"new"}

@@ -44,8 +44,8 @@ def weights(number: int) -> LoadWeights:
     return LoadWeights(number=number, content_hash="", source=None)
 
 
-def group(newest: int, *names: str, budget: int | None = None) -> Generate:
-    issued = IssuedGroup(group_id="g", samples=[(name, 1, None) for name in names], forecast=None)
+def group(newest: int, *names: str, budget: int | None = None, oldest: int = 0) -> Generate:
+    issued = IssuedGroup(group_id="g", samples=[(name, 1, None) for name in names], forecast=None, oldest=oldest)
     return Generate(t_queued=1.0, budget=budget, groups=[issued], newest=newest)
 
 
@@ -88,6 +88,13 @@ def test_tokens_of_weights_that_are_no_more_are_not_taken_for_later_ones_of_that
 
 def test_a_restarted_service_goes_on_from_all_tokens_of_the_run(tmp_path: Path) -> None:
     assert continued(tmp_path, weights(17), group(17, "of 9", "of 17")) == {"of 9": None, "of 17": None}
+
+
+@pytest.mark.parametrize(("oldest", "left"), [(9, ["of 9", "of 17"]), (10, ["of 17"]), (18, [])])
+def test_tokens_that_would_be_staler_than_the_schedule_allows_are_drawn_anew(
+    oldest: int, left: list[str], tmp_path: Path
+) -> None:
+    assert [*continued(tmp_path, weights(17), group(17, "of 9", "of 17", oldest=oldest))] == left
 
 
 def test_the_budget_of_a_round_counts_what_comes_after_the_tokens_of_earlier_rounds(tmp_path: Path) -> None:

@@ -229,12 +229,13 @@ class LedgerMachine(RuleBasedStateMachine):
         self.rows |= {
             i: replace(row, content=None) for i, row in self.rows.items() if self.checkpoint < (row.step or 0) <= step
         }
-        self.checkpoint = step
+        self.checkpoint, self.kept = step, {}
 
     @rule()
     def forget_contents(self) -> None:
         self.ledger.forget_contents()
         self.rows = {i: replace(row, content=None) for i, row in self.rows.items()}
+        self.kept = {}
 
     @rule(where=places.filter(bool), dropped=st.booleans(), step=st.integers(1, 8))
     def train_a_group_twice_in_one_step(self, where: list[int], dropped: bool, step: int) -> None:
@@ -256,7 +257,9 @@ class LedgerMachine(RuleBasedStateMachine):
             if (row.step is None or row.step >= first) and row.version < first and row.content is not None
         }
         self.checkpoint = first - 1
-        self.rows = {i: row for i, row in self.rows.items() if row.step is not None and row.step < first}
+        self.rows = {
+            i: replace(row, content=None) for i, row in self.rows.items() if row.step is not None and row.step < first
+        }
         self.steps = {step: count for step, count in self.steps.items() if step < first}
 
     # -- what happens to it
@@ -307,8 +310,8 @@ class LedgerMachine(RuleBasedStateMachine):
             (i, row.group, row.state, row.step, row.reward, row.content) for i, row in self.rows.items()
         }
         assert self._read("step, samples FROM steps") == set(self.steps.items())
-        assert self._read("sample_id, prompt, oldest, newest, content FROM kept") == {
-            (i, prompt_of(row.group), row.version - 1, row.version, row.content) for i, row in self.kept.items()
+        assert self._read("sample_id, prompt, newest, content FROM kept") == {
+            (i, prompt_of(row.group), row.version, row.content) for i, row in self.kept.items()
         }
         scored = [row for row in self.rows.values() if row.state not in ("issued", "finished")]
         void = {("timeout", "late", sum(row.reward is None for row in scored))} - {("timeout", "late", 0)}

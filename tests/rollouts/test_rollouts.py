@@ -354,13 +354,15 @@ def test_a_group_is_trained_in_the_order_of_its_ids_not_of_arrival() -> None:
 
 def test_groups_and_requests_come_back_from_the_wire_as_they_were() -> None:
     groups = [make_group("g0"), make_group("g1")]
-    groups[0].forecast = Forecast((1.0, 2.0), (3.0, 4.0))
+    groups[0].forecast, groups[0].oldest = Forecast((1.0, 2.0), (3.0, 4.0)), 6
     samples = [[("g0.0", 5, None), ("g0.1", 6, 0.0)], [("g1.0", 7, None)]]
     issued, arrays = groups_to_wire(groups, samples, 9.5, budget=64)
     kind, body = wire(issued)
     received = decode([bytes(frame) for frame in encode(Message(kind, "s", 1, body, dict(arrays)))])
-    (first, forecast, episode), (second, none, _) = groups_from_wire(parse(Generate, received.body), received.arrays)
-    assert forecast == groups[0].forecast and none is None and episode is None
+    (first, forecast, episode, oldest), (second, none, *_) = groups_from_wire(
+        parse(Generate, received.body), received.arrays
+    )
+    assert forecast == groups[0].forecast and none is None and episode is None and oldest == 6
     assert [(r.sample_id, r.group_id, r.seed, r.temperature, r.pause_at, r.t_queued) for r in [*first, *second]] == [
         ("g0.0", "g0", 5, None, 64, 9.5),
         ("g0.1", "g0", 6, 0.0, 64, 9.5),

@@ -225,7 +225,10 @@ def test_a_file_of_weights_is_for_its_user_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", [0o755, 0o750, 0o711])
 def test_a_folder_of_this_user_that_others_may_enter_is_closed_to_them(tmp_path: Path, mode: int) -> None:
-    for name, use in (("begun", lambda store: store.begin(version(1)[0])), ("claimed", WeightStore.claim)):
+    for name, use in (
+        ("begun", lambda store: store.begin(version(1)[0])),
+        ("claimed", lambda store: store.claim(True)),
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name).chmod(mode)
         use(WeightStore(tmp_path / name))
