@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -77,11 +79,14 @@ def test_a_recording_computes_what_the_model_does() -> None:
 def test_a_recording_follows_new_weights_without_keeping_old_ones() -> None:
     model = Model()
     model.load(0)
-    recording = recorded(model)
+    recording, unused = recorded(model), recorded(model)
     before = recording(*inputs(0)).clone()
     for seed in (1, 2):
+        old = [weakref.ref(cell.cell_contents) for layer in model.up for cell in layer.cpu_linear.__closure__]
         model.load(seed)
-        assert all(one.function() is None for one in recording.packed)  # nothing else holds what the layers had
+        gc.collect()
+        assert old and all(one() is None for one in old)
+        assert all(one.function() is None for one in recording.packed + unused.packed)
         assert recording.follow_weights()
         assert torch.equal(recording(*inputs(0)), model(*inputs(0)))
         assert not torch.equal(recording.result, before)
@@ -130,3 +135,13 @@ def test_what_a_recording_could_not_repeat_is_refused() -> None:
     refused(lambda ids, positions: model(ids, positions) * positions.max().item(), "gives Python a value")
     refused(lambda ids, positions: model(ids, positions).max(dim=-1)[0], "several tensors")
     refused(lambda ids, positions: (model(ids, positions), None), "more than hidden states")
+    refused(lambda ids, positions: model(ids, positions) * len(positions.nonzero()), "a tensor's contents")
+    refused(lambda ids, positions: torch.ops.streamrl_tests.listed(model(ids, positions))[0], "one in a list")
+    model.down[0].cpu_linear = model.down[1].cpu_linear
+    refused(model, "share packed weights")
+
+
+@torch.library.custom_op("streamrl_tests::listed", mutates_args=())
+def listed(x: torch.Tensor) -> list[torch.Tensor]:
+    """An operation whose only new tensor comes in a list."""
+    return [x * 1]

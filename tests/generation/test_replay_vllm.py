@@ -1,8 +1,14 @@
-"""Real vLLM on tiny models: steps that are replayed give what vLLM's own give, to the bit, with new weights too."""
+"""Real vLLM on tiny models: steps that are replayed give what vLLM's own give, to the bit, with new weights too.
+
+What imports vLLM is imported in the tests: all of pytest's workers collect this file, and one of them runs it.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +23,7 @@ from streamrl.generation.instance.engine_config import REPLAYED_MODELS, REPLAYIN
 from streamrl.machine.engine_settings import DEFAULT, MOST_REPLAYED, EngineSettings
 from streamrl.training.small_config import small_config
 from streamrl.verify.families import FAMILIES
+from tests.generation.test_recording import Model, inputs
 from tests.tiny_model import save_tiny_model
 
 POOL = GenerationPool(max_batch=MOST_REPLAYED + 4, kv_cache_gb=0.05)
@@ -36,19 +43,28 @@ def saved(folder: Path, family: str, seed: int) -> Path:
 
 
 def completions(engine: Any, rounds: int) -> list[Any]:
-    """Tokens and log-probabilities of batches of each of `SIZES`, all of which run at the same time."""
+    """Tokens and log-probabilities of batches of each of `SIZES`, whose requests all run at the same time, and of
+    batches whose requests come one after the other: prompts are computed beside the next tokens of others."""
     from vllm import SamplingParams
 
+    from streamrl.generation.instance.replay_vllm import TRIALS
+
     found = []
-    for size in SIZES:
+    for batch, (size, steps_between) in enumerate([*((size, 0) for size in SIZES), *[(3, 2)] * TRIALS]):
         rng = np.random.default_rng(size)
+        ended = {}
+
+        def step(ended: dict[str, Any] = ended) -> None:
+            ended |= {output.request_id: output.outputs[0] for output in engine.step() if output.finished}
+
         for number in range(size):
             prompt = {"prompt_token_ids": rng.integers(0, 300, 9).tolist(), "cache_salt": str(rounds)}
             params = SamplingParams(seed=number, max_tokens=TOKENS, ignore_eos=True, logprobs=0, detokenize=False)
-            engine.add_request(f"{rounds}-{size}-{number}", prompt, params)
-        ended = {}
+            engine.add_request(f"{rounds}-{batch}-{number}", prompt, params)
+            for _ in range(steps_between):
+                step()
         while engine.has_unfinished_requests():
-            ended |= {output.request_id: output.outputs[0] for output in engine.step() if output.finished}
+            step()
         for name in sorted(ended):
             rows = [{token: one.logprob for token, one in row.items()} for row in ended[name].logprobs]
             found.append((list(ended[name].token_ids), rows))
@@ -61,7 +77,7 @@ def test_replayed_steps_are_those_of_vllm(tmp_path: Path, family: str) -> None:
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from streamrl.generation.instance.replay_vllm import ReplayedForward
+    from streamrl.generation.instance.replay_vllm import TRIALS, ReplayedForward
     from streamrl.weights.backends.vllm_reload import ReloadingEngine
 
     first, second = (saved(tmp_path / str(seed), family, seed) for seed in (1, 2))
@@ -92,8 +108,9 @@ def test_replayed_steps_are_those_of_vllm(tmp_path: Path, family: str) -> None:
     Reloading.__abstractmethods__ = frozenset()
     before = both(0)
     recordings = dict(replay.recordings)
-    assert recordings.keys() == {size for size in SIZES if size <= MOST_REPLAYED} | {9}  # and the single prompt
-    assert all(one is not None for one in recordings.values())
+    prompts = {9, 9 + 1, 9 + 2}  # beside that many other requests
+    assert recordings.keys() == {size for size in SIZES if size <= MOST_REPLAYED} | {3} | prompts
+    assert all(one is not None and one.agreed == TRIALS for one in recordings.values())
     weights = AutoModelForCausalLM.from_pretrained(second, dtype=torch.bfloat16).state_dict()
     reloading = Reloading()  # type: ignore[abstract]
     with set_current_vllm_config(made), torch.no_grad():
@@ -104,6 +121,83 @@ def test_replayed_steps_are_those_of_vllm(tmp_path: Path, family: str) -> None:
     assert after != before
     assert replay.recordings == recordings  # they follow new weights
     cleanup_dist_env_and_memory()
+
+
+class Plain:
+    """A model's forward pass as vLLM's runner calls it, which counts its calls."""
+
+    def __init__(self, change: Callable[[torch.Tensor, list[int]], torch.Tensor] = lambda hidden, at: hidden) -> None:
+        from streamrl.generation.instance.replay_vllm import ReplayedForward
+
+        self.model, self.calls, self.change = Model(), 0, change
+        self.model.load(0)
+        self.replay = ReplayedForward(lambda: self.model, self)
+
+    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, **others: Any) -> torch.Tensor:
+        self.calls += 1
+        return self.change(self.model(input_ids, positions), positions.tolist())
+
+    def steps(self, count: int) -> list[int]:
+        """Its calls in each of so many steps, whose results are its own."""
+        found = []
+        for seed in range(count):
+            before = self.calls
+            given = self.replay(*inputs(seed), intermediate_tensors=None)
+            found.append(self.calls - before)
+            assert torch.equal(given.view(torch.uint8), self(*inputs(seed)).view(torch.uint8))
+        return found
+
+
+@pytest.fixture
+def in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = SimpleNamespace(attn_metadata={})
+    monkeypatch.setattr("streamrl.generation.instance.replay_vllm.get_forward_context", lambda: context)
+
+
+@torch.inference_mode()
+def test_a_size_is_recorded_and_compared_twice_and_then_replayed(in_a_step: None) -> None:
+    plain = Plain()
+    assert plain.steps(4) == [2, 1, 0, 0]
+    plain.model.load(1)
+    assert plain.steps(1) == [0]
+    plain.model.scale = torch.nn.Parameter(torch.full_like(plain.model.scale, 2))
+    assert plain.steps(3) == [2, 1, 0], "parameters at another place are recorded anew"
+    before = plain.calls
+    plain.replay(*inputs(0), intermediate_tensors=torch.ones(1))
+    assert plain.calls == before + 1
+
+
+def fails_on_zeros(hidden: torch.Tensor, at: list[int]) -> torch.Tensor:
+    if not any(at):
+        raise AttributeError("zeros")
+    return hidden
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("change", "calls", "why"),
+    [
+        (lambda hidden, at: hidden * hidden.sum().item(), [3, 1, 1], "gives Python a value"),
+        (lambda hidden, at: hidden * (2 if any(at) else 1), [3, 1, 1], "something else"),
+        (lambda hidden, at: hidden * (2 if at == inputs(1)[1].tolist() else 1), [2, 2, 1], "something else"),
+        (fails_on_zeros, [3, 1, 1], "AttributeError: zeros"),
+    ],
+)
+def test_what_a_recording_would_not_repeat_is_left_to_vllm(
+    in_a_step: None, caplog: pytest.LogCaptureFixture, change: Any, calls: list[int], why: str
+) -> None:
+    assert Plain(change).steps(3) == calls
+    (message,) = caplog.messages
+    assert message.startswith("steps of 3 tokens are not replayed: ") and why in message
+
+
+@torch.inference_mode()
+def test_weights_that_are_not_finite_leave_later_ones_their_recordings(in_a_step: None) -> None:
+    assert Plain(lambda hidden, at: hidden * math.nan).steps(3) == [2, 1, 0], "the same to the bit"
+    plain = Plain(lambda hidden, at: hidden * (math.nan if any(at) else 1))
+    assert plain.steps(1) == [3]
+    plain.change = lambda hidden, at: hidden
+    assert plain.steps(3) == [2, 1, 0]
 
 
 def test_engines_replay_models_on_which_it_was_tried(tmp_path: Path) -> None:

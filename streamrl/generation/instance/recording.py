@@ -4,6 +4,9 @@ What CUDA graphs are on a GPU: the same operations on the same memory, with othe
 modules, vLLM's dispatch, views and allocations, on which a CPU spends a fifth of a step of few tokens. The operations
 are those of vLLM, so that results are the same to the bit; attention is one of them, which looks up the requests of a
 step itself.
+
+A recording repeats the Python of the pass as it went then. Python that depends on values is noticed only where it
+obtains them by an operation of torch (`.item()`, `nonzero`), which is refused; `.tolist()` and `.numpy()` pass unseen.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ INTO: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.mul.Tensor: torch.mul,
 }
 """Frequent operations, by the function that writes the same result into given memory (`out`)."""
+BY_CONTENTS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+"""Tags of operations that give Python what depends on the contents of a tensor: a value or a shape."""
 PACKED = "cpu_linear"
 """Attribute of vLLM's linear layers: the function that multiplies with packed weights; new weights bring a new one."""
 
@@ -88,14 +93,28 @@ class _Kept:
 
 @dataclass
 class _Packed:
-    """An argument of a step that belongs to a layer's packed weights, which new weights replace by others."""
+    """An argument that belongs to a layer's packed weights, which new weights replace by others.
 
-    step: int
-    place: int
+    References to it are weak: strong ones would keep the old weights during an update.
+    """
+
     layer: dict[str, Any]
     cell: int
-    function: Callable[[], Any]
-    """Weak reference to the function that the layer had: a strong one would keep the old weights during an update."""
+    form: tuple[Any, ...]
+    function: Callable[[], Any] = lambda: None
+    """The layer's `PACKED` that was seen last."""
+    tensor: Callable[[], Any] = lambda: None
+    """The tensor in its closure."""
+
+    def follow(self) -> bool:
+        """Take over what the layer has now; return whether it has the same form."""
+        if (known := self.function()) is not None and self.layer.get(PACKED) is known:
+            return True
+        tensor = _packed_tensors(self.layer).get(self.cell)
+        if tensor is None or _form(tensor) != self.form:
+            return False
+        self.function, self.tensor = weakref.ref(self.layer[PACKED]), weakref.ref(tensor)
+        return True
 
 
 Operation = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -111,21 +130,12 @@ class Recording:
     steps: list[Operation]
     kept: list[_Kept]
     packed: list[_Packed]
+    agreed: int = 0
+    """Steps in which it gave the same as the model."""
 
     def follow_weights(self) -> bool:
         """Take over weights that were packed anew; return whether all others are where they were."""
-        if not all(one.unmoved() for one in self.kept):
-            return False
-        for one in self.packed:
-            if (known := one.function()) is not None and one.layer.get(PACKED) is known:
-                continue
-            tensor = _packed_tensors(one.layer).get(one.cell)
-            function, args, named = self.steps[one.step]
-            if tensor is None or _form(tensor) != _form(args[one.place]):
-                return False
-            self.steps[one.step] = function, (*args[: one.place], tensor, *args[one.place + 1 :]), named
-            one.function = weakref.ref(one.layer[PACKED])
-        return True
+        return all(one.unmoved() for one in self.kept) and all(one.follow() for one in self.packed)
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the hidden states of tokens, in memory that the next call overwrites."""
@@ -181,22 +191,26 @@ def record(
     for call in calls:
         if not call.computes:
             continue
-        step = _step(call, moved)
-        for one in call.given:
-            for layer, cell, tensor in known_packed.get(_address(one), []):
-                place = next((number for number, argument in enumerate(step[1]) if argument is one), None)
-                if place is None or _form(one) != _form(tensor):
-                    raise CannotRecord(f"{call.function} views packed weights otherwise")
-                packed.append(_Packed(len(steps), place, layer, cell, weakref.ref(layer[PACKED])))
-        steps.append(step)
+        function, args, named = _step(call, moved)
+        theirs = {
+            id(one): _Packed(*place, _form(one)) for one in call.given if (place := known_packed.get(_address(one)))
+        }
+        if theirs:
+            if not (theirs.keys() <= {id(one) for one in args} and all(one.follow() for one in theirs.values())):
+                raise CannotRecord(f"{call.function} views packed weights otherwise")
+            packed += theirs.values()
+            function, args = _with_packed, (function, *(theirs.get(id(one), one) for one in args))
+        steps.append((function, args, named))
     return Recording(ids, positions, moved(result), steps, list(kept.values()), packed)
 
 
 def _refuse_unrepeatable(call: _Call) -> None:
     if any(one is not None and not isinstance(one, torch.Tensor) for one in tree_leaves(call.result)):
         raise CannotRecord(f"{call.function} gives Python a value")
-    if len(call.made) > 1:
-        raise CannotRecord(f"{call.function} makes several tensors")
+    if call.made and not isinstance(call.result, torch.Tensor):
+        raise CannotRecord(f"{call.function} makes several tensors, or one in a list")
+    if BY_CONTENTS.intersection(call.function.tags):
+        raise CannotRecord(f"{call.function} gives Python what depends on a tensor's contents")
 
 
 def _step(call: _Call, moved: Callable[[torch.Tensor], torch.Tensor]) -> Operation:
@@ -221,17 +235,24 @@ def _write(result: torch.Tensor, function: Any, *args: Any, **named: Any) -> Non
     result.copy_(function(*args, **named))
 
 
-def _weights(model: torch.nn.Module) -> tuple[dict[int, _Kept], dict[int, list[tuple[dict[str, Any], int, Any]]]]:
-    """Return a model's parameters and buffers, and (layer, cell, tensor) of packed weights, by their address."""
+def _with_packed(function: Any, *args: Any, **named: Any) -> None:
+    function(*[one.tensor() if type(one) is _Packed else one for one in args], **named)
+
+
+def _weights(model: torch.nn.Module) -> tuple[dict[int, _Kept], dict[int, tuple[dict[str, Any], int]]]:
+    """Return a model's parameters and buffers, and (layer, cell) of weights that are only packed, by their address."""
     kept: dict[int, _Kept] = {}
-    packed: dict[int, list[tuple[dict[str, Any], int, Any]]] = defaultdict(list)
+    packed: dict[int, tuple[dict[str, Any], int]] = {}
     for module in model.modules():
         for owner in (module._parameters, module._buffers):
             for name, tensor in owner.items():
                 if tensor is not None and tensor.numel():
                     kept.setdefault(_address(tensor), _Kept(owner, name, tensor, _address(tensor)))
+    for module in model.modules():
         for cell, tensor in _packed_tensors(module.__dict__).items():
-            packed[_address(tensor)].append((module.__dict__, cell, tensor))
+            place = module.__dict__, cell
+            if _address(tensor) not in kept and packed.setdefault(_address(tensor), place) is not place:
+                raise CannotRecord("layers share packed weights")
     return kept, packed
 
 
@@ -239,7 +260,7 @@ def _packed_tensors(layer: dict[str, Any]) -> dict[int, torch.Tensor]:
     """Return the tensors in the closure of a layer's `PACKED`, by their cell: packed weights, or a pointer to them."""
     cells = getattr(layer.get(PACKED), "__closure__", None) or ()
     contents = [getattr(cell.cell_contents, "handler_tensor", cell.cell_contents) for cell in cells]
-    return {number: one for number, one in enumerate(contents) if isinstance(one, torch.Tensor)}
+    return {number: one for number, one in enumerate(contents) if isinstance(one, torch.Tensor) and one.numel()}
 
 
 def _shared_memory(calls: list[_Call], lives: dict[int, tuple[int, float]]) -> Callable[[torch.Tensor], torch.Tensor]:

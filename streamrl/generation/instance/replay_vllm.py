@@ -10,10 +10,12 @@ import torch
 from vllm.forward_context import get_forward_context
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from streamrl.generation.instance.recording import CannotRecord, Recording, record
+from streamrl.generation.instance.recording import Recording, record
 from streamrl.machine.engine_settings import MOST_REPLAYED
 
 log = logging.getLogger(__name__)
+TRIALS = 2
+"""First steps of each number of tokens in which its recording is compared with vLLM's forward pass."""
 
 
 class ReplayedForward:
@@ -33,46 +35,51 @@ class ReplayedForward:
         self, input_ids: torch.Tensor | None = None, positions: torch.Tensor | None = None, **others: Any
     ) -> Any:
         """Return the hidden states of a step; those of a small one are overwritten by the next step."""
-        small = (
-            input_ids is not None
-            and positions is not None
-            and input_ids.shape == positions.shape
-            and len(input_ids) <= MOST_REPLAYED
-            and all(one is None for one in others.values())
-            and get_forward_context().attn_metadata is not None  # of no requests: a trial of vLLM's own
-        )
-        if not small or input_ids is None or positions is None:
+        if input_ids is None or positions is None or not _is_small(input_ids, positions, others):
             return self._plain(input_ids=input_ids, positions=positions, **others)
         recording = self.recordings.get(len(input_ids))
-        if recording is not None:
-            if recording.follow_weights():
-                return recording(input_ids, positions)
+        if recording is not None and not recording.follow_weights():
             self.recordings.clear()
-        if len(input_ids) not in self.recordings:
-            return self._first(input_ids, positions)
-        return self._plain(input_ids=input_ids, positions=positions, **others)
+            recording = None
+        if recording is not None and recording.agreed >= TRIALS:
+            return recording(input_ids, positions)
+        if recording is None and len(input_ids) in self.recordings:
+            return self._forward(input_ids, positions)
+        return self._trial(input_ids, positions, recording)
 
-    def _first(self, ids: torch.Tensor, positions: torch.Tensor) -> Any:
-        """Compute a step as vLLM does, and try whether a recording of another one would give the same.
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> Any:
+        return self._plain(input_ids=ids, positions=positions, intermediate_tensors=None, inputs_embeds=None)
+
+    def _trial(self, ids: torch.Tensor, positions: torch.Tensor, recording: Recording | None) -> Any:
+        """Compute a step as vLLM does, and try whether a recording of another one (None: made here) gives the same.
 
         What this writes to the KV cache in between are the step's own places, which are written again.
         """
-
-        def forward(ids: torch.Tensor, positions: torch.Tensor) -> Any:
-            return self._plain(input_ids=ids, positions=positions, intermediate_tensors=None, inputs_embeds=None)
-
-        result = forward(ids, positions)
+        result = self._forward(ids, positions)
         self.recordings[len(ids)] = None
         try:
-            recording = record(self._model(), forward, torch.zeros_like(ids), torch.zeros_like(positions))
-            if torch.equal(recording(ids, positions), result):
+            if recording is None:
+                recording = record(self._model(), self._forward, torch.zeros_like(ids), torch.zeros_like(positions))
+            if torch.equal(recording(ids, positions).view(torch.uint8), result.view(torch.uint8)):  # NaN equals itself
+                recording.agreed += 1
                 self.recordings[len(ids)] = recording
                 return result
             reason = "it computes something else"
-        except CannotRecord as error:
-            reason = str(error)
+            if not result.isfinite().all():
+                del self.recordings[len(ids)]  # of such weights; later ones may do
+        except Exception as error:  # whatever goes wrong, vLLM's own forward pass remains
+            reason = f"{type(error).__name__}: {error}"
         log.warning("steps of %d tokens are not replayed: %s", len(ids), reason)
-        return forward(ids, positions)
+        return self._forward(ids, positions)
+
+
+def _is_small(ids: torch.Tensor, positions: torch.Tensor, others: dict[str, Any]) -> bool:
+    return (
+        ids.shape == positions.shape
+        and len(ids) <= MOST_REPLAYED
+        and all(one is None for one in others.values())
+        and get_forward_context().attn_metadata is not None  # of no requests: a trial of vLLM's own
+    )
 
 
 class ReplayingWorker(CPUWorker):
