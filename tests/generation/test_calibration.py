@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -13,8 +15,10 @@ from scheduler.cost.decode import StepCurve
 from streamrl.cli.calibrate import with_one_pool
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
-from streamrl.generation.instance.calibration import batch_sizes
+from streamrl.generation.instance.calibration import QUICK_TOKENS, batch_sizes, measure_quickly
+from streamrl.generation.instance.engine import Engine
 from streamrl.launcher.generation_check import check_kv_cache
+from streamrl.rollouts.types import SampleRequest
 from tests import warm
 from tests.tiny_model import save_tiny_model
 from tests.waiting import scaled
@@ -32,6 +36,35 @@ def test_batch_sizes_are_powers_of_two_and_the_largest() -> None:
     assert batch_sizes(1) == [1]
     assert batch_sizes(6) == [1, 2, 4, 6]
     assert batch_sizes(32) == [1, 2, 4, 8, 16, 32]
+
+
+class Timed:
+    """An idle engine whose steps take the same time; it notes (requests, tokens) of all runs."""
+
+    def __init__(self, step_s: float, cuda: bool) -> None:
+        self.step_s, self.cuda, self.vocabulary, self.kv_tokens = step_s, cuda, 10, 4096
+        self.runs: list[tuple[int, int]] = []
+
+    async def time(self, requests: list[SampleRequest], tokens: int) -> float:
+        self.runs.append((len(requests), tokens))
+        return self.step_s * tokens
+
+
+@pytest.mark.parametrize(
+    ("step_s", "cuda", "largest", "untimed"),
+    [
+        (0.01, False, 16, [(16, 4), (16, 16), (1, 4), (1, 16), (4, 4), (4, 16)]),
+        (0.01, False, 20, [(1, 4), (1, 16), (5, 4), (5, 16)]),  # a step of 20 tokens is not recorded
+        (0.3, False, 16, [(16, 4), (1, 4), (4, 4)]),  # all requests are there before the first step has ended
+        (0.01, True, 16, []),
+    ],
+)
+def test_batches_that_are_replayed_run_before_any_is_timed(
+    step_s: float, cuda: bool, largest: int, untimed: list[tuple[int, int]]
+) -> None:
+    engine = Timed(step_s, cuda)
+    asyncio.run(measure_quickly(cast(Engine, engine), largest, 256, lambda said: None))
+    assert engine.runs[: len(untimed) + 1] == [*untimed, (largest, QUICK_TOKENS[0])]
 
 
 def calibrate(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

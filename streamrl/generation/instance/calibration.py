@@ -10,6 +10,7 @@ import numpy as np
 from streamrl.generation.instance.engine import Engine
 from streamrl.generation.instance.step_trials import MOST_REPEATS, ONE_TOKEN, StepTrials, TimingTrial
 from streamrl.machine.cpu_load import CpuSeconds, MachineLoad
+from streamrl.machine.engine_settings import MOST_REPLAYED
 from streamrl.rollouts.types import SampleRequest
 
 TOKENS = 8, 40
@@ -26,6 +27,10 @@ REPEAT_S = 3.0
 """Seconds of them for repeats: what still differs then is said, and the instance's work shows it soon enough."""
 QUICK_REPEATS = 5
 """Most times that one batch size of a starting instance is timed, where there is time for more."""
+READY_TOKENS = 4, 16
+"""Tokens of the runs before any is timed, so that requests which arrive one by one meet in several steps."""
+READY_S = 1.0
+"""Seconds after which the second of them is left out: requests meet in the first steps where these are slow."""
 PROMPT = 128
 """Most tokens of the prompt whose prefill is timed."""
 
@@ -47,6 +52,13 @@ class Stopwatch:
         self._names = itertools.count()
         self._filled: list[np.ndarray] = []
         """Prompts in the prefix cache, of the newest `fill`."""
+
+    async def ready(self, sizes: Iterable[int]) -> None:
+        """Run batch sizes untimed: what is compiled or recorded at their first steps is not to be measured."""
+        for size in sizes:
+            for tokens in READY_TOKENS:
+                if await self.trial(TimingTrial(size, ONE_TOKEN, tokens)) > READY_S:
+                    break
 
     async def trial(self, trial: TimingTrial) -> float:
         """Return the seconds that a trial takes."""
@@ -109,7 +121,9 @@ def _trials(
 async def _measure(
     engine: Engine, trials: StepTrials, progress: Callable[[str], None]
 ) -> tuple[StepTrials, MachineLoad]:
-    watch, before, said = Stopwatch(engine), CpuSeconds.read(), ""
+    watch, said = Stopwatch(engine), ""
+    await watch.ready(size for size in trials.sizes if size <= MOST_REPLAYED and not engine.cuda)
+    before = CpuSeconds.read()
     while (trial := trials.next()) is not None:
         if trials.summary != said:
             progress(said := trials.summary)

@@ -33,7 +33,7 @@ from streamrl.generation.instance.sample_parts import (
 )
 from streamrl.generation.instance.stop_strings import look_across
 from streamrl.generation.instance.vllm_processes import end_engine, fork_where_safe
-from streamrl.machine.engine_settings import MOST_REPLAYED, EngineSettings
+from streamrl.machine.engine_settings import EngineSettings
 from streamrl.machine.model_files import end_tokens, resolve_model
 from streamrl.machine.router_shape import router_shape
 from streamrl.rollouts.canary import canary
@@ -157,13 +157,11 @@ class Engine:
     async def warm_up(self) -> None:
         """Generate a few tokens with one request and with several, so that kernels are ready before the first sample.
 
-        On a CPU a large batch is left out: it would take seconds and use no other kernels. Small ones that calibration
-        times next are recorded here.
+        On a CPU the largest batch is left out: it would take seconds and use no other kernels.
         """
         await self.teach_drafter()
         vocabulary, largest = min(100, self.vocabulary), self.pool.max_batch
-        timed = {size for size in (largest // 4, largest) if size and (self.cuda or size <= MOST_REPLAYED)}
-        for batch in sorted({1, min(WARM_BATCH, largest)} | timed):
+        for batch in sorted({1, min(WARM_BATCH, largest)} | ({largest} if self.cuda else set())):
             requests = [
                 SampleRequest(f"warm-up-{batch}-{i}", "", np.arange(i % 7, vocabulary, 7, dtype=np.int32)[:8], i, 0.0)
                 for i in range(batch)

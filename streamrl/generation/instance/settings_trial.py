@@ -104,7 +104,7 @@ def error_of(stderr: str) -> str:
 async def _measure(order: dict[str, object]) -> dict[str, object]:
     from streamrl.generation.instance.calibration import Stopwatch
     from streamrl.generation.instance.engine import Engine
-    from streamrl.generation.instance.step_trials import ONE_TOKEN, StepTrials, TimingTrial
+    from streamrl.generation.instance.step_trials import StepTrials
 
     pool = GenerationPool.model_validate(order["pool"])
     run, settings = RunConfig.model_validate(order["run"]), EngineSettings(**order["settings"])  # type: ignore[arg-type]
@@ -115,8 +115,7 @@ async def _measure(order: dict[str, object]) -> dict[str, object]:
         start_s = time.monotonic() - begun
         watch = Stopwatch(engine)
         sizes = sorted({min(size, pool.max_batch) for size in SIZES})
-        for size in sizes:  # compilation is not to be measured
-            await watch.trial(TimingTrial(size, ONE_TOKEN, 3))
+        await watch.ready(sizes)
         trials = StepTrials(sizes, 2, 0, 0, TOKENS, BUDGET_S, BUDGET_S)
         while (trial := trials.next()) is not None:
             trials.took(await watch.trial(trial))
