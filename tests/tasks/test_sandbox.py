@@ -128,7 +128,7 @@ def test_a_sandbox_that_never_starts_the_program_makes_the_reward_void(
 
 def test_the_time_of_a_program_begins_when_both_processes_have_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "START_S", scaled(60))
-    seconds = scaled(2)
+    seconds = scaled(1)
     late = Sandbox(command=["sh", "-c", f'sleep {seconds + 1:g}; exec "$@"', "sh"], seconds=seconds)
     assert passes(RIGHT, TESTS, late)
 
