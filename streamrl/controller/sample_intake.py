@@ -167,8 +167,8 @@ class SampleIntake:
     def _received(self, sample: Sample, now: float) -> Group:
         """Record a finished sample that will be trained on; return its group."""
         group = self.pool.finish(sample, now)
-        if len(sample.sampled_versions) and not self.rounds.active:  # from before a resume some tokens may be older
-            group.issue_version = min(group.issue_version, int(sample.sampled_versions.min()))
+        if not self.rounds.active:  # some tokens may be older, from before a resume
+            group.issue_version = int(sample.sampled_versions.min(initial=group.issue_version))
         self.audit.finished(sample.sample_id, group.group_id, sample.output_length)
         self.rounds.finished(group.group_id)
         return group

@@ -29,7 +29,7 @@ class ReplayedForward:
         """
         self._model, self._plain = model, plain
         self.recordings: dict[int, Recording | None] = {}
-        """By number of tokens; None: vLLM's forward pass is used."""
+        """Recording of each number of tokens; None: vLLM's forward pass is used."""
 
     def __call__(
         self, input_ids: torch.Tensor | None = None, positions: torch.Tensor | None = None, **others: Any

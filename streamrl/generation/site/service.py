@@ -222,7 +222,9 @@ class GenerationService:
 
     async def _submit(self, groups: Iterable[IncomingGroup]) -> None:
         """Place groups of single completions together."""
-        await self.dispatcher.submit([(self._with_kept(group), group.forecast) for group in groups])
+        await self.dispatcher.submit(
+            [(self._with_kept(group.requests, group.oldest), group.forecast) for group in groups]
+        )
 
     def _heard_of(self, number: int) -> None:
         """Note a version of the run's weights.
@@ -235,16 +237,18 @@ class GenerationService:
             self.episodes.journal.forget_newer(number)
         self._newest = max(self._newest or 0, number)
 
-    def _with_kept(self, group: IncomingGroup) -> list[SampleRequest]:
-        """Return a group's requests with the tokens that the journal has of them, which an earlier service noted.
+    def _with_kept(self, requests: list[SampleRequest], oldest: int = 0) -> list[SampleRequest]:
+        """Return requests with the tokens that the journal has of them, which an earlier service may have noted.
+
+        Those with a token of an older version than `oldest` begin anew: they would be too stale for their schedule.
 
         A budget counts new tokens: the journal may have those of earlier rounds.
         """
         found = []
-        for request in group.requests:
+        for request in requests:
             had = self.journal.kept(request.sample_id)
-            if had is not None and had.token_versions.min(initial=group.oldest) < group.oldest:
-                self.journal.forget([request.sample_id])  # with them it would be staler than its schedule allows
+            if had is not None and had.token_versions.min(initial=oldest) < oldest:
+                self.journal.forget([request.sample_id])
             elif had is not None:
                 pause_at = request.pause_at and request.pause_at + len(had.completion_tokens)
                 request = replace(request, kept=had, pause_at=pause_at)
@@ -364,7 +368,7 @@ class GenerationService:
             await self._tell_agents([found.answer], found.arrays)
         if not isinstance(found, RequestedTurn):
             return
-        (request,) = self._with_kept(IncomingGroup([found.request], None, None))
+        (request,) = self._with_kept([found.request])
         await self.dispatcher.submit_turn(request, found.forecast, found.home, found.cached)
 
     def _prefix_cache(self, instance: str) -> PrefixCache | None:
