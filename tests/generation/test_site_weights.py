@@ -21,6 +21,7 @@ from streamrl.transport.endpoint import Hub, Link
 from streamrl.transport.endpoint_base import PeerLost
 from streamrl.weights.site_relay import NotPublished
 from tests.training.conftest import free_port
+from tests.transport.sockets import bind_again
 from tests.waiting import scaled, until
 from tests.weights.world import Policy, RecordingPublisher, World, in_world
 
@@ -260,7 +261,7 @@ def test_a_fetch_that_a_hung_trainer_did_not_take_is_not_answered_by_the_restart
         await home.hub._stop()  # without a goodbye
         for door in home.hub._doors:
             door.socket.close(0)
-        home.hub = Hub("publisher", WaitRegistry("restarted")).bind(home.address)
+        home.hub = await bind_again(lambda: Hub("publisher", WaitRegistry("restarted")).bind(home.address))
         home.publisher = RecordingPublisher(home.hub, lambda peer: 3000)  # it has no version yet
         home.serving = asyncio.create_task(home.publisher.serve())
         with pytest.raises(RestartNeeded, match="the trainer was restarted"):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 
 import pytest
 
-from streamrl.errors import RunFailed
 from streamrl.generation.site.sample_batches import (
     CompressionChoice,
     Item,
@@ -22,6 +20,7 @@ from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
 from streamrl.transport.endpoint import Delivery, Flow, Hub, Link
 from tests.generation.samples import assert_same, items
 from tests.training.conftest import free_port
+from tests.transport.sockets import bind_again
 from tests.waiting import holds, scaled, until
 
 # -- over a real link
@@ -36,13 +35,7 @@ class Controller:
         self.batches: list[int] = []
 
     async def start(self) -> None:
-        def bound() -> bool:
-            with contextlib.suppress(RunFailed):
-                self.hub = Hub("hub", WaitRegistry("hub")).bind(self.address)
-                return True
-            return False
-
-        await until(bound)  # ZeroMQ gives a closed socket's address back a moment later
+        self.hub = await bind_again(lambda: Hub("hub", WaitRegistry("hub")).bind(self.address))
 
     async def receive(self) -> Delivery:
         delivery = await self.hub.receive()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import zmq
 
+from streamrl.errors import RunFailed
 from streamrl.transport.curve import ClientSecurity, KeyPair, ServerSecurity
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub, Link
@@ -24,6 +26,19 @@ def run(body: Callable[[], Awaitable[Any]]) -> Any:
             return await body()
 
     return asyncio.run(limited())
+
+
+async def bind_again(hub: Callable[[], Hub]) -> Hub:
+    """Return a hub at the address of one that was closed: libzmq gives the address back a moment later."""
+
+    def again() -> Hub | None:
+        with contextlib.suppress(RunFailed):
+            return hub()
+        return None
+
+    bound = await until(again)
+    assert isinstance(bound, Hub)
+    return bound
 
 
 def new_key() -> KeyPair:

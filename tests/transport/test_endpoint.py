@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -30,17 +29,6 @@ def run(body: Callable[[str], Awaitable[Any]]) -> Any:
 
 def hub_at(address: str, **options: Any) -> Hub:
     return Hub("hub", WaitRegistry("hub"), **options).bind(address)
-
-
-async def restarted_hub(address: str) -> Hub:
-    """ZeroMQ gives a closed socket's address back a moment later."""
-
-    def again() -> Hub | None:
-        with contextlib.suppress(RunFailed):
-            return hub_at(address)
-        return None
-
-    return await until(again)
 
 
 async def link_to(address: str, name: str = "peer", **options: Any) -> Link:
@@ -212,7 +200,7 @@ def test_unacknowledged_messages_are_delivered_once_after_the_hub_restarts(
         await link.send("item", {"i": 2})
         await hub.receive()  # read, not committed
         await hub.close()
-        again = await restarted_hub(address)
+        again = await sockets.bind_again(lambda: hub_at(address))
         delivery = await again.receive()
         assert delivery.body == {"i": 2}
         delivery.ack()
@@ -238,7 +226,7 @@ def test_a_link_that_outlives_its_hub_counts_on_and_is_heard(monkeypatch: pytest
                 arrived.ack()
         await until(lambda: len(link._outbox.pending) == 1)
         await hub.close()
-        again = await restarted_hub(address)
+        again = await sockets.bind_again(lambda: hub_at(address))
         delivery = await again.receive()
         assert delivery.body == {"i": 55}
         delivery.ack()
