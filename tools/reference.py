@@ -193,6 +193,7 @@ def constants(path: Path) -> Iterator[tuple[str, str, str, str]]:
 def run_folder() -> str:
     """Return docs/reference/run_folder.md."""
     from streamrl.config.load import RESOLVED_NAME
+    from streamrl.rollouts.rollout_store import COLUMNS
     from streamrl.run_dir import instance_files, layout
     from streamrl.run_dir.site_status import SiteStatus
     from streamrl.run_dir.status import RunStatus
@@ -225,6 +226,9 @@ def run_folder() -> str:
     lines += ["## instances.json and processes.json", "", *_docstring(instance_files)]
     for record in (instance_files.WantedInstance, instance_files.StartedProcess):
         lines += [f"### {record.__name__}", "", text_of(record), "", *_record_table(record)]
+    lines += ["## Rollouts", "", "Columns of `rollouts/step_000001.parquet`; an episode has one row or more.", ""]
+    columns = [(f"`{name}`", f"`{kind}`", text) for name, (kind, text) in COLUMNS.items()]
+    lines += table(("column", "type", "content"), columns)
     return page("Run folder", about, [*lines, "## Checkpoints", "", filled(CHECKPOINTS)])
 
 

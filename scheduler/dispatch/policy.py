@@ -387,6 +387,11 @@ class DispatchPolicy(Fleet, ABC):
             produced: returns the tokens that a request has produced, if the caller knows; moves need it.
         """
 
+    @abstractmethod
+    def withdraw(self, request_ids: Set[str]) -> None:
+        """Drop requests that are no longer wanted: those that wait from the policy's own queues, others as here."""
+        super().withdraw(request_ids)
+
     @property
     @abstractmethod
     def waiting(self) -> int:

@@ -49,12 +49,17 @@ def function_tool(function: Callable[..., Any], name: str = "") -> Tool:
         name: name of the tool; '': the function's.
 
     Raises:
-        TypeError: a parameter has no annotation, or is no named one.
+        TypeError: this is no function, or a parameter has no annotation, is no named one, or has a name that pydantic
+            keeps to itself: one that begins with '_', or is `model_config`.
     """
+    if not inspect.isroutine(function):
+        raise TypeError(f"a tool is a function, got {function!r}; write one that calls it")
     fields: dict[str, Any] = {}
     for one in inspect.signature(function, eval_str=True).parameters.values():
         if one.annotation is one.empty or one.kind not in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
             raise TypeError(f"tool {function.__name__}: parameter {one.name!r} needs a name and an annotation")
+        if one.name.startswith("_") or one.name == "model_config":
+            raise TypeError(f"tool {function.__name__}: parameter {one.name!r} needs another name")
         fields[one.name] = (one.annotation, ... if one.default is one.empty else one.default)
     model = pydantic.create_model(function.__name__, __config__=pydantic.ConfigDict(extra="forbid"), **fields)
     schema = model.model_json_schema()

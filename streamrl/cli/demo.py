@@ -51,7 +51,7 @@ def command(
     Examples:
       streamrl demo
       streamrl demo --minutes 15 --memory 8
-      streamrl demo --set algorithm.name=gspo
+      streamrl demo --set 'algorithm={name: gspo}'
     """
     from scheduler.cost.model_shapes import Transformer
     from streamrl.cli.fetch_model import fetch_with_progress

@@ -25,51 +25,46 @@ from streamrl.rollouts.types import Group
 
 log = logging.getLogger(__name__)
 
-SCHEMA = pa.schema(
-    [
-        ("sample_id", pa.string()),
-        ("trajectory_id", pa.string()),
-        ("group_id", pa.string()),
-        ("prompt_id", pa.string()),
-        ("task", pa.string()),
-        ("epoch", pa.int32()),
-        ("step", pa.int32()),
-        ("prompt", pa.string()),
-        ("completion", pa.string()),
-        ("prompt_tokens", pa.list_(pa.int32())),
-        ("completion_tokens", pa.list_(pa.int32())),
-        ("logprobs", pa.list_(pa.float32())),
-        ("mask", pa.list_(pa.bool_())),
-        ("metrics", pa.map_(pa.string(), pa.float64())),
-        ("conversation", pa.string()),
-        ("output_length", pa.int32()),
-        ("finish_reason", pa.string()),
-        ("reward", pa.float64()),
-        ("void_cause", pa.string()),
-        ("reward_error", pa.string()),
-        ("advantage", pa.float64()),
-        ("weight_versions", pa.list_(pa.int32())),
-        ("site", pa.string()),
-        ("instance", pa.string()),
-        ("pool", pa.string()),
-        ("route", pa.string()),
-        ("predicted_length", pa.float64()),
-        ("drafted_tokens", pa.int32()),
-        ("accepted_tokens", pa.int32()),
-        *[(name, pa.float64()) for name in ("t_queued", "t_dispatched", "t_first_token", "t_finished")],
-        *[(name, pa.float64()) for name in ("t_received", "t_trained")],
-    ]
-)
-"""Columns of a file; `weight_versions` has one version per completion token, times are unix seconds.
-
-`trajectory_id` is the id of the sample; `sample_id` has '#' and the row's number after it from an episode's second row
-on. Of an episode's row, `mask` says which tokens were sampled (null: all were); the others have log-probability 0 and
-version -1. `output_length` is the number of sampled tokens of all rows. `metrics` has what an agent
-returned beside its reward (null: not an episode; files of earlier versions lack the column). `conversation` has an
-episode's messages and steps as JSON, in its first row.
-
-`reward` is null where it is void: `void_cause` and `reward_error` say why, and `advantage` and `t_trained` are null.
-"""
+TEXT, NUMBER, COUNT = pa.string(), pa.float64(), pa.int32()
+COLUMNS: dict[str, tuple[pa.DataType, str]] = {
+    "sample_id": (TEXT, "the row's id: the sample's; from an episode's second row on with `#` and the row's number"),
+    "trajectory_id": (TEXT, "id of the sample, the same in all rows of an episode"),
+    "group_id": (TEXT, "group of samples of one prompt, issued together"),
+    "prompt_id": (TEXT, "task and number of the prompt, the same in each epoch"),
+    "task": (TEXT, "name of the task"),
+    "epoch": (COUNT, "how often the task's prompts had all been issued before"),
+    "step": (COUNT, "optimizer step, from 1, that trained it"),
+    "prompt": (TEXT, "what the reward got as the prompt"),
+    "completion": (TEXT, "what the reward got as the completion, without special tokens"),
+    "prompt_tokens": (pa.list_(COUNT), "token ids of the templated prompt"),
+    "completion_tokens": (pa.list_(COUNT), "token ids of the completion, the end token included"),
+    "logprobs": (pa.list_(pa.float32()), "log-probability of each of them as it was sampled; 0 where it was not"),
+    "mask": (pa.list_(pa.bool_()), "which of them were sampled, in an episode's row; null: all"),
+    "metrics": (pa.map_(TEXT, NUMBER), "what an agent returned beside its reward; null: no episode"),
+    "conversation": (TEXT, "an episode's messages and steps as JSON, in its first row"),
+    "output_length": (COUNT, "number of sampled tokens, of all rows of an episode"),
+    "finish_reason": (TEXT, "`stop` (end token or stop string) or `length` (token limit)"),
+    "reward": (NUMBER, "reward; null where it is void"),
+    "void_cause": (TEXT, "why the reward is void, as in `docs/how-to/tasks.md`; null: it is not"),
+    "reward_error": (TEXT, "the error that made it void"),
+    "advantage": (NUMBER, "advantage within its group; null: void, or the algorithm computes it later"),
+    "weight_versions": (pa.list_(COUNT), "weight version of each completion token; -1 where it was not sampled"),
+    "site": (TEXT, "site that generated it"),
+    "instance": (TEXT, "vLLM instance on which it ended"),
+    "pool": (TEXT, "pool of that instance"),
+    "route": (TEXT, "why it was there: `tail` as predicted long, else `regular`"),
+    "predicted_length": (NUMBER, "forecast tokens; null: no forecast"),
+    "drafted_tokens": (COUNT, "tokens drafted and verified on its last instance (speculative decoding)"),
+    "accepted_tokens": (COUNT, "those of them that were accepted"),
+    "t_queued": (NUMBER, "when the controller issued it, unix seconds"),
+    "t_dispatched": (NUMBER, "when its first instance took it, unix seconds"),
+    "t_first_token": (NUMBER, "when its first token was there, unix seconds"),
+    "t_finished": (NUMBER, "when its last token was there, unix seconds"),
+    "t_received": (NUMBER, "when the controller had it, unix seconds"),
+    "t_trained": (NUMBER, "when its optimizer step had ended, unix seconds; null where it is void"),
+}
+"""Type and meaning of each column; files of earlier versions lack some."""
+SCHEMA = pa.schema([(name, kind) for name, (kind, _) in COLUMNS.items()])
 
 
 class RolloutStore:

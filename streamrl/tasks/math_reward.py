@@ -64,7 +64,10 @@ def _equals(math_verify: Any, completion: str, answer: str) -> bool:
             for one, other in product(gold, found)
         )
 
-    reference = _AMOUNT.sub("", answer.rpartition("####")[2].strip())
+    reference = answer.rpartition("####")[2].strip()
+    if reference and reference == (tagged(completion) or completion.strip()):
+        return True  # a letter or a word is no expression
+    reference = _AMOUNT.sub("", reference)
     delimited = any(mark in reference for mark in ("$", "\\boxed", "\\(", "\\["))
     gold: list[Any] = []
     for text in _readings(reference):

@@ -10,6 +10,7 @@ import numbers
 import reprlib
 import shutil
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from typing import Any, Protocol
 
 from streamrl.config.tasks import PYTHON_TESTS, AgentTask, FileTask, Task
@@ -63,7 +64,7 @@ class Scorer:
             VoidReward: the reward is void, or what was returned is not a finite number.
             Exception: whatever the verifier raises.
         """
-        reward = self._scores[task](completion, reward_input)
+        reward = _plain(self._scores[task](completion, reward_input))
         if reward is None:
             raise VoidReward(text="the reward function returned None", retry=False)
         if not isinstance(reward, numbers.Real):
@@ -73,6 +74,15 @@ class Scorer:
         if not math.isfinite(value):
             raise VoidReward(text=f"the reward must be finite, got {value}", retry=False)
         return value
+
+
+def _plain(reward: Any) -> Any:
+    """Return the Python number of a scalar of numpy or torch, or of a `Decimal`; anything else as it is."""
+    if isinstance(reward, Decimal):
+        return float(reward)
+    if getattr(reward, "shape", None) == () and hasattr(reward, "item"):
+        return reward.item()
+    return reward
 
 
 def _score_of(task: Task, seed: int) -> Score:

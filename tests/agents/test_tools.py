@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -105,9 +106,26 @@ def test_a_tool_that_fails_is_no_answer_to_the_model() -> None:
         answers(("fails", '{"text": "luck"}'))
 
 
-def test_a_function_without_annotations_is_no_tool() -> None:
-    with pytest.raises(TypeError, match="parameter 'x' needs a name and an annotation"):
-        function_tool(lambda x: x)
+def of_a_hidden_name(_city: str) -> str:
+    return _city
+
+
+def of_pydantics_name(model_config: str) -> str:
+    return model_config
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (lambda x: x, "parameter 'x' needs a name and an annotation"),
+        (of_a_hidden_name, "of_a_hidden_name: parameter '_city' needs another name"),
+        (of_pydantics_name, "parameter 'model_config' needs another name"),
+        (functools.partial(double, number=2), "a tool is a function, got functools.partial"),
+    ],
+)
+def test_what_cannot_be_described_to_a_model_is_no_tool(function: Any, says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        function_tool(function)
 
 
 @pytest.mark.parametrize(

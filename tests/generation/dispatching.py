@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,10 @@ class Scripted(DispatchPolicy):
 
     def submit(self, requests: Iterable[Request]) -> None:
         self.new.extend(requests)
+
+    def withdraw(self, request_ids: AbstractSet[str]) -> None:
+        self.new = [request for request in self.new if request.request_id not in request_ids]
+        super().withdraw(request_ids)
 
     def finished(self, request_id: str, length: float | None = None) -> None:
         self.ended.append((request_id, length))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from scheduler.capacity.auto_schedule import during_change
-from scheduler.schedule.schedules import NAMES, Schedule, ScheduleState, due_within, make_schedule
+from scheduler.schedule.schedules import KINDS, NAMES, Schedule, ScheduleState, due_within, make_schedule
 
 
 @dataclass
@@ -130,7 +130,8 @@ def allowed(name: str, sync_every: int) -> list[Schedule]:
     """The schedules of a name, by bound."""
     if name == "async":
         return [make_schedule(name, eta, sync_every) for eta in range(max(1, sync_every - 1), 6)]
-    return [] if name == "one_step_off" and sync_every > 1 else [make_schedule(name, sync_every=sync_every)]
+    every_step_only = KINDS[name].overlaps and not KINDS[name].continuous
+    return [] if every_step_only and sync_every > 1 else [make_schedule(name, sync_every=sync_every)]
 
 
 EVERY = [schedule for name in NAMES for sync_every in (1, 2, 3) for schedule in allowed(name, sync_every)]

@@ -83,6 +83,11 @@ from streamrl.tasks.void_reward import VoidReward
         ("\\boxed{-4\\times 10^{-7}}", 4e-7, 0.0),
         ("0", 4e-7, 0.0),
         ("\\boxed{0.00005\\%}", 5e-7, 1.0),
+        ("A", "A", 1.0),
+        (" B\n", "A", 0.0),
+        ("It could be B. <answer> Paris </answer>", "Paris", 1.0),
+        ("Paris <answer>London</answer>", "Paris", 0.0),
+        ("\\boxed{C}", "C", 1.0),
     ],
 )
 def test_math_verify_compares_values(completion: str, answer: Any, reward: float) -> None:

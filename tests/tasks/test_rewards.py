@@ -115,10 +115,14 @@ def file_task(reward: str, **settings: Any) -> FileTask:
 @pytest.fixture
 def my_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_rewards.py").write_text(
-        "import numpy as np\n"
+        "import decimal\nimport numpy as np\n"
         "def length(completion, *, prompt, answer): return len(completion) + len(prompt) + answer\n"
         "def half(completion, prompt, answer, scale=0.5): return np.float32(scale)\n"
         "def yes(completion, **_): return True\n"
+        "def equal(completion, **_): return np.float64(1.0) == 1.0\n"
+        "def exact(completion, **_): return decimal.Decimal('0.25')\n"
+        "def scalar(completion, **_): return np.array(0.75)\n"
+        "def words(completion, **_): return np.array('1.0')\n"
         "def text(completion, **_): return '1.0'\n"
         "def none(completion, **_): pass\n"
         "def nan(completion, **_): return float('nan')\n"
@@ -136,7 +140,10 @@ def my_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("my_rewards")
-@pytest.mark.parametrize(("function", "reward"), [("length", 8.0), ("half", 0.5), ("yes", 1.0)])
+@pytest.mark.parametrize(
+    ("function", "reward"),
+    [("length", 8.0), ("half", 0.5), ("yes", 1.0), ("equal", 1.0), ("exact", 0.25), ("scalar", 0.75)],
+)
 def test_a_function_in_the_current_folder_is_called_with_completion_prompt_answer(function: str, reward: float) -> None:
     scorer = Scorer([file_task(f"my_rewards:{function}")], SEED)
     score = scorer.score("mine", "abc", {"prompt": "de", "answer": 3})
@@ -148,6 +155,7 @@ def test_a_function_in_the_current_folder_is_called_with_completion_prompt_answe
     ("function", "says"),
     [
         ("text", "must be one number for one completion, got str '1.0'"),
+        ("words", "must be one number for one completion, got str '1.0'"),
         ("many", r"must be one number for one completion, got list \[1.0, 0.0\]"),
         ("none", "returned None"),
         ("nan", "must be finite, got nan"),
