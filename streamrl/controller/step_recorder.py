@@ -67,7 +67,7 @@ class Recorder:
         Args:
             publishes: whether the step's weights go to generation.
         """
-        now = time.time()
+        now, clock = time.time(), time.monotonic()  # together: writing takes time, which belongs to the next step
         groups, dropped = batch.groups_trained, batch.groups_never_trained
         for group in groups:
             group.t_trained = now
@@ -88,7 +88,7 @@ class Recorder:
             lengths,
             audit,
             deferred,
-            self._costs(times, traffic),
+            self._costs(clock, times, traffic),
             self.peak_tflops,
             gap_bound,
         )
@@ -104,9 +104,9 @@ class Recorder:
         self.telemetry.step_done(row, batch, self.times.ended_trainer)
         return times
 
-    def _costs(self, times: Interval, traffic: Traffic) -> Costs | None:
-        """Return the cost of the step; None: the cluster file has no prices, so the cost is unknown."""
-        costs = self.spending.of_step(time.monotonic(), times.seconds)
+    def _costs(self, ended: float, times: Interval, traffic: Traffic) -> Costs | None:
+        """Return the cost of the step that ended at `ended`, in monotonic seconds; None: there are no prices."""
+        costs = self.spending.of_step(ended, times.seconds)
         for site, usd in traffic.usd.items():
             costs.setdefault(site, {})[LINK] = usd
         return costs if costs or self.spending.usd_per_hour else None

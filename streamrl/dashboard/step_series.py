@@ -87,7 +87,7 @@ def _columns(rows: Sequence[dict[str, float | None]]) -> dict[str, list[float | 
 
 
 def _costs(rows: Sequence[MetricsRow]) -> list[dict[str, Any]]:
-    """Return what each process, and the link to each site, has cost so far, dearest first."""
+    """Return what each process, and the link to each site, has cost in the finished steps, dearest first."""
     found: defaultdict[tuple[str, str], float] = defaultdict(float)
     for row in rows:
         for site, processes in row.usd_by_process.items():

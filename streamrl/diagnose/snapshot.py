@@ -26,6 +26,7 @@ from streamrl.run_dir.jsonl import last_lines
 from streamrl.run_dir.launcher_lock import owner
 from streamrl.run_dir.site_status import STARTING
 from streamrl.run_dir.start_stages import read_stages
+from streamrl.run_dir.status import step_began
 
 Of = TypeVar("Of")
 
@@ -324,12 +325,11 @@ def _steps(run_dir: Path) -> tuple[tuple[float, ...], float | None]:
 
 
 def _step_began(status: Mapping[str, Any] | None, last_ended: float | None) -> float | None:
-    """Return when the last step ended; for the first step since the start, when the controller began to run."""
-    if status is None or status.get("state") == "starting":
+    """Return when the present step began, as `step_began`; None also without a status."""
+    if status is None:
         return None
     running = ((status.get("roles") or {}).get("controller") or {}).get("since")
-    began = [float(value) for value in (running, last_ended) if value is not None]
-    return max(began, default=None)
+    return step_began(str(status.get("state")), None if running is None else float(running), last_ended)
 
 
 def _addresses(run_dir: Path) -> dict[str, str]:

@@ -41,7 +41,9 @@ RUN: Mapping[str, MetricKind] = {
     "run_steps": _gauge("optimizer steps completed"),
     "run_steps_target": _gauge("optimizer steps in total"),
     "status_age_seconds": _gauge("time since the controller last wrote its status, twice a second if all is well"),
-    "step_age_seconds": _gauge("time since the newest step ended, or since the start"),
+    "step_age_seconds": _gauge(
+        "time since the newest step ended, or, if later, since the controller began to run; none once all are done"
+    ),
     "step_usual_seconds": _gauge("median duration of the newest 20 steps"),
     "wait_used_ratio": _gauge("longest wait of a process as a share of its limit, at which the run ends", "owner"),
     "process_up": _gauge("1 if a process of this launcher runs, 0 if it has ended", "process", "role", "site"),

@@ -27,7 +27,7 @@ from streamrl.run_dir.jsonl import parse_row
 from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.sent_record import SentRecord
 from streamrl.run_dir.site_status import read_site
-from streamrl.run_dir.status import FINAL_STATES, RunStatus, read_status
+from streamrl.run_dir.status import FINAL_STATES, RunStatus, read_status, step_began
 from streamrl.transport.refusals import RefusalCause
 
 STATES = ("starting", "running", "stopping", *sorted(FINAL_STATES))
@@ -198,9 +198,10 @@ class RunCollector(Collector):
         for name, total in steps.sums.items():
             if name != "usd" or steps.priced:
                 found.add(name, total)
-        if not status.final:
-            ended = status.started_at if steps.newest is None else max(status.started_at, steps.newest.time)
-            found.add("step_age_seconds", max(0.0, now - ended))
+        if not status.final and status.step < status.steps:  # after the last one comes a final evaluation
+            since = {name: one.since for name, one in status.roles.items()}.get("controller")
+            began = step_began(status.state, since, None if steps.newest is None else steps.newest.time)
+            found.add("step_age_seconds", None if began is None else max(0.0, now - began))
         found.add("step_usual_seconds", statistics.median(steps.times) if steps.times else None)
         if steps.newest is None:
             return

@@ -193,10 +193,10 @@ def trainer_speed(rows: Sequence[MetricsRow]) -> str:
 
 
 def cost(rows: Sequence[MetricsRow]) -> list[tuple[str, str]]:
-    """Return the run's cost as a (label, value) pair; [] if the cluster file has no prices."""
+    """Return the cost of the finished steps as a (label, value) pair; [] if the cluster file has no prices."""
     priced = [(row.usd, row.samples_total or 0) for row in rows if row.usd is not None]
     if not priced:
         return []
     usd, samples = sum(usd for usd, _ in priced), sum(samples for _, samples in priced)
     each = f", {1000 * usd / samples:.4g} per 1,000 samples" if samples else ""
-    return [("cost at the listed prices", f"{usd:.4g} USD{each}")]
+    return [("cost of the finished steps", f"{usd:.4g} USD at the listed prices{each}")]

@@ -60,7 +60,9 @@ class MetricsRow(StepRow):
         description="longest time from a version's announcement until a site had verified it; none: no new version",
     )
     usd: float | None = Field(
-        None, description="cost of processes and link traffic at the cluster file's prices; none: it has no prices"
+        None,
+        description="cost of processes and link traffic since the step before ended (of a launch's first step: since "
+        "it began) at the cluster file's prices; none: it has no prices",
     )
     usd_per_1k_samples: float | None = None
     usd_by_process: dict[str, dict[str, float]] = Field(

@@ -275,6 +275,21 @@ class RunStatus(StatusModel):
         return now if self.is_live(now) else min(now, self.updated_at)
 
 
+def step_began(state: str, running_since: float | None, last_ended: float | None) -> float | None:
+    """Return when the present step began: when the last one ended, or when the controller began to run, if later.
+
+    Args:
+        state: the run's state.
+        running_since: when the controller entered its state, in unix seconds; None: unknown.
+        last_ended: when the newest step ended; None: none has.
+
+    Returns:
+        Unix seconds; None: it is unknown, or the run still starts.
+    """
+    began = [value for value in (running_since, last_ended) if value is not None]
+    return None if state == "starting" else max(began, default=None)
+
+
 KEPT = {"run", "state", "step", "steps", "started_at", "first_started_at", "updated_at", "model", "error"}
 """Keys of a status that is written in place of another when there is no room for a new file."""
 

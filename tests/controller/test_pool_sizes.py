@@ -331,7 +331,7 @@ def test_a_clock_that_is_set_changes_nothing_of_what_an_instance_costs(
         began = ticks["time"]
         ticks = {"time": began + shown, "monotonic": ticks["monotonic"] + real}
         interval = Interval(began, max(began, ticks["time"]), (), (), {}, {}, (), {})
-        costs = Recorder._costs(recorder, interval, traffic)
+        costs = Recorder._costs(recorder, ticks["monotonic"], interval, traffic)
         assert costs is not None
         steps.append(costs["home"].get("home-regular-2"))
     assert steps == [None, pytest.approx(3.0), pytest.approx(1.5), pytest.approx(1.5)]

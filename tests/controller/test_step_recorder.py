@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 
 from streamrl.controller.length_predictor import StepLengths
+from streamrl.controller.spending import Spending
 from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_recorder import Recorder
-from streamrl.controller.step_times import Interval, Traffic
+from streamrl.controller.step_times import Interval, StepTimes, Traffic
 from streamrl.protocol.controller_trainer import StepDone
 from streamrl.rollouts.length_audit import LengthAudit
 from streamrl.rollouts.rollout_store import RolloutStore
@@ -51,6 +53,35 @@ def test_a_step_without_a_token_is_recorded_without_staleness_and_said(
     assert (row.staleness_mean, row.staleness_max, row.mismatch_warning) == (None, None, None)
     assert (row.reward_mean, row.tokens_trained, row.output_length_max, row.samples_total) == (0.5, 0, 0.0, 4)
     assert caplog.messages == ["step 1 trained nothing: no sample of it with a reward has a sampled token"]
+
+
+def test_a_step_costs_what_was_spent_up_to_its_end_however_long_it_takes_to_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = {"time": 1e9, "monotonic": 1000.0}
+    for name in ticks:
+        monkeypatch.setattr(time, name, lambda name=name: ticks[name])
+
+    def go_on(seconds: float) -> None:
+        for name in ticks:
+            ticks[name] += seconds
+
+    times = StepTimes(started=ticks["time"])
+    rows: list[MetricsRow] = []
+    writing = iter((2.0, 0.5))
+    parts: Any = SimpleNamespace(
+        **{"train": lambda *_: go_on(next(writing)), "memory": SimpleNamespace(total_gb=1.0)},
+        **{"step_done": lambda row, *_: rows.append(row)},
+    )
+    result = StepDone(rank=0, started=0.0, finished=1.0, grad_norm=0.0, learning_rate=1e-3, skipped=False)
+    spending = Spending({("home", "trainer"): 3600.0})  # one USD per second
+    recorder = Recorder(RolloutStore(tmp_path), parts, LengthAudit(128), times, parts, spending, None)
+    for seconds in (3.0, 5.0):
+        go_on(seconds)
+        batch = taken(config(2), {"a": (1.0, 0.0), "b": (0.0, 1.0)})
+        recorder.step_done(batch, result, StepLengths(None, None), True, Traffic(), 0, 0)
+    assert [row.step_time_s for row in rows] == [pytest.approx(3.0), pytest.approx(2.0 + 5.0)]
+    assert [row.usd for row in rows] == [pytest.approx(3.0), pytest.approx(2.0 + 5.0)]
 
 
 def test_that_all_samples_are_cut_and_masked_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -22,6 +22,7 @@ from prometheus_client.samples import Sample
 
 from streamrl.config.cluster import MetricsEndpoint
 from streamrl.config.run import RunConfig
+from streamrl.diagnose.snapshot import collect
 from streamrl.exporter import metrics_server, run_collector
 from streamrl.exporter.metric_families import KINDS, STEP, full_name, step_name
 from streamrl.exporter.metrics_server import endpoint_problems, serving_metrics
@@ -208,6 +209,30 @@ def test_totals_follow_a_run_that_goes_on_and_never_fall_as_it_goes_back_to_a_ch
     assert trained() == [24, 0]
     write_steps(folder, {"step": 2, "samples_total": 8, "time": 1950.0})
     assert trained() == [32, 0], "it was trained twice"
+
+
+@pytest.mark.parametrize(
+    ("state", "step", "since", "age"),
+    [
+        ("running", 3, 1.0, 100.0),  # since the newest step ended
+        ("running", 3, NOW - 5, 5.0),  # a resume whose start took long
+        ("starting", 3, NOW - 900, None),
+        ("running", 9, 1.0, None),  # all steps are done, and their evaluation may take longer than a step
+        ("done", 9, 1.0, None),
+    ],
+)
+def test_the_age_of_a_step_counts_from_where_why_stuck_counts_and_ends_with_the_last_one(
+    folder: Path, state: str, step: int, since: float, age: float | None
+) -> None:
+    write_state(
+        folder, state=state, step=step, roles={"controller": {"role": "controller", "state": state, "since": since}}
+    )
+    write_steps(folder, {"step": step, "step_time_s": 1.0})
+    collector = RunCollector(folder, 0, lambda: NOW)
+    found = {key_of(sample): sample.value for family in collector.collect() for sample in family.samples}
+    assert found.get(("step_age_seconds",)) == age
+    began = collect(folder, ask=False).step_began
+    assert age is None or began == NOW - age
 
 
 def test_totals_of_a_resumed_run_begin_at_0(folder: Path) -> None:

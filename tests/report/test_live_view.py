@@ -435,7 +435,7 @@ def test_the_closing_summary_names_the_best_evaluation_its_checkpoint_and_a_leng
 def test_every_figure_of_the_closing_summary_is_apart_from_its_label() -> None:
     row = MetricsRow(step=1, time=0.0, samples_total=8, usd=0.5, environment_s=2.0, environment_hidden_fraction=0.5)
     figures = headline_figures([row])
-    assert ("cost at the listed prices", "0.5 USD, 62.5 per 1,000 samples") in figures
+    assert ("cost of the finished steps", "0.5 USD at the listed prices, 62.5 per 1,000 samples") in figures
     assert all(len(label) < 28 for label, _ in figures)
 
 

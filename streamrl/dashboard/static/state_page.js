@@ -57,7 +57,7 @@ function view(state, series) {
       ["reward", series.has("reward_mean") ? number(series.last("reward_mean")) : null],
       ["output length", series.has("output_length_mean") ? `${number(series.last("output_length_mean"))} tokens` : null],
       ["time per step", series.has("step_time_s") ? duration(series.last("step_time_s")) : null],
-      ["cost so far", series.usd === null ? null : `${number(series.usd)} USD`],
+      ["cost of the finished steps", series.usd === null ? null : `${number(series.usd)} USD`],
       ["cost of 1,000 samples", series.has("usd_per_1k_samples") ? `${number(series.last("usd_per_1k_samples"))} USD` : null],
       ["void rewards", series.has("void_rate") ? percent(series.last("void_rate")) : null],
       ["model", state.model], ["schedule", state.schedule], ["computes in", state.types], ["last change", moment(state.updated_at)],
@@ -123,7 +123,7 @@ function costs(series) {
   const sites = [...new Set(series.costs.map((one) => one.site))].map((site) => ({ site, usd: series.costs.filter((one) => one.site === site).reduce((sum, one) => sum + one.usd, 0) }));
   const columns = (name, key) => [[name, key], ["USD", (one) => number(one.usd), true], ["share", (one) => percent(one.usd / total), true]];
   const named = series.costs.map((one) => ({ ...one, process: one.process === "link" ? `link to ${one.site}` : one.process }));
-  return [element("h2", {}, "Costs so far, by the cluster file's prices"),
+  return [element("h2", {}, "Costs of the finished steps, by the cluster file's prices"),
     element("div", { class: "beside" }, table(columns("site", "site"), sites.sort((a, b) => b.usd - a.usd), "costs by site"),
       table([["process", "process"], ["site", "site"], ...columns("", "").slice(1)], named, "costs by process"))];
 }
