@@ -51,6 +51,7 @@ from streamrl.protocol.controller_rewards import ScoreAnswer
 from streamrl.protocol.controller_site import (
     CanaryMeasured,
     FleetChanged,
+    GivenBack,
     Parked,
     SampleBatch,
     SiteAsleep,
@@ -401,6 +402,8 @@ class Controller:
                 self.hub.refusals.count("not its own", delivery.peer, f"{delivery.kind!r}: {wrong}")
             case Parked() as parked:
                 self.issuer.parked(parked, group_of(parked.sample_id))
+            case GivenBack() as part:
+                self.intake.given_back(delivery.peer, part)
             case WeightsReady() as ready:
                 await self._weights_ready(delivery.peer, ready)
             case CanaryMeasured() as canary:

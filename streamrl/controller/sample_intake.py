@@ -30,6 +30,7 @@ from streamrl.controller.step_times import StepTimes
 from streamrl.controller.void_watch import VoidWatch
 from streamrl.errors import RunFailed
 from streamrl.protocol.controller_rewards import ScoreAnswer
+from streamrl.protocol.controller_site import GivenBack
 from streamrl.protocol.samples import sample_to_wire
 from streamrl.rollouts.ledger import Ledger, pack_content
 from streamrl.rollouts.length_audit import LengthAudit
@@ -40,6 +41,9 @@ from streamrl.transport.endpoint import Delivery
 from streamrl.transport.refusals import RefusalCause, Refusals
 
 log = logging.getLogger(__name__)
+
+MOST_PARTS = 1000
+"""Most parts of a sample that are recorded, whatever its site says."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +105,22 @@ class SampleIntake:
             self.trust.usable(peer, sample.sample_id)
             self.services.finished(sample.sample_id, group.group_id, sample.output_length)
             self.scaling.sample_came(sample, now)
-            # with rounds it may have been parked before its last part, and nothing been generated
-            began = sample.t_last_part if self.rounds.active else None
-            self.times.generating.append((sample.instance, began or sample.t_dispatched, sample.t_finished))
+            self.times.generating.append((sample.instance, sample.last_began, sample.t_finished))
             judged += self._judge(group, sample)
         if arrivals:
             self.waits.end("samples")
         self._record(judged)
+
+    def given_back(self, peer: str, part: GivenBack) -> None:
+        """Record for how long an instance had a sample that it has returned; those no longer owed are ignored."""
+        if not self.claims.owes(peer, part.sample_id):
+            return
+        evaluated = self.evaluator.generates(part.sample_id)
+        group = self.evaluator.group_of(part.sample_id) if evaluated else self.pool.groups[group_of(part.sample_id)]
+        parts = group.given_back.setdefault(part.sample_id, [])
+        if len(parts) < MOST_PARTS:
+            parts.append((part.instance, part.started, part.ended))
+            self.times.generating.append(parts[-1])
 
     def take_kept(self, kept: Sequence[KeptSample]) -> None:
         """Take samples that were kept over a resume, of groups that have just been issued, as if they had arrived.

@@ -19,6 +19,7 @@ from streamrl.protocol.controller_site import (
     FROM_SERVICE,
     CanaryMeasured,
     FleetChanged,
+    GivenBack,
     Parked,
     SiteAsleep,
     WeightsReady,
@@ -94,6 +95,8 @@ class SiteClaims:
         match delivery.body:
             case Parked(sample_id=sample_id):
                 return None if self.owes(peer, sample_id) else f"sample {sample_id!r:.99}"
+            case GivenBack() as part:
+                return own.wrong_with_given_back(part)
             case WeightsReady() if not self._services.awaits_weights(peer):
                 return "it was sent no weights"
             case WeightsReady() as ready:

@@ -18,7 +18,7 @@ from streamrl.config.generation import EightBits
 from streamrl.controller.group_source import group_of
 from streamrl.controller.weight_canary import HISTORY
 from streamrl.machine.router_shape import RouterShape
-from streamrl.protocol.controller_site import CanaryMeasured, InstanceState, WeightsReady
+from streamrl.protocol.controller_site import CanaryMeasured, GivenBack, InstanceState, WeightsReady
 from streamrl.protocol.samples import fleet_from_wire
 from streamrl.rollouts.canary import MOST_TOKENS
 from streamrl.rollouts.trajectory import (
@@ -184,6 +184,12 @@ class SiteOwn:
         foreign = [name for name in instances if not self.has_instance(name)]
         foreign += [name for name in agents if name != f"agents-{self.site}"]
         return f"speaks for {foreign[0]!r:.99}, which is not of site {self.site}" if foreign else None
+
+    def wrong_with_given_back(self, part: GivenBack) -> str | None:
+        """Return why a report on a sample that an instance has returned cannot be used, or None."""
+        if not self.has_instance(part.instance):
+            return f"names {part.instance!r:.99}, which is not of site {self.site}"
+        return None if all(map(is_unix_time, (part.started, part.ended))) else "has times that are none"
 
     def wrong_with_ready(
         self, report: WeightsReady, ordered: int, newest: int, sites: Mapping[str, object]

@@ -185,10 +185,12 @@ class Telemetry:
                 if group.kept and s.t_finished < self._started:
                     continue  # the controller before this one may have told it
                 steps = s.trajectory.steps if s.trajectory is not None else ()
+                for instance, start, end in group.given_back.get(s.sample_id, ()):
+                    self.trace.async_span(instance, group.task, start, end, id=s.sample_id, step=row.step)
                 self.trace.async_span(
                     s.instance if s.trajectory is None else f"agents-{s.site}",
                     group.task,
-                    s.t_dispatched,
+                    s.last_began,
                     s.t_finished,
                     id=s.sample_id,
                     step=row.step,

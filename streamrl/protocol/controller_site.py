@@ -182,6 +182,16 @@ class Parked(TypedMessage, frozen=True, tag="parked"):
     round: int
 
 
+class GivenBack(TypedMessage, frozen=True, tag="given_back"):
+    """An instance has returned a sample unfinished, which goes on elsewhere or later."""
+
+    sample_id: str
+    instance: str
+    started: float
+    """When the instance took it; both times are unix seconds of the controller's clock."""
+    ended: float
+
+
 class WeightsReady(TypedMessage, frozen=True, tag="weights_ready"):
     """All instances of the site serve a version."""
 
@@ -250,4 +260,4 @@ class CanaryMeasured(TypedMessage, frozen=True, tag="canary_measured"):
 
 
 FROM_CONTROLLER = (Generate, Park, Resume, Use, ScalePools, LoadWeights, Sleep, WeightCall, Finish)
-FROM_SERVICE = (SampleBatch, Parked, WeightsReady, SiteAsleep, FleetChanged, WeightAnswer, CanaryMeasured)
+FROM_SERVICE = (SampleBatch, Parked, GivenBack, WeightsReady, SiteAsleep, FleetChanged, WeightAnswer, CanaryMeasured)

@@ -26,6 +26,7 @@ class KeptTokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sample_id: str
     t_dispatched: float
     t_first_token: float
+    t_last_part: float | None = None
 
 
 class GenerateSample(TypedMessage, frozen=True, tag="generate"):
@@ -126,6 +127,8 @@ class ReleasedSample(TypedMessage, frozen=True, tag="released"):
     sample_id: str
     t_dispatched: float
     t_first_token: float
+    t_last_part: float | None = None
+    """As in `FinishedSample`."""
 
 
 class Progress(TypedMessage, frozen=True, tag="progress"):

@@ -77,6 +77,8 @@ class PartialSample:
     experts: ByteArray | None = None
     """Experts as in `Sample`; of a part that is not a sample's first: of the positions that its tokens were drawn from,
     [C, row bytes]."""
+    t_last_part: float | None = None
+    """As in `Sample`."""
 
     def __post_init__(self) -> None:
         _check_tokens(self.sample_id, self.completion_tokens, self.logprobs, self.token_versions)
@@ -157,6 +159,11 @@ class Sample:
         return len(self.sampled_versions)
 
     @property
+    def last_began(self) -> float:
+        """When its last instance took it, in unix seconds."""
+        return self.t_dispatched if self.t_last_part is None else self.t_last_part
+
+    @property
     def longest_answer(self) -> int:
         """Number of tokens of its longest answer, which `sampling.max_tokens` limits; an episode has several."""
         if self.trajectory is None:
@@ -223,6 +230,8 @@ class Group:
     Only samples for which the trainer has computed them while the group waited have an entry.
     """
     t_trained: float | None = None
+    given_back: dict[str, list[tuple[str, float, float]]] = field(default_factory=dict)
+    """What was generated of each sample before it moved or was parked: (instance, start, end), by id; unix seconds."""
 
     @property
     def complete(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -93,6 +94,22 @@ def test_a_run_that_is_continued_keeps_its_start_beside_that_of_its_controller(t
     Telemetry(context, hub, lengths).write()
     status = read_status(tmp_path)
     assert status.first_start == 990.0 and status.started_at > 2000.0
+
+
+def test_each_instance_of_a_sample_that_moved_has_a_span_in_the_trace_for_the_time_it_had_it(tmp_path: Path) -> None:
+    context: Any = SimpleNamespace(run_dir=tmp_path, run=RunConfig(), cluster=SimpleNamespace(hardware="cpu"))
+    hub: Any = SimpleNamespace(peers={}, waits=WaitRegistry("controller"), refused=dict)
+    telemetry = Telemetry(context, hub, SimpleNamespace(state=dict))  # type: ignore[arg-type]
+    group = make_group("g", (1.0,))
+    [(sample_id, one)] = group.scored.items()
+    moved = replace(one.sample, instance="tail", t_dispatched=1e9, t_last_part=1e9 + 10, t_finished=1e9 + 12)
+    group.scored[sample_id] = replace(one, sample=moved)
+    group.given_back[sample_id] = [("regular", 1e9, 1e9 + 10)]
+    batch: Any = SimpleNamespace(groups_trained=[group])
+    telemetry.step_done(MetricsRow(step=1, time=9.0), batch, [])
+    events = [event for event in events_of(tmp_path / "trace.json") if event.get("ph") in ("b", "e")]
+    spans = [(event["name"].split()[0], event["ph"], event["ts"] / 1e6) for event in events]
+    assert spans == [("regular", "b", 0), ("regular", "e", 10), ("tail", "b", 10), ("tail", "e", 12)]
 
 
 def test_a_sample_that_an_earlier_controller_may_have_told_is_not_in_the_trace_twice(tmp_path: Path) -> None:

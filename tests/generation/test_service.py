@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +18,11 @@ import pytest
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.generation.site.service import GenerationService
+from streamrl.generation.site.site_episodes import is_turn
 from streamrl.generation.site.token_journal import TokenJournal
-from streamrl.protocol.controller_site import CanaryMeasured, Finish, Generate, IssuedGroup, LoadWeights
+from streamrl.protocol.controller_site import CanaryMeasured, Finish, Generate, GivenBack, IssuedGroup, LoadWeights
 from streamrl.protocol.message import TypedMessage
-from streamrl.protocol.site_instance import FinishedSample
+from streamrl.protocol.site_instance import FinishedSample, ReleasedSample
 from streamrl.rollouts.types import PartialSample
 from streamrl.run_dir import layout, site_status
 from streamrl.run_dir.site_status import read_site
@@ -133,6 +135,33 @@ def test_finished_samples_that_die_with_a_service_are_continued_and_not_begun_an
         return {name for name in names if found.kept(name) is not None}
 
     assert asyncio.run(play(["of 1"])) == {"of 0", "of 2"}
+
+
+def test_a_request_that_is_given_back_is_reported_with_the_time_for_which_its_instance_had_it(tmp_path: Path) -> None:
+    few = {name: np.zeros(2, kind) for name, kind in (("completion_tokens", "i4"), ("logprobs", "f4"))}
+    few["token_versions"] = np.zeros(2, np.int32)
+    names = ("first", "moved", "e/0.1", "of another")
+    assert [is_turn(name) for name in names] == [False, False, True, False]
+
+    async def play() -> list[TypedMessage]:
+        async with service_in(tmp_path) as service:
+            parts = [ReleasedSample(name, 10.0, 11.0, 20.0 if name == "moved" else None) for name in names]
+            received = [
+                SimpleNamespace(body=one, kind="released", arrays=few, peer="i", ack=lambda: None) for one in parts
+            ]
+            told: list[TypedMessage] = []
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(service.reports, "put", told.append)
+                patched.setattr(service.controller.clock, "to_hub_time", lambda at: at + 100.0)
+                patched.setattr(service.dispatcher, "has", lambda instance, name: name != "of another")
+                patched.setattr(service.dispatcher, "released", AsyncMock(return_value=False))
+                patched.setattr(service.hub, "receive", AsyncMock(side_effect=received))
+                patched.setattr(time, "time", lambda: 30.0)
+                with pytest.raises(StopAsyncIteration):
+                    await service._from_instances()
+            return told
+
+    assert asyncio.run(play()) == [GivenBack("first", "i", 110.0, 130.0), GivenBack("moved", "i", 120.0, 130.0)]
 
 
 @contextlib.asynccontextmanager

@@ -157,6 +157,7 @@ def test_a_request_that_goes_on_asks_for_what_it_does_not_know_and_joins_it() ->
     assert begin == len(PROMPT) + cut - 1
     kept, more = with_experts(SHAPE, moved, part(6 - cut, None, cut), engine[begin:])
     assert kept is not None and same(join(kept, more).experts, whole)
+    assert join(kept, replace(more, t_dispatched=9.0)).t_last_part == 9.0
     for lost in (None, rows(3)):  # unknown, or not those of all of its tokens
         unknown = replace(moved, kept=replace(first, experts=lost))
         assert first_row(unknown) == 0

@@ -13,11 +13,13 @@ import pytest
 from rich.console import Console
 
 from streamrl.controller.controller import Controller
+from streamrl.controller.sample_intake import MOST_PARTS
 from streamrl.controller.site_claims import check_heartbeat
 from streamrl.protocol.controller_rewards import ScoreAnswer
 from streamrl.protocol.controller_site import (
     CanaryMeasured,
     FleetChanged,
+    GivenBack,
     InstanceState,
     Parked,
     SampleBatch,
@@ -93,15 +95,21 @@ def test_a_sample_that_makes_no_sense_is_refused_and_ends_nothing(
     assert controller.pool.missing("p1-0") == 0 and controller.ledger.counts() == {"issued": 2, "finished": 2}
 
 
-@pytest.mark.parametrize("rounds", [True, False])
-def test_the_time_for_which_a_sample_was_parked_does_not_count_as_generation(
-    controller: Controller, rounds: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(controller.intake.rounds, "active", rounds)  # else it was moved, and generated before
+def test_each_instance_of_a_sample_that_moved_or_was_parked_generated_while_it_had_it(controller: Controller) -> None:
+    part = GivenBack(sample_id="p1-0.000", instance="far-regular-0", started=0.5, ended=1.5)
+    assert not hear(controller, said("service-far", part))
     assert not hear(controller, batch("service-home", sample("home", 0)))
     assert not hear(controller, batch("service-far", sample("far", 1, t_last_part=2.5)))
-    began = 2.5 if rounds else 1.0
-    assert controller.times.generating == [("home-regular-0", 1.0, 3.0), ("far-regular-0", began, 3.0)]
+    expected = [("far-regular-0", 0.5, 1.5), ("home-regular-0", 1.0, 3.0), ("far-regular-0", 2.5, 3.0)]
+    assert controller.times.generating == expected
+    assert not hear(controller, said("service-far", part))  # as of a sample that another site goes on with by now
+    assert controller.times.generating == expected
+
+
+def test_a_site_cannot_say_without_end_that_it_has_given_back_a_sample(controller: Controller) -> None:
+    part = GivenBack(sample_id="p1-0.000", instance="far-regular-0", started=0.5, ended=1.5)
+    assert not hear(controller, *[said("service-far", part)] * (MOST_PARTS + 5))
+    assert len(controller.times.generating) == len(controller.pool.groups["p1-0"].given_back["p1-0.000"]) == MOST_PARTS
 
 
 def test_bytes_that_are_no_samples_are_refused_and_others_arrive(controller: Controller) -> None:
@@ -139,6 +147,8 @@ CANARY = np.zeros(3, np.float32)
     [
         Parked(sample_id="p0-0.000", tokens=3, round=0),
         SiteAsleep(),
+        GivenBack(sample_id="p1-0.000", instance="home-regular-0", started=1.0, ended=2.0),
+        GivenBack(sample_id="p1-0.000", instance="far-regular-0", started=1.0, ended=float("nan")),
         WeightsReady(**(LOADED | {"number": 10**9})),
         WeightsReady(**(LOADED | {"number": -1})),
         WeightsReady(**(LOADED | {"source": "nowhere"})),

@@ -27,7 +27,7 @@ ANSWERS = (
     "prepare_done estimate_done train_done step_done examine_done publish_done canary_done checkpoint_done "
     "resources_done"
 )
-SERVICE = "samples parked weights_ready asleep fleet canary_measured"
+SERVICE = "samples parked given_back weights_ready asleep fleet canary_measured"
 RELAY = "fetch again have"
 TABLE: dict[tuple[HubKind, str, bool], str] = {
     # written again by hand: (hub, role, whether from another site) -> kinds

@@ -205,7 +205,7 @@ class Engine:
         out_of_budget = completion.finish_reason == "length" and len(partial.completion_tokens) < longest
         if completion.finish_reason == "abort" or out_of_budget:
             return partial
-        sample = self._sample_of(request, partial, output, route, t_dispatched)
+        sample = self._sample_of(request, partial, output, route)
         if self.run.speculation.method == "auto":
             self._lessons.ends(request, sample.completion_tokens, int(sample.token_versions[-1]))
         return sample
@@ -233,9 +233,7 @@ class Engine:
             if self.running == 0:
                 self.busy_since = None
 
-    def _sample_of(
-        self, request: SampleRequest, whole: PartialSample, output: Any, route: str, t_dispatched: float
-    ) -> Sample:
+    def _sample_of(self, request: SampleRequest, whole: PartialSample, output: Any, route: str) -> Sample:
         """Return the finished sample of a request.
 
         Args:
@@ -243,7 +241,6 @@ class Engine:
             whole: all of its completion.
             output: vLLM's output of the part that was generated here.
             route: its route.
-            t_dispatched: unix seconds at which it arrived here.
         """
         completion = output.outputs[0]
         drafts = completion.spec_decode_metrics
@@ -261,7 +258,6 @@ class Engine:
             cached_tokens=output.num_cached_tokens or 0,
             drafted_tokens=drafts.num_draft_tokens if drafts else 0,
             accepted_tokens=sum(n * steps for n, steps in enumerate(drafts.histogram)) if drafts else 0,
-            t_last_part=t_dispatched if request.kept is not None else None,
         )
 
     @property

@@ -16,7 +16,7 @@ UNNAMED_VERSION = -1
 
 
 def join(kept: PartialSample, more: PartialSample) -> PartialSample:
-    """Join one sample's tokens from two instances, in order; the times are those of the first."""
+    """Join one sample's tokens from two instances, in order; times but `t_last_part` are those of the first."""
 
     def both(name: str) -> np.ndarray:
         return np.concatenate([getattr(kept, name), getattr(more, name)])
@@ -27,6 +27,7 @@ def join(kept: PartialSample, more: PartialSample) -> PartialSample:
         logprobs=both("logprobs"),
         token_versions=both("token_versions"),
         experts=_experts(kept, more),
+        t_last_part=more.t_dispatched,
     )
 
 

@@ -258,6 +258,13 @@ class GenerationService:
     async def _to_instance(self, name: str, kind: str, body: dict[str, Any], arrays: Arrays) -> None:
         await self.fleet.send(name, kind, body, arrays)
 
+    def _tell_given_back(self, partial: PartialSample, instance: str) -> None:
+        """Report to the controller for how long an instance had a request; it knows nothing of single turns."""
+        if not is_turn(partial.sample_id):
+            began, home = partial.t_last_part or partial.t_dispatched, self.controller.clock.to_hub_time
+            times = {"started": home(began), "ended": home(time.time())}
+            self.reports.put(controller_site.GivenBack(sample_id=partial.sample_id, instance=instance, **times))
+
     async def _tell_parked(self, partial: PartialSample) -> None:
         """Report to the controller that a request has used up its token budget."""
         parked = controller_site.Parked(
@@ -301,6 +308,7 @@ class GenerationService:
                     partial = sample_from_wire(PartialSample, body_of(released), delivery.arrays)
                     if self.dispatcher.has(delivery.peer, partial.sample_id):
                         self.journal.add(0, partial)
+                        self._tell_given_back(partial, delivery.peer)
                     if await self.dispatcher.released(partial, delivery.peer):
                         await self._tell_parked(partial)
                     delivery.ack()
