@@ -18,6 +18,7 @@ from pathlib import Path
 
 from scheduler.cost.hardware import peak_tflops
 from scheduler.cost.model_shapes import square_cost
+from streamrl.config.tasks import AgentTask
 from streamrl.controller.evaluation_runner import Evaluator
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.group_source import GroupSource, group_of, samples_of
@@ -97,7 +98,9 @@ class Controller:
         self.hub.reads = MessageReader(RIGHTS["controller"])
         self.lengths = LengthPredictor(context.run)
         self.pool = GroupPool(context.run.batch.prompts_per_step, context.run.steps)
-        self.audit = LengthAudit(context.run.sampling.max_tokens)
+        episodes = any(isinstance(task, AgentTask) for task in context.run.tasks)  # `max_tokens` is for each turn
+        longest = context.run.model.max_context if episodes else context.run.sampling.max_tokens
+        self.audit = LengthAudit(longest, limited=not episodes)
         self.telemetry = Telemetry(context, self.hub, self.lengths)
         self.ledger = Ledger(context.run_dir / layout.LEDGER)
         self.rollouts = RolloutStore(context.run_dir / layout.ROLLOUTS)

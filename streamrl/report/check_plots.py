@@ -27,7 +27,7 @@ from streamrl.report.plots import (
     new,
     whole_steps,
 )
-from streamrl.rollouts.length_audit import StepAudit
+from streamrl.rollouts.length_audit import StepAudit, has_limit
 from streamrl.run_dir.evaluations import EvaluationRow
 from streamrl.run_dir.metrics import MetricsRow
 
@@ -104,7 +104,7 @@ def length_audit_figure(steps: Sequence[int], audits: Sequence[StepAudit]) -> Fi
 
 
 def _bucket_names(edges: Sequence[int]) -> list[str]:
-    return [*(str(edge) for edge in edges[:-2]), f"{edges[-2]} (limit)"]
+    return [*(str(edge) for edge in edges[:-2]), f"{edges[-2]} ({'limit' if has_limit(edges) else 'and more'})"]
 
 
 def _distribution(

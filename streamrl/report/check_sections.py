@@ -10,7 +10,7 @@ from streamrl.report import check_plots, plots
 from streamrl.report.page import figure, note, section, table, warning_box
 from streamrl.report.run_data import RunData
 from streamrl.report.summary import NONE, count, fixed, highest, mean, number, percent, total
-from streamrl.rollouts.length_audit import StepAudit
+from streamrl.rollouts.length_audit import StepAudit, has_limit
 from streamrl.run_dir.evaluations import EvaluationRow, Scores, best
 from streamrl.run_dir.status import SINCE
 
@@ -75,11 +75,12 @@ def length_audit(data: RunData) -> str:
     if warned:
         step, warning = warned[-1]
         parts.append(warning_box(f"In {len(warned)} of {len(data.rows)} steps, last in step {step}: {warning}"))
+    last = "completions that reached the token limit" if has_limit(newest.edges) else "all longer episodes, too"
     caption = (
         "Top left: all samples of the run by length. Issued: those of each step's own batch, as far as they had a "
         "length when the step ended; finished, trained and dropped count in the step in which it happened. The last "
-        "bucket holds completions cut at the token limit. Top right: mean lengths over the newest settled batches "
-        "(those in which every sample has been trained or dropped). Below: how the lengths of each step are "
+        f"bucket holds {last}. Top right: mean lengths over the newest settled batches (those "
+        "in which every sample has been trained or dropped). Below: how the lengths of each step are "
         "distributed; darker means a larger share."
     )
     parts.append(figure(check_plots.length_audit_figure(list(same), audits), "length-audit", caption))
@@ -94,6 +95,8 @@ def length_audit(data: RunData) -> str:
 def _buckets(audits: Sequence[StepAudit]) -> list[tuple[str, ...]]:
     edges = audits[0].edges
     names = [f"{low} to {high - 1}" if high - 1 > low else str(low) for low, high in pairwise(edges)]
+    if not has_limit(edges):
+        names[-1] = f"{edges[-2]} and more"
     columns = [check_plots.over_steps(audits, kind) for kind in check_plots.KINDS]
     rows = []
     for index, name in enumerate(names):

@@ -38,7 +38,7 @@ from statistics import fmean
 import numpy as np
 
 BUCKETS = 12
-"""Buckets between 0 and the token limit; another one holds the completions that reached it."""
+"""Buckets between 0 and the longest length; with a token limit, another one holds the completions that reached it."""
 SIGNIFICANT = 0.01
 """Chance of a false alarm per window of steps; the p-value must be below this divided by the window's steps."""
 MATERIAL = 0.05
@@ -73,7 +73,8 @@ class StepAudit:
     """The account of one optimizer step; lengths in tokens."""
 
     edges: tuple[int, ...]
-    """Edges of the buckets: edges[i] <= length < edges[i + 1]; the last holds samples that reached the token limit."""
+    """Edges of the buckets: edges[i] <= length < edges[i + 1]. The last bucket is one token wide and holds the samples
+    that reached the token limit; in runs with agents, whose episodes have none, it holds all longer ones, too."""
     issued: tuple[int, ...]
     """Samples issued for this step's batch that have a length; shape of this and the next three: [buckets]."""
     finished: tuple[int, ...]
@@ -130,14 +131,15 @@ class LengthAudit:
     `end_step`.
     """
 
-    def __init__(self, max_tokens: int, window_steps: int = 20) -> None:
+    def __init__(self, longest: int, window_steps: int = 20, limited: bool = True) -> None:
         """Start an empty account.
 
         Args:
-            max_tokens: the token limit of a completion.
+            longest: the upper end of the lengths that are told apart, tokens.
             window_steps: settled cohorts that are compared, and batches after which an unsettled one is overdue.
+            limited: whether `longest` is the token limit of a sample, at which it is cut.
         """
-        self.edges = bucket_edges(max_tokens)
+        self.edges = bucket_edges(longest, limited)
         self._window = window_steps
         self._groups: dict[str, _Group] = {}
         self._finished: list[int] = []
@@ -234,13 +236,18 @@ class LengthAudit:
         return tuple(counts)
 
 
-def bucket_edges(max_tokens: int) -> tuple[int, ...]:
-    """Return rising edges from 0, in equal ratios up to the limit, and one bucket for completions that reach it.
+def bucket_edges(longest: int, limited: bool = True) -> tuple[int, ...]:
+    """Return rising edges from 0, in equal ratios up to `longest`; if it is a limit, also a bucket for what reaches it.
 
-    There is one bucket below max_tokens / 64; each further one is about 1.5 times as wide as the previous.
+    There is one bucket below longest / 64; each further one is about 1.5 times as wide as the previous.
     """
-    inner = np.geomspace(max(1.0, max_tokens / 64), max_tokens, BUCKETS)
-    return tuple(sorted({0, *(round(edge) for edge in inner), max_tokens, max_tokens + 1}))
+    inner = np.geomspace(max(1.0, longest / 64), longest, BUCKETS)
+    return tuple(sorted({0, *(round(edge) for edge in inner), longest, *([longest + 1] if limited else [])}))
+
+
+def has_limit(edges: Sequence[int]) -> bool:
+    """Return whether the last bucket between these edges holds the samples that reached a limit, and no others."""
+    return edges[-1] - edges[-2] == 1
 
 
 def ks_test(some: Sequence[float], others: Sequence[float]) -> tuple[float, float]:

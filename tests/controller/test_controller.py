@@ -21,13 +21,14 @@ from streamrl.errors import RestartNeeded, RunFailed, UserError
 from streamrl.protocol.controller_rewards import ScoreAnswer
 from streamrl.protocol.operator import CheckpointNow
 from streamrl.rollouts.kept_micro_batches import KeptMicroBatches, KeptStep
+from streamrl.rollouts.length_audit import has_limit
 from streamrl.run_dir import layout
 from streamrl.run_dir.evaluations import read_evaluations
 from streamrl.run_dir.status import read_status
 from tests.report.synthetic import make_row
 from tests.security.conftest import controller as controller
 from tests.security.conftest import sent as sent
-from tests.security.hostile_world import OWN, SITES, Sent, batch, hear, said, sample
+from tests.security.hostile_world import OWN, SITES, Sent, batch, hear, said, sample, two_sites
 
 
 def evaluating(controller: Controller) -> Evaluator:
@@ -202,3 +203,13 @@ def test_other_sites_are_told_of_an_end_only_if_the_launcher_does_not_start_the_
     status = read_status(controller.context.run_dir)
     assert status.state == state and told == [one for one in ("failed",) if one == state]
     assert status.error == (str(error) if told else None)
+
+
+@pytest.mark.parametrize("agents", [False, True])
+def test_the_limit_of_a_call_is_no_limit_of_the_lengths_of_episodes(tmp_path: Path, sent: Sent, agents: bool) -> None:
+    kind = {"kind": "agent", "run": "m:f"} if agents else {"kind": "file", "reward": "exact_match"}
+    changes = {"tasks": [{"name": "a", "path": "p"} | kind], "sampling": {"max_tokens": 64}}
+    with two_sites(tmp_path, sent, **changes) as controller:
+        edges = controller.audit.end_step(1).edges
+        assert edges[-1] == (controller.config.model.max_context if agents else 64 + 1)
+    assert has_limit(edges) is not agents

@@ -89,9 +89,9 @@ def make_row(step: int, **changes: Any) -> MetricsRow:
     return MetricsRow(**(values | changes))
 
 
-def audit_of(step: int = 1, dropped: int = 0, limit: int = 96) -> StepAudit:
+def audit_of(step: int = 1, dropped: int = 0, limit: int = 96, limited: bool = True) -> StepAudit:
     """The audit of a step with 64 samples in 64 groups, of which the first `dropped` are too stale."""
-    audit, chance = LengthAudit(limit), random.Random(step)
+    audit, chance = LengthAudit(limit, limited=limited), random.Random(step)
     for index in range(64):
         name, length = f"g{index}", min(limit, int(chance.lognormvariate(3.4, 0.7)) + 1)
         audit.issued(step, name, 1)

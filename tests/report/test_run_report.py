@@ -501,6 +501,19 @@ def test_the_audit_table_counts_every_fate_by_length(make_run: RunMaker) -> None
     assert row is not None and row.group(1) == "192192186" + "6"
 
 
+@pytest.mark.parametrize(
+    ("limited", "shown"), [(True, ("96", "reached the token limit")), (False, ("66 and more", "all longer episodes"))]
+)
+def test_only_lengths_that_were_cut_are_said_to_be_at_the_limit(
+    make_run: RunMaker, drawn: Callable[..., None], limited: bool, shown: tuple[str, str]
+) -> None:
+    drawn("length-audit")
+    page, text = page_of(make_run(2, audit=audit_of(limited=limited), rollouts=False, trace=False))
+    name, caption = shown
+    assert f">{name}</td>" in text and caption in page.text
+    assert ("96 (limit)" in text) is limited and ("66 (and more)" in text) is not limited
+
+
 @pytest.mark.usefixtures("undrawn")
 def test_lengths_audited_under_another_token_limit_are_left_out_of_the_sums(make_run: RunMaker) -> None:
     run_dir = make_run(2, rollouts=False, trace=False)

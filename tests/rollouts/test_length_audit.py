@@ -13,6 +13,7 @@ from streamrl.rollouts.length_audit import (
     LengthComparison,
     StepAudit,
     bucket_edges,
+    has_limit,
     ks_test,
 )
 
@@ -201,3 +202,13 @@ def test_buckets_rise_and_reach_the_limit(limit: int) -> None:
 def test_equal_sets_have_a_p_value_of_one() -> None:
     statistic, p_value = ks_test([1, 2, 3, 4], [1, 2, 3, 4])
     assert statistic == 0 and p_value == 1
+
+
+@pytest.mark.parametrize("longest", [16, 64, 1024, 32768])
+def test_without_a_limit_the_last_bucket_holds_all_that_is_longer(longest: int) -> None:
+    audit = LengthAudit(longest, limited=False)
+    assert list(audit.edges) == sorted(set(audit.edges)) and (audit.edges[0], audit.edges[-1]) == (0, longest)
+    assert not has_limit(audit.edges) and has_limit(bucket_edges(longest))
+    audit.issued(1, "a", 3)
+    finish(audit, "a", [longest - 1, longest, 5 * longest])
+    assert audit.end_step(1).finished[-1] == 3
