@@ -142,7 +142,8 @@ def group_view(table: SampleTable, group_id: str, decode: Decoder | None, skips_
     Raises:
         OSError, pa.ArrowException: a file cannot be read.
     """
-    chosen = table.select(SampleFilter(group_id=group_id, sort="step", descending=False))[:MOST_MEMBERS]
+    every = table.select(SampleFilter(group_id=group_id, sort="step", descending=False))
+    chosen = every[:MOST_MEMBERS]
     if not len(chosen):
         return None
     members = []
@@ -158,7 +159,8 @@ def group_view(table: SampleTable, group_id: str, decode: Decoder | None, skips_
         text = _last_answer(told) if told else _text(first, "completion", decode, shorten)
         members.append(light | {"text": text, "why": why_not_trained(light, rewarded, skips_flat)})
     others = table.groups_beside(int(chosen[0]))
-    return {"group_id": group_id, "step": members[0]["step"], "prompt": prompt, "members": members, "others": others}
+    view = {"group_id": group_id, "step": members[0]["step"], "samples": len(every)}
+    return view | {"prompt": prompt, "members": members, "others": others}
 
 
 def token_columns(record: dict[str, Any], decode: Decoder | None, most: int | None) -> dict[str, Any]:

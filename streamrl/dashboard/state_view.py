@@ -47,8 +47,9 @@ def state_view(folder: Path, now: float) -> dict[str, Any]:
     if not folder.is_dir():
         raise FileNotFoundError(folder)
     notes = [f"{phrase}, and is not read." for phrase in strange_entries(folder, deep=False)]
-    status = _status(folder, notes)
     stages = _stages(folder)
+    starts = any(not stage.ready for stage in stages.values()) or not _has_run(folder)
+    status = _status(folder, notes, starts)
     folders = _site_folders(folder)
     started = _started(folders, notes)
     sites = {site: told for site, path in folders.items() if (told := _site(path))}
@@ -57,7 +58,7 @@ def state_view(folder: Path, now: float) -> dict[str, Any]:
         "name": folder.name,
         "folder": str(folder),
         "now": now,
-        "state": _state_word(folder, status, sites),
+        "state": _state_word(status, sites, starts),
         "live": status is not None and status.is_live(now),
         "trouble": [text for text in (status and status.error, status and stale_message(status, now)) if text],
         "processes": _processes(status, stages, started, seen),
@@ -82,13 +83,13 @@ def state_view(folder: Path, now: float) -> dict[str, Any]:
     return clean
 
 
-def _status(folder: Path, notes: list[str]) -> RunStatus | None:
+def _status(folder: Path, notes: list[str], starts: bool) -> RunStatus | None:
     try:
         return read_status(folder)
     except (UserError, OSError) as error:
         if (folder / layout.STATUS).exists():
             notes.append(f"The run's state is unknown: {error}.")
-        elif not (folder / layout.SITE_STATUS).exists() and _has_run(folder):
+        elif not (folder / layout.SITE_STATUS).exists() and not starts:
             notes.append(f"There is no {layout.STATUS}, so only what the other files say is shown.")
         return None
 
@@ -129,12 +130,13 @@ def _has_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in (layout.STATUS, layout.METRICS, layout.ROLLOUTS))
 
 
-def _state_word(folder: Path, status: RunStatus | None, sites: dict[str, SiteStatus]) -> str:
+def _state_word(status: RunStatus | None, sites: dict[str, SiteStatus], starts: bool) -> str:
+    """Return the run's state; `starts`: whether a run without a status starts, be it one that has steps already."""
     if status is not None:
         return status.state
     if "" in sites:
         return sites[""].state
-    return "unknown" if _has_run(folder) else "starting"
+    return "starting" if starts else "unknown"
 
 
 def _processes(

@@ -7,9 +7,10 @@ first, and goes on where it was when it is asked again.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,8 @@ SEARCH_S = 1.5
 """Seconds after which a search stops until it is asked again; the file that it is at is finished first."""
 BATCH = 512
 """Rows that are read at once."""
+MOST_MATCHED = 100
+"""Characters of a text by which conversations are chosen to be looked through: a longer pattern takes much memory."""
 KEPT_TEXTS = 8
 """Texts whose results are kept."""
 
@@ -77,7 +80,7 @@ def rows_with(path: Path, text: str) -> npt.NDArray[np.int64]:
     Raises:
         OSError, pa.ArrowException: the file cannot be read.
     """
-    forms = list(dict.fromkeys(json.dumps(text, ensure_ascii=ascii)[1:-1] for ascii in (False, True)))
+    written = _in_json(text[:MOST_MATCHED])
     found = []
     begin = 0
     with open_parquet(path, path.parents[1]) as file:
@@ -89,22 +92,32 @@ def rows_with(path: Path, text: str) -> npt.NDArray[np.int64]:
             for name in names:
                 column = batch.column(name)
                 if name == CONVERSATION:
-                    for row in np.flatnonzero(_matching(column, forms) & ~has):
+                    may_have = _bools(pc.match_substring_regex(column, written, ignore_case=True))
+                    for row in np.flatnonzero(may_have & ~has):
                         has[row] = _is_said(column[int(row)].as_py(), text.casefold())
                 else:
-                    has |= _matching(column, [text])
+                    has |= _bools(pc.match_substring(column, text, ignore_case=True))
             found.append(begin + np.flatnonzero(has))
             begin += len(batch)
     return np.concatenate(found) if found else np.zeros(0, np.int64)
 
 
-def _matching(column: pa.Array, forms: Sequence[str]) -> npt.NDArray[np.bool_]:
-    """Return which values have one of some texts in them."""
-    has = np.zeros(len(column), bool)
-    for one in forms:
-        match = pc.fill_null(pc.match_substring(column, one, ignore_case=True), False)
-        has |= match.to_numpy(zero_copy_only=False)
-    return has
+def _bools(matches: pa.Array) -> npt.NDArray[np.bool_]:
+    found: npt.NDArray[np.bool_] = pc.fill_null(matches, False).to_numpy(zero_copy_only=False)
+    return found
+
+
+def _in_json(text: str) -> str:
+    """Return a pattern of a text in JSON, in upper and lower case.
+
+    Files of earlier versions have an escape for each character that is not ASCII, of which no search knows the case.
+    """
+    pattern = []
+    for one in text:
+        cases = (one,) if one.isascii() else (one, one.lower(), one.upper())
+        forms = dict.fromkeys(json.dumps(case, ensure_ascii=ascii)[1:-1] for case in cases for ascii in (False, True))
+        pattern.append(f"(?:{'|'.join(map(re.escape, forms))})" if len(forms) > 1 else re.escape(*forms))
+    return "".join(pattern)
 
 
 def _is_said(conversation: str, text: str) -> bool:

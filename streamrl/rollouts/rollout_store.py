@@ -129,7 +129,7 @@ def _rows(group: Group, sample_id: str) -> list[dict[str, object]]:
     if (trajectory := sample.trajectory) is None:
         return [first]
     told = {"messages": trajectory.messages, "steps": msgspec.to_builtins(trajectory.steps)}
-    first["conversation"] = json.dumps(told)
+    first["conversation"] = json.dumps(told, ensure_ascii=False)
     first["metrics"] = trajectory.metrics
     parts = [
         {

@@ -120,9 +120,9 @@ def page(browser: Any) -> Iterator[Any]:
 
 
 PAGES = {
-    "#/?compare=demo,other": ".js-plotly-plot .legend",
+    "#/?compare=demo&compare=other": ".js-plotly-plot .legend",
     "#/run/demo": "text=Who waits for whom",
-    "#/run/other": "text=Costs so far",
+    "#/run/other": "text=Costs of the finished steps",
     "#/run/demo/curves": ".js-plotly-plot",
     "#/run/demo/timeline": ".js-plotly-plot .bars",
     "#/run/demo/samples": ".row >> text=a.0",
@@ -239,6 +239,20 @@ def test_a_text_is_searched_in_all_samples(page: Any, address: str, runs: Path) 
     assert sorted(page.locator(".row span:first-child").all_inner_texts()) == ["s2g00125.0", "s4g00125.0"]
     page.get_by_role("button", name="all samples").click()
     page.get_by_text("100,000 of 100,000 samples").wait_for()
+
+
+def test_runs_of_any_name_are_compared_also_after_a_reload(page: Any, address: str, runs: Path) -> None:
+    names = ("50%", "a,b", "a+b c")
+    for name in names:
+        write_run(runs / name, 1)
+    page.goto(f"{address}#/")
+    for name in names:
+        page.get_by_label(f"compare {name}", exact=True).check()
+    page.reload()
+    for name in names:
+        page.get_by_label(f"compare {name}", exact=True).and_(page.locator(":checked")).wait_for()
+    for name in names:
+        shutil.rmtree(runs / name)
 
 
 def test_groups_are_compared_and_the_chain_of_waits_is_live(page: Any, address: str, runs: Path) -> None:

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from streamrl.dashboard.sample_detail import (
     MOST_CHARACTERS,
+    MOST_MEMBERS,
     MOST_TOKENS,
     group_view,
     read_rows_at,
@@ -210,3 +211,11 @@ def test_groups_of_the_same_prompt_and_of_the_same_step_are_offered_beside_a_gro
         "prompt": [{"group_id": "c", "step": 2, "reward": 0.25}],
         "step": [{"group_id": "b", "step": 1, "reward": 0.0}],
     }
+
+
+def test_a_group_says_how_many_samples_it_has_beside_those_that_are_shown(tmp_path: Path) -> None:
+    sizes = {"a": MOST_MEMBERS + 6, "b": 3}
+    table = table_of(tmp_path, [a_sample(f"{name}.{n:03}") for name, size in sizes.items() for n in range(size)])
+    views = [group_view(table, name, None, True) for name in sizes]
+    counts = [(view["samples"], len(view["members"])) for view in views if view]
+    assert counts == [(MOST_MEMBERS + 6, MOST_MEMBERS), (3, 3)]

@@ -235,6 +235,25 @@ def test_a_text_is_found_in_prompts_answers_and_every_row_of_an_episode(tmp_path
     assert set(ids(found, text="wombat", step_max=1, group_id="b")) == {"b.0"}
 
 
+@pytest.mark.parametrize("escaped", [False, True], ids=["plain", "as an earlier version wrote it"])
+def test_upper_and_lower_case_are_the_same_in_conversations_of_all_letters(tmp_path: Path, escaped: bool) -> None:
+    said = {"messages": [{"role": "user", "content": "Привет, École (😀)\n" + "Ж" * 500}], "steps": []}
+    episode = a_sample("e.0", prompt="", completion="", conversation=json.dumps(said, ensure_ascii=escaped))
+    write_samples(tmp_path, 1, [episode, a_sample("a.0", prompt="привет")])
+    found = SampleTable(tmp_path)
+    found.look()
+    for text, expected in {
+        "привет": {"e.0", "a.0"},
+        "ПРИВЕТ": {"e.0", "a.0"},
+        "ПРИвет, é": {"e.0"},
+        "ÉCOLE (😀)\n": {"e.0"},
+        "ж" * 500: {"e.0"},
+        "ж" * 501: set(),
+        "u0416": set(),
+    }.items():
+        assert set(ids(found, text=text)) == expected, text
+
+
 def test_a_search_that_takes_long_is_continued_newest_files_first(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     for step in (1, 2, 3):
         write_samples(tmp_path, step, [a_sample(f"g{step}.0", step=step)])

@@ -18,7 +18,7 @@ from streamrl.dashboard.watched_run import WatchedRuns
 from streamrl.errors import UserError
 from streamrl.run_dir.instance_files import StartedProcess, write_started
 from streamrl.run_dir.site_status import write_site
-from streamrl.run_dir.start_stages import say
+from streamrl.run_dir.start_stages import READY, say
 from streamrl.run_dir.status import write_status
 from tests.report.synthetic import make_row, make_status, write_run
 
@@ -96,6 +96,18 @@ def test_a_run_that_starts_has_its_stages(tmp_path: Path) -> None:
     view = state_view(tmp_path, NOW)
     assert view["state"] == "starting" and view["notes"] == []
     assert view["processes"][0] | {"state": "starting", "detail": "loading the model"} == view["processes"][0]
+
+
+def test_a_resumed_run_starts_until_its_controller_reports_though_it_has_steps(tmp_path: Path) -> None:
+    write_run(tmp_path / "demo", 2)
+    (tmp_path / "demo" / "status.json").unlink()
+    for process, stage in (("trainer", READY), ("controller", "loading the tokenizer and the tasks")):
+        say(tmp_path / "demo", process, stage)
+    view = state_view(tmp_path / "demo", NOW)
+    assert (view["state"], view["notes"]) == ("starting", [])
+    say(tmp_path / "demo", "controller", READY)  # all have started, so the status was lost since
+    view = state_view(tmp_path / "demo", NOW)
+    assert view["state"] == "unknown" and "no status.json" in view["notes"][0]
 
 
 def test_a_run_that_has_only_its_configuration_so_far_starts(tmp_path: Path) -> None:

@@ -200,6 +200,15 @@ def test_each_row_of_an_episode_is_a_row_of_its_file_and_the_conversation_is_in_
     assert table[1]["conversation"] is None and table[2]["conversation"] is not None
 
 
+def test_conversations_are_written_with_all_letters_as_they_are_which_a_search_can_read(tmp_path: Path) -> None:
+    group = agent_group([OTHER], [OTHER])
+    for sample_id, one in group.scored.items():
+        told = msgspec.structs.replace(trajectory([OTHER]), messages=[{"role": "user", "content": "Żory"}])
+        group.scored[sample_id] = replace(one, sample=replace(one.sample, trajectory=told))
+    table = pq.read_table(RolloutStore(tmp_path).write(4, [group])).to_pylist()
+    assert all('"Żory"' in row["conversation"] for row in table)
+
+
 def test_a_report_shows_the_numbers_of_an_episode_and_reads_files_without_them(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     path = RolloutStore(run_dir / layout.ROLLOUTS).write(4, [agent_group([TWO_TURNS, FORK])])

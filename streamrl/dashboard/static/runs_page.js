@@ -12,7 +12,7 @@ const COMPARED = [
 ];
 
 export function runsPage(main, query) {
-  const chosen = new Set((query.get("compare") ?? "").split(",").filter(Boolean).map(decodeURIComponent));
+  const chosen = new Set(query.getAll("compare"));
   const list = element("div");
   const compare = element("div");
   const charts = COMPARED.map(([name, title]) => [name, new Chart(title)]);
@@ -21,8 +21,8 @@ export function runsPage(main, query) {
 
   function choose(id, on) {
     on ? chosen.add(id) : chosen.delete(id);
-    const text = [...chosen].map(encodeURIComponent).join(",");
-    history.replaceState(null, "", text ? `#/?compare=${text}` : "#/");
+    const text = new URLSearchParams([...chosen].map((one) => ["compare", one])).toString();
+    history.replaceState(null, "", text ? `#/?${text}` : "#/");
     refresh();
   }
 

@@ -128,7 +128,7 @@ export function groupPage(main, run, query) {
       ids.length > 1 && element("h2", {}, `Group ${group.group_id}, step ${number(group.step)} `,
         element("button", { type: "button", "aria-label": `leave out group ${group.group_id}`, onclick: () => { location.hash = shown(ids.filter((id) => id !== group.group_id)); } }, "×")),
       element(ids.length > 1 ? "h3" : "h2", {}, "Prompt"), element("div", { class: "text", tabindex: "0" }, group.prompt ?? "(only tokens are known)"),
-      element(ids.length > 1 ? "h3" : "h2", {}, `${group.members.length} samples`), element("div", { class: "members", tabindex: "0", role: "region", "aria-label": `samples of group ${group.group_id}` }, group.members.map((one) => member(run, one))));
+      element(ids.length > 1 ? "h3" : "h2", {}, group.members.length < group.samples ? `${number(group.members.length)} of ${number(group.samples)} samples` : `${number(group.samples)} samples`), element("div", { class: "members", tabindex: "0", role: "region", "aria-label": `samples of group ${group.group_id}` }, group.members.map((one) => member(run, one))));
   }
 
   Promise.all(ids.map((id) => askRun(run, "group", { id }))).then((groups) => body.replaceChildren(...[groups.length && choice(groups[0]), ...groups.map(groupView)].filter(Boolean)),
