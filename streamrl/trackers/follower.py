@@ -8,7 +8,6 @@ try stays, and the follower says so.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pyarrow as pa
 
@@ -28,22 +27,15 @@ Opener = Callable[[TrackerConfig, TrackedRun, SentRows], Tracker]
 
 
 class NewRows(AppendedRows[AnyRow]):
-    """The rows of a file that were not dealt with yet; those of a file that began anew are dealt with again."""
-
-    def __init__(self, path: Path, model: type[AnyRow]) -> None:
-        super().__init__(path, model)
-        self._generation, self._done = 0, 0
+    """The rows of a file that were not dealt with yet; others are not held. Those of one that began anew come again."""
 
     def open_rows(self) -> list[AnyRow]:
         """Read what is new and return the rows that are open, the oldest first."""
-        rows = self.look()
-        if self._generation != self.generation:
-            self._generation, self._done = self.generation, 0
-        return rows[self._done :]
+        return list(self.look())
 
     def close_first(self) -> None:
         """Take the first open row as dealt with."""
-        self._done += 1
+        del self.rows[0]
 
 
 class RunFollower:

@@ -76,6 +76,17 @@ def test_a_reader_gets_only_rows_that_it_has_not_seen(tmp_path: Path) -> None:
     assert rows.since("nonsense")[1] and rows.since(f"{rows.generation}.99")[1] and rows.since("-1.-1")[1]
 
 
+def test_a_row_that_is_held_takes_little_more_memory_than_its_values(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with RowWriter(path, MetricsRow) as writer:
+        for step in range(1, 21):
+            writer.append(make_row(step))
+    rows = AppendedRows(path, MetricsRow)
+    rows.look()
+    assert len({id(row.model_fields_set) for row in rows.rows}) == 1  # a set of all names is as large as the values
+    assert rows.rows == [make_row(step) for step in range(1, 21)]
+
+
 def test_the_newest_row_is_the_last_whole_one_of_the_end_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     assert newest_row(path, MetricsRow) is None

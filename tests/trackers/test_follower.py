@@ -36,7 +36,9 @@ def test_each_row_is_sent_once_under_documented_names_while_the_run_goes_on(tmp_
         following.send()
         following.send()
         train(tmp_path, range(4, 6))
+        assert following.waiting == 2
         following.send()
+        assert following.waiting == 0 and following._steps.rows == [], "they are not held"
     assert tracker.numbers == [1, 2, 3, 4, 5]
     assert tracker.steps[1] == (
         2,
