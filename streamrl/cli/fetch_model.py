@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from pathlib import Path
@@ -40,7 +41,7 @@ def fetch_with_progress(name: str, out: Path | None) -> Path:
     """
     click.echo(f"{name}: looking for it on this machine")  # at once: the imports take seconds
     from streamrl.machine.model_files import fetch
-    from streamrl.report.terminal import TextConsole
+    from streamrl.report.terminal import TextConsole, redraws
 
     console = TextConsole(highlight=False)
     phases = Phases(name)
@@ -48,11 +49,12 @@ def fetch_with_progress(name: str, out: Path | None) -> Path:
 
     def tell(doing: str) -> None:
         """Update the live line or, without a terminal, print one line per phase."""
-        status.update(f"{name}: {doing}")
+        if status is not None:
+            status.update(f"{name}: {doing}")
         say(phases.doing(doing, time.monotonic()))
 
     def say(line: str) -> None:
-        if line and not console.is_terminal:
+        if line and status is None:
             console.print(line, soft_wrap=True)
 
     def keep_saying() -> None:
@@ -60,7 +62,7 @@ def fetch_with_progress(name: str, out: Path | None) -> Path:
             say(phases.still(time.monotonic()))
 
     beside = threading.Thread(target=keep_saying, daemon=True)
-    with console.status(f"{name}: starting") as status:
+    with console.status(f"{name}: starting") if redraws(console) else contextlib.nullcontext() as status:
         beside.start()
         try:
             folder = fetch(name, tell, out)

@@ -16,7 +16,7 @@ from streamrl.errors import UserError
 from streamrl.report.panels import BAD_STATES, render, render_start, stale_message, step_line, time_left
 from streamrl.report.start_lines import StartLines, begun_at, present
 from streamrl.report.summary import duration, headline_figures
-from streamrl.report.terminal import TextConsole
+from streamrl.report.terminal import TextConsole, redraws
 from streamrl.run_dir import layout
 from streamrl.run_dir.appended_lines import AppendedRows
 from streamrl.run_dir.checkpoints import CheckpointFolder
@@ -107,8 +107,8 @@ class PlainLines:
         if status is not None:
             mismatch = "warning: ", status.verified.mismatch
             for about, note in (("schedule: ", status.schedule_note), ("", status.ranker.note), mismatch):
-                if note != self._notes.get(about, ""):
-                    self._notes[about] = note
+                before, self._notes[about] = self._notes.get(about, ""), note
+                if note and note != before:  # a controller that starts anew has none at first
                     found.append(about + note)
             found += self._scaling_lines(status)
             found += self._site_lines(status)
@@ -223,13 +223,13 @@ class LiveView:
 
         Args:
             run_dir: the run folder; it may not hold a run yet.
-            plain: lines instead of a picture; default: lines unless on a terminal.
+            plain: lines instead of a picture; default: lines unless on a terminal on which a picture can be redrawn.
             console: where to write; default: standard output.
             clock: returns unix seconds.
         """
         self.run_dir = run_dir
         self._console = console or TextConsole(highlight=False)
-        self._plain = not self._console.is_terminal if plain is None else plain
+        self._plain = not redraws(self._console) if plain is None else plain
         self._clock = clock
         self._steps = AppendedRows(run_dir / layout.METRICS, MetricsRow)
         self._evaluations = AppendedRows(run_dir / layout.EVALUATIONS, EvaluationRow)
@@ -302,7 +302,7 @@ class LiveView:
 
     def say(self, line: str) -> None:
         """Print a line of the launcher."""
-        width = None if self._console.is_terminal else PLAIN_WIDTH
+        width = None if self._console.file.isatty() else PLAIN_WIDTH
         self._console.print(Text(line), soft_wrap=True, width=width)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -27,6 +29,9 @@ class TextConsole(Console):
     """
 
     def __init__(self, **options: Any) -> None:
+        # an empty FORCE_COLOR asks for nothing (force-color.org), but rich takes no output for a terminal then
+        if os.environ.get("FORCE_COLOR") == "" and os.environ.get("TTY_COMPATIBLE", "") not in ("0", "1"):
+            options.setdefault("force_terminal", (options.get("file") or sys.stdout).isatty())
         super().__init__(markup=False, emoji=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
@@ -41,9 +46,18 @@ class TextConsole(Console):
 def terminal(piped_width: int = PIPED_WIDTH) -> Console:
     """Return a console; if the output is no terminal, it has `piped_width` columns."""
     console = TextConsole(highlight=False)
-    if not console.is_terminal:
+    if not console.file.isatty():
         console.width = piped_width
     return console
+
+
+def redraws(console: Console) -> bool:
+    """Return whether what is written can be replaced: on a terminal that can do that, whatever colours are wanted.
+
+    With FORCE_COLOR, rich takes a pipe for a terminal, too.
+    """
+    able = console.is_terminal and console.is_interactive and not console.is_dumb_terminal
+    return able and console.file.isatty()
 
 
 def plain_table(*columns: str, text_columns: int | None = None) -> Table:

@@ -12,6 +12,7 @@ from rich.console import Console
 from streamrl.report.live_view import LiveView, PlainLines
 from streamrl.report.panels import render, step_line
 from streamrl.report.summary import bars, duration, headline_figures, histogram, number
+from streamrl.report.terminal import TextConsole
 from streamrl.run_dir.evaluations import EvaluationRow, read_evaluations
 from streamrl.run_dir.jsonl import RowWriter
 from streamrl.run_dir.metrics import MetricsRow, read_metrics
@@ -20,13 +21,20 @@ from streamrl.run_dir.status import RunStatus, read_status, write_status
 from tests.report.synthetic import START, STEP_S, RunMaker, make_evaluation, make_row, make_status
 
 
+class Terminal(io.StringIO):
+    """Output that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 class Screen:
     """A console whose output can be read, and a clock that is set by hand."""
 
-    def __init__(self, terminal: bool, width: int = 110) -> None:
-        self.buffer = io.StringIO()
+    def __init__(self, terminal: bool, width: int = 110, height: int = 60) -> None:
+        self.buffer = Terminal() if terminal else io.StringIO()
         self.now = START
-        self.console = Console(file=self.buffer, force_terminal=terminal, width=width, color_system=None)
+        self.console = Console(file=self.buffer, width=width, height=height, color_system=None)
 
     def view(self, run_dir: Path) -> LiveView:
         return LiveView(run_dir, console=self.console, clock=lambda: self.now)
@@ -120,6 +128,18 @@ def test_a_log_tells_each_change_of_trust_once(tmp_path: Path) -> None:
     assert lines == ["trusted after step 3", "not trusted any more"]
 
 
+def test_a_controller_that_starts_anew_and_has_no_notes_yet_makes_no_empty_lines() -> None:
+    log = PlainLines([])
+
+    def lines(**notes: object) -> list[str]:
+        return log.lines(RunStatus.model_validate(make_status(3, 20, START, roles={}, **notes)), [], START)
+
+    found = {"schedule_note": "async", "ranker": {"note": "trusted"}, "verified": {"mismatch": "off"}}
+    assert lines(**found)[1:] == ["schedule: async", "trusted", "warning: off"]
+    assert lines() == []
+    assert lines(**found) == ["schedule: async", "trusted", "warning: off"]  # what the new one has found
+
+
 def test_a_failed_run_shows_its_error(make_run: RunMaker) -> None:
     run_dir = make_run(2, rollouts=False, trace=False, state="failed", error="here-regular-0 died: [out of memory]")
     assert "here-regular-0 died: [out of memory]" in picture(run_dir, START + 500)
@@ -155,6 +175,26 @@ def test_on_a_terminal_the_view_is_drawn_and_left_standing(make_run: RunMaker) -
     with screen.view(run_dir) as view:
         view.refresh()
     assert "here-regular-0" in screen.buffer.getvalue()
+
+
+COLOURS = ({}, {"FORCE_COLOR": "1"}, {"FORCE_COLOR": ""}, {"TTY_COMPATIBLE": "1"}, {"TTY_INTERACTIVE": "1"})
+
+
+@pytest.mark.parametrize("colours", COLOURS, ids=str)
+@pytest.mark.parametrize(("terminal", "kind"), [(False, "xterm"), (True, "dumb"), (True, "xterm")])
+def test_a_picture_is_drawn_on_a_terminal_that_can_replace_it_whatever_is_said_of_colours(
+    make_run: RunMaker, monkeypatch: pytest.MonkeyPatch, terminal: bool, kind: str, colours: dict[str, str]
+) -> None:
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"TERM": kind, **colours}.items():
+        monkeypatch.setenv(name, value)
+    run_dir, buffer = make_run(2, rollouts=False, trace=False), Terminal() if terminal else io.StringIO()
+    with LiveView(run_dir, console=TextConsole(file=buffer), clock=lambda: START + 80) as view:
+        view.refresh()
+        drawn = terminal and kind == "xterm"
+        assert ("here-regular-0" in buffer.getvalue()) == drawn
+        assert (buffer.getvalue() == "[1m20s] demo: running\n") == (not drawn)
 
 
 def test_before_the_controller_reports_the_view_says_so(tmp_path: Path) -> None:

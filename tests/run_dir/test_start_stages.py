@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.cli.fetch_model import Phases
+from streamrl.cli.fetch_model import Phases, fetch_with_progress
 from streamrl.cli.status import command as status_command
 from streamrl.errors import UserError
 from streamrl.launcher import supervisor
@@ -263,6 +264,19 @@ def test_status_shows_a_run_whose_controller_has_not_written_yet(tmp_path: Path)
     assert "importing torch" in CliRunner().invoke(status_command, [str(tmp_path)]).output
     empty = CliRunner().invoke(status_command, [str(tmp_path / "nowhere")])
     assert isinstance(empty.exception, UserError)
+
+
+def test_a_download_into_a_pipe_writes_lines_whatever_is_said_of_colours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fetch(name: str, tell: Callable[[str], None], out: Path | None) -> Path:
+        tell("downloading: 1 of 9 MB")
+        return tmp_path
+
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("streamrl.machine.model_files.fetch", fetch)
+    assert fetch_with_progress("tiny", None) == tmp_path
+    assert capsys.readouterr().out.splitlines()[1:] == ["tiny: downloading", f"tiny is in {tmp_path}"]
 
 
 def test_a_download_says_each_phase_once_and_after_a_silence_how_it_goes_on() -> None:
