@@ -143,6 +143,7 @@ class Controller:
         self.recorder = Recorder(self.rollouts, self.ledger, self.audit, self.times, self.telemetry, spending, peak)
         self.canary = WeightCanary(context.run, context.wire_type if context.cluster.remote_sites else "float32")
         self.telemetry.verified = self.canary.state
+        self.telemetry.step_began = lambda: self.times.started
 
     async def run(self) -> None:
         """Run all steps.
@@ -307,7 +308,7 @@ class Controller:
         refused = sum(row.step_refused is not None for row in rows)
         self.training.refusals.resume_at(step, refused)
         self.evaluator.rewind(step)
-        self.telemetry.step = step
+        self.telemetry.resume_at(step, rows)
         text = "resumed after step %d; %d samples of later steps will be trained again, up to %d taken as they are"
         log.info(text, step, undone, self.ledger.count_kept())
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from streamrl.controller.group_pool import GroupPool
@@ -17,6 +17,7 @@ from streamrl.rollouts.plain_text import shown
 from streamrl.run_dir import layout
 from streamrl.run_dir.jsonl import RowWriter, first_row
 from streamrl.run_dir.metrics import MetricsRow
+from streamrl.run_dir.start_stages import launched_at
 from streamrl.run_dir.status import touch_status, write_status
 from streamrl.run_dir.trace import TraceWriter
 from streamrl.runtime.process_context import RoleContext
@@ -58,17 +59,22 @@ class Telemetry:
         """Function that returns the roles of all processes, by name."""
         self.verified: Callable[[], dict[str, Any]] = dict
         """Function that returns how many weight versions are verified end to end."""
+        self.step_began: Callable[[], float | None] = lambda: None
+        """Function that returns when the current step began, in unix seconds; None: no weights are served yet."""
         self.batch: StepBatch | None = None
         self.pool: GroupPool | None = None
         self.memory = FamilyMemory()
         """Memory of the run's processes on this machine, as last measured."""
         self.detail = "waiting for processes"
         self.metrics = RowWriter(context.run_dir / layout.METRICS, MetricsRow)
-        self.trace = TraceWriter(context.run_dir / layout.TRACE)
         self._latest: MetricsRow | None = None
         self._started = time.time()
+        launched = launched_at(context.run_dir)
+        self.trace = TraceWriter(context.run_dir / layout.TRACE, launched)
         first = first_row(context.run_dir / layout.METRICS, MetricsRow)
-        self._first_started = None if first is None else first.time - (first.step_time_s or 0.0)
+        step_began = None if first is None else first.time - (first.step_time_s or 0.0)
+        known = [moment for moment in (launched, self.trace.origin, step_began) if moment is not None]
+        self._first_started = min(known, default=None)
         self._step_times: deque[float] = deque(maxlen=5)
         self._states: dict[str, tuple[str, float]] = {}
         self._reported: dict[str, RefusedCounts] = {}
@@ -98,8 +104,6 @@ class Telemetry:
     def write(self) -> None:
         """Write the status now."""
         run = self.context.run
-        left = run.steps - self.step
-        eta = left * sum(self._step_times) / len(self._step_times) if self._step_times else None
         write_status(
             self.context.run_dir,
             {
@@ -110,7 +114,7 @@ class Telemetry:
                 "started_at": self._started,
                 "first_started_at": self._first_started,
                 "updated_at": time.time(),
-                "eta_s": eta,
+                "eta_s": self._left_s(),
                 "schedule": self.schedule,
                 "schedule_note": self.schedule_note,
                 "model": run.model.path,
@@ -128,6 +132,18 @@ class Telemetry:
             },
         )
 
+    def _left_s(self) -> float | None:
+        """Return the seconds left at the mean time of the last steps; None: unknown, or no step is left to do.
+
+        The current step takes as long as they did, or has taken longer already.
+        """
+        left = self.context.run.steps - self.step
+        if not self._step_times or left <= 0:
+            return None
+        pace, began = sum(self._step_times) / len(self._step_times), self.step_began()
+        done = 0.0 if began is None else time.time() - began
+        return left * pace - min(pace, max(0.0, done))
+
     def watch_processes(
         self,
         processes: Callable[[], dict[str, str]],
@@ -136,6 +152,11 @@ class Telemetry:
     ) -> None:
         """Set the functions that report roles of processes, sites behind links and numbers of instances."""
         self.processes, self.sites, self.scaling = processes, sites, scaling
+
+    def resume_at(self, step: int, rows: Sequence[MetricsRow]) -> None:
+        """Continue after `step` optimizer steps, of which these are the metrics."""
+        self.step = step
+        self._step_times.extend(row.step_time_s for row in rows if row.step_time_s is not None)
 
     def watch(self, batch: StepBatch, pool: GroupPool) -> None:
         """Report the progress of this step from now on."""

@@ -102,7 +102,7 @@ class RunFacts:
     """Start of the controller."""
     updated_at: float
     first_started_at: float | None = None
-    """Start of the run, if an earlier controller began it."""
+    """Start of the run's first process; None: unknown."""
     error: str | None = None
     cuda: bool = False
     waits: tuple[WaitFacts, ...] = ()

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from streamrl.errors import UserError
-from streamrl.report.panels import BAD_STATES, render, render_start, stale_message, step_line, time_left
+from streamrl.report.panels import BAD_STATES, render, render_start, stale_message, step_line
 from streamrl.report.start_lines import StartLines, begun_at, present
 from streamrl.report.summary import duration, headline_figures
 from streamrl.report.terminal import TextConsole, redraws
@@ -23,7 +23,7 @@ from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.run_dir.evaluations import EvaluationRow, best, evaluation_line
 from streamrl.run_dir.jsonl import AnyRow
 from streamrl.run_dir.metrics import MetricsRow
-from streamrl.run_dir.start_stages import Stage, StageReader
+from streamrl.run_dir.start_stages import Stage, StageReader, launched_at
 from streamrl.run_dir.status import RoleStatus, RunStatus, read_status
 
 PLAIN_WIDTH = 200
@@ -99,7 +99,7 @@ class PlainLines:
                 continue
             self._shown.add((row.step, row.time))
             steps = row.step if status is None else max(status.steps, row.step)
-            left = None if status is None or index < len(rows) - 1 else time_left(status, rows)
+            left = None if status is None or index < len(rows) - 1 else status.eta_s
             found.append(step_line(row, rows[index - 1] if index else None, steps, left))
             found += self._bias_lines(row)
             found += [f"warning: {row.mismatch_warning}"] if row.mismatch_warning else []
@@ -269,6 +269,9 @@ class LiveView:
         self.say("")
         if status is not None:
             elapsed = duration(status.updated_at - status.first_start)
+            first, launched = status.first_started_at, launched_at(self.run_dir)
+            if first is not None and launched is not None and launched > first:  # the lines above count from there
+                elapsed += f" ({duration(status.updated_at - launched)} since it was resumed)"
             self.say(f"{status.run}: {status.state} after {elapsed}, step {status.step}/{status.steps}")
         if not rows:
             self.say("  no optimizer step has finished")

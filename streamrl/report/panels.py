@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl.report.start_lines import begun_at, present, with_stages
-from streamrl.report.summary import NONE, bars, duration, fixed, histogram, mean, number, percent, void_share
+from streamrl.report.summary import NONE, bars, duration, fixed, histogram, number, percent, void_share
 from streamrl.report.terminal import plain_table
 from streamrl.run_dir.evaluations import EvaluationRow, evaluation_line
 from streamrl.run_dir.metrics import MetricsRow
@@ -43,28 +43,20 @@ def _colour(state: str) -> str:
     return "cyan"
 
 
-def time_left(status: RunStatus, rows: Sequence[MetricsRow]) -> float | None:
-    """Return the seconds left: the controller's estimate, else the remaining steps at the last five's mean time."""
-    if status.eta_s is not None:
-        return status.eta_s
-    pace = mean(row.step_time_s for row in rows[-5:])
-    return None if pace is None else pace * max(0, status.steps - status.step)
-
-
 def stale_message(status: RunStatus, now: float) -> str | None:
     """Return a warning if the controller has stopped writing its status, else None."""
     age = status.stale_for(now)
     return None if age is None else f"no update for {duration(age)}: the controller hangs or was killed"
 
 
-def header(status: RunStatus, rows: Sequence[MetricsRow], now: float) -> Text:
+def header(status: RunStatus, now: float) -> Text:
     """Return the head of the view: run, model, schedule, state, step and times."""
     about = (status.model, status.types, status.schedule, status.hardware)
     text = Text.assemble((status.run, "bold"), *(f"  {part}" for part in about if part), "\n")
     text.append(status.state, style=_colour(status.state))
     text.append(f"  step {status.step}/{status.steps}  elapsed {duration(status.as_of(now) - status.first_start)}")
-    if status.is_live(now):
-        text.append(f"  left {duration(time_left(status, rows))}")
+    if status.is_live(now) and status.eta_s is not None:
+        text.append(f"  left {duration(status.eta_s)}")
     for trouble in (status.short_error, stale_message(status, now)):
         if trouble:
             text.append(f"\n{trouble}", style="bold red")
@@ -305,7 +297,7 @@ def render(
     seen = status.as_of(now)
     starts = status.state == "starting" and present(status, stages or {})
     status = with_stages(status, stages or {})
-    parts: list[RenderableType] = [header(status, rows, now), ""]
+    parts: list[RenderableType] = [header(status, now), ""]
     if status.state in ("running", "stopping"):
         parts += [step_progress(status), length_histogram(status), ranker_text(status), ""]
     if starts:

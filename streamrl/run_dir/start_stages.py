@@ -73,6 +73,11 @@ def history(run_dir: Path, process: str) -> list[Stage]:
     return found
 
 
+def launched_at(run_dir: Path) -> float | None:
+    """Return when the newest launch started the controller, its first process, for the first time; None: unknown."""
+    return next((stage.since for stage in history(run_dir, "controller")), None)
+
+
 class StageReader:
     """Reads the stages of a run's processes again and again, each file only if it has changed."""
 

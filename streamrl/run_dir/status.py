@@ -186,10 +186,12 @@ class RunStatus(StatusModel):
     steps: int = Field(ge=0, description="optimizer steps in total")
     started_at: float = Field(description="start of the controller, anew with every resume and every restart of it")
     first_started_at: float | None = Field(
-        None, description="start of the run, if an earlier controller began it: that of the first step on record"
+        None, description="start of the run's first process, by its first launch as far as known; none: `started_at`"
     )
     updated_at: float
-    eta_s: float | None = None
+    eta_s: float | None = Field(
+        None, description="seconds left at the pace of the last steps; none: unknown, or no step is left to do"
+    )
     schedule: str = ""
     schedule_note: str = Field("", description="newest automatic choice of the schedule, and why")
     model: str = ""
@@ -253,7 +255,7 @@ class RunStatus(StatusModel):
 
     @property
     def first_start(self) -> float:
-        """Start of the run, by whichever of its controllers, in unix seconds."""
+        """Start of the run by its first launch, in unix seconds."""
         return self.started_at if self.first_started_at is None else self.first_started_at
 
     @property

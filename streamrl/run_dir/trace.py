@@ -4,7 +4,7 @@ The file is a JSON array with one event per line, each written at once, so a kil
 the format makes the closing bracket optional, and the comma is written *before* an event. Reopening the file for a
 resumed run cuts a half-written event and the bracket, and keeps the origin.
 
-Times are passed as unix seconds and stored as microseconds since the origin: the creation of the file, or the first
+Times are passed as unix seconds and stored as microseconds since the origin: the start of the run, or the first
 written event's start if that is earlier. Perfetto drops events at negative times, so an event that starts before the
 origin is clipped to it.
 
@@ -42,17 +42,27 @@ def trace_origin(events: list[Event]) -> float | None:
 class TraceWriter:
     """The writer of a trace, event by event; one per file."""
 
-    def __init__(self, path: Path) -> None:
-        """Open a new file, or an existing one, whose events are kept."""
+    def __init__(self, path: Path, started: float | None = None) -> None:
+        """Open a new file, or an existing one, whose events and origin are kept.
+
+        Args:
+            path: the file.
+            started: start of the run (unix seconds), the origin of a new file; None: now.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         self._tracks: dict[str, int] = {}
         self._origin: float | None = None
         self._empty = True
-        self._made = time.time()
+        self._started = time.time() if started is None else started
         self._open_existing(path)
         self._file = path.open("ab", buffering=0)
         if self._file.tell() == 0:
             append_whole(self._file, b"[")
+
+    @property
+    def origin(self) -> float | None:
+        """Time zero (unix seconds); None before the first event."""
+        return self._origin
 
     def _open_existing(self, path: Path) -> None:
         """Cut what follows the last whole event, and take over origin and tracks.
@@ -112,7 +122,7 @@ class TraceWriter:
     def _microseconds(self, moment: float) -> int:
         if self._origin is None:
             # Spans are written when they end, so the first one written need not be the first in time.
-            self._origin = min(moment, self._made)
+            self._origin = min(moment, self._started)
             args = {"name": "streamrl", _ORIGIN_KEY: self._origin}
             self._write({"name": "process_name", "ph": "M", "pid": PID, "tid": 0, "args": args})
         return max(0, round((moment - self._origin) * 1e6))

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import logging
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -138,6 +139,18 @@ def resumable(controller: Controller, state: str = '{"prompts": {"next_index": 4
     checkpoint.mkdir(parents=True)
     (checkpoint / "state.json").write_text(state)
     return checkpoint
+
+
+def test_a_resumed_run_knows_the_time_left_at_the_pace_of_before_and_counts_it_down(controller: Controller) -> None:
+    resumable(controller)
+    controller._restore()
+    pace, left = 18.15, controller.config.steps - 2
+    controller.telemetry.write()
+    assert read_status(controller.context.run_dir).eta_s == pytest.approx(left * pace)
+    controller.times.weights_served(time.time() - 10.0)
+    controller.telemetry.write()
+    eta_s = read_status(controller.context.run_dir).eta_s
+    assert eta_s is not None and (left - 1) * pace <= eta_s <= left * pace - 10.0
 
 
 @pytest.mark.parametrize("state", ["", '{"prompts": {"next_', "\0" * 9, "[]", "{}", '{"prompts": []}', None])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from streamrl.controller.telemetry import Telemetry, memory_period
 from streamrl.run_dir import layout
 from streamrl.run_dir.jsonl import RowWriter
 from streamrl.run_dir.metrics import MetricsRow
+from streamrl.run_dir.start_stages import forget, launched_at, say
 from streamrl.run_dir.status import read_status
 from streamrl.transport.deadlines import WaitRegistry
 from tests.rollouts.test_rollouts import make_group
@@ -78,6 +80,50 @@ def test_a_controller_whose_disk_is_full_gives_signs_of_life(tmp_path: Path) -> 
 
     asyncio.run(play())
     assert file.read_text() == "{}"
+
+
+def make_telemetry(run_dir: Path, steps: int = 10) -> Telemetry:
+    context: Any = SimpleNamespace(run_dir=run_dir, run=RunConfig(steps=steps), cluster=SimpleNamespace(hardware="cpu"))
+    hub: Any = SimpleNamespace(peers={}, waits=WaitRegistry("controller"), refused=dict)
+    lengths: Any = SimpleNamespace(state=dict)
+    return Telemetry(context, hub, lengths)
+
+
+def test_the_time_left_falls_during_a_step_and_is_known_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    telemetry = make_telemetry(tmp_path)
+    monkeypatch.setattr(time, "time", lambda: 5000.0)
+
+    def left(in_step: float | None) -> float | None:
+        telemetry.step_began = lambda: None if in_step is None else 5000.0 - in_step
+        telemetry.write()
+        return read_status(tmp_path).eta_s
+
+    assert left(None) is None and left(7.0) is None  # no step is done
+    rows = [MetricsRow(step=step, time=0.0, step_time_s=seconds) for step, seconds in enumerate((900, 90, 110), 1)]
+    telemetry.resume_at(8, [*rows[:1], *rows[1:] * 3])  # the last five steps count
+    assert left(None) == pytest.approx(204.0)
+    assert [left(30.0), left(102.0), left(500.0)] == pytest.approx([174.0, 102.0, 102.0])
+    assert left(-5.0) == pytest.approx(204.0)  # the clock was set back
+    telemetry.step = 10  # the last evaluation may still run
+    assert left(1.0) is None
+
+
+def test_a_run_counts_from_the_first_process_of_its_first_launch(tmp_path: Path) -> None:
+    say(tmp_path, "controller", "starting Python")
+    first = launched_at(tmp_path)
+    assert first is not None
+    telemetry = make_telemetry(tmp_path)
+    telemetry.write()
+    assert read_status(tmp_path).first_start == first
+    telemetry.weights_applied(0, {"here-tail-0": (first + 40, first + 41)})
+    telemetry.close("interrupted")
+    forget(tmp_path)
+    say(tmp_path, "controller", "starting Python")
+    assert launched_at(tmp_path) != first
+    make_telemetry(tmp_path).write()  # no step is done
+    assert read_status(tmp_path).first_start == pytest.approx(first, abs=1e-3)
 
 
 def test_a_run_that_is_continued_keeps_its_start_beside_that_of_its_controller(tmp_path: Path) -> None:

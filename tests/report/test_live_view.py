@@ -16,7 +16,7 @@ from streamrl.report.terminal import TextConsole
 from streamrl.run_dir.evaluations import EvaluationRow, read_evaluations
 from streamrl.run_dir.jsonl import RowWriter
 from streamrl.run_dir.metrics import MetricsRow, read_metrics
-from streamrl.run_dir.start_stages import READY, Stage
+from streamrl.run_dir.start_stages import READY, Stage, launched_at, say
 from streamrl.run_dir.status import RunStatus, read_status, write_status
 from tests.report.synthetic import START, STEP_S, RunMaker, make_evaluation, make_row, make_status
 
@@ -335,6 +335,34 @@ def test_the_closing_summary_of_a_run_that_was_continued_is_of_all_its_time(make
     screen = Screen(terminal=False)
     screen.view(run_dir).summary()
     assert any("after 2h00m, step 2/2" in line for line in screen.take())
+
+
+def test_both_ends_of_a_log_count_from_the_start_of_the_launch_and_a_resumed_run_says_its_whole_time(
+    make_run: RunMaker,
+) -> None:
+    run_dir = make_run(2, rollouts=False, trace=False)
+    say(run_dir, "controller", "starting Python")
+    launched = launched_at(run_dir)
+    assert launched is not None
+    screen = Screen(terminal=False)
+    screen.now = launched + 71
+
+    def shown(first: float) -> list[str]:
+        times = {"started_at": launched + 5, "first_started_at": first}
+        write_status(run_dir, make_status(2, 2, launched + 71, state="done", roles={}) | times)
+        with screen.view(run_dir) as view:
+            view.refresh()
+        view.summary()
+        return [line for line in screen.take() if "demo: " in line]
+
+    assert shown(launched) == ["[1m11s] demo: done", "demo: done after 1m11s, step 2/2"]
+    resumed = "demo: done after 2m43s (1m11s since it was resumed), step 2/2"
+    assert shown(launched - 92) == ["[1m11s] demo: done", resumed]
+
+
+def test_a_run_whose_steps_are_done_and_that_is_not_over_claims_no_end(make_run: RunMaker) -> None:
+    run_dir = make_run(8, rollouts=False, trace=False, eta_s=None)
+    assert "left" not in picture(run_dir, START + 190)
 
 
 def test_a_summary_without_a_step_says_so(make_run: RunMaker) -> None:

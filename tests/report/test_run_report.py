@@ -257,7 +257,7 @@ def test_a_run_that_was_continued_is_as_old_as_its_first_start_and_counts_say_si
     assert "running at step 2 of 20, 2h00m after its start" in text
     assert "since the controller last started: malformed: west 3" in text
     assert "bound 0) since the controller last started" in text
-    assert "elapsed 2h00m" in header(read_status(run_dir), [], now).plain
+    assert "elapsed 2h00m" in header(read_status(run_dir), now).plain
 
 
 @pytest.mark.usefixtures("undrawn")
