@@ -239,28 +239,34 @@ class LiveView:
 
     def __enter__(self) -> Self:
         if not self._plain:
-            self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
+            self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="ellipsis")
             self._live.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._live is not None:
-            self.refresh()
+            self._show(None)  # the last picture is left standing, and may scroll
             self._live.stop()
             self._live = None
 
     def refresh(self) -> RunStatus | None:
         """Show what has changed; return the status read, None before the controller has written one."""
+        return self._show(self._console.size.height)
+
+    def _show(self, height: int | None) -> RunStatus | None:
+        """Show what has changed, in a picture of at most `height` lines; None: of any, which `Live.stop` draws."""
         now, status = self._clock(), self._status()
         rows, evaluations = _rows(self._steps), _rows(self._evaluations)
         stages = self._stages.read()
         if self._live is None:
             for line in self._lines.lines(status, rows, now, evaluations, stages):
                 self.say(line)
-        elif status is None:
-            self._live.update(render_start(self.run_dir.name, stages, now), refresh=True)
+            return status
+        if status is None:
+            picture = render_start(self.run_dir.name, stages, now, height)
         else:
-            self._live.update(render(status, rows, now, evaluations, stages), refresh=True)
+            picture = render(status, rows, now, evaluations, stages, height)
+        self._live.update(picture, refresh=height is not None)
         return status
 
     def summary(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from statistics import median_high
 
 from rich.console import Group, RenderableType
@@ -11,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from streamrl.report.fitted_parts import SPACE, FittedParts, PicturePart
 from streamrl.report.start_lines import begun_at, present, with_stages
 from streamrl.report.summary import NONE, bars, duration, fixed, histogram, number, percent, void_share
 from streamrl.report.terminal import plain_table
@@ -21,11 +24,15 @@ from streamrl.run_dir.status import SINCE, RunStatus
 
 SHOWN_STEPS = 6
 """Newest steps in the table."""
+BAR_WIDTH = 32
+"""Columns of a progress bar."""
 HISTOGRAM_BINS = 32
 SPARKLINE_STEPS = 60
 """Newest steps in the reward's sparkline."""
 BAD_STATES = frozenset({"failed", "dead", "exited"})
 """States of a process that are shown at once, in red."""
+WARNING = "bold red"
+"""Style of what is shown in every window."""
 WAIT_SHOWN_AFTER_S = 5.0
 """Seconds after which a wait is shown; shorter ones are normal."""
 ESS_SHOWN_BELOW = 0.999
@@ -34,7 +41,7 @@ ESS_SHOWN_BELOW = 0.999
 
 def _colour(state: str) -> str:
     if state in BAD_STATES:
-        return "bold red"
+        return WARNING
     match state:
         case "ready" | "running" | "done":
             return "green"
@@ -59,20 +66,23 @@ def header(status: RunStatus, now: float) -> Text:
         text.append(f"  left {duration(status.eta_s)}")
     for trouble in (status.short_error, stale_message(status, now)):
         if trouble:
-            text.append(f"\n{trouble}", style="bold red")
+            text.append(f"\n{trouble}", style=WARNING)
     return text
 
 
-def step_progress(status: RunStatus) -> Table:
-    """Return progress bars of the samples generated and trained in this step."""
+def step_progress(status: RunStatus) -> tuple[Table, Table]:
+    """Return progress bars of the samples generated and trained in this step, and the progress of its groups."""
     progress = status.progress
-    table = Table.grid(padding=(0, 1))
+    table, groups = Table.grid(padding=(0, 1)), Table.grid(padding=(0, 1))
+    for one in (table, groups):
+        one.add_column(min_width=len("generated"))
     for label, done in (("generated", progress.samples_finished), ("trained", progress.samples_trained)):
-        bar = ProgressBar(total=max(1, progress.samples_total), completed=done, width=32)
+        bar = ProgressBar(total=max(1, progress.samples_total), completed=done, width=BAR_WIDTH)
         table.add_row(label, bar, f"{done}/{progress.samples_total} samples")
     tokens = f"{progress.tokens_generated:,} tokens"
-    table.add_row("groups", f"{progress.groups_complete}/{progress.groups_total} complete", tokens)
-    return table
+    groups.add_column(min_width=BAR_WIDTH)
+    groups.add_row("groups", f"{progress.groups_complete}/{progress.groups_total} complete", tokens)
+    return table, groups
 
 
 def length_histogram(status: RunStatus) -> Text:
@@ -99,6 +109,30 @@ def _blocks(counts: Sequence[int]) -> str:
     return bars([0, *[count or None for count in counts]])[1:]
 
 
+def folded(states: Mapping[str, str], own: int) -> Text:
+    """Return processes without a row, beside `own` that have one, in one line: '29 more: 27 running, 2 idle'."""
+    text = Text(f"{len(states)} {'more' if own else 'processes'}: ", no_wrap=True, overflow="ellipsis")
+    for index, (state, count) in enumerate(Counter(states.values()).most_common()):
+        text.append(", " if index else "").append(f"{count} {state}", style=_colour(state))
+    return text
+
+
+def roles_rows(status: RunStatus, now: float, lines: int) -> RenderableType:
+    """Return the table of processes in so many lines below its heading; in the last one, those without a row.
+
+    Dead processes come first, and instances last, of which there may be many. One line has no heading.
+    """
+    if lines >= len(status.roles):
+        return roles_table(status, now)
+    ranked = sorted(status.roles.items(), key=lambda one: (one[1].state not in BAD_STATES, one[1].role == "instance"))
+    own = {name for name, _ in ranked[: lines - 1]}
+    rest = folded({name: role.state for name, role in status.roles.items() if name not in own}, len(own))
+    if not own:
+        return rest
+    some = {name: role for name, role in status.roles.items() if name in own}
+    return Group(roles_table(status.model_copy(update={"roles": some}), now), rest)
+
+
 def roles_table(status: RunStatus, now: float) -> Table:
     """Return a table with a row per process; it fits 76 columns when no process reports what it is doing.
 
@@ -122,12 +156,12 @@ def roles_table(status: RunStatus, now: float) -> Table:
     return table
 
 
-def steps_table(rows: Sequence[MetricsRow]) -> Table:
-    """Return a table of the last steps' metrics, newest last; times in seconds; it fits 76 columns."""
+def steps_table(rows: Sequence[MetricsRow], most: int = SHOWN_STEPS) -> Table:
+    """Return a table of the last `most` steps' metrics, newest last; times in seconds; it fits 76 columns."""
     columns = ("step", "reward", "loss", "grad", "len 50/90/max", "time", "gen", "train", "smp/s", "idle g/t")
     table = plain_table(*columns, text_columns=0)
     table.padding = (0, 1, 0, 0)
-    for row in rows[-SHOWN_STEPS:]:
+    for row in rows[-most:]:
         lengths = (row.output_length_p50, row.output_length_p90, row.output_length_max)
         table.add_row(
             str(row.step),
@@ -158,7 +192,7 @@ def reward_sparkline(rows: Sequence[MetricsRow]) -> Text:
 
 
 def waits_text(status: RunStatus, now: float) -> Text:
-    """Return the longest waits, oldest first: they show what a stuck run is stuck on."""
+    """Return the three longest waits, oldest first: they show what a stuck run is stuck on."""
     waits = sorted(status.waits, key=lambda wait: wait.since)[:3]
     lines = [
         f"{wait.owner} waits for {wait.waiting_for}: {duration(now - wait.since)} of {duration(wait.limit_s)}"
@@ -225,14 +259,14 @@ def run_notes(
     if status.refused_words:
         notes.append(("turned away", f"{status.refused_words} ({SINCE})", "yellow"))
     if status.verified.mismatch:
-        notes.append(("mismatch", status.verified.mismatch, "bold red"))
+        notes.append(("mismatch", status.verified.mismatch, WARNING))
     if rows and rows[-1].mismatch_warning:
-        notes.append(("mismatch", rows[-1].mismatch_warning, "bold red"))
+        notes.append(("mismatch", rows[-1].mismatch_warning, WARNING))
     if refused := [row for row in rows if row.step_refused]:
         words = f"step {refused[-1].step}: {refused[-1].step_refused} ({len(refused)} in this run)"
-        notes.append(("refused", words, "bold red"))
+        notes.append(("refused", words, WARNING))
     if rows and rows[-1].length_bias_warning:
-        notes.append(("warning", rows[-1].length_bias_warning, "bold red"))
+        notes.append(("warning", rows[-1].length_bias_warning, WARNING))
     return notes
 
 
@@ -276,11 +310,80 @@ def start_table(stages: Mapping[str, Stage], now: float) -> Table:
     return table
 
 
-def render_start(run: str, stages: Mapping[str, Stage], now: float) -> RenderableType:
-    """Return the view before the controller has written its first status; `now` in unix seconds."""
+def start_rows(stages: Mapping[str, Stage], now: float, lines: int) -> RenderableType:
+    """Return the table of starting processes in so many lines below its heading, as `roles_rows`.
+
+    Those that work come first, those that are ready last.
+    """
+    if lines >= len(stages):
+        return start_table(stages, now)
+    ranked = sorted(stages, key=lambda name: (stages[name].ready, stages[name].waits))
+    own = set(ranked[: lines - 1])
+    rest = folded({name: stage.text for name, stage in stages.items() if name not in own}, len(own))
+    if not own:
+        return rest
+    return Group(start_table({name: stage for name, stage in stages.items() if name in own}, now), rest)
+
+
+CUTS = (
+    (SPACE, 0),
+    ("ranker", 0),
+    ("processes", 8),
+    ("steps", 4),
+    ("lengths", 0),
+    ("weights", 0),
+    ("schedule", 0),
+    ("off-policy", 0),
+    ("processes", 5),
+    ("instances", 0),
+    ("reward", 0),
+    ("steps", 2),
+    ("processes", 3),
+    ("cost", 0),
+    ("turned away", 0),
+    ("groups", 0),
+    ("evaluation", 0),
+    ("processes", 1),
+    ("sites", 0),
+    ("steps", 1),
+    ("rewards", 0),
+    ("training", 0),
+    ("samples", 0),
+    ("waits", 0),
+)
+"""What a window that is too low does without, in this order: (part, lines of it that are left for now).
+
+Head and warnings always stay.
+"""
+
+
+def _picture(parts: Sequence[PicturePart], height: int | None) -> Panel:
+    """Return the parts in a frame that takes at most `height` lines; None: whatever they take."""
+    fitted = FittedParts(parts, CUTS, None if height is None else height - 2)
+    return Panel(fitted, title="streamrl", border_style="dim", expand=True)
+
+
+def render_start(run: str, stages: Mapping[str, Stage], now: float, height: int | None = None) -> RenderableType:
+    """Return the view before the controller has written its first status.
+
+    Args:
+        run: the run's name.
+        stages: the start-up stage that each process last reported.
+        now: unix seconds.
+        height: lines that it may take; None: any number.
+    """
     elapsed = duration(now - begun_at(stages, now))
     head = Text.assemble((run, "bold"), f"  elapsed {elapsed}; the controller has not reported yet")
-    return Panel(Group(head, "", start_table(stages, now)), title="streamrl", border_style="dim", expand=True)
+    table = PicturePart("processes", len(stages), partial(start_rows, stages, now), says=True)
+    return _picture([PicturePart.of("head", head), PicturePart.of(SPACE, ""), table], height)
+
+
+def _notes_part(label: str, notes: Sequence[tuple[str, str, str]], width: int) -> PicturePart:
+    table = Table.grid(padding=(0, 1))
+    table.add_column(min_width=width)
+    for what, text, colour in notes:
+        table.add_row(what, Text(text, style=colour))
+    return PicturePart.of(label, table)
 
 
 def render(
@@ -289,33 +392,48 @@ def render(
     now: float,
     evaluations: Sequence[EvaluationRow] = (),
     stages: Mapping[str, Stage] | None = None,
+    height: int | None = None,
 ) -> RenderableType:
-    """Return the whole view; the arguments are those of `PlainLines.lines`, with a status.
+    """Return the whole view, or as much of it as fits.
 
     Times of a run that has ended, or whose controller has stopped writing, stand still.
+
+    Args:
+        status: the run's status.
+        rows, now, evaluations, stages: see `PlainLines.lines`.
+        height: lines that it may take; None: any number.
     """
     seen = status.as_of(now)
-    starts = status.state == "starting" and present(status, stages or {})
+    starts = present(status, stages or {}) if status.state == "starting" else {}
     status = with_stages(status, stages or {})
-    parts: list[RenderableType] = [header(status, now), ""]
+    notes = run_notes(status, rows, evaluations)
+    label_width = max([10, *(len(what) for what, _, _ in notes)])
+    space = PicturePart.of(SPACE, "")
+    parts = [PicturePart.of("head", header(status, now))]
+    if warnings := [note for note in notes if note[2] == WARNING]:
+        parts.append(_notes_part("warnings", warnings, label_width))
+    parts.append(space)
     if status.state in ("running", "stopping"):
-        parts += [step_progress(status), length_histogram(status), ranker_text(status), ""]
+        samples, groups = step_progress(status)
+        parts += [PicturePart.of("samples", samples), PicturePart.of("groups", groups)]
+        parts += [
+            PicturePart.of("lengths", length_histogram(status)),
+            PicturePart.of("ranker", ranker_text(status)),
+            space,
+        ]
     if starts:
-        parts += [start_table(starts, seen), ""]
+        parts += [PicturePart("processes", len(starts), partial(start_rows, starts, seen), says=True), space]
     elif status.roles:
-        parts += [roles_table(status, now), ""]
+        parts += [PicturePart("processes", len(status.roles), partial(roles_rows, status, now), says=True), space]
     if status.sites:
-        parts += [sites_table(status), ""]
+        parts += [PicturePart.of("sites", sites_table(status)), space]
     if rows:
-        parts += [steps_table(rows), reward_sparkline(rows)]
-    if notes := run_notes(status, rows, evaluations):
-        table = Table.grid(padding=(0, 1))
-        for what, text, colour in notes:
-            table.add_row(f"{what:<10}", Text(text, style=colour))
-        parts.append(table)
+        parts.append(PicturePart("steps", min(SHOWN_STEPS, len(rows)), partial(steps_table, rows)))
+        parts.append(PicturePart.of("reward", reward_sparkline(rows)))
+    parts += [_notes_part(note[0], [note], label_width) for note in notes if note[2] != WARNING]
     if not status.final and (waits := waits_text(status, seen)):
-        parts.append(waits)
-    return Panel(Group(*parts), title="streamrl", border_style="dim", expand=True)
+        parts.append(PicturePart.of("waits", waits))
+    return _picture(parts, height)
 
 
 def step_line(row: MetricsRow, before: MetricsRow | None, steps: int, left_s: float | None) -> str:

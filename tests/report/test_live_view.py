@@ -197,6 +197,66 @@ def test_a_picture_is_drawn_on_a_terminal_that_can_replace_it_whatever_is_said_o
         assert (buffer.getvalue() == "[1m20s] demo: running\n") == (not drawn)
 
 
+def of_many(run_dir: Path, instances: int) -> None:
+    """Write the status of a run with a warning, with so many instances, of which every ninth is idle."""
+    status = make_status(8, 20, START + 184, verified={"comparisons": 1, "mismatch": "here-regular-1 is off"})
+    one = status["roles"].pop("here-regular-1")
+    one |= {"state": "generating"}
+    for index in range(1, instances):
+        status["roles"][f"here-regular-{index}"] = one | ({"state": "idle"} if index % 9 == 8 else {})
+    status["roles"][f"here-regular-{instances - 1}"] |= {"state": "dead"}
+    write_status(run_dir, status)
+
+
+@pytest.mark.parametrize("instances", [2, 32])
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 50), (60, 24), (80, 12)])
+def test_a_low_window_has_the_warnings_the_newest_steps_and_the_dead_and_says_what_is_left_out(
+    make_run: RunMaker, instances: int, width: int, height: int
+) -> None:
+    run_dir = make_run(8, rollouts=False, trace=False)
+    of_many(run_dir, instances)
+    screen = Screen(terminal=True, width=width, height=height)
+    screen.now = START + 185
+    with screen.view(run_dir) as view:
+        view.refresh()
+        shown = screen.take()
+    whole = picture(run_dir, screen.now, width).splitlines()
+    assert min(height - 1, len(whole)) <= len(shown) <= height  # a part of two lines may leave one
+    assert "here-regular-1 is off" in shown[3] and "24/64 samples" in "".join(shown)
+    steps = [found[1] for line in shown if (found := re.match(r"│ +(\d) +0\.", line))]
+    assert steps and steps == [str(step) for step in range(9 - len(steps), 9)]
+    assert ("no room for: " in shown[-2]) == (len(whole) > height)
+    rest = [line for line in shown if re.search(r"\d+ (more|processes): ", line)]
+    assert len(rest) == 1 or instances == 2
+    if instances == 32 and height == 24:
+        assert "generating, 3 idle" in rest[0] and "dead" not in rest[0] and any(" dead " in line for line in shown)
+    assert height > 12 or "1 dead" in rest[0]
+    assert [line for line in screen.take() if "no room for" in line] == []  # the last picture, left standing, is whole
+
+
+def test_a_picture_is_not_higher_than_its_window_and_keeps_the_warnings(make_run: RunMaker) -> None:
+    run_dir = make_run(8, rollouts=False, trace=False)
+    of_many(run_dir, 12)
+    rows, whole = read_metrics(run_dir / "metrics.jsonl"), len(picture(run_dir, START + 185).splitlines())
+    for height in (9, 11, 14, 18, 21, 25, 30, 40):
+        screen = Screen(terminal=True, height=height)
+        screen.console.print(render(read_status(run_dir), rows, START + 185, height=height))
+        shown = screen.take()
+        assert min(height - 1, whole) <= len(shown) <= height  # a part of two lines may leave one
+        assert "here-regular-1 is off" in shown[3]
+
+
+def test_while_many_processes_start_those_that_work_are_shown(tmp_path: Path) -> None:
+    for index in range(40):
+        say(tmp_path, f"here-tail-{index}", READY if index < 37 else "importing vLLM")
+    screen = Screen(terminal=True, height=12)
+    with screen.view(tmp_path) as view:
+        view.refresh()
+        shown = screen.take()
+    assert len(shown) == 12 and sum("importing vLLM" in line for line in shown) == 3
+    assert any("33 more: 33 ready" in line for line in shown)
+
+
 def test_before_the_controller_reports_the_view_says_so(tmp_path: Path) -> None:
     screen = Screen(terminal=True)
     with screen.view(tmp_path) as view:
