@@ -253,7 +253,8 @@ def run_notes(
     if rows and rows[-1].usd is not None:
         spent = sum(row.usd or 0.0 for row in rows)
         each = rows[-1].usd_per_1k_samples
-        notes.append(("cost", f"{spent:.4g} USD so far, {number(each)} per 1,000 samples in the last step", ""))
+        of_last = f"{number(each)} per 1,000 samples in the last step"
+        notes.append(("cost", f"{spent:.4g} USD for the finished steps, {of_last}", ""))
     if status.verified.words:
         notes.append(("weights", status.verified.words, ""))
     if status.refused_words:
