@@ -117,7 +117,7 @@ class Controller:
         self.trainers.progress["publish"] = lambda: self.weight_calls.since_sign_s
         self._model_config = read_config(Path(resolve_model(context.run.model.path)))
         vocabulary = self._model_config.get("vocab_size")
-        limits = SampleLimits(
+        self.sample_limits = SampleLimits(
             context.run.sampling.max_tokens,
             context.run.model.max_context,
             vocabulary if isinstance(vocabulary, int) else None,
@@ -127,7 +127,7 @@ class Controller:
             name: SiteOwn(
                 site,
                 {pool.name: pool.most_replicas for pool in context.cluster.sites[site].generation},
-                limits,
+                self.sample_limits,
                 remote=site != context.cluster.trainer_site,
             )
             for name, site in services.items()
@@ -334,9 +334,11 @@ class Controller:
         self.lengths.predict(groups)
         issue_groups(self.ledger, groups)
         kept: list[KeptSample] = []
+        step = self.training.step
         for group in groups:
-            group.oldest = self.issuer.oldest_version(group, self.training.step)
-            kept += kept_samples(self.ledger, group, self.training.step if self.issuer.rounds.active else group.oldest)
+            group.oldest = self.issuer.oldest_version(group, step)
+            oldest = step if self.issuer.rounds.active else group.oldest
+            kept += kept_samples(self.ledger, group, oldest, step, self.sample_limits)
         there = {sample.sample_id for sample, _ in kept}
         missing = [[draw for draw in samples_of(group, self.config.seed) if draw[0] not in there] for group in groups]
         await self.services.generate(groups, missing, budget)

@@ -1,7 +1,8 @@
 """Samples that were finished before a run went back to a checkpoint, and need not be generated again.
 
 The ledger keeps those whose tokens were all drawn from the checkpoint's weights or older ones (`Ledger.rewind`). They
-are taken as the same prompt is issued again, unless they would be staler than the schedule allows.
+are taken as the same prompt is issued again, unless they would be staler than the schedule allows. What is damaged, or
+breaks a limit of the run's samples, is generated again.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 from streamrl.controller.arrivals import UNREADABLE, read_sample
 from streamrl.controller.group_source import sample_ids
+from streamrl.controller.site_limits import SampleLimits
 from streamrl.rollouts.ledger import Ledger, unpack_content
 from streamrl.rollouts.types import Group, Sample
 
@@ -42,22 +44,30 @@ def issue_groups(ledger: Ledger, groups: Sequence[Group]) -> None:
     ledger.issue((sample_id, group.group_id, prompt) for group, prompt in prompts for sample_id in sample_ids(group))
 
 
-def kept_samples(ledger: Ledger, group: Group, oldest: int) -> list[KeptSample]:
+def kept_samples(ledger: Ledger, group: Group, oldest: int, newest: int, limits: SampleLimits) -> list[KeptSample]:
     """Return the kept samples of a group that has just been issued.
 
     Args:
         ledger: the run's ledger.
         group: the group.
         oldest: oldest weight version that a token may be drawn from.
+        newest: the newest version that exists.
+        limits: limits of the run's samples.
     """
     found = []
-    for content in ledger.kept(sample_ids(group), prompt_digest(group)):
+    for sample_id, content in ledger.kept(sample_ids(group), prompt_digest(group)):
         try:
             sample = read_sample(*unpack_content(content))
         except UNREADABLE as error:  # of another version of this program
-            log.warning("a kept sample of group %s cannot be read and is generated again: %r", group.group_id, error)
+            log.warning("the kept sample %s cannot be read and is generated again: %r", sample_id, error)
+            continue
+        wrong = limits.wrong_with_sample(sample, newest, len(group.prompt_tokens))
+        if sample.sample_id != sample_id or (sample.trajectory is not None) != group.agent:
+            wrong = "is another sample"
+        if wrong is not None:
+            log.warning("the kept sample %s %s; it is generated again", sample_id, wrong)
             continue
         void = sample.trajectory is not None and sample.trajectory.void is not None
-        if not void and sample.sampled_versions.min() >= oldest:  # a void episode gets another chance
+        if not void and sample.sampled_versions.min(initial=newest) >= oldest:  # a void episode gets another chance
             found.append(KeptSample(sample, content))
     return found

@@ -69,6 +69,55 @@ class SampleLimits:
     routers: RouterShape | None = None
     """Routers whose experts every sample brings; None: no replay, and none does."""
 
+    def wrong_with_sample(self, sample: Sample, newest: int, prompt_tokens: int = 0) -> str | None:
+        """Return which limit a sample breaks, or None.
+
+        Args:
+            sample: the sample.
+            newest: the newest version that exists.
+            prompt_tokens: tokens of its prompt; what it is for an episode does not matter.
+        """
+        arrays = sample.completion_tokens, sample.logprobs, sample.token_versions
+        times = [sample.t_queued, sample.t_dispatched, sample.t_first_token, sample.t_finished]
+        times += [sample.t_last_part] if sample.t_last_part is not None else []
+        tokens, _, versions = arrays
+        if [array.dtype for array in arrays] != [np.int32, np.float32, np.int32]:
+            return f"arrays of types {', '.join(str(array.dtype) for array in arrays)}"
+        if group_of(sample.sample_id) != sample.group_id:
+            return f"is no sample of group {sample.group_id!r:.99}"
+        if sample.finish_reason not in ("stop", "length") or not all(map(is_unix_time, times)):
+            return "has an unknown end, or a time that is none"
+        if (wrong := self._wrong_with_length(sample) or _wrong_with_told(sample)) is not None:
+            return wrong
+        if not 0 <= sample.accepted_tokens <= sample.drafted_tokens <= MOST_DRAFTED:
+            return f"says that {sample.accepted_tokens} of {sample.drafted_tokens} drafted tokens were accepted"
+        if len(tokens) and (tokens.min() < 0 or tokens.max() >= (self.vocabulary or 2**31)):
+            return "has tokens outside the vocabulary"
+        versions = versions if sample.trajectory is None else sample.sampled_versions
+        if len(versions) and (versions.min() < 0 or versions.max() > newest):
+            return f"has tokens of versions outside 0..{newest}"
+        if len(sample.text) > min(MOST_CHARACTERS, CHARACTERS_PER_TOKEN * (1 + self.most_tokens)):
+            return f"has {len(sample.text)} characters for {len(tokens)} tokens"
+        if len(sample.route) > MAX_NAME:
+            return f"has a route of {len(sample.route)} characters"
+        return self._wrong_with_experts(sample, prompt_tokens)
+
+    def _wrong_with_experts(self, sample: Sample, prompt_tokens: int) -> str | None:
+        """Return what makes a sample's experts unusable, or None; without replay it has none."""
+        if self.routers is None:
+            return None if sample.experts is None else "has experts, none were ordered"
+        tokens = len(sample.completion_tokens)
+        return self.routers.wrong_with(sample.experts, prompt_tokens + tokens - 1 if tokens else 0)
+
+    def _wrong_with_length(self, sample: Sample) -> str | None:
+        """Return why a sample, or a row of an episode, is longer than it can be, or None."""
+        if sample.trajectory is None:
+            length, most = len(sample.completion_tokens), self.most_tokens
+        else:
+            length = max((row.tokens for row in sample.trajectory.rows), default=0)
+            most = self.most_context
+        return f"has {length} tokens, at most {most} were ordered" if length > most else None
+
 
 @dataclass(frozen=True)
 class SiteOwn:
@@ -100,40 +149,11 @@ class SiteOwn:
             newest: the newest version that exists.
             prompt_tokens: tokens of its prompt; what it is for an episode does not matter.
         """
-        arrays = sample.completion_tokens, sample.logprobs, sample.token_versions
-        times = [sample.t_queued, sample.t_dispatched, sample.t_first_token, sample.t_finished]
-        times += [sample.t_last_part] if sample.t_last_part is not None else []
-        tokens, _, versions = arrays
-        if [array.dtype for array in arrays] != [np.int32, np.float32, np.int32]:
-            return f"arrays of types {', '.join(str(array.dtype) for array in arrays)}"
-        if group_of(sample.sample_id) != sample.group_id:
-            return f"is no sample of group {sample.group_id!r:.99}"
         named = bool(sample.instance or sample.pool or sample.trajectory is None or sample.trajectory.rows)
         if sample.site != self.site or (named and not self.is_instance(sample.instance, sample.pool)):
             return f"names {sample.instance!r:.99} in pool {sample.pool!r:.99} of site {sample.site!r:.99}"
-        if sample.finish_reason not in ("stop", "length") or not all(map(is_unix_time, times)):
-            return "has an unknown end, or a time that is none"
-        if (wrong := self._wrong_with_length(sample) or _wrong_with_told(sample)) is not None:
-            return wrong
-        if not 0 <= sample.accepted_tokens <= sample.drafted_tokens <= MOST_DRAFTED:
-            return f"says that {sample.accepted_tokens} of {sample.drafted_tokens} drafted tokens were accepted"
-        if len(tokens) and (tokens.min() < 0 or tokens.max() >= (self.limits.vocabulary or 2**31)):
-            return "has tokens outside the vocabulary"
-        versions = versions if sample.trajectory is None else sample.sampled_versions
-        if len(versions) and (versions.min() < 0 or versions.max() > newest):
-            return f"has tokens of versions outside 0..{newest}"
-        if len(sample.text) > min(MOST_CHARACTERS, CHARACTERS_PER_TOKEN * (1 + self.limits.most_tokens)):
-            return f"has {len(sample.text)} characters for {len(tokens)} tokens"
-        if len(sample.route) > MAX_NAME:
-            return f"has a route of {len(sample.route)} characters"
-        return self._wrong_with_experts(sample, prompt_tokens) or self._wrong_with_logprobs(sample.logprobs)
-
-    def _wrong_with_experts(self, sample: Sample, prompt_tokens: int) -> str | None:
-        """Return what makes a sample's experts unusable, or None; without replay it has none."""
-        if self.limits.routers is None:
-            return None if sample.experts is None else "has experts, none were ordered"
-        tokens = len(sample.completion_tokens)
-        return self.limits.routers.wrong_with(sample.experts, prompt_tokens + tokens - 1 if tokens else 0)
+        wrong = self.limits.wrong_with_sample(sample, newest, prompt_tokens)
+        return wrong or self._wrong_with_logprobs(sample.logprobs)
 
     def _wrong_with_logprobs(self, logprobs: np.ndarray) -> str | None:
         """Return what makes log-probabilities unusable, or None.
@@ -143,15 +163,6 @@ class SiteOwn:
         if self.remote and not ((logprobs >= LOWEST_LOGPROB) & (logprobs <= HIGHEST_LOGPROB)).all():  # NaN is neither
             return f"has log-probabilities that are not within {LOWEST_LOGPROB:g}..0"
         return None
-
-    def _wrong_with_length(self, sample: Sample) -> str | None:
-        """Return why a sample, or a row of an episode, is longer than it can be, or None."""
-        if sample.trajectory is None:
-            length, most = len(sample.completion_tokens), self.limits.most_tokens
-        else:
-            length = max((row.tokens for row in sample.trajectory.rows), default=0)
-            most = self.limits.most_context
-        return f"has {length} tokens, at most {most} were ordered" if length > most else None
 
     def wrong_with_fleet(self, fleet: object, states: Mapping[str, InstanceState] | None) -> str | None:
         """Return why a report on the site's instances cannot be used, or None.

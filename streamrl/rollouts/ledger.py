@@ -10,12 +10,14 @@ them that nobody could score.
 The ledger holds a finished sample's content from its acknowledgement to the instance until its step's Parquet file is
 written. So an acknowledged sample is always on disk, whatever dies. A run that goes back to a checkpoint keeps what was
 drawn from that checkpoint's weights or older ones, for when the same prompt is issued again (`kept`); therefore
-content of that kind stays after its step, until the next checkpoint.
+content of that kind stays after its step, until the next checkpoint. A checksum shows whether the disk has damaged it.
 """
 
 from __future__ import annotations
 
+import logging
 import sqlite3
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ import msgpack
 from streamrl.errors import ErrorCode, RunFailed
 from streamrl.rollouts.types import Group, Sample, Scored
 from streamrl.transport.wire import Message, decode, encode
+
+log = logging.getLogger(__name__)
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS samples (
@@ -37,13 +41,15 @@ CREATE TABLE IF NOT EXISTS samples (
     content   BLOB,
     void_cause TEXT,
     prompt    BLOB,
-    newest    INTEGER
+    newest    INTEGER,
+    checksum  INTEGER
 );
 CREATE TABLE IF NOT EXISTS kept (
     sample_id TEXT PRIMARY KEY,
     prompt    BLOB NOT NULL,
     newest    INTEGER NOT NULL,
-    content   BLOB NOT NULL
+    content   BLOB NOT NULL,
+    checksum  INTEGER
 );
 CREATE INDEX IF NOT EXISTS samples_step ON samples (step, state);
 CREATE TABLE IF NOT EXISTS steps (
@@ -54,8 +60,11 @@ CREATE TABLE IF NOT EXISTS steps (
 );
 """
 
-_ADDED = {"void_cause": "TEXT", "prompt": "BLOB", "newest": "INTEGER"}
-"""Columns of `samples` that ledgers of earlier versions lack, with their types."""
+_ADDED = {
+    "samples": {"void_cause": "TEXT", "prompt": "BLOB", "newest": "INTEGER", "checksum": "INTEGER"},
+    "kept": {"checksum": "INTEGER"},
+}
+"""Columns that the tables of earlier versions lack, with their types."""
 
 
 class Ledger:
@@ -67,9 +76,10 @@ class Ledger:
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")  # an acknowledged sample survives a power cut
         self._db.executescript(_SCHEMA)
-        there = {row[1] for row in self._db.execute("PRAGMA table_info(samples)")}
-        for name in _ADDED.keys() - there:
-            self._db.execute(f"ALTER TABLE samples ADD COLUMN {name} {_ADDED[name]}")
+        for table, columns in _ADDED.items():
+            there = {row[1] for row in self._db.execute(f"PRAGMA table_info({table})")}
+            for name in columns.keys() - there:
+                self._db.execute(f"ALTER TABLE {table} ADD COLUMN {name} {columns[name]}")
         self._checkpoint = 0
         """Step of the newest checkpoint, to which a resume would go back."""
 
@@ -90,17 +100,25 @@ class Ledger:
         sql = "INSERT INTO samples (sample_id, group_id, prompt, state) VALUES (?, ?, ?, 'issued')"
         self._write([(sql, list(samples))])
 
-    def kept(self, sample_ids: Iterable[str], prompt: bytes) -> list[bytes]:
-        """Return what is kept of samples over a resume: their contents, in the order of their ids.
+    def kept(self, sample_ids: Iterable[str], prompt: bytes) -> list[tuple[str, bytes]]:
+        """Return what is kept of samples over a resume: (id, content) of each intact one, in the order of ids.
+
+        Content of earlier versions has no checksum, and counts as intact.
 
         Args:
             sample_ids: ids of samples of one prompt, which have just been issued.
             prompt: digest of the prompt; samples of another one, for instance of a data file that has changed, are left
                 out.
         """
-        sql = "SELECT content FROM kept WHERE sample_id = ? AND prompt = ?"
-        found = (self._db.execute(sql, (sample_id, prompt)).fetchone() for sample_id in sorted(sample_ids))
-        return [row[0] for row in found if row is not None]
+        sql = "SELECT content, checksum FROM kept WHERE sample_id = ? AND prompt = ?"
+        found = []
+        for sample_id in sorted(sample_ids):
+            for content, checksum in self._db.execute(sql, (sample_id, prompt)):
+                if checksum in (None, _checksum(sample_id, content)):
+                    found.append((sample_id, content))
+                else:
+                    log.warning("the kept sample %s is damaged in the ledger and is generated again", sample_id)
+        return found
 
     def count_kept(self) -> int:
         """Return the number of samples that are kept over a resume and not issued again so far."""
@@ -116,10 +134,14 @@ class Ledger:
             state = self._db.execute("SELECT state FROM samples WHERE sample_id = ?", (sample.sample_id,)).fetchone()
             if state == ("issued",):
                 new.add(sample.sample_id)
-        rows = [(content, _newest(sample), sample.sample_id) for sample, content in samples if sample.sample_id in new]
+        rows = [
+            (content, _checksum(sample.sample_id, content), _newest(sample), sample.sample_id)
+            for sample, content in samples
+            if sample.sample_id in new
+        ]
         if rows:
             sql = (
-                "UPDATE samples SET state = 'finished', content = ?, newest = ? "
+                "UPDATE samples SET state = 'finished', content = ?, checksum = ?, newest = ? "
                 "WHERE sample_id = ? AND state = 'issued'"
             )
             again = [(sample_id,) for *_, sample_id in rows]
@@ -199,7 +221,8 @@ class Ledger:
             "SELECT COUNT(*) FROM samples WHERE step >= ? AND state = 'trained'", (first_step,)
         ).fetchone()
         keep = (
-            "INSERT OR REPLACE INTO kept SELECT sample_id, prompt, newest, content FROM samples "
+            "INSERT OR REPLACE INTO kept (sample_id, prompt, newest, content, checksum) "
+            "SELECT sample_id, prompt, newest, content, checksum FROM samples "
             "WHERE (step IS NULL OR step >= ?) AND newest < ? AND content IS NOT NULL AND prompt IS NOT NULL"
         )
         self._write(
@@ -238,6 +261,11 @@ class Ledger:
 def _newest(sample: Sample) -> int | None:
     """Return the newest weight version that a sample's tokens were drawn from; None: it has no token."""
     return int(sample.sampled_versions.max()) if len(sample.sampled_versions) else None
+
+
+def _checksum(sample_id: str, content: bytes) -> int:
+    """Return the checksum of a sample's content, so that bytes damaged on disk are never trained on."""
+    return zlib.crc32(content, zlib.crc32(sample_id.encode()))
 
 
 def pack_content(body: dict[str, Any], arrays: Any) -> bytes:

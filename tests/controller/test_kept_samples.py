@@ -15,7 +15,7 @@ from scheduler.schedule.schedules import Schedule
 from streamrl.controller.controller import Controller
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.issuer import Issuer
-from streamrl.controller.kept_samples import issue_groups, kept_samples, prompt_digest
+from streamrl.controller.kept_samples import KeptSample, issue_groups, kept_samples, prompt_digest
 from streamrl.errors import RunFailed
 from streamrl.protocol.controller_rewards import ScoreAnswer
 from streamrl.protocol.samples import sample_to_wire
@@ -50,6 +50,10 @@ def go_back(controller: Controller, step: int = 0) -> None:
 def content_of(played: Sample) -> bytes:
     body, arrays = sample_to_wire(played)
     return pack_content(msgspec.to_builtins(body), arrays)
+
+
+def kept_by(controller: Controller, group: Group) -> list[KeptSample]:
+    return kept_samples(controller.ledger, group, 0, controller.training.step, controller.sample_limits)
 
 
 def issue_again(controller: Controller, group: Group, version: int = 0) -> None:
@@ -162,7 +166,7 @@ def test_a_void_episode_is_played_again_and_another_one_is_not(
     issue_groups(controller.ledger, [group])
     controller.ledger.finish([(played, content_of(played))])
     go_back(controller, 9)
-    assert [one.sample.sample_id for one in kept_samples(controller.ledger, group, 0)] == ["x.000"] * taken_over
+    assert [one.sample.sample_id for one in kept_by(controller, group)] == ["x.000"] * taken_over
 
 
 def test_a_sample_that_cannot_be_read_is_generated_again(controller: Controller, sent: Sent) -> None:
@@ -171,6 +175,35 @@ def test_a_sample_that_cannot_be_read_is_generated_again(controller: Controller,
     go_back(controller)
     issue_again(controller, again())
     assert [ids for _, ids in sent.ordered() if ids] == [[FIRST]]
+
+
+@pytest.mark.parametrize("by_an_earlier_version", [False, True])
+def test_a_sample_that_is_damaged_on_disk_is_generated_again(
+    controller: Controller, sent: Sent, by_an_earlier_version: bool
+) -> None:
+    """One flipped bit makes another token; without a checksum it is noticed outside the vocabulary."""
+    drawn = sample("home", 0, 0)
+    hear(controller, batch("service-home", drawn, sample("home", 0, 1)))
+    ((content,),) = controller.ledger._db.execute("SELECT content FROM samples WHERE sample_id = ?", (FIRST,))
+    place, damaged = content.index(drawn.completion_tokens.tobytes()), bytearray(content)
+    damaged[place + (3 if by_an_earlier_version else 0)] ^= 1
+    controller.ledger._db.execute("UPDATE samples SET content = ? WHERE sample_id = ?", (bytes(damaged), FIRST))
+    if by_an_earlier_version:
+        controller.ledger._db.execute("UPDATE samples SET checksum = NULL")
+    go_back(controller)
+    issue_again(controller, again())
+    assert [ids for _, ids in sent.ordered() if ids] == [[FIRST]]
+
+
+@pytest.mark.parametrize(("agent", "stored_as"), [(False, SECOND), (True, FIRST)])
+def test_what_is_another_sample_than_the_kept_one_is_generated_again(
+    controller: Controller, sent: Sent, agent: bool, stored_as: str
+) -> None:
+    hear(controller, batch("service-home", sample("home", 0, 0)))
+    go_back(controller)
+    prompt = prompt_digest(group := again(agent=agent))
+    controller.ledger._db.execute("UPDATE kept SET sample_id = ?, prompt = ?, checksum = NULL", (stored_as, prompt))
+    assert kept_by(controller, group) == []
 
 
 def test_nothing_is_taken_over_from_instances_that_do_not_compute_what_the_trainer_does(
@@ -183,7 +216,7 @@ def test_nothing_is_taken_over_from_instances_that_do_not_compute_what_the_train
         controller.guard.judge("they differ")
     assert controller.ledger.count_kept() == 0
     go_back(controller)
-    assert kept_samples(controller.ledger, again(), 0) == []
+    assert kept_by(controller, again()) == []
 
 
 def test_groups_that_are_done_as_they_are_issued_admit_others() -> None:

@@ -71,6 +71,35 @@ def test_a_ledger_of_before_void_rewards_gets_their_column(tmp_path: Path) -> No
         ledger.close()
 
 
+def test_what_a_ledger_of_before_checksums_has_kept_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(path)
+    ledger.issue([("g.0", "g", b"prompt"), ("g.1", "g", b"prompt")])
+    ledger.finish([(make_sample(name), name.encode()) for name in ("g.0", "g.1")])
+    ledger.rewind(100)
+    for table in ("samples", "kept"):
+        ledger._db.execute(f"ALTER TABLE {table} DROP COLUMN checksum")
+    ledger.close()
+    for _ in range(2):  # opened again, it has the column
+        ledger = Ledger(path)
+        assert ledger.kept(["g.1", "g.0"], b"prompt") == [("g.0", b"g.0"), ("g.1", b"g.1")]
+        ledger.close()
+
+
+def test_kept_content_that_is_damaged_or_anothers_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    names = ["g.0", "g.1", "g.2"]
+    ledger.issue([(name, "g", b"prompt") for name in names])
+    ledger.finish([(make_sample(name), name.encode()) for name in names])
+    ledger.rewind(100)
+    assert len(ledger.kept(names, b"prompt")) == 3
+    ledger._db.execute("UPDATE kept SET content = x'ff' WHERE sample_id = 'g.0'")
+    other = "SELECT content, checksum FROM kept WHERE sample_id = 'g.2'"
+    ledger._db.execute(f"UPDATE kept SET (content, checksum) = ({other}) WHERE sample_id = 'g.1'")
+    assert ledger.kept(names, b"prompt") == [("g.2", b"g.2")]
+    assert [f"kept sample {name} is damaged" in caplog.text for name in names] == [True, True, False]
+
+
 def test_a_closed_ledger_is_one_file(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.issue([("g.0", "g", b"")])
