@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from streamrl.generation.site.token_journal import TokenJournal
 from streamrl.protocol.samples import progress_from_wire, progress_to_wire
@@ -105,6 +109,25 @@ def test_a_file_that_cannot_be_read_is_begun_anew(tmp_path: Path) -> None:
     assert_holds(TokenJournal(path), "a", 2)
 
 
+def test_a_file_that_cannot_be_opened_for_now_is_left_as_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "journal.sqlite"
+    journal = TokenJournal(path)
+    journal.add(0, part("a", 0, 2))
+    journal.close()
+    in_the_way = tmp_path / "journal.sqlite-wal"
+    in_the_way.mkdir()  # SQLite cannot open its file, as when the process has no more descriptors
+    second = TokenJournal(path)
+    assert second.kept("a") is None and "kept in memory alone: unable to open" in caplog.text
+    second.add(0, part("b", 0, 3))
+    second.flush()
+    second.ended("b")
+    second.close()
+    in_the_way.rmdir()
+    assert_holds(TokenJournal(path), "a", 2)
+
+
 def test_what_a_full_disk_did_not_take_is_written_when_it_has_room_again(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     journal = TokenJournal(path)
@@ -180,6 +203,41 @@ def test_bytes_that_were_changed_on_disk_are_no_tokens(tmp_path: Path) -> None:
             else:
                 wrong += 1
     assert wrong > 0  # damage was done, and noticed
+
+
+def damage(path: Path, start: int) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as db, db:
+        db.execute("UPDATE token_parts SET checksum = checksum + 1 WHERE start = ?", (start,))
+
+
+def test_what_follows_a_damaged_part_never_follows_another_draw(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    journal = TokenJournal(path)
+    for first in (0, 10, 20):
+        journal.add(first, part("a", first, 10))
+        journal.flush()
+    journal.close()
+    damage(path, 10)
+    second = TokenJournal(path)
+    assert_holds(second, "a", 10)
+    drawn = replace(part("a", 10, 10), completion_tokens=np.full(10, 7, np.int32))
+    assert second.add(10, drawn)
+    second.close()
+    kept = TokenJournal(path).kept("a")
+    assert kept is not None and kept.completion_tokens.tolist() == [*range(10), *[7] * 10]
+
+
+def test_nothing_stays_of_a_request_whose_first_part_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    journal = TokenJournal(path)
+    for first in (0, 10):
+        journal.add(first, part("a", first, 10))
+        journal.flush()
+    journal.close()
+    damage(path, 0)
+    TokenJournal(path).close()
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        assert db.execute("SELECT COUNT(*) FROM token_parts").fetchone() == (0,)
 
 
 def test_requests_with_tokens_of_newer_weights_are_forgotten_for_good(tmp_path: Path) -> None:

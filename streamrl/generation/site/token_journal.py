@@ -72,7 +72,7 @@ class TokenJournal:
     """The tokens of all running requests, in memory and in a SQLite file."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file and load what an earlier service left in it. An unreadable file is replaced by an empty one."""
+        """Open the file and load what an earlier service left in it. A damaged file is replaced by an empty one."""
         self._parts: defaultdict[str, list[PartialSample]] = defaultdict(list)
         """The tokens of each request, in the parts that were reported."""
         self._lengths: Counter[str] = Counter()
@@ -82,21 +82,25 @@ class TokenJournal:
         """Requests whose samples are not yet committed: they are in the file alone."""
         self._new: defaultdict[str, list[tuple[int, PartialSample]]] = defaultdict(list)
         """Parts that are not yet in the file, and where they start, by request."""
+        self._cut: dict[str, int] = {}
+        """Token from which on the file still has unusable parts, by request. Left there, they would follow tokens of
+        another draw once there are as many as before."""
         self._db = open_journal(path, _SCHEMA, self._load)
 
     def _load(self, db: sqlite3.Connection) -> None:
-        self._parts.clear()
-        self._lengths.clear()
+        for loaded in (self._parts, self._lengths, self._cut):
+            loaded.clear()
         for *row, checksum in db.execute("SELECT * FROM token_parts ORDER BY sample_id, start"):
             sample_id, start, tokens, logprobs, versions, dispatched, first, experts, row_bytes = row
-            if checksum != _checksum(*row):
-                # later parts no longer connect to the ones before, so they are left out, too
-                log.warning("dropping the tokens of %s from a damaged part of the token journal on", sample_id)
+            if sample_id in self._cut:
                 continue
-            if self._lengths[sample_id] == start:
-                arrays = np.frombuffer(tokens, np.int32), np.frombuffer(logprobs, np.float32)
-                drawn_by, rows = np.frombuffer(versions, np.int32), rows_from(experts, row_bytes)
-                self._append(PartialSample(sample_id, *arrays, drawn_by, dispatched, first, rows))
+            if checksum != _checksum(*row) or start != self._lengths[sample_id]:
+                log.warning("dropping the tokens of %s from a damaged part of the token journal on", sample_id)
+                self._cut[sample_id] = self._lengths[sample_id]
+                continue
+            arrays = np.frombuffer(tokens, np.int32), np.frombuffer(logprobs, np.float32)
+            drawn_by, rows = np.frombuffer(versions, np.int32), rows_from(experts, row_bytes)
+            self._append(PartialSample(sample_id, *arrays, drawn_by, dispatched, first, rows))
 
     def add(self, start: int, part: PartialSample) -> bool:
         """Add what a request has produced from token `start` on.
@@ -166,17 +170,19 @@ class TokenJournal:
         rows = [_row(start, part) for parts in self._new.values() for start, part in parts]
         new = [(*row, _checksum(*row)) for row in rows]
         gone = [(sample_id,) for sample_id in self._forgotten]
-        if not new and not gone:
+        if not new and not gone and not self._cut:
             return
         try:
             with self._db:
                 self._db.executemany("DELETE FROM token_parts WHERE sample_id = ?", gone)
+                cut = self._cut.items()
+                self._db.executemany("DELETE FROM token_parts WHERE sample_id = ? AND start >= ?", cut)
                 self._db.executemany("INSERT OR REPLACE INTO token_parts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", new)
         except sqlite3.Error as error:
             log.warning("the token journal cannot be written: %s", error)
             return
-        self._new.clear()
-        self._forgotten.clear()
+        for written in (self._new, self._forgotten, self._cut):
+            written.clear()
 
     def close(self) -> None:
         """Write what is new and close the file."""

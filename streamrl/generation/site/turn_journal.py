@@ -82,7 +82,7 @@ class TurnJournal:
     """Finished turns of open episodes, in memory and, if there is a path, in a SQLite file."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """Open the file and load what an earlier service left in it. An unreadable file is replaced by an empty one."""
+        """Open the file and load what an earlier service left in it. A damaged file is replaced by an empty one."""
         self._turns: defaultdict[str, dict[TurnKey, KeptTurn]] = defaultdict(dict)
         """Finished turns, by episode."""
         self._new: dict[tuple[str, str], tuple[TurnKey, KeptTurn]] = {}
