@@ -257,6 +257,11 @@ def file_not_written(place: Place) -> str:
 
 
 @provokes
+def words_not_written(place: Place) -> str:
+    return place.process("here-one-0", "raise SystemExit(74)").short_words()
+
+
+@provokes
 def checkpoint_not_written(place: Place) -> str:
     with pytest.raises(RunFailed) as found, told_in_words(place.folder / "runs" / "tiny" / "checkpoints" / "step_1"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -89,15 +89,17 @@ class Telemetry:
 
     async def keep_writing(self) -> None:
         """Write the status periodically until cancelled."""
-        due = 0.0
+        due, problem = 0.0, ""
         while True:
             if (began := time.monotonic()) >= due:
                 self.memory = await asyncio.to_thread(run_memory, self.context.run_dir)
                 due = began + memory_period(time.monotonic() - began)
             try:
                 self.write()
+                problem = ""
             except OSError as error:  # if the disk is full, writing the ledger will fail the run
-                log.warning("cannot write the run's status: %s", error)
+                if problem != (problem := error.strerror or str(error)):  # not the name of a temporary file
+                    log.warning("cannot write the run's status: %s", problem)
                 touch_status(self.context.run_dir)  # else the watchdog would take this process for one that hangs
             await asyncio.sleep(STATUS_EVERY_S)
 

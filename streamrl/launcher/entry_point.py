@@ -1,20 +1,22 @@
 """The entry point of every process of a run: `python -m streamrl.launcher.entry_point ROLE --run-dir DIR ...`.
 
 A role does not know which backend started it. It logs to stderr (kept as logs/<name>.log) and exits with 0 when told to
-stop, with 75 when it wants to be restarted, and with 1 after an error, whose text is its last words.
+stop, with 75 when it wants to be restarted, and with 1 after an error, whose text is its last words; with 74 if a
+restarted one would meet the error again and the log (on a full disk) does not take these words.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from streamrl.diagnose.stacks import answer_requests
 from streamrl.errors import RestartNeeded, UserError, cause, is_final
@@ -32,6 +34,8 @@ FURTHER_WORDS = "    | "
 """Beginning of the further lines of last words, right below the first one."""
 AGAIN = 75
 """Exit code of a process that wants to be restarted (EX_TEMPFAIL)."""
+UNSAID = 74
+"""Exit code after an error that a restarted process would meet again, if the log did not take its text (EX_IOERR)."""
 
 
 def end_with_starter() -> None:
@@ -146,8 +150,14 @@ async def _until_told_to_stop(role: Coroutine[Any, Any, None]) -> None:
             raise
         # the role has closed everything; asyncio would still wait for threads that compute, for minutes in a trainer's
         # backward pass
+        end(0)
+
+
+def end(code: int) -> NoReturn:
+    """End this process now: libraries' exit handlers and stray threads must not keep a finished role alive."""
+    with contextlib.suppress(OSError):  # a log on a full disk
         sys.stderr.flush()
-        os._exit(0)
+    os._exit(code)
 
 
 def _last_words(text: str) -> str:
@@ -185,13 +195,14 @@ def main() -> int:
         found = cause(error)
         expected = isinstance(found, RestartNeeded) or is_final(found)
         logging.getLogger("streamrl").error("%s failed", args.role, exc_info=None if expected else found)
-        print(_last_words(str(found)) if expected else _unexpected(found), file=sys.stderr, flush=True)
-        return AGAIN if isinstance(found, RestartNeeded) else 1
+        code = AGAIN if isinstance(found, RestartNeeded) else 1
+        try:
+            print(_last_words(str(found)) if expected else _unexpected(found), file=sys.stderr, flush=True)
+        except OSError:
+            return UNSAID if is_final(found) else code
+        return code
     return 0
 
 
 if __name__ == "__main__":
-    # os._exit: libraries' exit handlers and stray threads must not keep a finished role alive
-    code = main()
-    sys.stderr.flush()
-    os._exit(code)
+    end(main())

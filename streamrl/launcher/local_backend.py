@@ -16,6 +16,7 @@ from streamrl.emulation.namespaces import enter
 from streamrl.errors import RunFailed, UserError
 from streamrl.launcher.started_process import RunProcess
 from streamrl.machine.gpus import BY_BUS, ORDER, VISIBLE, devices_of_user
+from streamrl.run_dir.jsonl import append_whole
 from streamrl.runtime.process_plan import PROCESS, STARTER, ProcessSpec
 from streamrl.runtime.processes import end_with_parent, kill_group
 
@@ -62,13 +63,14 @@ def begin_log(spec: ProcessSpec, log_dir: Path) -> tuple[Path, int]:
     """Mark the start of a process in its log; return the log, and the offset at which its output begins.
 
     Raises:
-        RunFailed: the log cannot be written.
+        RunFailed: the log cannot be opened.
     """
     log = log_dir / f"{spec.name}.log"
     try:
-        with log.open("ab") as output:
+        with log.open("ab", buffering=0) as output:
             begin = output.tell()
-            output.write(f"--- started {time.strftime('%Y-%m-%d %H:%M:%S')} by {os.getpid()}\n".encode())
+            with contextlib.suppress(RunFailed):  # on a full disk; the process will know whether it can do without
+                append_whole(output, f"--- started {time.strftime('%Y-%m-%d %H:%M:%S')} by {os.getpid()}\n".encode())
     except OSError as error:
         raise RunFailed(f"cannot start {spec.name}: {error}") from error
     return log, begin

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from streamrl.errors import SEE_DOCS, ErrorCode
-from streamrl.launcher.entry_point import AGAIN, FURTHER_WORDS, LAST_WORDS, UNEXPECTED
+from streamrl.launcher.entry_point import AGAIN, FURTHER_WORDS, LAST_WORDS, UNEXPECTED, UNSAID
 from streamrl.rollouts.plain_text import shown
 from streamrl.runtime.process_plan import ProcessSpec
 
@@ -100,6 +100,8 @@ class RunProcess(ABC):
     def how_it_ended(self) -> str:
         """Return in a few words how it ended, from its exit code."""
         code = self.exit_code
+        if code == UNSAID:
+            return f"ended with exit code {code}, and {self.log} does not take why ({SEE_DOCS}{ErrorCode.DISK})"
         if code is None or code >= 0:
             return f"ended with exit code {code}"
         killed = f"was killed by {signal.Signals(-code).name}"
@@ -120,7 +122,9 @@ class RunProcess(ABC):
     @property
     def is_final(self) -> bool:
         """Whether it has ended for a cause that would also end a restarted process."""
-        return self.exit_code != AGAIN and any(line.startswith(LAST_WORDS) for line in self._said())
+        if self.exit_code in (AGAIN, UNSAID):
+            return self.exit_code == UNSAID
+        return any(line.startswith(LAST_WORDS) for line in self._said())
 
     @property
     def is_root_cause(self) -> bool:

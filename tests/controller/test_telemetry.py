@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 
 from streamrl.config.run import RunConfig
+from streamrl.controller import telemetry as module
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.telemetry import Telemetry, memory_period
@@ -63,23 +64,29 @@ def test_a_step_without_any_group_yet_has_as_many_samples_to_come_as_a_whole_bat
     assert (progress["groups_total"], progress["samples_total"]) == (3, 12)
 
 
-def test_a_controller_whose_disk_is_full_gives_signs_of_life(tmp_path: Path) -> None:
+def test_a_controller_whose_disk_is_full_gives_signs_of_life_and_says_why_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "STATUS_EVERY_S", 0.001)
     file = tmp_path / layout.STATUS
     file.write_text("{}")
     os.utime(file, (1.0, 1.0))
+    tries: list[str] = []
 
     def full() -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        tries.append(f"{file}.{len(tries)}")
+        raise OSError(errno.ENOSPC, "No space left on device", tries[-1])
 
     telemetry: Any = SimpleNamespace(context=SimpleNamespace(run_dir=tmp_path), write=full)
 
     async def play() -> None:
         keeping = asyncio.create_task(Telemetry.keep_writing(telemetry))
-        await until(lambda: file.stat().st_mtime > 1.0)
+        await until(lambda: file.stat().st_mtime > 1.0 and len(tries) > 3)
         keeping.cancel()
 
     asyncio.run(play())
     assert file.read_text() == "{}"
+    assert caplog.messages == ["cannot write the run's status: No space left on device"]
 
 
 def make_telemetry(run_dir: Path, steps: int = 10) -> Telemetry:

@@ -128,7 +128,9 @@ def test_a_file_that_cannot_be_opened_for_now_is_left_as_it_is(
     assert_holds(TokenJournal(path), "a", 2)
 
 
-def test_what_a_full_disk_did_not_take_is_written_when_it_has_room_again(tmp_path: Path) -> None:
+def test_what_a_full_disk_did_not_take_is_written_when_it_has_room_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "journal.sqlite"
     journal = TokenJournal(path)
     for name in ("a", "b", "c"):
@@ -142,6 +144,8 @@ def test_what_a_full_disk_did_not_take_is_written_when_it_has_room_again(tmp_pat
     journal.add(10, part("c", 10, 20))
     journal.ended("c")
     journal.flush()
+    journal.flush()
+    assert caplog.messages == ["the token journal cannot be written: database or disk is full"]
     assert {TokenJournal(path).kept(name) is None for name in ("a", "b", "c")} == {False}
     journal._db.execute("PRAGMA max_page_count = 1000")
     journal.add(5010, part("a", 5010, 10))

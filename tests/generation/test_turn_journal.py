@@ -84,7 +84,9 @@ def test_a_damaged_turn_is_dropped_and_the_others_are_kept(tmp_path: Path, caplo
     found(later, "g.001")
 
 
-def test_what_a_full_disk_did_not_take_is_written_when_it_has_room_again(tmp_path: Path) -> None:
+def test_what_a_full_disk_did_not_take_is_written_when_it_has_room_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     journal = filled(tmp_path / "turns")
     journal.flush()
     assert journal._db is not None
@@ -96,6 +98,8 @@ def test_what_a_full_disk_did_not_take_is_written_when_it_has_room_again(tmp_pat
         journal.add("g.003", key, kept(f"g.003/{n}.0"))
     journal.forget("g.000")
     journal.flush()
+    journal.flush()
+    assert caplog.messages == ["the turn journal cannot be written: database or disk is full"]
     journal.forget("g.003")  # it ends meanwhile
     meanwhile = TurnJournal(tmp_path / "turns")
     found(meanwhile, "g.000"), found(meanwhile, "g.001")

@@ -89,3 +89,38 @@ def test_an_instance_whose_engine_failed_says_why_and_where_its_log_is(place: Pl
 def test_an_engine_that_said_nothing_leaves_the_words_of_its_instance(place: Place) -> None:
     ended = place.process("here-one-0", ENGINE_FAILS.format(log="", words=DEAD))
     assert ended.last_words() == f"here-one-0 ended with exit code 1: {DEAD}; see {ended.log}"
+
+
+FULL_DISK = """
+import os, sys, threading
+from streamrl.errors import RestartNeeded, RunFailed
+from streamrl.launcher import entry_point
+
+os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+threading.Thread(target=threading.Event().wait).start()  # as one that computes
+
+async def fail():
+    raise {error}("cannot write the ledger: database or disk is full (see docs: E1007)")
+
+entry_point._role = lambda args: fail()
+sys.argv[1:] = ["controller", "--run-dir", "runs/tiny"]
+entry_point.end(entry_point.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "is_final"),
+    [("RunFailed", 74, True), ("UserWarning", 1, False), ("RestartNeeded", 75, False)],
+)
+def test_what_ends_a_process_ends_the_run_also_if_its_log_does_not_take_it(
+    place: Place, error: str, code: int, is_final: bool
+) -> None:
+    ended = place.process("controller", FULL_DISK.format(error=error))
+    assert (ended.exit_code, ended.is_final) == (code, is_final)
+    if is_final:
+        assert f"ended with exit code 74, and {ended.log} does not take why (see docs: E1007)" in ended.short_words()
+
+
+def test_a_process_starts_although_its_log_takes_no_line(place: Place) -> None:
+    (place.folder / "here-one-0.log").symlink_to("/dev/full")
+    assert place.process("here-one-0", "").exit_code == 0

@@ -53,8 +53,8 @@ class SiteState:
                 write_site(self._context.run_dir, starting(self._context.site) if starts else self.status())
                 problem = ""
             except OSError as error:
-                if problem != (problem := str(error)):
-                    log.warning("cannot write this site's status: %s", error)
+                if problem != (problem := error.strerror or str(error)):  # not the name of a temporary file
+                    log.warning("cannot write this site's status: %s", problem)
                 touch_site(self._context.run_dir)
             await asyncio.sleep(TELL_EVERY_S)
 

@@ -85,6 +85,8 @@ class TokenJournal:
         self._cut: dict[str, int] = {}
         """Token from which on the file still has unusable parts, by request. Left there, they would follow tokens of
         another draw once there are as many as before."""
+        self._problem = ""
+        """Why the file could not be written at the last try; '': it was."""
         self._db = open_journal(path, _SCHEMA, self._load)
 
     def _load(self, db: sqlite3.Connection) -> None:
@@ -166,7 +168,7 @@ class TokenJournal:
         )
 
     def flush(self) -> None:
-        """Write what is new to the file. A failure is only logged, and the next call writes the same again."""
+        """Write what is new to the file. A failure is only logged, once, and the next call writes the same again."""
         rows = [_row(start, part) for parts in self._new.values() for start, part in parts]
         new = [(*row, _checksum(*row)) for row in rows]
         gone = [(sample_id,) for sample_id in self._forgotten]
@@ -179,8 +181,11 @@ class TokenJournal:
                 self._db.executemany("DELETE FROM token_parts WHERE sample_id = ? AND start >= ?", cut)
                 self._db.executemany("INSERT OR REPLACE INTO token_parts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", new)
         except sqlite3.Error as error:
-            log.warning("the token journal cannot be written: %s", error)
+            if self._problem != (problem := str(error)):
+                log.warning("the token journal cannot be written: %s", problem)
+            self._problem = problem
             return
+        self._problem = ""
         for written in (self._new, self._forgotten, self._cut):
             written.clear()
 

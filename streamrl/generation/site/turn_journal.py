@@ -91,6 +91,8 @@ class TurnJournal:
         """Episodes that were forgotten, but may still be in the file."""
         self._dropped: set[tuple[str, str]] = set()
         """Single turns of which the same is true, by episode and turn."""
+        self._problem = ""
+        """Why the file could not be written at the last try; '': it was."""
         self._db = None if path is None else open_journal(path, _SCHEMA, self._load)
 
     def _load(self, db: sqlite3.Connection) -> None:
@@ -132,7 +134,7 @@ class TurnJournal:
                 self._dropped.add((episode, turn.sample.sample_id))
 
     def flush(self) -> None:
-        """Write what is new to the file. A failure is only logged, and the next call writes the same again."""
+        """Write what is new to the file. A failure is only logged, once, and the next call writes the same again."""
         new = [
             (episode, turn, msgspec.msgpack.encode(key), kept.to_bytes())
             for (episode, turn), (key, kept) in self._new.items()
@@ -147,9 +149,12 @@ class TurnJournal:
                     rows = [(*row, _checksum(*row)) for row in new]
                     self._db.executemany("INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?)", rows)
         except sqlite3.Error as error:
-            log.warning("the turn journal cannot be written: %s", error)
+            if self._problem != (problem := str(error)):
+                log.warning("the turn journal cannot be written: %s", problem)
+            self._problem = problem
             self._new = {key: one for key, one in self._new.items() if key[0] in self._turns}
             return
+        self._problem = ""
         for written in (self._new, self._forgotten, self._dropped):
             written.clear()
 
