@@ -21,6 +21,7 @@ from streamrl.generation.site.dispatcher import Dispatcher
 from streamrl.generation.site.fleet import SiteFleet
 from streamrl.generation.site.instance_life import Life
 from streamrl.generation.site.token_journal import TokenJournal
+from streamrl.run_dir import layout
 from streamrl.run_dir.instance_files import StartedProcess, WantedInstance, read_wanted, write_started, write_wanted
 from streamrl.runtime.process_context import Addresses, RoleContext
 from streamrl.transport.deadlines import WaitRegistry
@@ -115,6 +116,26 @@ def test_an_instance_without_a_connection_is_not_present(tmp_path: Path) -> None
         assert fleet.present == [] and fleet.instances() == [], "its goodbye comes before its end"
 
     with_fleet(tmp_path, work)
+
+
+def test_what_a_full_disk_does_not_take_is_written_when_it_has_room_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work(fleet: SiteFleet) -> None:
+        in_the_way = tmp_path / layout.WANTED_INSTANCES
+        in_the_way.unlink()
+        in_the_way.mkdir()
+        await fleet.died(fleet.lives["here-one-0"], "killed")
+        await fleet.scale({"one": 3})
+        again = [message for message in caplog.messages if "will try again" in message]
+        assert again == ["cannot write which instances should run, and will try again: Is a directory"]
+        in_the_way.rmdir()
+        await until(in_the_way.is_file)
+        wanted = {one.name: one.paused for one in read_wanted(tmp_path) or []}
+        assert wanted == {"here-one-0": True, "here-one-1": False, "here-one-2": False}
+        assert fleet._errors.empty()
+
+    with_fleet(tmp_path, work, pause_s=1000.0)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

@@ -92,6 +92,8 @@ class SiteFleet:
         """Cause of each instance's latest death."""
         self._dead_processes: dict[str, int] = {}
         """Number of the newest process whose death has been handled, by instance."""
+        self._unwritten = ""
+        """Why it could not be written which instances should run; '': it is written."""
         self.answers = Answers(hub, waits)
         self._tasks: set[asyncio.Task[None]] = set()
         self._errors: asyncio.Queue[Exception] = asyncio.Queue()
@@ -261,7 +263,21 @@ class SiteFleet:
             for life in self.lives.values()
             if life.state is not Life.DEAD or life.name in self._pausing
         ]
-        write_wanted(self.context.run_dir, wanted)
+        try:
+            write_wanted(self.context.run_dir, wanted)
+            self._unwritten = ""
+        except OSError as error:  # a full disk ends no site: what runs goes on meanwhile
+            problem = error.strerror or str(error)
+            if not self._unwritten:
+                self._begin(self._write_again())
+            if problem != self._unwritten:
+                log.warning("cannot write which instances should run, and will try again: %s", problem)
+            self._unwritten = problem
+
+    async def _write_again(self) -> None:
+        while self._unwritten:
+            await asyncio.sleep(WATCH_S)
+            self._write()
 
     def _begin(self, work: Awaitable[None]) -> None:
         async def watched() -> None:
