@@ -26,16 +26,21 @@ class TrackerGroup:
     """One process for each tracker of a run."""
 
     def __init__(self, run_dir: Path, trackers: Sequence[TrackerConfig]) -> None:
-        """Start them; the run's folder has its configuration.
-
-        Raises:
-            OSError: a process cannot be started.
-        """
+        """Start them; the run's folder has its configuration."""
         self._run_dir = run_dir
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._restarts: dict[str, int] = {}
         self._readers: list[threading.Thread] = []
-        self._processes = {tracker.name: self._start(tracker.name) for tracker in trackers}
+        self._processes = {tracker.name: self._try(tracker.name) for tracker in trackers}
+        """Process of each tracker; None: it could not be started at the last try."""
+
+    def _try(self, name: str) -> subprocess.Popen[str] | None:
+        try:
+            return self._start(name)
+        except (OSError, RuntimeError) as error:  # no process, thread or descriptor is left
+            rest = f"what it misses is sent by: streamrl track {self._run_dir} {name}"
+            self._lines.put(f"tracker {name} cannot be started now ({error}); {rest}")
+            return None
 
     def _start(self, name: str) -> subprocess.Popen[str]:
         logs = self._run_dir / layout.LOGS
@@ -63,16 +68,18 @@ class TrackerGroup:
     def look(self) -> list[str]:
         """Restart what has died, and return new lines for the user."""
         for name, child in self._processes.items():
-            if child.poll() is None or self._restarts.get(name, 0) > RESTARTS:
+            if (child is not None and child.poll() is None) or self._restarts.get(name, 0) > RESTARTS:
                 continue
             self._restarts[name] = tries = self._restarts.get(name, 0) + 1
             log = self._run_dir / layout.LOGS / f"tracker-{name}.log"
             if tries > RESTARTS:
                 rest = f"the rest is sent by: streamrl track {self._run_dir} {name}"
-                self._lines.put(f"tracker {name} has ended again (see {log}) and is not started again; {rest}")
-            else:
+                why = "could not be started" if child is None else f"has ended again (see {log})"
+                self._lines.put(f"tracker {name} {why} and is not started again; {rest}")
+                continue
+            if child is not None:
                 self._lines.put(f"tracker {name} has ended (exit code {child.returncode}, see {log}); it is restarted")
-                self._processes[name] = self._start(name)
+            self._processes[name] = self._try(name)
         return self._new_lines()
 
     def _new_lines(self) -> list[str]:
@@ -88,15 +95,16 @@ class TrackerGroup:
             patience_s: seconds that they have.
             stop: requests to stop so far, which grow; one more ends the waiting.
         """
-        for child in self._processes.values():
+        children = {name: child for name, child in self._processes.items() if child is not None}
+        for child in children.values():
             assert child.stdin is not None
             child.stdin.close()
         deadline, before = time.monotonic() + patience_s, len(stop)
-        while any(child.poll() is None for child in self._processes.values()):
+        while any(child.poll() is None for child in children.values()):
             if time.monotonic() > deadline or len(stop) > before:
                 break
             time.sleep(0.05)
-        for name, child in self._processes.items():
+        for name, child in children.items():
             if child.poll() is None:
                 child.kill()
                 child.wait()
