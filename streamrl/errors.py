@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -66,7 +67,8 @@ def writing(path: object) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        why = OSError(error.errno, error.strerror) if error.errno else error  # without the name of a temporary file
+        # without the name of a temporary file, and what a library has added
+        why = OSError(error.errno, os.strerror(error.errno)) if error.errno else error
         raise RunFailed(ErrorCode.DISK.refer(f"cannot write {path}: {why}")) from error
 
 

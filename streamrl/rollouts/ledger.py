@@ -71,8 +71,20 @@ class Ledger:
     """One run's ledger; used by the controller only. A failed write (full disk) ends the run with its cause."""
 
     def __init__(self, path: Path) -> None:
+        """
+        Raises:
+            RunFailed: it cannot be opened.
+        """
         self.path = path
-        self._db = sqlite3.connect(path, isolation_level=None)
+        try:
+            self._open()
+        except sqlite3.Error as error:
+            raise RunFailed(ErrorCode.DISK.refer(f"cannot open the ledger {path}: {error}")) from error
+        self._checkpoint = 0
+        """Step of the newest checkpoint, to which a resume would go back."""
+
+    def _open(self) -> None:
+        self._db = sqlite3.connect(self.path, isolation_level=None)
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")  # an acknowledged sample survives a power cut
         self._db.executescript(_SCHEMA)
@@ -80,8 +92,6 @@ class Ledger:
             there = {row[1] for row in self._db.execute(f"PRAGMA table_info({table})")}
             for name in columns.keys() - there:
                 self._db.execute(f"ALTER TABLE {table} ADD COLUMN {name} {columns[name]}")
-        self._checkpoint = 0
-        """Step of the newest checkpoint, to which a resume would go back."""
 
     def _write(self, statements: Iterable[tuple[str, Iterable[tuple[Any, ...]]]]) -> None:
         """Execute all statements in one transaction."""

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from ranker.data import ROW_IDS, first_rows
 from streamrl.atomic_files import remove_left, replacing, sync_folder
-from streamrl.errors import RunFailed
+from streamrl.errors import writing
 from streamrl.rollouts.parquet_files import step_file, step_files, step_of
 from streamrl.rollouts.row_parts import episode_rows
 from streamrl.rollouts.types import Group
@@ -85,14 +85,12 @@ class RolloutStore:
         """
         rows = [row for group in groups for sample_id in sorted(group.scored) for row in _rows(group, sample_id)]
         target = self.path(step)
-        try:
+        with writing(target):
             if not self.directory.is_dir():
                 self.directory.mkdir(parents=True, exist_ok=True)
                 sync_folder(self.directory.parent)
             with replacing(target, lasting=True) as partial:
                 pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), partial, compression="zstd")
-        except OSError as error:
-            raise RunFailed(f"cannot write rollouts to {target}: {error}") from error
         return target
 
     def newest(self, columns: Sequence[str], most: int) -> list[dict[str, Any]]:

@@ -102,7 +102,7 @@ class CheckpointFolder:
             shutil.rmtree(doomed, ignore_errors=True)
 
     def mark_best(self, step: int | None, score: float) -> None:
-        """Record the best step and its score in `best.json` atomically; its checkpoint may still be incomplete.
+        """Record the best step and its score in `best.json` on disk; its checkpoint may still be incomplete.
 
         Args:
             step: the best step; None: there is none, and no record either.
@@ -113,10 +113,12 @@ class CheckpointFolder:
         """
         with writing(self.directory / BEST_FILE):
             if step is None:
-                (self.directory / BEST_FILE).unlink(missing_ok=True)
+                if (self.directory / BEST_FILE).exists():
+                    (self.directory / BEST_FILE).unlink()
+                    sync_folder(self.directory)
                 return
             self.directory.mkdir(parents=True, exist_ok=True)
-            replace_json(self.directory / BEST_FILE, {"step": step, "score": score})
+            replace_json(self.directory / BEST_FILE, {"step": step, "score": score}, lasting=True)
 
     def best(self) -> tuple[int, float] | None:
         """Return (step, score) of the recorded best checkpoint; None if there is no record or no such checkpoint."""

@@ -10,9 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from streamrl.atomic_files import replace_json
 from streamrl.config.cluster import ClusterConfig, GenerationPool, SiteLink
 from streamrl.config.load import load_resolved
 from streamrl.config.run import RunConfig
+from streamrl.errors import writing
 from streamrl.machine.compute_type import ComputeType, TypeChoice, choose_in_process, wire_type, with_type
 from streamrl.machine.engine_settings import settings_note
 from streamrl.machine.model_files import resolve_model
@@ -51,8 +53,13 @@ class Addresses:
     """Folder in shared memory for weight versions; '': they are in the run folder."""
 
     def save(self, run_dir: Path) -> None:
-        """Write the addresses into the run folder."""
-        (run_dir / layout.ADDRESSES).write_text(json.dumps(asdict(self)))
+        """Replace the addresses in the run folder, which processes may be reading.
+
+        Raises:
+            RunFailed: they cannot be written.
+        """
+        with writing(path := run_dir / layout.ADDRESSES):
+            replace_json(path, asdict(self))
 
     def weights_folder(self, run_dir: Path) -> Path:
         """Return where all processes of this site find weight versions."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from streamrl.errors import RunFailed
 from streamrl.rollouts.ledger import Ledger, pack_content, unpack_content
 from tests.rollouts.test_rollouts import LATE, finish_and_score, make_group, make_sample
+from tests.run_dir.conftest import file_size_limit
 
 
 def rows(path: Path, sql: str) -> list[tuple[Any, ...]]:
@@ -98,6 +100,13 @@ def test_kept_content_that_is_damaged_or_anothers_is_left_out(tmp_path: Path, ca
     ledger._db.execute(f"UPDATE kept SET (content, checksum) = ({other}) WHERE sample_id = 'g.1'")
     assert ledger.kept(names, b"prompt") == [("g.2", b"g.2")]
     assert [f"kept sample {name} is damaged" in caplog.text for name in names] == [True, True, False]
+
+
+def test_a_ledger_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    words = re.escape(f"cannot open the ledger {tmp_path / 'ledger.sqlite'}: ") + r".*\(see docs: E1007\)$"
+    with file_size_limit(8), pytest.raises(RunFailed, match=words):
+        Ledger(tmp_path / "ledger.sqlite")
+    assert Ledger(tmp_path / "ledger.sqlite").counts() == {}
 
 
 def test_a_closed_ledger_is_one_file(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,7 @@ from streamrl.rollouts.rollout_store import RolloutStore
 from streamrl.rollouts.types import Group, PartialSample, Sample, Scored
 from streamrl.rollouts.void import Void, VoidCause
 from streamrl.transport.wire import Message, decode, encode
+from tests.run_dir.conftest import file_size_limit
 from tests.training.conftest import random_groups
 
 CONTRACT_COLUMNS = [
@@ -244,6 +246,14 @@ def test_rollouts_are_on_disk_before_the_ledger_forgets_them(tmp_path: Path, mon
         ("on disk", "rollouts"),
         ("forgotten", ""),
     ]
+
+
+def test_rollouts_that_the_disk_has_no_room_for_are_named(tmp_path: Path) -> None:
+    store = RolloutStore(tmp_path / "rollouts")
+    words = re.escape(f"cannot write {store.path(1)}: [Errno 27] File too large (see docs: E1007)")
+    with file_size_limit(8), pytest.raises(RunFailed, match=f"^{words}$"):
+        store.write(1, [make_group("g")])
+    assert list(store.directory.iterdir()) == []
 
 
 def test_all_rows_of_a_step_say_that_step_whatever_they_were_issued_for(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from streamrl.errors import RunFailed
 from streamrl.run_dir.checkpoints import CheckpointFolder
-from tests.run_dir.conftest import file_size_limit
+from tests.run_dir.conftest import Disk, file_size_limit
 
 
 def save(folder: CheckpointFolder, step: int, keep: int = 1, **spared: object) -> None:
@@ -68,6 +68,16 @@ def test_a_best_that_the_disk_has_no_room_for_is_named(tmp_path: Path) -> None:
     words = re.escape(f"cannot write {tmp_path / 'best.json'}: [Errno 27] File too large (see docs: E1007)")
     with file_size_limit(8), pytest.raises(RunFailed, match=words):
         CheckpointFolder(tmp_path).mark_best(5, 0.5)
+
+
+def test_the_best_is_on_disk_and_so_is_that_there_is_none_any_more(tmp_path: Path, disk: Disk) -> None:
+    folder = CheckpointFolder(tmp_path)
+    folder.mark_best(None, 0.0)
+    assert disk.events == []
+    folder.mark_best(5, 0.5)
+    assert [what for what, _ in disk.events] == ["on disk", "renamed", "on disk"]
+    folder.mark_best(None, 0.0)
+    assert disk.events[3:] == [("on disk", tmp_path.name)]
 
 
 def test_what_crashes_have_left_goes_with_the_next_checkpoint_whatever_its_step(tmp_path: Path) -> None:
