@@ -1,20 +1,25 @@
 """Keep what a tracker has been sent, in `trackers/NAME.jsonl`.
 
 So a process that follows the run for a tracker can be killed at any time: the next one goes on behind the last line.
+What the disk has no room for is known to this process, so that it sends nothing twice, and written once there is room.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any, Self
 
-from streamrl.errors import UserError
+from streamrl.errors import RunFailed, UserError
 from streamrl.plain_files import append_plain
 from streamrl.run_dir import layout
+from streamrl.run_dir.jsonl import append_whole
 from streamrl.run_dir.sent_record import Kind, SentRecord
+
+log = logging.getLogger(__name__)
 
 
 class RecordInUseError(UserError):
@@ -32,6 +37,8 @@ class SentRows(SentRecord):
             UserError: the file cannot be written.
         """
         super().__init__()
+        self._owed = b""
+        """Lines that the file lacks."""
         self.path = folder / layout.TRACKERS / f"{tracker}.jsonl"
         try:
             self._file = append_plain(self.path, below=folder)
@@ -55,8 +62,20 @@ class SentRows(SentRecord):
             self.take(line)
 
     def _append(self, entry: dict[str, Any]) -> None:
-        self._file.write(json.dumps(entry).encode() + b"\n")
-        self.apply(entry)
+        self.apply(entry)  # what was sent was sent, whether or not there is room to write it
+        was_whole = not self._owed
+        self._owed += json.dumps(entry).encode() + b"\n"
+        if (problem := self._write_owed()) and was_whole:
+            log.warning("%s", problem)
+
+    def _write_owed(self) -> str:
+        """Write what the file lacks; return why that failed, '': it did not."""
+        try:
+            append_whole(self._file, self._owed)
+        except RunFailed as error:
+            return f"cannot write {self.path}: {error.__cause__}"
+        self._owed = b""
+        return ""
 
     def name(self, id: str) -> None:
         """Keep how the tracker calls the run."""
@@ -73,6 +92,8 @@ class SentRows(SentRecord):
 
     def close(self) -> None:
         """Let another process send."""
+        if self._owed and (problem := self._write_owed()):
+            log.warning("rows will be sent again: %s", problem)
         self._file.close()
 
     def __enter__(self) -> Self:

@@ -15,6 +15,7 @@ from streamrl.trackers.sent_rows import SentRows
 from streamrl.trackers.tracker import TrackedRun
 from streamrl.trackers.tracker_process import PatientDelivery, follow
 from tests.dashboard.samples import a_sample, write_samples
+from tests.run_dir.conftest import file_size_limit
 from tests.trackers.tracked_run import KeptTracker, back_to, evaluate, make_run, train
 
 
@@ -150,6 +151,38 @@ def test_what_a_tracker_refuses_is_said_once_and_sent_again_later_with_growing_p
     assert tracker.numbers == [1, 2, 3, 4]
     assert len(said) == 2
     assert "ConnectionError: no route to host" in said[0] and "stays in the run's folder" in said[0]
+
+
+def test_rows_whose_record_has_no_room_are_sent_once_and_recorded_when_there_is_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_run(tmp_path)
+    train(tmp_path, range(1, 4))
+    tracker = KeptTracker()
+    with SentRows(tmp_path, "tensorboard") as sent:
+        following = follower(tmp_path, tracker, sent)
+        with file_size_limit(50):  # some of the second line
+            following.send()
+            following.send()
+            follower(tmp_path, tracker, sent).send()
+        assert tracker.numbers == [1, 2, 3]
+        assert sent.path.read_text() == '{"id": "kept"}\n'
+        assert caplog.messages == [f"cannot write {sent.path}: [Errno 27] File too large"]
+        train(tmp_path, [4])
+        following.send()
+        assert sent.path.read_text().count("\n") == 6  # with the table of the first step
+    with SentRows(tmp_path, "tensorboard") as later:
+        assert (later.id, later.last_step) == ("kept", 4)
+
+
+def test_what_the_record_lacks_is_written_as_it_is_closed(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    sent = SentRows(tmp_path, "tensorboard")
+    with file_size_limit(8):
+        sent.mark("step", 1, 1001.0)
+    sent.close()
+    with SentRows(tmp_path, "tensorboard") as later:
+        assert later.last_step == 1
 
 
 def test_two_processes_do_not_send_to_one_tracker(tmp_path: Path) -> None:
