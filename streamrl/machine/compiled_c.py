@@ -41,7 +41,7 @@ def load(source: Path, instead: str) -> ctypes.CDLL | None:
     """
     try:
         compiler = _compiler()
-        return _loaded(_name(source, compiler), [*compiler, *FLAGS, str(source), "-lm"])
+        return _loaded(_name(source, compiler), _command(compiler, source))
     except subprocess.CalledProcessError as error:
         reason = f"{error} {error.stderr.decode(errors='replace')[-LAST_WORDS:]}"
     except (OSError, ValueError, subprocess.SubprocessError, UserError) as error:
@@ -51,14 +51,16 @@ def load(source: Path, instead: str) -> ctypes.CDLL | None:
 
 
 def library_name(source: Path) -> str:
-    """Return the file name of the library that a source compiles to on this machine; 'none': there is no compiler.
+    """Return the file name of the library that a source compiles to on this machine; 'none': it cannot be loaded.
 
     It changes with the source, the compiler, its flags and the CPU.
     """
     try:
-        return _name(source, _compiler())
-    except (OSError, ValueError):
+        compiler = _compiler()
+        _loaded(name := _name(source, compiler), _command(compiler, source))
+    except (OSError, ValueError, subprocess.SubprocessError, UserError):
         return "none"
+    return name
 
 
 def _name(source: Path, compiler: list[str]) -> str:
@@ -66,6 +68,10 @@ def _name(source: Path, compiler: list[str]) -> str:
     facts = [source.read_text(), *FLAGS, *compiler, platform.machine(), cpu.name, *sorted(cpu.flags)]
     digest = hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
     return f"{source.stem.replace('_', '-')}-{digest}.so"
+
+
+def _command(compiler: list[str], source: Path) -> list[str]:
+    return [*compiler, *FLAGS, str(source), "-lm"]
 
 
 def _compiler() -> list[str]:
@@ -92,11 +98,15 @@ def _loaded(name: str, command: list[str]) -> ctypes.CDLL:
     with _own_folder(cache_directory() / "compiled", name) as folder:
         library = folder / name
         for is_damaged in (False, True):
-            with suppress(OSError):
+            try:
                 if is_damaged or not is_own(library):
                     _compile(command, library)
                 return ctypes.CDLL(str(library))
-    with ScratchFolder() as private:  # nothing may be written to, or executed from, the cache
+            except subprocess.CalledProcessError:
+                break  # perhaps there is no room for what it writes
+            except OSError:
+                continue
+    with ScratchFolder() as private:  # nothing can be written to, or executed from, the cache
         _compile(command, private / name)
         return ctypes.CDLL(str(private / name))
 

@@ -56,6 +56,25 @@ def test_the_name_of_a_library_is_known_before_it_is_compiled(source: Path, monk
     assert library_name(source) == "none"
 
 
+def test_a_library_that_cannot_be_loaded_has_no_name(
+    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    compiler(tmp_path, monkeypatch, "exit 3")
+    assert library_name(source) == "none" and not caplog.messages
+    compiler(tmp_path, monkeypatch, 'exec cc "$@"')
+    assert library_name(source) != "none"
+
+
+def test_a_cache_without_room_for_the_library_is_replaced_by_a_temporary_folder(
+    source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    full = f'for last; do :; done; case "$last" in {tmp_path}/cache/*) echo "No space left" >&2; exit 1; esac'
+    compiler(tmp_path, monkeypatch, f'{full}; exec cc "$@"')
+    library = load(source, "slow")
+    assert library is not None and library.half(6) == 3
+    assert in_cache(source) == []
+
+
 @pytest.mark.parametrize("content", [b"", b"no library"])
 def test_one_that_cannot_be_loaded_is_compiled_again(content: bytes, source: Path) -> None:
     first = load(source, "slow")
