@@ -18,38 +18,41 @@ from tests.trackers.tracked_run import make_run, train
 
 
 class FakeWriter:
-    """A SummaryWriter that writes a file of steps into its folder, or fails."""
+    """An `EventsWriter` whose file has a line for each step; it may fail as it is begun, or flushed."""
 
     fails = False
-    step = 0
+    full = False
 
-    def __init__(self, folder: str, purge_step: int | None, filename_suffix: str) -> None:
+    def __init__(self, prefix: str, suffix: str) -> None:
         if self.fails:
             raise OSError("no space")
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        self.file = Path(folder) / f"events{filename_suffix}"
-        self._write(f"from {purge_step}")
+        self.file = Path(f"{prefix}{suffix}")
+        self.file.touch()
+        self.lines = ["begun"]
 
-    def add_scalar(self, name: str, value: float, step: int, walltime: float) -> None:
-        if step != self.step:
-            self._write(f"step {step}")
-        self.step = step
+    def write_event(self, event: SimpleNamespace) -> None:
+        begins = hasattr(event, "session_log")
+        self.lines.append(f"from {event.step}" if begins else event.summary or f"step {event.step}")
 
-    def add_text(self, tag: str, text: str, step: int) -> None:
-        self._write(tag)
+    def flush(self) -> None:
+        if self.full:
+            raise OSError("no space")
+        self.file.write_text("".join(f"{line}\n" for line in dict.fromkeys(self.lines)))
 
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def _write(self, line: str) -> None:
-        with self.file.open("a") as file:
-            file.write(f"{line}\n")
+    close = flush
 
 
 @pytest.fixture(autouse=True)
 def writer(monkeypatch: pytest.MonkeyPatch) -> type[FakeWriter]:
-    monkeypatch.setitem(sys.modules, "tensorboardX", SimpleNamespace(SummaryWriter=FakeWriter))  # type: ignore[arg-type]
+    session = SimpleNamespace(START=1)
+    events = SimpleNamespace(Event=SimpleNamespace, SessionLog=type("SessionLog", (SimpleNamespace,), vars(session)))
+    package: dict[str, Any] = {
+        "": SimpleNamespace(summary=SimpleNamespace(scalar=lambda name, value: "", text=lambda name, text: name)),
+        ".event_file_writer": SimpleNamespace(EventsWriter=FakeWriter),
+        ".proto": SimpleNamespace(event_pb2=events),
+    }
+    for name, module in package.items():
+        monkeypatch.setitem(sys.modules, f"tensorboardX{name}", module)
     return FakeWriter
 
 
@@ -75,7 +78,7 @@ def test_a_run_that_is_named_by_a_dot_has_a_folder_of_its_own_name(
     monkeypatch.chdir(run)
     send(Path())
     assert [path.name for path in (tmp_path / "board").iterdir()] == ["mine"]
-    assert lines_of(tmp_path / "board/mine") == ["from None", "settings", "step 1"]
+    assert lines_of(tmp_path / "board/mine") == ["begun", "settings", "step 1"]
 
 
 def test_runs_of_one_name_have_a_folder_each_and_find_it_again(tmp_path: Path) -> None:
@@ -87,7 +90,7 @@ def test_runs_of_one_name_have_a_folder_each_and_find_it_again(tmp_path: Path) -
             send(run)
     assert sorted(path.name for path in board.iterdir()) == ["mine", "mine-2", "mine-3"]
     for folder in board.iterdir():
-        assert lines_of(folder) == ["from None", "settings", "step 1", "from 2", "step 2"]
+        assert lines_of(folder) == ["begun", "settings", "step 1", "begun", "from 2", "step 2"]
 
 
 def test_a_run_of_an_earlier_version_goes_on_in_its_folder(tmp_path: Path) -> None:
@@ -98,7 +101,7 @@ def test_a_run_of_an_earlier_version_goes_on_in_its_folder(tmp_path: Path) -> No
         sent.name("tensorboard")
         sent.mark("step", 1, 1001.0)
     send(run)
-    assert lines_of(tmp_path / "board/mine") == ["from 2", "step 2"]
+    assert lines_of(tmp_path / "board/mine") == ["begun", "from 2", "step 2"]
 
 
 def test_a_try_that_fails_takes_no_second_folder(tmp_path: Path, writer: type[FakeWriter]) -> None:
@@ -118,4 +121,28 @@ def test_files_in_the_run_s_own_folder_need_no_name(tmp_path: Path) -> None:
     run = make_run(tmp_path / "mine", "[{name: tensorboard, samples: 0}]")
     train(run, [1])
     send(run)
-    assert lines_of(run / "trackers/tensorboard") == ["from None", "settings", "step 1"]
+    assert lines_of(run / "trackers/tensorboard") == ["begun", "settings", "step 1"]
+
+
+def test_a_step_that_a_full_disk_does_not_take_is_sent_again_to_another_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: type[FakeWriter]
+) -> None:
+    keys, run = TensorBoardTracker(), TrackedRun(tmp_path, "mine", {})
+    with SentRows(tmp_path, "tensorboard") as sent:
+        files = open_tracker(keys, run, sent)
+        files.log_step(1, 1001.0, {"loss": 0.5})
+        files.log_step(2, 1002.0, {"loss": 0.5})
+        monkeypatch.setattr(writer, "full", True)
+        for _ in range(2):
+            with pytest.raises(OSError, match="no space"):
+                files.log_step(3, 1003.0, {"loss": 0.5})
+        monkeypatch.setattr(writer, "full", False)
+        files.log_step(3, 1003.0, {"loss": 0.5})
+        monkeypatch.setattr(writer, "full", True)
+        with pytest.raises(OSError, match="no space"):
+            files.log_evaluation(1, 1001.5, {"reward": 0.5})
+        monkeypatch.setattr(writer, "full", False)
+        files.log_evaluation(1, 1001.5, {"reward": 0.5})
+        files.close()
+    lines = ["begun", "settings", "step 1", "step 2", "begun", "from 3", "step 3", "begun", "from 4", "step 1"]
+    assert lines_of(tmp_path / "trackers/tensorboard") == lines  # what the evaluation hides is no step that was sent

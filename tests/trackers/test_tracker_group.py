@@ -17,18 +17,25 @@ from tests.trackers.tracked_run import ROOT, make_run, train
 from tests.waiting import wait_for
 
 HANGS_AT_STEP_TWO = """
-import threading
+import sys, threading, types
+from unittest.mock import MagicMock
 
-class SummaryWriter:
-    def __init__(self, folder, purge_step=None, filename_suffix=""):
+class EventsWriter:
+    def __init__(self, prefix, suffix):
         print("words of a package")
 
-    def add_scalar(self, name, value, step, walltime):
-        if step == 2:
+    def write_event(self, event):
+        if event.step == 2:
             threading.Event().wait()
 
     def __getattr__(self, name):
         return lambda *arguments, **named: None
+
+summary = MagicMock()
+proto = MagicMock()
+proto.event_pb2.Event = types.SimpleNamespace
+sys.modules["tensorboardX.event_file_writer"] = types.SimpleNamespace(EventsWriter=EventsWriter)
+sys.modules["tensorboardX.proto"] = proto
 """
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from time import time_ns
+from time import time, time_ns
 from typing import Any
 
 from streamrl.config.trackers import TensorBoardTracker
@@ -16,6 +17,66 @@ from streamrl.trackers.tracker import RolloutTable, TrackedRun
 
 OWN = "tensorboard"
 """What the record calls a run with event files in its own folder, and earlier versions called every run."""
+
+
+class _EventFile:
+    """An event file that is written at once, in this thread.
+
+    A `SummaryWriter` leaves the writing to a thread that dies of a full disk, after which its next calls never return.
+    """
+
+    def __init__(self, folder: Path, first: int | None) -> None:
+        """Begin a file that hides what older ones have from step `first` on; None: hide nothing.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        # tensorboardX imports torch where there is one, for graphs that are not written here: a second and 200 MB
+        hidden = "torch" not in sys.modules
+        if hidden:
+            sys.modules["torch"] = None  # type: ignore[assignment]
+        try:
+            from tensorboardX import summary
+            from tensorboardX.event_file_writer import EventsWriter
+            from tensorboardX.proto import event_pb2
+        finally:
+            if hidden:
+                del sys.modules["torch"]
+        self._folder, self._summary, self._event = folder, summary, event_pb2.Event
+        folder.mkdir(parents=True, exist_ok=True)
+        # its names have whole seconds: a second file of the same second would replace the first
+        self._suffix = f".{time_ns()}"
+        self._writer: Any = EventsWriter(str(folder / "events"), self._suffix)
+        if first is not None:
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._write(first, time(), session_log=start)
+
+    def _write(self, step: int, wall_time: float, **what: Any) -> None:
+        self._writer.write_event(self._event(step=step, wall_time=wall_time, **what))
+
+    def scalar(self, name: str, value: float, step: int, wall_time: float) -> None:
+        """Write a figure, of a time in unix seconds."""
+        self._write(step, wall_time, summary=self._summary.scalar(name, value))
+
+    def text(self, name: str, text: str, step: int) -> None:
+        """Write a text."""
+        self._write(step, time(), summary=self._summary.text(name, text))
+
+    def flush(self) -> None:
+        """Give all that is written to the system."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+    def abandon(self) -> None:
+        """Close the file after an error, and delete it if it has nothing."""
+        with contextlib.suppress(OSError):
+            self._writer.close()
+        for path in self._folder.glob(f"events*{self._suffix}"):
+            if not path.stat().st_size:
+                path.unlink()
 
 
 class TensorBoardFiles:
@@ -29,7 +90,8 @@ class TensorBoardFiles:
         Raises:
             OSError: the folder cannot be written.
         """
-        begun = bool(sent.id)
+        self._first = sent.last_step + 1 if sent.id else None
+        """Step from which on another file hides what the older ones have."""
         if config.folder:
             shared = Path(config.folder)
             self.id = _known(run, sent) or layout.claim_folder(shared, run.name).name
@@ -38,49 +100,54 @@ class TensorBoardFiles:
         else:
             self.id = OWN
             self._folder = run.folder / layout.TRACKERS / "tensorboard"
-        self._writer: Any = self._new_file(sent.last_step + 1 if begun else None)
-        if not sent.last_step:
-            settings = json.dumps(run.settings, indent=2, default=str)
-            self._writer.add_text("settings", f"```json\n{settings}\n```", 0)
-            self._writer.flush()
+        self._file: _EventFile | None = None
+        with self._written() as file:
+            if not sent.last_step:
+                settings = json.dumps(run.settings, indent=2, default=str)
+                file.text("settings", f"```json\n{settings}\n```", 0)
 
-    def _new_file(self, first: int | None) -> Any:
-        """Begin a file that hides what older ones have from a step on; None: hide nothing."""
-        # tensorboardX imports torch where there is one, for graphs that are not written here: a second and 200 MB
-        hidden = "torch" not in sys.modules
-        if hidden:
-            sys.modules["torch"] = None  # type: ignore[assignment]
+    @contextlib.contextmanager
+    def _written(self) -> Iterator[_EventFile]:
+        """Give the file to write to, and write it to its end; after an error the next one gets another file."""
+        if self._file is None:
+            self._file = _EventFile(self._folder, self._first)
         try:
-            from tensorboardX import SummaryWriter
-        finally:
-            if hidden:
-                del sys.modules["torch"]
-        # its names have whole seconds: a second file of the same second would replace the first
-        return SummaryWriter(str(self._folder), purge_step=first, filename_suffix=f".{time_ns()}")
+            yield self._file
+            self._file.flush()
+        except OSError:
+            self._file.abandon()  # it may end in the middle of an event, where readers go on to the next file
+            self._file = None
+            raise
 
     def log_step(self, step: int, time: float, figures: Mapping[str, float]) -> None:
         """Write a step's figures."""
-        for name, value in figures.items():
-            self._writer.add_scalar(name, value, step, walltime=time)
-        self._writer.flush()
+        self.log_evaluation(step, time, figures)
+        self._first = max(step + 1, self._first or 0)
 
-    log_evaluation = log_step
+    def log_evaluation(self, step: int, time: float, figures: Mapping[str, float]) -> None:
+        """Write an evaluation's figures."""
+        with self._written() as file:
+            for name, value in figures.items():
+                file.scalar(name, value, step, time)
 
     def log_samples(self, step: int, table: RolloutTable) -> None:
         """Write a table as Markdown, which the text page of TensorBoard shows."""
         lines = [table.columns, ["---"] * len(table.columns), *table.rows]
-        self._writer.add_text("samples", "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines), step)
-        self._writer.flush()
+        with self._written() as file:
+            file.text("samples", "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines), step)
 
     def rewind(self, step: int) -> bool:
         """Begin a file that hides everything after a step."""
-        self._writer.close()
-        self._writer = self._new_file(step + 1)
-        return True
+        self.close()
+        self._first = step + 1
+        with self._written():
+            return True
 
     def close(self) -> None:
         """Close the file."""
-        self._writer.close()
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
 
 def _known(run: TrackedRun, sent: SentRows) -> str:
