@@ -52,7 +52,7 @@ def test_the_traceback_of_a_reward_keeps_its_lines_and_what_to_mend_comes_first(
     status = read_status(place.folder / "runs" / "tiny")
     assert status.error == "\n".join(lines).removeprefix("error: ")
     assert status.short_error.splitlines() == [lines[0].removeprefix("error: "), resume]
-    shown = str(header(status, [], status.updated_at))
+    shown = str(header(status, status.updated_at))
     assert "ZeroDivisionError: zero\nmend the reward" in shown and "Traceback" not in shown
 
 
