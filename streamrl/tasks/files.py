@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgpack
-import numpy as np
 
 from streamrl.config.tasks import PYTHON_TESTS, AgentTask, FileTask
 from streamrl.errors import UserError
 from streamrl.rollouts.plain_text import plain_text
+from streamrl.tasks.arrow_values import converter
 from streamrl.tasks.extras import import_extra
 from streamrl.tasks.procedural import nearest
 from streamrl.tasks.task_items import PromptMessage, TaskItems, with_suffix
@@ -30,8 +30,6 @@ ROLES = ("system", "user", "assistant")
 """Roles of a prompt's messages; a system message comes first, and the user's last."""
 FILES = (".jsonl", ".ndjson", ".parquet")
 """Suffixes of the files that `kind: file` reads."""
-SHORT_FLOATS = {"halffloat": np.float16, "float": np.float32}
-"""Types of numbers, by Arrow's names, that Python widens: 0.1 becomes 0.10000000149011612."""
 ONE_ANSWER = ("math_verify", "exact_match")
 """Rewards that compare with a single text or number."""
 
@@ -238,12 +236,9 @@ def _table_records(columns: list[str], table: Any, where: str) -> Iterator[Recor
 
 
 def _cells(column: Any) -> list[Any]:
-    """Return a column's values; numbers of 16 and 32 bits by the shortest decimals, so that 0.1 is 0.1."""
     values: list[Any] = column.to_pylist()
-    if str(column.type) not in SHORT_FLOATS:
-        return values
-    short = SHORT_FLOATS[str(column.type)]
-    return [None if value is None else float(str(short(value))) for value in values]
+    convert = converter(column.type)
+    return [convert(value) for value in values] if convert else values
 
 
 def _columns(task: RowsTask) -> list[str]:

@@ -161,6 +161,49 @@ def test_a_number_is_what_was_written_however_few_bits_the_column_has(tmp_path: 
         assert [row.answer for row in load_rows(task)] == [0.1, -0.3, 72.0, 1.5e-5]
 
 
+def test_numbers_of_few_bits_in_lists_and_mappings_are_what_was_written(tmp_path: Path) -> None:
+    short = pa.float32()
+    fields = {"list": pa.list_(short), "map": pa.map_(pa.string(), short), "one": pa.struct({"x": short})}
+    kind = pa.struct(list(fields.items()))
+    value = {"list": [0.1, None], "map": [("k", 0.3)], "one": {"x": -0.7}}
+    pq.write_table(pa.table({"prompt": ["p"], "answer": pa.array([value], kind)}), tmp_path / "a.parquet")
+    (row,) = load_rows(file_task(tmp_path / "a.parquet", reward="mine:function"))
+    assert row.answer == value | {"map": [["k", 0.3]]}
+
+
+MIXED: list[dict[str, Any]] = [
+    {"prompt": CHAT[0], "answer": "x", "kept": {"list": ["x", 1], "map": {"a": "y"}}},
+    {"prompt": "two?", "answer": 3, "kept": {"list": [], "map": {"b": [2.5]}}},
+    {"prompt": "three?", "answer": "007", "kept": {"list": [None, True], "map": {"a": 1, "c": {}}}},
+    {"prompt": "four?", "answer": "NaN", "kept": {"list": [], "map": {}}},
+]
+"""Rows whose columns hold values of several types."""
+
+
+def test_columns_of_mixed_types_hold_the_same_values_in_every_format(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    path = tmp_path / "folder" / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in MIXED))
+    data = datasets.load_dataset("json", data_files=str(path))["train"]
+    data.save_to_disk(tmp_path / "saved")
+    data.to_parquet(tmp_path / "a.parquet")
+    for column in ("answer", "kept"):
+        settings = {"reward": "mine:function", "answer_column": column}
+        rows = load_rows(file_task(path, **settings))
+        assert [row.answer for row in rows] == [row[column] for row in MIXED]
+        for name, kind in (("folder", "hf_dataset"), ("saved", "hf_dataset"), ("a.parquet", "file")):
+            assert load_rows(file_task(tmp_path / name, kind=kind, **settings)) == rows
+
+
+def test_dates_in_a_folder_of_jsonl_stay_dates(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    path = tmp_path / "a" / "train.jsonl"
+    answers = [["2024-01-02", "1999-12-31"], ["2024-01-03T10:30:00"]]
+    path.write_text("".join(json.dumps({"prompt": "p", "answer": answer}) + "\n" for answer in answers))
+    rows = load_rows(file_task(path.parent, kind="hf_dataset", reward="mine:function"))
+    assert [row.answer for row in rows] == answers
+
+
 def test_a_file_without_an_answer_column_has_no_answers(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "p"}\n')
     assert load_rows(file_task(tmp_path / "a.jsonl", answer_column=None)) == [TaskRow("p", None)]
