@@ -23,7 +23,6 @@ from streamrl.agents.agent_host import AgentHost
 from streamrl.agents.chat_endpoint import EpisodeWait
 from streamrl.agents.episode import Episode, EpisodeOrder, GeneratedTurn, TurnOrder
 from streamrl.agents.workers import EpisodeWorkers
-from streamrl.imports import importing, without_torch
 from streamrl.machine.model_files import resolve_model
 from streamrl.protocol import site_agents
 from streamrl.protocol.message import MessageReader, wire
@@ -35,6 +34,7 @@ from streamrl.run_dir import layout
 from streamrl.run_dir.start_stages import READY, waiting_for
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.site_connections import connect_inside
+from streamrl.tasks.chat_template import load_tokenizer
 from streamrl.tasks.void_reward import one_line
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Link
@@ -67,12 +67,9 @@ class AgentsProcess:
             PeerLost: the service fell silent.
             UserError: a task of the run file is wrong.
         """
-        with importing(), without_torch():
-            from transformers import AutoTokenizer
-
         run, site = self.context.run, self.context.cluster.sites[self.context.site]
         self.context.say("loading the tokenizer")
-        tokenizer = AutoTokenizer.from_pretrained(resolve_model(run.model.path))
+        tokenizer = load_tokenizer(resolve_model(run.model.path))
         workers = self.workers = EpisodeWorkers(
             run.agent_tasks,
             site.agents.workers,

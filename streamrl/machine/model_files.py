@@ -139,6 +139,18 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
+def read_tokenizer(folder: str | Path) -> Any:
+    """Load the tokenizer of a model's folder as all parts of a run do, from its tokenizer.json.
+
+    Raises:
+        Exception: it cannot be read; the libraries raise whatever their authors chose.
+    """
+    from transformers import AutoTokenizer
+
+    # beside a tekken.json, transformers would choose Mistral's own tokenizer, which takes no chat template
+    return AutoTokenizer.from_pretrained(folder, mistral_format=False)
+
+
 def end_tokens(model: str, tokenizer: Any) -> list[int]:
     """Return the end-of-turn ids of the tokenizer and of the model's generation config."""
     from transformers import GenerationConfig
@@ -207,7 +219,8 @@ def _wrong_with(folder: Path) -> list[str]:
     if not wrong and not _weight_files(folder):
         wrong.append("it has no *.safetensors")
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        wrong.append("it has no tokenizer.json")
+        tekken = " (tekken.json alone is not read)" if (folder / "tekken.json").exists() else ""
+        wrong.append(f"it has no tokenizer.json{tekken}")
     return wrong
 
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from streamrl.errors import UserError
 from streamrl.imports import importing, without_torch
+from streamrl.machine.model_files import read_tokenizer
 
 
 class ChatTemplate:
@@ -53,16 +54,15 @@ def load_tokenizer(path: str) -> Any:
     """Load the tokenizer of a model, without torch (`without_torch`).
 
     Args:
-        path: folder or hub id.
+        path: folder.
 
     Raises:
         UserError: there is no tokenizer that can be read.
     """
     with importing(), without_torch():
-        from transformers import AutoTokenizer
-
+        from transformers import AutoTokenizer  # noqa: F401  # of `read_tokenizer`
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return read_tokenizer(path)
     except Exception as error:  # the libraries raise whatever their authors chose
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"model.path: no tokenizer in {path}: {reason}") from error

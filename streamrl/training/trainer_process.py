@@ -28,7 +28,7 @@ from streamrl.config.run import CRITIC_KEY
 from streamrl.errors import RunFailed
 from streamrl.machine.compute_type import TypeChoice
 from streamrl.machine.gpus import visible_devices
-from streamrl.machine.model_files import resolve_model
+from streamrl.machine.model_files import read_tokenizer, resolve_model
 from streamrl.protocol.controller_site import WeightAnswer
 from streamrl.protocol.controller_trainer import (
     FROM_CONTROLLER,
@@ -316,9 +316,7 @@ class TrainerProcess:
 
     def _measure_canary(self) -> FloatArray:
         if self.canary is None:
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(resolve_model(self.run_config.model.path))
+            tokenizer = read_tokenizer(resolve_model(self.run_config.model.path))
             encode = functools.partial(tokenizer.encode, add_special_tokens=False)
             self.canary = canary(encode, self.run_config.model.max_context)
         return self.trainer.measure_canary(self.canary)
@@ -338,9 +336,7 @@ class TrainerProcess:
             dist.barrier()
             self.trainer.save(partial)
             if self.rank == 0:
-                from transformers import AutoTokenizer
-
-                AutoTokenizer.from_pretrained(resolve_model(self.run_config.model.path)).save_pretrained(partial)
+                read_tokenizer(resolve_model(self.run_config.model.path)).save_pretrained(partial)
                 (partial / "state.json").write_text(json.dumps(state | {"step": step}))
             dist.barrier()
             if self.rank == 0:

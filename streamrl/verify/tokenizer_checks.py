@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.errors import UserError
-from streamrl.machine.model_files import end_tokens
+from streamrl.machine.model_files import end_tokens, read_tokenizer
 from streamrl.tasks.chat_template import ChatTemplate
 from streamrl.verify.findings import Finding
 
@@ -31,12 +31,10 @@ def check_tokenizer(folder: Path, vocabulary: int, variables: Mapping[str, Any] 
         vocabulary: rows of the model's embedding.
         variables: variables of the chat template (`model.chat_template_kwargs`).
     """
-    from transformers import AutoTokenizer
-
     try:
         if not any((folder / name).exists() for name in FILES):  # transformers makes empty ones of some families then
             raise OSError(f"expected one of {', '.join(FILES)}")
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = read_tokenizer(folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"no tokenizer in {folder}: {_first_line(error)}"
         return [Finding(name, "not checked", reason) for name in (TEMPLATE, STOPS, VOCABULARY)]

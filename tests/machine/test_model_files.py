@@ -18,6 +18,7 @@ from streamrl.errors import UserError
 from streamrl.machine import model_files
 from tests.run_dir.conftest import Disk
 from tests.run_dir.conftest import disk as disk
+from tests.tiny_model import CHAT_TEMPLATE, save_tiny_model
 from tests.waiting import scaled
 
 NAME = "smollm2-135m"
@@ -55,6 +56,27 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match=r"no model-2\.safetensors"):
         model_files.resolve_model(str(folder))
+
+
+def test_the_tokenizer_with_the_chat_template_is_read_beside_one_of_mistral(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "mistral"}))
+    (folder / "tekken.json").write_text("{}")
+    tokenizer = model_files.read_tokenizer(model_files.resolve_model(str(folder)))
+    assert tokenizer.chat_template == CHAT_TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "checkpoint")
+    assert (tmp_path / "checkpoint" / "tokenizer.json").exists()
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"it has no tokenizer\.json \(tekken\.json alone is not read\)"):
+        model_files.resolve_model(str(folder))
+
+
+def test_all_parts_of_a_run_read_the_same_tokenizer() -> None:
+    package = Path(model_files.__file__).parents[1]
+    sources = {str(path.relative_to(package)): path.read_text() for path in package.rglob("*.py")}
+    readers = {name for name, text in sources.items() if "AutoTokenizer.from_pretrained(" in text}
+    assert readers == {"machine/model_files.py", "machine/gguf_conversion.py"}
 
 
 def test_a_broken_config_is_told(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from streamrl.generation.instance.sample_parts import (
 from streamrl.generation.instance.stop_strings import look_across
 from streamrl.generation.instance.vllm_processes import end_engine, fork_where_safe
 from streamrl.machine.engine_settings import EngineSettings
-from streamrl.machine.model_files import end_tokens, resolve_model
+from streamrl.machine.model_files import end_tokens, read_tokenizer, resolve_model
 from streamrl.machine.router_shape import router_shape
 from streamrl.rollouts.canary import canary
 from streamrl.rollouts.types import FloatArray, PartialSample, Sample, SampleRequest
@@ -85,7 +85,6 @@ class Engine:
             settings: see `engine_config`.
             clock: returns the unix seconds that samples carry.
         """
-        from transformers import AutoTokenizer
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self.pool, self.run, self.instance, self.site, self.cuda = pool, run, instance, site, cuda
@@ -122,7 +121,7 @@ class Engine:
         self._llm = AsyncLLM.from_vllm_config(config)
         look_across(self._llm.output_processor, self._kept)
         self._canaries = itertools.count()
-        self._tokenizer = AutoTokenizer.from_pretrained(model)
+        self._tokenizer = read_tokenizer(model)
         self._stop_ids = end_tokens(model, self._tokenizer)
 
     async def connect_weights(self, init_info: dict[str, Any]) -> None:
