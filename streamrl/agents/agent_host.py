@@ -68,13 +68,16 @@ class _Server(uvicorn.Server):
 class AgentHost:
     """Runs episodes, any number at once; sessions and their tokens are here, agents elsewhere."""
 
-    def __init__(self, run: RunConfig, tokenizer: Any, generate: GenerateTurn, workers: EpisodeRunner) -> None:
+    def __init__(
+        self, run: RunConfig, tokenizer: Any, generate: GenerateTurn, workers: EpisodeRunner, rows: int | None = None
+    ) -> None:
         """
         Args:
             run: the run.
             tokenizer: tokenizer of its model.
             generate: generates a turn.
             workers: run agents.
+            rows: number of tokens that the model knows (`token_rows`); None: not known.
 
         Raises:
             UserError: the model has no chat template that conversations can be rendered with.
@@ -85,7 +88,7 @@ class AgentHost:
             raise UserError(f"model.path: {run.model.path}: {error}") from error
         self.notes = renderer.notes
         """What a user should know about the model's chat template, one sentence each."""
-        self._workers, self._max_context = workers, run.model.max_context
+        self._workers, self._max_context, self._rows = workers, run.model.max_context, rows
         self._max_turns = {task.key: task.max_turns for task in run.agent_tasks}
         self._programs = {task.key for task in run.agent_tasks if task.command is not None}
         self._endpoint = ChatEndpoint(generate, renderer, len(tokenizer), run.model.path)
@@ -130,7 +133,7 @@ class AgentHost:
 
     async def _attempt(self, order: EpisodeOrder) -> tuple[Episode, bool]:
         """Run an episode once; return it, and whether it is to be run again."""
-        limits = SessionLimits(max_context=self._max_context, max_turns=self._max_turns[order.task])
+        limits = SessionLimits(self._max_context, self._max_turns[order.task], rows=self._rows)
         session = self._endpoint.open(order, limits)
         try:
             base_url = f"{self.address}/sessions/{session.id}/v1"

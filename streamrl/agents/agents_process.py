@@ -15,6 +15,7 @@ import logging
 import time
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from streamrl.agents.agent_host import AgentHost
 from streamrl.agents.chat_endpoint import EpisodeWait
 from streamrl.agents.episode import Episode, EpisodeOrder, GeneratedTurn, TurnOrder
 from streamrl.agents.workers import EpisodeWorkers
-from streamrl.machine.model_files import resolve_model
+from streamrl.machine.model_files import resolve_model, token_rows
 from streamrl.protocol import site_agents
 from streamrl.protocol.message import MessageReader, wire
 from streamrl.protocol.site_agents import EpisodeDone, OrderTurn, RunEpisode, TurnDone
@@ -69,13 +70,14 @@ class AgentsProcess:
         """
         run, site = self.context.run, self.context.cluster.sites[self.context.site]
         self.context.say("loading the tokenizer")
-        tokenizer = load_tokenizer(resolve_model(run.model.path))
+        folder = resolve_model(run.model.path)
+        tokenizer = load_tokenizer(folder)
         workers = self.workers = EpisodeWorkers(
             run.agent_tasks,
             site.agents.workers,
             self.context.run_dir / layout.LOGS / f"{self.context.name}-workers.log",
         )
-        self.host = AgentHost(run, tokenizer, self._generate, workers)
+        self.host = AgentHost(run, tokenizer, self._generate, workers, token_rows(Path(folder)))
         try:
             self.context.say("starting the agent workers")
             async with self.waits.deadline("agent workers to start", run.deadlines.startup_s):

@@ -60,6 +60,8 @@ class SessionLimits:
     """Turns of one episode."""
     max_in_flight: int = 16
     """Turns that one episode generates at a time."""
+    rows: int | None = None
+    """Number of tokens that the model knows; None: not known."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,8 @@ class Session:
             The turn, and whether it is new and has to be generated.
 
         Raises:
-            CallError: a limit is reached, no token fits, or the template does not accept the messages.
+            CallError: a limit is reached, no token fits or the model lacks one, or the template does not accept the
+                messages.
             TooManyRun: it has to wait for another turn.
         """
         if (known := self._repeated(call)) is not None:
@@ -170,6 +173,10 @@ class Session:
                 f"the prompt has {length} tokens, which leaves no room for an answer: the context has "
                 f"{self.limits.max_context} tokens (model.max_context)",
             )
+        rows, largest = self.limits.rows, int(turn.order.prompt_tokens.max(initial=0))
+        if rows is not None and largest >= rows:
+            text = f"the prompt has token {largest}, but the model knows {rows} tokens, from 0"
+            raise CallError(400, "unknown_token", text)
         self.turns.append(turn)
         self._take(call, turn)
         self._numbers += 1

@@ -46,7 +46,7 @@ from streamrl.controller.weight_calls import WeightCalls
 from streamrl.controller.weight_canary import Measured, WeightCanary
 from streamrl.errors import RunFailed, is_final
 from streamrl.imports import importing, without_torch
-from streamrl.machine.model_files import read_config, read_tokenizer, resolve_model
+from streamrl.machine.model_files import read_config, read_tokenizer, resolve_model, token_rows
 from streamrl.machine.router_shape import shape_of
 from streamrl.protocol.controller_rewards import ScoreAnswer
 from streamrl.protocol.controller_site import (
@@ -190,8 +190,8 @@ class Controller:
             with hidden:
                 from transformers import AutoTokenizer  # noqa: F401  # of `read_tokenizer`
             source = PromptSource(self.config.tasks, self.config.seed)
-        tokenizer = read_tokenizer(resolve_model(self.config.model.path))
-        groups = GroupSource(self.config, source, tokenizer)
+        folder = resolve_model(self.config.model.path)
+        groups = GroupSource(self.config, source, read_tokenizer(folder), token_rows(Path(folder)))
         self._build(groups, Evaluator(self.config, self.context.run_dir, groups, self.checkpoints.mark_best))
         if self.context.resume:
             self._restore()

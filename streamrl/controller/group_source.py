@@ -24,13 +24,19 @@ the controller does nothing else, and 10,000 long prompts may take the minute af
 class GroupSource:
     """Source of a run's groups, in order; prompts that do not fit the context are skipped and counted."""
 
-    def __init__(self, run: RunConfig, source: PromptSource, tokenizer: Any) -> None:
+    def __init__(self, run: RunConfig, source: PromptSource, tokenizer: Any, rows: int | None = None) -> None:
         """
+        Args:
+            run: the run.
+            source: its prompts.
+            tokenizer: tokenizer of its model.
+            rows: number of tokens that the model knows (`token_rows`); None: not known.
+
         Raises:
             UserError: the model's chat template lacks what `model` sets (see `PromptTokens`).
         """
         self.run, self.source, self.tokenizer = run, source, tokenizer
-        self.tokens = PromptTokens(run.model, tokenizer)
+        self.tokens = PromptTokens(run.model, tokenizer, rows)
         """Returns the token ids of a prompt."""
         self.too_long = 0
         """Number of prompts skipped since the start."""
@@ -58,8 +64,8 @@ class GroupSource:
         """Make the next group, for optimizer step `step` (from 1).
 
         Raises:
-            RunFailed: `MAX_SKIPPED_IN_A_ROW` consecutive prompts do not fit the context, or the chat template does not
-                accept one.
+            RunFailed: `MAX_SKIPPED_IN_A_ROW` consecutive prompts do not fit the context, or the model does not take one
+                (see `PromptTokens`).
         """
         most_skipped = max(MAX_SKIPPED_IN_A_ROW, min(self.source.ordered_rows, MOST_SKIPPED_OF_A_CURRICULUM))
         for _ in range(most_skipped):

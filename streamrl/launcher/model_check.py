@@ -11,7 +11,7 @@ from scheduler.cost.model_shapes import EXPERT_COUNTS, text_part, undivided_head
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.errors import ErrorCode, UserError
-from streamrl.machine.model_files import read_config, resolve_model
+from streamrl.machine.model_files import read_config, resolve_model, token_rows
 
 FULL_ON_CPU = {"fp8", "mxfp4"}
 """Kinds of quantized weights that transformers turns into full ones as it loads them, where there is no GPU."""
@@ -74,7 +74,7 @@ def check_critic(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
     if (longest := _positions(config)) is not None and run.model.max_context > longest:
         asked = f"{path} has {longest} positions, {run.model.max_context} are asked for"
         yield ErrorCode.CONTEXT.refer(f"model.max_context: the critic {asked}")
-    known, (own, used), (read, _) = _rows(config), _vocabulary(policy), _vocabulary(folder)
+    known, (own, used), (read, _) = token_rows(folder), _vocabulary(policy), _vocabulary(folder)
     if known is not None and used > known:
         yield f"algorithm.critic.path: {path} knows {known} tokens, and the tokenizer of {run.model.path} has {used}"
     elif others := sum(read[number] != token for number, token in own.items() if number in read):
@@ -90,7 +90,7 @@ def critic_warnings(run: RunConfig) -> Iterable[str]:
     if (path := run.critic_path) is None:
         return
     folder, policy = Path(resolve_model(path)), Path(resolve_model(run.model.path))
-    known, written = _rows(read_config(folder)), _rows(read_config(policy))
+    known, written = token_rows(folder), token_rows(policy)
     if known is not None and written is not None and known < written and _vocabulary(policy)[1] <= known:
         yield (
             f"algorithm.critic.path: {path} has {known} rows of tokens, and {run.model.path} {written}: a token beyond "
@@ -113,12 +113,6 @@ def _positions(config: Mapping[str, Any]) -> int | None:
     """Return how many tokens a model's context has; None: it does not say."""
     longest = config.get("max_position_embeddings") or text_part(config).get("max_position_embeddings")
     return longest if isinstance(longest, int) else None
-
-
-def _rows(config: Mapping[str, Any]) -> int | None:
-    """Return how many tokens a model can read and write, those of padding included; None: it does not say."""
-    rows = text_part(config).get("vocab_size")
-    return rows if isinstance(rows, int) else None
 
 
 def _vocabulary(folder: Path) -> tuple[dict[int, str], int]:

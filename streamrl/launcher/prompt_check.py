@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 
 from streamrl.config.run import RunConfig
 from streamrl.errors import ErrorCode, RunFailed, UserError
 from streamrl.machine.installed_packages import package_problems
-from streamrl.machine.model_files import resolve_model
+from streamrl.machine.model_files import resolve_model, token_rows
 from streamrl.tasks.chat_template import load_tokenizer
 from streamrl.tasks.prompt_tokens import PromptTokens
 from streamrl.tasks.source import PromptSource
@@ -17,7 +18,7 @@ MOST_MEASURED = 100
 
 
 def check_prompts(run: RunConfig, sources: Mapping[str, PromptSource], fitting: Collection[str]) -> Iterable[str]:
-    """Check that the chat template has what the `model` section sets, accepts prompts, and that some fit.
+    """Check that the chat template has what the `model` section sets, and accepts prompts that the model can read.
 
     It loads transformers without torch, so it comes after all code of users that may need both.
 
@@ -34,7 +35,7 @@ def check_prompts(run: RunConfig, sources: Mapping[str, PromptSource], fitting: 
     except UserError:
         return  # reported by `check_model`
     try:
-        tokens = PromptTokens(run.model, load_tokenizer(folder))
+        tokens = PromptTokens(run.model, load_tokenizer(folder), token_rows(Path(folder)))
     except UserError as error:
         yield str(error)
         return

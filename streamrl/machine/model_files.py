@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scheduler.cost.model_shapes import text_part
 from streamrl.atomic_files import sync_files, sync_folder
 from streamrl.errors import ErrorCode, UserError
 from streamrl.machine.installed_packages import package_problems
@@ -137,6 +138,12 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     except (OSError, ValueError):
         return {}  # as of a model of the Hub whose files are not here yet
     return values if isinstance(values, dict) else {}
+
+
+def token_rows(folder: Path) -> int | None:
+    """Return how many tokens a model can read and write, those of padding included; None: its config does not say."""
+    rows = text_part(read_config(folder)).get("vocab_size")
+    return rows if isinstance(rows, int) else None
 
 
 def read_tokenizer(folder: str | Path) -> Any:

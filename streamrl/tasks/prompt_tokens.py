@@ -16,17 +16,18 @@ from streamrl.tasks.source import Prompt
 class PromptTokens:
     """Makes prompts into token ids, as one model takes them."""
 
-    def __init__(self, model: ModelConfig, tokenizer: Any) -> None:
+    def __init__(self, model: ModelConfig, tokenizer: Any, rows: int | None = None) -> None:
         """
         Args:
             model: the run's model.
             tokenizer: its tokenizer, of `transformers`.
+            rows: number of tokens that the model knows (`token_rows`); None: not known.
 
         Raises:
             UserError: the chat template does not use a variable of `model.chat_template_kwargs`, or there is a system
                 prompt and no chat template.
         """
-        self._model, self._tokenizer = model, tokenizer
+        self._model, self._tokenizer, self._rows = model, tokenizer, rows
         self._template = ChatTemplate(tokenizer, model.chat_template_kwargs)
         if model.system_prompt is not None and not self._template.exists:
             raise UserError(
@@ -38,8 +39,19 @@ class PromptTokens:
         """Return the token ids of a prompt's messages, int32 of shape [P].
 
         Raises:
-            RunFailed: the chat template does not accept the messages, or they are several and there is no template.
+            RunFailed: the chat template does not accept the messages, they are several and there is no template, or
+                the model has no row for one of the tokens.
         """
+        ids = self._ids(prompt)
+        if self._rows is not None and (largest := int(ids.max(initial=0))) >= self._rows:
+            token = self._tokenizer.convert_ids_to_tokens(largest)
+            raise RunFailed(
+                f"prompt {prompt.prompt_id} has token {largest} ({token}), but the model {self._model.path} knows "
+                f"{self._rows} tokens, from 0: its tokenizer or its chat template is that of another model"
+            )
+        return ids
+
+    def _ids(self, prompt: Prompt) -> npt.NDArray[np.int32]:
         if not self._template.exists:
             if prompt.earlier:
                 raise RunFailed(

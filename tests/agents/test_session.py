@@ -57,6 +57,15 @@ def test_a_conversation_that_goes_on_is_one_row() -> None:
     assert len({first.order.seed, second.order.seed, 7}) == 3
 
 
+def test_a_token_that_the_model_lacks_is_refused() -> None:
+    largest = int(session().call(call(USER), 1.0)[0].order.prompt_tokens.max())
+    assert session(rows=largest + 1).call(call(USER), 1.0)[1]
+    for asked in (call(USER), Call([], [], b"", prompt_tokens=np.asarray([1, largest], np.int32))):
+        with pytest.raises(CallError, match=f"has token {largest}, but the model knows {largest} tokens") as caught:
+            session(rows=largest).call(asked, 1.0)
+        assert caught.value.code == "unknown_token"
+
+
 def test_turn_ids_are_never_those_of_another_attempt() -> None:
     one, other = (answered(session(), call(USER)).order.turn_id for _ in range(2))
     assert one.startswith("s.000/") and one.endswith(".0") and one != other

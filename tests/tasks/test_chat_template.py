@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,24 @@ def test_a_task_of_which_no_prompt_fits_is_refused_before_a_new_run(model: Path,
     ordered = [run.tasks[0].model_copy(update={"shuffle": False})]
     assert list(check_tasks(leaving(short - 1).model_copy(update={"tasks": ordered}))) == []  # shorter ones may follow
     assert list(check_tasks(leaving(short - 1), rendered=False)) == []
+
+
+def test_a_token_that_the_model_lacks_is_told_before_the_start_and_with_its_row(model: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens([f"<new {number}>" for number in range(320 - len(tokenizer) + 1)], special_tokens=True)
+    tokenizer.save_pretrained(model)
+    assert list(check_tasks(run_of(model, tmp_path / "tasks"))) == []  # no prompt has it
+    change_template(model, CHAT_TEMPLATE + f"{{% if messages|length < 3 %}}{tokenizer.decode([320])}{{% endif %}}")
+    run = run_of(model, tmp_path / "later")
+    source = GroupSource(run, PromptSource(run.tasks, run.seed), AutoTokenizer.from_pretrained(model), 320)
+    assert source.group(1).prompt_tokens.max() < 320
+    says = f"prompt sums/1 has token 320 ({tokenizer.decode([320])}), but the model {model} knows 320 tokens, from 0: "
+    with pytest.raises(RunFailed, match=re.escape(says)) as caught:
+        source.group(1)
+    assert is_final(caught.value)
+    change_template(model, CHAT_TEMPLATE + tokenizer.decode([320]))
+    (problem,) = check_tasks(run)
+    assert problem.startswith(f"tasks.0: {says.replace('sums/1', 'sums/0')}")
 
 
 def test_a_system_prompt_that_no_template_renders_is_refused(model: Path, tmp_path: Path) -> None:
