@@ -158,6 +158,14 @@ class FileTask(TaskKeys):
         return f"{place if os.path.isdir(place) else self.path} ({self.split_read})"
 
     @property
+    def data_set(self) -> tuple[str, str, str] | None:
+        """Folder or id, subset and split of its data set, the same however the path is written; None: it is a file."""
+        if self.kind == "file":
+            return None
+        name, subset = name_and_subset(self.path)
+        return _place(name) if os.path.isdir(name) else name, subset or "default", self.split_read
+
+    @property
     def split_read(self) -> str:
         """The split that is read where there are several."""
         return self.split or "train"
@@ -309,6 +317,13 @@ Task = Annotated[ReasoningGymTask | FileTask | AgentTask, Field(discriminator="k
 def _place(path: str) -> str:
     """Return the absolute path that a run reads, which is seen from the working directory."""
     return os.path.realpath(os.path.expanduser(path))
+
+
+def name_and_subset(path: str) -> tuple[str, str]:
+    """Return the folder (with `~` as the user's) or id of the data set that a path names, and its subset; '': none."""
+    name, subset = (path, "") if os.path.isdir(os.path.expanduser(path)) else path.partition(":")[::2]
+    folder = os.path.expanduser(name)
+    return folder if os.path.isdir(folder) else name, subset
 
 
 def is_saved_alone(folder: str) -> bool:

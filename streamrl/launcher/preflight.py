@@ -309,6 +309,8 @@ def check_tasks(run: RunConfig, rendered: bool = True, resumed: bool = False) ->
     named = [(f"tasks.{index}", task) for index, task in enumerate(run.tasks)]
     named += [(f"evaluation.tasks.{index}", task) for index, task in enumerate(held_out)]
     sources = {}
+    if not resumed:
+        yield from _trained_under_other_names(run)
     for key, task in named:
         try:
             source = PromptSource([task], run.seed)
@@ -323,6 +325,15 @@ def check_tasks(run: RunConfig, rendered: bool = True, resumed: bool = False) ->
             yield f"{key}: {error}"
     if rendered:
         yield from check_prompts(run, sources, () if resumed else [key for key, _ in named[: len(run.tasks)]])
+
+
+def _trained_under_other_names(run: RunConfig) -> Iterable[str]:
+    """Name held-out data sets that are also trained on; where the names are equal, the run file is refused as it is."""
+    trained = {task.data_set: task.key for task in run.tasks if isinstance(task, FileTask) and task.data_set}
+    for index, task in enumerate(run.evaluation.tasks if run.evaluation else []):
+        if isinstance(task, FileTask) and task.data_set in trained:
+            twin = f"{task.path} is what task {trained[task.data_set]!r} is trained on"
+            yield f"evaluation.tasks.{index}: {twin}: name another data set or split"
 
 
 def check_ranker(run: RunConfig) -> Iterable[str]:

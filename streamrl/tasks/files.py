@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgpack
 
-from streamrl.config.tasks import PYTHON_TESTS, AgentTask, FileTask
+from streamrl.config.tasks import PYTHON_TESTS, AgentTask, FileTask, name_and_subset
 from streamrl.errors import UserError
 from streamrl.rollouts.plain_text import plain_text
 from streamrl.tasks.arrow_values import converter
@@ -186,22 +186,21 @@ def _parquet_records(task: RowsTask, path: Path) -> Iterator[Record]:
 def _hf_table(task: FileTask) -> Any:
     datasets = import_extra("datasets", f"task {task.key!r}")
     cannot = f"task {task.key!r}: path: cannot load the data set {task.path!r}"
-    name, _, subset = task.path.partition(":")
-    folder, before = Path(task.path).expanduser(), Path(name).expanduser()
-    if folder.is_file():
-        remedy = "kind: file reads it" if folder.suffix.lower() in FILES else "expected a folder or a name of the Hub"
+    name, subset = name_and_subset(task.path)
+    file, folder = Path(task.path).expanduser(), Path(name)
+    if file.is_file():
+        remedy = "kind: file reads it" if file.suffix.lower() in FILES else "expected a folder or a name of the Hub"
         raise UserError(f"task {task.key!r}: path: {task.path} is a file; {remedy}")
-    if not (here := folder.is_dir() or before.is_dir()) and name.startswith(("/", "./", "../", "~")):
+    if not (here := folder.is_dir()) and name.startswith(("/", "./", "../", "~")):
         raise UserError(f"{cannot}: there is no such folder")
     hub = importlib.import_module("huggingface_hub.utils.logging")
     verbosity = hub.get_verbosity()
     try:
         hub.set_verbosity_error()  # without a line for each time that it asks the Hub again
-        if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():  # save_to_disk
-            data = datasets.load_from_disk(str(folder))
+        if not subset and ((folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()):
+            data = datasets.load_from_disk(name)  # as save_to_disk wrote it
         else:
-            source = str(folder) if folder.is_dir() else name
-            data = datasets.load_dataset(source, name=subset or None)
+            data = datasets.load_dataset(name, name=subset or None)
     except Exception as error:  # the library raises its own, the hub's, and the file system's errors
         reason = (str(error) or type(error).__name__).splitlines()[0]
         tried = "" if here else f"there is no folder {name} here, and as a data set of the Hub: "

@@ -111,6 +111,41 @@ def test_hf_folder_of_files_with_a_split(tmp_path: Path) -> None:
         load_rows(file_task(folder, kind="hf_dataset", split="dev"))
 
 
+def test_a_folder_may_have_subsets_a_colon_and_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("a", "b"):
+        (tmp_path / "two:parts" / name).mkdir(parents=True)
+        (tmp_path / "two:parts" / name / "train.jsonl").write_text(json.dumps({"prompt": "p", "answer": name}))
+    assert [row.answer for row in load_rows(file_task(Path("~/two:parts/b"), kind="hf_dataset"))] == ["b"]
+    assert [row.answer for row in load_rows(file_task(Path("~/two:parts"), kind="hf_dataset"))] == ["a", "b"]
+    (tmp_path / "two:parts").rename(tmp_path / "parts")
+    parts = "".join(f"- config_name: {name}\n  data_files: {name}/*.jsonl\n" for name in ("a", "b"))
+    (tmp_path / "parts" / "README.md").write_text(f"---\nconfigs:\n{parts}---\n")
+    assert [row.answer for row in load_rows(file_task(Path("~/parts:b"), kind="hf_dataset"))] == ["b"]
+
+
+@pytest.mark.parametrize("other", ["parts", "{here}/parts:default", "{here}/parts", "{here}/../{name}/parts:default"])
+def test_a_new_run_is_not_evaluated_on_its_training_rows_under_another_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "parts").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "parts" / f"{split}.jsonl").write_text(GOOD)
+    path = other.format(here=tmp_path, name=tmp_path.name)
+
+    def problems(split: str | None, resumed: bool = False) -> list[str]:
+        held_out = file_task(Path(path), kind="hf_dataset", name="theirs", split=split)
+        tasks = [file_task(Path("parts:default"), kind="hf_dataset")]
+        run = RunConfig.model_validate({"tasks": tasks, "evaluation": {"tasks": [held_out]}})
+        return list(check_tasks(run, rendered=False, resumed=resumed))
+
+    says = f"evaluation.tasks.0: {path} is what task 'mine' is trained on: name another data set or split"
+    assert problems(None) == [says] and problems("train") == [says]
+    assert problems("test") == []
+    assert problems(None, resumed=True) == []  # earlier versions began such runs
+
+
 def test_the_split_of_a_data_set_that_was_saved_alone_is_the_one_that_it_holds(tmp_path: Path) -> None:
     unknown, known, several = (tmp_path / name for name in ("unknown", "known", "several"))
     datasets.Dataset.from_dict(COLUMNS).save_to_disk(unknown)
