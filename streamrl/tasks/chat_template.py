@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,10 @@ import numpy.typing as npt
 from streamrl.errors import UserError
 from streamrl.imports import importing, without_torch
 from streamrl.machine.model_files import read_tokenizer
+
+CLOCK, DAY = "strftime_now", "2024-07-26"
+"""Function by which templates write today's date (Llama 3, gpt-oss), and the day that they get, so that a prompt is the
+same on every day and in every run: the one that Llama's take where there is no such function."""
 
 
 class ChatTemplate:
@@ -25,7 +30,7 @@ class ChatTemplate:
             variables: `model.chat_template_kwargs` of the run file.
 
         Raises:
-            UserError: there are variables, but no template, or one that does not use them.
+            UserError: there are variables, but no template, or one that does not use them; or no day as `strftime_now`.
         """
         self._tokenizer, self._variables = tokenizer, dict(variables or {})
         template = getattr(tokenizer, "chat_template", None)
@@ -33,6 +38,7 @@ class ChatTemplate:
         """Whether the model has a chat template."""
         for name in self._variables:
             _check_used(name, "\n".join(template.values()) if isinstance(template, dict) else template or "")
+        self._variables[CLOCK] = _clock(self._variables.get(CLOCK, DAY))
 
     def text(self, messages: Sequence[Any], tools: Sequence[Any] | None = None, asks: bool = True) -> str:
         """Render a conversation; with `asks`, up to where the model's answer begins."""
@@ -66,6 +72,13 @@ def load_tokenizer(path: str) -> Any:
     except Exception as error:  # the libraries raise whatever their authors chose
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"model.path: no tokenizer in {path}: {reason}") from error
+
+
+def _clock(day: Any) -> Callable[[str], str]:
+    try:
+        return datetime.datetime.fromisoformat(str(day)).strftime
+    except ValueError:
+        raise UserError(f"model.chat_template_kwargs.{CLOCK}: expected a day such as {DAY}, got {day!r}") from None
 
 
 def _check_used(name: str, template: str) -> None:

@@ -5,6 +5,7 @@ The templates are those that TRL ships (optional: `pip install trl==1.16.0`).
 
 from __future__ import annotations
 
+import datetime
 import re
 from importlib.resources import files
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from streamrl.agents.episode import EpisodeOrder, GeneratedTurn
 from streamrl.agents.rendering import PROBE_TOOL, ChatRenderer
 from streamrl.agents.session import Call, Session, SessionLimits, Turn
+from streamrl.tasks.chat_template import DAY
 from tests.agents.random_sessions import small_tokenizer
 
 pytest.importorskip("trl")
@@ -66,8 +68,8 @@ def tokenizer_of(name: str) -> Any:
 
 def rendered(tokenizer: Any, messages: list[dict[str, Any]], *, asks: bool, tools: bool = True) -> str:
     """Render with transformers alone."""
-    shown = [PROBE_TOOL] if tools else None
-    return str(tokenizer.apply_chat_template(messages, tools=shown, tokenize=False, add_generation_prompt=asks))
+    more = {"tools": [PROBE_TOOL] if tools else None, "strftime_now": datetime.datetime.fromisoformat(DAY).strftime}
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks, **more))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -18,6 +18,7 @@ from streamrl.controller.group_source import GroupSource
 from streamrl.errors import RunFailed, UserError, is_final
 from streamrl.launcher.preflight import check_tasks
 from streamrl.machine import installed_packages
+from streamrl.tasks.chat_template import load_tokenizer
 from streamrl.tasks.source import PromptSource
 from tests.tiny_model import CHAT_TEMPLATE, save_tiny_model
 
@@ -170,6 +171,21 @@ def test_a_task_of_which_no_prompt_fits_is_refused_before_a_new_run(model: Path,
     ordered = [run.tasks[0].model_copy(update={"shuffle": False})]
     assert list(check_tasks(leaving(short - 1).model_copy(update={"tasks": ordered}))) == []  # shorter ones may follow
     assert list(check_tasks(leaving(short - 1), rendered=False)) == []
+
+
+def test_the_date_in_a_template_is_the_same_on_every_day(model: Path, tmp_path: Path) -> None:
+    change_template(model, "{{ strftime_now('%d %b %Y, %H:%M') }}; " + CHAT_TEMPLATE)
+    for variables, day in (({}, "26 Jul 2024"), ({"strftime_now": "2026-01-02"}, "02 Jan 2026")):
+        run = run_of(model, tmp_path / day, chat_template_kwargs=variables)
+        tokenizer = load_tokenizer(str(model))
+        assert list(check_tasks(run)) == []
+        begins = f"{day}, 00:00; <|system|>"
+        assert tokenizer.decode(source_of(run, tokenizer).group(1).prompt_tokens).startswith(begins)
+        agents = ChatRenderer(tokenizer, "Think.", run.model.chat_template_kwargs)
+        assert tokenizer.decode(agents.whole(CONVERSATION[1:2], []).tokens).startswith(begins)
+    wrong = run_of(model, tmp_path / "wrong", chat_template_kwargs={"strftime_now": "today"})
+    (problem,) = check_tasks(wrong)
+    assert problem == "model.chat_template_kwargs.strftime_now: expected a day such as 2024-07-26, got 'today'"
 
 
 def test_a_token_that_the_model_lacks_is_told_before_the_start_and_with_its_row(model: Path, tmp_path: Path) -> None:
