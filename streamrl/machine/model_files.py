@@ -159,13 +159,15 @@ def read_tokenizer(folder: str | Path) -> Any:
 
 
 def end_tokens(model: str, tokenizer: Any) -> list[int]:
-    """Return the end-of-turn ids of the tokenizer and of the model's generation config."""
-    from transformers import GenerationConfig
+    """Return the end-of-turn ids of the tokenizer and of the model's generation config, or else of its config."""
+    from transformers import AutoConfig, GenerationConfig
 
-    ids = {tokenizer.eos_token_id}
+    configured = None
     if Path(model).joinpath("generation_config.json").exists():
         configured = GenerationConfig.from_pretrained(model).eos_token_id
-        ids |= set(configured if isinstance(configured, list) else [configured])
+    elif Path(model).joinpath("config.json").exists():  # as vLLM
+        configured = GenerationConfig.from_model_config(AutoConfig.from_pretrained(model)).eos_token_id
+    ids = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])}
     return sorted(i for i in ids if i is not None)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from scheduler.cost.model_shapes import text_part
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.errors import ErrorCode
@@ -42,7 +43,8 @@ def agreement(cluster: ClusterConfig, run: RunConfig) -> dict[str, Any]:
 
 def _ends_and_template(folder: Path) -> dict[str, Any]:
     """Return what ends a model's answers, and its chat template: by content, whatever else the files say."""
-    generation, tokenizer = (read_config(folder, f"{name}_config.json") for name in ("generation", "tokenizer"))
+    tokenizer, name = read_config(folder, "tokenizer_config.json"), "generation_config.json"
+    generation = read_config(folder, name) if (folder / name).exists() else text_part(read_config(folder))
     ends, last = generation.get("eos_token_id"), tokenizer.get("eos_token")
     ids = sorted(str(one) for one in (ends if isinstance(ends, list) else [ends]) if one is not None)
     template = tokenizer.get("chat_template")

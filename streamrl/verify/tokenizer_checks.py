@@ -73,7 +73,7 @@ def check_stops(tokenizer: Any, stops: list[int], template: ChatTemplate | None 
     """
     names = ", ".join(f"{tokenizer.convert_ids_to_tokens(stop)} ({stop})" for stop in stops)
     if not stops:
-        return Finding(STOPS, "refused", "neither tokenizer nor generation_config.json names an end token")
+        return Finding(STOPS, "refused", "neither the tokenizer nor a config of the model names an end token")
     template = template or ChatTemplate(tokenizer)
     if not template.exists:
         return Finding(STOPS, "works", names)

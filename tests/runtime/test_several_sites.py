@@ -231,7 +231,14 @@ def test_copies_of_a_model_with_other_end_tokens_or_another_template_differ(tmp_
     assert differs() is None  # written in other ways
     (theirs / "generation_config.json").write_text('{"eos_token_id": 2}')
     assert "model's end tokens is '2' there and '2, 7' here" in (differs() or "")
-    (theirs / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    for folder in (mine, theirs):
+        (folder / "generation_config.json").unlink()  # then the model's own config has them
+    assert differs() is None
+    (theirs / "config.json").write_text('{"eos_token_id": [2, 7]}')
+    assert "model's end tokens is '2, 7' there and '257' here" in (differs() or "")
+    for folder in (mine, theirs):
+        (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    assert differs() is None
     (theirs / "chat_template.jinja").write_text("{{ y }}")
     assert "chat template" in (differs() or "")
     (theirs / "chat_template.jinja").unlink()

@@ -14,6 +14,7 @@ from rich.console import Console
 from transformers import (
     AutoTokenizer,
     CohereConfig,
+    GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -81,6 +82,17 @@ def test_an_answer_has_to_end_with_a_token_at_which_the_generator_stops(tokenize
     assert check_stops(tokenizer, [257]) == Finding("stop tokens", "works", "an answer ends with <|end|> (257)")
     assert check_stops(tokenizer, [256]).verdict == "refused"
     assert check_stops(tokenizer, []).verdict == "refused"
+
+
+def test_the_end_tokens_may_be_in_the_config_alone(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = APPENDS.replace("<|end|>", "<|user|>")
+    tokenizer.save_pretrained(tmp_path)
+    user = tokenizer.convert_tokens_to_ids("<|user|>")
+    assert check_tokenizer(tmp_path, 320)[1].verdict == "refused"
+    LlamaConfig(eos_token_id=[257, user]).save_pretrained(tmp_path)
+    assert check_tokenizer(tmp_path, 320)[1].reason == f"an answer ends with <|end|> (257), <|user|> ({user})"
+    GenerationConfig(eos_token_id=257).save_pretrained(tmp_path)
+    assert check_tokenizer(tmp_path, 320)[1].verdict == "refused"
 
 
 @pytest.mark.parametrize(("message", "reason"), [("no answers here", "no answers here"), ("", "TemplateError")])
