@@ -31,6 +31,8 @@ Say = Callable[[str], None]
 
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
+MISTRALS_OWN = "consolidated"
+"""How files begin that hold the same weights again, in a form that transformers does not read."""
 CHECKSUMS = "SHA256SUMS"
 WHOLE_FILE = "model.safetensors"
 NOT_AS_STORED = ("quantization_config", "transformers_weights", "fusion_config")
@@ -208,7 +210,9 @@ def in_slices(folder: Path) -> bool:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    files = sorted(folder.glob("*.safetensors"))
+    read = [path for path in files if not path.name.startswith(MISTRALS_OWN)]
+    return read or files or sorted(folder.glob("pytorch_model*.bin"))
 
 
 def _wrong_with(folder: Path) -> list[str]:
@@ -238,11 +242,12 @@ def _from_hub(hub_id: str, key: str) -> str:
     try:
         from huggingface_hub import snapshot_download
 
+        kinds = {"allow_patterns": HUB_FILES, "ignore_patterns": [f"{MISTRALS_OWN}*"]}
         with contextlib.suppress(Exception):  # not, or only partly, in the cache
-            folder = Path(snapshot_download(hub_id, allow_patterns=HUB_FILES, local_files_only=True))
+            folder = Path(snapshot_download(hub_id, local_files_only=True, **kinds))
             if not _wrong_with(folder):
                 return str(folder)
-        folder = Path(snapshot_download(hub_id, allow_patterns=HUB_FILES))
+        folder = Path(snapshot_download(hub_id, **kinds))
     except Exception as error:
         known = next((name for name, model in KNOWN_MODELS.items() if model.hub_id == hub_id), None)
         hint = f"; the same model is there without a hub: streamrl fetch-model {known}" if known else ""

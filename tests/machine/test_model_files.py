@@ -127,6 +127,29 @@ def test_a_hub_id_in_the_local_cache_needs_no_network(tmp_path: Path, monkeypatc
     assert model_files.resolve_model("owner/name") == str(folder)
 
 
+def test_weights_that_are_there_twice_are_fetched_and_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
+
+    own = ["consolidated.safetensors", "consolidated.safetensors.index.json"]
+    names = ["config.json", "model-1.safetensors", "model-2.safetensors", "tokenizer.json"]
+    folder = tmp_path / "snapshot"
+
+    def download(hub_id: str, local_files_only: bool = False, **patterns: Any) -> str:
+        if local_files_only:
+            raise FileNotFoundError
+        make_folder(folder, *filter_repo_objects([*own, *names], **patterns))
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert model_files.resolve_model("owner/name") == str(folder)
+    assert sorted(path.name for path in folder.iterdir()) == names
+    make_folder(folder, "consolidated.safetensors")
+    assert model_files.weight_bytes(folder) == 2 * len("{}")
+
+
 class Fetching:
     """A stand-in for PyPI and for the conversion, which need a network and half a minute."""
 
