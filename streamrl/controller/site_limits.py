@@ -21,6 +21,7 @@ from streamrl.machine.router_shape import RouterShape
 from streamrl.protocol.controller_site import CanaryMeasured, GivenBack, InstanceState, WeightsReady
 from streamrl.protocol.samples import fleet_from_wire
 from streamrl.rollouts.canary import MOST_TOKENS
+from streamrl.rollouts.plain_text import MOST_TEXT_BYTES, utf8_bytes
 from streamrl.rollouts.trajectory import (
     MOST_METRICS,
     MOST_NAME,
@@ -39,8 +40,8 @@ LOWEST_LOGPROB, HIGHEST_LOGPROB = -1e4, 1e-2
 bring a certain token above 0."""
 SLOWEST_STEP_S = 1e6
 """Longest decode step, in seconds."""
-CHARACTERS_PER_TOKEN, MOST_CHARACTERS = 512, 2_000_000
-"""Most characters of a token, and of a sample: a reward request with it is still one message."""
+CHARACTERS_PER_TOKEN = 512
+"""Most characters of a token."""
 MOST_BYTES = 2**60
 """Most bytes of a version of weights."""
 MOST_DIGITS = 9
@@ -96,8 +97,9 @@ class SampleLimits:
         versions = versions if sample.trajectory is None else sample.sampled_versions
         if len(versions) and (versions.min() < 0 or versions.max() > newest):
             return f"has tokens of versions outside 0..{newest}"
-        if len(sample.text) > min(MOST_CHARACTERS, CHARACTERS_PER_TOKEN * (1 + self.most_tokens)):
-            return f"has {len(sample.text)} characters for {len(tokens)} tokens"
+        most, size = CHARACTERS_PER_TOKEN * (1 + self.most_tokens), utf8_bytes(sample.text)
+        if len(sample.text) > most or size > MOST_TEXT_BYTES:
+            return f"has {len(sample.text)} characters, {size} bytes, for {len(tokens)} tokens"
         if len(sample.route) > MAX_NAME:
             return f"has a route of {len(sample.route)} characters"
         return self._wrong_with_experts(sample, prompt_tokens)

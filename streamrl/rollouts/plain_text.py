@@ -7,6 +7,20 @@ import re
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
+MOST_TEXT_BYTES = 8_000_000
+"""Most bytes of a completion's text, in UTF-8: with a row of a task it is still one message (`tasks/files.py`)."""
+
+
+def utf8_bytes(text: str) -> int:
+    """Return how many bytes a text has in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode(errors="replace"))
+
+
+def shortened(text: str, most: int) -> str:
+    """Return a text without what exceeds `most` bytes in UTF-8, cut between characters."""
+    return text if utf8_bytes(text) <= most else text.encode(errors="replace")[:most].decode(errors="ignore")
+
+
 def plain_text(text: str, most: int | None = None) -> str:
     """Return a text that UTF-8 can encode, of at most `most` characters (None: of any length).
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from streamrl.controller.site_limits import SampleLimits, SiteOwn
+from streamrl.rollouts.plain_text import MOST_TEXT_BYTES
 from streamrl.rollouts.trajectory import MOST_STEPS, MOST_TOLD, EpisodeStep
 from streamrl.rollouts.types import Sample
 from tests.rollouts.test_row_parts import FORK, TWO_TURNS, episode
@@ -39,6 +40,16 @@ def test_no_more_tokens_are_accepted_than_were_drafted() -> None:
     for drafted, accepted in ((4, 5), (-1, -1), (4, -1), (2**31, 0)):
         wrong = OWN.wrong_with_sample(replace(SAMPLE, drafted_tokens=drafted, accepted_tokens=accepted), newest=3)
         assert f"{accepted} of {drafted} drafted tokens" in str(wrong)
+
+
+def test_a_text_is_as_long_as_its_tokens_and_a_message_can_be() -> None:
+    assert OWN.wrong_with_sample(replace(SAMPLE, text="-" * 1536), newest=3) is None
+    assert "has 1537 characters" in str(OWN.wrong_with_sample(replace(SAMPLE, text="-" * 1537), newest=3))
+    long = replace(OWN, limits=replace(OWN.limits, most_tokens=32_768))  # some vocabularies have a token of 76 dashes
+    for text in ("-" * 76 * 32_768, "-" * MOST_TEXT_BYTES, "\u00e9" * (MOST_TEXT_BYTES // 2)):
+        assert long.wrong_with_sample(replace(SAMPLE, text=text), newest=3) is None
+        longer = text + "-" * (MOST_TEXT_BYTES - len(text.encode()) + 1)
+        assert "8000001 bytes, for" in str(long.wrong_with_sample(replace(SAMPLE, text=longer), newest=3))
 
 
 def test_an_episode_without_a_turn_names_no_instance_and_any_other_does() -> None:

@@ -21,6 +21,7 @@ from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.config.schedule import OnUpdate
 from streamrl.generation.drafts.lessons import DrafterLessons
+from streamrl.generation.instance.completion_text import completion_text
 from streamrl.generation.instance.engine_config import Place, engine_config
 from streamrl.generation.instance.sample_experts import first_row, rows_since, with_experts
 from streamrl.generation.instance.sample_parts import (
@@ -253,7 +254,7 @@ class Engine:
             route=route,
             t_queued=request.t_queued,
             t_finished=self._clock(),
-            text=str(self._tokenizer.decode(whole.completion_tokens, skip_special_tokens=True)),
+            text=completion_text(self._tokenizer, whole.completion_tokens),
             cached_tokens=output.num_cached_tokens or 0,
             drafted_tokens=drafts.num_draft_tokens if drafts else 0,
             accepted_tokens=sum(n * steps for n, steps in enumerate(drafts.histogram)) if drafts else 0,
