@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from streamrl.errors import UserError
+from streamrl.machine.model_files import KNOWN_MODELS, cache_directory
 from streamrl.plain_files import read_plain
 from streamrl.report.live_view import latest_checkpoint
 
@@ -49,15 +52,17 @@ def _decode(tokenizer: Any, tokens: list[int]) -> str:
 
 
 def _model_folder(config_text: str | None) -> Path | None:
-    """Return the model's folder on this machine by the configuration: a path, or a Hugging Face id in the cache."""
+    """Return the model's folder on this machine by the configuration: a path, a known name or a cached hub id."""
     import yaml
 
     try:
         config = yaml.safe_load(config_text or "")
         model = config.get("run", config)["model"]["path"]
-        if Path(model).is_dir():
-            return Path(model)
-    except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError, OSError, RecursionError):
+        known = model in KNOWN_MODELS
+        folder = cache_directory() / "models" / model if known else Path(os.path.expanduser(model))
+        if folder.is_dir():
+            return folder
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError, OSError, RecursionError, UserError):
         return None
     try:
         from huggingface_hub import try_to_load_from_cache
