@@ -139,7 +139,9 @@ class SamplingConfig(StrictModel):
     )
     max_tokens: int = Field(128, ge=1, description="most tokens in one completion")
     stop: list[Annotated[str, Field(min_length=1)]] = Field(
-        default_factory=list, description="strings that end a completion; special tokens too"
+        default_factory=list,
+        description="strings that end a completion, and stay in its text as rewards get it; special tokens too, which "
+        "do not",
     )
 
     @property
