@@ -44,7 +44,7 @@ class DeadlineConfig(StrictModel):
     )
     training_s: float = Field(900, gt=0, description="for one micro-batch or one optimizer step")
     checkpoint_s: float = Field(3600, gt=0, description="for a checkpoint to be written")
-    weights_s: float = Field(300, gt=0, description="for a new version to reach every instance")
+    weights_s: float = Field(300, gt=0, description="for a version to reach a site, then for an instance to load it")
     reward_s: float = Field(20, gt=0, description="for one try of a reward; after that the try counts as a timeout")
     heartbeat_s: float = Field(60, gt=0, description="without a sign of life from a process")
 

@@ -54,6 +54,11 @@ class SiteHeartbeats:
         ages = (state.get("stalled_s", 0.0) + self._hub.silent_for(service) for service, state in busy)
         return min(ages, default=math.inf)
 
+    def lacking(self, service: str, number: int) -> list[str]:
+        """Return the names of a service's instances that serve an older version than this one, or none."""
+        versions = {name: state.get("weight_version") for one, name, state in self._instances() if one == service}
+        return sorted(name for name, version in versions.items() if version is None or version < number)
+
     def _instances(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
         """Yield (service, instance, state in the last heartbeat) of the connected services that are used."""
         for service in self._sites:

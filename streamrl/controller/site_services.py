@@ -54,6 +54,9 @@ WEIGHTS, SLEEP, RETURN = "weights", "sleep", "return"
 """Names of waits; those for weights and for a return are followed by the service's name."""
 RETURN_S = 300.0
 """Fewest seconds for the service of the trainer's site to restart."""
+LATER = 2
+"""Times the limits of a site's own waits that the controller waits for it: the service replaces an instance that does
+not load a version, or does not leave its device, in time, and the others go on."""
 FINISH_S = 3.0
 """Seconds for a site to acknowledge that the run is over; a site that does not will notice the silence."""
 BYTES_PER_TOKEN = 12.0
@@ -104,6 +107,7 @@ class Services:
         self._hub, self._waits = hub, waits
         # it reports once its instances have started
         self._return_s = max(RETURN_S, instance_start_s(cluster.hardware == "cuda", run))
+        self._rolling = run.schedule.rolling
         self._weights_s = self._update_s = run.deadlines.weights_s
         if run.schedule.on_update == "wait":
             self._update_s += run.deadlines.generation_s
@@ -387,12 +391,20 @@ class Services:
 
     async def _announce(self, name: str) -> None:
         made = self._versions.start(name, [peer for peer in self.used if self._passes_weights_on(peer)])
+        loads = max(1, len(self._lives.get(name, {})), len(self._fleets.get(name, []))) if self._rolling else 1
+        limit_s = LATER * (self._weights_s + loads * self._update_s)  # it is fetched, then loaded
         # a remote site that is disconnected gets its weights when it reconnects
-        limit_s = self._update_s + (self._cluster.absence_s if self._cluster.link(self._sites[name]) else 0.0)
+        limit_s += self._cluster.absence_s if self._cluster.link(self._sites[name]) else 0.0
         # where running requests end before an update, it waits for as long as they produce tokens
         progress = self.heartbeats.since_token if self._update_s > self._weights_s else never
-        self._waits.begin(f"{WEIGHTS} {name}", f"weights {made.number} to reach {name}", limit_s, progress)
+        lacking = functools.partial(self._lacking, name, made.number)
+        self._waits.begin(f"{WEIGHTS} {name}", f"weights {made.number} to reach {name}", limit_s, progress, lacking)
         await self._send(name, made)
+
+    def _lacking(self, name: str, number: int) -> str:
+        """Return words for the instances of a service that have not loaded a version; '': none is known to lack it."""
+        lacking = self.heartbeats.lacking(name, number)
+        return f"; {', '.join(lacking)} did not load them" if lacking else ""
 
     def _passes_weights_on(self, name: str) -> bool:
         """Return whether a service is there, and its relay serves other sites."""
@@ -452,7 +464,7 @@ class Services:
         if self._asleep == set(self.used):
             return True
         if SLEEP not in self._waits.begun:
-            self._waits.begin(SLEEP, f"{', '.join(self.used)} to leave their devices", self._weights_s)
+            self._waits.begin(SLEEP, f"{', '.join(self.used)} to leave their devices", LATER * self._weights_s)
             await self.tell(Sleep())
         return False
 

@@ -49,8 +49,16 @@ class WaitRegistry:
         """Expiry of each wait of `begin` (monotonic seconds)."""
         self._progress: dict[object, Callable[[], float]] = {}
         """The seconds since the latest sign of progress, of each wait."""
+        self._rest: dict[str, Callable[[], str]] = {}
 
-    def begin(self, name: str, waiting_for: str, limit_s: float, since_progress: Callable[[], float] = never) -> None:
+    def begin(
+        self,
+        name: str,
+        waiting_for: str,
+        limit_s: float,
+        since_progress: Callable[[], float] = never,
+        rest: Callable[[], str] = str,
+    ) -> None:
         """Register a wait in the background; `end` ends it, and beginning it again renews its limit.
 
         Args:
@@ -59,15 +67,18 @@ class WaitRegistry:
             limit_s: seconds until the wait expires.
             since_progress: returns the seconds since the latest sign of progress. The wait then expires only `limit_s`
                 seconds after that sign.
+            rest: returns what the error of an expired wait adds.
         """
         self._waits[name] = Wait(self.owner, waiting_for, time.time(), limit_s)
         self._begun[name] = time.monotonic() + limit_s
         self._progress[name] = since_progress
+        self._rest[name] = rest
 
     def end(self, name: str) -> None:
         """End a wait of `begin`, if there is one."""
         self._waits.pop(name, None)
         self._begun.pop(name, None)
+        self._rest.pop(name, None)
         self._progress.pop(name, None)
 
     @property
@@ -94,7 +105,7 @@ class WaitRegistry:
                 wait = self._waits[name]
                 left_s = wait.limit_s - self._progress[name]()
                 if left_s <= 0:
-                    raise DeadlineExpired(ErrorCode.HANG.refer(str(wait)))
+                    raise DeadlineExpired(ErrorCode.HANG.refer(f"{wait}{self._rest[name]()}"))
                 self._begun[name] = time.monotonic() + left_s
         finally:
             task.cancel()

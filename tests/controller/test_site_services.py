@@ -21,7 +21,7 @@ from streamrl.controller.group_source import samples_of
 from streamrl.controller.site_services import GivenWork, Services, sendable
 from streamrl.controller.site_trust import open_work
 from streamrl.controller.step_times import Traffic
-from streamrl.protocol.controller_site import Use, WeightsReady
+from streamrl.protocol.controller_site import InstanceState, Use, WeightsReady
 from streamrl.protocol.controller_trainer import PublishDone
 from streamrl.protocol.samples import fleet_to_wire
 from streamrl.rollouts.types import Group
@@ -336,7 +336,42 @@ def test_the_wait_for_weights_is_longer_for_a_site_that_may_be_away(services: Se
     async def play() -> None:
         await services.spread(version(0))
         limits = {wait["waiting_for"]: wait["limit_s"] for wait in services._waits.snapshot()}
-        assert limits == {"weights 0 to reach service-home": 300, "weights 0 to reach service-far": 800}
+        assert limits == {"weights 0 to reach service-home": 1200, "weights 0 to reach service-far": 1700}
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(("rolling", "loads"), [(False, 1), (True, 3)])
+def test_a_site_has_time_to_replace_an_instance_that_does_not_load_a_version(
+    wire: Wire, rolling: bool, loads: int
+) -> None:
+    """Its limits are weights_s for the fetch, and for each load; instances load one after the other if rolling."""
+    run = RunConfig.model_validate({"schedule": {"name": "async", "rolling": rolling}, "deadlines": {"weights_s": 10}})
+    services = make_services(wire, run)
+    states = {name: InstanceState("regular", "ready", "") for name in ("home-0", "home-1", "home-2")}
+    services.lives_changed("service-home", states)
+
+    async def play() -> None:
+        await services.spread(version(0))
+        limits = {wait["waiting_for"]: wait["limit_s"] for wait in services._waits.snapshot()}
+        assert limits["weights 0 to reach service-home"] > 10 + loads * 10
+        await services.leave_devices()
+        limits = {wait["waiting_for"]: wait["limit_s"] for wait in services._waits.snapshot()}
+        assert limits["service-home, service-far to leave their devices"] > 10
+
+    asyncio.run(play())
+
+
+def test_a_wait_for_weights_that_expires_names_the_instances_that_have_not_loaded_them(wire: Wire) -> None:
+    run = RunConfig.model_validate({"schedule": {"name": "async"}, "deadlines": {"weights_s": 0.01}})
+    services = make_services(wire, run)
+    loaded = {"home-0": 3, "home-1": 2, "home-2": None}
+    wire.peers["service-home"].state = {"instances": {name: {"weight_version": n} for name, n in loaded.items()}}
+
+    async def play() -> None:
+        await services.spread(version(3))
+        with pytest.raises(DeadlineExpired, match=r"for weights 3 to reach service-home; home-1, home-2 did not load"):
+            await services._waits.first_of_begun(asyncio.get_running_loop().create_future())
 
     asyncio.run(play())
 
@@ -353,7 +388,7 @@ def test_the_wait_for_weights_lasts_while_requests_that_end_first_produce_tokens
 
     async def play() -> None:
         await services.spread(version(0))
-        async with asyncio.timeout(0.3 if lasts else scaled(30)):
+        async with asyncio.timeout(1.0 if lasts else scaled(30)):
             await services._waits.first_of_begun(asyncio.get_running_loop().create_future())
 
     with pytest.raises(TimeoutError if lasts else DeadlineExpired):
