@@ -82,6 +82,8 @@ ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THRE
 """Variables of libraries that start a thread for each core as they are imported: the stacks of 32 exceed the limits."""
 LOOK_S = 0.1
 """Seconds between two counts of a program's processes."""
+MOST_LOOK_S = 0.5
+"""Most seconds of one look at both sides that count; a longer one is a standstill of this worker or of the machine."""
 
 
 @dataclass(frozen=True)
@@ -186,18 +188,22 @@ def passes(completion: str, tests: str, sandbox: Sandbox) -> bool:
 def _verdict(program: Boxed, judge: Boxed) -> bool:
     """Pass on questions and answers until the tests have decided, one side has ended, or the time is over.
 
-    The program waits until both have begun, and its time starts then.
+    The program waits until both have begun, and its time starts then. What has come is read before the time is looked
+    at, and a standstill (`MOST_LOOK_S`), in which nobody answers the program, does not count.
 
     Raises:
         VoidReward: one of them never began, or the tests judge no program.
     """
-    both, look, runs = (program, judge), time.monotonic() + LOOK_S, False
-    end = time.monotonic() + START_S
+    both, looked, runs = (program, judge), time.monotonic(), False
+    look, end = looked + LOOK_S, looked + START_S
     with selectors.DefaultSelector() as ready:
         for one in both:
             ready.register(one.output, selectors.EVENT_READ, one)
-        while (now := time.monotonic()) < end:
-            for one in _readable(ready, both, min(end - now, LOOK_S)):
+        while True:
+            now = time.monotonic()
+            end += max(0.0, now - looked - MOST_LOOK_S)
+            looked = now
+            for one in _readable(ready, both, max(0.0, min(end - now, LOOK_S))):
                 for line in one.read():
                     if (verdict := _pass_on(one, line, program, judge)) is not None:
                         return verdict
@@ -217,6 +223,8 @@ def _verdict(program: Boxed, judge: Boxed) -> bool:
                 if any(one.has_too_many() for one in both):
                     return False
                 look = time.monotonic() + LOOK_S
+            if now >= end:
+                break
     for one in both:
         if not one.begun:
             one.kill()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -131,6 +135,48 @@ def test_the_time_of_a_program_begins_when_both_processes_have_started(monkeypat
     seconds = scaled(1)
     late = Sandbox(command=["sh", "-c", f'sleep {seconds + 1:g}; exec "$@"', "sh"], seconds=seconds)
     assert passes(RIGHT, TESTS, late)
+
+
+def test_time_in_which_the_worker_stands_still_is_not_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    stood_still_s, readable = 0.0, sandbox._readable
+    monkeypatch.setattr(sandbox, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + stood_still_s))
+
+    def stand_still(ready: Any, both: Any, seconds: float) -> list[sandbox.Boxed]:
+        nonlocal stood_still_s
+        found = readable(ready, both, seconds)
+        if all(one.begun for one in both):
+            stood_still_s = 1e6
+        return found
+
+    monkeypatch.setattr(sandbox, "_readable", stand_still)
+    assert passes(RIGHT, TESTS, Sandbox(command=["env"], seconds=scaled(20)))
+
+
+def test_a_verdict_that_has_come_counts_although_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, (reading, writing) = 0.0, os.pipe()
+
+    def answer() -> None:
+        nonlocal now
+        if not now:
+            os.write(writing, sandbox.PASSED)
+            now = 0.4
+
+    def side(output: int, flush: Callable[[], None]) -> Any:
+        limits = Sandbox(command=["env"], seconds=0.3)
+        pending = bytearray()
+        shared = {"begun": True, "closed": False, "has_too_many": lambda: False, "read": lambda: [os.read(output, 99)]}
+
+        def flushed() -> None:
+            pending.clear()
+            flush()
+
+        return SimpleNamespace(**shared, sandbox=limits, output=output, pending=pending, flush=flushed)
+
+    monkeypatch.setattr(sandbox, "time", SimpleNamespace(monotonic=lambda: now))
+    silent, _ = quiet = os.pipe()
+    assert sandbox._verdict(side(silent, lambda: None), side(reading, answer))
+    for file in (reading, writing, *quiet):
+        os.close(file)
 
 
 def test_a_program_waits_until_its_tests_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
