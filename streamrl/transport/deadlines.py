@@ -1,18 +1,30 @@
-"""Waits with an owner, something waited for, and a limit; all of a process's waits can be listed."""
+"""Waits with an owner, something waited for, and a limit; all of a process's waits can be listed.
+
+A limit counts only time in which the process lived. When it or the machine stands still, others could not be heard, and
+most of them stood still as well; so a machine that wakes up ends no run.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from streamrl.errors import ErrorCode, RunFailed
 
 T = TypeVar("T")
+LOOK_EVERY_S = 1.0
+MOST_S = 2.0
+"""Most seconds between two looks at the clock that count; where they are further apart, something stood still."""
+EARLY_S = 1e-3
+"""Seconds by which a timer may be early."""
+MOST_STANDSTILLS = 100
+"""Standstills that are remembered; older ones count as time."""
 
 
 def never() -> float:
@@ -34,8 +46,47 @@ class Wait:
     """What the limit counts from, in unix seconds: the start of the wait, or the latest sign of progress."""
     limit_s: float
 
-    def __str__(self) -> str:
-        return f"{self.owner} waited {self.limit_s:.0f} s for {self.waiting_for}"
+
+@dataclass
+class _Open:
+    """A wait as it began."""
+
+    text: str
+    limit_s: float
+    since_progress: Callable[[], float]
+    started: float
+    """Monotonic seconds; so is `due`."""
+    due: float
+    """When it expires, unless there is progress or a standstill until then."""
+    rest: Callable[[], str] = str
+    """Returns what its error adds."""
+
+    def expired(self, owner: str) -> DeadlineExpired:
+        """Return the error of this wait."""
+        return DeadlineExpired(
+            ErrorCode.HANG.refer(f"{owner} waited {self.limit_s:.0f} s for {self.text}{self.rest()}")
+        )
+
+
+class _LivedTime:
+    """Monotonic seconds without those in which this process stood still, as somebody looks again and again."""
+
+    def __init__(self) -> None:
+        self._looked = time.monotonic()
+        self._lost: deque[tuple[float, float]] = deque(maxlen=MOST_STANDSTILLS)
+        """End and seconds of each standstill."""
+
+    def look(self) -> float:
+        """Return the monotonic seconds, and note a standstill since the last look."""
+        now = time.monotonic()
+        if (lost_s := now - self._looked - MOST_S) > 0:
+            self._lost.append((now, lost_s))
+        self._looked = now
+        return now
+
+    def between(self, at: float, now: float) -> float:
+        """Return the seconds between two monotonic times; the second is that of the last look."""
+        return now - at - sum(min(lost_s, end - at) for end, lost_s in self._lost if end > at)
 
 
 class WaitRegistry:
@@ -43,13 +94,11 @@ class WaitRegistry:
 
     def __init__(self, owner: str) -> None:
         self.owner = owner
-        self._waits: dict[object, Wait] = {}
-        """The waits as they began: `since` is the start of each."""
-        self._begun: dict[str, float] = {}
-        """Expiry of each wait of `begin` (monotonic seconds)."""
-        self._progress: dict[object, Callable[[], float]] = {}
-        """The seconds since the latest sign of progress, of each wait."""
-        self._rest: dict[str, Callable[[], str]] = {}
+        self._waits: dict[object, _Open] = {}
+        """Those of `begin` by their names."""
+        self._lived = _LivedTime()
+        self._looking: asyncio.AbstractEventLoop | None = None
+        """The loop in which somebody looks at the clock."""
 
     def begin(
         self,
@@ -69,22 +118,17 @@ class WaitRegistry:
                 seconds after that sign.
             rest: returns what the error of an expired wait adds.
         """
-        self._waits[name] = Wait(self.owner, waiting_for, time.time(), limit_s)
-        self._begun[name] = time.monotonic() + limit_s
-        self._progress[name] = since_progress
-        self._rest[name] = rest
+        now = self._lived.look()
+        self._waits[name] = _Open(waiting_for, limit_s, since_progress, now, now + limit_s, rest)
 
     def end(self, name: str) -> None:
         """End a wait of `begin`, if there is one."""
         self._waits.pop(name, None)
-        self._begun.pop(name, None)
-        self._rest.pop(name, None)
-        self._progress.pop(name, None)
 
     @property
     def begun(self) -> frozenset[str]:
         """Names of the waits that `begin` has begun and `end` has not ended."""
-        return frozenset(self._begun)
+        return frozenset(key for key in self._waits if isinstance(key, str))
 
     async def first_of_begun(self, awaitable: Awaitable[T]) -> T:
         """Await something until the first of the begun waits expires.
@@ -93,20 +137,19 @@ class WaitRegistry:
             DeadlineExpired: that wait has expired; the message names it.
             RuntimeError: no wait has begun, so this would have no limit.
         """
-        if not self._begun:
+        if not self.begun:
             raise RuntimeError(f"{self.owner} would wait for nobody")
+        self._keep_looking()
         task = asyncio.ensure_future(awaitable)
         try:
             while True:
-                name = min(self._begun, key=self._begun.__getitem__)
-                done, _ = await asyncio.wait([task], timeout=max(0.0, self._begun[name] - time.monotonic()))
+                wait = min((self._waits[name] for name in self.begun), key=lambda wait: wait.due)
+                done, _ = await asyncio.wait([task], timeout=max(0.0, wait.due - time.monotonic()))
                 if done:
                     return await task
-                wait = self._waits[name]
-                left_s = wait.limit_s - self._progress[name]()
-                if left_s <= 0:
-                    raise DeadlineExpired(ErrorCode.HANG.refer(f"{wait}{self._rest[name]()}"))
-                self._begun[name] = time.monotonic() + left_s
+                if (left_s := self._left_s(wait)) <= 0:
+                    raise wait.expired(self.owner)
+                wait.due = time.monotonic() + left_s
         finally:
             task.cancel()
 
@@ -124,14 +167,14 @@ class WaitRegistry:
         Raises:
             DeadlineExpired: `limit_s` seconds have passed since the beginning and since the latest sign of progress.
         """
-        key, loop = object(), asyncio.get_running_loop()
-        self._waits[key] = wait = Wait(self.owner, waiting_for, time.time(), limit_s)
-        self._progress[key] = since_progress
+        key, loop, now = object(), asyncio.get_running_loop(), self._lived.look()
+        self._waits[key] = wait = _Open(waiting_for, limit_s, since_progress, now, now + limit_s)
+        self._keep_looking()
         timer = loop.call_later(limit_s, lambda: end_or_renew())
 
         def end_or_renew() -> None:
             nonlocal timer
-            if (left_s := limit_s - since_progress()) > 0:
+            if (left_s := self._left_s(wait)) > 0:
                 timer = loop.call_later(left_s, end_or_renew)
             else:
                 scope.reschedule(loop.time())
@@ -142,13 +185,39 @@ class WaitRegistry:
         except TimeoutError as error:
             if not scope.expired():
                 raise
-            raise DeadlineExpired(ErrorCode.HANG.refer(str(wait))) from error
+            raise wait.expired(self.owner) from error
         finally:
             timer.cancel()
-            del self._waits[key], self._progress[key]
+            del self._waits[key]
 
     def snapshot(self) -> list[dict[str, Any]]:
-        """Return all waits, oldest first, as plain values for a status file; a sign of progress makes one young."""
-        now = time.time()
-        waits = [replace(wait, since=max(wait.since, now - self._progress[key]())) for key, wait in self._waits.items()]
+        """Return all waits, oldest first, as plain values for a status file; a sign of progress makes one young.
+
+        They are as old as their limits count: a clock that is set, and a standstill, make no wait older.
+        """
+        now, unix = self._lived.look(), time.time()
+        waits = [Wait(self.owner, one.text, unix - self._age_s(one, now), one.limit_s) for one in self._waits.values()]
         return [asdict(wait) for wait in sorted(waits, key=lambda wait: wait.since)]
+
+    def _age_s(self, wait: _Open, now: float) -> float:
+        """Return the seconds since a wait began or, if later, since its latest sign of progress."""
+        return self._lived.between(max(wait.started, now - wait.since_progress()), now)
+
+    def _left_s(self, wait: _Open) -> float:
+        """Return the seconds until a wait expires; 0: it has."""
+        left_s = wait.limit_s - self._age_s(wait, self._lived.look())
+        return left_s if left_s > EARLY_S else 0.0
+
+    def _keep_looking(self) -> None:
+        """Look at the clock every `LOOK_EVERY_S` in the running loop, for as long as there are waits."""
+        loop = asyncio.get_running_loop()
+        if self._looking is not loop:
+            self._looking = loop
+            self._look(loop)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._lived.look()
+        if not self._waits:
+            self._looking = None
+        elif self._looking is loop:
+            loop.call_later(LOOK_EVERY_S, self._look, loop)

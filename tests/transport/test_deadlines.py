@@ -85,20 +85,64 @@ def test_a_deadline_lasts_while_there_is_progress_and_ends_a_limit_after_the_las
     assert left == [0.0]  # the third sign was too old
 
 
-def test_a_wait_is_as_old_as_its_latest_sign_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 1000.0
-    monkeypatch.setattr(deadlines, "time", SimpleNamespace(time=lambda: now, monotonic=time.monotonic))
+def test_a_wait_is_as_old_as_its_latest_sign_of_progress_whatever_clocks_and_standstills(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, ahead_s = 1000.0, 0.0
+    clock = SimpleNamespace(time=lambda: now + ahead_s, monotonic=lambda: now)
+    monkeypatch.setattr(deadlines, "time", clock)
 
     async def check() -> None:
-        nonlocal now
+        nonlocal now, ahead_s
         waits = WaitRegistry("controller")
-        waits.begin("samples", "samples", 60.0, lambda: 5.0)
+
+        def found() -> list[tuple[str, float]]:
+            return [(wait["waiting_for"], wait["since"]) for wait in waits.snapshot()]
+
+        waits.begin("samples", "samples", 60.0, lambda: now - 1095.0)
         waits.begin("rewards", "rewards", 60.0)
-        waits.begin("canaries", "canaries", 60.0, lambda: 3600.0)
-        async with waits.deadline("weights 3", 60.0, lambda: 7.0):
-            now = 1100.0
-            found = [(wait["waiting_for"], wait["since"]) for wait in waits.snapshot()]
-        assert found == [("rewards", 1000.0), ("canaries", 1000.0), ("weights 3", 1093.0), ("samples", 1095.0)]
+        waits.begin("canaries", "canaries", 60.0, lambda: now + 2600.0)
+        async with waits.deadline("weights 3", 60.0, lambda: now - 1093.0):
+            while now < 1100.0:
+                now += deadlines.MOST_S
+                assert len(waits.snapshot()) == 4
+            assert found() == [("rewards", 1000.0), ("canaries", 1000.0), ("weights 3", 1093.0), ("samples", 1095.0)]
+            now += 5000.0 + deadlines.MOST_S  # it stands still
+            before = [("rewards", 6000.0), ("canaries", 6000.0), ("weights 3", 6093.0), ("samples", 6095.0)]
+            assert found() == before
+            ahead_s = 1e6  # the machine's clock is set
+            assert found() == [(name, since + ahead_s) for name, since in before]
         assert len(waits.snapshot()) == 3
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_standstill_of_the_machine_ends_no_wait(monkeypatch: pytest.MonkeyPatch, begun: bool) -> None:
+    stood_still_s = 0.0
+
+    def clock() -> float:
+        return time.monotonic() + stood_still_s
+
+    monkeypatch.setattr(deadlines, "time", SimpleNamespace(time=time.time, monotonic=clock))
+
+    async def check() -> str:
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(loop, "time", clock)
+        answer: asyncio.Future[str] = loop.create_future()
+
+        def stand_still() -> None:
+            """Afterwards the other process needs a moment, too."""
+            nonlocal stood_still_s
+            stood_still_s = 1e6
+            loop.call_later(0.05, answer.set_result, "trained")
+
+        waits = WaitRegistry("controller")
+        loop.call_soon(stand_still)
+        if begun:
+            waits.begin("trainer", "trainer-0 to answer 'train'", 900.0)
+            return await waits.first_of_begun(answer)
+        async with waits.deadline("trainer-0 to start", 900.0):
+            return await answer
+
+    assert asyncio.run(check()) == "trained"
