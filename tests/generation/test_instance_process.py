@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -272,3 +273,29 @@ def test_weights_of_a_new_service_are_of_another_line(tmp_path: Path, monkeypatc
             await service.close()
 
     play(tmp_path, monkeypatch, body, APART)
+
+
+def test_a_standstill_of_the_machine_is_none_of_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(instance_process, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
+    site = Site(tmp_path, APART)
+
+    def stalled_s(passed_s: float) -> float:
+        nonlocal now
+        now += passed_s
+        found: float = site.instance._state()["stalled_s"]
+        return found
+
+    async def body() -> None:
+        assert stalled_s(50.0) == 0.0
+        running = asyncio.create_task(site.engine.generate(SampleRequest("g.0", "g", np.arange(4), 1, 0.0), "regular"))
+        await until(lambda: site.engine.running)
+        assert stalled_s(300.0) <= 2.0
+        before = stalled_s(1.0)
+        for beat in range(1, 70):
+            assert stalled_s(1.0) == pytest.approx(before + beat)
+        await site.engine.release("g.0")
+        await running
+        assert stalled_s(1.0) == 0.0
+
+    asyncio.run(body())

@@ -51,6 +51,8 @@ log = logging.getLogger(__name__)
 
 JOURNAL_EVERY_S = 0.25
 """Seconds between two reports to the token journal: when an instance dies, on average half of this work is lost."""
+MOST_STALLED_S = 2.0
+"""Most seconds between two heartbeats that count; after more, this process or the machine stood still."""
 
 
 class InstanceProcess:
@@ -81,8 +83,8 @@ class InstanceProcess:
         self._service_restarts = 0
         """Number of the service's restarts seen so far: samples that an earlier service requested are dropped."""
         self._rate = (time.monotonic(), Worked())
-        self._active_at = time.monotonic()
-        """Monotonic seconds at which the engine last had a new token, or nothing to generate."""
+        self._stalled_s = 0.0
+        """Seconds since the engine last had a new token, or nothing to generate, as far as heartbeats were sent."""
         self._clock: Callable[[], float] = time.time
         """Returns unix seconds by the clock of the site's service, once it is connected: this node's may be wrong."""
         self._drafts: dict[str, dict[str, int]] = {}
@@ -340,7 +342,9 @@ class InstanceProcess:
         now, worked = time.monotonic(), self.engine.worked()
         (then, before), self._rate = self._rate, (now, worked)
         if worked.tokens != before.tokens or not self.engine.running or self.updating or self.asleep:
-            self._active_at = now
+            self._stalled_s = 0.0
+        else:
+            self._stalled_s += min(now - then, MOST_STALLED_S)
         if (stretch := self.stretches.heartbeat(worked, self.engine.begun, self._updated)) is not None:
             self.worked.saw(stretch.batch, stretch.ratio)
         self._updated = self.updating
@@ -350,7 +354,7 @@ class InstanceProcess:
             **self._compute_type,
             "running": self.engine.running,
             "tokens_per_s": (worked.tokens - before.tokens) / max(now - then, 1e-3),
-            "stalled_s": now - self._active_at,
+            "stalled_s": self._stalled_s,
             "pace": self.stretches.newest,
             "curve": self.worked.curve.to_json(),
             "weight_version": self.version,
