@@ -16,10 +16,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from streamrl.protocol.message import MessageReader, wire
 from streamrl.protocol.speakers import RIGHTS
 from streamrl.protocol.weights import Chunk, Fetch, FetchAgain, Have, ManifestOf, NoVersion
 from streamrl.runtime.processes import this_host
-from streamrl.transport.endpoint import Delivery, Hub
+from streamrl.transport.endpoint import Hub
 from streamrl.weights.chain import Chain, ChainStep, Unreachable
 from streamrl.weights.codec.delta import encode_tensor
 from streamrl.weights.description import DESCRIPTION, describe
@@ -142,10 +142,8 @@ class WeightPublisher:
             match delivery.body:
                 case (Fetch() | FetchAgain()) as asked if not self._covered(delivery.peer):
                     self.hub.refusals.count("too many", delivery.peer, f"request {asked.request} so soon after others")
-                case Fetch() as order:
-                    self._start(delivery, self._send(delivery.peer, order))
-                case FetchAgain() as repeat:
-                    self._start(delivery, self._send_again(delivery.peer, repeat))
+                case (Fetch() | FetchAgain()) as order:
+                    self._start(delivery.peer, order)
                 case Have() as report:
                     self._stored(delivery.peer, report.number)
                 case _ if delivery.kind == "bye":
@@ -172,12 +170,21 @@ class WeightPublisher:
         site = self._other_site(peer)
         return site is None or self.hub.covered("request", site, 0)
 
-    def _start(self, delivery: Delivery, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, peer: str, order: Fetch | FetchAgain) -> None:
         """Start a relay's transfer; there is one per relay, so a new request cancels the previous one."""
-        if (task := self._tasks.get(delivery.peer)) is not None:
+        if (task := self._tasks.get(peer)) is not None:
             task.cancel()
-        task = self._tasks[delivery.peer] = asyncio.ensure_future(work)
-        task.add_done_callback(lambda done: self._finished(delivery.peer, done))
+        task = self._tasks[peer] = asyncio.ensure_future(self._carry_out(peer, order))
+        task.add_done_callback(lambda done: self._finished(peer, done))
+
+    async def _carry_out(self, peer: str, order: Fetch | FetchAgain) -> None:
+        """Send what a relay has requested; if that fails, it hears why, and need not wait until its limit."""
+        try:
+            await (self._send(peer, order) if isinstance(order, Fetch) else self._send_again(peer, order))
+        except Exception as error:
+            if peer in self.hub.peers:
+                await self._refuse(peer, order.request, f"sending it failed: {type(error).__name__}: {error}")
+            raise
 
     def _finished(self, peer: str, task: asyncio.Task[None]) -> None:
         if self._tasks.get(peer) is task:
@@ -215,7 +222,11 @@ class WeightPublisher:
             while len(self._described) >= MOST_DESCRIBED:
                 del self._described[next(iter(self._described))]
             self._described[key] = asyncio.create_task(asyncio.to_thread(describe, transfer.manifest, parts))
-        return await asyncio.shield(self._described[key])
+        try:
+            return await asyncio.shield(self._described[key])
+        except Exception:  # it may succeed when it is requested again
+            self._described.pop(key, None)
+            raise
 
     def _file(self, peer: str, transfer: _Transfer, host: str | None) -> str | None:
         """Return the path from which a relay on this host can read the whole transfer; None: it must be sent."""

@@ -130,6 +130,36 @@ def test_a_relay_that_does_not_have_a_version_in_time_is_asked_for_the_next_one(
     in_world(tmp_path, body)
 
 
+def test_a_relay_that_fails_to_send_a_version_that_it_has_is_not_asked_for_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(world: World) -> None:
+        asked: list[int] = []
+
+        class Failing:
+            link = Link("site", "relay", WaitRegistry("service"))
+            since_progress = never()
+
+            async def fetch(self, number: int, content_hash: str) -> None:
+                asked.append(number)
+                raise NotPublished("sending it failed", (number,))
+
+        home = await world.relay("site", "raw")
+        monkeypatch.setattr(site_weights, "make_relay", lambda *_: home)
+        monkeypatch.setattr(site_weights, "to_home", lambda *_: None)
+        context: Any = SimpleNamespace(addresses=SimpleNamespace(relay_outside=None))
+        site = SiteWeights(context, WaitRegistry("service"))
+        site._others["other"] = Failing()  # type: ignore[assignment]
+        manifest, buffer = Policy().step()
+        await world.publisher.publish(manifest, buffer)
+        found = await site.fetch(manifest.version.number, manifest.version.content_hash, "other")
+        assert found == (manifest.version, None)
+        assert asked == [1]
+        await Failing.link.close()
+
+    in_world(tmp_path, body)
+
+
 async def site_of(home: World, near: World, monkeypatch: pytest.MonkeyPatch) -> SiteWeights:
     """A site that can fetch from the trainer's site and from a nearer one, with links of their own."""
     relay = await home.relay("site", "raw")

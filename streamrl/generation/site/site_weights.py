@@ -187,7 +187,7 @@ class SiteWeights:
         """Fetch exactly this version from another site's relay, and repeat until that relay has it.
 
         Raises:
-            NotPublished: the relay has newer versions, but not this one.
+            NotPublished: the relay has newer versions, but not this one, or fails to send it.
             RunFailed: it cannot be fetched from there.
             UserError: a key is missing, or other users can read the secret key.
         """
@@ -204,8 +204,8 @@ class SiteWeights:
                 found = (await self._others[source].fetch(number, content_hash)).version
             except NotPublished as error:
                 self._answered = True
-                if max(error.available, default=-1) > number:
-                    raise  # it has skipped this version, or no longer has it
+                if max(error.available, default=-1) >= number:
+                    raise  # it has skipped this version, no longer has it, or cannot send it
                 await asyncio.sleep(ASK_AGAIN_S)
             else:
                 log.info("weights %d came from the relay of %s", found.number, source)
