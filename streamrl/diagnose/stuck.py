@@ -191,8 +191,9 @@ def targets(wait: WaitFacts, facts: Facts) -> list[str]:
         return ["trainer-0"]
     if text.startswith("the hub to acknowledge"):
         return ["controller"]
-    if text.startswith(("the ranker ", "weights to be coded", "reward workers ", "agent workers ")):
-        return [wait.owner]  # it waits for one of its own threads or children
+    own = ("the ranker ", "weights to be coded", "reward workers ", "agent workers ", "the transfer before ")
+    if text.startswith(own):
+        return [wait.owner]  # it waits for one of its own threads, tasks or children
     return []
 
 

@@ -6,7 +6,8 @@
                has it sleep for training, or is restarted, maybe together with the trainer
 
 So an instance that starts, or starts again, waits until the trainer has left, and the trainer waits for one that starts
-or has not fallen asleep yet. Locks belong to open files: the system frees those of a process that dies.
+or has not fallen asleep yet. Locks belong to open files: the system frees those of a process that dies. Each file has
+the name of the process that holds its GPU, for those that wait for it.
 
 A process that needs several GPUs holds none while one of them is taken. The trainer's ranks hold one each and then wait
 for each other in collectives, so an instance that kept GPU 0 while it waits for a rank on GPU 1 would keep that rank
@@ -16,6 +17,7 @@ waiting for rank 0, which waits for GPU 0.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import socket
@@ -28,6 +30,8 @@ from streamrl.transport.deadlines import WaitRegistry
 
 ASK_AGAIN_S = 0.1
 """Seconds between two attempts to lock a GPU that another process holds; it is held for seconds to minutes."""
+MOST_NAME = 300
+"""Most bytes of a process's name that are read."""
 
 
 def takes_turns(cuda: bool, run: RunConfig) -> bool:
@@ -55,6 +59,8 @@ class DeviceTurns:
         self._paths = [folder / f"{host}-{device}.lock" for device in sorted(devices)]
         self._waits = waits
         self._open: list[int] = []
+        self._holder = ""
+        """Who holds the GPU that is waited for; '': it is not known."""
 
     @property
     def held(self) -> bool:
@@ -70,14 +76,16 @@ class DeviceTurns:
         if self._open:
             return
         files: list[int] = []
-        devices = ", ".join(path.stem for path in self._paths)
         try:
             for path in self._paths:
                 path.parent.mkdir(exist_ok=True)
                 files.append(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-            async with self._waits.deadline(f"its turn on GPU {devices}", limit_s):
-                while not _all_locked(files):
+            async with self._waits.deadline(self._waited_for, limit_s):
+                while (taken := _lock_all(files)) is not None:
+                    self._holder = _name_in(taken)
                     await asyncio.sleep(ASK_AGAIN_S)
+            for file in files:
+                _write_name(file, f"{self._waits.owner} (pid {os.getpid()})")
         except BaseException:
             _close(files)
             raise
@@ -86,7 +94,13 @@ class DeviceTurns:
     def give_back(self) -> None:
         """Let others use the GPUs."""
         files, self._open = self._open, []
+        for file in files:
+            _write_name(file, "")
         _close(files)
+
+    def _waited_for(self) -> str:
+        devices = ", ".join(path.stem for path in self._paths)
+        return f"its turn on GPU {devices}" + (f", which {self._holder} has" if self._holder else "")
 
 
 def _close(files: Sequence[int]) -> None:
@@ -96,14 +110,29 @@ def _close(files: Sequence[int]) -> None:
         os.close(file)
 
 
-def _all_locked(files: Sequence[int]) -> bool:
-    """Lock all of the files, or none if another process has one locked; return whether they are locked now."""
+def _write_name(file: int, name: str) -> None:
+    """Write the name of the process that holds a GPU; its lock counts without it, too, as on a full disk."""
+    with contextlib.suppress(OSError):
+        os.ftruncate(file, 0)
+        os.pwrite(file, name.encode(), 0)
+
+
+def _name_in(file: int) -> str:
+    """Return the name of the process that holds a GPU; '': it is not known."""
+    try:
+        return os.pread(file, MOST_NAME, 0).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _lock_all(files: Sequence[int]) -> int | None:
+    """Lock all of the files, or none if another process has one locked; return that one, or None: they are locked."""
     for number, file in enumerate(files):
         if not _locked(file):
             for other in files[:number]:
                 fcntl.flock(other, fcntl.LOCK_UN)
-            return False
-    return True
+            return file
+    return None
 
 
 def _locked(file: int) -> bool:

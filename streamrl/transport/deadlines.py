@@ -51,7 +51,7 @@ class Wait:
 class _Open:
     """A wait as it began."""
 
-    text: str
+    text: Callable[[], str]
     limit_s: float
     since_progress: Callable[[], float]
     started: float
@@ -64,7 +64,7 @@ class _Open:
     def expired(self, owner: str) -> DeadlineExpired:
         """Return the error of this wait."""
         return DeadlineExpired(
-            ErrorCode.HANG.refer(f"{owner} waited {self.limit_s:.0f} s for {self.text}{self.rest()}")
+            ErrorCode.HANG.refer(f"{owner} waited {self.limit_s:.0f} s for {self.text()}{self.rest()}")
         )
 
 
@@ -119,7 +119,7 @@ class WaitRegistry:
             rest: returns what the error of an expired wait adds.
         """
         now = self._lived.look()
-        self._waits[name] = _Open(waiting_for, limit_s, since_progress, now, now + limit_s, rest)
+        self._waits[name] = _Open(lambda: waiting_for, limit_s, since_progress, now, now + limit_s, rest)
 
     def end(self, name: str) -> None:
         """End a wait of `begin`, if there is one."""
@@ -155,12 +155,12 @@ class WaitRegistry:
 
     @asynccontextmanager
     async def deadline(
-        self, waiting_for: str, limit_s: float, since_progress: Callable[[], float] = never
+        self, waiting_for: str | Callable[[], str], limit_s: float, since_progress: Callable[[], float] = never
     ) -> AsyncIterator[None]:
         """Limit the time of what is awaited inside.
 
         Args:
-            waiting_for: what is waited for, in words.
+            waiting_for: what is waited for, in words; a function returns those for the moment.
             limit_s: seconds until the wait expires.
             since_progress: as in `begin`.
 
@@ -168,7 +168,8 @@ class WaitRegistry:
             DeadlineExpired: `limit_s` seconds have passed since the beginning and since the latest sign of progress.
         """
         key, loop, now = object(), asyncio.get_running_loop(), self._lived.look()
-        self._waits[key] = wait = _Open(waiting_for, limit_s, since_progress, now, now + limit_s)
+        text = (lambda: waiting_for) if isinstance(waiting_for, str) else waiting_for
+        self._waits[key] = wait = _Open(text, limit_s, since_progress, now, now + limit_s)
         self._keep_looking()
         timer = loop.call_later(limit_s, lambda: end_or_renew())
 
@@ -196,7 +197,9 @@ class WaitRegistry:
         They are as old as their limits count: a clock that is set, and a standstill, make no wait older.
         """
         now, unix = self._lived.look(), time.time()
-        waits = [Wait(self.owner, one.text, unix - self._age_s(one, now), one.limit_s) for one in self._waits.values()]
+        waits = [
+            Wait(self.owner, one.text(), unix - self._age_s(one, now), one.limit_s) for one in self._waits.values()
+        ]
         return [asdict(wait) for wait in sorted(waits, key=lambda wait: wait.since)]
 
     def _age_s(self, wait: _Open, now: float) -> float:

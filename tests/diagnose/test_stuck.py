@@ -410,6 +410,8 @@ def test_a_run_without_a_process_has_ended_as_soon_as_its_launcher_is_known_to_b
         ("service-here", "the hub at tcp://127.0.0.1:7002 to acknowledge all messages", ["trainer-0"]),
         ("service-here", "the publisher to send weight version 3", ["trainer-0"]),
         ("service-here", "weights 3 from here", ["service-here"]),
+        ("service-here", "the transfer before weight version 3", ["service-here"]),
+        ("trainer-0", "its turn on GPU node-1-0, which here-tail-0 (pid 71) has", ["here-tail-0"]),
         ("trainer-0", "all instances to answer finish_weight_update", ["here-regular-0", "here-tail-0"]),
         ("controller", "2 canary measurements", ["here-regular-0", "here-tail-0"]),
         ("agents-here", "agent workers to start", ["agents-here"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -30,10 +31,14 @@ def test_an_instance_on_two_gpus_waits_for_both_ranks(tmp_path: Path) -> None:
         waiting = asyncio.create_task(instance.take(60))
         ranks[0].give_back()
         await holds(lambda: not waiting.done(), 0.3)
+        (wait,) = instance._waits.snapshot()
+        assert wait["waiting_for"].endswith(f"-1, which trainer-1 (pid {os.getpid()}) has")
         ranks[1].give_back()
         await waiting
         assert instance.held and not ranks[0].held
-        with pytest.raises(DeadlineExpired, match=r"trainer-1 waited 0 s for its turn on GPU .*-1"):
+        with pytest.raises(
+            DeadlineExpired, match=r"trainer-1 waited 0 s for its turn on GPU .*-1, which instance \(pid"
+        ):
             await ranks[1].take(0.01)
         assert not ranks[1].held
 
@@ -81,6 +86,7 @@ def test_a_dead_process_holds_nothing_and_a_forked_one_does_not_keep_what_was_gi
         os.read(reading, 1)  # has the lock's file open until the test ends
         os._exit(0)
     mine.give_back()
+    assert not (tmp_path / "devices" / f"{socket.gethostname()}-0.lock").read_bytes(), "it has nobody's name"
     asyncio.run(turns(tmp_path, "next", "0").take(5))
     os.close(writing)
     os.close(reading)
