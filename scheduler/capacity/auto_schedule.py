@@ -59,11 +59,9 @@ class Profile:
     optimizer_s: float = 0.0
     """Seconds at the end of every step."""
     reward_s: float = 0.0
-    """Seconds from a sample's end to its reward."""
+    """Seconds from a sample's end to its reward, median over all samples."""
     weights_s: float = 0.0
     """Seconds to publish, send and load a version."""
-    switch_s: float = 0.0
-    """Seconds to change from generation to training, or back, on shared devices."""
     environment_s: float = 0.0
     """Seconds for which environments step in one sample, mean over all samples."""
     environment_processes: int = 1
@@ -127,7 +125,7 @@ def predict(
     """Simulate an option on whole groups drawn from the profile (a bootstrap; siblings stay together).
 
     One seed gives all options the same groups, so that they do not differ by the draws. The policy gets no
-    forecasts. Weights in flight do not hold up generation.
+    forecasts. Weights in flight do not hold up generation, unless trainer and instances share their devices.
 
     Args:
         profile: measurements of recent steps.
@@ -157,22 +155,25 @@ def predict(
     rate = profile.train_tokens_s
     if schedule.exclusive and profile.colocated_train_tokens_s is not None:
         rate = profile.colocated_train_tokens_s
+    # on the same devices weights cross no link in the simulation, but instances still wait for them
+    load_s = profile.weights_s if schedule.exclusive else 0.0
     stages = Stages(
         option.train_tokens_s or rate,
         profile.optimizer_s,
         profile.reward_s,
         link=SimulatedLink(delay_s=profile.weights_s),
-        switch_s=profile.switch_s,
+        load_s=load_s,
         environment_s=profile.environment_s,
         environment_processes=profile.environment_processes,
     )
     outcome = Pipeline(make_policy(), option.instances, stages, schedule, batch).run(groups, iterations)
     seconds = outcome.stepped[last - 1] - outcome.stepped[first - 1]
     before, after = outcome.busy_until[first - 1], outcome.busy_until[last - 1]
+    loading = load_s * (last - first) / every  # counts as busy there
     return SchedulePrediction(
         option,
         seconds / (last - first),
-        1 - (after[0] - before[0]) / seconds,
+        1 - max(0.0, after[0] - before[0] - loading) / seconds,
         1 - (after[1] - before[1]) / seconds,
         float(np.mean(outcome.staleness_by_step[first:last])),
     )
@@ -221,6 +222,8 @@ class AutoSchedule:
         """Option of the last decision."""
         self._changed_at: int | None = None
         self._profile: Profile | None = None
+        self._step_s = 0.0
+        """Seconds of a step of the fastest option at the last choice."""
 
     def choose(
         self,
@@ -244,14 +247,18 @@ class AutoSchedule:
         self._profile = profile
         if options is not None:
             self.options = tuple(options)
-        return self.decide([predict(profile, option, make_policy, batch, seed) for option in self.options], step)
+        predictions = [predict(profile, option, make_policy, batch, seed) for option in self.options]
+        self._step_s = min((p.step_s for p in predictions), default=0.0)
+        return self.decide(predictions, step)
 
     def drifted(self, profile: Profile) -> bool:
         """Return whether the run has changed since the last choice, so that options should be predicted again.
 
         Returns:
-            True if the lengths differ (`lengths_differ`), if the trainer's rate or the environments' seconds per sample
-            are off by more than `DRIFT`, or if there was no choice. A false alarm costs a prediction, not a change.
+            True if the lengths differ (`lengths_differ`), if the trainer's rate, the environments' seconds per sample
+            or those of rewards are off by more than `DRIFT`, or if there was no choice. Rewards must also differ by
+            `OFF_POLICY_GAIN` of a step: most take milliseconds, and vary. A false alarm costs a prediction, not a
+            change.
         """
         before = self._profile
         if before is None:
@@ -260,6 +267,10 @@ class AutoSchedule:
             lengths_differ(before.lengths(), profile.lengths(), DRIFT)
             or _off(before.train_tokens_s, profile.train_tokens_s, DRIFT)
             or _off(before.environment_s, profile.environment_s, DRIFT)
+            or (
+                _off(before.reward_s, profile.reward_s, DRIFT)
+                and abs(profile.reward_s - before.reward_s) > OFF_POLICY_GAIN * self._step_s
+            )
         )
 
     def decide(self, predictions: Sequence[SchedulePrediction], step: int = 0) -> Decision:

@@ -211,15 +211,18 @@ class SampleIntake:
         Raises:
             RunFailed: as `rewards`.
         """
+        now = time.time()
         scored: list[Scored] = []
         problems = []
         for one in judged:
             if self.evaluator.awaits(one.sample_id):
-                self.evaluator.scored(one.sample_id, one.reward, time.time())  # its row counts void ones
+                self.evaluator.scored(one.sample_id, one.reward, now)  # its row counts void ones
                 self.waits.end("rewards")
             elif one.sample_id in self.pool.received:
                 member, group = self.pool.score(one.sample_id, one.reward, one.void)
                 scored.append(member)
+                if not group.kept:  # a kept sample ended before the resume
+                    self.times.rewarding.append((member.sample.t_finished, now))
                 problems.append(self.void_watch.record(group.task, group.group_id, one.void, one.traceback))
                 if group.complete:
                     self.complete(group)

@@ -141,6 +141,8 @@ class Auto:
         self._groups: deque[list[tuple[int, list[int]]]] = deque(maxlen=WINDOW_STEPS)
         self._optimizer: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._weights: deque[float] = deque(maxlen=WINDOW_STEPS)
+        self._rewards: deque[float] = deque(maxlen=WINDOW_STEPS)
+        """Seconds from a sample's end to its reward, by step."""
         self._environments: deque[float] = deque(maxlen=WINDOW_STEPS)
         """Seconds that environments stepped per sample, by step."""
         self._choice: AutoSchedule | None = None
@@ -157,6 +159,8 @@ class Auto:
         groups = group_lengths(batch)
         self._groups.append(groups)
         self._environments.append(environment_s_per_sample(batch))
+        if (reward_s := times.reward_s) is not None:
+            self._rewards.append(reward_s)
         self._optimizer.append(sum(end - start for command, start, end in trainer if command == "step"))
         micro_batches_s = sum(end - start for command, start, end in trainer if command == "train")
         self._weights.extend(end - start for start, end in times.syncs if end > start)
@@ -217,6 +221,7 @@ class Auto:
             statistics.median(rates),
             statistics.median(shared.rates) if shared and shared.rates else None,
             statistics.median(self._optimizer),
+            statistics.median(self._rewards or [0.0]),
             weights_s=min(self._weights, default=0.0),
             environment_s=statistics.median(self._environments),
             environment_processes=self._environment_processes,

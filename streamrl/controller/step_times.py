@@ -6,6 +6,7 @@ of steps; each step counts the part that lies in it.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -59,6 +60,8 @@ class Interval:
     """Part of `training` in which the trainer worked on micro-batches and the optimizer step."""
     unfinished_sync: Span | None = None
     """Span from an optimizer step to the end of this one, if not every instance served its weights by then."""
+    rewarding: tuple[Span, ...] = ()
+    """Spans from the end of each sample to its reward, of the rewards that came in this step."""
 
     @property
     def seconds(self) -> float:
@@ -82,6 +85,13 @@ class Interval:
     def generate_s(self) -> float:
         """Seconds in which at least one instance generated."""
         return self._covered(*self.generating.values())
+
+    @property
+    def reward_s(self) -> float | None:
+        """Seconds from a sample's end to its reward, median of those that came in the step; None: none came."""
+        if not self.rewarding:
+            return None
+        return statistics.median(max(0.0, end - start) for start, end in self.rewarding)
 
     @property
     def instances(self) -> float:
@@ -143,6 +153,8 @@ class StepTimes:
     """Instances that generate now, each with the time since which it does."""
     loading: list[tuple[str, float, float]] = field(default_factory=list)
     """(instance, start, end) of weight loads."""
+    rewarding: list[Span] = field(default_factory=list)
+    """Spans from the end of each sample to its reward."""
     gone: dict[str, Span] = field(default_factory=dict)
     """Instances that left during the step, each with the span in which it could work."""
     ended_trainer: list[tuple[str, float, float]] = field(default_factory=list)
@@ -196,12 +208,13 @@ class StepTimes:
             present,
             of(self.trainer, "train") + of(self.trainer, "step"),
             None if self._sync_began is None else (self._sync_began, now),
+            tuple(self.rewarding),
         )
         self.started = begins
         self.ended_trainer, self.trainer = self.trainer, []
         self.generating = [entry for entry in self.generating if entry[2] > now]
         self.loading = [entry for entry in self.loading if entry[2] > now]
-        self._syncs, self.gone = [], {}
+        self._syncs, self.rewarding, self.gone = [], [], {}
         if weights_due is not None and self._sync_began is None:
             self._sync_began = weights_due
         return interval

@@ -98,24 +98,27 @@ def step(length: int, environment_s: float = 0.0) -> StepBatch:
     return batch
 
 
-def play(auto: Auto, length: int, generate_s: float, train_s: float, environment_s: float = 0.0) -> None:
-    """A step in which generation and training took so long."""
-    end = generate_s + train_s
+def play(
+    auto: Auto, length: int, generate_s: float, train_s: float, environment_s: float = 0.0, reward_s: float = 0.0
+) -> None:
+    """A step in which generation, rewards and training took so long."""
+    rewarded = generate_s + reward_s
+    end = rewarded + train_s
     spans = {"a": ((0.0, generate_s),), "b": ((0.0, generate_s),)}
-    training = (generate_s, end)
-    times = Interval(0.0, end, (training,), (), spans, {"a": (), "b": ()}, (), {"a": (0.0, end), "b": (0.0, end)})
+    training = (rewarded, end)
+    present = {"a": (0.0, end), "b": (0.0, end)}
+    rewards = ((generate_s, rewarded),) * 7 + ((0.0, rewarded),)
+    times = Interval(0.0, end, (training,), (), spans, {"a": (), "b": ()}, (), present, rewarding=rewards)
     auto.step_done(step(length, environment_s), times, [("train", *training), ("step", end, end)])
 
 
-def profiled(
-    auto: Auto, length: int, shared: tuple[float, float], split: tuple[float, float], environment_s: float = 0.0
-) -> None:
+def profiled(auto: Auto, length: int, shared: tuple[float, float], split: tuple[float, float], **others: float) -> None:
     """Two steps and one for warming up under each division: (generating, training) seconds."""
     for number, times in enumerate((shared, split)):
         assert not auto.wants_choice()
         for _ in range(3):
             assert auto.next_setup() is None
-            play(auto, length, *times, environment_s)
+            play(auto, length, *times, **others)
         setup = auto.next_setup()
         assert (setup is None) == (number == 1)
     assert auto.wants_choice()
@@ -148,6 +151,17 @@ def test_what_environments_take_is_measured_and_hidden_where_that_saves_time() -
     slower = {label: chosen[6.0][label] - chosen[0.0][label] for label in chosen[0.0]}
     assert slower["colocated"] > 23.5, "nothing is hidden where all wait for the episodes' ends"
     assert min(chosen[6.0], key=chosen[6.0].__getitem__).startswith(("async", "one_step_off"))
+
+
+def test_rewards_take_their_time_and_are_hidden_where_that_saves_time() -> None:
+    for seconds, staleness in ((0.0, 0), (5.0, 1)):
+        auto = make_auto()
+        profiled(auto, 50, shared=(5.0, 0.1), split=(5.0, 0.1), reward_s=seconds)
+        decision = auto.choice_job(6)()
+        predicted = {found.option.schedule.name: found.step_s for found in decision.predictions}
+        assert predicted["sync"] == pytest.approx(5.1 + seconds, rel=0.01)
+        assert predicted["async"] == pytest.approx(5.0, rel=0.03)
+        assert decision.option.schedule.max_staleness == staleness
 
 
 def test_tasks_with_the_same_environment_share_its_processes_at_each_site() -> None:

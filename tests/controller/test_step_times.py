@@ -93,6 +93,16 @@ def test_a_sync_counts_once_in_the_step_in_which_it_ends() -> None:
     assert ended == [(), (), (), ((10.0, 31.0),), ()]
 
 
+def test_the_time_to_a_reward_is_the_median_of_those_that_came_in_the_step() -> None:
+    times = StepTimes({"a": 0.0})
+    times.weights_served(0.0)
+    times.rewarding += [(1.0, 2.0), (1.0, 4.0), (2.0, 9.0)]
+    assert times.end_step(10.0, None).reward_s == 3.0
+    assert times.end_step(11.0, None).reward_s is None
+    times.rewarding.append((12.0, 11.5))  # the clock was set back a little
+    assert times.end_step(13.0, None).reward_s == 0.0
+
+
 def test_a_step_in_which_no_instance_could_work_has_no_bubble() -> None:
     times = StepTimes({})
     times.weights_served(0.0)

@@ -135,7 +135,7 @@ def test_what_an_agent_raised_is_told_as_what_a_reward_function_raised() -> None
     parts["ledger"].finish.return_value = {"g.0"}
     parts["evaluator"].generates.return_value = parts["evaluator"].awaits.return_value = False
     parts["pool"].received = {"g.0"}
-    parts["pool"].score.return_value = MagicMock(), SimpleNamespace(task="mine", group_id="g", complete=False)
+    parts["pool"].score.return_value = MagicMock(), SimpleNamespace(task="mine", group_id="g", complete=False, kept=0)
     values, tokens = sample_to_wire(replace(sample, trajectory=told))
     body, arrays = pack_samples([(body_of(FinishedSample(**values)), tokens)])
     delivery = SimpleNamespace(peer="service-here", body=SampleBatch(**body), arrays=arrays, ack=lambda: None)

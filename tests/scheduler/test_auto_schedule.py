@@ -35,7 +35,6 @@ CONSTANT = Profile(
     optimizer_s=2.0,
     reward_s=1.0,
     weights_s=3.0,
-    switch_s=0.5,
 )
 """Batches of 4 groups: generation 10 s, 120 tokens to train on."""
 
@@ -53,8 +52,9 @@ def options(curve: StepCurve = UNIT, slots: int = 64) -> list[Option]:
     [
         (option("sync"), 10 + 1 + 12 + 2 + 3, 10, 14, 0),
         (option("stream"), 28, 10, 14, 0),
-        # with all devices: 6 s of training, and two changes of turn
-        (option("colocated"), 10 + 1 + 0.5 + 6 + 2 + 0.5, 10, 8, 0),
+        # with all devices: 6 s of training; the new weights are waited for once
+        (option("colocated"), 10 + 1 + 6 + 2 + 3, 10, 8, 0),
+        (option("colocated", every=2), (10 + 1 + 2 * 8 + 3) / 2, 5, 8, 0.5),
         # two batches are generated together and trained one after the other
         (option("sync", every=2), (10 + 1 + 2 * 14 + 3) / 2, 5, 14, 0.5),
         # the trainer never waits: the next batch is ready when it has ended
@@ -93,14 +93,14 @@ def test_a_prediction_is_quick_and_the_same_for_the_same_seed() -> None:
 
 def test_a_long_tail_and_a_slow_trainer_make_it_async() -> None:
     curve, slots = PAPER_7B_H800, 256
-    profile = Profile(reasoner(2), 12_000.0, 16_000.0, 0.5, 0.2, 2.0, 2.0)
+    profile = Profile(reasoner(2), 12_000.0, 16_000.0, 0.5, 0.2, 2.0)
     decision = AutoSchedule(options(curve, slots)).choose(profile, LeastLoaded, 16)
     assert decision.option.label == "async" and not decision.changed
     assert "overlap" in decision.why and len(decision.predictions) == 4
 
 
 def test_little_generation_and_much_training_make_it_colocated() -> None:
-    profile = Profile([(500, (5, 8))], train_tokens_s=50.0, colocated_train_tokens_s=100.0, switch_s=1.0)
+    profile = Profile([(500, (5, 8))], train_tokens_s=50.0, colocated_train_tokens_s=100.0, weights_s=1.0)
     decision = AutoSchedule(options()).choose(profile, LeastLoaded, 4)
     assert decision.option.label == "colocated"
     assert "take turns on all devices" in decision.why
@@ -215,6 +215,14 @@ def test_environments_take_their_time_and_are_a_reason_to_predict_again() -> Non
     auto.choose(many, LeastLoaded, 4)
     assert not auto.drifted(replace(many, environment_s=4.4))
     assert auto.drifted(replace(many, environment_s=5.0)) and auto.drifted(CONSTANT)
+
+
+def test_rewards_that_take_another_time_are_a_reason_to_predict_again_where_a_step_shows_it() -> None:
+    auto = AutoSchedule([option("sync")])
+    auto.choose(CONSTANT, LeastLoaded, 4)  # 28 s a step, 1 s of rewards
+    assert not auto.drifted(replace(CONSTANT, reward_s=1.1)), "10 % of the rewards' time"
+    assert not auto.drifted(replace(CONSTANT, reward_s=1.8)), "2.9 % of a step"
+    assert auto.drifted(replace(CONSTANT, reward_s=1.9)) and auto.drifted(replace(CONSTANT, reward_s=0.1))
 
 
 def test_drift_is_a_matter_of_the_mean_the_shape_or_the_trainer() -> None:
