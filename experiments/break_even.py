@@ -210,7 +210,7 @@ def in_turns(problem: Problem, counts: Sequence[int]) -> list[Cost]:
 
 
 def shortest_step(problem: Problem, schedule: str) -> float:
-    """Return the seconds of the shortest step within the budget, as `plans` finds it; infinite: there is no plan."""
+    """Return the seconds of the shortest step within the budget, by rates as `plans` finds it; infinite: no plan."""
     made = plans_within(problem, schedule, "throughput")
     return min((one.chosen.seconds for one in made), default=math.inf)
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from scheduler.capacity.covering import Replicas
 from scheduler.cost.decode import StepCurve
-from scheduler.cost.generation_cost import Batch, spread_lengths
+from scheduler.cost.generation_cost import Batch, answers_of
 from scheduler.cost.training_cost import TrainerTime
 from scheduler.dispatch.registry import make_policy
 from scheduler.schedule.schedules import make_schedule
@@ -82,7 +82,7 @@ def steady_step(
     share = groups * group * merged / batch.samples
     tokens = (batch.mean_length + batch.prompt_tokens) * groups * group
     # of `merged` samples that come together, each takes a rank of its own
-    ranks = trainer.busy_ranks(tokens * merged, batch.lengths[0] + batch.prompt_tokens) / merged
+    ranks = trainer.busy_ranks(tokens * merged, batch.usual_longest + batch.prompt_tokens) / merged
     rate, delay = tokens / (trainer.seconds * share), SimulatedLink(delay_s=weights_s)
     processes = max(1, batch.environment_processes // merged)
     stages = Stages(
@@ -110,7 +110,7 @@ def steady_step(
 def _groups(batch: Batch, groups: int, group: int) -> Iterator[list[SimulatedRequest]]:
     """Yield groups without end; each batch of them has the lengths of `batch`, in another order."""
     rng, number = np.random.default_rng(0), 0
-    lengths = spread_lengths(batch.lengths, groups * group)
+    lengths = answers_of(batch, groups * group)
     prompt = round(batch.prompt_tokens)
     while True:
         for drawn in rng.permutation(lengths).reshape(groups, group).tolist():

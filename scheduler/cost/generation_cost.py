@@ -1,10 +1,10 @@
 """Rate at which replicas of a GPU type generate a batch of known lengths, for planning how many replicas to use.
 
 A batch that starts and ends by itself is spread evenly: a replica that generates the share c of it gets c x samples
-requests that stand for all lengths, the longest answer among them, and takes as long as `decode.replica_ends` says
-(the simulator's time). Where slots are fewer than its requests, the longest start first. Shares of different
-kinds add up, so with c_k(t) the share that a replica of kind k generates by t, generating a batch by t is a covering
-problem: sum_k r_k c_k(t) >= 1.
+requests that stand for all lengths, the batch's longest answer among them (`Batch.usual_longest`), and takes as long as
+`decode.replica_ends` says (the simulator's time). Where slots are fewer than its requests, the longest start first.
+Shares of different kinds add up, so with c_k(t) the share that a replica of kind k generates by t, generating a batch
+by t is a covering problem: sum_k r_k c_k(t) >= 1.
 
 Where generation continues across steps (async), only rates matter: a replica with a requests at once makes a / tau(a)
 tokens a second. Two bounds remain: a request's mean time may not exceed a step (as many run as a batch has; the other
@@ -33,7 +33,7 @@ and vLLM 0.32's default of `gpu_memory_utilization` (0.92, vllm/config/cache.py)
 ENGINE_BYTES = 2e9
 """Bytes per GPU for the engine's activations and CUDA graphs (assumption; no published figure was found)."""
 LENGTHS = 512
-"""Most length quantiles that stand for a batch."""
+"""Lengths that stand for a batch."""
 GRID = 96
 """Numbers of requests for which a replica's time is computed; shares between them are interpolated."""
 MOST_QUEUED, MOST_ROUNDS = 10_000, 32
@@ -42,8 +42,17 @@ MOST_QUEUED, MOST_ROUNDS = 10_000, 32
 
 
 def spread_lengths(lengths: Sequence[float] | Floats, count: int) -> Floats:
-    """Return [count] lengths that stand for equal shares of all of them, longest first."""
-    return np.quantile(np.asarray(lengths), 1 - (np.arange(count) + 0.5) / count)
+    """Return [count] lengths that stand for equal shares of all of them, longest first: the mean of each share.
+
+    So their mean is that of all lengths, and no rare long one is lost.
+    """
+    values = np.sort(np.asarray(lengths, dtype=np.float64))[::-1]
+    if len(values) == count:
+        return values
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    bounds = np.arange(count + 1) * (len(values) / count)
+    means = np.diff(np.interp(bounds, np.arange(len(values) + 1), sums)) * (count / len(values))
+    return np.sort(np.clip(means, values[-1], values[0]))[::-1]  # differences of sums are rounded
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,7 @@ class Batch:
     """Samples that one optimizer step generates and trains on."""
 
     lengths: tuple[float, ...]
-    """Quantiles of the answers' lengths, longest first; each stands for the same number of samples."""
+    """Lengths of answers, longest first; each is the mean of an equal share of all of them."""
     samples: int
     prompt_tokens: float = 0.0
     """Mean prompt length."""
@@ -96,10 +105,9 @@ class Batch:
         staleness: int = 1,
     ) -> Batch:
         """Create a batch from any number of observed lengths."""
-        count = min(samples, LENGTHS)
         if not len(lengths):
             raise ValueError("a batch needs at least one length")
-        values = spread_lengths(lengths, count)
+        values = spread_lengths(lengths, LENGTHS)
         return cls(tuple(np.maximum(values, 1.0).tolist()), samples, prompt_tokens, longest, group, staleness)
 
     @property
@@ -122,13 +130,25 @@ class Batch:
             return max(generation_s, self.stepping_s)
         lengths = np.sort(np.asarray(self.lengths))
         left = self.stepping_s * (1.0 - np.arange(len(lengths)) / len(lengths))
-        busy = float((lengths / lengths[-1] * generation_s + left).max())
+        busy = float((np.minimum(lengths / self.usual_longest, 1.0) * generation_s + left).max())
         return max(generation_s + self.environment_s, busy)
 
     @property
     def longest_answer(self) -> float:
         """Tokens of the longest answer that must fit."""
         return max(self.longest, self.lengths[0])
+
+    @property
+    def usual_longest(self) -> float:
+        """Tokens of the longest of the batch's answers, mean over batches.
+
+        A batch with fewer samples than `lengths` draws some of them; one with as many has all.
+        """
+        count = len(self.lengths)
+        if self.samples >= count:
+            return self.lengths[0]
+        none_longer = (1 - np.arange(count + 1) / count) ** self.samples
+        return float((np.asarray(self.lengths) * (none_longer[:-1] - none_longer[1:])).sum())
 
     @property
     def most_tokens(self) -> float:
@@ -146,7 +166,8 @@ class Batch:
         whole = np.asarray(self.lengths) + self.prompt_tokens
         each = self.samples / len(self.lengths)
         tokens, squares = float(whole.sum()) * each, float((whole * whole).sum()) * each
-        return StepTokens(tokens, squares, float(whole[0]), self.samples, self.most_tokens)
+        longest = self.usual_longest + self.prompt_tokens
+        return StepTokens(tokens, squares, longest, self.samples, self.most_tokens)
 
     @property
     def running_context(self) -> float:
@@ -233,11 +254,23 @@ def replica_kind(
     )
 
 
+def answers_of(batch: Batch, count: int) -> Floats:
+    """Return [count] lengths that stand for equal shares of a batch's answers, longest first.
+
+    Their mean is the batch's, and none is longer than its longest one is on average. The mean of the longest share may
+    be: all lengths are then moved towards the mean, in proportion.
+    """
+    lengths = spread_lengths(batch.lengths, count)
+    mean, longest = batch.mean_length, batch.usual_longest
+    if lengths[0] > longest:
+        lengths = mean + (lengths - mean) * ((longest - mean) / (lengths[0] - mean))
+    return lengths
+
+
 def requests_of_share(batch: Batch, share: float) -> Floats:
     """Return lengths [n] of the requests that a replica generates of a batch, the batch's longest one first."""
-    count = max(1, round(min(share, 1.0) * batch.samples))
-    lengths = spread_lengths(batch.lengths, count)
-    lengths[0] = batch.lengths[0]
+    lengths = answers_of(batch, max(1, round(min(share, 1.0) * batch.samples)))
+    lengths[0] = batch.usual_longest
     return lengths
 
 
@@ -287,7 +320,7 @@ def _rates(curve: StepCurve, slots: int, batch: Batch) -> tuple[tuple[float, ...
     reading = _reading(curve, batch)
     # while a request runs, its replica reads the context of all of them
     latency = mean * steps + reading / batch.samples * sizes
-    longest = batch.lengths[0] / mean * latency / (1 + batch.staleness)
+    longest = batch.usual_longest / mean * latency / (1 + batch.staleness)
     alone = batch.samples * latency / sizes
     allowed = np.maximum(latency, longest)
     best = np.maximum.accumulate(1 / alone)

@@ -226,7 +226,7 @@ def test_a_trainer_that_stays_for_less_than_a_move_is_worth_says_what_moving_wou
     assert (kept["trainer"]["site"], moved["trainer"]["site"]) == ("frankfurt", "oslo")
     prices = [plan["schedules"]["one_step_off"]["usd_per_hour"] for plan in (moved, kept)]
     assert prices[0] < prices[1]
-    told = "kept in frankfurt: training in oslo would take 87.3 s a step at {:.2f} USD/h, not 87.3 s at {:.2f} USD/h; "
+    told = "kept in frankfurt: training in oslo would take 87.4 s a step at {:.2f} USD/h, not 87.4 s at {:.2f} USD/h; "
     assert told.format(*prices) + "the trainer moves only for a step more than 1% shorter" in capsys.readouterr().out
     values["sites"]["oslo"]["generation"][0]["price_per_hour"] = 2.99  # nothing to gain
     values["links"][0]["price_per_gb"] = 0.0

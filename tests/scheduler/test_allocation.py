@@ -269,7 +269,7 @@ def test_a_replica_generates_its_share_in_the_simulated_time(share: float, most:
     kind = replica_kind(MODEL, device("H800"), 1, batch, most)
     assert kind is not None and kind.slots == (most or 64)
     lengths = requests_of_share(batch, share)
-    assert len(lengths) == 64 * share and lengths.max() == batch.lengths[0]
+    assert len(lengths) == 64 * share and lengths.max() == batch.usual_longest
     requests = [SimulatedRequest(f"{n:02}", length, prompt_tokens=20) for n, length in enumerate(lengths.tolist())]
     alone = simulate(RoundRobin(), requests, [SimulatedInstance("a", kind.curve, kind.slots)]).makespan
     assert kind.share(alone * (1 + 1e-9), False) == pytest.approx(share, rel=0.05), "interpolated"
