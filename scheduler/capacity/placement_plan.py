@@ -16,7 +16,7 @@ loads them, generation paused. A stage's bubble is the share of the step in whic
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -40,6 +40,8 @@ ALTERNATIVES = 3
 SIMULATED = 3
 """Best plans by rates alone whose steps are simulated under `async`, besides the best of each further assignment of GPU
 types to roles that may be shown."""
+NOISE = 0.01
+"""Share by which a simulated split must be better for GPUs that cost more: some of a difference is chance."""
 MOVE = 0.01
 """Share by which a plan that moves the trainer to another site must be better: moving it has a price of its own."""
 ROUNDING = 1e-9
@@ -312,7 +314,7 @@ def plans_within(
         return [evaluate(allocator, split, objective) for split in splits.values()]
 
     def kept(some: list[PlacementPlan]) -> list[PlacementPlan]:
-        return [one for one in some if one.chosen.usd_per_hour <= problem.budget * (1 + ROUNDING)]
+        return [one for one in some if _within_budget(one)]
 
     made = found(problem)
     within = kept(made)
@@ -367,7 +369,13 @@ def plans(problem: Problem, schedule: str, objective: PlanObjective, simulated: 
             made = _worth_simulating(made, schedule, objective)
         made = [replace(one, simulated=True) for one in made]
     made.sort(key=lambda one: one.worth)
-    here = next((one for one in made if problem.offers[one.split.trainer].site == problem.home), None)
+    here = _first_at(problem.home, made)
+    if simulated and KINDS[schedule].continuous:
+        allocator = Allocator(problem, schedule)
+        begin = [one for one in made if one is made[0] or one is here]
+        made = [_improved(one, allocator) if one in begin else one for one in made]
+        made.sort(key=lambda one: one.worth)
+        here = _first_at(problem.home, made)
     if here is not None and here.worth[0] <= made[0].worth[0] * (1 + MOVE):
         made.remove(here)
         made.insert(0, here)
@@ -378,6 +386,66 @@ def plans(problem: Problem, schedule: str, objective: PlanObjective, simulated: 
         if all(_roles(one) != _roles(other) or one.worth[0] > other.worth[0] * (1 + ALIKE) for other in shown):
             shown.append(one)
     return shown
+
+
+def _first_at(site: str, made: Sequence[PlacementPlan]) -> PlacementPlan | None:
+    """Return the first plan that trains at a site; None: there is none."""
+    return next((one for one in made if one.problem.offers[one.split.trainer].site == site), None)
+
+
+def _improved(best: PlacementPlan, allocator: Allocator) -> PlacementPlan:
+    """Return the plan, or a better one found from it: the search for splits knows rates, and not who waits for whom.
+
+    From the best plan so far, each of its pools is tried with replicas of other sizes, until none of these is better.
+    """
+    tried = {best.split.key}
+    while True:
+        better = best
+        for split in _beside(best, allocator):
+            if split.key in tried:
+                continue
+            tried.add(split.key)
+            one = evaluate(allocator, split, best.objective)
+            if _better(one, better):  # no simulated step is shorter than one by rates
+                one = replace(one, simulated=True)
+                better = one if _better(one, better) and _allowed(one) else better
+        if better is best:
+            return best
+        best = better
+
+
+def _better(one: PlacementPlan, other: PlacementPlan) -> bool:
+    dearer = one.split.rent(one.problem.offers) > other.split.rent(one.problem.offers)
+    return one.worth[0] < other.worth[0] * (1 - NOISE) if dearer else one.worth < other.worth
+
+
+def _beside(plan: PlacementPlan, allocator: Allocator) -> Iterator[Split]:
+    """Yield splits with another degree of tensor parallelism in one of the pools, or with all GPUs of its offer."""
+    split = plan.split
+    for place, pool in enumerate(split.generation):
+        trainer = split.time if pool.offer == split.trainer else None
+        for kind in allocator.kinds[pool.offer]:
+            most = most_replicas(plan.problem.offers[pool.offer], kind.tensor_parallel, trainer)
+            for count in {min(most, pool.gpus // kind.tensor_parallel), most} - {0}:
+                changed = Replicas(pool.offer, count, kind)
+                pools = (*split.generation[:place], changed, *split.generation[place + 1 :])
+                yield Split(split.trainer, split.time, pools)
+
+
+def _allowed(one: PlacementPlan) -> bool:
+    """Return whether a plan keeps to the budget, and its samples get over the links within a step."""
+    problem, home, seconds = one.problem, one.problem.offers[one.split.trainer].site, one.chosen.seconds
+    crossing: dict[str, float] = {}
+    for pool, share in zip(one.split.generation, one.shares, strict=True):
+        site = problem.offers[pool.offer].site
+        crossing[site] = crossing.get(site, 0.0) + share * problem.sample_bytes
+    routes = [(problem.route(home, site), nbytes) for site, nbytes in crossing.items() if site != home]
+    crosses = all(route is None or nbytes <= seconds * route.bytes_per_s for route, nbytes in routes)
+    return crosses and _within_budget(one)
+
+
+def _within_budget(one: PlacementPlan) -> bool:
+    return one.chosen.usd_per_hour <= one.problem.budget * (1 + ROUNDING)
 
 
 def _worth_simulating(made: Sequence[PlacementPlan], schedule: str, objective: PlanObjective) -> list[PlacementPlan]:

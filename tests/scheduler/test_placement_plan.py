@@ -1,0 +1,78 @@
+"""Plans under `async`, whose steps are simulated: what rates alone would miss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from scheduler.capacity.allocation import (
+    Allocator,
+    Offer,
+    PlanObjective,
+    Problem,
+    Replicas,
+    Route,
+    Split,
+    most_replicas,
+)
+from scheduler.capacity.placement_plan import PlacementPlan, evaluate, plans
+from scheduler.cost.generation_cost import Batch
+from scheduler.cost.hardware import device
+from scheduler.cost.model_shapes import MODELS
+from scheduler.cost.training_cost import GRPO
+
+RNG = np.random.default_rng(0)
+LENGTHS = np.concatenate([RNG.lognormal(7.7, 0.45, 3520), RNG.uniform(4_000, 20_000, 480)])
+LINK = Route(1e9, 0.01)
+
+
+def problem(h800: int, h20: int) -> Problem:
+    batch = Batch.of(LENGTHS, 1024, 512)
+    offers = []
+    for site, gpu, count in (("a", "H800", h800), ("b", "H20", h20)):
+        found = device(gpu)
+        assert found.price is not None
+        offers.append(Offer(site, found, count, found.price.usd_per_hour, trains=site == "a"))
+    return Problem(MODELS["7b"], batch, GRPO, tuple(offers), ((frozenset("ab"), LINK),), home="a")
+
+
+def others(plan: PlacementPlan) -> Iterator[PlacementPlan]:
+    """The same trainer and pools with replicas of another size, on the same GPUs or on all."""
+    allocator, split = Allocator(plan.problem, "async"), plan.split
+    for place, pool in enumerate(split.generation):
+        beside = split.time if pool.offer == split.trainer else None
+        for kind in allocator.kinds[pool.offer]:
+            most = most_replicas(plan.problem.offers[pool.offer], kind.tensor_parallel, beside)
+            for count in {min(most, pool.gpus // kind.tensor_parallel), most} - {0}:
+                pools = list(split.generation)
+                pools[place] = Replicas(pool.offer, count, kind)
+                changed = Split(split.trainer, split.time, tuple(pools))
+                yield replace(evaluate(allocator, changed, plan.objective), simulated=True)
+
+
+@pytest.mark.parametrize("objective", ["throughput", "cost"])
+def test_no_other_size_of_replicas_is_better(objective: PlanObjective) -> None:
+    one = problem(8, 32)
+    free = plans(one, "async", objective)[0]
+    for budget in (one.budget, 0.8 * free.chosen.usd_per_hour):
+        best = plans(replace(one, budget=budget), "async", objective)[0]
+        assert best.chosen.usd_per_hour <= budget * 1.001
+        for other in others(best):
+            if other.chosen.usd_per_hour <= budget:
+                assert other.worth[0] > 0.989 * best.worth[0], (best.text, other.text)
+
+
+def test_more_gpus_make_no_plan_slower() -> None:
+    few, more = (plans(problem(h800, 32), "async", "throughput")[0] for h800 in (8, 16))
+    assert more.chosen.seconds <= 1.01 * few.chosen.seconds, (few.text, more.text)
+
+
+@pytest.mark.parametrize("h800", [12, 16, 24])
+def test_samples_of_a_better_plan_get_over_a_narrow_link_within_its_step(h800: int) -> None:
+    one = replace(problem(h800, 32), routes=((frozenset("ab"), Route(3e5, 0.01)),), delta_ratio=1e4)
+    best = plans(one, "async", "throughput")[0]
+    over = sum(share for share, pool in zip(best.shares, best.split.generation, strict=True) if pool.offer == 1)
+    assert over * one.sample_bytes <= 1.02 * best.chosen.seconds * 3e5, best.text
