@@ -176,10 +176,10 @@ class Fleet:
 
     Placement by load is first come, first served, on the instance with the fewest running requests (`Instance.load`: on
     one that became slow each request counts for more). Where instances differ in speed (`alike`), it is the instance
-    whose steps are shortest with one request more; if faster ones are full, requests wait for these as long as they
-    are likely to end earlier there. Siblings follow their group to the instance that already has it, as long as that
-    instance is at most `affinity` requests fuller than the emptiest one (`near`), so that a shared prompt is computed
-    once per instance. Turns of episodes return to the instance that has their KV cache (`worth_returning`).
+    whose steps are shortest with one request more; if clearly faster ones are full, requests wait for these as long as
+    they are likely to end earlier there. Siblings follow their group to the instance that already has it, as long as
+    that instance is at most `affinity` requests fuller than the emptiest one (`near`), so that a shared prompt is
+    computed once per instance. Turns of episodes return to the instance that has their KV cache (`worth_returning`).
     """
 
     def __init__(self, affinity: int = 0) -> None:
@@ -288,7 +288,8 @@ class Fleet:
 
         None: no instance has a free slot, or the slots of faster instances that are full are worth waiting for. They
         are if their steps are so short that even the last of the waiting requests would end earlier there, all having
-        the same length and a slot becoming free as often as it does on average.
+        the same length and a slot becoming free as often as it does on average. A batch that has just begun frees
+        none until its first answers end, so what is faster by less than `ALIKE` is not waited for.
         """
         found = self.emptiest()
         if found is None or self._alike:
@@ -297,7 +298,7 @@ class Fleet:
         faster = [
             one
             for one in self.instances.values()
-            if one.free < 1 and one.step_at(max(one.slots * one.slowness, found.load)) < step
+            if one.free < 1 and ALIKE * one.step_at(max(one.slots * one.slowness, found.load)) < step
         ]
         rate = sum(one.slots / one.step_at(one.slots * one.slowness) for one in faster)
         return None if faster and waiting + sum(one.slots for one in faster) < rate * step else found

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler.cost.decode import UNKNOWN_CURVE, StepCurve
+from scheduler.cost.decode import QWEN_7B, UNKNOWN_CURVE, StepCurve, roofline
+from scheduler.cost.hardware import device
 from scheduler.cost.length_forecast import Forecast
 from scheduler.dispatch.baselines import LeastLoaded, LongestFirst, Random, RoundRobin, TwoChoices
 from scheduler.dispatch.dispatch_objective import MAKESPAN, Streamed
@@ -16,6 +17,7 @@ from scheduler.dispatch.group_probe import GroupProbe
 from scheduler.dispatch.planned import Algorithm2, SkewAware
 from scheduler.dispatch.policy import HOMES_KEPT, REGULAR, TAIL, Assignment, DispatchPolicy, Fleet, Instance, Request
 from scheduler.dispatch.registry import AUTO, BLIND, POLICIES, make_policy, objective_of, policy_for
+from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, simulate
 
 CURVE = StepCurve((1, 2), (1.0, 3.0))
 
@@ -121,6 +123,28 @@ def test_requests_wait_for_a_faster_instance_if_they_would_end_earlier_there(
     for number in "234":
         policy.finished(number)
     assert seats(policy) == "bbb" and policy.waiting == 2
+
+
+@pytest.mark.parametrize(("ratio", "expected"), [(1.2, "b"), (1.3, "")])
+def test_no_request_waits_for_a_full_instance_that_is_hardly_faster(ratio: float, expected: str) -> None:
+    """A batch that has just begun frees no slot for as long as its answers take."""
+    policy = LeastLoaded()
+    policy.join("a", 40, StepCurve((1, 40), (0.1, 1.0)))
+    policy.join("b", 40, StepCurve((1, 40), (ratio, ratio)))
+    policy.submit(singles(*map(str, range(40))))
+    assert seats(policy) == 40 * "a"
+    policy.submit(singles("another"))
+    assert seats(policy) == expected
+
+
+def test_a_batch_does_not_queue_for_the_faster_instance_while_others_are_idle() -> None:
+    fast, slow = (roofline(QWEN_7B, device(gpu)) for gpu in ("H200", "H20"))
+    fleet = [SimulatedInstance("a", fast, 64), *(SimulatedInstance(f"b{n}", slow, 64) for n in range(4))]
+    ends = {
+        count: simulate(LeastLoaded(), [SimulatedRequest(f"{n}", 2000.0) for n in range(count)], fleet).makespan
+        for count in (64, 72, 96)
+    }
+    assert max(ends.values()) < 1.1 * ends[64], ends
 
 
 def test_no_request_waits_for_a_full_instance_of_the_same_speed() -> None:
