@@ -20,6 +20,7 @@ from streamrl.config.schedule import staleness_limit
 from streamrl.errors import SEE_DOCS, ErrorCode, RunFailed, UserError
 from streamrl.launcher.process_group import ProcessGroup
 from streamrl.launcher.site_setup import Share, prepare
+from streamrl.launcher.unblocked_output import Output, unblocked_output
 from streamrl.launcher.watchdog import Watchdog
 from streamrl.report.live_view import LiveView
 from streamrl.report.run_report import write_report
@@ -80,6 +81,7 @@ def run(
     with (
         _locked(run_dir),
         _stop_requests() as stop,
+        unblocked_output(stop) as output,
         prepare(cluster, run_config, run_dir, site, emulate) as share,
         _metrics(share) as address,
     ):
@@ -106,7 +108,7 @@ def run(
                     view.say("asking Ray for nodes")  # the only message while Ray looks for the trainer's nodes
                 watchdog = Watchdog(share)  # before the first process can write
                 family.start()
-                _watch(share, family, trackers, view, stop, watchdog)
+                _watch(share, family, trackers, view, output, stop, watchdog)
                 patience = PATIENCE_S
         except BaseException as error:
             family.stop()
@@ -128,6 +130,7 @@ def _watch(
     family: ProcessGroup,
     trackers: TrackerGroup,
     view: LiveView | SiteView,
+    output: Output,
     stop: list[int],
     watchdog: Watchdog,
 ) -> None:
@@ -161,7 +164,7 @@ def _watch(
             culprit = next((p for p in dead if p.is_root_cause), dead[0])
             words = culprit.last_words(in_lines=True)
             raise RunFailed(words + _how_to_resume(share, _to_mend(words)))
-        if time.monotonic() - shown >= VIEW_S:
+        if time.monotonic() - shown >= VIEW_S and not output.behind:  # an output that is not read gets no more of it
             view.refresh()
             shown = time.monotonic()
         time.sleep(POLL_S)

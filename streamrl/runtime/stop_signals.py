@@ -21,14 +21,15 @@ def on_stop(handler: Callable[[int, FrameType | None], None], *numbers: int) -> 
 
     def handle(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
-            _leave(terminals)
+            leave(terminals)
         handler(number, frame)
 
     heeded = [*numbers, *([] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP])]
     return {number: signal.signal(number, handle) for number in heeded}
 
 
-def _leave(files: Sequence[int]) -> None:
+def leave(files: Sequence[int]) -> None:
+    """Let writes to these file descriptors go nowhere."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for file in files:
         os.dup2(nowhere, file)
