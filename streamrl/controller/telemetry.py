@@ -38,6 +38,8 @@ MEMORY_SHARE = 0.02
 
 MOST_SILENT_S = 1e9
 """Longest silence, in seconds, that a service can say of another process."""
+MOST_SESSION = 100
+"""Most characters of the session that a service can say of another process."""
 
 
 class Telemetry:
@@ -251,6 +253,13 @@ class Telemetry:
         told = known.get("silent_s")
         return float(told) if isinstance(told, int | float) and 0 <= told < MOST_SILENT_S else None  # and not NaN
 
+    def _session(self, speaker: str, known: dict[str, Any]) -> str:
+        """Return the session of a process; '': as `_silence`."""
+        if speaker in self.hub.peers:
+            return self.hub.peers[speaker].session
+        told = known.get("session")
+        return shown(told)[:MOST_SESSION] if isinstance(told, str) else ""
+
     def _roles(self) -> dict[str, Any]:
         """Return the state of every process, from its last heartbeat."""
         states: dict[str, dict[str, Any]] = {}
@@ -276,6 +285,7 @@ class Telemetry:
                     "detail": shown(known.get("detail", "")),
                     "since": self._states[name][1],
                     "silent_s": self._silence(speaker, known),
+                    "session": self._session(speaker, known),
                     "drafts": shown(known.get("drafts", "")),
                     "memory_gb": self.memory.of_process.get(name),
                 }

@@ -6,18 +6,41 @@ of the trainer's site the controller records how long they have been silent. A s
 A file counts as written when it is seen to have changed: times of files may come from a file server, whose clock may be
 wrong. Silence is measured by `silence.Silences`, so that neither a machine that was suspended nor a clock that is set
 makes a process seem dead.
+
+What the controller records of a process may be the silence of the one before it: only the words of another session than
+that one's are its own.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from streamrl.errors import UserError
 from streamrl.launcher.silence import Silences
 from streamrl.launcher.site_setup import Share
 from streamrl.run_dir import layout, status
+from streamrl.runtime.device_turns import others_start_s
+
+
+@dataclass
+class _Life:
+    """A process of which the controller records the silence."""
+
+    started: float
+    """By the watchdog's clock."""
+    earlier: str = ""
+    """Session that was on record when it was first looked at: that of the process before it; '': none."""
+    is_restart: bool = False
+    session: str = ""
+    """The newest session on record."""
+
+    @property
+    def is_silent_restart(self) -> bool:
+        """Whether it was started in place of another process, and has not spoken yet."""
+        return self.is_restart and self.session == self.earlier
 
 
 class Watchdog:
@@ -32,6 +55,7 @@ class Watchdog:
         self.share, self._clock = share, clock
         self._stamps = {site: _stamp(self._file(site)) for site in share.folders}
         """Stamp of the file of each site that is watched, when it was last looked at."""
+        self._lives: dict[str, _Life] = {}
         self._silences = Silences()
         self.limit_s = share.run.deadlines.heartbeat_s
         self.startup_s = share.run.deadlines.startup_s
@@ -74,19 +98,45 @@ class Watchdog:
             return {}
         if silent or not self._silences.has_spoken("controller"):
             return silent  # what it, or an earlier one, wrote of the others is old
-        return self._others({name: role for name, role in written.roles.items() if name in started})
+        roles = {name: role for name, role in written.roles.items() if name in started}
+        return self._others(roles, started, written.state == "starting")
 
-    def _others(self, roles: Mapping[str, status.RoleStatus]) -> dict[str, float]:
-        """Return the processes of which the controller has recorded a silence that is too long."""
+    def _others(
+        self, roles: Mapping[str, status.RoleStatus], started: Mapping[str, float], starting: bool
+    ) -> dict[str, float]:
+        """Return the processes of which the controller has recorded a silence that is too long, or no sign at all.
+
+        Args:
+            roles: what it has recorded of living processes.
+            started: as for `hanging`.
+            starting: whether it still waits for all of them, by limits of its own.
+        """
         found: dict[str, float] = {}
         for name, role in roles.items():
-            if role.silent_s is None or role.role not in ("trainer", "service", "rewards", "agents"):
+            if role.role not in ("trainer", "service", "rewards", "agents"):
                 continue
-            self._silences.sign(name, role.silent_s)
-            silent_s = self._silences.silent_s(name)
-            if self._silences.has_spoken(name) and silent_s > self.limit_s:
-                found[name] = silent_s
+            life = self._life(name, started[name])
+            life.session = role.session or life.session
+            if role.silent_s is not None and not (role.session and role.session == life.earlier):
+                self._silences.sign(name, role.silent_s)
+                hangs = self._silences.has_spoken(name) and self._silences.silent_s(name) > self.limit_s
+            elif starting or role.role not in ("rewards", "agents") or not life.is_silent_restart:
+                continue  # a service that starts again may wait for instances for as long as they are restarted
+            else:  # its own limits, for its workers and for its connection, end it earlier unless it hangs
+                starts_s = self.startup_s + others_start_s(self.share.cluster, self.share.run)
+                hangs = self._silences.silent_s(name) > starts_s + self.limit_s
+            if hangs:
+                found[name] = self._silences.silent_s(name)
         return found
+
+    def _life(self, name: str, started: float) -> _Life:
+        """Return what is known of a process, a new one if it was started at another time than the one before."""
+        known = self._lives.get(name)
+        if known is None:
+            self._lives[name] = _Life(started)
+        elif known.started != started:
+            self._lives[name] = _Life(started, known.session, is_restart=True, session=known.session)
+        return self._lives[name]
 
     def _silent(self, writer: str) -> dict[str, float]:
         """Return a process that writes a file with its seconds of silence; empty: not too long.

@@ -49,6 +49,9 @@ class RoleStatus(StatusModel):
     silent_s: float | None = Field(
         None, description="seconds since its last sign of life; none: it reports to another process"
     )
+    session: str = Field(
+        "", description="the process that gave the last sign of life: another text after each start; '': none has"
+    )
     running: int | None = Field(None, description="requests being worked on")
     waiting: int | None = Field(None, description="requests in its queue")
     tokens_per_s: float | None = None

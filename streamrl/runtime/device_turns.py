@@ -24,6 +24,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.run_dir import layout
 from streamrl.transport.deadlines import WaitRegistry
@@ -43,6 +44,12 @@ def instance_start_s(cuda: bool, run: RunConfig) -> float:
     """Return the seconds in which an instance starts, which may first wait until the trainer leaves its GPU."""
     limits = run.deadlines
     return limits.startup_s + (limits.training_s if takes_turns(cuda, run) else 0.0)
+
+
+def others_start_s(cluster: ClusterConfig, run: RunConfig) -> float:
+    """Return the seconds that a process waits for others to start; with several sites at least `absence_s`."""
+    limit_s = instance_start_s(cluster.hardware == "cuda", run)
+    return max(limit_s, cluster.absence_s) if cluster.remote_sites else limit_s
 
 
 class DeviceTurns:

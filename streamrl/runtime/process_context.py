@@ -19,7 +19,7 @@ from streamrl.machine.compute_type import ComputeType, TypeChoice, choose_in_pro
 from streamrl.machine.engine_settings import settings_note
 from streamrl.machine.model_files import resolve_model
 from streamrl.run_dir import layout, start_stages
-from streamrl.runtime.device_turns import instance_start_s
+from streamrl.runtime.device_turns import others_start_s
 from streamrl.runtime.handshake import agreement
 from streamrl.runtime.inside_keys import load_inside_keys
 from streamrl.transport.curve import ClientSecurity, KeyPair, ServerSecurity
@@ -170,8 +170,7 @@ class RoleContext:
     @property
     def startup_s(self) -> float:
         """Seconds that others may take to start, if need be in turns; with several sites at least `absence_s`."""
-        limit_s = instance_start_s(self.cluster.hardware == "cuda", self.run)
-        return max(limit_s, self.cluster.absence_s) if self.cluster.remote_sites else limit_s
+        return others_start_s(self.cluster, self.run)
 
     @property
     def local_flow(self) -> Flow:

@@ -71,6 +71,7 @@ def test_the_status_says_it_of_each_process() -> None:
         _states={},
         _types={},
         _silence=lambda speaker, known: None,
+        _session=lambda speaker, known: "",
     )
     roles = Telemetry._roles(cast(Telemetry, telemetry))
     assert {name: role["memory_gb"] for name, role in roles.items()} == {"controller": 0.25, "far-0": None}

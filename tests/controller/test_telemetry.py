@@ -37,10 +37,17 @@ from tests.waiting import until
 def test_a_service_says_how_long_its_agents_process_has_been_silent(
     told: dict[str, Any], silence: float | None
 ) -> None:
-    hub = SimpleNamespace(peers={"service-here": object()}, silent_for=lambda name: 2.0)
+    hub = SimpleNamespace(peers={"service-here": SimpleNamespace(session="s1")}, silent_for=lambda name: 2.0)
     telemetry = cast(Telemetry, SimpleNamespace(hub=hub))
     assert Telemetry._silence(telemetry, "agents-here", told) == silence
     assert Telemetry._silence(telemetry, "service-here", told) == 2.0  # whatever it says itself
+
+
+@pytest.mark.parametrize(("told", "session"), [({"session": "a1"}, "a1"), ({"session": 7}, ""), ({}, "")])
+def test_a_service_says_which_agents_process_it_hears(told: dict[str, Any], session: str) -> None:
+    telemetry = cast(Telemetry, SimpleNamespace(hub=SimpleNamespace(peers={"here": SimpleNamespace(session="s1")})))
+    assert Telemetry._session(telemetry, "agents-here", told) == session
+    assert Telemetry._session(telemetry, "here", told) == "s1"
 
 
 def test_measuring_the_memory_takes_a_fiftieth_of_the_time_at_most() -> None:

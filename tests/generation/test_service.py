@@ -237,5 +237,19 @@ def test_a_site_gives_signs_of_life_before_it_serves_and_on_a_full_disk(
     asyncio.run(play())
 
 
+def test_the_heartbeat_says_which_agents_process_is_heard_and_when_it_was(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with service_in(tmp_path) as service:
+            assert service.site_state.heartbeat()["agents"] == {}
+            hub: Any = service.hub
+            hub.peers["agents-far"] = SimpleNamespace(name="agents-far", session="a1", state={"state": "idle"})
+            hub.silent_for = lambda name: 2.0
+            told = {"state": "idle", "silent_s": 2.0, "session": "a1"}
+            assert service.site_state.heartbeat()["agents"] == {"agents-far": told}
+            hub.peers.clear()
+
+    asyncio.run(play())
+
+
 def full(path: Path, values: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")

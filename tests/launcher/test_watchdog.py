@@ -118,15 +118,17 @@ class Place:
         run = RunConfig.model_validate({"deadlines": {"heartbeat_s": 5, "startup_s": 50} | deadlines})
         folders = {"here": folder, "there": folder / "there"}
         folders["there"].mkdir()
-        share: Any = SimpleNamespace(run=run, folders=folders, cluster=SimpleNamespace(trainer_site="here"))
+        cluster = SimpleNamespace(trainer_site="here", hardware="cpu", remote_sites=[])
+        share: Any = SimpleNamespace(run=run, folders=folders, cluster=cluster)
         self.folder, self.now, self._written = folder, 100.0, itertools.count(time.time() + server_is_off_by_s)
         self.started = dict.fromkeys(("controller", "service", "trainer", "rewards", "instance"), 100.0)
         self.write(trainer=99.0)  # left from an earlier launch
         self.watchdog = Watchdog(share, lambda: self.now)
         self.look()
 
-    def write(self, state: str = "running", **silences: float | None) -> None:
-        roles = {name: {"role": name, "state": "idle", "since": 0.0, "silent_s": s} for name, s in silences.items()}
+    def write(self, state: str = "running", session: str = "", **silences: float | None) -> None:
+        of_all = {"state": "idle", "since": 0.0, "session": session}
+        roles = {name: of_all | {"role": name, "silent_s": silent_s} for name, silent_s in silences.items()}
         running = {"run": "x", "state": state, "step": 1, "steps": 2, "started_at": 0.0, "updated_at": 0.0}
         write_status(self.folder, running | {"roles": roles})
         self._stamp(self.folder / layout.STATUS)
@@ -206,6 +208,40 @@ def test_a_silence_that_the_controller_records_is_measured_here(tmp_path: Path) 
     assert place.let_pass(5, lambda: place.write(trainer=next(silent), service=0.2)) == []
     place.now += 0.25
     assert place.let_pass(1, lambda: place.write(trainer=next(silent), service=0.2)) == ["trainer"]
+
+
+def test_a_process_that_starts_again_is_not_judged_by_the_silence_of_the_one_before(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    assert place.let_pass(5, lambda: place.write(session="1", rewards=0.2)) == []
+    place.started["rewards"] = place.now + 0.5
+    # a hub takes its own delays off a silence: that of the one before may seem to have ended after the new one's start
+    assert place.let_pass(2, lambda: place.write(session="1", rewards=0.2)) == []
+    assert place.let_pass(20, lambda: place.write(session="1", rewards=19.0)) == []
+    assert place.let_pass(5, lambda: place.write(session="2", rewards=0.2)) == []
+    silent = itertools.count(1)
+    assert place.let_pass(5, lambda: place.write(session="2", rewards=next(silent))) == []
+    assert place.let_pass(1, lambda: place.write(session="2", rewards=next(silent))) == ["rewards"]
+
+
+@pytest.mark.parametrize("session", ["", "1"])
+def test_a_process_that_starts_again_and_hangs_is_found_by_its_own_limits_for_the_start(
+    tmp_path: Path, session: str
+) -> None:
+    place = Place(tmp_path)
+    assert place.let_pass(5, lambda: place.write(session="1", rewards=0.2, service=0.2)) == []
+    place.started |= dict.fromkeys(("rewards", "service"), place.now)
+    silence = 99.0 if session else None
+
+    def speak() -> None:
+        place.write(session=session, rewards=silence, service=silence)
+
+    assert place.let_pass(105, speak) == []  # twice startup_s, and heartbeat_s
+    assert place.let_pass(1, speak) == ["rewards"]  # a service may wait for its instances
+    place.write("starting", session, rewards=silence)
+    assert place.let_pass(1) == []  # a new controller waits for all
+    place.write(session="2", rewards=0.2)
+    assert place.let_pass(1) == []
+    assert place.let_pass(200, lambda: place.write(rewards=None)) == []  # its service is gone, and will say more
 
 
 def test_the_service_of_another_site_is_watched_by_its_file(tmp_path: Path) -> None:

@@ -119,6 +119,7 @@ class SiteState:
         return states
 
     def _agents_state(self) -> dict[str, dict[str, Any]]:
-        """Return the agents process's last heartbeat and its silence, by its name; {}: it has not connected."""
-        peer = self._hub.peers.get(self._agents)
-        return {} if peer is None else {self._agents: peer.state | {"silent_s": self._hub.silent_for(self._agents)}}
+        """Return the agents process's last heartbeat, silence and session, by its name; {}: it has not connected."""
+        if (peer := self._hub.peers.get(self._agents)) is None:
+            return {}
+        return {self._agents: peer.state | {"silent_s": self._hub.silent_for(peer.name), "session": peer.session}}
