@@ -74,7 +74,7 @@ from streamrl.run_dir.checkpoints import CheckpointFolder, unreadable
 from streamrl.run_dir.metrics import read_metrics
 from streamrl.run_dir.start_stages import READY, waiting_for
 from streamrl.runtime.process_context import RoleContext
-from streamrl.runtime.process_plan import plan_processes
+from streamrl.runtime.process_plan import plan_processes, rank_names
 from streamrl.runtime.site_connections import CONTROLLER, bind_home, home_hub
 from streamrl.tasks.source import PromptSource
 from streamrl.transport.deadlines import WaitRegistry, never
@@ -138,6 +138,7 @@ class Controller:
         self.times = StepTimes()
         self.scaling = Scaling(context.cluster, context.run, context.run_dir, plan, self.services, self.times)
         self.telemetry.watch_processes(self.scaling.roles, self.services.heartbeats.remote, self.scaling.status)
+        self.telemetry.ranks = {spec.name: rank_names(spec) for spec in plan if spec.role == "trainer"}
         self.rewarders = Rewarders(self.hub, {spec.name: spec.site for spec in plan if spec.role == "rewards"})
         spending, peak = self.scaling.spending, peak_tflops(trainer.gpu, trainer.ranks)
         self.recorder = Recorder(self.rollouts, self.ledger, self.audit, self.times, self.telemetry, spending, peak)

@@ -18,7 +18,7 @@ from streamrl.run_dir import layout
 from streamrl.run_dir.jsonl import RowWriter, first_row
 from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.start_stages import launched_at
-from streamrl.run_dir.status import touch_status, write_status
+from streamrl.run_dir.status import ABSENT_AFTER_S, touch_status, write_status
 from streamrl.run_dir.trace import TraceWriter
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.process_plan import rank_name
@@ -59,6 +59,8 @@ class Telemetry:
         """Function that returns the present and the target numbers of instances."""
         self.processes: Callable[[], dict[str, str]] = dict
         """Function that returns the roles of all processes, by name."""
+        self.ranks: dict[str, list[str]] = {}
+        """Names of the ranks of each of the trainer's nodes, by the name of its process."""
         self.verified: Callable[[], dict[str, Any]] = dict
         """Function that returns how many weight versions are verified end to end."""
         self.step_began: Callable[[], float | None] = lambda: None
@@ -253,6 +255,14 @@ class Telemetry:
         told = known.get("silent_s")
         return float(told) if isinstance(told, int | float) and 0 <= told < MOST_SILENT_S else None  # and not NaN
 
+    def _most_silent(self, node: str) -> str:
+        """Return the rank of a trainer's node that has been silent for longest; the trainer's first one: none speaks.
+
+        Each rank waits for all others in its collectives, so the trainer hangs with any of them.
+        """
+        there = (rank for rank in self.ranks.get(node, ()) if rank in self.hub.peers)
+        return max(there, key=self.hub.silent_for, default=TRAINER)
+
     def _session(self, speaker: str, known: dict[str, Any]) -> str:
         """Return the session of a process; '': as `_silence`."""
         if speaker in self.hub.peers:
@@ -270,6 +280,7 @@ class Telemetry:
         roles = {}
         for name, role in self.processes().items():
             speaker = TRAINER if role == "trainer" else name
+            heard = self._most_silent(name) if role == "trainer" else name
             known = states.get(speaker, {})
             state = shown(known.get("state", "starting"))
             if self._states.get(name, ("", 0.0))[0] != state:
@@ -278,14 +289,17 @@ class Telemetry:
             if known.get("dtype"):
                 decided = ("dtype", "dtype_why", "packing", "packing_why")
                 self._types[name] = {key: shown(known.get(key, "")) for key in decided}
+            silent_s, detail = self._silence(heard, known), shown(known.get("detail", ""))
+            if heard != speaker and silent_s is not None and silent_s > ABSENT_AFTER_S:
+                detail = f"no sign of {heard} for {silent_s:.0f} s"
             roles[name] = (
                 {
                     "role": role,
                     "state": state,
-                    "detail": shown(known.get("detail", "")),
+                    "detail": detail,
                     "since": self._states[name][1],
-                    "silent_s": self._silence(speaker, known),
-                    "session": self._session(speaker, known),
+                    "silent_s": silent_s,
+                    "session": self._session(heard, known),
                     "drafts": shown(known.get("drafts", "")),
                     "memory_gb": self.memory.of_process.get(name),
                 }

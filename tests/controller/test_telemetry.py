@@ -50,6 +50,24 @@ def test_a_service_says_which_agents_process_it_hears(told: dict[str, Any], sess
     assert Telemetry._session(telemetry, "here", told) == "s1"
 
 
+def test_the_trainer_is_as_silent_as_the_most_silent_of_its_ranks(tmp_path: Path) -> None:
+    silent = {"trainer-0": 0.5, "trainer-1": 70.0, "trainer-3": 2.0}
+    peers = {name: SimpleNamespace(name=name, session=f"s-{name}", state={"detail": "step 3"}) for name in silent}
+    hub: Any = SimpleNamespace(peers=peers, silent_for=silent.__getitem__)
+    context: Any = SimpleNamespace(run_dir=tmp_path, run=RunConfig())
+    telemetry = Telemetry(context, hub, cast(Any, None))
+    telemetry.processes = lambda: dict.fromkeys(("trainer", "trainer-node-1", "trainer-node-2"), "trainer")
+    telemetry.ranks = {"trainer": ["trainer-0", "trainer-1"], "trainer-node-1": ["trainer-2", "trainer-3"]}
+    roles = telemetry._roles()
+    assert {name: (role["silent_s"], role["session"]) for name, role in roles.items()} == {
+        "trainer": (70.0, "s-trainer-1"),
+        "trainer-node-1": (2.0, "s-trainer-3"),
+        "trainer-node-2": (0.5, "s-trainer-0"),
+    }
+    assert roles["trainer"]["detail"] == "no sign of trainer-1 for 70 s"
+    assert roles["trainer-node-1"]["detail"] == "step 3"
+
+
 def test_measuring_the_memory_takes_a_fiftieth_of_the_time_at_most() -> None:
     assert memory_period(0.0) == memory_period(0.1) == 5.0
     assert memory_period(2.0) == 100.0
