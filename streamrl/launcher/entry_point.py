@@ -148,9 +148,9 @@ async def _until_told_to_stop(role: Coroutine[Any, Any, None]) -> None:
     except asyncio.CancelledError:
         if not stopped:
             raise
-        # the role has closed everything; asyncio would still wait for threads that compute, for minutes in a trainer's
-        # backward pass
-        end(0)
+    # the role has closed everything; asyncio would still wait for threads that compute, for minutes in a trainer's
+    # backward pass, or for ever
+    end(0)
 
 
 def end(code: int) -> NoReturn:

@@ -84,10 +84,10 @@ class ProcessGroup:
 
     def _has_died(self, process: RunProcess) -> bool:
         """Whether a process has ended too early: all run until the first one's work is done."""
-        ended_well = process.exit_code == 0 and (process is self.first or self._is_over())
+        ended_well = process.exit_code == 0 and (process is self.first or self.is_over())
         return process.exit_code is not None and not ended_well
 
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether the controller has ended the run; services of other sites, which it tells, may end before it."""
         try:
             return read_status(self.share.run_dir).final

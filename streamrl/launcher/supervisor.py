@@ -156,6 +156,8 @@ def _watch(
             silence = f"{name} has given no sign of life for {silent:.0f} s: it is taken for dead"
             view.say(ErrorCode.HANG.refer(silence))
             family.kill(name)
+            if name == "controller" and family.is_over():  # it has recorded how the run ended
+                return _check_end(share)
         if family.dead:
             time.sleep(SETTLE_S)
             dead = family.dead
@@ -203,10 +205,14 @@ def _metrics(share: Share) -> Iterator[str]:
 def _check_end(share: Share) -> None:
     """Check that the run is done: a controller stopped from outside exits cleanly although the run is not.
 
+    One that hung after it had recorded the run's end may have recorded an error.
+
     Raises:
         RunFailed: the run is not done.
     """
     if share.trains and (status := read_status(share.run_dir)).state != "done":
+        if status.error:
+            raise RunFailed(status.error + _how_to_resume(share, _to_mend(status.error)))
         raise RunFailed(f"the controller was told to stop; the run is {status.state}{_how_to_resume(share)}")
 
 

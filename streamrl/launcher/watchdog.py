@@ -24,6 +24,9 @@ from streamrl.launcher.site_setup import Share
 from streamrl.run_dir import layout, status
 from streamrl.runtime.device_turns import others_start_s
 
+ENDS_WITHIN = 2.0
+"""Multiple of `deadlines.heartbeat_s` within which the controller must have ended after its last status."""
+
 
 @dataclass
 class _Life:
@@ -94,8 +97,9 @@ class Watchdog:
             written = status.read_status(folder)
         except (OSError, UserError):  # not written yet
             return silent
-        if written.final:
-            return {}
+        if written.final:  # the others end now; it soon has nothing left to do, and says nothing any more
+            silent_s = self._silences.silent_s("controller")
+            return {"controller": silent_s} if silent_s > ENDS_WITHIN * self.limit_s else {}
         if silent or not self._silences.has_spoken("controller"):
             return silent  # what it, or an earlier one, wrote of the others is old
         roles = {name: role for name, role in written.roles.items() if name in started}

@@ -267,6 +267,12 @@ sys.exit(entry_point.main())
 """
 
 
+def test_a_role_that_is_done_ends_although_one_of_its_threads_never_does(tmp_path: Path) -> None:
+    code = "import asyncio, threading; asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)"
+    role = [sys.executable, "-c", ROLE_THAT_FAILS.format(code=code)]
+    assert subprocess.run(role, cwd=tmp_path, timeout=scaled(60)).returncode == 0
+
+
 def test_all_are_asked_to_end_before_one_is_waited_for_and_share_one_deadline(
     tmp_path: Path, families: Callable[..., ProcessGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:

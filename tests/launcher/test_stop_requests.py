@@ -122,6 +122,21 @@ def test_a_full_disk_leaves_the_cause_in_the_status(place: Place) -> None:
     assert status.error and "controller ended with exit code 3" in status.error
 
 
+@pytest.mark.parametrize("state", ["done", "failed"])
+def test_a_controller_that_hangs_after_it_has_recorded_the_end_ends_the_run_as_recorded(
+    place: Place, state: str
+) -> None:
+    error = "there is nothing to train" if state == "failed" else None
+    write_status(place.folder, make_status(2, 4, time.time(), state=state, error=error))
+    hangs = "import shutil, time; shutil.copy('status.json', 'runs/tiny'); time.sleep(600)"
+    run = {"deadlines": {"heartbeat_s": 0.5}}
+    printed = place.supervise({"controller": hangs}, code=0 if state == "done" else 1, **run)
+    assert "controller has given no sign of life for" in printed and "is started again" not in printed
+    resume = "continue with: streamrl launch --resume runs/tiny"
+    assert (f"error: {error}\n       {resume}\n" in printed) == (state == "failed")
+    assert read_status(place.folder / "runs" / "tiny").state == state
+
+
 def test_a_report_that_does_not_fit_on_the_disk_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

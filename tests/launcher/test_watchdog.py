@@ -183,6 +183,7 @@ def test_a_controller_that_speaks_is_left_alone_and_one_that_stops_is_found(tmp_
     place.write("done", trainer=99.0)
     place.write_there()
     assert place.let_pass(9) == []  # it has ended, with all the others
+    assert place.let_pass(2) == [] and place.let_pass(1) == ["controller"]  # but its process is still there
 
 
 def test_a_machine_that_was_suspended_ends_nothing(tmp_path: Path) -> None:
