@@ -154,7 +154,7 @@ class Controller:
             RestartNeeded: a process that the run cannot do without hangs or is gone; a restart from the newest
                 checkpoint can recover.
         """
-        writing = asyncio.ensure_future(self.telemetry.keep_writing())
+        beside = [self.hub.beside(work) for work in (self.telemetry.keep_writing(), self.telemetry.keep_measuring())]
         try:
             await self._start()
             while not self._done():
@@ -173,7 +173,8 @@ class Controller:
                 self.telemetry.close("starting")
             raise
         finally:
-            writing.cancel()
+            for task in beside:
+                task.cancel()
             self.ledger.close()
             await self.hub.close()
 

@@ -93,11 +93,8 @@ class Telemetry:
 
     async def keep_writing(self) -> None:
         """Write the status periodically until cancelled."""
-        due, problem = 0.0, ""
+        problem = ""
         while True:
-            if (began := time.monotonic()) >= due:
-                self.memory = await asyncio.to_thread(run_memory, self.context.run_dir)
-                due = began + memory_period(time.monotonic() - began)
             try:
                 self.write()
                 problem = ""
@@ -106,6 +103,17 @@ class Telemetry:
                     log.warning("cannot write the run's status: %s", problem)
                 touch_status(self.context.run_dir)  # else the watchdog would take this process for one that hangs
             await asyncio.sleep(STATUS_EVERY_S)
+
+    async def keep_measuring(self) -> None:
+        """Measure the memory periodically until cancelled; it may take minutes, and a failure is only logged."""
+        while True:
+            began = time.monotonic()
+            try:
+                self.memory = await asyncio.to_thread(run_memory, self.context.run_dir)
+            except Exception as error:
+                log.warning("cannot measure the memory of the run's processes: %s: %s", type(error).__name__, error)
+            took_s = time.monotonic() - began
+            await asyncio.sleep(memory_period(took_s) - took_s)
 
     def write(self) -> None:
         """Write the status now."""

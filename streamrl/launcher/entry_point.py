@@ -156,6 +156,7 @@ async def _until_told_to_stop(role: Coroutine[Any, Any, None]) -> None:
 def end(code: int) -> NoReturn:
     """End this process now: libraries' exit handlers and stray threads must not keep a finished role alive."""
     with contextlib.suppress(OSError):  # a log on a full disk
+        sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import queue
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from streamrl.config.run import RunConfig
 from streamrl.controller import telemetry as module
 from streamrl.controller.group_pool import GroupPool
+from streamrl.controller.process_memory import FamilyMemory
 from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.telemetry import Telemetry, memory_period
 from streamrl.run_dir import layout
@@ -156,6 +158,44 @@ def test_a_run_counts_from_the_first_process_of_its_first_launch(tmp_path: Path)
     assert launched_at(tmp_path) != first
     make_telemetry(tmp_path).write()  # no step is done
     assert read_status(tmp_path).first_start == pytest.approx(first, abs=1e-3)
+
+
+def test_the_status_waits_for_no_measurement_of_the_memory_and_survives_one_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    results: queue.SimpleQueue[FamilyMemory | OSError] = queue.SimpleQueue()
+
+    def measure(run_dir: Path) -> FamilyMemory:
+        if isinstance(found := results.get(), OSError):
+            raise found
+        return found
+
+    monkeypatch.setattr(module, "run_memory", measure)
+    monkeypatch.setattr(module, "MEMORY_EVERY_S", 0.0)
+    monkeypatch.setattr(module, "MEMORY_SHARE", 1.0)
+    writes = 0
+
+    def write() -> None:
+        nonlocal writes
+        writes += 1
+
+    context = SimpleNamespace(run_dir=tmp_path)
+    telemetry: Any = SimpleNamespace(context=context, write=write, memory=FamilyMemory())
+
+    async def play() -> None:
+        tasks = [asyncio.create_task(Telemetry.keep_writing(telemetry))]
+        tasks.append(asyncio.create_task(Telemetry.keep_measuring(telemetry)))
+        await until(lambda: writes > 1)  # while the memory is measured
+        results.put(OSError(errno.EMFILE, "Too many open files"))
+        results.put(FamilyMemory(2.0))
+        await until(lambda: telemetry.memory.total_gb == 2.0)
+        assert not any(task.done() for task in tasks)
+        for task in tasks:
+            task.cancel()
+        results.put(FamilyMemory())  # for the thread that measures now
+
+    asyncio.run(play())
+    assert "cannot measure the memory of the run's processes: OSError: [Errno 24] Too many open files" in caplog.text
 
 
 def test_a_run_that_is_continued_keeps_its_start_beside_that_of_its_controller(tmp_path: Path) -> None:
