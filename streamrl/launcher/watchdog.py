@@ -1,7 +1,8 @@
 """The watchdog: finds processes that are alive but hang, by the files in the run's folder.
 
-The controller, and the service of a site that does not train, each rewrite a file all the time. For the other processes
-of the trainer's site the controller records how long they have been silent. A service judges its instances itself.
+The controller, and the service and the rewards process of a site that does not train, each rewrite a file all the time.
+For the other processes of the trainer's site the controller records how long they have been silent, and for the agents
+process of another site that site's service does. A service judges its instances itself.
 
 A file counts as written when it is seen to have changed: times of files may come from a file server, whose clock may be
 wrong. Silence is measured by `silence.Silences`, so that neither a machine that was suspended nor a clock that is set
@@ -22,6 +23,7 @@ from streamrl.errors import UserError
 from streamrl.launcher.silence import Silences
 from streamrl.launcher.site_setup import Share
 from streamrl.run_dir import layout, status
+from streamrl.run_dir.site_status import read_site
 from streamrl.runtime.device_turns import others_start_s
 
 ENDS_WITHIN = 2.0
@@ -56,8 +58,13 @@ class Watchdog:
 
     def __init__(self, share: Share, clock: Callable[[], float] = time.monotonic) -> None:
         self.share, self._clock = share, clock
-        self._stamps = {site: _stamp(self._file(site)) for site in share.folders}
-        """Stamp of the file of each site that is watched, when it was last looked at."""
+        self._files = {self._writer(site): self._file(site) for site in share.folders}
+        """File that a process rewrites all the time, by its name."""
+        for site, folder in share.folders.items():
+            if site != share.cluster.trainer_site:
+                self._files[f"rewards-{site}"] = folder / layout.REWARDS_SIGN
+        self._stamps = {name: _stamp(file) for name, file in self._files.items()}
+        """Stamp of each of these files when it was last looked at."""
         self._lives: dict[str, _Life] = {}
         self._silences = Silences()
         self.limit_s = share.run.deadlines.heartbeat_s
@@ -72,15 +79,36 @@ class Watchdog:
         """
         if not self._silences.look(self._clock(), started):
             return {}
-        for site, before in self._stamps.items():
-            if (stamp := _stamp(self._file(site))) != before:
-                self._stamps[site] = stamp
-                self._silences.sign(self._writer(site))
+        for name, file in self._files.items():
+            if (stamp := _stamp(file)) != self._stamps[name]:
+                self._stamps[name] = stamp
+                self._silences.sign(name)
         found: dict[str, float] = {}
         for site, folder in self.share.folders.items():
-            if (writer := self._writer(site)) in started:
-                found |= self._home(folder, started) if writer == "controller" else self._silent(writer)
+            if site != self.share.cluster.trainer_site:
+                found |= self._remote(site, folder, started)
+            elif "controller" in started:
+                found |= self._home(folder, started)
         return found
+
+    def _remote(self, site: str, folder: Path, started: Mapping[str, float]) -> dict[str, float]:
+        """Return the processes of a site that does not train that have been silent for too long."""
+        service, agents, rewards = (f"{role}-{site}" for role in ("service", "agents", "rewards"))
+        found = self._silent(service) if service in started else {}
+        heard = service in started and not found and self._silences.has_spoken(service)
+        if rewards in started and self._silences.has_spoken(rewards):
+            found |= self._silent(rewards)
+        if not heard or agents not in started:
+            return found  # what the service, or an earlier one, wrote of the agents is old
+        try:
+            written = read_site(folder)
+        except (OSError, UserError):
+            return found
+        if written is None or written.state in status.FINAL_STATES:  # it does not serve yet, or any more
+            return found
+        silent_s, session = written.agents_silent_s, written.agents_session
+        role = status.RoleStatus(role="agents", state="", since=0.0, silent_s=silent_s, session=session)
+        return found | self._others({agents: role}, started, starting=False)
 
     def _writer(self, site: str) -> str:
         """Return the process that rewrites the file of a site."""

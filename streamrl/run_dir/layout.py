@@ -36,6 +36,10 @@ TOKEN_JOURNAL = "journal.sqlite"
 TURN_JOURNAL = "turns.sqlite"
 WANTED_INSTANCES = "instances.json"
 
+# written by a site's rewards process
+REWARDS_SIGN = "rewards.alive"
+"""File of a site that does not train, touched once a second: its time is a sign of life for the launcher."""
+
 # written by a launcher
 ADDRESSES = "addresses.json"
 LOCK = ".lock"

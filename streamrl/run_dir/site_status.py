@@ -46,6 +46,10 @@ class SiteStatus(StatusModel):
     compression: float | None = Field(None, description="raw bytes per byte sent; none: not compressed")
     congested: bool = False
     instances: dict[str, SiteInstance] = Field(default_factory=dict)
+    agents_silent_s: float | None = Field(
+        None, description="seconds since the last sign of life of its agents process; none: there is none, or no sign"
+    )
+    agents_session: str = Field("", description="the agents process that gave it: another text after each start")
 
     @property
     def away(self) -> bool:
@@ -74,6 +78,14 @@ def touch_site(run_dir: Path) -> None:
     """Make the file, if there is one, seem written now: a full disk allows that, too."""
     with contextlib.suppress(OSError):
         os.utime(run_dir / layout.SITE_STATUS)
+
+
+def touch_rewards(run_dir: Path) -> None:
+    """Give a sign of life of a site's rewards process, by the time of a file; none if that cannot be written."""
+    path = run_dir / layout.REWARDS_SIGN
+    with contextlib.suppress(OSError):
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        os.utime(path, follow_symlinks=False)
 
 
 def read_site(run_dir: Path) -> SiteStatus | None:

@@ -10,12 +10,15 @@ from streamrl.protocol.controller_rewards import ScoreAnswer, ScoreRequest
 from streamrl.protocol.message import MessageReader, wire
 from streamrl.rollouts.void import VoidCause
 from streamrl.run_dir import layout
+from streamrl.run_dir.site_status import touch_rewards
 from streamrl.run_dir.start_stages import READY, waiting_for
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.site_connections import CONTROLLER, connect_home, to_home
 from streamrl.tasks.reward_pool import RewardPool
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Link
+
+SIGN_EVERY_S = 1.0
 
 
 class RewardsProcess:
@@ -47,6 +50,7 @@ class RewardsProcess:
         """Score completions until the process is stopped."""
         limits = self.context.run.deadlines
         waits = WaitRegistry(self.context.name)
+        signs = asyncio.create_task(self._give_signs()) if self.context.remote else None
         try:
             self.context.say("starting the reward workers")
             async with waits.deadline("reward workers to start", limits.startup_s):
@@ -71,7 +75,15 @@ class RewardsProcess:
             finally:
                 await link.close()
         finally:
+            if signs is not None:
+                signs.cancel()
             self.pool.close()
+
+    async def _give_signs(self) -> None:
+        """Show the launcher of this site, to which the controller does not speak, that this process lives."""
+        while True:
+            touch_rewards(self.context.run_dir)
+            await asyncio.sleep(SIGN_EVERY_S)
 
     def _detail(self) -> str:
         """Describe what has been done so far: '41 scored, 3 void (timeout 2, crash 1)'."""

@@ -246,6 +246,8 @@ def test_the_heartbeat_says_which_agents_process_is_heard_and_when_it_was(tmp_pa
             hub.silent_for = lambda name: 2.0
             told = {"state": "idle", "silent_s": 2.0, "session": "a1"}
             assert service.site_state.heartbeat()["agents"] == {"agents-far": told}
+            written = service.site_state.status()
+            assert (written["agents_silent_s"], written["agents_session"]) == (2.0, "a1")
             hub.peers.clear()
 
     asyncio.run(play())

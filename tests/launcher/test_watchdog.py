@@ -20,6 +20,7 @@ from streamrl.launcher.local_backend import LocalProcess
 from streamrl.launcher.silence import LOOK_EVERY_S, MOST_S, Silences
 from streamrl.launcher.watchdog import Watchdog
 from streamrl.run_dir import layout
+from streamrl.run_dir.site_status import touch_rewards, write_site
 from streamrl.run_dir.status import write_status
 from streamrl.runtime.process_plan import ProcessSpec
 
@@ -133,10 +134,15 @@ class Place:
         write_status(self.folder, running | {"roles": roles})
         self._stamp(self.folder / layout.STATUS)
 
-    def write_there(self) -> None:
-        path = self.folder / "there" / layout.SITE_STATUS
-        path.write_text("{}")
-        self._stamp(path)
+    def write_there(self, agents_silent_s: float | None = None, session: str = "", state: str = "serving") -> None:
+        there = self.folder / "there"
+        values = {"site": "there", "updated_at": 0.0, "state": state, "trainer_silent_s": 0.0}
+        write_site(there, values | {"agents_silent_s": agents_silent_s, "agents_session": session})
+        self._stamp(there / layout.SITE_STATUS)
+
+    def touch_rewards(self) -> None:
+        touch_rewards(self.folder / "there")
+        self._stamp(self.folder / "there" / layout.REWARDS_SIGN)
 
     def _stamp(self, path: Path) -> None:
         written = next(self._written)
@@ -254,6 +260,46 @@ def test_the_service_of_another_site_is_watched_by_its_file(tmp_path: Path) -> N
     assert place.let_pass(6) == [] and place.let_pass(1) == ["service-there"]
     del place.started["service-there"]
     assert place.let_pass(9) == []
+
+
+def test_the_agents_process_of_another_site_is_watched_by_what_its_service_writes(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.started = dict.fromkeys(("service-there", "agents-there"), 100.0)
+    assert place.let_pass(60, place.write_there) == []  # it has not connected yet
+    assert place.let_pass(5, lambda: place.write_there(0.2, "1")) == []
+    silent = itertools.count(1)
+    assert place.let_pass(5, lambda: place.write_there(next(silent), "1")) == []
+    assert place.let_pass(1, lambda: place.write_there(next(silent), "1", "done")) == []  # they end now
+    assert place.let_pass(1, lambda: place.write_there(next(silent), "1")) == ["agents-there"]
+    place.started["agents-there"] = place.now
+    assert place.let_pass(20, lambda: place.write_there(next(silent), "1")) == []
+    assert place.let_pass(5, lambda: place.write_there(0.2, "2")) == []
+    place.write_there(0.2, "2")
+    assert place.let_pass(6) == [] and place.let_pass(1) == ["service-there"]  # what it has written is old
+
+
+def test_the_rewards_process_of_another_site_is_watched_by_its_file(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.started = dict.fromkeys(("service-there", "rewards-there"), 100.0)
+    assert place.let_pass(60, place.write_there) == []  # its own limits are for its start
+    place.touch_rewards()
+    assert place.let_pass(6, place.write_there) == [] and place.let_pass(1, place.write_there) == ["rewards-there"]
+    del place.started["service-there"]
+    assert place.let_pass(1) == ["rewards-there"]
+    assert place.let_pass(9, place.touch_rewards) == []
+
+
+def test_a_sign_of_the_rewards_process_follows_no_link_and_ends_nothing(tmp_path: Path) -> None:
+    sign, elsewhere = tmp_path / layout.REWARDS_SIGN, tmp_path / "elsewhere"
+    sign.symlink_to(elsewhere)
+    touch_rewards(tmp_path)
+    assert not elsewhere.exists()
+    sign.unlink()
+    touch_rewards(tmp_path)
+    os.utime(sign, (1.0, 1.0))
+    touch_rewards(tmp_path)
+    assert sign.stat().st_mtime > 1.0 and sign.stat().st_size == 0
+    touch_rewards(tmp_path / "gone")
 
 
 def test_watchdog_and_processes_go_by_the_same_clock_that_nobody_sets(tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ class SiteState:
     def status(self) -> dict[str, Any]:
         """Return the contents of `site.json` (`run_dir/site_status.py`)."""
         uplink, clock = self._uplink, self._uplink.link.clock
+        agents = self._agents_state().get(self._agents, {})
         saved = uplink.raw_bytes / uplink.sent_bytes if uplink.sent_bytes else None
         return {
             "site": self._context.site,
@@ -97,6 +98,8 @@ class SiteState:
                 name: {key: state[key] for key in SHOWN_OF_INSTANCES if key in state}
                 for name, state in self._instances().items()
             },
+            "agents_silent_s": agents.get("silent_s"),
+            "agents_session": agents.get("session", ""),
         }
 
     def _instances(self) -> dict[str, dict[str, Any]]:
