@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
@@ -14,6 +15,8 @@ from streamrl.rollouts.seeds import derive_seed
 from streamrl.rollouts.types import Group
 from streamrl.tasks.prompt_tokens import PromptTokens
 from streamrl.tasks.source import Prompt, PromptSource
+
+log = logging.getLogger(__name__)
 
 MAX_SKIPPED_IN_A_ROW, MOST_SKIPPED_OF_A_CURRICULUM = 1000, 5000
 """Limit on consecutive prompts that do not fit the context; reaching it fails the run. Files in an order of their own,
@@ -67,18 +70,23 @@ class GroupSource:
             RunFailed: `MAX_SKIPPED_IN_A_ROW` consecutive prompts do not fit the context, or the model does not take one
                 (see `PromptTokens`).
         """
+        limit = f"model.max_context {self.run.model.max_context} - sampling.max_tokens {self.run.sampling.max_tokens}"
         most_skipped = max(MAX_SKIPPED_IN_A_ROW, min(self.source.ordered_rows, MOST_SKIPPED_OF_A_CURRICULUM))
         for _ in range(most_skipped):
             if again := bool(self._to_reissue):
-                index = self._to_reissue.popleft()
+                index = self._to_reissue.popleft()  # may not fit any more: files and limits may have changed
             else:
                 index, self._next_index = self._next_index, self._next_index + 1
             prompt = self.source.prompt(index)
             tokens = self.tokens(prompt)
-            if again or len(tokens) <= self.longest_prompt:
+            if len(tokens) <= self.longest_prompt:
                 return prompt_group(prompt, index, tokens, f"{index:08d}", step, self.run.batch.samples_per_prompt)
+            if again:
+                log.warning(
+                    "prompt %s was issued before the resume, but has %d tokens now, more than %d (%s): it is left out",
+                    *(prompt.prompt_id, len(tokens), self.longest_prompt, limit),
+                )
             self.too_long += 1
-        limit = f"model.max_context {self.run.model.max_context} - sampling.max_tokens {self.run.sampling.max_tokens}"
         raise RunFailed(
             ErrorCode.CONTEXT.refer(
                 f"{most_skipped} prompts in a row have more than {self.longest_prompt} tokens ({limit})"

@@ -365,6 +365,22 @@ def test_prompts_that_do_not_fit_are_skipped_and_counted_and_all_too_long_is_an_
         group_source(tmp_path, 100, 110).group(1)
 
 
+def test_prompts_that_no_longer_fit_after_a_resume_are_left_out_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    roomy = group_source(tmp_path, 100, 400)
+    groups = [roomy.group(1) for _ in range(24)]
+    limit = int(np.median([len(group.prompt_tokens) for group in groups]))
+    resumed = group_source(tmp_path, 100, 100 + limit)
+    resumed.restore(json.loads(json.dumps(roomy.state(groups))))
+    fitting = [group for group in groups if len(group.prompt_tokens) <= limit]
+    left_out = [group.prompt_id for group in groups if group not in fitting]
+    assert [resumed.group(1).group_id for _ in fitting] == [group.group_id for group in fitting]
+    resumed.group(1)
+    assert resumed.too_long >= len(left_out) > 0
+    assert [message.split()[1] for message in caplog.messages if "it is left out" in message] == left_out
+
+
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_curriculum_may_end_in_more_long_rows_than_come_together_by_chance(tmp_path: Path, shuffle: bool) -> None:
     rows, path = ["1"] * 2 + ["2" * 50] * 1200, tmp_path / "rows.jsonl"
