@@ -48,6 +48,7 @@ class GroupSource:
         """Indices of prompts that were issued before a resume and that no step has trained."""
         self.longest_prompt = run.model.max_context - run.sampling.max_tokens
         """Limit on the tokens of a prompt."""
+        self._contents = source.contents()
 
     def state(self, open_groups: Iterable[Group]) -> dict[str, Any]:
         """Return the position in the prompts, for a checkpoint.
@@ -56,12 +57,27 @@ class GroupSource:
             open_groups: groups issued and not trained by the checkpoint's step; a resume issues them again.
         """
         again = [group.prompt_index for group in open_groups] + list(self._to_reissue)
-        return {"next_index": self._next_index, "too_long": self.too_long, "again": again}
+        position = {"next_index": self._next_index, "too_long": self.too_long, "again": again}
+        return position | {"contents": self._contents}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint's position."""
+        """Continue from a checkpoint's position; tasks whose rows are not those of the checkpoint are logged."""
         self._next_index, self.too_long = state["next_index"], state["too_long"]
         self._to_reissue = deque(state.get("again", ()))
+        for task, before in state.get("contents", {}).items():
+            now = self._contents.get(task, before)
+            if now["rows"] != before["rows"]:
+                log.warning(
+                    "task %r has %d rows now, and had %d at the checkpoint: their order is another one from here on, "
+                    "and rows of this epoch may come again or not at all; with its old rows it goes on as before",
+                    *(task, now["rows"], before["rows"]),
+                )
+            elif now["digest"] != before["digest"]:
+                log.warning(
+                    "task %r has other rows, or the same in another order, than at the checkpoint: prompts that are "
+                    "issued again may be others, and rows may come again or not at all in this epoch",
+                    task,
+                )
 
     def group(self, step: int) -> Group:
         """Make the next group, for optimizer step `step` (from 1).

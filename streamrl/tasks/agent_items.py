@@ -16,7 +16,7 @@ from streamrl.errors import RunFailed, UserError
 from streamrl.rollouts.plain_text import plain_text
 from streamrl.rollouts.seeds import derive_seed
 from streamrl.tasks.files import load_records, plain, unsendable
-from streamrl.tasks.task_items import TaskItems
+from streamrl.tasks.task_items import TaskItems, digest_of
 from streamrl.tasks.user_functions import import_ordinary
 
 CACHED = 64
@@ -34,15 +34,16 @@ class AgentItems(TaskItems):
         """
         self.key = task.key
         self.count = task.count
+        self._rows: list[dict[str, Any]] = []
         self.item: Callable[[int], dict[str, Any]]
         if task.items is None and task.path is None:  # the environment makes its own
             self.base = derive_seed(seed, task.key)
             self.item = self._seeded
             return
         if task.items is None:
-            rows = load_records(task)
-            self.count = len(rows)
-            self.item = rows.__getitem__
+            self._rows = load_records(task)
+            self.count = len(self._rows)
+            self.item = self._rows.__getitem__
             return
         self._spec = f"items {task.items!r}"
         self._function = _items_function(task)
@@ -60,6 +61,10 @@ class AgentItems(TaskItems):
     def reward_input(self, index: int) -> dict[str, Any]:
         """Return item `index`, as the agent gets it."""
         return self.item(index)
+
+    def digest(self) -> str:
+        """Return a digest of the file's rows; '': there is no file."""
+        return digest_of(self._rows) if self._rows else ""
 
     def _seeded(self, index: int) -> dict[str, Any]:
         """Return the item of an environment that makes its own from a number or a seed."""

@@ -21,7 +21,7 @@ from streamrl.rollouts.plain_text import plain_text
 from streamrl.tasks.arrow_values import converter
 from streamrl.tasks.extras import import_extra
 from streamrl.tasks.procedural import nearest
-from streamrl.tasks.task_items import PromptMessage, TaskItems, with_suffix
+from streamrl.tasks.task_items import PromptMessage, TaskItems, digest_of, with_suffix
 
 T = TypeVar("T")
 MOST_BYTES = 8 * 2**20
@@ -93,6 +93,10 @@ class FileItems(TaskItems):
         """Return the user's message and the reference answer, as a reward function receives them."""
         row = self._rows[index]
         return {"prompt": with_suffix(row.prompt, self._suffix), "answer": row.answer}
+
+    def digest(self) -> str:
+        """Return a digest of the file's rows."""
+        return digest_of((row.earlier, row.prompt, row.answer) for row in self._rows)
 
 
 def load_records(task: AgentTask) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +57,14 @@ class Prompt:
         if not self.earlier:
             return self.text
         return "\n\n".join(f"{message['role']}: {message['content']}" for message in self.messages)
+
+
+class TaskContent(TypedDict):
+    """What a task with an end holds."""
+
+    rows: int
+    digest: str
+    """Digest of all rows, in order; '': they are made."""
 
 
 def mix(weights: Sequence[float], index: int) -> tuple[int, int]:
@@ -116,6 +124,15 @@ class PromptSource:
             agent=isinstance(task, AgentTask),
             earlier=items.earlier(item),
         )
+
+    def contents(self) -> dict[str, TaskContent]:
+        """Return what each task with an end holds, by its key."""
+        tasks = zip(self._tasks, self._items, strict=True)
+        return {
+            task.key: TaskContent(rows=items.count, digest=items.digest())
+            for task, items in tasks
+            if items.count is not None
+        }
 
     @property
     def problem(self) -> str:

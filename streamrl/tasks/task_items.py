@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
@@ -34,6 +37,10 @@ class TaskItems(ABC):
         """Return the messages before the user's of item `index`."""
         return ()
 
+    def digest(self) -> str:
+        """Return a digest of all items, read from a file, in order; '': they are made."""
+        return ""
+
 
 class ScoredItems(TaskItems):
     """Items that come with their verifier."""
@@ -41,6 +48,14 @@ class ScoredItems(TaskItems):
     @abstractmethod
     def score(self, completion: str, reward_input: dict[str, Any]) -> float:
         """Return the reward of a completion."""
+
+
+def digest_of(rows: Iterable[Any]) -> str:
+    """Return a digest of rows of plain values, in order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for row in rows:
+        digest.update(json.dumps(row, default=str).encode() + b"\n")
+    return digest.hexdigest()
 
 
 def with_suffix(question: str, suffix: str) -> str:

@@ -381,6 +381,35 @@ def test_prompts_that_no_longer_fit_after_a_resume_are_left_out_and_named(
     assert [message.split()[1] for message in caplog.messages if "it is left out" in message] == left_out
 
 
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        (["a", "b", "c"], ""),
+        (["a", "b"], "task 't' has 2 rows now, and had 3 at the checkpoint"),
+        (["a", "c", "b"], "task 't' has other rows, or the same in another order, than at the checkpoint"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["file", "agent"])
+def test_a_file_that_has_changed_since_the_checkpoint_is_named_at_a_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, rows: list[str], says: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+
+    def source_of(rows: Sequence[str]) -> GroupSource:
+        path.write_text("".join(json.dumps({"prompt": row, "answer": row}) + "\n" for row in rows))
+        agent = {"run": "agents:play"} if kind == "agent" else {}
+        task = {"kind": kind, "name": "t", "path": str(path)} | agent
+        return group_source(tmp_path, 100, 400, tasks=[task, {"kind": "reasoning_gym", "name": "gcd"}])
+
+    state = json.loads(json.dumps(source_of("abc").state([])))
+    source_of(rows).restore(state)
+    assert [message.split(":")[0] for message in caplog.messages if "checkpoint" in message] == [says] * bool(says)
+    del state["contents"]  # of an earlier version
+    caplog.clear()
+    source_of(rows).restore(state)
+    assert not caplog.messages
+
+
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_curriculum_may_end_in_more_long_rows_than_come_together_by_chance(tmp_path: Path, shuffle: bool) -> None:
     rows, path = ["1"] * 2 + ["2" * 50] * 1200, tmp_path / "rows.jsonl"
