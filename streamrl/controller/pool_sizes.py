@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from scheduler.capacity.elasticity import Change, Elasticity, PoolLimits, fleet_of, generation_time
 from scheduler.simulation.generation_simulator import SimulatedInstance
 from streamrl.atomic_files import replace_json
@@ -57,6 +59,15 @@ class Coming:
     """Arrival of its first sample."""
 
 
+@dataclass(frozen=True)
+class _Target:
+    """The number of instances that a pool was scaled to."""
+
+    wanted: int
+    replicas: int | None = None
+    """`replicas` of the cluster file then; None: an earlier version has not recorded it."""
+
+
 class Scaling:
     """The numbers of instances of a run's pools: scales them and keeps track of what is there."""
 
@@ -85,6 +96,8 @@ class Scaling:
         self._patience_s = limits_s.startup_s + limits_s.training_s + limits_s.weights_s
         """Seconds in which an added instance starts and gets weights, maybe after a step of the trainer."""
         self._file = run_dir / layout.REPLICAS
+        self._scaled: dict[str, _Target] = {}
+        """Targets on record, of the pools that were scaled."""
         self.coming: deque[Coming] = deque(maxlen=MOST_COMING)
         """Instances that were added during the run, the newest last."""
         fixed = [spec for spec in plan if spec.role != "instance"]
@@ -161,10 +174,14 @@ class Scaling:
         Raises:
             RunFailed: it cannot be recorded; the target is the one before.
         """
-        wanted = self._wanted | {key: replicas}
+        self._record(self._scaled | {key: _Target(replicas, self._pools[key].replicas)})
+
+    def _record(self, scaled: dict[str, _Target]) -> None:
+        """Record the targets of pools that were scaled, and set them; raises as `_set_target`."""
         with writing(self._file):
-            replace_json(self._file, wanted, lasting=True)
-        self._wanted = wanted
+            replace_json(self._file, {key: asdict(target) for key, target in scaled.items()}, lasting=True)
+        self._scaled = scaled
+        self._wanted = self._wanted | {key: target.wanted for key, target in scaled.items()}
 
     async def _announce(self, key: str) -> None:
         """Send a pool's target to its site."""
@@ -174,29 +191,52 @@ class Scaling:
     async def begin(self, resume: bool) -> None:
         """Set the targets of a run whose services have all connected.
 
-        A resumed run gets its last targets, any other run those of the cluster file. So does a resumed one whose last
-        targets cannot be read: the log names the file.
+        A pool of a resumed run gets the number that it was scaled to last, unless its `replicas` in the cluster file
+        have changed since; any other pool gets those. So do all if the last targets cannot be read: the log names the
+        file.
+
+        Raises:
+            RunFailed: the targets cannot be recorded.
         """
         if not resume or not self._file.exists():
             self._file.unlink(missing_ok=True)
             return
-        for key, replicas in self._recorded().items():
-            pool = self._pools.get(key)
-            if pool is None or replicas == self._wanted[key]:
-                continue
-            if pool.min_replicas <= replicas <= pool.most_replicas:
-                await self._scale(key, replicas)
+        if (recorded := self._recorded()) is None:
+            return
+        taken = {}
+        for key, target in recorded.items():
+            if left_out := self._obsolete(key, target):
+                log.warning("pool %s was scaled to %d, which is left out: %s", key, target.wanted, left_out)
+            elif target.wanted != self._wanted[key]:
+                taken[key] = target
+                text = "pool %s gets the %d instances that it was scaled to; the cluster file has %d"
+                log.info(text, key, target.wanted, self._wanted[key])
+        self._record(taken)
+        for key in taken:
+            await self._announce(key)
 
-    def _recorded(self) -> dict[str, int]:
-        """Return the targets on record; {} if they cannot be read."""
+    def _obsolete(self, key: str, target: _Target) -> str:
+        """Return why a target on record does not hold any more; '': it holds."""
+        if (pool := self._pools.get(key)) is None:
+            return "the cluster file has no such pool"
+        if target.replicas not in (None, pool.replicas):
+            return f"its replicas in the cluster file were {target.replicas} then, and are {pool.replicas}"
+        if not pool.min_replicas <= target.wanted <= pool.most_replicas:
+            return f"the cluster file gives it {pool.min_replicas} to {pool.most_replicas} instances"
+        return ""
+
+    def _recorded(self) -> dict[str, _Target] | None:
+        """Return the targets on record, also of an earlier version, by pool; None: they cannot be read."""
         try:
             found = json.loads(self._file.read_text())
-            if not isinstance(found, dict) or not all(type(count) is int for count in found.values()):
-                raise ValueError("expected the number of instances of each pool")
+            try:
+                targets = msgspec.convert(found, dict[str, int | _Target])
+            except msgspec.ValidationError as error:
+                raise ValueError("expected the number of instances of each pool") from error
         except ValueError as error:
             log.warning("%s: %s; pools get the sizes of the cluster file", self._file, why_unusable(error))
-            return {}
-        return found
+            return None
+        return {key: _Target(one) if isinstance(one, int) else one for key, one in targets.items()}
 
     async def returned(self, service: str) -> None:
         """Send a restarted service the targets of its site; it has adopted the instances that it found."""

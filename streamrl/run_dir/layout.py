@@ -25,7 +25,7 @@ ROLLOUTS = "rollouts"
 REFUSED = "refused"
 """Folder: the micro-batches of each step that the trainer has refused, for `streamrl replay`."""
 REPLICAS = "replicas.json"
-"""Target number of instances of each pool."""
+"""Target number of instances of each pool that was scaled."""
 
 # written by the trainer
 CHECKPOINTS = "checkpoints"

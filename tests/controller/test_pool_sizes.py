@@ -197,6 +197,50 @@ def test_a_resumed_run_has_what_was_asked_for_last_and_another_run_what_its_file
     assert not sites.asked  # the cluster file has changed since
 
 
+def with_replicas(regular: int, tail: int = 1, most: int = 4) -> list[dict[str, Any]]:
+    return [POOLS[0] | {"replicas": regular, "max_replicas": most}, POOLS[1] | {"replicas": tail}]
+
+
+@pytest.mark.parametrize(
+    ("regular", "tail", "most", "asked", "says"),
+    [
+        (2, 1, 4, [("home", "regular", 3)], "pool home/regular gets the 3 instances that it was scaled to"),
+        (2, 2, 4, [("home", "regular", 3)], "pool home/regular gets the 3 instances that it was scaled to"),
+        (1, 1, 4, [], "its replicas in the cluster file were 2 then, and are 1"),
+        (2, 1, 2, [], "the cluster file gives it 1 to 2 instances"),
+    ],
+)
+def test_a_resume_follows_the_cluster_file_where_its_replicas_have_changed_or_nobody_has_scaled(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    regular: int,
+    tail: int,
+    most: int,
+    asked: list[tuple[str, str, int]],
+    says: str,
+) -> None:
+    caplog.set_level("INFO")
+    ask(make(tmp_path)[0], "regular", 3)
+    resumed, sites, _ = make(tmp_path, generation=with_replicas(regular, tail, most))
+    asyncio.run(resumed.begin(resume=True))
+    assert sites.asked == asked and resumed.status()["wanted"]["home/tail"] == tail
+    assert [says in message for message in caplog.messages] == [True]
+    again, sites, _ = make(tmp_path)  # what was left out stays so
+    asyncio.run(again.begin(resume=True))
+    assert sites.asked == asked
+
+
+def test_the_targets_of_an_earlier_version_which_has_recorded_all_pools_are_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    (tmp_path / layout.REPLICAS).write_text(json.dumps({"home/regular": 3, "home/tail": 1}))
+    resumed, sites, _ = make(tmp_path)
+    asyncio.run(resumed.begin(resume=True))
+    assert sites.asked == [("home", "regular", 3)]
+    assert len(caplog.messages) == 1 and "pool home/regular gets the 3 instances" in caplog.messages[0]
+
+
 def test_the_rule_adds_an_instance_once_generation_takes_too_long(tmp_path: Path) -> None:
     scaling, sites, _ = make(tmp_path, {"elasticity": {"enabled": True, "patience": 2, "settle": 0}})
     told(scaling, **START)
@@ -359,7 +403,7 @@ def test_a_resumed_run_whose_record_is_damaged_has_what_its_file_says_and_names_
     [line] = caplog.messages
     assert line.startswith(f"{record}: {why}") and line.endswith("; pools get the sizes of the cluster file")
     ask(scaling, "regular", 4)
-    assert json.loads(record.read_text())["home/regular"] == 4
+    assert json.loads(record.read_text())["home/regular"]["wanted"] == 4
 
 
 def test_what_was_asked_for_last_is_on_disk(tmp_path: Path, disk: Disk) -> None:
