@@ -37,6 +37,7 @@ from streamrl.generation.site.fleet import SiteFleet
 from streamrl.generation.site.instance_life import InstanceLife, Life
 from streamrl.generation.site.token_journal import TokenJournal
 from streamrl.launcher import supervisor
+from streamrl.launcher.resume_check import check_checkpoint
 from streamrl.machine import installed_packages
 from streamrl.protocol.controller_trainer import Refusal
 from streamrl.report.live_view import PlainLines
@@ -44,7 +45,8 @@ from streamrl.report.panels import step_line
 from streamrl.rollouts.kept_micro_batches import KeptMicroBatches
 from streamrl.rollouts.ledger import Ledger
 from streamrl.rollouts.void import Void, VoidCause
-from streamrl.run_dir.checkpoints import unreadable
+from streamrl.run_dir import layout
+from streamrl.run_dir.checkpoints import unfitting, unreadable
 from streamrl.run_dir.instance_files import StartedProcess, write_started
 from streamrl.run_dir.status import RunStatus, write_status
 from streamrl.runtime.process_context import Addresses, RoleContext
@@ -271,6 +273,22 @@ def checkpoint_not_written(place: Place) -> str:
 @provokes
 def checkpoint_unreadable(place: Place) -> str:
     return str(unreadable(place.folder / "runs" / "tiny" / "checkpoints" / "step_1", EOFError("Ran out of input")))
+
+
+@provokes
+def checkpoint_unfitting(place: Place) -> str:
+    error = RuntimeError("Missing key in checkpoint state_dict: model.lm_head.bias.")
+    return str(unfitting(place.folder / "runs" / "tiny" / "checkpoints" / "step_1", error))
+
+
+@provokes
+def checkpoint_without_critic(place: Place) -> str:
+    run_dir = place.folder / "runs" / "tiny"
+    state = run_dir / layout.CHECKPOINTS / "step_1" / "trainer_state"
+    state.mkdir(parents=True)
+    (state / ".metadata").write_bytes(b"model.lm_head.weight")
+    run = RunConfig.model_validate({"algorithm": {"name": "ppo", "critic": {}}})
+    return "error: " + next(iter(check_checkpoint(run, run_dir)))
 
 
 @provokes

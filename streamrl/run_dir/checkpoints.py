@@ -19,10 +19,19 @@ PARTIAL = ".partial_step_"
 
 def unreadable(checkpoint: Path, error: BaseException) -> RunFailed:
     """Return the error of a run whose newest checkpoint cannot be read, which no restart would mend."""
-    why = f"{type(error).__name__}: {error}".partition("\n")[0]  # torch's may have a dozen lines of advice
-    what = f"checkpoint {checkpoint} cannot be read: {why}"
+    what = f"checkpoint {checkpoint} cannot be read: {_first_line(error)}"
     advice = "if it is damaged, remove its folder: --resume then continues from the one before"
     return RunFailed(ErrorCode.RESUME.refer(f"{what}; {advice}"))
+
+
+def unfitting(checkpoint: Path, error: BaseException) -> RunFailed:
+    """Return the error of a run whose newest checkpoint is of another model or algorithm than its run file."""
+    what = f"checkpoint {checkpoint} does not fit the run file: {_first_line(error)}"
+    return RunFailed(ErrorCode.RESUME.refer(f"{what}; expected the model and the algorithm that it was written with"))
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]  # torch's may have a dozen lines of advice
 
 
 class CheckpointFolder:

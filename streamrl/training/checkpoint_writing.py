@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from transformers import PreTrainedModel
 
 from streamrl.errors import ErrorCode, RunFailed
-from streamrl.run_dir.checkpoints import unreadable
+from streamrl.run_dir.checkpoints import unfitting, unreadable
 from streamrl.training.generation_defaults import writable
 from streamrl.weights.finite import first_not_finite, whole
 from streamrl.weights.sharded import persistent_buffers
@@ -33,6 +33,8 @@ NUMBER = re.compile(r"\(os error (\d+)\)")
 """What libraries in Rust say of the system's error."""
 PASSING = (OSError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 """Errors of reading that may not come again, except that of a file that is not there."""
+UNFITTING = ("Missing key in checkpoint", "Size mismatch between saved")
+"""How torch begins to say that a sound checkpoint lacks a tensor, or has one of another shape."""
 
 
 @contextmanager
@@ -64,8 +66,9 @@ def read_in_words(checkpoint: Path) -> Iterator[None]:
         checkpoint: its folder.
 
     Raises:
-        RunFailed: on every rank, if one cannot read its files. What has other causes than the files, such as too little
-            memory or a file system that is away, passes unchanged: a restarted trainer may read them.
+        RunFailed: on every rank, if one cannot read its files, or they are of another model or algorithm. What has
+            other causes than the files, such as too little memory or a file system that is away, passes unchanged: a
+            restarted trainer may read them.
     """
     try:
         yield
@@ -74,7 +77,8 @@ def read_in_words(checkpoint: Path) -> Iterator[None]:
         passing = [one for one in causes if isinstance(one, PASSING) and not isinstance(one, FileNotFoundError)]
         if passing or not causes:
             raise
-        raise unreadable(checkpoint, causes[0]) from error
+        told = unfitting if str(causes[0]).startswith(UNFITTING) else unreadable
+        raise told(checkpoint, causes[0]) from error
 
 
 def system_error(error: BaseException) -> OSError | None:

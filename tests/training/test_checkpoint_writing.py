@@ -7,6 +7,7 @@ import os
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -18,13 +19,14 @@ from tokenizers.models import BPE
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
 from streamrl.errors import RunFailed, is_final
+from streamrl.launcher.resume_check import has_critic
 from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.training.checkpoint_writing import read_in_words, system_error, told_in_words
 from streamrl.training.trainer import Trainer
 from streamrl.training.trainer_process import TrainerProcess
 from tests.run_dir.conftest import file_size_limit
 from tests.training.conftest import run_config
-from tests.training.trained import CPU
+from tests.training.trained import CPU, PPO
 
 
 @pytest.fixture
@@ -151,6 +153,37 @@ def test_a_damaged_checkpoint_is_named_and_no_restart_is_tried(
     message = str(found.value)
     assert message.startswith(f"checkpoint {folder} cannot be read: ") and "\n" not in message
     assert message.endswith("remove its folder: --resume then continues from the one before (see docs: E1009)")
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ("critic", "Missing key in checkpoint state_dict: critic_model.head"),
+        ("model", "Size mismatch between saved "),
+    ],
+)
+def test_a_checkpoint_of_another_model_or_algorithm_is_not_called_damaged(
+    worker: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, changed: str, why: str
+) -> None:
+    write(worker)
+    folder, name = worker.checkpoints.path(5), next(iter(worker.trainer._state()["model"]))
+    states = {"critic": {"critic_model": {"head": torch.zeros(2)}}, "model": {"model": {name: torch.zeros(2)}}}
+    monkeypatch.setattr(worker.trainer, "_state", lambda: states[changed])
+    with pytest.raises(RunFailed) as found:
+        worker.trainer.load(folder)
+    assert is_final(found.value)
+    message = str(found.value)
+    assert message.startswith(f"checkpoint {folder} does not fit the run file: ") and why in message
+    assert message.endswith("; expected the model and the algorithm that it was written with (see docs: E1009)")
+
+
+@pytest.mark.parametrize("kind", [PPO, {"name": "grpo"}], ids=["ppo", "grpo"])
+def test_whether_a_checkpoint_has_a_critic_is_seen_without_loading_it(
+    tiny_model: Path, tmp_path: Path, one_rank: None, kind: dict[str, Any]
+) -> None:
+    assert has_critic(tmp_path) is None
+    Trainer(run_config(tiny_model, algorithm=kind), str(tiny_model), CPU).save(tmp_path)
+    assert has_critic(tmp_path) is (kind is PPO)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,50 @@
+"""Whether the run file of a run that is continued fits its newest checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from streamrl.config.algorithm import PPOConfig
+from streamrl.config.run import RunConfig
+from streamrl.errors import ErrorCode
+from streamrl.run_dir import layout
+from streamrl.run_dir.checkpoints import CheckpointFolder
+
+
+def check_checkpoint(run: RunConfig, resumed: Path | None) -> Iterable[str]:
+    """Check that the newest checkpoint has the critic that the algorithm needs."""
+    if (newest := _newest(resumed)) is None or not isinstance(run.algorithm, PPOConfig):
+        return
+    if has_critic(newest) is False:
+        yield ErrorCode.RESUME.refer(
+            f"algorithm.name: {run.algorithm.name} needs a critic, and checkpoint {newest} has none; expected the "
+            "algorithm that wrote it, or a new run with this folder as its model.path"
+        )
+
+
+def checkpoint_warnings(run: RunConfig, resumed: Path | None) -> Iterable[str]:
+    """Warn of a critic that the algorithm does not go on with."""
+    newest = _newest(resumed)
+    if newest is not None and not isinstance(run.algorithm, PPOConfig) and has_critic(newest):
+        yield (
+            f"algorithm.name: checkpoint {newest} has a critic, and {run.algorithm.name} trains none: later "
+            "checkpoints will be without it, and ppo cannot go on from them"
+        )
+
+
+def has_critic(checkpoint: Path) -> bool | None:
+    """Return whether a checkpoint has a critic; None: it cannot be read."""
+    try:  # the names of all tensors; torch's reader would execute what a pickle says
+        return b"critic_model." in (checkpoint / "trainer_state" / ".metadata").read_bytes()
+    except OSError:
+        return None
+
+
+def _newest(resumed: Path | None) -> Path | None:
+    """Return the newest checkpoint of a run that is continued."""
+    if resumed is None:
+        return None
+    checkpoints = CheckpointFolder(resumed / layout.CHECKPOINTS)
+    step = checkpoints.latest()
+    return None if step is None else checkpoints.path(step)

@@ -1,0 +1,60 @@
+"""A resume is refused, or warned of, before anything starts where the run file does not fit the newest checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from streamrl.config.run import RunConfig
+from streamrl.errors import UserError
+from streamrl.launcher import preflight
+from streamrl.launcher.resume_check import checkpoint_warnings
+from streamrl.run_dir import layout
+from tests.launcher.test_preflight import cluster, make_model
+
+NAMES = {"grpo": b"\x80\x04model.lm_head.weight", "ppo": b"\x80\x04model.lm_head.weight\x94critic_model.head.weight"}
+"""What torch's list of tensors has, by the algorithm that has written it."""
+ALGORITHMS: dict[str, dict[str, object]] = {"grpo": {"name": "grpo"}, "ppo": {"name": "ppo", "critic": {}}}
+
+
+def checkpoint(run_dir: Path, step: int, algorithm: str) -> Path:
+    folder = run_dir / layout.CHECKPOINTS / f"step_{step}"
+    (folder / "trainer_state").mkdir(parents=True)
+    (folder / "trainer_state" / ".metadata").write_bytes(NAMES[algorithm])
+    return folder
+
+
+def run_of(folder: Path, algorithm: str) -> RunConfig:
+    return RunConfig.model_validate(make_model(folder).model_dump() | {"algorithm": ALGORITHMS[algorithm]})
+
+
+def problems(run: RunConfig, tmp_path: Path, resumed: Path | None) -> str:
+    with pytest.raises(UserError) as refused:  # there is no sound model either
+        preflight.check(cluster(), run, tmp_path, resumed=resumed)
+    return str(refused.value)
+
+
+def test_a_critic_that_the_checkpoint_has_not_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    run, run_dir = run_of(tmp_path / "m", "ppo"), tmp_path / "run"
+    checkpoint(run_dir, 1, "ppo")
+    says = "algorithm.name: ppo needs a critic, and checkpoint "
+    assert says not in problems(run, tmp_path, run_dir)
+    newest = checkpoint(run_dir, 12, "grpo")
+    assert f"{says}{newest} has none; expected the algorithm that wrote it" in problems(run, tmp_path, run_dir)
+    assert says not in problems(run_of(tmp_path / "m", "grpo"), tmp_path, run_dir)
+    assert says not in problems(run, tmp_path, None)
+    (newest / "trainer_state" / ".metadata").unlink()  # damaged, of which the trainer tells
+    assert says not in problems(run, tmp_path, run_dir)
+
+
+def test_a_critic_that_is_given_up_is_warned_of(tmp_path: Path) -> None:
+    run, run_dir = run_of(tmp_path / "m", "grpo"), tmp_path / "run"
+    assert not [*checkpoint_warnings(run, run_dir)]
+    newest = checkpoint(run_dir, 3, "ppo")
+    (warning,) = checkpoint_warnings(run, run_dir)
+    assert warning.startswith(f"algorithm.name: checkpoint {newest} has a critic, and grpo trains none")
+    assert not [*checkpoint_warnings(run_of(tmp_path / "m", "ppo"), run_dir)]
+    assert not [*checkpoint_warnings(run, None)]
+    checkpoint(run_dir, 4, "grpo")
+    assert not [*checkpoint_warnings(run, run_dir)]
