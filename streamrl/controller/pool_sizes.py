@@ -122,8 +122,14 @@ class Scaling:
     # -- targets of the operator
 
     async def handle_request(self, delivery: Delivery, hub: Hub) -> None:
-        """Handle a request of `streamrl scale` and answer it."""
+        """Handle a request of `streamrl scale` and answer it.
+
+        One whose command has ended before, as it may during a start, is left out: the command has said that it failed.
+        """
         order: ScalePool = delivery.body
+        if delivery.peer not in hub.peers:
+            log.warning("pool %s is not scaled to %d: the command has not waited for it", order.pool, order.replicas)
+            return
         answer: TypedMessage
         try:
             key = self._find(order.pool, order.site)

@@ -180,16 +180,18 @@ class Hub(Endpoint):
     ) -> None:
         """Wait until all these peers have said hello, at most `limit_s` seconds for each next one.
 
-        `missing_are` gets the missing names at the start and after each arrival, while there are any.
+        Other peers that come, such as commands of the operator, do not renew the wait. `missing_are` gets the missing
+        names at the start and after each arrival of one, while there are any.
 
         Raises:
             DeadlineExpired: no further peer came in time; the message names those missing.
         """
         while missing := names - self.peers.keys():
             missing_are(sorted(missing))
-            self._joined.clear()
             async with self.waits.deadline(f"{', '.join(sorted(missing))} to start", limit_s):
-                await self._joined.wait()
+                while missing.isdisjoint(self.peers):
+                    self._joined.clear()
+                    await self._joined.wait()
 
     def silent_for(self, name: str) -> float:
         """Return the seconds since the last message of a peer, less those in which this process itself stood still.

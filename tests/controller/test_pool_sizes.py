@@ -133,6 +133,14 @@ def test_impossible_scalings_are_refused_and_change_nothing(
     assert not sites.asked and not (tmp_path / layout.REPLICAS).exists()
 
 
+def test_a_scaling_whose_command_has_given_up_changes_nothing(tmp_path: Path) -> None:
+    (scaling, sites, _), answers = make(tmp_path), Answers()
+    answers.peers.clear()
+    order = ScalePool(pool="regular", site="", replicas=3)
+    asyncio.run(scaling.handle_request(Delivery("operator-1", "scale", order, {}, lambda: None), answers))  # type: ignore[arg-type]
+    assert not sites.asked and not answers.sent and not (tmp_path / layout.REPLICAS).exists()
+
+
 def test_a_scaling_that_the_disk_has_no_room_for_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     scaling, sites, _ = make(tmp_path)
     told(scaling, **START)

@@ -269,6 +269,22 @@ def test_an_address_in_use_is_said() -> None:
     run(body)
 
 
+def test_the_wait_for_missing_peers_is_not_renewed_by_others() -> None:
+    async def body(address: str) -> None:
+        hub, limits = hub_at(address), []
+        waiting = asyncio.create_task(hub.wait_for({"other", "third"}, scaled(30), limits.append))
+        links = [await link_to(address, f"operator-{number}") for number in range(3)]
+        links += [await link_to(address, "third"), await link_to(address, "operator-3")]
+        links.append(await link_to(address, "other"))
+        await waiting
+        assert limits == [["other", "third"], ["other"]]
+        for link in links:
+            await link.close()
+        await hub.close()
+
+    run(body)
+
+
 def test_missing_peers_are_named_at_the_deadline() -> None:
     async def body(address: str) -> None:
         hub, link = hub_at(address), await link_to(address)
