@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import deque
 from collections.abc import Iterable
@@ -49,6 +50,8 @@ class GroupSource:
         self.longest_prompt = run.model.max_context - run.sampling.max_tokens
         """Limit on the tokens of a prompt."""
         self._contents = source.contents()
+        drawn_with = [run.sampling.model_dump(mode="json"), run.model.path, run.algorithm.router_replay]
+        self._settings = json.dumps(drawn_with, sort_keys=True)
 
     def state(self, open_groups: Iterable[Group]) -> dict[str, Any]:
         """Return the position in the prompts, for a checkpoint.
@@ -96,7 +99,9 @@ class GroupSource:
             prompt = self.source.prompt(index)
             tokens = self.tokens(prompt)
             if len(tokens) <= self.longest_prompt:
-                return prompt_group(prompt, index, tokens, f"{index:08d}", step, self.run.batch.samples_per_prompt)
+                group = prompt_group(prompt, index, tokens, f"{index:08d}", step, self.run.batch.samples_per_prompt)
+                group.settings = self._settings
+                return group
             if again:
                 log.warning(
                     "prompt %s was issued before the resume, but has %d tokens now, more than %d (%s): it is left out",

@@ -30,11 +30,13 @@ class KeptSample(NamedTuple):
 
 
 def prompt_digest(group: Group) -> bytes:
-    """Return a digest of all that a group's samples are generated from, besides the run file, which a resume keeps.
+    """Return a digest of all that a group's samples are generated from, besides the weights.
 
-    These are the prompt's tokens; of an agent, also what its task gives it.
+    These are the prompt's tokens, the run file's sampling and model, which may be edited before a resume, and of an
+    agent what its task gives it.
     """
-    given = json.dumps(group.reward_input, sort_keys=True, default=str) if group.agent else ""
+    given = group.settings
+    given += json.dumps(group.reward_input, sort_keys=True, default=str) if group.agent else ""
     return hashlib.blake2b(group.prompt_tokens.tobytes() + given.encode(), digest_size=16).digest()
 
 

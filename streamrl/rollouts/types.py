@@ -209,6 +209,8 @@ class Group:
     reward_input: dict[str, Any] = field(default_factory=dict)
     agent: bool = False
     """Whether each sample is an episode that an agent leads from `reward_input`."""
+    settings: str = ""
+    """All of the run file that its samples are drawn with, as JSON; '': not known."""
     issue_version: int = 0
     """Policy version at issue: the weight version that every instance served then, or that of its oldest token from
     before a resume."""

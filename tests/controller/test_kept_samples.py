@@ -146,6 +146,13 @@ def test_a_prompt_that_has_changed_is_generated_again(controller: Controller, se
     assert [ids for _, ids in sent.ordered() if ids] == [[FIRST, SECOND]]
 
 
+def test_samples_of_other_settings_are_generated_again(controller: Controller, sent: Sent) -> None:
+    hear(controller, batch("service-home", sample("home", 0, 0), sample("home", 0, 1)))
+    go_back(controller)
+    issue_again(controller, again(settings='{"temperature": 0.5}'))
+    assert [ids for _, ids in sent.ordered() if ids] == [[FIRST, SECOND]]
+
+
 def test_an_agents_prompt_is_what_its_task_gives_it_and_that_of_a_completion_are_its_tokens() -> None:
     other: dict[str, Any] = {"reward_input": {"answer": "5"}}
     assert prompt_digest(again()) == prompt_digest(again(**other)) != prompt_digest(again(prompt_tokens=OWN[:3]))

@@ -22,6 +22,7 @@ from streamrl.config.run import RunConfig
 from streamrl.config.speculation import SpeculationConfig
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.group_source import GroupSource, samples_of
+from streamrl.controller.kept_samples import prompt_digest
 from streamrl.controller.length_predictor import StepLengths
 from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_metrics import step_metrics
@@ -349,6 +350,24 @@ def test_groups_continue_after_a_checkpoint_as_if_nothing_had_happened(tmp_path:
     assert [g.prompt for g in again] == [expected[3], expected[6], *expected[8:]]
     assert [g.group_id for g in again[:2]] == [groups[3].group_id, groups[6].group_id]
     assert len(set(expected)) == 12
+
+
+@pytest.mark.parametrize(
+    ("settings", "same"),
+    [
+        ({}, True),
+        ({"optimizer": {"lr": 0.5}}, True),
+        ({"sampling": {"max_tokens": 100, "temperature": 0.5}}, False),
+        ({"sampling": {"max_tokens": 100, "stop": ["."]}}, False),
+        ({"algorithm": {"name": "grpo", "router_replay": True}}, False),
+    ],
+)
+def test_a_sample_is_kept_over_a_resume_if_it_would_be_drawn_with_the_same_settings(
+    tmp_path: Path, settings: dict[str, Any], same: bool
+) -> None:
+    before, after = group_source(tmp_path, 100, 400).group(1), group_source(tmp_path, 100, 400, **settings).group(1)
+    assert (prompt_digest(before) == prompt_digest(after)) is same
+    assert prompt_digest(before) == prompt_digest(group_source(tmp_path, 100, 400).group(1))
 
 
 def test_prompts_that_do_not_fit_are_skipped_and_counted_and_all_too_long_is_an_error(tmp_path: Path) -> None:
