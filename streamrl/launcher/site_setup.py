@@ -194,6 +194,11 @@ def prepare(
             store = WeightStore(folder / layout.WEIGHTS)
             store.clear()
             stack.callback(store.clear)
+        for folder in layout.site_folders(run_dir).values():
+            if folder not in folders.values():  # of a site that an earlier launch has emulated
+                forget(folder)
+                start_stages.forget(folder)
+                (folder / layout.SITE_STATUS).unlink(missing_ok=True)
         for folder in folders.values():  # workers of rewards and agents log in the folder of their site
             (folder / layout.LOGS).mkdir(exist_ok=True)
         forwarder = None

@@ -11,6 +11,8 @@ from streamrl.config.load import RESOLVED_NAME
 from streamrl.config.run import RunConfig
 from streamrl.launcher.site_setup import _with_keys, prepare
 from streamrl.run_dir import layout
+from streamrl.run_dir.instance_files import StartedProcess, WantedInstance, write_started, write_wanted
+from streamrl.run_dir.start_stages import say
 from streamrl.transport.curve import ClientSecurity, ServerSecurity, public_file, secret_file
 
 LEFT = "0123456789abcdef"
@@ -57,3 +59,19 @@ def test_what_killed_processes_have_left_of_files_that_they_replaced_is_deleted(
     one = ClusterConfig.model_validate({"hardware": "cpu", "sites": {"here": {"trainer": {}, "generation": [{}]}}})
     with prepare(one, RunConfig(), tmp_path):
         assert not any(path.exists() for path in left) and all(path.exists() for path in others)
+
+
+def test_what_a_site_has_left_that_the_cluster_file_no_longer_has_is_not_taken_for_processes_of_this_launch(
+    tmp_path: Path,
+) -> None:
+    old = tmp_path / layout.SITES / "old"
+    (old / layout.LOGS).mkdir(parents=True)
+    (old / layout.LOGS / "agents-old-workers.log").touch()
+    write_started(old, [StartedProcess("service-old", "service", 1)])
+    write_wanted(old, [WantedInstance("old-regular-0")])
+    say(old, "service-old", "connecting")
+    (old / layout.SITE_STATUS).write_text("{}")
+    one = ClusterConfig.model_validate({"hardware": "cpu", "sites": {"here": {"trainer": {}, "generation": [{}]}}})
+    with prepare(one, RunConfig(), tmp_path):
+        left = {path.relative_to(old).as_posix() for path in old.rglob("*") if path.is_file()}
+    assert left == {f"{layout.LOGS}/agents-old-workers.log"}
