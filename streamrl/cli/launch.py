@@ -91,14 +91,16 @@ def command(
         run = load_run(run_file, overrides)
         name = run.name if site is None else f"{run.name}-{site}"
         run_dir = folder or new_folder(runs_dir, name)
+    before = None
     if cluster_file is not None:
+        before = cluster if resume_dir is not None else None
         cluster = load_cluster(cluster_file)
     _check_share(cluster, site, emulate, dry_run)
     if emulate:
         cluster = emulated(cluster)
     elsewhere = bool(cluster.remote_sites) and site is None and not emulate
     with naming_files(cluster_file, run_file, overrides, resume_dir):
-        types = _check(cluster, run, run_dir.parent, site, emulate, elsewhere, resume_dir, cluster_file)
+        types = _check(cluster, run, run_dir.parent, site, emulate, elsewhere, resume_dir, cluster_file, before)
     if dry_run:
         _print_plan(cluster, run, run_dir, site, emulate, types)
         return
@@ -170,6 +172,7 @@ def _check(
     elsewhere: bool = False,
     resumed: Path | None = None,
     cluster_file: Path | None = None,
+    before: ClusterConfig | None = None,
 ) -> TypeChoice | None:
     """Check files and machine, print the warnings, and choose the type that this machine computes in.
 
@@ -182,6 +185,7 @@ def _check(
         elsewhere: whether nothing is started here; then only files are checked, and None is returned.
         resumed: folder of the run that is continued; None: a new run.
         cluster_file: the cluster file; None: not known.
+        before: the cluster of the run that is continued, if it gets another one.
 
     Raises:
         UserError: a check failed.
@@ -190,9 +194,9 @@ def _check(
     from streamrl.machine.compute_type import choose
 
     if elsewhere:
-        warnings = check_files(cluster, run, resumed is not None)
+        warnings = check_files(cluster, run, resumed is not None, before)
     else:
-        warnings = check(cluster, run, runs_dir, site, emulate, resumed, str(cluster_file or "F"))
+        warnings = check(cluster, run, runs_dir, site, emulate, resumed, str(cluster_file or "F"), before)
     types = None if elsewhere else choose(run.model, cluster.hardware == "cuda")
     if types is not None and types.warning:
         warnings.append(types.warning)

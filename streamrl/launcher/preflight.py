@@ -66,6 +66,7 @@ def check(
     emulate: bool = False,
     resumed: Path | None = None,
     cluster_file: str = "F",
+    before: ClusterConfig | None = None,
 ) -> list[str]:
     """Check files, machine and packages against the configuration; return warnings about what may be slow or fail.
 
@@ -75,6 +76,7 @@ def check(
         emulate: whether the sites are emulated.
         resumed: folder of the run that is continued; None: a new run.
         cluster_file: the cluster file that messages name.
+        before: the cluster of the run that is continued, if it gets another one.
 
     Raises:
         UserError: one line per problem.
@@ -104,15 +106,14 @@ def check(
     checks.append(check_metrics(cluster, site or cluster.trainer_site))
     if cluster.remote_sites and site is not None:
         checks.append(check_keys(cluster, site, cluster_file))
-    of_new = [*check_new_run(cluster, run), *check_scripts(cluster, run, site)]
-    of_new += check_critic(cluster, run) if trains else []
-    cores = list(check_cores(cluster, run, core_numbers(), site))
+    of_new = [*check_scripts(cluster, run, site), *(check_critic(cluster, run) if trains else [])]
+    of_new += of_cluster(cluster, run, site)
     if cluster.hardware == "cpu":
-        checks.append(cores)
-    else:
-        of_new += cores
+        checks.append(check_cores(cluster, run, core_numbers(), site))
     if resumed is None:  # earlier versions began runs without these checks
         checks.append(of_new)
+    elif before is not None:
+        checks.append(new_problems(partial(of_cluster, run=run, site=site), cluster, before))
     refuse(checks)
     return [
         *untried_warning(cluster, run),
@@ -133,6 +134,22 @@ def check(
     ]
 
 
+def of_cluster(cluster: ClusterConfig, run: RunConfig, site: str | None) -> list[str]:
+    """Check of a cluster what earlier versions have not checked."""
+    found = list(check_new_run(cluster, run))
+    if cluster.hardware == "cuda" and (site is None or site in cluster.sites):
+        found += check_cores(cluster, run, core_numbers(), site)
+    return found
+
+
+def new_problems(
+    check: Callable[[ClusterConfig], Iterable[str]], cluster: ClusterConfig, before: ClusterConfig
+) -> list[str]:
+    """Return the problems of the cluster that a continued run gets, without those with which it has run before."""
+    known = set(check(before))
+    return [problem for problem in check(cluster) if problem not in known]
+
+
 def refuse(checks: Iterable[Iterable[str]]) -> None:
     """Carry out checks, in order.
 
@@ -144,11 +161,14 @@ def refuse(checks: Iterable[Iterable[str]]) -> None:
         raise UserError("\n".join(problems))
 
 
-def check_files(cluster: ClusterConfig, run: RunConfig, resumed: bool = False) -> list[str]:
+def check_files(
+    cluster: ClusterConfig, run: RunConfig, resumed: bool = False, before: ClusterConfig | None = None
+) -> list[str]:
     """Check what does not depend on the machine, for the plan of several sites elsewhere.
 
     Args:
         resumed: whether a run is continued.
+        before: the cluster of the run that is continued, if it gets another one.
 
     Returns:
         Warnings about what was not checked, and about what is missing here but may be present at the sites.
@@ -162,6 +182,8 @@ def check_files(cluster: ClusterConfig, run: RunConfig, resumed: bool = False) -
     of_new = [*check_new_run(cluster, run), *check_critic(cluster, run)]
     if not resumed:  # earlier versions began runs without these checks
         checks.append(of_new)
+    elif before is not None:
+        checks.append(new_problems(partial(check_new_run, run=run), cluster, before))
     try:
         resolve_model(run.model.path)
         of_model = [check_model(run), check_heads(cluster, run), check_router_replay(cluster, run)]

@@ -253,6 +253,21 @@ def test_a_resumed_run_cannot_change_what_it_trains(terminal: Terminal) -> None:
     assert len(terminal.launched) == 1
 
 
+def test_a_resumed_run_is_refused_what_only_its_new_cluster_file_brings(terminal: Terminal) -> None:
+    pushed = ("--set", "weights.backend=gloo", "--set", "deadlines.weights_s=90000")  # ranks would wait too long
+    assert terminal.launch(*pushed).code == 0
+    more_ranks = yaml.safe_load(CLUSTER)
+    more_ranks["sites"]["here"]["trainer"]["ranks"] = 2
+    Path("more.yaml").write_text(yaml.safe_dump(more_ranks))
+    resume = ("launch", "--resume", "runs/tiny", "--steps", "9", "--cluster")
+    result = terminal(*resume, "more.yaml")
+    assert result.code == 2 and "deadlines.weights_s is 90000: with weights.backend: gloo" in result.err
+    assert terminal(*resume, "cluster.yaml").code == 0
+    save_resolved(Path("runs/tiny"), load_cluster("more.yaml"), terminal.launched[-1][1])  # as of an earlier version
+    result = terminal(*resume, "more.yaml")
+    assert result.code == 0 and "warning: deadlines.weights_s is 90000" in result.err
+
+
 def test_a_finished_run_says_how_to_train_it_further(terminal: Terminal) -> None:
     terminal.launch()
     (terminal.folder / "runs/tiny/checkpoints/step_4").mkdir(parents=True)

@@ -71,6 +71,32 @@ def test_a_run_that_has_begun_is_only_warned(tmp_path: Path) -> None:
         assert (said in str(error.value)) == refused
 
 
+def test_a_begun_run_is_refused_a_cluster_file_with_problems_that_it_has_not_run_with(tmp_path: Path) -> None:
+    run = RunConfig.model_validate({"model": {"path": str(tmp_path / "none")}})
+    both, sound = cluster("x-0", "rewards", "x"), cluster("x-0", "generate", "x")
+    said = "would both have a process or log rewards-x-0"
+    with pytest.raises(UserError, match=said):
+        preflight.check_files(both, run, resumed=True, before=sound)
+    assert said in preflight.check_files(both, run, resumed=True, before=both)[-1]
+    for before, refused in ((sound, True), (both, False)):
+        with pytest.raises(UserError) as error:  # the model is missing, too
+            preflight.check(both, run, tmp_path, emulate=True, resumed=tmp_path, before=before)
+        assert (said in str(error.value)) == refused
+
+
+@pytest.mark.parametrize("site", ["here", "new"])
+def test_a_begun_run_is_refused_a_cluster_file_with_cores_that_are_not_there(tmp_path: Path, site: str) -> None:
+    run = RunConfig.model_validate({"model": {"path": str(tmp_path / "none")}})
+    before = on_ray("cuda", "local")
+    values = before.model_dump()
+    values["sites"]["here"]["generation"][0]["cores"] = [10**6]
+    pinned = ClusterConfig.model_validate(values | {"sites": {site: values["sites"]["here"]}})
+    for known, refused in ((before, True), (pinned, False)):
+        with pytest.raises(UserError) as error:
+            preflight.check(pinned, run, tmp_path, site=site, resumed=tmp_path, before=known)
+        assert ("this process may not use 1000000" in str(error.value)) == refused
+
+
 @pytest.mark.parametrize(
     ("hardware", "trainer", "limits", "longest_s"),
     [
