@@ -18,6 +18,8 @@ class SentRecord:
     def __init__(self) -> None:
         self.id = ""
         """How the tracker calls the run."""
+        self.folder, self.inode = "", 0
+        """The run's folder when something was sent last, an absolute path, and its inode; '' and 0: not known."""
         self._sent: dict[tuple[Kind, int], float] = {}
 
     def take(self, line: bytes) -> None:
@@ -28,13 +30,18 @@ class SentRecord:
             return
 
     def apply(self, entry: dict[str, Any]) -> None:
-        """Take an entry: the run's name, a row that was sent, or the step after which the tracker has nothing.
+        """Take an entry: the run's name or folder, a row that was sent, the step after which the tracker has nothing,
+        or that the folder is a copy, whose run begins anew.
 
         Raises:
             ValueError, KeyError, TypeError: it is none of them.
         """
         if "id" in entry:
             self.id = str(entry["id"])
+        elif "folder" in entry:
+            self.folder, self.inode = str(entry["folder"]), int(entry["inode"])
+        elif "copied" in entry:
+            self.id, self._sent = "", {}
         elif "rewound" in entry:
             self._sent = {key: time for key, time in self._sent.items() if key[1] <= entry["rewound"]}
         else:

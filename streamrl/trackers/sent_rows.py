@@ -1,5 +1,6 @@
 """Keep what a tracker has been sent, in `trackers/NAME.jsonl`.
 
+It names the run's folder, too: a copy of that becomes a run of its own in the tracker, while the original is there.
 So a process that follows the run for a tracker can be killed at any time: the next one goes on behind the last line.
 What the disk has no room for is known to this process, so that it sends nothing twice, and written once there is room.
 """
@@ -20,6 +21,9 @@ from streamrl.run_dir.jsonl import append_whole
 from streamrl.run_dir.sent_record import Kind, SentRecord
 
 log = logging.getLogger(__name__)
+
+OWN = "tensorboard"
+"""What the record calls a run with event files in its own folder, and earlier versions called every run with such."""
 
 
 class RecordInUseError(UserError):
@@ -52,6 +56,27 @@ class SentRows(SentRecord):
         except OSError as error:
             raise UserError(f"cannot write {self.path}: {error.strerror or error}") from error
         self._load()
+        self._now = str(folder.resolve()), folder.stat().st_ino
+        self.copied_from = self._original()
+        """The folder that this one is a copy of, whose run goes on under its name; '': it is none."""
+        if self.copied_from:
+            self._append({"copied": self.copied_from})
+        else:
+            self._note_folder()
+
+    def _original(self) -> str:
+        """Return the folder in which something was sent last, if it is there beside this one; '': it is this one."""
+        if not self.folder or self.folder == self._now[0] or self.inode == self._now[1]:
+            return ""
+        try:
+            return self.folder if os.stat(self.folder).st_ino == self.inode else ""
+        except (OSError, ValueError):
+            return ""
+
+    def _note_folder(self) -> None:
+        """Keep where the folder is, if its tracker has the run somewhere else."""
+        if self.id not in ("", OWN) and (self.folder, self.inode) != self._now:
+            self._append({"folder": self._now[0], "inode": self._now[1]})
 
     def _load(self) -> None:
         self._file.seek(0)
@@ -81,6 +106,7 @@ class SentRows(SentRecord):
         """Keep how the tracker calls the run."""
         if id != self.id:
             self._append({"id": id})
+            self._note_folder()
 
     def mark(self, kind: Kind, step: int, time: float) -> None:
         """Keep that a row was sent."""

@@ -107,6 +107,8 @@ def follow(
     keys = tracker_keys(config, name)
     run = TrackedRun(run_dir, run_dir.resolve().name, config.model_dump(mode="json"))
     with _own_record(run_dir, name, ended, say) as sent:
+        if sent.copied_from:
+            say(f"begins a new run: this folder is a copy of {sent.copied_from}, whose run goes on under its own name")
         follower = RunFollower(run, keys, sent, opener, say)
         delivery = PatientDelivery(follower, say, time.monotonic)
         threading.Thread(target=_notice_hangs, args=(delivery, say), daemon=True).start()

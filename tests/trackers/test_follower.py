@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from streamrl.config.trackers import TensorBoardTracker
+from streamrl.config.trackers import TensorBoardTracker, TrackerConfig
 from streamrl.errors import UserError
+from streamrl.run_dir import layout
 from streamrl.trackers import tracker_process
 from streamrl.trackers.follower import RunFollower
 from streamrl.trackers.rollout_table import rollout_table
@@ -194,6 +196,58 @@ def test_two_processes_do_not_send_to_one_tracker(tmp_path: Path) -> None:
     ):
         SentRows(tmp_path, "wandb")
     SentRows(tmp_path, "wandb").close()
+
+
+def sends(folder: Path, tracker: str, id: str) -> tuple[list[int], list[str]]:
+    """Send what is new, as a run of this id if it is a new one; return the steps sent, and what is said."""
+    kept, said = KeptTracker(), list[str]()
+
+    def open_tracker(keys: TrackerConfig, run: TrackedRun, sent: SentRows) -> KeptTracker:
+        kept.id = sent.id or id
+        return kept
+
+    assert follow(folder, tracker, Ended(lambda: None), said.append, open_tracker)
+    return kept.numbers, said
+
+
+def test_a_copied_folder_becomes_a_run_of_its_own_and_the_original_goes_on(tmp_path: Path) -> None:
+    original, copy = make_run(tmp_path / "run"), tmp_path / "copy"
+    train(original, range(1, 4))
+    assert sends(original, "wandb", "first") == ([1, 2, 3], [])
+    shutil.copytree(original, copy)
+    train(original, [4])
+    train(copy, [4, 5])
+    numbers, [said] = sends(copy, "wandb", "second")
+    assert numbers == [1, 2, 3, 4, 5] and said.startswith(f"begins a new run: this folder is a copy of {original}, ")
+    assert sends(original, "wandb", "none") == ([4], [])
+    train(copy, [6])
+    assert sends(copy, "wandb", "none") == ([6], [])
+    with SentRows(copy, "wandb") as sent, SentRows(original, "wandb") as others:
+        assert (sent.id, others.id) == ("second", "first")
+
+
+@pytest.mark.parametrize("how", ["moved", "moved to another disk", "event files in it", "of an earlier version"])
+def test_a_folder_without_its_original_or_with_its_own_event_files_goes_on(tmp_path: Path, how: str) -> None:
+    before, now = make_run(tmp_path / "run"), tmp_path / "other"
+    tracker, id = ("tensorboard", "tensorboard") if how == "event files in it" else ("wandb", "first")
+    train(before, range(1, 4))
+    assert sends(before, tracker, id) == ([1, 2, 3], [])
+    if how == "of an earlier version":
+        record = before / layout.TRACKERS / f"{tracker}.jsonl"
+        lines = [line for line in record.read_text().splitlines(keepends=True) if '"folder"' not in line]
+        record.write_text("".join(lines))
+    if how == "moved":
+        before.rename(now)
+    else:
+        shutil.copytree(before, now)
+    if how == "moved to another disk":
+        another = make_run(tmp_path / "new")
+        shutil.rmtree(before)
+        another.rename(before)
+    train(now, [4])
+    assert sends(now, tracker, "none") == ([4], [])
+    with SentRows(now, tracker) as sent:
+        assert sent.id == id and sent.folder == ("" if tracker == "tensorboard" else str(now))
 
 
 class Ended(threading.Event):

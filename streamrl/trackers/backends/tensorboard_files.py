@@ -12,11 +12,8 @@ from typing import Any
 
 from streamrl.config.trackers import TensorBoardTracker
 from streamrl.run_dir import layout
-from streamrl.trackers.sent_rows import SentRows
+from streamrl.trackers.sent_rows import OWN, SentRows
 from streamrl.trackers.tracker import RolloutTable, TrackedRun
-
-OWN = "tensorboard"
-"""What the record calls a run with event files in its own folder, and earlier versions called every run."""
 
 
 class _EventFile:
