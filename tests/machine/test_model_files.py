@@ -343,3 +343,27 @@ def test_a_fetched_model_is_on_disk_before_it_has_its_name(
     named = disk.events.index(("renamed", "model"))
     assert {name for _, name in disk.events[:named]} == {"model", *(path.name for path in folder.iterdir())}
     assert disk.events[named + 1 :] == [("on disk", folder.parent.name)]
+
+
+def test_weights_have_a_digest_of_their_names_sizes_and_parts(tmp_path: Path) -> None:
+    folder, size = tmp_path / "model", 40 * model_files.DIGEST_BYTES
+    folder.mkdir()
+    first, second = (folder / f"model-{number}.safetensors" for number in (1, 2))
+    first.write_bytes(bytes(size))
+    second.write_bytes(b"short")
+    (folder / "config.json").write_text("{}")
+    whole = model_files.weights_digest(folder)
+    shutil.copytree(folder, tmp_path / "copy")
+    (tmp_path / "copy" / "config.json").unlink()
+    assert model_files.weights_digest(tmp_path / "copy") == whole
+    changed = set()
+    for place in (0, size // 2, size - 1):
+        content = bytearray(size)
+        content[place] = 1
+        first.write_bytes(content)
+        changed.add(model_files.weights_digest(folder))
+    first.write_bytes(bytes(size + 1))
+    changed.add(model_files.weights_digest(folder))
+    second.unlink()
+    changed.add(model_files.weights_digest(folder))
+    assert len(changed) == 5 and whole not in changed

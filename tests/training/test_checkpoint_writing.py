@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import pickle
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 
 from streamrl.errors import RunFailed, is_final
 from streamrl.launcher.resume_check import has_critic
+from streamrl.machine.model_files import weights_digest
 from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.training.checkpoint_writing import read_in_words, system_error, told_in_words
 from streamrl.training.trainer import Trainer
@@ -34,8 +36,9 @@ def worker(tiny_model: Path, tmp_path: Path, one_rank: None) -> SimpleNamespace:
     """The part of the trainer's process that writes checkpoints."""
     run = run_config(tiny_model)
     trainer = Trainer(run, str(tiny_model), CPU)
+    checkpoints = CheckpointFolder(tmp_path / "checkpoints")
     return SimpleNamespace(
-        rank=0, run_config=run, trainer=trainer, checkpoints=CheckpointFolder(tmp_path / "checkpoints")
+        rank=0, run_config=run, trainer=trainer, checkpoints=checkpoints, reference_digest=weights_digest(tiny_model)
     )
 
 
@@ -72,6 +75,8 @@ def test_what_the_system_refuses_to_write_is_said(
     assert worker.checkpoints.latest() == 5
     assert {"model.safetensors", "tokenizer.json", "state.json", "trainer_state/.metadata"} <= files(worker, 5)
     worker.trainer.load(worker.checkpoints.path(5))
+    state = json.loads((worker.checkpoints.path(5) / "state.json").read_text())
+    assert state == {"seed": 1, "step": 5, "reference": worker.reference_digest}
 
 
 def test_a_folder_that_cannot_be_begun_is_said(worker: SimpleNamespace) -> None:
