@@ -114,7 +114,7 @@ def test_numpy_starts_one_thread_however_many_cores_there_are() -> None:
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        (["env", "--chdir=/nowhere"], "env ended with 125 and never started the (program|tests): env: cannot change directory"),
+        (["env", "--chdir=/nowhere"], "env ended with 125 and never started the (program|tests): env: cannot change"),
         (["sh", "-c", "kill -9 $$"], "sh ended with -9 and never started the (program|tests): it said nothing"),
         (["sleep", "60"], "sleep ended with 1 and never started"),
         (["sh", "-c", "sleep 60"], "sh did not end within 0.3 s and never started"),
