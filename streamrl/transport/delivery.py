@@ -3,9 +3,13 @@
 The sender numbers its messages 1, 2, 3 ... and keeps each until it is acknowledged. At most `credits` messages may be
 unacknowledged at once, and none is sent while `window_bytes` are; this bounds memory on both sides. A message larger
 than the window is sent alone. The receiver acknowledges a message when it has *committed* it (written it to disk, or
-handed it to its final owner), not when it has read it. After a reconnect or a silence the sender resends everything
-unacknowledged; the receiver drops what it has already seen, and acknowledges again what it had committed. So each
-message is processed exactly once while both processes live.
+handed it to its final owner), not when it has read it. After a reconnect, or if no acknowledgement comes, the sender
+resends everything unacknowledged; the receiver drops what it has already seen, and acknowledges again what it had
+committed. So each message is processed exactly once while both processes live.
+
+Slow is not lost: a copy on a slow link waits behind the originals and delays everything further. So no message is
+repeated while acknowledgements come, unless one of a later message has come before its own. And each repeat makes the
+wait for the next one twice as long, until a message that was sent only once shows how long an acknowledgement takes.
 
 Two things must never happen: an acknowledgement before the commit (a crash in between would lose the message), and a
 number used twice within a session. A new process has a new session and starts at number 1.
@@ -20,7 +24,11 @@ import math
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from streamrl.transport.flow import SEND_LIMIT_S
+
 T = TypeVar("T")
+MOST_PATIENCE_S = SEND_LIMIT_S / 2
+"""Most seconds by which a slow link puts off a repeat: what is lost is repeated before a wait for a credit ends."""
 MOST_AHEAD = 1_000_000
 """Numbers beyond the first that is not committed which a receiver remembers; no sender gets that far."""
 
@@ -39,6 +47,14 @@ class Outbox(Generic[T]):
     """Bytes of each pending message."""
     in_flight_bytes: int = 0
     """Bytes of all pending messages."""
+    heard_at: float = -math.inf
+    """Time of the last acknowledgement, a repeated one included."""
+    highest: int = 0
+    """Highest number that has been acknowledged."""
+    once_from: int = 1
+    """Number from which on no message has been repeated; of an earlier one, any copy may have been acknowledged."""
+    patience_s: float = 0.0
+    """Least seconds until something is repeated: twice what an acknowledgement took last, or what a repeat waited."""
 
     @property
     def first(self) -> int:
@@ -63,9 +79,13 @@ class Outbox(Generic[T]):
         self.in_flight_bytes += size
         return number
 
-    def acknowledged(self, number: int) -> T | None:
+    def acknowledged(self, number: int, now: float) -> T | None:
         """Forget a message and return it; None if it was not pending (a repeated acknowledgement)."""
-        self.sent_at.pop(number, None)
+        sent = self.sent_at.pop(number, None)
+        if 0 < number < self.next_number:
+            self.heard_at, self.highest = now, max(self.highest, number)
+        if sent is not None and number >= self.once_from:
+            self.patience_s = 2 * (now - sent)
         self.in_flight_bytes -= self.sizes.pop(number, 0)
         return self.pending.pop(number, None)
 
@@ -77,10 +97,28 @@ class Outbox(Generic[T]):
         self.in_flight_bytes = 0
 
     def to_resend(self, now: float, older_than: float) -> list[tuple[int, T]]:
-        """Return unacknowledged messages sent at least `older_than` seconds ago, in order, and mark them sent now."""
-        due = [number for number, sent in self.sent_at.items() if now - sent >= older_than]
+        """Return what to send again, in order, and mark it sent now.
+
+        Args:
+            now: time in seconds.
+            older_than: seconds without an acknowledgement after which a message may be lost, at the speed for which
+                the limits were made; 0: a new connection, on which nothing has been sent.
+        """
+        due = list(self.sent_at)
+        if older_than > 0:
+            limit = max(older_than, min(self.patience_s, MOST_PATIENCE_S))
+            due = [number for number in due if now - self._waits_since(number) >= limit]
+            if due:
+                self.patience_s = 2 * limit
+        if due:
+            self.once_from = self.next_number
         self.sent_at.update(dict.fromkeys(due, now))
         return [(number, self.pending[number]) for number in due]
+
+    def _waits_since(self, number: int) -> float:
+        """Return the time since which a pending message lacks its acknowledgement, although it has had its turn."""
+        sent = self.sent_at[number]
+        return sent if number < self.highest else max(sent, self.heard_at)
 
 
 @dataclass

@@ -99,7 +99,7 @@ def take_ack(outbox: Outbox[Outgoing], session: str, ack: Message) -> bool:
     if not isinstance(number, int) or isinstance(number, bool) or not isinstance(of, str):
         raise MalformedMessage("an acknowledgement names no message")
     # the peer may commit late what an earlier session of this process sent, under a number that is in use again
-    sent = outbox.acknowledged(number) if of == session else None
+    sent = outbox.acknowledged(number, time.monotonic()) if of == session else None
     if sent is not None and sent.on_ack is not None:
         sent.on_ack()
     return sent is not None

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Self
 
 RESEND_S = 20.0
-"""Seconds until a message is resent, longer than any commit takes.
+"""Least seconds without an acknowledgement until messages are resent, longer than any commit takes.
 
 A reconnect resends at once, so this is for messages that got lost without a visible cause.
 """
 SEND_LIMIT_S = 300.0
 """Least seconds that a send waits for a credit; it waits longer if the peer may be away for longer."""
 WINDOWS_BEFORE_RESEND = 4
-"""Full windows that may pass on a link before a message is taken for lost; slow is not lost."""
+"""Full windows that may pass on a link of the declared bandwidth before messages are taken for lost."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Flow:
     window_bytes: float = math.inf
     """Unacknowledged bytes at which no further message is sent, so at most one message more is in flight."""
     resend_s: float = RESEND_S
-    """Seconds without an acknowledgement after which a message is resent, if the peer is heard."""
+    """Seconds without any acknowledgement after which messages are resent, if the peer is heard; more on a link that
+    turns out to be slower."""
     lost_after_s: float = 60.0
     """Seconds of silence after which the peer is lost; infinite: its owner judges it by other signs."""
 

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from streamrl.transport.delivery import MOST_AHEAD, Inbox, Outbox
+from streamrl.transport.flow import SEND_LIMIT_S
 
 
 def test_credits_bound_what_is_under_way() -> None:
@@ -15,9 +16,9 @@ def test_credits_bound_what_is_under_way() -> None:
     assert not outbox.has_credit
     with pytest.raises(RuntimeError, match="no credit"):
         outbox.send("c", 0.0)
-    assert outbox.acknowledged(1) == "a"
+    assert outbox.acknowledged(1, 0.0) == "a"
     assert outbox.has_credit
-    assert outbox.acknowledged(1) is None  # a repeated acknowledgement frees nothing
+    assert outbox.acknowledged(1, 0.0) is None  # a repeated acknowledgement frees nothing
 
 
 def test_only_what_is_old_enough_is_sent_again() -> None:
@@ -28,15 +29,55 @@ def test_only_what_is_old_enough_is_sent_again() -> None:
     assert outbox.to_resend(11.0, older_than=5.0) == []
 
 
-def test_a_message_is_due_again_after_exactly_its_time_and_then_not_until_as_long_after() -> None:
+def test_messages_are_due_again_after_their_time_and_then_not_until_twice_as_long_after() -> None:
     outbox: Outbox[str] = Outbox(credits=9)
     outbox.send("a", 1.0)
     outbox.send("b", 2.0)
     assert outbox.to_resend(5.5, older_than=5.0) == []
     assert outbox.to_resend(7.0, older_than=5.0) == [(1, "a"), (2, "b")]
-    assert outbox.to_resend(11.9, older_than=5.0) == []
-    outbox.acknowledged(1)
-    assert outbox.to_resend(12.0, older_than=5.0) == [(2, "b")]
+    assert outbox.to_resend(16.9, older_than=5.0) == []
+    assert outbox.to_resend(17.0, older_than=5.0) == [(1, "a"), (2, "b")]
+    assert outbox.to_resend(36.9, older_than=5.0) == []
+    assert outbox.to_resend(18.0, older_than=0.0) == [(1, "a"), (2, "b")]  # a new connection waits for nothing
+    for power in range(12):  # what is lost is repeated at least so often
+        outbox.to_resend(1000.0 * (power + 1), older_than=5.0)
+    assert outbox.to_resend(12000.0 + SEND_LIMIT_S / 2, older_than=5.0) == [(1, "a"), (2, "b")]
+
+
+def test_nothing_is_due_while_acknowledgements_come_but_what_was_passed_over() -> None:
+    outbox: Outbox[str] = Outbox(credits=9)
+    for message in "abcd":
+        outbox.send(message, 0.0)
+    outbox.acknowledged(1, 4.0)
+    outbox.acknowledged(1, 6.0)  # a repeated one comes over the link as well
+    assert outbox.to_resend(10.0, older_than=5.0) == []
+    outbox.acknowledged(7, 12.0)  # of no message
+    assert outbox.to_resend(13.9, older_than=5.0) == []
+    assert outbox.to_resend(14.0, older_than=5.0) == [(2, "b"), (3, "c"), (4, "d")]  # twice the 4 s of the first one
+    outbox.acknowledged(4, 15.0)
+    outbox.send("e", 28.0)
+    outbox.acknowledged(5, 29.0)  # sent once, and quickly there: the link is fast
+    assert outbox.to_resend(29.0, older_than=5.0) == [(2, "b"), (3, "c")]
+
+
+@pytest.mark.parametrize("message_s", [6.0, 25.0, 60.0])
+def test_a_link_slower_than_declared_carries_hardly_a_copy(message_s: float) -> None:
+    outbox: Outbox[int] = Outbox(credits=5)
+    inbox = Inbox()
+    queue: list[int] = []
+    carried = 0
+    for step in range(int(200 * message_s)):
+        now = float(step)
+        while outbox.has_credit:
+            queue.append(outbox.send(0, now))
+        queue += [number for number, _ in outbox.to_resend(now, older_than=20.0)]
+        if now >= (carried + 1) * message_s:
+            carried += 1
+            number = queue.pop(0)
+            if inbox.receive("s", number) == "new":
+                inbox.commit("s", number)
+            outbox.acknowledged(number, now)
+    assert inbox.committed_to >= 0.85 * carried and len(queue) <= 6
 
 
 def test_the_window_counts_the_bytes_of_what_is_not_acknowledged() -> None:
@@ -45,10 +86,10 @@ def test_the_window_counts_the_bytes_of_what_is_not_acknowledged() -> None:
     assert outbox.has_credit and outbox.in_flight_bytes == 60
     outbox.send("b", 0.0, 40)  # the window is full with its last byte
     assert not outbox.has_credit and outbox.in_flight_bytes == 100
-    assert outbox.acknowledged(2) == "b" and outbox.acknowledged(2) is None
+    assert outbox.acknowledged(2, 0.0) == "b" and outbox.acknowledged(2, 0.0) is None
     assert outbox.has_credit and outbox.in_flight_bytes == 60
     outbox.send("c", 0.0, 500)  # a message may exceed the window
-    outbox.acknowledged(1)
+    outbox.acknowledged(1, 0.0)
     assert not outbox.has_credit and outbox.in_flight_bytes == 500
     outbox = Outbox(credits=2, window_bytes=1)
     assert outbox.send("without a size", 0.0) == 1 and outbox.in_flight_bytes == 0
@@ -62,7 +103,7 @@ def test_giving_up_frees_everything_and_uses_no_number_again() -> None:
     outbox.forget()
     assert outbox.has_credit and outbox.in_flight_bytes == 0
     assert (outbox.pending, outbox.sent_at, outbox.sizes) == ({}, {}, {})
-    assert outbox.to_resend(99.0, older_than=1.0) == [] and outbox.acknowledged(1) is None
+    assert outbox.to_resend(99.0, older_than=1.0) == [] and outbox.acknowledged(1, 0.0) is None
     assert outbox.in_flight_bytes == 0 and outbox.send("c", 0.0) == 3
 
 
@@ -117,14 +158,14 @@ def test_a_receiver_that_begins_later_waits_for_no_message_that_has_been_acknowl
     assert outbox.first == 1
     for _ in range(4):
         outbox.send("", 0.0)
-    outbox.acknowledged(1)
-    outbox.acknowledged(3)
+    outbox.acknowledged(1, 0.0)
+    outbox.acknowledged(3, 0.0)
     assert outbox.first == 2
     inbox = Inbox()
     inbox.begin_at("s", outbox.first)
     assert [inbox.receive("s", number) for number in (1, 2, 4)] == ["committed", "new", "new"]
     assert inbox.commit("s", 4) and inbox.commit("s", 2) and (inbox.committed_to, inbox.committed) == (2, {4})
-    outbox.acknowledged(2)
+    outbox.acknowledged(2, 0.0)
     inbox.begin_at("s", outbox.first)  # 3 will not come again
     assert (outbox.first, inbox.committed_to, inbox.committed) == (4, 4, set())
     inbox.begin_at("s", 1)  # a word that comes late
@@ -181,7 +222,7 @@ def test_every_message_is_processed_once_over_a_lossy_link(seed: int) -> None:
         if acks and rng.random() < 0.6:
             number = acks.pop()
             if rng.random() < 0.7:
-                outbox.acknowledged(number)
+                outbox.acknowledged(number, now)
         assert len(outbox.pending) <= 4
         if not to_send and not outbox.pending:
             break

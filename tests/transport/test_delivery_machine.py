@@ -119,9 +119,10 @@ class DeliveryMachine(RuleBasedStateMachine):
     @rule(seconds=st.integers(0, 2 * RESEND_S))
     def wait(self, seconds: int) -> None:
         self.now += seconds
+        patience = max(RESEND_S, self.outbox.patience_s)
         due = self.outbox.to_resend(self.now, RESEND_S)
         assert [number for number, _ in due] == sorted({number for number, _ in due} & self.sizes.keys())
-        assert seconds < RESEND_S or [number for number, _ in due] == list(self.sizes)
+        assert seconds < patience or [number for number, _ in due] == list(self.sizes)
         assert self.outbox.to_resend(self.now, RESEND_S) == []
         self._transmit(due)
 
@@ -171,7 +172,7 @@ class DeliveryMachine(RuleBasedStateMachine):
         ack = self.acks[at % len(self.acks)] if repeat else self.acks.pop(at % len(self.acks))
         if ack.session != self.session:
             return  # `take_ack`
-        item = self.outbox.acknowledged(ack.number)
+        item = self.outbox.acknowledged(ack.number, self.now)
         assert (item is not None) == (ack.number in self.sizes)
         self.sizes.pop(ack.number, None)
         if item is not None:
@@ -180,7 +181,7 @@ class DeliveryMachine(RuleBasedStateMachine):
     @rule(number=st.integers(-2, 10**6))
     def acknowledge_nonsense(self, number: int) -> None:
         if number not in self.sizes:
-            assert self.outbox.acknowledged(number) is None
+            assert self.outbox.acknowledged(number, self.now) is None
 
     # -- what always holds
 

@@ -60,12 +60,12 @@ def test_bytes_under_way_close_the_window_and_acknowledgements_open_it() -> None
     outbox: Outbox[str] = Outbox(credits=9, window_bytes=100)
     first = outbox.send("larger than the window, alone", 0.0, 500)
     assert not outbox.has_credit
-    outbox.acknowledged(first)
+    outbox.acknowledged(first, 0.0)
     assert outbox.has_credit
     numbers = [outbox.send("half", 0.0, 50), outbox.send("half", 0.0, 50)]
     assert not outbox.has_credit
-    outbox.acknowledged(numbers[0])
-    outbox.acknowledged(numbers[0])  # a repeated acknowledgement frees nothing
+    outbox.acknowledged(numbers[0], 0.0)
+    outbox.acknowledged(numbers[0], 0.0)  # a repeated acknowledgement frees nothing
     assert outbox.in_flight_bytes == 50
     assert outbox.has_credit
 
