@@ -5,11 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from streamrl.diagnose.facts import IDLE_CPU, SILENT_AFTER_S, Facts, ProcessFacts, innermost
+from streamrl.diagnose.facts import IDLE_CPU, SILENT_AFTER_S, Facts, ProcessFacts, RunFacts, innermost
+from streamrl.transport.refusals import STRANGER
 
 ENGINE = "VLLM::"
 """How the names of vLLM's own processes begin. Another child that has ended, as a tool that was called once, leaves a
 zombie until its parent looks, which alone holds nothing up."""
+
+TURNED_AWAY = {
+    "protocol version": "messages of it in another version of the protocol (the same streamrl is needed at both sites)",
+    "hello": "hellos of it (its own last words say why)",
+    "wrong key": "messages of it with another key",
+    "unknown key": "handshakes with a key that is not known here, maybe of this site",
+}
+"""Refusals that leave a site silent although it is there, by cause."""
 
 
 class Rank(IntEnum):
@@ -55,7 +64,7 @@ def _condition(one: ProcessFacts, facts: Facts) -> Condition:
                 return Condition(why.rank, f"is out of reach: the proxy that stands for the links {why.text}")
         return Condition(
             Rank.AWAY,
-            f"is out of reach: its site has been silent for {seconds(silent)}, the link or the site is down",
+            f"is out of reach: its site has been silent for {seconds(silent)}{_why_silent(one, facts.run)}",
         )
     cpu = one.cpu
     if cpu is None:
@@ -73,6 +82,19 @@ def _condition(one: ProcessFacts, facts: Facts) -> Condition:
     if idle:
         return Condition(Rank.IDLE, f"computes nothing ({used})" + (", but answers" if one.loop == "answers" else ""))
     return Condition(Rank.WORKS, f"computes ({used})")
+
+
+def _why_silent(one: ProcessFacts, run: RunFacts | None) -> str:
+    """Continue a sentence on a silent site: with what was refused from it; if nothing was, with what is then down."""
+    refused = run.refused if run is not None else {}
+    found = []
+    for cause, what in TURNED_AWAY.items():
+        peers = {STRANGER} if cause == "unknown key" else {f"site {one.site}", f"service-{one.site}"}
+        if count := sum(refused.get(cause, {}).get(peer, 0) for peer in peers):
+            found.append(f"{count} {what}")
+    if not found:
+        return ", the link or the site is down"
+    return f"; turned away since the controller started: {', '.join(found)}"
 
 
 def fatal(one: ProcessFacts, facts: Facts) -> Condition | None:

@@ -108,6 +108,8 @@ class RunFacts:
     waits: tuple[WaitFacts, ...] = ()
     silent_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds of silence of each site behind a link, as of `updated_at`."""
+    refused: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """What processes have refused since the controller started, by cause and peer."""
 
     @property
     def first_start(self) -> float:

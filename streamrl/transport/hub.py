@@ -47,11 +47,13 @@ from streamrl.transport.endpoint_base import (
 from streamrl.transport.flow import Flow
 from streamrl.transport.ip_addresses import needs_ipv6
 from streamrl.transport.peer import Door, Peer, PeerRoute, make_door, stranger_inbox
+from streamrl.transport.refusals import STRANGER
 from streamrl.transport.wire import (
     MAX_STATE_BYTES,
     Arrays,
     MalformedMessage,
     Message,
+    OtherVersion,
     decode,
     is_finite,
     is_name,
@@ -61,8 +63,6 @@ from streamrl.transport.wire import (
 
 log = logging.getLogger(__name__)
 
-STRANGER = "a stranger"
-"""Name under which refusals of connections without a hello are counted."""
 MOST_ENDED = 1000
 """Ended sessions that a hub remembers."""
 HEARD_BEATS = 5
@@ -271,6 +271,8 @@ class Hub(Endpoint):
                 peer.last_seen, peer.lost = time.monotonic(), False
                 self._handle(peer, message, frames)
         except MalformedMessage as error:
+            if peer is None and isinstance(error, OtherVersion):  # a link that cannot read this knows why as well
+                self._answer(route, self._control("refused", {"hub": self.name, "reason": str(error)}))
             self._refuse(error, peer.name if peer is not None else _key_of(route, owner) or STRANGER)
 
     def _handle(self, peer: Peer, message: Message, frames: list[Any]) -> None:

@@ -13,7 +13,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import zmq
 import zmq.asyncio
@@ -28,7 +28,7 @@ from streamrl.transport.endpoint_base import Endpoint, Frames, Outgoing, PeerLos
 from streamrl.transport.flow import Flow
 from streamrl.transport.ip_addresses import needs_ipv6
 from streamrl.transport.refusals import merged
-from streamrl.transport.wire import MAX_FRAME_BYTES, Arrays, MalformedMessage, Message, decode, is_finite
+from streamrl.transport.wire import MAX_FRAME_BYTES, Arrays, MalformedMessage, Message, OtherVersion, decode, is_finite
 
 HELLO_S = 1.0
 """Seconds after which an unanswered hello is repeated."""
@@ -244,6 +244,8 @@ class Link(Endpoint):
                 self._handle(message, cost_of(frames))
         except MalformedMessage as error:
             self._refuse(error, "hub")
+            if isinstance(error, OtherVersion):
+                self._met_another_version(error)
 
     def _met(self, message: Message) -> None:
         """Handle a hub's answer to a hello, or to a connection that it does not know."""
@@ -262,12 +264,30 @@ class Link(Endpoint):
                 self._put(self._hello())  # the hub was restarted, or this is a new connection
         else:
             hub, reason = message.body.get("hub"), message.body.get("reason")
-            self._refusal = Refused(f"{hub} at {self._address} refuses {self.name}: {reason}")
-            for event in (self._answered, self._credit, self._all_acknowledged):
-                event.set()
-            for task in self._tasks[1:]:
-                task.cancel()  # no heartbeats to a hub that refuses them
-            raise self._refusal
+            self._end(f"{hub} at {self._address} refuses {self.name}: {reason}")
+
+    def _met_another_version(self, error: OtherVersion) -> None:
+        """Handle a message of a hub of another version of the protocol.
+
+        Raises:
+            Refused: it is the answer to a hello.
+        """
+        if self._hello_at is not None:
+            self._end(ErrorCode.SITES.refer(f"{self._hub} and {self.name} need the same streamrl: {error}"))
+        self._put(self._hello())  # as to one that does not know this connection
+
+    def _end(self, why: str) -> NoReturn:
+        """End this link for good.
+
+        Raises:
+            Refused: always, with the reason.
+        """
+        self._refusal = Refused(why)
+        for event in (self._answered, self._credit, self._all_acknowledged):
+            event.set()
+        for task in self._tasks[1:]:
+            task.cancel()  # no heartbeats to a hub that refuses them
+        raise self._refusal
 
     def _handle(self, message: Message, size: int) -> None:
         if message.kind == "heartbeat":

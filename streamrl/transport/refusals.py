@@ -10,15 +10,26 @@ from typing import Literal
 log = logging.getLogger(__name__)
 
 RefusalCause = Literal[
-    "unknown key", "hello", "wrong key", "malformed", "not allowed", "not its own", "unreadable", "too many"
+    "unknown key",
+    "hello",
+    "wrong key",
+    "protocol version",
+    "malformed",
+    "not allowed",
+    "not its own",
+    "unreadable",
+    "too many",
 ]
 """Why something was refused.
 
 unknown key: a handshake; hello: it was not admitted; wrong key: a message over a connection of another site;
-malformed: no message, or fields that do not fit; not allowed: a kind that its role may not send; not its own: about
-a sample, a reward or a version that is not the sender's; unreadable: samples that make no sense; too many: more in
-flight than it may have, or more hellos or heartbeats than it may send.
+protocol version: a message of another version of the protocol; malformed: no message, or fields that do not fit; not
+allowed: a kind that its role may not send; not its own: about a sample, a reward or a version that is not the sender's;
+unreadable: samples that make no sense; too many: more in flight than it may have, or more hellos or heartbeats than it
+may send.
 """
+STRANGER = "a stranger"
+"""Name under which refusals of connections without a hello are counted."""
 MOST_PEERS = 50
 """Peers counted by name for each cause; further ones are counted together, since a stranger may make up names."""
 OTHERS = "others"

@@ -45,6 +45,19 @@ class MalformedMessage(Exception):
     cause: RefusalCause = "malformed"
 
 
+class OtherVersion(MalformedMessage):
+    """Raised for a message of another version of this protocol.
+
+    Args:
+        version: the message's version.
+    """
+
+    cause: RefusalCause = "protocol version"
+
+    def __init__(self, version: int) -> None:
+        super().__init__(f"protocol version {version} there, {PROTOCOL_VERSION} here")
+
+
 class NotAllowed(MalformedMessage):
     """Raised for a message of a kind that its sender may not send."""
 
@@ -93,7 +106,8 @@ def decode(frames: Sequence[bytes | memoryview]) -> Message:
     """Check and decode frames; arrays are read-only views of their frames.
 
     Raises:
-        MalformedMessage: the frames are nothing that `encode` would make.
+        OtherVersion: they are of another version of this protocol.
+        MalformedMessage: they are nothing that `encode` would make.
     """
     if not frames:
         raise MalformedMessage("no frames")
@@ -109,6 +123,7 @@ def _read_envelope(frame: bytes | memoryview, arrays: int) -> tuple[str, str, in
     """Check the first frame of a message with so many arrays; return kind, session, number, body and arrays' entries.
 
     Raises:
+        OtherVersion: it is of another version of this protocol.
         MalformedMessage: it is no envelope of this protocol.
     """
     if len(frame) > MAX_ENVELOPE_BYTES:
@@ -117,6 +132,8 @@ def _read_envelope(frame: bytes | memoryview, arrays: int) -> tuple[str, str, in
         envelope = msgpack.unpackb(frame, raw=False, strict_map_key=True, timestamp=0)
     except Exception as error:  # msgpack raises many types on bad input
         raise MalformedMessage(f"envelope is not msgpack: {type(error).__name__}") from error
+    if isinstance(envelope, dict) and is_natural(version := envelope.get("v")) and version != PROTOCOL_VERSION:
+        raise OtherVersion(version)  # whose other keys may be others
     if not isinstance(envelope, dict) or envelope.keys() != set(KEYS):
         raise MalformedMessage("envelope is not a map of v, k, s, n, b, a")
     version, kind, session, number, body, described = (envelope[key] for key in KEYS)

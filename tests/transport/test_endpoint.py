@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 import zmq
@@ -17,7 +18,7 @@ from streamrl.transport import endpoint_base
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
 from streamrl.transport.endpoint import Flow, Hub, Link, PeerLost, Refused
 from streamrl.transport.peer import PeerRoute
-from streamrl.transport.wire import Message, encode
+from streamrl.transport.wire import PROTOCOL_VERSION, Message, encode
 from tests.training.conftest import free_port
 from tests.transport import sockets
 from tests.waiting import holds, scaled, until
@@ -156,6 +157,48 @@ def test_malformed_and_unknown_messages_are_counted_and_hurt_nobody() -> None:
         stranger.close(0)
         await link.close()
         await hub.close()
+
+    run(body)
+
+
+def speak_as(version: int, end: Hub | Link) -> None:
+    """Let an end's messages, but those of `send`, be of another version of the protocol."""
+    original = end._control
+
+    def control(kind: str, body: dict[str, Any] | None = None) -> list[Any]:
+        envelope, *arrays = original(kind, body)
+        return [msgpack.packb(msgpack.unpackb(envelope) | {"v": version}), *arrays]
+
+    end._control = control  # type: ignore[method-assign]
+
+
+def test_two_versions_of_the_protocol_are_named_at_both_ends() -> None:
+    async def body(address: str) -> None:
+        hub, link = hub_at(address), Link("peer", "test", WaitRegistry("peer"))
+        speak_as(98, link)
+        speak_as(99, hub)
+        with pytest.raises(Refused, match=f"peer need the same streamrl: .* 99 there, {PROTOCOL_VERSION} here .*E1012"):
+            await link.connect(address, scaled(10), hub="home")
+        assert hub.refused() == {"protocol version": {"a stranger": 1}} and not hub.peers
+        await link.close()
+        await hub.close()
+
+    run(body)
+
+
+def test_a_link_that_outlives_a_hub_of_its_version_ends_at_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_base, "HEARTBEAT_S", 0.1)
+
+    async def body(address: str) -> None:
+        first, link = hub_at(address), await link_to(address)
+        await first.close()
+        speak_as(98, link)
+        second = await sockets.bind_again(lambda: hub_at(address))
+        speak_as(99, second)
+        with pytest.raises(Refused, match="need the same streamrl"):
+            await link.receive()
+        await link.close()
+        await second.close()
 
     run(body)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.transport.wire import PROTOCOL_VERSION, MalformedMessage, Message, decode, encode
+from streamrl.transport.wire import PROTOCOL_VERSION, MalformedMessage, Message, OtherVersion, decode, encode
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats(allow_nan=False) | st.text(max_size=8),
@@ -66,7 +66,7 @@ def test_a_flipped_byte_is_refused_or_gives_a_message(position: int, value: int)
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"v": 99}, "protocol version"),
+        ({"v": "99"}, "protocol version '99', this is 2"),
         ({"n": -1}, "natural number"),
         ({"n": True}, "natural number"),
         ({"k": 3}, "wrong type"),
@@ -82,3 +82,12 @@ def test_what_is_wrong_is_said(change: dict[str, object], why: str) -> None:
     envelope = {"v": PROTOCOL_VERSION, "k": "k", "s": "s", "n": 0, "b": {}, "a": [["x", "int32", [2]]]} | change
     with pytest.raises(MalformedMessage, match=why):
         decode([msgpack.packb(envelope), b"\0" * 8])
+
+
+def test_another_version_is_told_from_nonsense_whatever_its_envelope_has_besides() -> None:
+    with pytest.raises(OtherVersion, match=f"^protocol version 99 there, {PROTOCOL_VERSION} here$"):
+        decode([msgpack.packb({"v": 99, "new": 1})])
+    for version in (-1, True, None, "99"):
+        with pytest.raises(MalformedMessage) as caught:
+            decode([msgpack.packb({"v": version, "new": 1})])
+        assert not isinstance(caught.value, OtherVersion)
