@@ -17,6 +17,7 @@ one inside.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -161,8 +162,8 @@ class Hub(Endpoint):
     def _open(self, address: str, security: ServerSecurity | None, outside: bool = False) -> Self:
         door = make_door(self._context, f"{self.session}-{len(self._doors)}", security, outside)
         try:
-            if needs_ipv6(address):
-                door.socket.setsockopt(zmq.IPV6, 1)
+            with contextlib.suppress(OSError):  # the name of a network interface, which libzmq knows; or an error there
+                door.socket.setsockopt(zmq.IPV6, needs_ipv6(address))
             door.socket.bind(address)
         except zmq.ZMQError as error:
             door.socket.close(0)

@@ -38,9 +38,9 @@ def needs_ipv6(address: str) -> bool:
     """Return whether a ZeroMQ address is reached by IPv6 alone; a name is looked up, which may take seconds.
 
     A socket of libzmq that may use IPv6 takes it for every name that has such an address.
+
+    Raises:
+        OSError: the name has no address now.
     """
     kind, _, place = address.partition("://")
-    try:
-        return kind == "tcp" and family_of(resolve(host_of(place))) == socket.AF_INET6
-    except OSError:  # libzmq looks it up again, until it has an address
-        return False
+    return kind == "tcp" and family_of(resolve(host_of(place))) == socket.AF_INET6

@@ -128,10 +128,12 @@ class Link(Endpoint):
         self._address, self._hub = address, f"{hub} at {address}"
         self._configure(security)
         hint = f" (it answers only if each side has the other's present key; {SEE_DOCS}{ErrorCode.KEYS})"
-        wait = f"an answer of {self._hub}{hint if security is not None else ''}"
-        async with self.waits.deadline(wait, limit_s):
-            if address.startswith("tcp://") and await asyncio.to_thread(needs_ipv6, address):
-                self._socket.setsockopt(zmq.IPV6, 1)
+        waiting_for = ""
+        async with self.waits.deadline(lambda: waiting_for, limit_s):
+            waiting_for = f"the name of {self._hub} to have an IP address"
+            if address.startswith("tcp://"):
+                self._socket.setsockopt(zmq.IPV6, await self._needs_ipv6(address))
+            waiting_for = f"an answer of {self._hub}{hint if security is not None else ''}"
             self._socket.connect(address)
             self.beside(self._read())
             while not self._answered.is_set():
@@ -145,6 +147,13 @@ class Link(Endpoint):
         self._last_seen = time.monotonic()
         self.beside(self._beat())
         return self
+
+    async def _needs_ipv6(self, address: str) -> bool:
+        """Return `needs_ipv6` of an address, as soon as its name has one: libzmq would look for IPv4 alone."""
+        while True:
+            with contextlib.suppress(OSError):
+                return await asyncio.to_thread(needs_ipv6, address)
+            await asyncio.sleep(HELLO_S)
 
     def _configure(self, security: ClientSecurity | None) -> None:
         dead_ms = int(min(max(DEAD_AFTER_S, self.flow.resend_s), LONGEST_DEAD_S) * 1000)

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.curve import ClientSecurity
+from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
 from streamrl.transport.endpoint import Hub, Link
 from streamrl.transport.ip_addresses import host_of, host_port, needs_ipv6, resolve
 from tests.ipv6 import with_ipv6
+from tests.transport.sockets import new_key
 from tests.waiting import scaled
 
 HOSTS = {"both": ["fd00::7", "10.0.0.7"], "new": ["fd00::8"], "old": ["10.0.0.9"]}
@@ -49,7 +51,6 @@ def test_a_name_is_found_by_ipv4_if_it_has_such_an_address(names: None) -> None:
     [
         ("tcp://both:1", False),
         ("tcp://new:1", True),
-        ("tcp://nowhere:1", False),
         ("tcp://10.0.0.7:1", False),
         ("tcp://[::1]:1", True),
         ("ipc:///tmp/a:b", False),
@@ -57,6 +58,44 @@ def test_a_name_is_found_by_ipv4_if_it_has_such_an_address(names: None) -> None:
 )
 def test_a_socket_uses_ipv6_only_where_there_is_no_other_way(names: None, address: str, needed: bool) -> None:
     assert needs_ipv6(address) == needed
+
+
+def test_a_name_without_an_address_is_named_at_the_deadline_and_keys_are_not_blamed(names: None) -> None:
+    with pytest.raises(OSError, match="not known"):
+        needs_ipv6("tcp://nowhere:1")
+
+    async def body() -> None:
+        link = Link("east", "service", WaitRegistry("east"))
+        keys = ClientSecurity(new_key(), new_key().public)
+        with pytest.raises(DeadlineExpired, match="for the name of home at tcp://nowhere:1 to have an IP address"):
+            await link.connect("tcp://nowhere:1", 0.2, keys, "home")
+        await link.close()
+
+    asyncio.run(body())
+
+
+@with_ipv6
+def test_a_hub_whose_name_gets_its_address_late_and_of_ipv6_alone_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.transport.link.HELLO_S", 0.05)
+    looked: list[str] = []
+
+    def late(host: str) -> str:
+        looked.append(host)
+        if len(looked) < 3:
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return host
+
+    async def body() -> None:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6) as probe:
+            address = f"tcp://[::1]:{probe.getsockname()[1]}"
+        hub, link = Hub("hub", WaitRegistry("hub")).bind(address), Link("east", "service", WaitRegistry("east"))
+        monkeypatch.setattr("streamrl.transport.ip_addresses.resolve", late)
+        await link.connect(address, scaled(10))
+        assert looked == ["::1"] * 3
+        await link.close()
+        await hub.close()
+
+    asyncio.run(body())
 
 
 @with_ipv6
