@@ -203,8 +203,11 @@ class Services:
         return had
 
     def gone(self, name: str) -> None:
-        """Wait for a service that has said goodbye to reconnect; its launcher may restart it."""
-        if name in self.excluded:
+        """Wait for a service that has said goodbye to reconnect; its launcher may restart it.
+
+        A no-op if it is excluded, or connected: it has come back before its goodbye was read.
+        """
+        if name in self.excluded or name in self._hub.peers:
             return
         is_remote = self._sites[name] in self._cluster.remote_sites
         limit_s = self._cluster.absence_s if is_remote else self._return_s

@@ -113,9 +113,16 @@ def test_the_trainers_site_may_take_as_long_to_come_back_as_its_instances_to_sta
     waits, sites = WaitRegistry("test"), {"service-home": "home", "service-far": "far"}
     cluster = CLUSTER.model_copy(update={"hardware": hardware})
     made = Services(wire, waits, sites, cluster, RunConfig.model_validate(run))  # type: ignore[arg-type]
+    wire.peers.clear()
     made.gone("service-home")
     made.gone("service-far")
     assert [one["limit_s"] for one in waits.snapshot()] == [limit_s, 500.0]
+
+
+def test_a_service_that_is_back_before_its_goodbye_is_read_is_not_waited_for(wire: Wire, services: Services) -> None:
+    """The hellos and goodbyes of before the run begins are read once it has."""
+    services.gone("service-far")
+    assert services._waits.begun == frozenset()
 
 
 @pytest.fixture
