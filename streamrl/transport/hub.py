@@ -120,6 +120,8 @@ class Hub(Endpoint):
         self._routes: dict[PeerRoute, Peer] = {}
         self._ended: deque[tuple[str, str]] = deque(maxlen=MOST_ENDED)
         """Names and sessions of forgotten peers: what was in flight to them is lost, so none may go on."""
+        self._left: dict[str, tuple[int, int]] = {}
+        """Bytes from and to forgotten peers of other sites, by name: whoever has the name next counts on from there."""
         self._joined = asyncio.Event()
         self._beat_at = time.monotonic()
         """Last time the peers were checked, in monotonic seconds."""
@@ -336,8 +338,8 @@ class Hub(Endpoint):
             if route.door.outside:
                 peer.inbox = stranger_inbox()
             if known is not None:
-                peer.bytes_in, peer.bytes_out = known.bytes_in, known.bytes_out
                 self._forget(known)
+            peer.bytes_in, peer.bytes_out = self._left.pop(name, (0, 0))
             self.peers[name] = peer
             if self.forwards_hellos:
                 self._inbox.put_nowait(Delivery(name, "hello", {"session": peer.session}, {}, lambda: None))
@@ -396,6 +398,8 @@ class Hub(Endpoint):
     def _forget(self, peer: Peer) -> None:
         """End a peer's session for good; senders that wait for its credit look it up again."""
         self._ended.append((peer.name, peer.session))
+        if peer.site is not None:
+            self._left[peer.name] = peer.bytes_in, peer.bytes_out
         if self.peers.get(peer.name) is peer:
             del self.peers[peer.name]
         if peer.route is not None:

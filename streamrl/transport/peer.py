@@ -94,9 +94,9 @@ class Peer:
     lost: bool = False
     credit: asyncio.Event = field(default_factory=asyncio.Event)
     bytes_in: int = 0
-    """Bytes of all frames from it, over all its sessions."""
+    """Bytes of all frames from it; of another site's, over all sessions of its name."""
     bytes_out: int = 0
-    """Bytes of all frames handed to libzmq for it."""
+    """Bytes of all frames handed to libzmq for it, in the same way."""
 
     @property
     def speaker(self) -> Speaker:

@@ -50,6 +50,32 @@ def test_a_site_with_its_key_gets_in_and_talks_both_ways() -> None:
     run(body)
 
 
+@pytest.mark.parametrize("leaves", ["says goodbye", "is dropped", "is replaced"])
+def test_the_bytes_of_a_site_are_counted_on_when_it_comes_back(leaves: str) -> None:
+    """A link's bytes may cost money, whichever process has sent or received them."""
+
+    async def body() -> None:
+        sites = Sites()
+        hub = sites.hub()
+        first = await link("service-east", "east").connect(sites.address, 10, sites.as_client(sites.east))
+        await first.send("item", {"x": "x" * 10_000})
+        await hub.send("service-east", "order", {"x": "x" * 20_000})
+        await hub.receive()
+        if leaves == "says goodbye":
+            await first.close()
+            await until(lambda: "service-east" not in hub.peers)
+        elif leaves == "is dropped":
+            hub.drop("service-east")
+        again = await link("service-east", "east").connect(sites.address, 10, sites.as_client(sites.east))
+        peer = hub.peers["service-east"]
+        assert peer.session == again.session
+        assert 10_000 < peer.bytes_in < 20_000 < peer.bytes_out < 40_000
+        for one in (first, again, hub):
+            await one.close()
+
+    run(body)
+
+
 def test_an_unknown_key_gets_nothing_and_costs_nothing_while_others_go_on() -> None:
     async def body() -> None:
         sites = Sites()
