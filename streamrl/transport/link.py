@@ -80,7 +80,10 @@ class Link(Endpoint):
         self.bytes_out = 0
         """Bytes of all frames handed to libzmq."""
         self.on_new_hub: Callable[[], None] | None = None
-        """Called when the hub is a new process, before anything is sent to it or received from it."""
+        """Called when the hub is a new process, before anything is sent to it or received from it.
+
+        An error that it raises ends this link, and the hub gets nothing of what was sent.
+        """
         self.reports: list[Endpoint] = [self]
         """Endpoints of this process whose refusals its heartbeats report."""
         self.hub_state: dict[str, Any] = {}
@@ -262,9 +265,10 @@ class Link(Endpoint):
             if self._hello_at is None:
                 return  # the answer to a repeated hello
             another = self._hub_session not in ("", message.session)
-            self._hello_at, self._hub_session = None, message.session
+            self._hub_session = message.session
             if another and self.on_new_hub is not None:
                 self.on_new_hub()
+            self._hello_at = None
             self._answered.set()
             for _, unacknowledged in self._outbox.to_resend(time.monotonic(), 0.0):
                 self._transmit(unacknowledged)

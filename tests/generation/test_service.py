@@ -17,6 +17,7 @@ import pytest
 
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
+from streamrl.errors import RestartNeeded
 from streamrl.generation.site.service import GenerationService
 from streamrl.generation.site.site_episodes import is_turn
 from streamrl.generation.site.token_journal import TokenJournal
@@ -27,9 +28,12 @@ from streamrl.rollouts.types import PartialSample
 from streamrl.run_dir import layout, site_status
 from streamrl.run_dir.site_status import read_site
 from streamrl.runtime.process_context import Addresses, RoleContext
+from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.endpoint import Hub
 from streamrl.transport.wire import Arrays
 from tests.tiny_model import save_tiny_model
-from tests.waiting import until
+from tests.transport.sockets import bind_again
+from tests.waiting import scaled, until
 
 CLUSTER = ClusterConfig.model_validate({"hardware": "cpu", "sites": {"here": {"trainer": {}, "generation": [{}]}}})
 TWO_SITES = ClusterConfig.model_validate(
@@ -201,6 +205,32 @@ def test_a_link_that_is_down_holds_up_neither_what_instances_say_nor_who_looks_a
             service.controller.forget_sent()
             await until(lambda: len(acknowledged) == credits + 5)
             sending.cancel()
+
+    asyncio.run(play())
+
+
+def test_a_new_controller_gets_nothing_of_what_was_meant_for_the_old_one(tmp_path: Path) -> None:
+    """The work was the old one's: the new one would count its samples as foreign."""
+
+    async def play() -> None:
+        address = f"ipc://{tmp_path}/controller"
+        hub = Hub("controller", WaitRegistry("old")).bind(address)
+        async with service_in(tmp_path) as service:
+            await service.controller.connect(address, scaled(10))
+            sending = [
+                asyncio.create_task(service.controller.send("sample", {"number": number}))
+                for number in range(service.controller.flow.credits + 1)
+            ]
+            await until(lambda: service.waits.snapshot())  # the last one has no credit
+            await hub.close()
+            again = await bind_again(lambda: Hub("controller", WaitRegistry("new")).bind(address))
+            with pytest.raises(RestartNeeded, match="the controller was restarted"):
+                await asyncio.wait_for(service.controller.receive(), scaled(10))
+            with pytest.raises(RestartNeeded, match="the controller was restarted"):
+                await service._end_if_orphaned()
+            sending[-1].cancel()
+        assert (await again.receive()).kind == "bye"
+        await again.close()
 
     asyncio.run(play())
 

@@ -71,6 +71,8 @@ JOURNAL_S = 0.5
 OWN_TIMES = ("t_dispatched", "t_first_token", "t_finished", "t_last_part")
 """Times of a sample that the instance takes from this site's clock, those that it has."""
 
+RESTARTED = "the controller was restarted"
+
 
 class GenerationService:
     """The service of one site: connects the controller, the dispatcher, the instances and the weight relay."""
@@ -100,6 +102,7 @@ class GenerationService:
         self.hub.admit_inside = inside_admission(inside_roles(context.cluster, run, context.site), "service")
         self.controller = to_home(context, "service", self.waits)
         self.controller.reads = MessageReader(controller_site.FROM_CONTROLLER)
+        self.controller.on_new_hub = self._controller_restarted
         self.uplink = make_uplink(context, self.controller)
         self.reports = Reports(self.controller)
         self.weights = SiteWeights(context, self.waits)
@@ -147,7 +150,6 @@ class GenerationService:
             "passes_weights_on": self.weights.passes_on,
         }
         self.controller.state = self.site_state.heartbeat
-        self.controller.on_new_hub = self._orphaned.set
         try:
             self.context.say(waiting_for(["the controller"]))
             await connect_home(self.context, self.controller, CONTROLLER, self.context.addresses.controller)
@@ -272,9 +274,19 @@ class GenerationService:
         )
         self.reports.put(parked)
 
+    def _controller_restarted(self) -> None:
+        """End the link: a new controller is not owed what is not acknowledged, and would count it as foreign.
+
+        Raises:
+            RestartNeeded: always.
+        """
+        self._orphaned.set()
+        raise RestartNeeded(RESTARTED)
+
     async def _end_if_orphaned(self) -> None:
+        """End the service at once if the controller was restarted; what the link raises may wait to be received."""
         await self._orphaned.wait()
-        raise RestartNeeded("the controller was restarted")
+        raise RestartNeeded(RESTARTED)
 
     async def _keep_journal(self) -> None:
         """Write the journals to their files every `JOURNAL_S` seconds."""
