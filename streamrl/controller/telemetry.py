@@ -133,6 +133,7 @@ class Telemetry:
                 "schedule_note": self.schedule_note,
                 "model": run.model.path,
                 "hardware": self.context.cluster.hardware,
+                "absence_s": self.context.cluster.absence_s if self.context.cluster.remote_sites else None,
                 "roles": self._roles(),
                 "sites": self.sites(),
                 "scaling": self.scaling(),

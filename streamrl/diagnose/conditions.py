@@ -62,9 +62,11 @@ def _condition(one: ProcessFacts, facts: Facts) -> Condition:
         for proxy in facts.processes:
             if proxy.role == "proxy" and (why := fatal(proxy, facts)) is not None:
                 return Condition(why.rank, f"is out of reach: the proxy that stands for the links {why.text}")
+        assert facts.run is not None
+        limit = "" if facts.run.absence_s is None else f" (the run ends at absence_s, {seconds(facts.run.absence_s)})"
         return Condition(
             Rank.AWAY,
-            f"is out of reach: its site has been silent for {seconds(silent)}{_why_silent(one, facts.run)}",
+            f"is out of reach: its site has been silent for {seconds(silent)}{limit}{_why_silent(one, facts.run)}",
         )
     cpu = one.cpu
     if cpu is None:

@@ -110,6 +110,8 @@ class RunFacts:
     """Seconds of silence of each site behind a link, as of `updated_at`."""
     refused: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """What processes have refused since the controller started, by cause and peer."""
+    absence_s: float | None = None
+    """Seconds of such silence after which the run ends, whatever the limit of a wait; None: unknown."""
 
     @property
     def first_start(self) -> float:

@@ -199,6 +199,9 @@ class RunStatus(StatusModel):
     schedule_note: str = Field("", description="newest automatic choice of the schedule, and why")
     model: str = ""
     hardware: str = ""
+    absence_s: float | None = Field(
+        None, description="seconds of a site's silence after which the run ends; none: there is one site"
+    )
     roles: dict[str, RoleStatus] = Field(default_factory=dict)
     sites: dict[str, RemoteSite] = Field(default_factory=dict)
     scaling: ScalingStatus = Field(default_factory=ScalingStatus)

@@ -94,7 +94,7 @@ def _hub(context: RoleContext, name: str, waits: WaitRegistry, near: Flow, other
             return near
         if name == CONTROLLER:  # no window, in which it would wait for one site while it could serve the others
             over = context.link_flow(link, MOST_ITEM_BYTES)
-            return Flow(resend_s=over.resend_s, lost_after_s=over.lost_after_s)
+            return Flow(resend_s=over.resend_s, lost_after_s=over.lost_after_s, lost_key=over.lost_key)
         return context.link_flow(link, weight_chunk(context, link))
 
     def admit(peer: str, role: str, meta: dict[str, Any], key_site: str | None) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 RESEND_S = 20.0
@@ -30,11 +30,18 @@ class Flow:
     turns out to be slower."""
     lost_after_s: float = 60.0
     """Seconds of silence after which the peer is lost; infinite: its owner judges it by other signs."""
+    lost_key: str = field(default="", compare=False)
+    """Key of the cluster file that sets `lost_after_s`, for errors; '': none does."""
 
     @property
     def send_limit_s(self) -> float:
         """Seconds that a send waits for a credit."""
         return max(SEND_LIMIT_S, self.lost_after_s) if math.isfinite(self.lost_after_s) else SEND_LIMIT_S
+
+    def silence(self, silent_s: float) -> str:
+        """Return in words that a peer is lost after this silence, and what sets the limit."""
+        limit = f", and {self.lost_key} is {self.lost_after_s:g} s" if self.lost_key else ""
+        return f"has been silent for {silent_s:.0f} s{limit}"
 
     def __post_init__(self) -> None:
         """Check the limits.
@@ -71,4 +78,5 @@ class Flow:
             window_bytes=window,
             resend_s=max(RESEND_S, WINDOWS_BEFORE_RESEND * full_s),
             lost_after_s=absence_s,
+            lost_key="absence_s",
         )

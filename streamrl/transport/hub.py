@@ -418,7 +418,7 @@ class Hub(Endpoint):
                 silent = now - peer.last_seen
                 if silent > peer.flow.lost_after_s and not peer.lost:
                     peer.lost = True
-                    lost = f"{peer.name} has been silent for {silent:.0f} s (seen by {self.name})"
+                    lost = f"{peer.name} {peer.flow.silence(silent)} (seen by {self.name})"
                     if self.can_lose(peer.speaker):
                         log.warning("%s; it is not needed", lost)
                     else:

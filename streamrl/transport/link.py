@@ -334,7 +334,7 @@ class Link(Endpoint):
             last = now
             silent = now - self._last_seen
             if silent > self.flow.lost_after_s:
-                raise PeerLost(f"{self._hub} has been silent for {silent:.0f} s")
+                raise PeerLost(f"{self._hub} {self.flow.silence(silent)}")
             if silent < self.flow.resend_s:  # a silent hub gets no repeats: they would pile up
                 for _, message in self._outbox.to_resend(now, self.flow.resend_s):
                     self._transmit(message)

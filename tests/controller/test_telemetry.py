@@ -117,7 +117,9 @@ def test_a_controller_whose_disk_is_full_gives_signs_of_life_and_says_why_once(
 
 
 def make_telemetry(run_dir: Path, steps: int = 10) -> Telemetry:
-    context: Any = SimpleNamespace(run_dir=run_dir, run=RunConfig(steps=steps), cluster=SimpleNamespace(hardware="cpu"))
+    context: Any = SimpleNamespace(
+        run_dir=run_dir, run=RunConfig(steps=steps), cluster=SimpleNamespace(hardware="cpu", remote_sites=())
+    )
     hub: Any = SimpleNamespace(peers={}, waits=WaitRegistry("controller"), refused=dict)
     lengths: Any = SimpleNamespace(state=dict)
     return Telemetry(context, hub, lengths)
@@ -199,7 +201,7 @@ def test_the_status_waits_for_no_measurement_of_the_memory_and_survives_one_that
 
 
 def test_a_run_that_is_continued_keeps_its_start_beside_that_of_its_controller(tmp_path: Path) -> None:
-    cluster = SimpleNamespace(hardware="cpu")
+    cluster = SimpleNamespace(hardware="cpu", remote_sites=())
     context: Any = SimpleNamespace(run_dir=tmp_path, run=RunConfig(), cluster=cluster)
     hub: Any = SimpleNamespace(peers={}, waits=WaitRegistry("controller"), refused=dict)
     lengths: Any = SimpleNamespace(state=dict)
@@ -215,7 +217,9 @@ def test_a_run_that_is_continued_keeps_its_start_beside_that_of_its_controller(t
 
 
 def test_each_instance_of_a_sample_that_moved_has_a_span_in_the_trace_for_the_time_it_had_it(tmp_path: Path) -> None:
-    context: Any = SimpleNamespace(run_dir=tmp_path, run=RunConfig(), cluster=SimpleNamespace(hardware="cpu"))
+    context: Any = SimpleNamespace(
+        run_dir=tmp_path, run=RunConfig(), cluster=SimpleNamespace(hardware="cpu", remote_sites=())
+    )
     hub: Any = SimpleNamespace(peers={}, waits=WaitRegistry("controller"), refused=dict)
     telemetry = Telemetry(context, hub, SimpleNamespace(state=dict))  # type: ignore[arg-type]
     group = make_group("g", (1.0,))
@@ -231,7 +235,9 @@ def test_each_instance_of_a_sample_that_moved_has_a_span_in_the_trace_for_the_ti
 
 
 def test_a_sample_that_an_earlier_controller_may_have_told_is_not_in_the_trace_twice(tmp_path: Path) -> None:
-    context: Any = SimpleNamespace(run_dir=tmp_path, run=RunConfig(), cluster=SimpleNamespace(hardware="cpu"))
+    context: Any = SimpleNamespace(
+        run_dir=tmp_path, run=RunConfig(), cluster=SimpleNamespace(hardware="cpu", remote_sites=())
+    )
     hub: Any = SimpleNamespace(peers={}, waits=WaitRegistry("controller"), refused=dict)
     telemetry = Telemetry(context, hub, SimpleNamespace(state=dict))  # type: ignore[arg-type]
     new, old = make_group("new"), make_group("old")

@@ -308,6 +308,8 @@ def test_waiting_for_a_site_that_is_away() -> None:
     verdict = judge(facts(SAMPLES, processes=remote(), silent_s={"b": 80.0}, into_step_s=90.0))
     assert verdict.state == "stuck"
     assert "b-regular-0, which has 9 of them, is out of reach: its site has been silent for 80 s" in verdict.sentence
+    limited = judge(facts(SAMPLES, processes=remote(), silent_s={"b": 80.0}, into_step_s=90.0, absence_s=120.0))
+    assert "silent for 80 s (the run ends at absence_s, 120 s), the link" in limited.sentence, "the wait's is 600 s"
 
 
 def test_a_site_that_is_away_while_the_step_is_in_its_ordinary_time_is_only_told() -> None:

@@ -49,5 +49,6 @@ def test_the_controller_repeats_nothing_that_may_still_be_on_its_way_to_another_
     assert hub.flows is not None
     flow = hub.flows("service-far")
     assert flow == Flow(resend_s=flow.resend_s, lost_after_s=slow.absence_s), "no window holds it up"
+    assert flow.silence(301) == f"has been silent for 301 s, and absence_s is {slow.absence_s:g} s"
     assert flow.resend_s == pytest.approx(resend_s, rel=0.01)  # 48 MiB take as long, or 20 s
     assert hub.flows("service-here") == context.local_flow
