@@ -23,6 +23,9 @@ from streamrl.transport.wire import Arrays, MalformedMessage, Message, encode, i
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
+HEARD_BEATS = 5
+"""Heartbeats without a word after which a process that began earlier may take a peer's name all the same: the clock of
+another machine may be behind, or one may have been set back."""
 LINGER_MS = 500
 YIELD_EVERY = 32
 """Messages after which a reader lets other tasks run; one that always finds another message never would."""

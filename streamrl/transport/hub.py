@@ -5,7 +5,8 @@ says hello again with its session: its messages are then routed to the new conne
 resent there. A hello with a new session is a new life of the peer, which starts with no state. The life before it has
 ended: if its process is still there (a site launched twice, a machine that was suspended), its next hello is refused.
 A first hello may be late, and come after that of the process that has replaced its sender: it says when its process
-began, and is refused while one that began later is heard.
+began, and is refused while one that began later is heard; it may ask again, as a clock that was set back makes a
+successor look late.
 
 There are two doors. Peers of the hub's own site use the inner one, a Unix socket or TCP, with keys of the site's
 processes. Those of other sites use the outer one, with their site's key. libzmq admits only connections that have
@@ -66,9 +67,6 @@ log = logging.getLogger(__name__)
 
 MOST_ENDED = 1000
 """Ended sessions that a hub remembers."""
-HEARD_BEATS = 5
-"""Heartbeats without a word after which a process that began earlier may take a peer's name all the same: the clock of
-another machine may be behind."""
 
 Admit = Callable[[str, str, dict[str, Any], str | None], str | None]
 AdmitInside = Callable[[str, str, str | None], str | None]
@@ -323,12 +321,13 @@ class Hub(Endpoint):
             self.refusals.count("too many", sender, f"a hello of {size} bytes so soon after others")
             return
         flow = self._judge(route, name, message.session, role, meta, owner)
-        if not isinstance(flow, str) and self._is_late(name, message.session, begun):
+        late = not isinstance(flow, str) and self._is_late(name, message.session, begun)
+        if late:
             flow = f"another process of this name has come, which began later, and {self.name} hears it"
         if isinstance(flow, str):
             self.refused_peers += 1
             self.refusals.count("hello", sender, flow)
-            self._answer(route, self._control("refused", {"hub": self.name, "reason": flow}))
+            self._answer(route, self._control("refused", {"hub": self.name, "reason": flow, "late": late}))
             return
         known = peer = self.peers.get(name)
         if peer is None or peer.session != message.session:
@@ -388,7 +387,7 @@ class Hub(Endpoint):
         known = self.peers.get(name)
         if known is None or known.session == session or begun >= known.begun:
             return False
-        return self.silent_for(name) < HEARD_BEATS * endpoint_base.HEARTBEAT_S
+        return self.silent_for(name) < endpoint_base.HEARD_BEATS * endpoint_base.HEARTBEAT_S
 
     def drop(self, name: str) -> None:
         """Forget a peer that is known to be dead, and everything in flight to it; if alive, it will be refused."""

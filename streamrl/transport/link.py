@@ -96,6 +96,8 @@ class Link(Endpoint):
         self._answered = asyncio.Event()
         """Set once the first hello has been answered, by a welcome or a refusal."""
         self._refusal: Refused | None = None
+        self._late_until = 0.0
+        """Until when the hub is asked again if it takes this process for a late one (monotonic seconds)."""
         self._hub_session = ""
         self._hello_at: float | None = 0.0
         """Time of the unanswered hello (monotonic seconds); None: the hub has answered."""
@@ -131,6 +133,10 @@ class Link(Endpoint):
         self._address, self._hub = address, f"{hub} at {address}"
         self._configure(security)
         hint = f" (it answers only if each side has the other's present key; {SEE_DOCS}{ErrorCode.KEYS})"
+        # a predecessor that has just died, and began later by a clock that was set back since, is silent by then
+        self._late_until = time.monotonic() + min(
+            2 * endpoint_base.HEARD_BEATS * endpoint_base.HEARTBEAT_S, limit_s / 2
+        )
         waiting_for = ""
         async with self.waits.deadline(lambda: waiting_for, limit_s):
             waiting_for = f"the name of {self._hub} to have an IP address"
@@ -275,7 +281,7 @@ class Link(Endpoint):
         elif message.kind == "unknown":
             if self._hello_at is None or time.monotonic() - self._hello_at > HELLO_S:
                 self._put(self._hello())  # the hub was restarted, or this is a new connection
-        else:
+        elif not message.body.get("late") or time.monotonic() > self._late_until:  # else `connect` says hello again
             hub, reason = message.body.get("hub"), message.body.get("reason")
             self._end(f"{hub} at {self._address} refuses {self.name}: {reason}")
 

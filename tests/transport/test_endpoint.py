@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import zmq.asyncio
 from streamrl.errors import RunFailed
 from streamrl.transport import delivery as delivery_module
 from streamrl.transport import endpoint_base
+from streamrl.transport import link as link_module
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
 from streamrl.transport.endpoint import Flow, Hub, Link, PeerLost, Refused
 from streamrl.transport.peer import PeerRoute
@@ -84,7 +86,12 @@ def test_a_life_that_has_ended_does_not_return(how: str) -> None:
     run(body)
 
 
-def test_a_late_first_hello_displaces_a_process_that_began_later_only_if_that_is_silent() -> None:
+def test_a_late_first_hello_displaces_a_process_that_began_later_only_if_that_is_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link_module, "HELLO_S", 0.1)
+    monkeypatch.setattr(endpoint_base, "HEARTBEAT_S", scaled(0.2))
+
     async def body(address: str) -> None:
         hub = hub_at(address)
         replaced, behind = (Link("peer", "test", WaitRegistry("peer")) for _ in range(2))
@@ -101,6 +108,27 @@ def test_a_late_first_hello_displaces_a_process_that_began_later_only_if_that_is
         await behind.connect(address, scaled(10))  # on a machine whose clock is behind
         assert hub.peers["peer"].session == behind.session
         for link in (replaced, successor, behind):
+            await link.close()
+        await hub.close()
+
+    run(body)
+
+
+def test_a_successor_whose_clock_was_set_back_is_admitted_once_its_dead_predecessor_is_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link_module, "HELLO_S", 0.1)
+    monkeypatch.setattr(endpoint_base, "HEARTBEAT_S", scaled(0.2))
+
+    async def body(address: str) -> None:
+        hub = hub_at(address)
+        dead = await Link("peer", "test", WaitRegistry("peer"), clock=lambda: time.time() + 3600).connect(address)
+        for task in dead._tasks:  # it is killed
+            task.cancel()
+        successor = await Link("peer", "test", WaitRegistry("peer")).connect(address, scaled(60))
+        assert hub.refused_peers, "it was taken for late at first"
+        assert hub.peers["peer"].session == successor.session
+        for link in (dead, successor):
             await link.close()
         await hub.close()
 
