@@ -51,6 +51,8 @@ class SimulatedInstance:
     curve: StepCurve
     slots: int
     pool: str = REGULAR
+    doubtful: bool = False
+    """Whether its step times are unreliable: measured beside other load, and not yet replaced by what work shows."""
 
 
 @dataclass

@@ -45,6 +45,8 @@ class SiteLoad:
     """USD per hour of all its instances."""
     price_per_gb: float = 0.0
     """USD per 10^9 bytes on its link."""
+    doubtful: bool = False
+    """Whether the step times of all its instances are doubtful, so that only work there can show how fast it is."""
 
     def __post_init__(self) -> None:
         if not self.instances or min(slots for slots, _ in self.instances) < 1:

@@ -17,6 +17,8 @@ instances.
   few, they are then moved one by one off the site that ends last; so no placement is predicted worse than dealing by
   capacity.
 * With a `price_tolerance`, the cheapest of the placements that end within this share of the first is taken.
+* A site whose step times are doubtful, and which has no work and would get none, gets a group all the same, the
+  shortest: what it measured beside other load may be many times too slow, and only work can show better.
 * There is no clock. Decode steps stand in for one: a sample that arrives with L tokens shows that whatever started
   beside it has been through L steps, too, and forecasts of the rest follow from that.
 * A group without a forecast is assumed to be like the samples that have arrived, and those that still run, of which
@@ -238,6 +240,8 @@ class SiteDispatch:
             return []
         problem, order, bundles = self._problem(sites)
         of_bundles, self.predicted = problem.solve(self.price_tolerance)
+        if self._try_doubtful(sites, problem, of_bundles):
+            self.predicted = problem.predict(of_bundles)
         seats = np.empty(len(order), dtype=np.int64)
         seats[order] = np.repeat(of_bundles, bundles)
         decisions = []
@@ -250,6 +254,27 @@ class SiteDispatch:
         for site in sites:
             site.start()
         return decisions
+
+    @staticmethod
+    def _try_doubtful(sites: Sequence[_Site], problem: SiteProblem, seats: Seats) -> bool:
+        """Give each doubtful site that has no work and gets none the shortest new bundle; return whether any got one.
+
+        Args:
+            sites: that take work.
+            problem: placement on them.
+            seats: worker of each new bundle, the longest first; changed in place.
+        """
+        moved = False
+        for number, site in enumerate(sites):
+            at = [problem.kinds[seat][0] for seat in seats.tolist()]
+            if not site.facts.doubtful or site.groups or number in at:
+                continue
+            # not that of another one, which is tried as well
+            movable = [bundle for bundle, other in enumerate(at) if not sites[other].facts.doubtful]
+            if movable:
+                seats[movable[-1]] = problem.kinds.index((number, 0))
+                moved = True
+        return moved
 
     def _problem(self, sites: Sequence[_Site]) -> tuple[SiteProblem, Seats, Seats]:
         """Return the placement problem of these sites, the order of the new groups in bundles, and the bundle sizes."""

@@ -271,6 +271,7 @@ class Services:
             link.rtt_s if link else 0.0,
             sum(prices[instance.pool] for instance in fleet),
             link.price_per_gb if link else 0.0,
+            doubtful=all(instance.doubtful for instance in fleet),
         )
 
     def fleet_changed(self, name: str, fleet: list[dict[str, Any]]) -> None:

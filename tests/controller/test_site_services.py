@@ -429,6 +429,22 @@ def test_a_site_that_is_away_or_congested_gets_nothing_new_while_another_can_wor
     asyncio.run(play())
 
 
+def test_a_site_that_is_doubtful_as_a_whole_gets_a_group_and_one_in_part_does_not(
+    wire: Wire, services: Services
+) -> None:
+    async def play() -> None:
+        slow = StepCurve((1, 8), (10.0, 20.0), 0.0, 0.0)
+        fleet = [SimulatedInstance(f"far-{n}", slow, 8, "regular", doubtful=n == 0) for n in range(2)]
+        services.fleet_changed("service-far", fleet_to_wire(fleet))
+        await services.generate(*some_groups(0, 6))
+        assert len(wire.groups("service-home")) == 6
+        services.fleet_changed("service-far", fleet_to_wire(fleet[:1]))
+        await services.generate(*some_groups(6, 6))
+        assert len(wire.groups("service-far")) == 1
+
+    asyncio.run(play())
+
+
 def test_the_status_of_a_remote_site_shows_what_is_known_of_it(wire: Wire, services: Services) -> None:
     wire.peers["service-far"].state = {
         "rtt_s": 0.031,

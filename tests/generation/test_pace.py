@@ -11,9 +11,12 @@ import pytest
 from scheduler.cost.decode import StepCurve
 from scheduler.dispatch.baselines import LeastLoaded
 from scheduler.dispatch.straggler import STRETCHES
+from scheduler.simulation.generation_simulator import SimulatedInstance
 from streamrl.config.cluster import GenerationPool
+from streamrl.config.run import RunConfig
 from streamrl.generation.instance.engine import Worked
 from streamrl.generation.site.instance_monitor import InstanceWatch
+from streamrl.generation.site.instance_weights import InstanceWeights
 from streamrl.generation.site.pace import ENOUGH, KEPT, LEAST_TOKENS, Pace, Stretches, WorkedCurve, pace
 from streamrl.generation.site.step_curves import CHANGE, FleetCurves, differ
 from tests.generation.dispatching import dispatcher
@@ -183,8 +186,40 @@ def test_doubtful_measurements_do_not_count_beside_others_and_disagreement_is_sa
     curves.measured("b", CURVE.scaled(2.0))
     assert curves.simulated("a-0", "a", 4).curve.seconds == pytest.approx(CURVE.scaled(1.5).seconds)
     assert "measured 10 to 20 ms for a step of batch 1; plans use the mean" in curves.note("a")
+    curves.worked("a-0", "a", CURVE.scaled(9.0), doubtful=True)  # not enough work yet
+    assert curves.simulated("a-0", "a", 4).curve.seconds == pytest.approx(CURVE.scaled(1.5).seconds)
     curves.worked("a-0", "a", CURVE)
     assert curves.note("a") == ""
+
+
+def test_a_kind_is_doubtful_until_another_measurement_or_enough_work() -> None:
+    curves = FleetCurves({"a": GenerationPool(name="a")})
+    curves.measured("a", CURVE.scaled(9.0), doubts="repeats differ")
+    assert curves.simulated("a-0", "a", 4).doubtful
+    curves.worked("a-0", "a", CURVE.scaled(8.0), doubtful=True)
+    assert curves.simulated("a-0", "a", 4) == SimulatedInstance("a-0", CURVE.scaled(8.0), 4, "a", doubtful=True)
+    curves.worked("a-0", "a", CURVE.scaled(8.0))
+    assert not curves.simulated("a-0", "a", 4).doubtful
+
+
+def test_the_end_of_doubts_is_told_even_if_the_step_times_stay() -> None:
+    curves = FleetCurves({"a": GenerationPool(name="a")})
+    curves.measured("a", CURVE, doubts="repeats differ")
+    peer = SimpleNamespace(state={"curve": CURVE.to_json(), "doubtful": True})
+    fleet: Any = SimpleNamespace(
+        context=SimpleNamespace(run=RunConfig()),
+        present=["a-0"],
+        lives={"a-0": SimpleNamespace(pool="a")},
+        hub=SimpleNamespace(peers={"a-0": peer}),
+        dispatcher=SimpleNamespace(knows=lambda name: True, curve_of=lambda name: CURVE),
+        curves=curves,
+        simulated=lambda name: curves.simulated(name, "a", 4),
+    )
+    weights = InstanceWeights(fleet, lambda version: asyncio.sleep(0))
+    assert not weights._refine()
+    peer.state["doubtful"] = False
+    assert weights._refine()
+    assert not weights._refine()
 
 
 def test_curves_differ_by_what_context_costs() -> None:

@@ -13,7 +13,7 @@ from scheduler.cost.decode import PAPER_7B_H800, QWEN_7B, StepCurve, replica_tim
 from scheduler.cost.hardware import device
 from scheduler.cost.length_forecast import Forecast
 from scheduler.sites.site_candidates import SiteLoad, SitePrediction, SiteProblem, with_tails
-from scheduler.sites.site_dispatch import SiteDispatch, SiteGroup
+from scheduler.sites.site_dispatch import BUNDLES, SiteDispatch, SiteGroup
 
 LONGEST = 20_000
 LINEAR = StepCurve((1, 2), (1e-3, 2e-3))
@@ -175,6 +175,31 @@ def test_a_slow_link_gets_fewer_and_none_if_its_round_trip_alone_is_too_long() -
     assert 0 < share(bytes_per_s=1e4) < share(bytes_per_s=2e4) < 35
     assert 0 < share(rtt_s=0.5 * end) < 25
     assert share(rtt_s=1.01 * end) == 0
+
+
+@pytest.mark.parametrize("count", [1, 12, 600])
+def test_a_doubtful_site_gets_the_shortest_groups_however_slow_it_seems_until_it_has_work(count: int) -> None:
+    slow = SiteLoad("b", ((256, PAPER_7B_H800.scaled(1000)),), doubtful=True)
+    policy = dispatch(near("a"), slow)
+    groups = known([1000.0 + n for n in range(count)])
+    sites = placed(policy, groups)
+    bundle = -(-count // BUNDLES)  # groups that are placed together
+    assert [group for group, site in sites.items() if site == "b"] == [group.group_id for group in groups[:bundle]]
+    assert predicted(policy).end > 1000 * 1000 * float(PAPER_7B_H800.base(1)), "the prediction is of what was placed"
+    more = [SiteGroup(f"more{n}", 4, Forecast.exactly(1000.0)) for n in range(12)]
+    assert set(placed(policy, more).values()) == {"a"}, "it has work"
+    for group in groups[:bundle]:
+        for _ in range(4):
+            policy.finished(group.group_id, 1000.0)
+    policy.change(near("b", PAPER_7B_H800.scaled(1000), 1))
+    last = [SiteGroup(f"last{n}", 4, Forecast.exactly(1000.0)) for n in range(12)]
+    assert set(placed(policy, last).values()) == {"a"}, "it is known to be slow"
+
+
+def test_sites_that_are_all_doubtful_share_as_others_do() -> None:
+    one, other = (SiteLoad(name, ((8, LINEAR),), doubtful=True) for name in "ab")
+    assert Counter(placed(dispatch(one, other), known([100.0] * 20)).values()) == {"a": 10, "b": 10}
+    assert len(placed(dispatch(one, other), known([100.0]))) == 1
 
 
 def test_what_a_site_has_to_do_counts_until_its_samples_come() -> None:

@@ -357,6 +357,7 @@ class InstanceProcess:
             "stalled_s": self._stalled_s,
             "pace": self.stretches.newest,
             "curve": self.worked.curve.to_json(),
+            "doubtful": bool(self.worked.doubts),
             "weight_version": self.version,
             "busy_since": self.engine.busy_since,
             "produced": self.engine.produced(),

@@ -119,10 +119,14 @@ class InstanceWeights:
         This happens only with new weights, so that all plans of a step use the same step times.
         """
         known = [name for name in self.fleet.present if self.fleet.dispatcher.knows(name)]
+        doubtful = [self.fleet.simulated(name).doubtful for name in known]
         for name in known:
-            if (reported := self.fleet.hub.peers[name].state.get("curve")) is not None:
-                self.fleet.curves.worked(name, self.fleet.lives[name].pool, StepCurve.from_json(reported))
-        changed = False
+            state = self.fleet.hub.peers[name].state
+            if (reported := state.get("curve")) is not None:
+                curve = StepCurve.from_json(reported)
+                self.fleet.curves.worked(name, self.fleet.lives[name].pool, curve, state.get("doubtful", False))
+        # the controller gives a site that is doubtful work of its own, so it hears when that ends
+        changed = doubtful != [self.fleet.simulated(name).doubtful for name in known]
         for name in known:
             before, now = self.fleet.dispatcher.curve_of(name), self.fleet.simulated(name).curve
             if before is None or differ(before, now):

@@ -109,6 +109,7 @@ class SiteState:
             state = dict(self._hub.peers[name].state) if name in self._hub.peers else {}
             state.pop("produced", None)
             state.pop("curve", None)
+            state.pop("doubtful", None)
             if state.get("busy_since"):
                 state["busy_since"] = self._uplink.link.clock.to_hub_time(state["busy_since"])
             if life.state is not Life.READY:

@@ -33,7 +33,7 @@ class FleetCurves:
     def __init__(self, pools: Mapping[str, GenerationPool]) -> None:
         self._pools = pools
         self._measured: list[tuple[str, StepCurve, bool]] = []
-        self._worked: dict[str, tuple[str, StepCurve]] = {}
+        self._worked: dict[str, tuple[str, StepCurve, bool]] = {}
 
     def measured(self, pool: str, curve: StepCurve, doubts: str = "") -> None:
         """Add the curve that an instance of a pool measured as it started, and why it is doubtful ('': it is not)."""
@@ -44,12 +44,12 @@ class FleetCurves:
 
     def knows(self, pool: str) -> bool:
         """Return whether there are step times of a pool's kind."""
-        return bool(self._alike(self._worked.values(), pool) or self._at_start(pool))
+        return bool(self._known(pool))
 
     def note(self, pool: str) -> str:
         """Return a line about disagreeing measurements of a pool's kind; '': they agree, or work replaced them."""
         found = disagreement(self._at_start(pool))
-        if found is None or self._alike(self._worked.values(), pool):
+        if found is None or self._alike(self._worked.values(), pool, sound=True):
             return ""
         batch, shortest, longest = found
         return (
@@ -57,24 +57,37 @@ class FleetCurves:
             f"of batch {batch}; plans use the mean until their work shows which is right"
         )
 
-    def worked(self, name: str, pool: str, curve: StepCurve) -> None:
+    def doubtful(self, pool: str) -> bool:
+        """Return whether all that is known of a pool's kind is doubtful."""
+        return not (
+            self._alike(self._worked.values(), pool, sound=True) or self._alike(self._measured, pool, sound=True)
+        )
+
+    def worked(self, name: str, pool: str, curve: StepCurve, doubtful: bool = False) -> None:
         """Set the curve that an instance's work shows (`pace.WorkedCurve`).
 
-        It replaces the curves that instances of its kind measured as they started.
+        It replaces the curves that instances of its kind measured as they started; one that is still doubtful replaces
+        doubtful ones only.
         """
-        self._worked[name] = pool, curve
+        self._worked[name] = pool, curve, doubtful
 
     def simulated(self, name: str, pool: str, slots: int) -> SimulatedInstance:
         """Return an instance with the step times of its kind."""
-        worked = self._alike(self._worked.values(), pool)
-        return SimulatedInstance(name, StepCurve.mean(worked or self._at_start(pool)), slots, pool)
+        return SimulatedInstance(name, StepCurve.mean(self._known(pool)), slots, pool, self.doubtful(pool))
+
+    def _known(self, pool: str) -> list[StepCurve]:
+        """Return the best curves of a pool's kind: sound before doubtful ones, and work before measurements."""
+        sources = self._worked.values(), self._measured
+        found = (self._alike(curves, pool, sound) for sound in (True, False) for curves in sources)
+        return next(filter(None, found), [])
 
     def _at_start(self, pool: str) -> list[StepCurve]:
-        sound = self._alike(((other, curve) for other, curve, doubtful in self._measured if not doubtful), pool)
-        return sound or self._alike(((other, curve) for other, curve, _ in self._measured), pool)
+        return self._alike(self._measured, pool, sound=True) or self._alike(self._measured, pool, sound=False)
 
-    def _alike(self, curves: Iterable[tuple[str, StepCurve]], pool: str) -> list[StepCurve]:
-        return [curve for other, curve in curves if self._kind(other) == self._kind(pool)]
+    def _alike(self, curves: Iterable[tuple[str, StepCurve, bool]], pool: str, sound: bool) -> list[StepCurve]:
+        """Return the curves of a pool's kind that are sound, or all of them."""
+        kind = self._kind(pool)
+        return [curve for other, curve, doubtful in curves if self._kind(other) == kind and not (sound and doubtful)]
 
     def _kind(self, pool: str) -> tuple[str, int, int]:
         found = self._pools[pool]
