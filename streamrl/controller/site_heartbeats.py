@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,13 +23,23 @@ class SiteHeartbeats:
             excluded: services that are not used any more, and why.
         """
         self._hub, self._sites, self._cluster, self._excluded = hub, sites, cluster, excluded
+        self._left_at: dict[str, float] = {}
+        """When each service that has said goodbye did so last, in monotonic seconds."""
+
+    def left(self, name: str) -> None:
+        """Record that a service has said goodbye."""
+        self._left_at[name] = time.monotonic()
 
     def remote(self) -> dict[str, dict[str, Any]]:
-        """Return the state of each site behind a link (`run_dir/status.py` RemoteSite)."""
-        found = {}
+        """Return the state of each site behind a link that has come (`run_dir/status.py` RemoteSite)."""
+        found: dict[str, dict[str, Any]] = {}
         for name, site in self._sites.items():
             peer = self._hub.peers.get(name)
-            if site not in self._cluster.remote_sites or peer is None:
+            if site not in self._cluster.remote_sites:
+                continue
+            if peer is None:
+                if name in self._left_at:
+                    found[site] = self._absent(name)
                 continue
             state, uplink = peer.state, peer.state.get("uplink", {})
             rtt_s, ratio = state.get("rtt_s"), uplink.get("ratio")
@@ -43,6 +54,12 @@ class SiteHeartbeats:
                 "excluded": self._excluded.get(name, ""),
             }
         return found
+
+    def _absent(self, name: str) -> dict[str, Any]:
+        """Return the state of a site whose service has said goodbye."""
+        left_s, excluded = time.monotonic() - self._left_at[name], self._excluded.get(name, "")
+        limit_s = None if excluded else self._cluster.absence_s
+        return {"silent_s": left_s, "left_s": left_s, "absence_s": limit_s, "excluded": excluded}
 
     def busy_since(self) -> dict[str, float]:
         """Return the time since which each busy instance has had work, by the last heartbeats (unix seconds)."""

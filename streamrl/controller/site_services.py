@@ -207,6 +207,7 @@ class Services:
 
         A no-op if it is excluded, or connected: it has come back before its goodbye was read.
         """
+        self.heartbeats.left(name)
         if name in self.excluded or name in self._hub.peers:
             return
         is_remote = self._sites[name] in self._cluster.remote_sites

@@ -166,7 +166,9 @@ def _processes(
 def _sites(status: RunStatus | None, sites: dict[str, SiteStatus], now: float) -> list[dict[str, Any]]:
     """Return the sites behind links: as the controller sees them, else as their own folders say."""
     remote = status.sites if status is not None else {}
-    found = [{"name": name, **one.model_dump(), "away": one.away} for name, one in remote.items()]
+    found = [
+        {"name": name, **one.model_dump(), "away": one.away, "absence": one.absence} for name, one in remote.items()
+    ]
     found += [
         {
             "name": one.site,

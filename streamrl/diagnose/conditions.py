@@ -58,6 +58,8 @@ def _condition(one: ProcessFacts, facts: Facts) -> Condition:
     if (why := fatal(one, facts)) is not None:
         return why
     silent = facts.run.silent_s.get(one.site) if facts.run is not None else None
+    if facts.run is not None and silent is not None and one.site in facts.run.left:
+        return Condition(Rank.AWAY, f"is away: its site said goodbye {seconds(silent)} ago and is to be started again")
     if silent is not None and silent > SILENT_AFTER_S:
         for proxy in facts.processes:
             if proxy.role == "proxy" and (why := fatal(proxy, facts)) is not None:

@@ -112,6 +112,8 @@ class RunFacts:
     """What processes have refused since the controller started, by cause and peer."""
     absence_s: float | None = None
     """Seconds of such silence after which the run ends, whatever the limit of a wait; None: unknown."""
+    left: frozenset[str] = frozenset()
+    """Sites behind links that have said goodbye; they are silent since."""
 
     @property
     def first_start(self) -> float:

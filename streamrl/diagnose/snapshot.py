@@ -293,10 +293,13 @@ def _owner_gone(run_dir: Path) -> bool:
 
 def _run(status: Mapping[str, Any]) -> RunFacts:
     try:
-        silent = {name: site["silent_s"] for name, site in (status.get("sites") or {}).items()}
-    except (KeyError, TypeError) as error:
+        sites = status.get("sites") or {}
+        silent = {name: site["silent_s"] for name, site in sites.items()}
+        left = [name for name, site in sites.items() if site.get("left_s") is not None]
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"status.json: {error}") from error
-    found = {**status, "cuda": status.get("hardware") == "cuda", "silent_s": silent, "waits": status.get("waits") or []}
+    own = {"cuda": status.get("hardware") == "cuda", "silent_s": silent, "left": left}
+    found = {**status, **own, "waits": status.get("waits") or []}
     return _checked(layout.STATUS, found, RunFacts)
 
 

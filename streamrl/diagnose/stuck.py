@@ -328,7 +328,9 @@ def _details(facts: Facts) -> list[str]:
                 f"a wait {past}: {wait.owner}, {seconds(since_s)} of {seconds(wait.limit_s)} for {wait.waiting_for}"
             )
     for site, silent in facts.run.silent_s.items() if facts.run is not None else ():
-        if silent > SILENT_AFTER_S:
+        if facts.run is not None and site in facts.run.left:
+            found.append(f"site {site} said goodbye {seconds(silent)} ago")
+        elif silent > SILENT_AFTER_S:
             found.append(f"site {site} has been silent for {seconds(silent)}")
     if facts.disk_free_gb is not None and facts.disk_free_gb < LITTLE_DISK_GB:
         found.append(f"the run's disk is full: {facts.disk_free_gb:.2f} GB free")

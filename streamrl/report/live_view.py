@@ -130,11 +130,12 @@ class PlainLines:
         return found
 
     def _site_lines(self, status: RunStatus) -> list[str]:
-        """Report a site once when it goes silent, and once when it is back."""
+        """Report a site once when it goes silent or says goodbye, and once when it is back."""
         found = []
         for name, site in status.sites.items():
             if site.away and name not in self._away:
-                found.append(f"{name}: no sign of it for {site.silent_s:.0f} s; what it has is waited for")
+                waits = "" if site.excluded else "; what it has is waited for"
+                found.append(f"{name}: {site.absence}{waits}")
             elif not site.away and name in self._away:
                 found.append(f"{name} is back after {duration(self._away.pop(name))} or more")
             if site.away:

@@ -286,7 +286,7 @@ def sites_table(status: RunStatus) -> Table:
     """Return a table of the sites behind links."""
     table = plain_table("site", "round trip", "samples in flight", "compression", "clock offset", "")
     for name, site in status.sites.items():
-        notes = [f"no sign of it for {site.silent_s:.0f} s"] if site.away else []
+        notes = [site.absence] if site.away else []
         notes += ["congested: it starts nothing new"] if site.congested else []
         notes += [f"not used any more: {site.excluded}"] if site.excluded else []
         notes += [f"{site.weights_refetched} damaged parts of weights fetched again"] if site.weights_refetched else []

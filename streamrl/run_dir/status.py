@@ -125,11 +125,23 @@ class RemoteSite(StatusModel):
     congested: bool = False
     weights_refetched: int = Field(0, description="parts of weights that arrived damaged and were fetched again")
     excluded: str = Field("", description="why it is not used any more; '': it is")
+    left_s: float | None = Field(None, description="seconds since its service said goodbye; null: it is connected")
+    absence_s: float | None = Field(
+        None, description="seconds after its goodbye at which the run ends unless it is back; null: the run goes on"
+    )
 
     @property
     def away(self) -> bool:
-        """Whether the site is unreachable."""
-        return self.silent_s > ABSENT_AFTER_S
+        """Whether the site is unreachable, or has said goodbye."""
+        return self.left_s is not None or self.silent_s > ABSENT_AFTER_S
+
+    @property
+    def absence(self) -> str:
+        """How the site is away, for display; '': it is not."""
+        if self.left_s is None:
+            return f"no sign of it for {self.silent_s:.0f} s" if self.away else ""
+        end = "" if self.absence_s is None else f"; the run ends if it is not back after {self.absence_s:.0f} s"
+        return f"has said goodbye {self.left_s:.0f} s ago{end}"
 
 
 class ComingInstance(StatusModel):

@@ -25,6 +25,7 @@ from streamrl.protocol.controller_site import InstanceState, Use, WeightsReady
 from streamrl.protocol.controller_trainer import PublishDone
 from streamrl.protocol.samples import fleet_to_wire
 from streamrl.rollouts.types import Group
+from streamrl.run_dir.status import RemoteSite
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
 from tests.waiting import scaled
 
@@ -466,6 +467,29 @@ def test_the_status_of_a_remote_site_shows_what_is_known_of_it(wire: Wire, servi
             "excluded": "",
         }
     }
+
+
+def test_a_remote_site_that_has_said_goodbye_stays_in_the_status(wire: Wire, services: Services) -> None:
+    async def play() -> None:
+        here = dict(wire.peers)
+        for name in ("service-home", "service-far"):
+            services.gone(name)
+            del wire.peers[name]
+        assert list(services.heartbeats.remote()) == ["far"]
+        far = RemoteSite.model_validate(services.heartbeats.remote()["far"])
+        assert far.away and far.left_s == far.silent_s and far.absence_s == 500
+        services.exclude("service-far", "it lies")
+        far = RemoteSite.model_validate(services.heartbeats.remote()["far"])
+        assert far.excluded == "it lies" and far.absence_s is None
+        wire.peers.update(here)
+        assert "left_s" not in services.heartbeats.remote()["far"]
+
+    asyncio.run(play())
+
+
+def test_a_remote_site_that_has_not_come_yet_is_not_said_to_have_left(wire: Wire, services: Services) -> None:
+    wire.peers.clear()
+    assert services.heartbeats.remote() == {}
 
 
 def test_the_latest_token_is_that_of_any_busy_instance_and_as_old_as_the_heartbeat_that_told_of_it(

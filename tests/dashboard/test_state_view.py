@@ -67,6 +67,7 @@ def test_processes_waits_sites_and_refusals_are_shown(tmp_path: Path) -> None:
     assert not by_name["controller"]["bad"]
     assert view["waits"][0] | {"waited_s": 30.0, "share": 0.25} == view["waits"][0]
     assert view["sites"][0]["away"] and view["sites"][0]["name"] == "west"
+    assert view["sites"][0]["absence"] == "no sign of it for 20 s"
     assert view["refused"] == refused
     assert (view["state"], view["live"], view["step"], view["steps"]) == ("running", True, 3, 20)
     assert json.dumps(view, allow_nan=False)

@@ -312,6 +312,21 @@ def test_waiting_for_a_site_that_is_away() -> None:
     assert "silent for 80 s (the run ends at absence_s, 120 s), the link" in limited.sentence, "the wait's is 600 s"
 
 
+def test_waiting_for_a_site_that_has_said_goodbye() -> None:
+    told = facts(SAMPLES, processes=remote(), silent_s={"b": 3.0}, left=frozenset({"b"}), into_step_s=90.0)
+    verdict = judge(told)
+    assert verdict.state == "stuck"
+    assert "b-regular-0, which has 9 of them, is away: its site said goodbye 3 s ago" in verdict.sentence
+    assert "site b said goodbye 3 s ago" in verdict.details
+
+
+def test_the_status_tells_which_sites_have_said_goodbye(tmp_path: Path) -> None:
+    sites = {"b": {"silent_s": 3.0, "left_s": 3.0}, "c": {"silent_s": 3.0}}
+    status.write_status(tmp_path, make_status(3, 20, time.time(), sites=sites))
+    run = collect(tmp_path).run
+    assert run is not None and (run.left, dict(run.silent_s)) == ({"b"}, {"b": 3.0, "c": 3.0})
+
+
 def test_a_site_that_is_away_while_the_step_is_in_its_ordinary_time_is_only_told() -> None:
     verdict = judge(facts(SAMPLES, processes=remote(), silent_s={"b": 80.0}))
     assert verdict.state == "healthy" and verdict.details == ["site b has been silent for 80 s"]

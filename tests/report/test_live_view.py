@@ -140,6 +140,23 @@ def test_a_controller_that_starts_anew_and_has_no_notes_yet_makes_no_empty_lines
     assert lines(**found) == ["schedule: async", "trusted", "warning: off"]  # what the new one has found
 
 
+def test_a_site_that_has_said_goodbye_is_told_once_and_shown_with_the_end_that_comes_of_it(make_run: RunMaker) -> None:
+    log = PlainLines([])
+
+    def lines(**site: object) -> list[str]:
+        return log.lines(RunStatus.model_validate(make_status(3, 20, START, roles={}, sites={"west": site})), [], START)
+
+    lines(silent_s=0.5)
+    left = {"silent_s": 3.0, "left_s": 3.0, "absence_s": 120.0}
+    text = "has said goodbye 3 s ago; the run ends if it is not back after 120 s"
+    assert lines(**left) == [f"west: {text}; what it has is waited for"]
+    assert lines(**left | {"left_s": 9.0, "silent_s": 9.0}) == []
+    assert lines(silent_s=0.2) == ["west is back after 9s or more"]
+    unused = left | {"absence_s": None, "excluded": "it lies"}
+    assert lines(**unused) == ["west: has said goodbye 3 s ago"]
+    assert "has said goodbye 3 s ago" in picture(make_run(1, rollouts=False, trace=False, sites={"west": left}), START)
+
+
 def test_a_failed_run_shows_its_error(make_run: RunMaker) -> None:
     run_dir = make_run(2, rollouts=False, trace=False, state="failed", error="here-regular-0 died: [out of memory]")
     assert "here-regular-0 died: [out of memory]" in picture(run_dir, START + 500)

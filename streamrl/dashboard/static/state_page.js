@@ -78,7 +78,7 @@ function view(state, series) {
     ], state.processes, "processes"),
     state.sites.length && [element("h2", {}, "Sites"), table([
       ["site", "name"],
-      ["state", (one) => element("span", { class: one.away || one.excluded ? "bad" : "good" }, one.excluded || (one.away ? "away" : one.state || "connected"))],
+      ["state", (one) => element("span", { class: one.away || one.excluded ? "bad" : "good" }, one.excluded || (one.away ? one.absence || "away" : one.state || "connected"))],
       ["round trip, ms", (one) => number(one.rtt_ms), true], ["clock off, s", (one) => number(one.clock_offset_s), true],
       ["samples waiting", (one) => number(one.samples_waiting), true], ["compression", (one) => number(one.compression), true],
       ["congested", (one) => (one.congested ? "yes" : "no")], ["weights fetched again", (one) => number(one.weights_refetched), true],
