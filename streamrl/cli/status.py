@@ -147,6 +147,7 @@ def _launcher_gone(directory: Path, status: RunStatus | None) -> str:
     from streamrl.report.start_lines import joined
     from streamrl.run_dir import layout
     from streamrl.run_dir.launcher_lock import has_launcher
+    from streamrl.run_dir.site_status import started_again
     from streamrl.run_dir.start_stages import read_stages
 
     if (status is not None and (status.final or status.is_live(time.time()))) or has_launcher(directory):
@@ -157,8 +158,9 @@ def _launcher_gone(directory: Path, status: RunStatus | None) -> str:
     gone = f"no launcher runs {directory} any more"
     if status is not None:
         return f"{gone}; {_how_it_goes_on(directory)}"
-    if _site(directory) is not None:
-        return gone
+    if (site := _site(directory)) is not None:
+        later = started_again(directory, site.site)
+        return gone if later is None else f"{gone}; the site was started again, in {later.name}"
     doing = joined({name: stage.text for name, stage in read_stages(directory).items()})
     return f"{gone}: it ended before its controller reported ({doing}); see {directory / layout.LOGS}"
 

@@ -130,6 +130,8 @@ class SiteFacts:
     updated_at: float
     trainer_silent_s: float
     samples_waiting: int = 0
+    later: str = ""
+    """Name of the folder in which the site was started again; '': it was not."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from streamrl.run_dir import layout
 from streamrl.run_dir.instance_files import StartedProcess, read_started
 from streamrl.run_dir.jsonl import last_lines
 from streamrl.run_dir.launcher_lock import owner
-from streamrl.run_dir.site_status import STARTING
+from streamrl.run_dir.site_status import STARTING, started_again
 from streamrl.run_dir.start_stages import read_stages
 from streamrl.run_dir.status import step_began
 
@@ -86,7 +86,7 @@ def collect(run_dir: Path, threads: bool = False, ask: bool = True) -> Facts:
         step_times=steps,
         step_began=_step_began(status, last),
         addresses=_addresses(run_dir),
-        site=_checked(layout.SITE_STATUS, site, SiteFacts) if site is not None else None,
+        site=_site(run_dir, site) if site is not None else None,
         launcher_gone=_owner_gone(run_dir),
         disk_free_gb=psutil.disk_usage(str(run_dir)).free / 1e9,
     )
@@ -301,6 +301,12 @@ def _run(status: Mapping[str, Any]) -> RunFacts:
     own = {"cuda": status.get("hardware") == "cuda", "silent_s": silent, "left": left}
     found = {**status, **own, "waits": status.get("waits") or []}
     return _checked(layout.STATUS, found, RunFacts)
+
+
+def _site(run_dir: Path, values: Mapping[str, Any]) -> SiteFacts:
+    found = _checked(layout.SITE_STATUS, {**values, "later": ""}, SiteFacts)
+    later = started_again(run_dir, found.site)
+    return found if later is None else replace(found, later=later.name)
 
 
 def _checked(file: str, values: Mapping[str, Any], kind: type[Of]) -> Of:

@@ -284,15 +284,16 @@ def _unable(facts: Facts) -> str | None:
 
 def _judge_site(facts: Facts, site: SiteFacts) -> Verdict:
     """Judge a site by its own folder: its processes, and whether it hears from the trainer's site."""
-    age, details = max(0.0, facts.now - site.updated_at), _details(facts)
-    here = f"site {site.site}"
+    age, here = max(0.0, facts.now - site.updated_at), f"site {site.site}"
+    later = [f"{here} was started again, in {site.later}"] if site.later else []
+    details = [*_details(facts), *later]
     if site.state in FINAL:
         return Verdict("ended", f"ended: {here} is {site.state}", [], details, site.state != "done")
     started = [p for p in facts.processes if p.pid is not None and p.role != "launcher"]
     silent = age > SILENT_AFTER_S or facts.launcher_gone
     if silent and all(p.exit_code is not None or p.alive == "gone" for p in started):
         return Verdict(
-            "ended", f"ended: {seconds(age)} ago, without saying so: no process of {here} is there", failed=True
+            "ended", f"ended: {seconds(age)} ago, without saying so: no process of {here} is there", [], later, True
         )
     if (unable := _unable(facts)) is not None:
         return Verdict("stuck", f"stuck: {here}: {unable}", [], details)

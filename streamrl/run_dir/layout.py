@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -126,6 +127,15 @@ def claim_folder(parent: Path, name: str) -> Path:
             folder.mkdir(parents=True)
             return folder
     raise AssertionError("there is always another name")
+
+
+def later_folders(folder: Path) -> Iterator[Path]:
+    """Yield the folders that later launches of the same name have made beside a folder, the oldest first."""
+    base, number = folder.name, 1
+    if (numbered := re.fullmatch(r"(.+)-([0-9]{1,9})", base)) and (folder.parent / numbered[1]).is_dir():
+        base, number = numbered[1], int(numbered[2])
+    names = (folder.parent / f"{base}-{n}" for n in itertools.count(number + 1))
+    return itertools.takewhile(Path.is_dir, names)
 
 
 def _folders(runs_dir: Path, name: str) -> Iterator[Path]:

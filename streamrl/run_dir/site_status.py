@@ -57,6 +57,16 @@ class SiteStatus(StatusModel):
         return self.trainer_silent_s > ABSENT_AFTER_S
 
 
+def started_again(run_dir: Path, site: str) -> Path | None:
+    """Return the folder of the newest later launch of a site that only generates; None: there is none beside."""
+    found = None
+    for folder in layout.later_folders(run_dir.absolute()):
+        with contextlib.suppress(OSError):
+            if (status := _read(folder)) is not None and status.site == site:
+                found = folder
+    return found
+
+
 def write_site(run_dir: Path, values: dict[str, Any]) -> None:
     """Replace the file.
 
@@ -94,9 +104,18 @@ def read_site(run_dir: Path) -> SiteStatus | None:
     Raises:
         NotPlainFile: the file is a link or no regular file.
     """
+    status = _read(run_dir)
+    return None if status is None or status.state == STARTING else status
+
+
+def _read(run_dir: Path) -> SiteStatus | None:
+    """Return the newest state, of a site that starts as well; None: there is none.
+
+    Raises:
+        NotPlainFile: the file is a link or no regular file.
+    """
     try:
         content = read_plain(run_dir / layout.SITE_STATUS, below=layout.whole_folder(run_dir))
-        status = SiteStatus.model_validate_json(content)
+        return SiteStatus.model_validate_json(content)
     except (FileNotFoundError, ValidationError):
         return None
-    return None if status.state == STARTING else status

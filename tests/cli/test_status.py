@@ -13,6 +13,8 @@ import pytest
 
 from streamrl.cli import status
 from streamrl.config.load import load_cluster, load_run, save_resolved
+from streamrl.diagnose.snapshot import collect
+from streamrl.diagnose.stuck import judge
 from streamrl.launcher import supervisor
 from streamrl.run_dir.launcher_lock import has_launcher
 from streamrl.run_dir.site_status import starting, write_site
@@ -166,6 +168,27 @@ def test_watching_ends_with_the_run(folder: Path, monkeypatch: pytest.MonkeyPatc
         write_status(folder, make_status(20, 20, time.time(), state="done"))
     shown = capsys.readouterr().out
     assert "demo: done after" in shown and "no launcher" not in shown
+
+
+def test_the_folder_of_a_site_that_was_started_again_names_the_newest_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    folders = [tmp_path / name for name in ("demo-west", "demo-west-2", "demo-west-3", "demo-west-4")]
+    for folder in folders:
+        folder.mkdir()
+    site(folders[0])
+    site(folders[1])
+    write_site(folders[2], starting("west"))
+    site(folders[3], site="west-4")  # of another site, by chance
+    for folder in folders[:2]:
+        assert streamrl(monkeypatch, "status", folder) == 0
+        told = f"no launcher runs {folder} any more; the site was started again, in demo-west-3"
+        assert capsys.readouterr().out.endswith(told + "\n")
+        verdict = judge(collect(folder))
+        assert verdict.state == "ended" and "site west was started again, in demo-west-3" in verdict.details
+    site(folders[2])
+    assert streamrl(monkeypatch, "status", folders[2]) == 0
+    assert capsys.readouterr().out.endswith(f"no launcher runs {folders[2]} any more\n")
 
 
 def test_watching_a_site_ends_with_its_launcher(
