@@ -51,6 +51,7 @@ class SiteHeartbeats:
                 "compression": 1 / ratio if ratio and uplink.get("compressing") else None,
                 "congested": bool(state.get("congested")),
                 "weights_refetched": state.get("weights_refetched", 0),
+                "publisher_silent_s": state.get("publisher_silent_s"),
                 "excluded": self._excluded.get(name, ""),
             }
         return found

@@ -114,6 +114,8 @@ class RunFacts:
     """Seconds of such silence after which the run ends, whatever the limit of a wait; None: unknown."""
     left: frozenset[str] = frozenset()
     """Sites behind links that have said goodbye; they are silent since."""
+    publisher_silent_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds for which each site behind a link has heard nothing of the trainer's publisher, as of `updated_at`."""
 
     @property
     def first_start(self) -> float:

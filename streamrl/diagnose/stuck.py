@@ -39,6 +39,8 @@ from streamrl.diagnose.facts import (
 )
 
 HealthState = Literal["healthy", "slow", "stuck", "ended", "starting"]
+PUBLISHER_WAIT = "the publisher "
+"""How the text of a wait for the trainer's publisher of weights begins."""
 STUCK = 3
 """Exit code of a command that finds a run stuck."""
 
@@ -137,7 +139,7 @@ def _follow(wait: WaitFacts, facts: Facts, seen: tuple[str, ...]) -> WaitChain:
     found: list[WaitChain] = []
     for name in targets(wait, facts):
         edge = Edge(wait.owner, wait.waiting_for, since_s, wait.limit_s, name)
-        chain = WaitChain([edge], condition(facts.by_name.get(name), facts))
+        chain = WaitChain([edge], _publisher_link(wait, facts) or condition(facts.by_name.get(name), facts))
         if name in seen[:-1]:
             circle = Condition(Rank.CIRCLE, f"waits for {wait.owner} in turn: neither can go on")
             chain = WaitChain([edge], circle)
@@ -158,6 +160,22 @@ def _follow(wait: WaitFacts, facts: Facts, seen: tuple[str, ...]) -> WaitChain:
         return chain.condition.rank, one is not None and bool(one.stage), one.running if one is not None else 0
 
     return max(found, key=explains)
+
+
+def _publisher_link(wait: WaitFacts, facts: Facts) -> Condition | None:
+    """Return the condition of the trainer as a site sees it whose link for weights alone is dead; None: it is not.
+
+    If the trainer itself hangs or has ended, that is the cause of its silence.
+    """
+    owner = facts.by_name.get(wait.owner)
+    if owner is None or facts.run is None or not wait.waiting_for.startswith(PUBLISHER_WAIT):
+        return None
+    silent = facts.run.publisher_silent_s.get(owner.site, 0.0)
+    trainer = condition(facts.by_name.get("trainer-0"), facts)
+    if silent <= SILENT_AFTER_S or trainer.rank > Rank.IDLE:
+        return None
+    text = f"is out of reach of {wait.owner}: the link for weights (port + 1) has been silent for {seconds(silent)}"
+    return Condition(Rank.AWAY, text)
 
 
 def _waits_of(name: str, facts: Facts) -> list[WaitFacts]:
@@ -187,7 +205,7 @@ def targets(wait: WaitFacts, facts: Facts) -> list[str]:
         return [p.name for p in facts.processes if p.role == "rewards"]
     if text.startswith("all instances ") or re.fullmatch(r"\d+ canary measurements", text):
         return [p.name for p in facts.processes if p.role == "instance"]
-    if text.startswith("the publisher "):
+    if text.startswith(PUBLISHER_WAIT):
         return ["trainer-0"]
     if text.startswith("the hub to acknowledge"):
         return ["controller"]

@@ -80,6 +80,8 @@ class ServiceState(ProcessState, frozen=True):
     rtt_s: Number | None = None
     clock_offset_s: Number | None = None
     weights_refetched: Count = 0
+    publisher_silent_s: Duration | None = None
+    """Seconds since it has heard the trainer's publisher; None: it is at the trainer's site, or not connected yet."""
 
 
 def check_state(speaker: Speaker, state: dict[str, Any]) -> None:

@@ -287,6 +287,7 @@ def sites_table(status: RunStatus) -> Table:
     table = plain_table("site", "round trip", "samples in flight", "compression", "clock offset", "")
     for name, site in status.sites.items():
         notes = [site.absence] if site.away else []
+        notes += [f"its link for weights is silent for {site.publisher_silent_s:.0f} s"] if site.lacks_weights else []
         notes += ["congested: it starts nothing new"] if site.congested else []
         notes += [f"not used any more: {site.excluded}"] if site.excluded else []
         notes += [f"{site.weights_refetched} damaged parts of weights fetched again"] if site.weights_refetched else []

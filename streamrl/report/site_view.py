@@ -52,7 +52,7 @@ class SiteView:
             self._start = None
         if status is None:
             return
-        mark = (status.state, status.away, status.congested, status.weight_version)
+        mark = (status.state, status.away, status.lacks_weights, status.congested, status.weight_version)
         if mark != self._shown or now - self._shown_at > REPEATED_AFTER_S:
             self._shown, self._shown_at = mark, now
             self.say(line(status))
@@ -89,4 +89,6 @@ def line(status: SiteStatus) -> str:
         parts.append("the link is congested: nothing new is started")
     if status.away:
         parts.append(f"no sign of the trainer's site for {status.trainer_silent_s:.0f} s")
+    if status.lacks_weights:
+        parts.append(f"no sign of the trainer's publisher of weights for {status.publisher_silent_s:.0f} s")
     return "; ".join(parts)

@@ -36,6 +36,9 @@ class SiteStatus(StatusModel):
     updated_at: float
     state: str
     trainer_silent_s: float = Field(description="seconds since the controller's last sign of life")
+    publisher_silent_s: float | None = Field(
+        None, description="seconds since the last sign of life of the trainer's publisher (`port + 1`); null: unknown"
+    )
     rtt_ms: float | None = None
     clock_offset_s: float | None = Field(None, description="the controller's clock minus this site's")
     weight_version: int | None = None
@@ -55,6 +58,11 @@ class SiteStatus(StatusModel):
     def away(self) -> bool:
         """Whether the trainer's site is unreachable."""
         return self.trainer_silent_s > ABSENT_AFTER_S
+
+    @property
+    def lacks_weights(self) -> bool:
+        """Whether only the link for weights is dead."""
+        return not self.away and (self.publisher_silent_s or 0.0) > ABSENT_AFTER_S
 
 
 def started_again(run_dir: Path, site: str) -> Path | None:

@@ -124,6 +124,9 @@ class RemoteSite(StatusModel):
     compression: float | None = Field(None, description="raw bytes of samples per byte sent")
     congested: bool = False
     weights_refetched: int = Field(0, description="parts of weights that arrived damaged and were fetched again")
+    publisher_silent_s: float | None = Field(
+        None, description="seconds for which it has heard nothing over the link for weights (`port + 1`); null: unknown"
+    )
     excluded: str = Field("", description="why it is not used any more; '': it is")
     left_s: float | None = Field(None, description="seconds since its service said goodbye; null: it is connected")
     absence_s: float | None = Field(
@@ -134,6 +137,11 @@ class RemoteSite(StatusModel):
     def away(self) -> bool:
         """Whether the site is unreachable, or has said goodbye."""
         return self.left_s is not None or self.silent_s > ABSENT_AFTER_S
+
+    @property
+    def lacks_weights(self) -> bool:
+        """Whether only the link for its weights is dead."""
+        return not self.away and (self.publisher_silent_s or 0.0) > ABSENT_AFTER_S
 
     @property
     def absence(self) -> str:

@@ -112,6 +112,14 @@ def test_a_generating_sites_folder_shows_what_the_site_says(
     assert capsys.readouterr().out.endswith(f"as of 2h00m ago\nno launcher runs {folder} any more\n")
 
 
+def test_a_sites_line_tells_of_a_dead_link_for_weights(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    site(folder, publisher_silent_s=41.0)
+    assert streamrl(monkeypatch, "status", folder) == 0
+    assert "no sign of the trainer's publisher of weights for 41 s" in capsys.readouterr().out
+
+
 def test_a_site_that_does_not_serve_yet_starts(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     write_site(folder, starting("west"))
     say(folder, "service-west", "starting Python")

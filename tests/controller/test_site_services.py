@@ -453,6 +453,7 @@ def test_the_status_of_a_remote_site_shows_what_is_known_of_it(wire: Wire, servi
         "uplink": {"backlog_samples": 3, "compressing": True, "ratio": 0.4},
         "congested": True,
         "weights_refetched": 1,
+        "publisher_silent_s": 40.0,
     }
     wire.silent["service-far"] = 12.0
     assert services.heartbeats.remote() == {
@@ -464,6 +465,7 @@ def test_the_status_of_a_remote_site_shows_what_is_known_of_it(wire: Wire, servi
             "compression": pytest.approx(2.5),
             "congested": True,
             "weights_refetched": 1,
+            "publisher_silent_s": 40.0,
             "excluded": "",
         }
     }

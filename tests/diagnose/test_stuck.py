@@ -312,6 +312,25 @@ def test_waiting_for_a_site_that_is_away() -> None:
     assert "silent for 80 s (the run ends at absence_s, 120 s), the link" in limited.sentence, "the wait's is 600 s"
 
 
+def test_a_dead_link_for_weights_is_named_and_not_the_trainer() -> None:
+    waits_ = (
+        ("controller", "weights 6 to reach service-b", 70.0, 600.0),
+        ("service-b", "the publisher to send weight version 6", 70.0, 600.0),
+    )
+
+    def told(trainer: dict[str, Any], **run: Any) -> str:
+        processes = tuple(replace(one, **trainer) if one.name == "trainer-0" else one for one in remote())
+        return judge(facts(*waits_, processes=processes, silent_s={"b": 0.4}, into_step_s=90.0, **run)).sentence
+
+    idle: dict[str, Any] = {"cpu": 0.0, "alive": "sleeping", "loop": "answers"}
+    silent = {"publisher_silent_s": {"b": 65.0}}
+    link = "out of reach of service-b: the link for weights (port + 1) has been silent for 65 s"
+    assert link in told(idle, **silent)
+    assert link not in told(idle, publisher_silent_s={"b": 2.0}) and link not in told(idle)
+    stopped = told(idle | {"alive": "stopped"}, **silent)
+    assert link not in stopped and "is stopped (SIGSTOP)" in stopped, "the trainer's own state explains its silence"
+
+
 def test_waiting_for_a_site_that_has_said_goodbye() -> None:
     told = facts(SAMPLES, processes=remote(), silent_s={"b": 3.0}, left=frozenset({"b"}), into_step_s=90.0)
     verdict = judge(told)
@@ -321,10 +340,11 @@ def test_waiting_for_a_site_that_has_said_goodbye() -> None:
 
 
 def test_the_status_tells_which_sites_have_said_goodbye(tmp_path: Path) -> None:
-    sites = {"b": {"silent_s": 3.0, "left_s": 3.0}, "c": {"silent_s": 3.0}}
+    sites = {"b": {"silent_s": 3.0, "left_s": 3.0}, "c": {"silent_s": 3.0, "publisher_silent_s": 9.0}}
     status.write_status(tmp_path, make_status(3, 20, time.time(), sites=sites))
     run = collect(tmp_path).run
     assert run is not None and (run.left, dict(run.silent_s)) == ({"b"}, {"b": 3.0, "c": 3.0})
+    assert dict(run.publisher_silent_s) == {"c": 9.0}
 
 
 def test_a_site_that_is_away_while_the_step_is_in_its_ordinary_time_is_only_told() -> None:

@@ -283,5 +283,18 @@ def test_the_heartbeat_says_which_agents_process_is_heard_and_when_it_was(tmp_pa
     asyncio.run(play())
 
 
+def test_the_silence_of_the_publisher_is_told_once_it_is_connected(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with service_in(tmp_path) as service:
+            state, weights = service.site_state, service.weights
+            assert state.heartbeat()["publisher_silent_s"] is state.status()["publisher_silent_s"] is None
+            weights._connected = True
+            weights.home.link._last_seen -= 40.0
+            told = state.heartbeat()["publisher_silent_s"], state.status()["publisher_silent_s"]
+            assert min(told) >= 40.0
+
+    asyncio.run(play())
+
+
 def full(path: Path, values: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")

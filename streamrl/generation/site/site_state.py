@@ -71,6 +71,7 @@ class SiteState:
             "congested": self._uplink.congested,
             "uplink": self._uplink.state(),
             "weights_refetched": self._weights.corrupt,
+            "publisher_silent_s": self._weights.publisher_silent_s,
             "instances": self._instances(),
             "agents": self._agents_state(),
         }
@@ -85,6 +86,7 @@ class SiteState:
             "updated_at": time.time(),
             "state": self.state,
             "trainer_silent_s": self._uplink.link.silent_for,
+            "publisher_silent_s": self._weights.publisher_silent_s,
             "rtt_ms": None if clock.rtt_s is None else clock.rtt_s * 1e3,
             "clock_offset_s": clock.offset_s,
             "weight_version": self._weights.version,

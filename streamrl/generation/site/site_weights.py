@@ -51,6 +51,7 @@ class SiteWeights:
         self.home = make_relay(context, to_home(context, "relay", waits))
         """Relay that gets weights from the trainer's site."""
         self.home.link.on_new_hub = self._trainer_restarted
+        self._connected = False
         self.store = self.home.store
         self.version: int | None = None
         """Newest version in the store."""
@@ -87,11 +88,17 @@ class SiteWeights:
         """Payloads that arrived damaged and were fetched again."""
         return self.home.corrupt + sum(relay.corrupt for relay in self._others.values()) + self._closed_corrupt
 
+    @property
+    def publisher_silent_s(self) -> float | None:
+        """Seconds since the trainer's publisher was last heard; None: it is at this site, or not connected yet."""
+        return self.home.link.silent_for if self.context.remote and self._connected else None
+
     async def connect(self) -> None:
         """Connect to the trainer's site, and listen for other sites if this one passes weights on."""
         if self._hub is not None:
             self._hub.bind_outside(self.context.addresses.relay_outside, self.context.server_security())
         await connect_home(self.context, self.home.link, PUBLISHER, self.context.addresses.publisher)
+        self._connected = True
 
     async def serve(self) -> None:
         """Serve other sites until cancelled; return at once if this one does not pass weights on."""
