@@ -18,7 +18,7 @@ import msgpack
 from streamrl.config.tasks import PYTHON_TESTS, AgentTask, FileTask, name_and_subset
 from streamrl.errors import UserError
 from streamrl.rollouts.plain_text import plain_text
-from streamrl.tasks.arrow_values import converter
+from streamrl.tasks.arrow_values import cells
 from streamrl.tasks.extras import import_extra
 from streamrl.tasks.procedural import nearest
 from streamrl.tasks.task_items import PromptMessage, TaskItems, digest_of, with_suffix
@@ -164,6 +164,8 @@ def _jsonl_records(task: RowsTask, path: Path) -> Iterator[Record]:
                 raise UserError(f"{where}: expected one JSON object per line: {reason}") from error
             except ValueError as error:
                 raise UserError(f"{where}: expected one JSON object per line: {error}") from error
+            except RecursionError as error:
+                raise UserError(f"{where}: its lists and mappings are nested too deeply") from error
             if not isinstance(record, dict):
                 raise UserError(f"{where}: expected a JSON object, got {_kind(record)}")
             _check_columns(task, where, list(record))
@@ -233,15 +235,9 @@ def _is_split(asked: str | None, held: object) -> bool:
 
 
 def _table_records(columns: list[str], table: Any, where: str) -> Iterator[Record]:
-    values = [_cells(table.column(name)) for name in columns]
-    for number, cells in enumerate(zip(*values, strict=True), start=1):
-        yield f"{where}, row {number}", dict(zip(columns, cells, strict=True))
-
-
-def _cells(column: Any) -> list[Any]:
-    values: list[Any] = column.to_pylist()
-    convert = converter(column.type)
-    return [convert(value) for value in values] if convert else values
+    values = [cells(table.column(name)) for name in columns]
+    for number, row in enumerate(zip(*values, strict=True), start=1):
+        yield f"{where}, row {number}", dict(zip(columns, row, strict=True))
 
 
 def _columns(task: RowsTask) -> list[str]:

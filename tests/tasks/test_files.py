@@ -233,10 +233,43 @@ def test_columns_of_mixed_types_hold_the_same_values_in_every_format(tmp_path: P
 def test_dates_in_a_folder_of_jsonl_stay_dates(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     path = tmp_path / "a" / "train.jsonl"
-    answers = [["2024-01-02", "1999-12-31"], ["2024-01-03T10:30:00"]]
+    answers = [["2024-01-02", "1999-12-31"], ["2024-01-03"]]
     path.write_text("".join(json.dumps({"prompt": "p", "answer": answer}) + "\n" for answer in answers))
     rows = load_rows(file_task(path.parent, kind="hf_dataset", reward="mine:function"))
     assert [row.answer for row in rows] == answers
+
+
+def test_midnight_among_times_stays_a_time(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    path = tmp_path / "a" / "train.jsonl"
+    days, times = ["2024-01-02", "2024-01-03"], ["2024-01-02T00:00:00", "2024-01-03T10:30:00"]
+    answers = [{"day": day, "at": [time], "both": {"x": time}} for day, time in zip(days, times, strict=True)]
+    rows = [{"prompt": "p", "answer": answer, "time": answer["at"][0]} for answer in answers]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for column in ("answer", "time"):
+        task = file_task(path.parent, kind="hf_dataset", reward="mine:function", answer_column=column)
+        assert [row.answer for row in load_rows(task)] == [row[column] for row in rows]
+
+
+def test_arrays_of_several_dimensions_are_read_as_lists(tmp_path: Path) -> None:
+    features = {"prompt": datasets.Value("string"), "answer": datasets.Array2D((1, 2), "float32")}
+    written = [[[0.1, 2.0]], [[-0.3, 4.0]]]
+    data = datasets.Dataset.from_dict({"prompt": ["p", "q"], "answer": written}, datasets.Features(features))
+    data.save_to_disk(tmp_path / "saved")
+    data.to_parquet(tmp_path / "a.parquet")
+    for name, kind in (("saved", "hf_dataset"), ("a.parquet", "file")):
+        rows = load_rows(file_task(tmp_path / name, kind=kind, reward="mine:function"))
+        assert [row.answer for row in rows] == written
+
+
+def test_what_is_nested_too_deeply_to_be_read_as_json_is_text_or_named(tmp_path: Path) -> None:
+    deep = "[" * 50_000
+    answers = pa.ExtensionArray.from_storage(pa.json_(pa.string()), pa.array([deep]))
+    pq.write_table(pa.table({"prompt": ["p"], "answer": answers}), tmp_path / "a.parquet")
+    assert load_rows(file_task(tmp_path / "a.parquet")) == [TaskRow("p", deep)]
+    (tmp_path / "a.jsonl").write_text(f'{GOOD}{{"prompt": "p", "answer": {deep}{"]" * 50_000}}}\n')
+    with pytest.raises(UserError, match=r"a\.jsonl:2: its lists and mappings are nested too deeply$"):
+        load_rows(file_task(tmp_path / "a.jsonl"))
 
 
 def test_a_file_without_an_answer_column_has_no_answers(tmp_path: Path) -> None:
