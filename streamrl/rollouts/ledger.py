@@ -113,8 +113,6 @@ class Ledger:
     def kept(self, sample_ids: Iterable[str], prompt: bytes) -> list[tuple[str, bytes]]:
         """Return what is kept of samples over a resume: (id, content) of each intact one, in the order of ids.
 
-        Content of earlier versions has no checksum, and counts as intact.
-
         Args:
             sample_ids: ids of samples of one prompt, which have just been issued.
             prompt: digest of the prompt; samples of another one, for instance of a data file that has changed, are left
@@ -124,7 +122,7 @@ class Ledger:
         found = []
         for sample_id in sorted(sample_ids):
             for content, checksum in self._db.execute(sql, (sample_id, prompt)):
-                if checksum in (None, _checksum(sample_id, content)):
+                if checksum == _checksum(sample_id, content):
                     found.append((sample_id, content))
                 else:
                     log.warning("the kept sample %s is damaged in the ledger and is generated again", sample_id)
@@ -221,7 +219,8 @@ class Ledger:
     def rewind(self, first_step: int) -> int:
         """Forget everything from `first_step` on, and all samples without a step, which a resumed run issues again.
 
-        What the weights of the checkpoint before `first_step`, or older ones, have finished is kept for that (`kept`).
+        What the weights of the checkpoint before `first_step`, or older ones, have finished is kept for that (`kept`),
+        except by earlier versions, which wrote no checksum, and other digests of prompts.
 
         Returns:
             Number of trained samples that were undone.
@@ -233,11 +232,12 @@ class Ledger:
         keep = (
             "INSERT OR REPLACE INTO kept (sample_id, prompt, newest, content, checksum) "
             "SELECT sample_id, prompt, newest, content, checksum FROM samples "
-            "WHERE (step IS NULL OR step >= ?) AND newest < ? AND content IS NOT NULL AND prompt IS NOT NULL"
+            "WHERE (step IS NULL OR step >= ?) AND newest < ? AND content IS NOT NULL AND prompt IS NOT NULL "
+            "AND checksum IS NOT NULL"
         )
         self._write(
             [
-                ("DELETE FROM kept WHERE newest >= ?", [(first_step,)]),
+                ("DELETE FROM kept WHERE newest >= ? OR checksum IS NULL", [(first_step,)]),
                 (keep, [(first_step, first_step)]),
                 ("DELETE FROM samples WHERE step IS NULL OR step >= ?", [(first_step,)]),
                 ("UPDATE samples SET content = NULL WHERE content IS NOT NULL", [()]),

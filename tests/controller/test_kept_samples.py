@@ -19,7 +19,7 @@ from streamrl.controller.kept_samples import KeptSample, issue_groups, kept_samp
 from streamrl.errors import RunFailed
 from streamrl.protocol.controller_rewards import ScoreAnswer
 from streamrl.protocol.samples import sample_to_wire
-from streamrl.rollouts.ledger import pack_content
+from streamrl.rollouts.ledger import _checksum, pack_content
 from streamrl.rollouts.types import Group, Sample
 from streamrl.rollouts.void import VoidCause
 from tests.rollouts.test_row_parts import TWO_TURNS, episode
@@ -184,19 +184,20 @@ def test_a_sample_that_cannot_be_read_is_generated_again(controller: Controller,
     assert [ids for _, ids in sent.ordered() if ids] == [[FIRST]]
 
 
-@pytest.mark.parametrize("by_an_earlier_version", [False, True])
+@pytest.mark.parametrize("before_its_checksum", [False, True])
 def test_a_sample_that_is_damaged_on_disk_is_generated_again(
-    controller: Controller, sent: Sent, by_an_earlier_version: bool
+    controller: Controller, sent: Sent, before_its_checksum: bool
 ) -> None:
-    """One flipped bit makes another token; without a checksum it is noticed outside the vocabulary."""
+    """One flipped bit makes another token; under a checksum that fits, it is noticed outside the vocabulary."""
     drawn = sample("home", 0, 0)
     hear(controller, batch("service-home", drawn, sample("home", 0, 1)))
     ((content,),) = controller.ledger._db.execute("SELECT content FROM samples WHERE sample_id = ?", (FIRST,))
     place, damaged = content.index(drawn.completion_tokens.tobytes()), bytearray(content)
-    damaged[place + (3 if by_an_earlier_version else 0)] ^= 1
+    damaged[place + (3 if before_its_checksum else 0)] ^= 1
     controller.ledger._db.execute("UPDATE samples SET content = ? WHERE sample_id = ?", (bytes(damaged), FIRST))
-    if by_an_earlier_version:
-        controller.ledger._db.execute("UPDATE samples SET checksum = NULL")
+    if before_its_checksum:
+        checksum = _checksum(FIRST, bytes(damaged))
+        controller.ledger._db.execute("UPDATE samples SET checksum = ? WHERE sample_id = ?", (checksum, FIRST))
     go_back(controller)
     issue_again(controller, again())
     assert [ids for _, ids in sent.ordered() if ids] == [[FIRST]]
