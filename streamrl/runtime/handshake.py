@@ -44,8 +44,11 @@ def agreement(cluster: ClusterConfig, run: RunConfig) -> dict[str, Any]:
 def _ends_and_template(folder: Path) -> dict[str, Any]:
     """Return what ends a model's answers, and its chat template: by content, whatever else the files say."""
     tokenizer, name = read_config(folder, "tokenizer_config.json"), "generation_config.json"
-    generation = read_config(folder, name) if (folder / name).exists() else text_part(read_config(folder))
-    ends, last = generation.get("eos_token_id"), tokenizer.get("eos_token")
+    generated = (folder / name).exists()
+    config = read_config(folder, name) if generated else read_config(folder)
+    ends, last = config.get("eos_token_id"), tokenizer.get("eos_token")
+    if ends is None and not generated:
+        ends = text_part(config).get("eos_token_id")
     ids = sorted(str(one) for one in (ends if isinstance(ends, list) else [ends]) if one is not None)
     template = tokenizer.get("chat_template")
     if (own := folder / "chat_template.jinja").is_file():  # takes the place of the other

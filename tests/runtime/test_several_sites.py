@@ -236,6 +236,10 @@ def test_copies_of_a_model_with_other_end_tokens_or_another_template_differ(tmp_
     assert differs() is None
     (theirs / "config.json").write_text('{"eos_token_id": [2, 7]}')
     assert "model's end tokens is '2, 7' there and '257' here" in (differs() or "")
+    (mine / "config.json").write_text('{"text_config": {"eos_token_id": [7, 2]}}')
+    assert differs() is None
+    (theirs / "config.json").write_text('{"eos_token_id": 3, "text_config": {"eos_token_id": [2, 7]}}')
+    assert "model's end tokens is '3' there and '2, 7' here" in (differs() or "")
     for folder in (mine, theirs):
         (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
     assert differs() is None
