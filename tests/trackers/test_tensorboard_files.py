@@ -36,6 +36,8 @@ class FakeWriter:
 
     def flush(self) -> None:
         if self.full:
+            with self.file.open("a") as file:
+                file.write("a part\n")  # of what is to be written
             raise OSError("no space")
         self.file.write_text("".join(f"{line}\n" for line in dict.fromkeys(self.lines)))
 
@@ -146,3 +148,19 @@ def test_a_step_that_a_full_disk_does_not_take_is_sent_again_to_another_file(
         files.close()
     lines = ["begun", "settings", "step 1", "step 2", "begun", "from 3", "step 3", "begun", "from 4", "step 1"]
     assert lines_of(tmp_path / "trackers/tensorboard") == lines  # what the evaluation hides is no step that was sent
+
+
+def test_no_part_of_the_first_step_stays_beside_the_whole_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: type[FakeWriter]
+) -> None:
+    keys, run = TensorBoardTracker(), TrackedRun(tmp_path, "mine", {})
+    with SentRows(tmp_path, "tensorboard") as sent:
+        files = open_tracker(keys, run, sent)
+        monkeypatch.setattr(writer, "full", True)
+        for _ in range(2):
+            with pytest.raises(OSError, match="no space"):
+                files.log_step(1, 1001.0, {"loss": 0.5})
+        monkeypatch.setattr(writer, "full", False)
+        files.log_step(1, 1001.0, {"loss": 0.5})
+        files.close()
+    assert lines_of(tmp_path / "trackers/tensorboard") == ["begun", "settings", "begun", "from 1", "step 1"]

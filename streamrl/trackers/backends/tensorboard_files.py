@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -43,6 +44,8 @@ class _EventFile:
         folder.mkdir(parents=True, exist_ok=True)
         # its names have whole seconds: a second file of the same second would replace the first
         self._suffix = f".{time_ns()}"
+        self._whole = 0
+        """Bytes of the file up to the end of the last row that it has whole."""
         self._writer: Any = EventsWriter(str(folder / "events"), self._suffix)
         if first is not None:
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
@@ -60,20 +63,31 @@ class _EventFile:
         self._write(step, time(), summary=self._summary.text(name, text))
 
     def flush(self) -> None:
-        """Give all that is written to the system."""
+        """Give all that is written, whole rows, to the system."""
         self._writer.flush()
+        self._whole = sum(path.stat().st_size for path in self._paths())
 
     def close(self) -> None:
         """Close the file."""
         self._writer.close()
 
     def abandon(self) -> None:
-        """Close the file after an error, and delete it if it has nothing."""
+        """Close the file after an error, without the row that was not written whole, and delete it if it has no other.
+
+        That row is written again to another file, and would be shown twice.
+        """
         with contextlib.suppress(OSError):
             self._writer.close()
-        for path in self._folder.glob(f"events*{self._suffix}"):
-            if not path.stat().st_size:
-                path.unlink()
+        with contextlib.suppress(OSError):
+            for path in self._paths():
+                if self._whole:
+                    os.truncate(path, self._whole)
+                else:
+                    path.unlink()
+
+    def _paths(self) -> list[Path]:
+        """Return the file's path, whose name tensorboardX completes."""
+        return list(self._folder.glob(f"events*{self._suffix}"))
 
 
 class TensorBoardFiles:
@@ -112,8 +126,9 @@ class TensorBoardFiles:
             yield self._file
             self._file.flush()
         except OSError:
-            self._file.abandon()  # it may end in the middle of an event, where readers go on to the next file
+            self._file.abandon()
             self._file = None
+            self._first = self._first or 1  # readers may have seen a part of the first step
             raise
 
     def log_step(self, step: int, time: float, figures: Mapping[str, float]) -> None:
