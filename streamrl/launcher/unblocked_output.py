@@ -37,6 +37,8 @@ class Output:
         """The file that the thread is writing to; None: none."""
         self._changed = threading.Condition()
         self._ended = False
+        self._done = False
+        """Whether the thread has ended."""
         self._failed: set[int] = set()
         threading.Thread(target=self._write, name="output", daemon=True).start()
 
@@ -47,10 +49,14 @@ class Output:
             return bool(self._waiting) or self._writing is not None
 
     def put(self, file: int, text: bytes) -> None:
-        """Have a text written to a file descriptor."""
+        """Have a text written to a file descriptor; after the thread's end, write it here."""
         with self._changed:
-            self._waiting.append((file, text))
-            self._changed.notify_all()
+            if not self._done:
+                self._waiting.append((file, text))
+                self._changed.notify_all()
+                return
+        with contextlib.suppress(OSError):
+            _write_all(file, text)
 
     def finish(self, stop: Sequence[int]) -> None:
         """Wait until all is written, and end the thread.
@@ -83,18 +89,23 @@ class Output:
                 self._changed.notify_all()
                 while not self._waiting:
                     if self._ended:
+                        self._done = True
                         return
                     self._changed.wait()
                 file, text = self._waiting.popleft()
                 self._writing = file
             try:
-                while text:
-                    text = text[os.write(file, text) :]
+                _write_all(file, text)
             except OSError as error:
                 if file not in self._failed:
                     self._failed.add(file)
                     name = {1: "standard output", 2: "standard error"}.get(file, f"file {file}")
                     log.warning("cannot write to %s, the run goes on: %s", name, error)
+
+
+def _write_all(file: int, text: bytes) -> None:
+    while text:
+        text = text[os.write(file, text) :]
 
 
 class _Stream(io.TextIOBase):

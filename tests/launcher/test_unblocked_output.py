@@ -121,6 +121,20 @@ def test_after_a_request_to_stop_an_output_that_is_not_read_is_given_up(
     assert not pipe.gone.is_set()
 
 
+def test_what_is_written_to_a_replaced_stream_after_the_end_arrives(pipe: Pipe) -> None:
+    with contextlib.redirect_stdout(pipe.stream), unblocked_output([]) as output:
+        kept = sys.stdout  # as a handler of logging keeps it
+        print("before", flush=True)
+    wait_for(lambda: output._done, 20)
+    print("after", file=kept, flush=True)
+    assert os.read(pipe.reads, 1 << 16).decode() == "before\nafter\n"
+    pipe.stream.flush()
+    broken, gone = os.pipe()
+    os.close(broken)
+    output.put(gone, b"this goes nowhere")
+    os.close(gone)
+
+
 def test_a_stream_without_a_file_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     with unblocked_output([]) as output:
         print("here")
