@@ -160,19 +160,25 @@ def read_tokenizer(folder: str | Path) -> Any:
     """
     from transformers import AutoTokenizer
 
-    # beside a tekken.json, transformers would choose Mistral's own tokenizer, which takes no chat template
-    return AutoTokenizer.from_pretrained(folder, mistral_format=False)
+    # beside a tekken.json, transformers would choose Mistral's own tokenizer, which takes no chat template; and beside
+    # code of the model's own, it would ask whether to run that
+    return AutoTokenizer.from_pretrained(folder, mistral_format=False, trust_remote_code=False)
 
 
 def end_tokens(model: str, tokenizer: Any) -> list[int]:
-    """Return the end-of-turn ids of the tokenizer and of the model's generation config, or else of its config."""
+    """Return the end-of-turn ids of the tokenizer and of the model's generation config, or else of its config.
+
+    Raises:
+        OSError, ValueError, KeyError: transformers cannot read these, for instance as only the model's own code can.
+    """
     from transformers import AutoConfig, GenerationConfig
 
     configured = None
     if Path(model).joinpath("generation_config.json").exists():
         configured = GenerationConfig.from_pretrained(model).eos_token_id
     elif Path(model).joinpath("config.json").exists():  # as vLLM
-        configured = GenerationConfig.from_model_config(AutoConfig.from_pretrained(model)).eos_token_id
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        configured = GenerationConfig.from_model_config(config).eos_token_id
     ids = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])}
     return sorted(i for i in ids if i is not None)
 

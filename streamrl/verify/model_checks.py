@@ -34,7 +34,7 @@ def verify(
         UserError: the folder has no configuration that transformers can read.
     """
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(folder)
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"transformers cannot read {folder / 'config.json'}: {error}") from error
     say("packing: small and random, against lone sequences")

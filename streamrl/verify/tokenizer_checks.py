@@ -38,13 +38,17 @@ def check_tokenizer(folder: Path, vocabulary: int, variables: Mapping[str, Any] 
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"no tokenizer in {folder}: {_first_line(error)}"
         return [Finding(name, "not checked", reason) for name in (TEMPLATE, STOPS, VOCABULARY)]
-    stops = end_tokens(str(folder), tokenizer)
+    template = None
     try:
         template = ChatTemplate(tokenizer, variables)
-        found = [check_template(template), check_stops(tokenizer, stops, template)]
+        history = check_template(template)
     except UserError as error:
-        found = [Finding(TEMPLATE, "refused", str(error)), check_stops(tokenizer, stops)]
-    return [*found, check_vocabulary(len(tokenizer), vocabulary)]
+        history = Finding(TEMPLATE, "refused", str(error))
+    try:
+        ends = check_stops(tokenizer, end_tokens(str(folder), tokenizer), template)
+    except (OSError, ValueError, KeyError) as error:
+        ends = Finding(STOPS, "not checked", f"transformers cannot read the model's end tokens: {_first_line(error)}")
+    return [history, ends, check_vocabulary(len(tokenizer), vocabulary)]
 
 
 def check_template(template: ChatTemplate) -> Finding:

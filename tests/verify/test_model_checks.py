@@ -95,6 +95,19 @@ def test_the_end_tokens_may_be_in_the_config_alone(tmp_path: Path, tokenizer: Pr
     assert check_tokenizer(tmp_path, 320)[1].verdict == "refused"
 
 
+def test_end_tokens_that_only_the_model_s_own_code_can_read_are_not_checked(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer.chat_template = APPENDS
+    tokenizer.save_pretrained(tmp_path)
+    config = {"model_type": "strange", "auto_map": {"AutoConfig": "configuration_strange.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("builtins.input", lambda prompt: pytest.fail(prompt))
+    template, stops, vocabulary = check_tokenizer(tmp_path, 320)
+    assert (template.verdict, stops.verdict, vocabulary.verdict) == ("works", "not checked", "works")
+    assert stops.reason.startswith("transformers cannot read the model's end tokens: ")
+
+
 @pytest.mark.parametrize(("message", "reason"), [("no answers here", "no answers here"), ("", "TemplateError")])
 def test_a_template_that_fails_leaves_the_other_findings(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, message: str, reason: str
