@@ -352,10 +352,11 @@ CUTS = (
     ("training", 0),
     ("samples", 0),
     ("waits", 0),
+    ("processes", 0),
 )
 """What a window that is too low does without, in this order: (part, lines of it that are left for now).
 
-Head and warnings always stay.
+Head, warnings and the newest step always stay.
 """
 
 

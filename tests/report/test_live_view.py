@@ -263,6 +263,18 @@ def test_a_low_window_has_the_warnings_the_newest_steps_and_the_dead_and_says_wh
     assert [line for line in screen.take() if "no room for" in line] == []  # the last picture, left standing, is whole
 
 
+def test_a_window_with_little_more_than_a_long_warning_has_the_newest_step(make_run: RunMaker) -> None:
+    run_dir = make_run(8, rollouts=False, trace=False)
+    warning = "a generator is off by 0.3 nats from the trainer; " * 4
+    write_status(run_dir, make_status(8, 20, START + 184, verified={"comparisons": 1, "mismatch": warning}))
+    screen = Screen(terminal=True, width=80, height=10)
+    screen.now = START + 185
+    with screen.view(run_dir) as view:
+        view.refresh()
+        shown = screen.take()
+    assert len(shown) == 10 and re.match(r"│ +8 +0\.", shown[-2])
+
+
 def test_a_picture_is_not_higher_than_its_window_and_keeps_the_warnings(make_run: RunMaker) -> None:
     run_dir = make_run(8, rollouts=False, trace=False)
     of_many(run_dir, 12)
