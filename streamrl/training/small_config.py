@@ -74,8 +74,17 @@ RECURRENT_HEADS = (
 )
 """Names of a recurrent layer's heads, of their size, and of the ratio of all of them to the hidden size."""
 
-DERIVED = ("attention_hidden_size", "attention_head_dim", "kv_channels", "num_query_groups", "hybrid_layer_ids")
-"""Sizes that a family computes from others (Zamba)."""
+DERIVED = (
+    *("attention_hidden_size", "attention_head_dim", "kv_channels", "num_query_groups", "hybrid_layer_ids"),  # Zamba
+    "ffn_hidden_size",  # Falcon
+)
+"""Sizes that a family computes from others."""
+
+ALIASES = {"num_kv_heads": "num_key_value_heads"}
+"""Usual names of sizes that a family has under names of its own and does not translate (Falcon)."""
+
+WIDTHS = ("conv_dim", "conv_dim_out", "block_dim")
+"""Further names of the hidden size (LFM2)."""
 
 PERIODS = ("_period", "_interval", "_pattern", "sparse_step")
 """Ends of the names of keys that say after how many layers a kind comes again."""
@@ -127,6 +136,7 @@ def small_values(values: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("qk_head_dim") is not None:
         small["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
     _shrink_heads(small)
+    small |= {key: small["hidden_size"] for key in WIDTHS if key in small and small[key] == values.get("hidden_size")}
     _shrink_recurrent_heads(small)
     size = _rotated_size(small)
     for key in ("rope_parameters", "rope_scaling"):
@@ -141,9 +151,11 @@ def small_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def small_config(config: PretrainedConfig) -> PretrainedConfig:
     """Return the configuration of the same architecture made small; the model is built from it at random."""
-    names: dict[str, str] = getattr(config, "attribute_map", {})  # from the usual name to the family's own
-    usual = {own: name for name, own in names.items()}
-    values = small_values({usual.get(key, key): value for key, value in config.to_dict().items()})
+    read = config.to_dict()
+    names = {name: own for own, name in ALIASES.items() if own in read}  # from the usual name to the family's own
+    names |= getattr(config, "attribute_map", {})
+    usual = {own: name for name, own in names.items() if own not in DERIVED}
+    values = small_values({usual.get(key, key): value for key, value in read.items()})
     values |= {"dtype": "float32", "use_cache": False}
     return type(config).from_dict({names.get(key, key): value for key, value in values.items()})
 

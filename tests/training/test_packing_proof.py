@@ -190,6 +190,33 @@ def test_sizes_under_names_of_the_family_are_found(kind: str, packing: str) -> N
         assert "StableLmAttention is not told of the packed row's layout" in choice.why
 
 
+@pytest.mark.parametrize(
+    ("values", "heads", "groups"),
+    [
+        ({"num_kv_heads": 71}, 4, 4),  # 7B
+        ({"num_attention_heads": 128, "hidden_size": 8192, "num_kv_heads": 8, "new_decoder_architecture": True}, 4, 2),
+        ({"num_attention_heads": 32, "hidden_size": 2048, "alibi": True, "multi_query": False}, 4, 4),  # RW
+    ],
+)
+def test_every_falcon_is_proven_with_sizes_that_fit_each_other(
+    values: dict[str, object], heads: int, groups: int
+) -> None:
+    config = AutoConfig.for_model("falcon", **values)
+    small = small_config(config)
+    assert (small.hidden_size, small.ffn_hidden_size) == (heads * 32, 4 * heads * 32)
+    assert (small.num_attention_heads, small.num_kv_heads) == (heads, groups)
+    assert not hasattr(small, "num_key_value_heads")
+    assert choose_packing("auto", prove(config), 64).kind == "separate"
+
+
+def test_sizes_that_follow_from_the_hidden_size_follow_that_of_the_small_model() -> None:
+    widths = {"conv_dim": 2560, "conv_dim_out": 2560, "block_dim": 2560}
+    lfm2 = small_config(AutoConfig.for_model("lfm2", full_attn_idxs=[2, 5, 8], **widths))
+    assert {lfm2.conv_dim, lfm2.conv_dim_out, lfm2.block_dim, lfm2.hidden_size} == {128}
+    zamba2 = small_config(AutoConfig.for_model("zamba2"))
+    assert zamba2.attention_hidden_size == 256 == zamba2.attention_head_dim * zamba2.num_attention_heads
+
+
 def test_a_proof_is_made_once_for_an_architecture_and_this_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
