@@ -14,7 +14,20 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_nu
 OTHER_LAYERS = ("mamba", "ssm", "conv", "linear_", "lru_", "block_types", "layers_block_type", "hybrid_")
 """Beginnings of the keys of a `config.json` that describe recurrent layers or convolutions."""
 
-UNGATED = frozenset({"arcee", "biogpt", "gpt_neox", "nemotron", "persimmon", "phi", "starcoder2"})
+UNGATED = frozenset(
+    {
+        "apertus",
+        "arcee",
+        "biogpt",
+        "gpt_neox",
+        "jais2",
+        "nanochat",
+        "nemotron",
+        "persimmon",
+        "phi",
+        "starcoder2",
+    }
+)
 """Values of `model_type` whose MLP has two matrices, not the three of a gated one (transformers 5.19; models whose
 `config.json` has the keys that are read)."""
 

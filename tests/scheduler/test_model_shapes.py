@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import CONFIG_MAPPING
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -14,7 +15,7 @@ from transformers.models.auto.modeling_auto import (
 
 from scheduler.cost.decode import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY, STEP_OVERHEAD_S, roofline
 from scheduler.cost.hardware import device
-from scheduler.cost.model_shapes import MODELS, Transformer
+from scheduler.cost.model_shapes import MODELS, UNGATED, Transformer
 
 SMALL: dict[str, Any] = {
     "num_hidden_layers": 2,
@@ -78,3 +79,18 @@ def test_kinds_of_models_are_tied_where_their_configuration_classes_are() -> Non
         if found != bool(getattr(type(config.get_text_config()), "tie_word_embeddings", False)):
             wrong.add(kind)
     assert not wrong and len(seen) > 40 and "gemma3_text" in seen
+
+
+@pytest.mark.parametrize("kind", ["apertus", "arcee", "jais2", "llama", "nanochat", "starcoder2"])
+def test_a_model_has_as_many_weights_as_are_counted_or_no_gate(kind: str) -> None:
+    config = CONFIG_MAPPING[kind](num_hidden_layers=4)
+    values = config.to_dict()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    weights = sum(weight.numel() for weight in model.parameters())
+    gate = values["num_hidden_layers"] * values["hidden_size"] * values["intermediate_size"]
+    as_gated = Transformer.from_config(kind, values | {"model_type": "llama"}).parameters
+    assert as_gated - (gate if kind in UNGATED else 0) == pytest.approx(weights, rel=2e-3)
+    if kind in UNGATED:
+        with pytest.raises(ValueError, match=f"the MLP of a {kind} model has no gate"):
+            Transformer.from_config(kind, values)
