@@ -183,6 +183,17 @@ def keeps_heads(values: Mapping[str, Any]) -> bool:
     return not values.get("kv_lora_rank") and _attends_alone(values)
 
 
+def uncounted(values: Mapping[str, Any]) -> str:
+    """Return what a model has by its `config.json` that the weights and the cache of a `Transformer` are not; '': all
+    is counted."""
+    values = text_part(values)
+    if not _attends_alone(values):
+        return "recurrent layers or convolutions"
+    if values.get("kv_lora_rank"):
+        return "latent attention"
+    return "embeddings of every layer" if values.get("hidden_size_per_layer_input") else ""
+
+
 def _attends_alone(values: Mapping[str, Any]) -> bool:
     """Return whether a `config.json` speaks of no layers but those in which tokens meet in attention."""
     types = values.get("layer_types") or ()

@@ -160,7 +160,7 @@ def find_model(name: str, key: str = "--model") -> Transformer:
     Raises:
         UserError: there is no such model, or its file cannot be used.
     """
-    from scheduler.cost.model_shapes import MODELS, Transformer
+    from scheduler.cost.model_shapes import MODELS, Transformer, uncounted
     from streamrl.machine.model_files import HUB_ID, hub_config
 
     plain = re.sub(r"^(qwen/)?(qwen2\.5-)?|^huggingfacetb/|-instruct$", "", name.lower())
@@ -177,9 +177,12 @@ def find_model(name: str, key: str = "--model") -> Transformer:
         except (OSError, ValueError) as error:
             raise UserError(f"{key} {name}: {path}: {why_unusable(error)}; expected a model's config.json") from error
         try:
-            return Transformer.from_config(own, values)
+            shape = Transformer.from_config(own, values)
         except ValueError as error:
             raise UserError(f"{key} {name}: {path}: {error}") from error
+        if other := uncounted(values):
+            raise UserError(f"{key} {name}: {path}: this model has {other}, which the cost model does not count")
+        return shape
     near = difflib.get_close_matches(plain, MODELS, n=2, cutoff=0.5)
     hint = f", did you mean {' or '.join(near)}?" if near else ""
     known = f"{', '.join(MODELS)}, a folder with a config.json, or a hub id whose config.json is here or can be fetched"

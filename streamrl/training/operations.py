@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from scheduler.cost.model_shapes import Transformer
+from scheduler.cost.model_shapes import Transformer, uncounted
 from streamrl.training.packing import PackedBatch
 from streamrl.training.policy_model import Policy
 
@@ -28,8 +28,9 @@ class TrainingOperations:
     @classmethod
     def of(cls, policy: Policy, reference: bool, proximal: bool, critic: bool) -> Self:
         """Return those of a policy and the models beside it."""
+        values = policy.model.config.to_dict()
         try:
-            shape = Transformer.from_config("policy", policy.model.config.to_dict())
+            shape = None if uncounted(values) else Transformer.from_config("policy", values)
         except ValueError:
             shape = None
         return cls(shape, policy.separate, reference, proximal, critic)

@@ -299,6 +299,21 @@ def test_a_model_is_found_as_launch_finds_it(tmp_path: Path, monkeypatch: pytest
         find_model("some/other", "model.path")
 
 
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        ({"mamba_d_ssm": 1024}, "recurrent layers or convolutions"),
+        ({"kv_lora_rank": 512}, "latent attention"),
+        ({"hidden_size_per_layer_input": 256}, "embeddings of every layer"),
+    ],
+)
+def test_a_model_that_the_cost_model_counts_wrong_is_refused(tmp_path: Path, values: dict[str, int], what: str) -> None:
+    dense = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16}
+    (tmp_path / "config.json").write_text(json.dumps(dense | {"vocab_size": 32} | values))
+    with pytest.raises(UserError, match=f"config.json: this model has {what}, which the cost model does not count"):
+        find_model(str(tmp_path))
+
+
 def test_a_run_files_model_is_named_by_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

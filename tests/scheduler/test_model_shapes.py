@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import (
 
 from scheduler.cost.decode import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY, STEP_OVERHEAD_S, roofline
 from scheduler.cost.hardware import device
-from scheduler.cost.model_shapes import MODELS, UNGATED, Transformer
+from scheduler.cost.model_shapes import MODELS, UNGATED, Transformer, uncounted
 
 SMALL: dict[str, Any] = {
     "num_hidden_layers": 2,
@@ -94,3 +94,14 @@ def test_a_model_has_as_many_weights_as_are_counted_or_no_gate(kind: str) -> Non
     if kind in UNGATED:
         with pytest.raises(ValueError, match=f"the MLP of a {kind} model has no gate"):
             Transformer.from_config(kind, values)
+
+
+def test_models_whose_weights_are_not_those_of_a_dense_decoder_are_told_from_others() -> None:
+    found = {kind: uncounted(CONFIG_MAPPING[kind]().to_dict()) for kind in ("bamba", "zamba2", "falcon_h1", "lfm2_moe")}
+    assert set(found.values()) == {"recurrent layers or convolutions"}, found
+    assert uncounted(CONFIG_MAPPING["youtu"]().to_dict()) == "latent attention"
+    for kind in ("gemma4_text", "gemma4"):
+        assert uncounted(CONFIG_MAPPING[kind]().to_dict()) == "embeddings of every layer"
+    assert not uncounted(CONFIG_MAPPING["gemma4_text"](hidden_size_per_layer_input=0).to_dict())
+    for kind in ("llama", "qwen3", "gemma3_text", "olmo3", "smollm3", "cohere2", "granite"):
+        assert not uncounted(CONFIG_MAPPING[kind]().to_dict()), kind
