@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -329,6 +330,24 @@ def test_a_new_service_goes_on_without_an_instance_that_dies_and_restarts_it_aft
             assert not fleet.states()["here-one-0"]["for_good"]
 
     with_fleet(tmp_path, work, pause_s=1000.0)
+
+
+def test_a_new_service_that_waits_for_an_instance_that_dies_says_why(tmp_path: Path) -> None:
+    def stages() -> list[str]:
+        lines = (tmp_path / layout.START_STAGES / "service-here.jsonl").read_text().splitlines()
+        return [json.loads(line)["stage"] for line in lines]
+
+    async def work(fleet: SiteFleet) -> None:
+        async with adopting(fleet) as (opening, _):
+            await until(lambda: fleet.lives and (tmp_path / layout.START_STAGES).exists())
+            for process in (1, 2):
+                ended(fleet, process)
+                await until(lambda number=process: fleet.lives["here-one-0"].process == number + 1)
+            await until(lambda: len(stages()) > 1)
+            waits = "waiting for here-one-0, here-one-1"
+            assert stages() == [waits, f"{waits} (killed)"] and not opening.done()
+
+    with_fleet(tmp_path, work)
 
 
 def test_a_new_service_restarts_an_instance_within_its_budget_and_ends_with_the_last_one(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ class SiteFleet:
         """Wait until an instance is there and no other is starting; those that pause before a restart come later."""
         for life in self.lives.values():
             self._begin(self._bring_in(life))
-        said: list[str] = []
+        said = ""
         while True:
             ended = self.ended()
             for life in list(self.lives.values()):
@@ -160,9 +160,12 @@ class SiteFleet:
             starting = [name for name, life in self.lives.items() if life.state is Life.STARTING]
             if self.present and not starting:
                 return
-            if (missing := sorted({*starting, *self._pausing})) != said:
-                self.context.say(waiting_for(missing))
-                said = missing
+            missing = sorted({*starting, *self._pausing})
+            died = ", ".join(self._causes[name] for name in missing if name in self._causes)
+            text = waiting_for(missing) + (f" ({died})" if died else "")  # the controller hears of no death yet
+            if text != said:
+                self.context.say(text)
+                said = text
             await asyncio.sleep(POLL_S)
 
     def _met(self, life: InstanceLife) -> None:
