@@ -162,7 +162,7 @@ def test_counters_are_there_before_their_first_increment(folder: Path) -> None:
     counters = {name.removeprefix("streamrl_") for name in map(full_name, KINDS) if name.endswith("_total")}
     assert {name for name, *_ in begun if name.endswith("_total")} == counters - {"usd_total"}
     assert all(value == 0 for (name, *_), value in begun.items() if name.endswith("_total"))
-    assert len([key for key in begun if key[0] == "messages_refused_total"]) == 8
+    assert len([key for key in begun if key[0] == "messages_refused_total"]) == 9
     write_steps(folder, {"step": 1, "step_refused": "not finite", "usd": 0.5})
     assert (found()["steps_refused_total",], found()["usd_total",]) == (1, 0.5)
     back_to(folder, 0)
