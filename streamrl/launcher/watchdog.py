@@ -35,7 +35,7 @@ class _Life:
     """A process of which the controller records the silence."""
 
     started: float
-    """By the watchdog's clock."""
+    """Seconds of the watchdog's clock at which it began."""
     earlier: str = ""
     """Session that was on record when it was first looked at: that of the process before it; '': none."""
     is_restart: bool = False

@@ -128,7 +128,7 @@ class ReleasedSample(TypedMessage, frozen=True, tag="released"):
     t_dispatched: float
     t_first_token: float
     t_last_part: float | None = None
-    """As in `FinishedSample`."""
+    """Start of its last part, as in `FinishedSample`."""
 
 
 class Progress(TypedMessage, frozen=True, tag="progress"):

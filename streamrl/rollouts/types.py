@@ -78,7 +78,7 @@ class PartialSample:
     """Experts as in `Sample`; of a part that is not a sample's first: of the positions that its tokens were drawn from,
     [C, row bytes]."""
     t_last_part: float | None = None
-    """As in `Sample`."""
+    """Start of its last part, as in `Sample`."""
 
     def __post_init__(self) -> None:
         _check_tokens(self.sample_id, self.completion_tokens, self.logprobs, self.token_versions)

@@ -97,7 +97,7 @@ class Link(Endpoint):
         """Set once the first hello has been answered, by a welcome or a refusal."""
         self._refusal: Refused | None = None
         self._late_until = 0.0
-        """Until when the hub is asked again if it takes this process for a late one (monotonic seconds)."""
+        """Monotonic seconds until which the hub is asked again if it takes this process for a late one."""
         self._hub_session = ""
         self._hello_at: float | None = 0.0
         """Time of the unanswered hello (monotonic seconds); None: the hub has answered."""
