@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
+import importlib
 import os
 import shutil
 import tempfile
@@ -130,10 +132,27 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Keep the garbage collector from what collection imports: looking through it took a fifth of the tests' time."""
     with importing():
+        if session.config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+            _import_share(session.config.option.markexpr)
         return (yield)
+
+
+def _import_share(mark: str) -> None:
+    """Let a worker of xdist begin with its share of the files: pytest rewrites their assertions, and keeps that.
+
+    All workers collect all files in the same order; in a new clone each would rewrite every file itself.
+    """
+    worker, count = os.environ.get("PYTEST_XDIST_WORKER", ""), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if not worker or mark not in ("slow", "not slow"):
+        return
+    files = [file_of(path) for path in sorted(TESTS.rglob("test_*.py"))]
+    chosen = [file for file in files if file not in ELSEWHERE and (file in SLOW) == (mark == "slow")]
+    for file in chosen[int(worker.removeprefix("gw")) :: count]:
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # pytest says it when it collects the file
+            importlib.import_module(f"tests.{file.removesuffix('.py').replace('/', '.')}")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
