@@ -165,20 +165,31 @@ def read_tokenizer(folder: str | Path) -> Any:
     return AutoTokenizer.from_pretrained(folder, mistral_format=False, trust_remote_code=False)
 
 
+def transformers_config(folder: str | Path) -> Any:
+    """Return transformers' configuration of a model's folder, with the values that its config.json leaves out.
+
+    Raises:
+        OSError, ValueError, KeyError: transformers cannot read it, for instance as only the model's own code can.
+    """
+    from transformers import AutoConfig
+
+    # beside code of the model's own, it would ask on the terminal whether to run that
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+
 def end_tokens(model: str, tokenizer: Any) -> list[int]:
     """Return the end-of-turn ids of the tokenizer and of the model's generation config, or else of its config.
 
     Raises:
         OSError, ValueError, KeyError: transformers cannot read these, for instance as only the model's own code can.
     """
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
     configured = None
     if Path(model).joinpath("generation_config.json").exists():
         configured = GenerationConfig.from_pretrained(model).eos_token_id
     elif Path(model).joinpath("config.json").exists():  # as vLLM
-        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-        configured = GenerationConfig.from_model_config(config).eos_token_id
+        configured = GenerationConfig.from_model_config(transformers_config(model)).eos_token_id
     ids = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])}
     return sorted(i for i in ids if i is not None)
 

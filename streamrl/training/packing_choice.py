@@ -25,7 +25,7 @@ from streamrl.config.run import MODEL_KEY, RunConfig
 from streamrl.errors import ErrorCode, UserError
 from streamrl.imports import importing
 from streamrl.machine.compiled_c import library_name
-from streamrl.machine.model_files import cache_directory
+from streamrl.machine.model_files import cache_directory, transformers_config
 from streamrl.training.packing_ways import PackingKind, PackingProof, PackingWay
 
 KERNEL = Path(__file__).with_name("group_attention.c")
@@ -164,12 +164,10 @@ def _code() -> str:
 
 def _prove_here(folder: Path) -> str:
     with importing():
-        from transformers import AutoConfig
-
         from streamrl.training.packing_proof import prove
 
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = transformers_config(folder)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"transformers cannot read {folder / 'config.json'}: {error}") from error
     return json.dumps(asdict(prove(config)))

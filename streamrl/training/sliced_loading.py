@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -32,7 +32,7 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig
 
-from streamrl.machine.model_files import NotInSlices, sliceable_files
+from streamrl.machine.model_files import NotInSlices, sliceable_files, transformers_config
 
 
 def empty_model(kind: type[Any], path: str, attention: str, shards: int) -> PreTrainedModel:
@@ -102,7 +102,7 @@ def empty_twin(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _on_meta(kind: type[Any], path: str, attention: str) -> PreTrainedModel:
-    config = AutoConfig.from_pretrained(path)
+    config = transformers_config(path)
     with torch.device("meta"):
         model: PreTrainedModel = kind.from_config(config, dtype=torch.float32, attn_implementation=attention)
     model.config.name_or_path = path  # that of a model of text and images is another configuration's

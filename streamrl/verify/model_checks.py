@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from streamrl.errors import UserError
+from streamrl.machine.model_files import transformers_config
 from streamrl.scratch_folders import ScratchFolder
 from streamrl.training.packing_choice import Packing, packing_proof
 from streamrl.verify.findings import Finding
@@ -34,7 +35,7 @@ def verify(
         UserError: the folder has no configuration that transformers can read.
     """
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config: PretrainedConfig = transformers_config(folder)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"transformers cannot read {folder / 'config.json'}: {error}") from error
     say("packing: small and random, against lone sequences")

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
+from streamrl.machine.model_files import transformers_config
 from streamrl.weights.quantize import SCALE_SUFFIX, CodeKind, Described, is_quantized, quantize
 from streamrl.weights.sharded import ShardedLayout
 from streamrl.weights.version import (
@@ -41,10 +42,10 @@ def expected_tensors(model: str, dtype: str, generation_dtype: Literal["same"] |
         dtype: compute type of the run (torch's name).
         generation_dtype: `weights.generation_dtype` of the run file.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        empty: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+        empty: Any = AutoModelForCausalLM.from_config(transformers_config(model))
     layout = ShardedLayout(empty, getattr(torch, dtype), generation_dtype)
     return {slot.name: (slot.dtype, slot.shape) for slot in layout.slots.values()}
 

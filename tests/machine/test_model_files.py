@@ -72,11 +72,13 @@ def test_the_tokenizer_with_the_chat_template_is_read_beside_one_of_mistral(tmp_
         model_files.resolve_model(str(folder))
 
 
-def test_all_parts_of_a_run_read_the_same_tokenizer() -> None:
+def test_all_parts_of_a_run_read_the_same_tokenizer_and_configuration() -> None:
     package = Path(model_files.__file__).parents[1]
     sources = {str(path.relative_to(package)): path.read_text() for path in package.rglob("*.py")}
     readers = {name for name, text in sources.items() if "AutoTokenizer.from_pretrained(" in text}
     assert readers == {"machine/model_files.py", "machine/gguf_conversion.py"}
+    readers = {name for name, text in sources.items() if "AutoConfig.from_pretrained(" in text}
+    assert readers == {"machine/model_files.py"}
 
 
 def test_a_broken_config_is_told(tmp_path: Path) -> None:

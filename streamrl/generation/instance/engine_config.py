@@ -19,7 +19,7 @@ from streamrl.generation.instance.eight_bits import quantization_config
 from streamrl.generation.instance.engine_variables import EAGER, FEW_ROWS, NORMS, QUANTIZATION
 from streamrl.generation.instance.vllm_plugin import register
 from streamrl.machine.engine_settings import DEFAULT, EngineSettings
-from streamrl.machine.model_files import read_config, resolve_model
+from streamrl.machine.model_files import read_config, resolve_model, transformers_config
 from streamrl.runtime.device_turns import takes_turns
 from streamrl.weights.backends.base import LOAD_FORMATS
 
@@ -246,9 +246,7 @@ def _layer_kinds(model: Path) -> Sequence[str]:
     config: Any = SimpleNamespace(**text_part(written))
     if "model_type" in written:
         with contextlib.suppress(Exception):  # not installed, or not a model that it knows
-            from transformers import AutoConfig
-
-            config = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
+            config = transformers_config(model).get_text_config()
     return getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
 
 
