@@ -226,11 +226,14 @@ def off_policy(row: MetricsRow) -> list[str]:
     return parts
 
 
-def nothing_trained(row: MetricsRow) -> str:
-    """Say that no token of a step has a loss, and why if that is plain; '': some have one, or the step was skipped."""
+def no_gradient(row: MetricsRow) -> str:
+    """Say that no token of a step has a loss, and why if that is plain; '': some have one, or the step was skipped.
+
+    The optimizer still moves the weights, by its momentum and by weight decay.
+    """
     if row.tokens_trained != 0 or row.step_skipped:
         return ""
-    return "nothing trained" + (": all answers reach the token limit" if row.truncated_fraction == 1 else "")
+    return "no gradient" + (": all answers reach the token limit" if row.truncated_fraction == 1 else "")
 
 
 def run_notes(
@@ -246,7 +249,7 @@ def run_notes(
         notes.append(("rewards", f"{void_share(rows[-1:])} in the last step", "yellow"))
     if rows and (stale := off_policy(rows[-1])):
         notes.append(("off-policy", ", ".join(stale), ""))
-    if rows and (nothing := nothing_trained(rows[-1])):
+    if rows and (nothing := no_gradient(rows[-1])):
         notes.append(("training", f"{nothing} in the last step", "yellow"))
     if evaluations:
         notes.append(("evaluation", evaluation_line(evaluations[-1], evaluations), "green"))
@@ -471,7 +474,7 @@ def step_line(row: MetricsRow, before: MetricsRow | None, steps: int, left_s: fl
         parts.append(f"{row.usd_per_1k_samples:.3g} USD/1k")
     if row.groups_no_gradient:
         parts.append(f"{row.groups_no_gradient} groups without gradient")
-    if nothing := nothing_trained(row):
+    if nothing := no_gradient(row):
         parts.append(nothing)
     if row.samples_void:
         parts.append(void_share([row]))

@@ -48,14 +48,25 @@ class EvaluationRow(StepRow):
 
     @property
     def score(self) -> float:
-        """Score that decides which version is the best."""
-        return float("-inf") if self.overall.reward is None else self.overall.reward
+        """Score that decides which version is the best; -inf: it has none, or no token is by this version."""
+        if self.overall.reward is None or self.other_version_share == 1:
+            return float("-inf")
+        return self.overall.reward
+
+    @property
+    def rank(self) -> tuple[bool, float, float, int]:
+        """Place among all rows: first those whose tokens are mostly by this version, then by score."""
+        return self.other_version_share <= 0.5, self.score, -self.other_version_share, -self.step
 
 
 def best(rows: Iterable[EvaluationRow]) -> EvaluationRow | None:
-    """Return the row with the highest score, the earliest version among equals; None without a row that has one."""
-    rated = (row for row in rows if row.score > float("-inf"))  # where all is void there is no score
-    return max(rated, key=lambda row: (row.score, -row.step), default=None)
+    """Return the row with the highest score; None without a row that has one.
+
+    Of equals it is the one with the fewest tokens by other versions, and then the earliest. A row of which more than
+    half is by others comes after all that are not: its score is rather that of a later version.
+    """
+    rated = (row for row in rows if row.score > float("-inf"))
+    return max(rated, key=lambda row: row.rank, default=None)
 
 
 def evaluation_line(row: EvaluationRow, rows: Sequence[EvaluationRow] = ()) -> str:

@@ -216,6 +216,13 @@ def test_the_best_is_the_highest_greedy_reward_and_of_equals_the_earliest() -> N
     assert best(rows) == best(reversed(rows)) == rows[1]
     assert evaluation_line(rows[1], rows[:2]) == "eval@10: greedy 0.50 pass@4 0.00 (best)"
     assert evaluation_line(rows[2], rows[:3]) == "eval@20: greedy 0.50 pass@4 0.00"
+    lower, early, late, _ = (
+        row.model_copy(update={"other_version_share": share})
+        for row, share in zip(rows, (0.5, 0.51, 1.0, 0.0), strict=True)
+    )
+    assert best([lower, early, late]) == lower, "most tokens of the others are by other versions"
+    assert best([early, late]) == early and best([late]) is None, "no token is by its version"
+    assert best([early.model_copy(update={"other_version_share": 0.1}), rows[2]]) == rows[2]
 
 
 def test_rows_survive_a_kill_and_are_rewound_with_the_run(tmp_path: Path) -> None:

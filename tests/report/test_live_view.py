@@ -537,12 +537,12 @@ def test_a_refused_step_and_a_mismatch_of_weights_are_said_until_the_run_ends(tm
 
 def test_a_step_that_trains_nothing_is_said(tmp_path: Path) -> None:
     cut = make_row(1, tokens_trained=0, truncated_fraction=1.0, groups_no_gradient=8)
-    said = "nothing trained: all answers reach the token limit"
+    said = "no gradient: all answers reach the token limit"
     assert f"  8 groups without gradient  {said}  " in step_line(cut, None, 20, None)
     partly = step_line(make_row(1, tokens_trained=0, truncated_fraction=0.9), None, 20, None)
-    assert "  nothing trained  " in partly
+    assert "  no gradient  " in partly
     for row in (make_row(1), make_row(1, tokens_trained=None), make_row(1, tokens_trained=0, step_skipped=True)):
-        assert "nothing trained" not in step_line(row, None, 20, None)
+        assert "no gradient" not in step_line(row, None, 20, None)
     with RowWriter(tmp_path / "metrics.jsonl", MetricsRow) as metrics:
         metrics.append(cut)
     write_status(tmp_path, make_status(1, 20, START))
