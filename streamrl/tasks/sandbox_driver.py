@@ -13,9 +13,10 @@ that extends a plain type is compared, in the tests' process, by what it is as o
     extends list, dict, set        a stand-in, as the program may change what it holds (`Changeable`)
 
 The text of `sandbox_values.py` and of this file is that of `python -I -c` (`sandbox.DRIVER`): they need the standard
-library alone. The first line of input is a JSON object: `side` ('program', 'tests', or a script's language), `source`,
-`processes` (most that it may start), `parent` (a PID: isolate yourself in namespaces, and end with that process; null:
-the sandbox's command does it), and `hidden` (files and folders that are empty in those namespaces).
+library alone, and little of it, as two processes start for each reward. The first line of input is a JSON object:
+`side` ('program', 'tests', or a script's language), `source`, `processes` (most that it may start), `parent` (a PID:
+isolate yourself in namespaces, and end with that process; null: the sandbox's command does it), and `hidden` (files and
+folders that are empty in those namespaces).
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ import resource
 import signal
 import sys
 import types
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, NoReturn
 
 from streamrl.tasks.sandbox_values import CHANGEABLE, TAGS, decode, encode, encode_plain, plain_type, put_back
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any, NoReturn
 
 NEW_NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 """CLONE_NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET."""
@@ -306,7 +309,7 @@ class Tests:
         return self.stand_ins[number]
 
 
-class Names(dict[str, Any]):
+class Names(dict[str, object]):
     """The names of the tests: their own, those of Python, then those of the program."""
 
     def __init__(self, tests: Tests, of_program: frozenset[str]) -> None:
@@ -435,9 +438,10 @@ def isolate(parent: int, hidden: list[str]) -> None:
 
     ids = os.getuid(), os.getgid()
     check(libc.unshare(NEW_NAMESPACES))
-    Path("/proc/self/setgroups").write_text("deny")
-    for name, number in zip(("uid_map", "gid_map"), ids, strict=True):
-        Path(f"/proc/self/{name}").write_text(f"{number} {number} 1")
+    maps = (f"{number} {number} 1" for number in ids)
+    for name, text in zip(("setgroups", "uid_map", "gid_map"), ("deny", *maps), strict=True):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
     check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL))  # the kernel forgets it with other credentials
     if os.getppid() != parent:
         os._exit(1)
@@ -461,9 +465,10 @@ def isolate(parent: int, hidden: list[str]) -> None:
 def tasks_of_user() -> int:
     """Count the threads of this user that can be seen, which RLIMIT_NPROC counts."""
     count = 0
-    for folder in Path("/proc").glob("[0-9]*"):
+    for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
-            count += len(os.listdir(folder / "task")) * (folder.stat().st_uid == os.getuid())
+            if name.isdigit() and os.stat(f"/proc/{name}").st_uid == os.getuid():
+                count += len(os.listdir(f"/proc/{name}/task"))
     return count
 
 

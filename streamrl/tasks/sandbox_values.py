@@ -1,21 +1,23 @@
 """Values that cross between a program in a sandbox and its tests, as JSON.
 
-Its text is a part of the driver's (`sandbox_driver.py`), so it needs the standard library alone.
+Its text is a part of the driver's (`sandbox_driver.py`), so it needs the standard library alone, and little of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+TYPE_CHECKING = False  # `typing` takes as long to import as all that a driver needs
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    Other = Callable[[Any, type | None], list[Any] | None]
+    """Describes a value whose type is not plain, but may extend the one that is given; None: as one of that."""
 
 PLAIN: dict[str, Any] = {"n": type(None), "b": bool, "i": int, "f": float, "c": complex, "s": str, "y": bytes}
 MANY: dict[str, Any] = {"l": list, "t": tuple, "e": set, "z": frozenset}
 TAGS: dict[type, str] = {kind: tag for tag, kind in (PLAIN | MANY | {"d": dict}).items()}
 CHANGEABLE = (list, set, dict)
 """Plain types whose values can be changed."""
-
-Other = Callable[[Any, type | None], list[Any] | None]
-"""Describes a value whose type is not plain, but may extend the one that is given; None: as one of that."""
 
 
 def encode(value: Any, other: Other) -> list[Any]:
