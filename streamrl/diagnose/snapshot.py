@@ -6,6 +6,7 @@ This module finds the processes and reads the folder; `diagnose/stacks.py` asks 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import socket
 import time
@@ -143,12 +144,14 @@ def _is_of(name: str, site: str) -> bool:
 
 
 class _Family:
-    """All processes of the machine at one moment, by parent."""
+    """All processes of the machine by parent, at the moment when those of a living one are looked for."""
 
-    def __init__(self) -> None:
-        self._children: dict[int, list[psutil.Process]] = {}
+    @functools.cached_property
+    def _children(self) -> dict[int, list[psutil.Process]]:
+        found: dict[int, list[psutil.Process]] = {}
         for one in psutil.process_iter(["ppid"]):
-            self._children.setdefault(one.info["ppid"] or 0, []).append(one)
+            found.setdefault(one.info["ppid"] or 0, []).append(one)
+        return found
 
     def ranks(self, pid: int) -> dict[int, int]:
         """Return the pids of the ranks that the rank launcher `pid` has started, by rank."""

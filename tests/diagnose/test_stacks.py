@@ -199,6 +199,15 @@ def test_who_only_looks_asks_no_process(tmp_path: Path, start: Start) -> None:
     assert not (tmp_path / layout.STACKS / "here-tail-0.tasks.txt").exists()
 
 
+def test_who_looks_at_a_run_of_which_nothing_lives_does_not_go_through_all_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_started(tmp_path, [StartedProcess("trainer", "trainer", 1, exit_code=3)])
+    monkeypatch.setattr(snapshot.psutil, "process_iter", None)
+    (one,) = collect(tmp_path).processes
+    assert one.exit_code == 3
+
+
 def test_a_process_that_still_loads_has_no_event_loop(tmp_path: Path, start: Start) -> None:
     start("here-tail-0", "loading")
     looked(tmp_path, lambda one: one.loop == "none")
