@@ -186,6 +186,8 @@ def serving_metrics(
             host = f"[{endpoint.listen}]" if ":" in endpoint.listen else endpoint.listen
             yield f"http://{host}:{server.server_port}/metrics"
         finally:
+            with contextlib.suppress(OSError):  # wakes the thread, which else looks twice a second whether it shall end
+                listener.shutdown(socket.SHUT_RDWR)
             server.shutdown()
             thread.join()
             server.server_close()

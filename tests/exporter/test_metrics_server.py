@@ -6,6 +6,7 @@ import contextlib
 import socket
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -233,6 +234,16 @@ def test_the_age_of_a_step_counts_from_where_why_stuck_counts_and_ends_with_the_
     assert found.get(("step_age_seconds",)) == age
     began = collect(folder, ask=False).step_began
     assert age is None or began == NOW - age
+
+
+def test_the_end_of_a_run_does_not_wait_for_the_server_to_look_whether_it_shall_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forever, began = metrics_server.MetricsServer.serve_forever, time.monotonic()
+    monkeypatch.setattr(metrics_server.MetricsServer, "serve_forever", lambda self: forever(self, scaled(30)))
+    with serving_metrics(MetricsEndpoint(port=0), "metrics", folder, 0):
+        pass
+    assert time.monotonic() - began < scaled(20)
 
 
 def test_totals_of_a_resumed_run_begin_at_0(folder: Path) -> None:
