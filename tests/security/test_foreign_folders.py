@@ -130,7 +130,7 @@ def test_the_secrets_would_be_seen(made: tuple[Path, Path]) -> None:
     assert SECRET in asked_of_dashboard(made[1])
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("attack", [one for one in ATTACKS if one != "unix_socket"])  # as a pipe, but for what opens it
 def test_nothing_in_a_foreign_folder_leads_elsewhere_or_holds_a_reader_up(
     attack: str,
     made: tuple[Path, Path],
@@ -180,10 +180,10 @@ def test_a_small_file_that_unpacks_to_any_amount_is_refused(
     run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     rows = parquet_files.BATCH * 40
-    table = pa.table({"sample_id": [f"s{n}" for n in range(rows)], "completion": pa.array(["x" * 10_000] * rows)})
+    table = pa.table({"sample_id": [f"s{n}" for n in range(rows)], "completion": pa.array(["x" * 1_000] * rows)})
     pq.write_table(table, run / STEP, compression="zstd")
     assert (run / STEP).stat().st_size < 1 << 20
-    monkeypatch.setattr(parquet_files, "MOST_DECODED", 100 << 20)  # of 400 MB
+    monkeypatch.setattr(parquet_files, "MOST_DECODED", 10 << 20)  # of 40 MB
     with pytest.raises(NotPlainFile, match="unpacks to more than"):
         parquet_files.read_columns(run / STEP, run)
     assert len(parquet_files.read_columns(run / STEP, run, ["sample_id"])) == rows
