@@ -346,12 +346,12 @@ def test_numbers_and_lists_of_a_heartbeat_have_an_end(controller: Controller, st
         check_heartbeat(controller.own, Speaker("service-far", "service", "far"), state)
 
 
-FLOOD = 100_000
-MOST_MEMORY = 150 * 2**20
+FLOOD = 20_000
+MOST_MEMORY = 30 * 2**20
 """Bytes by which memory may grow meanwhile: what may be queued, and what Python keeps for itself."""
 
 
-def test_100_000_messages_of_nonsense_leave_a_controller_as_it_was(controller: Controller) -> None:
+def test_20_000_messages_of_nonsense_leave_a_controller_as_it_was(controller: Controller) -> None:
     async def body() -> int:
         hub, memory = controller.hub, psutil.Process().memory_info
         hub.bind_outside(f"tcp://127.0.0.1:{free_port()}", None)
