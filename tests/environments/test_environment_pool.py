@@ -43,11 +43,9 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> InstalledEnvironment:
 
 
 @contextlib.asynccontextmanager
-async def started(
-    room: InstalledEnvironment, step_s: float | None = None, log: Path | None = None, **use: Any
-) -> AsyncIterator[EnvironmentPool]:
+async def started(room: InstalledEnvironment, log: Path | None = None, **use: Any) -> AsyncIterator[EnvironmentPool]:
     settings = EnvironmentUse(**{"name": room.name, "processes": 1, **use})
-    pool = EnvironmentPool(settings, room, OutputLog(log), step_s or scaled(20), scaled(20))
+    pool = EnvironmentPool(settings, room, OutputLog(log), scaled(20), scaled(20))
     await pool.start()
     try:
         yield pool
@@ -142,12 +140,13 @@ def test_the_episode_that_ends_its_process_is_void_and_others_are_played_again(
     room: InstalledEnvironment, kind: str, cause: VoidCause, text: str
 ) -> None:
     async def scenario() -> None:
-        step_s = scaled(20 if kind == "dies" else 1)  # in which good ones have to be reset, too
-        async with started(room, step_s=step_s) as pool:
+        async with started(room) as pool:
             async with pool.place("good") as good, pool.place("bad") as bad:
                 before = pid_of(await good.reset({"prompt": "plain"}))
                 with pytest.raises(EnvironmentEnded) as own:
+                    bad._step_s = 0.3 if kind == "never resets" else bad._step_s
                     await bad.reset({"prompt": kind})
+                    bad._step_s = 0.3 if kind == "stuck" else bad._step_s
                     await bad.step(says("x"))
                 with pytest.raises(EnvironmentEnded) as other:
                     await good.step(says("x"))
