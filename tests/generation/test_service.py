@@ -18,6 +18,7 @@ import pytest
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.errors import RestartNeeded
+from streamrl.generation.site import site_state
 from streamrl.generation.site.service import GenerationService
 from streamrl.generation.site.site_episodes import is_turn
 from streamrl.generation.site.token_journal import TokenJournal
@@ -239,6 +240,7 @@ def test_a_site_gives_signs_of_life_before_it_serves_and_on_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / layout.SITE_STATUS
+    monkeypatch.setattr(site_state, "TELL_EVERY_S", 0.05)
 
     def stamp() -> int:
         return file.stat().st_mtime_ns if file.exists() else 0
@@ -256,10 +258,10 @@ def test_a_site_gives_signs_of_life_before_it_serves_and_on_a_full_disk(
             service.site_state.state = "serving"
             status = await until(lambda: read_site(tmp_path))
             assert status is not None and (status.site, status.state) == ("far", "serving")
-            monkeypatch.setattr(site_status, "replace_json", full)
-            await another_sign()
-            await another_sign()
-            monkeypatch.undo()
+            with monkeypatch.context() as on_a_full_disk:
+                on_a_full_disk.setattr(site_status, "replace_json", full)
+                await another_sign()
+                await another_sign()
             (before,) = [read_site(tmp_path)]
             await until(lambda: read_site(tmp_path) != before)
             keeping.cancel()
