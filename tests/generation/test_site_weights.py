@@ -203,7 +203,7 @@ def test_a_relay_that_sends_for_longer_than_it_may_be_silent_is_waited_for(
         assert (found, home.publisher.sent) == ((manifest.version, "near"), [])
         assert site.last_s > silent_s
 
-    in_two_worlds(tmp_path, body, rate_of=lambda peer: manifest.nbytes / (3 * silent_s), chunk_of=lambda peer: 500)
+    in_two_worlds(tmp_path, body, rate_of=lambda peer: manifest.nbytes / (1.5 * silent_s), chunk_of=lambda peer: 500)
 
 
 class Begins(RecordingPublisher):
