@@ -62,7 +62,7 @@ DRIVER = """
 import json, sys
 from pathlib import Path
 import mutant_run
-mutant_run.CPU_LEAST_S = 2
+mutant_run.CPU_LEAST_S = 1
 changed = json.loads(sys.argv[2])
 job = mutant_run.Job(Path("counted/counter.py"), ["test_counter.py"], changed, Path(sys.argv[1]))
 print(json.dumps([outcome.verdict for outcome in mutant_run.run_sources(job)]))
