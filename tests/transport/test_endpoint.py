@@ -96,8 +96,11 @@ def test_a_late_first_hello_displaces_a_process_that_began_later_only_if_that_is
         hub = hub_at(address)
         replaced, behind = (Link("peer", "test", WaitRegistry("peer")) for _ in range(2))
         successor = await link_to(address)
+        connecting = asyncio.create_task(replaced.connect(address, scaled(10)))
+        await until(lambda: hub.refused_peers > 1)  # it asks again
+        replaced._late_until = 0.0
         with pytest.raises(Refused, match="which began later, and hub hears it"):
-            await replaced.connect(address, scaled(10))
+            await connecting
         assert hub.peers["peer"].session == successor.session
         await hub.send("peer", "item", {"i": 0})
         assert (await successor.receive()).body == {"i": 0}
