@@ -31,10 +31,10 @@ from tests.training.conftest import free_port
 from tests.waiting import until
 from tests.weights.world import Policy, World, in_world
 
-FLOOD = 20_000
+FLOOD = 10_000
 MOST_INDEXES = 100_000
 """Payloads that some requests name, of a version that has five."""
-MOST_MEMORY = 100 * 2**20
+MOST_MEMORY = 60 * 2**20
 """Bytes by which memory may grow meanwhile."""
 SITE = {"site": "far"}
 
