@@ -21,6 +21,9 @@ from tests.transport.proxy import Proxy
 from tests.transport.sockets import Sites, link, new_key, run, until
 from tests.waiting import scaled, settled
 
+SILENT_S = 0.3
+"""Limit of a connection that gets no answer."""
+
 
 def memory(hub: Hub) -> tuple[Any, ...]:
     """What a hub holds for peers."""
@@ -84,7 +87,7 @@ def test_an_unknown_key_gets_nothing_and_costs_nothing_while_others_go_on() -> N
         before = memory(hub)
         stranger = link("service-west", "west")
         with pytest.raises(DeadlineExpired, match="other's present key"):
-            await stranger.connect(sites.address, 1.0, sites.as_client(new_key()))
+            await stranger.connect(sites.address, SILENT_S, sites.as_client(new_key()))
         await until(lambda: hub.refused_keys)
         assert stranger.bytes_in == 0
         assert memory(hub) == before
@@ -103,7 +106,7 @@ def test_a_plain_client_gets_nothing_at_the_door_for_keys() -> None:
         before = memory(hub)
         plain = link("service-east", "east")
         with pytest.raises(DeadlineExpired):
-            await plain.connect(sites.address, 1.0)
+            await plain.connect(sites.address, SILENT_S)
         assert plain.bytes_in == 0
         assert memory(hub) == before
         await plain.close()
@@ -118,7 +121,7 @@ def test_a_link_does_not_talk_to_a_hub_with_another_key() -> None:
         impostor = sites.hub()
         east = link("service-east", "east")
         with pytest.raises(DeadlineExpired):
-            await east.connect(sites.address, 1.0, ClientSecurity(sites.east, new_key().public))
+            await east.connect(sites.address, SILENT_S, ClientSecurity(sites.east, new_key().public))
         assert (impostor.peers, impostor.unknown, impostor.refused_keys, east.bytes_in) == ({}, 0, 0, 0)
         await east.close()
         await impostor.close()
