@@ -21,7 +21,7 @@ from streamrl.rollouts.void import Void, VoidCause
 from streamrl.tasks.procedural import ProceduralItems
 from streamrl.tasks.reward_pool import RewardPool, RewardResult
 from tests.marks import descendants
-from tests.waiting import scaled, settled, until, wait_for
+from tests.waiting import scaled, until, wait_for
 
 TIMEOUT_S = scaled(0.7)
 """Limit of rewards that hang, and of no other: a loaded machine may take as long for those that do not."""
@@ -264,7 +264,9 @@ def test_a_worker_that_dies_idle_is_replaced(tasks: list[Task]) -> None:
                 pid = int((await ask(pool, "pid")).reward or 0)
                 os.kill(pid, signal.SIGKILL)  # as the system does when memory runs out
                 await until(lambda pid=pid: pid not in [one.pid for one in workers()])
-                await asyncio.to_thread(settled, lambda: [one.pid for one in workers()], 0.5)  # it has been noticed
+                began_in = pool._pool
+                assert began_in is not None
+                await until(lambda one=began_in: workers() or not one.active)  # it has been noticed
             result = await ask(pool, "fine")
             assert (result.reward, result.void) == (1.0, None)
 
