@@ -22,7 +22,13 @@ class RankerConfig(StrictModel):
     path: str | None = Field(
         None, description="initial ranker, a file written by `streamrl train-ranker`; none: start without predictions"
     )
-    refit_every: int = Field(1, ge=0, description="optimizer steps between refits on the newest rollouts (0: never)")
+    refit_every: int = Field(
+        1,
+        ge=0,
+        description="fewest optimizer steps between refits on the newest rollouts (0: never); no step waits for any "
+        "but the first, and a pause of 10 times its seconds follows (100 times where nothing is placed by predictions, "
+        "as on one site under a policy that ignores them)",
+    )
     window: int = Field(20_000, ge=100, description="number of newest samples that a refit learns from")
 
 

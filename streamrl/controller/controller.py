@@ -96,7 +96,7 @@ class Controller:
         self.hub = home_hub(context, CONTROLLER, self.waits, context.local_flow)
         self.hub.forwards_hellos = True
         self.hub.reads = MessageReader(RIGHTS["controller"])
-        self.lengths = LengthPredictor(context.run)
+        self.lengths = LengthPredictor(context.run, len(context.cluster.sites))
         self.pool = GroupPool(context.run.batch.prompts_per_step, context.run.steps)
         episodes = any(isinstance(task, AgentTask) for task in context.run.tasks)  # `max_tokens` is for each turn
         longest = context.run.model.max_context if episodes else context.run.sampling.max_tokens

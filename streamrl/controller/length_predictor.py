@@ -1,9 +1,9 @@
 """The length predictor of a run: predicts output lengths of issued groups and learns from finished ones.
 
-The ranker (`ranker.online`) observes every finished sample and is refitted in a thread while the trainer still works on
-the step, so that the newest model predicts the next step's prompts. All predictions are recorded and compared with the
-actual lengths. Forecasts are corrected by what earlier ones were worth (`scheduler.cost.recalibration`), and all that
-follows is about corrected ones. Dispatch gets them only while two judges agree: the ranking is right
+The ranker (`ranker.online`) observes every finished sample and is refitted in a thread, for which no step waits
+(`ranker_refits`): the newest model that is ready predicts the next prompts. All predictions are recorded and compared
+with the actual lengths. Forecasts are corrected by what earlier ones were worth (`scheduler.cost.recalibration`), and
+all that follows is about corrected ones. Dispatch gets them only while two judges agree: the ranking is right
 (`ranker.online`), and each step, replayed with its true lengths, shows that dispatch by the forecasts would not have
 cost time (`scheduler.dispatch.outcome_trust`).
 """
@@ -32,6 +32,7 @@ from scheduler.simulation.generation_simulator import SimulatedInstance, Simulat
 from scheduler.simulation.saving import Replay, Saving
 from streamrl.config.run import RunConfig
 from streamrl.controller.group_source import sample_ids
+from streamrl.controller.ranker_refits import LONG_PAUSE, PAUSE, RankerRefits
 from streamrl.errors import UserError
 from streamrl.rollouts.types import Group, Sample
 
@@ -57,13 +58,19 @@ class StepLengths:
     """
     dispatched_by: bool = False
     """Whether dispatch went by the predictions."""
+    refit_s: float | None = None
+    """Seconds of the ranker's refit that has ended since the step before; None: none has."""
 
 
 class LengthPredictor:
     """The ranker of a run, with the trust in its predictions."""
 
-    def __init__(self, run: RunConfig) -> None:
+    def __init__(self, run: RunConfig, sites: int = 1) -> None:
         """
+        Args:
+            run: the run.
+            sites: number of its sites: with several, the choice of a site goes by forecasts, whatever the policy.
+
         Raises:
             UserError: the file of `ranker.path` is not a ranker.
         """
@@ -78,6 +85,9 @@ class LengthPredictor:
         """Tokens that the trainer processed per second in the last step; None before the first."""
         self._max_turns = {task.key: task.max_turns for task in run.agent_tasks}
         self._policy = policy_for(run.schedule.name, run.dispatch.policy)
+        self.refits = RankerRefits(self.ranker, LONG_PAUSE if self._policy in BLIND and sites == 1 else PAUSE)
+        self._refit_s: float | None = None
+        """Seconds of the refit that ended last; None: it has been reported."""
         self._forecasts: dict[str, Forecast] = {}
         """Forecasts of groups in flight, whether dispatch got them or not."""
         self._uncorrected: dict[str, Forecast] = {}
@@ -104,6 +114,7 @@ class LengthPredictor:
         """Set the predictions of new groups, which may be of several steps, in place."""
         if not groups:
             return
+        self._adopt_refit()
         limit = np.array([max(1, self._most_tokens(group)) for group in groups])
         prediction = self.ranker.predict(
             [group.prompt for group in groups],
@@ -124,6 +135,11 @@ class LengthPredictor:
             self._forecasts[group.group_id] = forecast
             group.forecast = forecast if self.trusted else None
             self.ranker.expect(sample_ids(group), forecast.mean)
+
+    def _adopt_refit(self) -> None:
+        """Go on with the model of a refit that has ended."""
+        if (seconds := self.refits.adopt()) is not None:
+            self._refit_s = seconds
 
     def _most_tokens(self, group: Group) -> int:
         """Return the most tokens that one sample of a group may have: a completion, or all turns of an episode."""
@@ -166,11 +182,13 @@ class LengthPredictor:
         return self.ranker.end_step()
 
     async def learn(self, groups: Sequence[Group], fleet: Sequence[SimulatedInstance]) -> StepLengths:
-        """Observe a complete step, refit the ranker if due and simulate the saving; the slow parts run in threads."""
+        """Observe a complete step, begin a refit if due and simulate the saving; the slow parts run in threads."""
         measured = self.observe(groups)
+        self._adopt_refit()
         every = self.run.ranker.refit_every
-        if every and groups[0].step % every == 0 and (job := self.ranker.refit_job()) is not None:
-            self.ranker.model = await asyncio.to_thread(job)
+        if every and groups[0].step % every == 0:
+            await self.refits.begin()
+            self._adopt_refit()
         forecasts = {group.group_id: self._forecasts.pop(group.group_id, None) for group in groups}
         uncorrected = {group.group_id: self._uncorrected.pop(group.group_id, None) for group in groups}
         dispatched = [group for group in groups if not group.agent]  # a site places turns, which it forecasts itself
@@ -196,7 +214,8 @@ class LengthPredictor:
             if not used:
                 replayed = replace(replayed, policy=replayed.least_loaded)
         self._report_trust(groups[0].step)
-        return StepLengths(measured, replayed, used)
+        seconds, self._refit_s = self._refit_s, None
+        return StepLengths(measured, replayed, used, seconds)
 
     def _recalibrate(self, groups: Sequence[Group], told: Mapping[str, Forecast | None]) -> None:
         """Learn what a step's forecasts, as the ranker gave them, were worth."""

@@ -127,6 +127,7 @@ def step_metrics(
         process_memory_gb=memory_gb,
         ranker_recall_at_20=predictions.measured.recall_at_20 if predictions.measured else None,
         ranker_kendall_tau=predictions.measured.kendall_tau if predictions.measured else None,
+        ranker_refit_s=predictions.refit_s,
         step_skipped=result.skipped,
         optimizer_updates=batch.update + (not result.skipped),
         groups_dropped=len(batch.groups_never_trained),

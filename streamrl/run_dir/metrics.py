@@ -78,7 +78,10 @@ class MetricsRow(StepRow):
     ranker_kendall_tau: float | None = Field(
         None, description="Kendall tau of predicted and true lengths; None until there are predictions"
     )
-
+    ranker_refit_s: float | None = Field(
+        None,
+        description="seconds of the ranker's refit that ended since the step before, beside training; None: none did",
+    )
     dispatch_by_prediction: bool | None = Field(
         None, description="whether predictions were trusted and used for dispatch"
     )

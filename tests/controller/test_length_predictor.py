@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 from ranker.data import from_rows
-from ranker.model import Judged
+from ranker.model import Judged, LengthModel
 from ranker.train import refit
 from scheduler.cost.decode import StepCurve
 from scheduler.cost.recalibration import SCORES
@@ -27,6 +29,7 @@ from streamrl.rollouts.trajectory import NOT_SAMPLED, RowExtent, Trajectory
 from streamrl.rollouts.types import Group, Sample, Scored
 from streamrl.rollouts.void import Void, VoidCause
 from tests.rollouts.test_rollouts import make_sample
+from tests.waiting import scaled
 
 FLEET = [SimulatedInstance(name, StepCurve((1, 32), (0.01, 0.1)), 32) for name in ("a", "b")]
 RUN = RunConfig.model_validate({"sampling": {"max_tokens": 400}, "batch": {"samples_per_prompt": 4}})
@@ -58,7 +61,18 @@ def _scored(sample: Sample) -> Scored:
 def play(lengths: LengthPredictor, number: int, right: bool = True) -> tuple[list[Group], object]:
     groups = step_of(number, right)
     lengths.predict(groups)
-    return groups, asyncio.run(lengths.learn(groups, FLEET))
+    return groups, asyncio.run(learn(lengths, groups))
+
+
+async def learn(
+    lengths: LengthPredictor, groups: list[Group], fleet: Sequence[SimulatedInstance] = FLEET
+) -> StepLengths:
+    """Learn from a step, and let its refit, for which no pause is made, end before the next."""
+    lengths.refits.pause = 0
+    told = await lengths.learn(groups, fleet)
+    if lengths.refits.running:
+        await asyncio.wait([lengths.refits.running])
+    return told
 
 
 def test_it_starts_from_nothing_learns_is_trusted_and_loses_trust() -> None:
@@ -111,6 +125,40 @@ def test_groups_of_several_steps_are_predicted_from_all_that_has_ended(monkeypat
     assert known[0] == known[1] > 0, "earlier samples of the same prompts"
 
 
+def test_no_step_waits_for_a_refit_which_pauses_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = LengthPredictor(RUN)
+    now, begun, may_end = [0.0], [0], threading.Event()
+    lengths.refits.clock = lambda: now[0]
+    fit = refit("mean_length", from_rows([{"prompt": "p", "output_length": 5}]))
+
+    def job() -> LengthModel:
+        begun[0] += 1
+        if begun[0] > 1:
+            assert may_end.wait(scaled(20))
+            now[0] += 3.0
+        return fit if begun[0] < 2 else replace(fit)
+
+    monkeypatch.setattr(lengths.ranker, "refit_job", lambda: job)
+
+    async def steps() -> None:
+        assert (await lengths.learn(step_of(1), [])).refit_s == 0.0 and lengths.ranker.model is fit, "waited for"
+        for number in (2, 3):
+            assert (await lengths.learn(step_of(number), [])).refit_s is None and lengths.ranker.model is fit
+        running = lengths.refits.running
+        assert running is not None
+        may_end.set()
+        await asyncio.wait([running])
+        lengths.predict(step_of(4))
+        assert lengths.ranker.model is not fit and begun == [2]
+        for now[0], refit_s, count in ((32.9, 3.0, 2), (33.0, None, 3)):
+            assert (await lengths.learn(step_of(4), [])).refit_s == refit_s
+            assert (lengths.refits.running is not None) is (count == 3)
+        await asyncio.wait([lengths.refits.running])
+        assert begun == [3]
+
+    asyncio.run(steps())
+
+
 def test_forecasts_that_would_have_cost_time_are_not_used_however_well_they_rank() -> None:
     lengths = LengthPredictor(RUN)
     lengths.ranker.trusted = True
@@ -127,7 +175,9 @@ def test_forecasts_that_would_have_cost_time_are_not_used_however_well_they_rank
 
 
 def test_a_policy_that_ignores_forecasts_does_not_go_by_them() -> None:
-    lengths = LengthPredictor(RUN.model_copy(update={"schedule": SCHEDULES["async"]()}))
+    run = RUN.model_copy(update={"schedule": SCHEDULES["async"]()})
+    lengths = LengthPredictor(run)
+    assert [one.refits.pause for one in (LengthPredictor(RUN), LengthPredictor(run, sites=2), lengths)] == [10, 10, 100]
     for number in (1, 2, 3):
         groups, told = play(lengths, number)
     assert lengths.trusted and lengths.outcome.steps == 0
@@ -196,7 +246,7 @@ def test_a_sample_that_no_site_could_generate_corrects_no_forecast() -> None:
         for sample_id in group.scored:
             sample = empty_sample(sample_id, group, "here", Void(VoidCause.GENERATION, "refused"), 1.0)
             group.scored[sample_id] = Scored(sample, None, Void(VoidCause.GENERATION, "refused"), 5.0)
-    told = asyncio.run(lengths.learn(step, FLEET))
+    told = asyncio.run(learn(lengths, step))
     assert told.measured is None and lengths.recalibration.scores is SCORES
 
 
@@ -265,7 +315,7 @@ def test_an_episode_may_be_longer_than_one_answer_and_is_no_request_that_dispatc
         for group in groups:
             group.agent, group.task = True, run.agent_tasks[0].key
         lengths.predict(groups)
-        return groups, asyncio.run(lengths.learn(groups, FLEET))
+        return groups, asyncio.run(learn(lengths, groups))
 
     for number in (1, 2, 3):
         groups, told = play_episodes(number)
@@ -280,6 +330,6 @@ def test_a_step_that_ends_without_any_instance_is_learnt_from() -> None:
     for number in (1, 2):
         groups = step_of(number)
         lengths.predict(groups)
-        told = asyncio.run(lengths.learn(groups, []))
+        told = asyncio.run(learn(lengths, groups, []))
         assert told.saving is None
     assert play(lengths, 3)[1].saving is not None  # type: ignore[attr-defined]

@@ -489,7 +489,7 @@ def test_step_metrics_are_what_they_say() -> None:
         0.0, 10.0, ((5.0, 8.0), (8.0, 9.0)), ((8.0, 9.0),), spans, nothing, ((8.0, 9.0),), present, ((5.0, 7.0),)
     )
     result = StepDone(rank=0, started=0.0, finished=1.0, grad_norm=0.3, learning_rate=1e-3, skipped=False)
-    predictions = StepLengths(Trust(0.6, 0.4, 4), Saving(10.0, 8.0, 7.5), True)
+    predictions = StepLengths(Trust(0.6, 0.4, 4), Saving(10.0, 8.0, 7.5), True, 4.5)
     audit = LengthAudit(128).end_step(1)
     costs = {"here": {"trainer": 0.06, "here-tail-0": 0.04}, "far": {"link": 0.01}}
     row = step_metrics(batch, times, result, Traffic(7, 2.5), 2, 1.5, predictions, audit, 6, costs, 16.0)
@@ -535,7 +535,7 @@ def test_step_metrics_are_what_they_say() -> None:
     assert (row.value_loss, row.step_skipped, row.groups_dropped) == (None, False, 0)
     assert (row.samples_parked, row.weight_publications, row.length_bias_warning) == (6, 1, None)
     assert row.reward_by_task == {"task": 0.75}
-    assert (row.ranker_recall_at_20, row.ranker_kendall_tau) == (0.6, 0.4)
+    assert (row.ranker_recall_at_20, row.ranker_kendall_tau, row.ranker_refit_s) == (0.6, 0.4, 4.5)
     assert row.dispatch_by_prediction is True
     assert (row.dispatch_saved, row.dispatch_captured) == (pytest.approx(0.2), pytest.approx(0.8))
 
