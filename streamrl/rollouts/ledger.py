@@ -11,6 +11,8 @@ The ledger holds a finished sample's content from its acknowledgement to the ins
 written. So an acknowledged sample is always on disk, whatever dies. A run that goes back to a checkpoint keeps what was
 drawn from that checkpoint's weights or older ones, for when the same prompt is issued again (`kept`); therefore
 content of that kind stays after its step, until the next checkpoint. A checksum shows whether the disk has damaged it.
+Contents are rows of their own: SQLite gives the pages of a deleted row to others, but leaves most of the page unused
+of one that has become small.
 """
 
 from __future__ import annotations
@@ -38,11 +40,14 @@ CREATE TABLE IF NOT EXISTS samples (
     state     TEXT NOT NULL CHECK (state IN ('issued', 'finished', 'scored', 'trained', 'dropped')),
     reward    REAL,
     error     TEXT,
-    content   BLOB,
     void_cause TEXT,
     prompt    BLOB,
     newest    INTEGER,
     checksum  INTEGER
+);
+CREATE TABLE IF NOT EXISTS contents (
+    sample_id TEXT PRIMARY KEY,
+    content   BLOB NOT NULL
 );
 CREATE TABLE IF NOT EXISTS kept (
     sample_id TEXT PRIMARY KEY,
@@ -65,6 +70,13 @@ _ADDED = {
     "kept": {"checksum": "INTEGER"},
 }
 """Columns that the tables of earlier versions lack, with their types."""
+_MOVED = """
+BEGIN IMMEDIATE;
+INSERT INTO contents SELECT sample_id, content FROM samples WHERE content IS NOT NULL;
+ALTER TABLE samples DROP COLUMN content;
+COMMIT;
+"""
+"""Moves the contents of earlier versions, which had them among `samples`."""
 
 
 class Ledger:
@@ -89,9 +101,14 @@ class Ledger:
         self._db.execute("PRAGMA synchronous=FULL")  # an acknowledged sample survives a power cut
         self._db.executescript(_SCHEMA)
         for table, columns in _ADDED.items():
-            there = {row[1] for row in self._db.execute(f"PRAGMA table_info({table})")}
-            for name in columns.keys() - there:
+            for name in columns.keys() - self._columns(table):
                 self._db.execute(f"ALTER TABLE {table} ADD COLUMN {name} {columns[name]}")
+        if "content" in self._columns("samples"):
+            self._db.executescript(_MOVED)
+
+    def _columns(self, table: str) -> set[str]:
+        """Return the names of a table's columns."""
+        return {row[1] for row in self._db.execute(f"PRAGMA table_info({table})")}
 
     def _write(self, statements: Iterable[tuple[str, Iterable[tuple[Any, ...]]]]) -> None:
         """Execute all statements in one transaction."""
@@ -142,18 +159,19 @@ class Ledger:
             state = self._db.execute("SELECT state FROM samples WHERE sample_id = ?", (sample.sample_id,)).fetchone()
             if state == ("issued",):
                 new.add(sample.sample_id)
-        rows = [
-            (content, _checksum(sample.sample_id, content), _newest(sample), sample.sample_id)
-            for sample, content in samples
-            if sample.sample_id in new
-        ]
-        if rows:
-            sql = (
-                "UPDATE samples SET state = 'finished', content = ?, checksum = ?, newest = ? "
-                "WHERE sample_id = ? AND state = 'issued'"
+        ended = {
+            sample.sample_id: (sample, content) for sample, content in reversed(samples) if sample.sample_id in new
+        }
+        if ended:
+            sql = "UPDATE samples SET state = 'finished', checksum = ?, newest = ? WHERE sample_id = ?"
+            rows = [(_checksum(name, content), _newest(sample), name) for name, (sample, content) in ended.items()]
+            self._write(
+                [
+                    (sql, rows),
+                    ("INSERT INTO contents VALUES (?, ?)", [(name, content) for name, (_, content) in ended.items()]),
+                    ("DELETE FROM kept WHERE sample_id = ?", [(name,) for name in ended]),
+                ]
             )
-            again = [(sample_id,) for *_, sample_id in rows]
-            self._write([(sql, rows), ("DELETE FROM kept WHERE sample_id = ?", again)])
         return new
 
     def has(self, sample_id: str) -> bool:
@@ -194,27 +212,28 @@ class Ledger:
                 f"ledger: step {step} trained {len(trained)} samples and dropped {len(left_out)}, "
                 f"of which {ready} are scored and untrained"
             )
-        sql = (
-            f"UPDATE samples SET state = '{{}}', step = ?, content = CASE WHEN newest <= {self._checkpoint} "
-            "THEN content END WHERE sample_id = ?"
+        forget = (
+            "DELETE FROM contents WHERE sample_id = ? AND NOT EXISTS "
+            f"(SELECT 1 FROM samples WHERE sample_id = contents.sample_id AND newest <= {self._checkpoint})"
         )
         self._write(
             [
-                (sql.format("trained"), trained),
-                (sql.format("dropped"), left_out),
+                ("UPDATE samples SET state = 'trained', step = ? WHERE sample_id = ?", trained),
+                ("UPDATE samples SET state = 'dropped', step = ? WHERE sample_id = ?", left_out),
+                (forget, [(sample_id,) for _, sample_id in (*trained, *left_out)]),
                 ("INSERT INTO steps VALUES (?, ?, ?, ?)", [(step, weight_version, len(trained), time)]),
             ]
         )
 
     def checkpointed(self, step: int) -> None:
         """Record that a resume would go back to a checkpoint of `step`: contents up to it, and kept ones, may go."""
-        sql = "UPDATE samples SET content = NULL WHERE step > ? AND step <= ?"
+        sql = "DELETE FROM contents WHERE sample_id IN (SELECT sample_id FROM samples WHERE step > ? AND step <= ?)"
         self._write([(sql, [(self._checkpoint, step)]), ("DELETE FROM kept", [()])])
         self._checkpoint = step
 
     def forget_contents(self) -> None:
         """Forget what all samples contain, so that a resume generates those again that are not trained then."""
-        self._write([("UPDATE samples SET content = NULL WHERE content IS NOT NULL", [()]), ("DELETE FROM kept", [()])])
+        self._write([("DELETE FROM contents", [()]), ("DELETE FROM kept", [()])])
 
     def rewind(self, first_step: int) -> int:
         """Forget everything from `first_step` on, and all samples without a step, which a resumed run issues again.
@@ -231,16 +250,15 @@ class Ledger:
         ).fetchone()
         keep = (
             "INSERT OR REPLACE INTO kept (sample_id, prompt, newest, content, checksum) "
-            "SELECT sample_id, prompt, newest, content, checksum FROM samples "
-            "WHERE (step IS NULL OR step >= ?) AND newest < ? AND content IS NOT NULL AND prompt IS NOT NULL "
-            "AND checksum IS NOT NULL"
+            "SELECT sample_id, prompt, newest, content, checksum FROM samples JOIN contents USING (sample_id) "
+            "WHERE (step IS NULL OR step >= ?) AND newest < ? AND prompt IS NOT NULL AND checksum IS NOT NULL"
         )
         self._write(
             [
                 ("DELETE FROM kept WHERE newest >= ? OR checksum IS NULL", [(first_step,)]),
                 (keep, [(first_step, first_step)]),
                 ("DELETE FROM samples WHERE step IS NULL OR step >= ?", [(first_step,)]),
-                ("UPDATE samples SET content = NULL WHERE content IS NOT NULL", [()]),
+                ("DELETE FROM contents", [()]),
                 ("DELETE FROM steps WHERE step >= ?", [(first_step,)]),
             ]
         )

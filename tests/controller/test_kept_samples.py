@@ -178,7 +178,7 @@ def test_a_void_episode_is_played_again_and_another_one_is_not(
 
 def test_a_sample_that_cannot_be_read_is_generated_again(controller: Controller, sent: Sent) -> None:
     hear(controller, batch("service-home", sample("home", 0, 0), sample("home", 0, 1)))
-    controller.ledger._db.execute("UPDATE samples SET content = x'c1' WHERE sample_id = ?", (FIRST,))
+    controller.ledger._db.execute("UPDATE contents SET content = x'c1' WHERE sample_id = ?", (FIRST,))
     go_back(controller)
     issue_again(controller, again())
     assert [ids for _, ids in sent.ordered() if ids] == [[FIRST]]
@@ -191,10 +191,10 @@ def test_a_sample_that_is_damaged_on_disk_is_generated_again(
     """One flipped bit makes another token; under a checksum that fits, it is noticed outside the vocabulary."""
     drawn = sample("home", 0, 0)
     hear(controller, batch("service-home", drawn, sample("home", 0, 1)))
-    ((content,),) = controller.ledger._db.execute("SELECT content FROM samples WHERE sample_id = ?", (FIRST,))
+    ((content,),) = controller.ledger._db.execute("SELECT content FROM contents WHERE sample_id = ?", (FIRST,))
     place, damaged = content.index(drawn.completion_tokens.tobytes()), bytearray(content)
     damaged[place + (3 if before_its_checksum else 0)] ^= 1
-    controller.ledger._db.execute("UPDATE samples SET content = ? WHERE sample_id = ?", (bytes(damaged), FIRST))
+    controller.ledger._db.execute("UPDATE contents SET content = ? WHERE sample_id = ?", (bytes(damaged), FIRST))
     if before_its_checksum:
         checksum = _checksum(FIRST, bytes(damaged))
         controller.ledger._db.execute("UPDATE samples SET checksum = ? WHERE sample_id = ?", (checksum, FIRST))

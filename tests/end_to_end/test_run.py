@@ -79,7 +79,8 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, Killed, 
     process.communicate()
     _, alive = psutil.wait_procs(family, timeout=scaled(ENDS_WITHIN_S))
     checkpoint = CheckpointFolder(run_dir / "checkpoints").latest() or 0
-    kept = in_ledger(run_dir, "SELECT sample_id FROM samples WHERE content NOT NULL AND newest = ?", checkpoint)
+    having_content = "SELECT sample_id FROM samples JOIN contents USING (sample_id) WHERE newest = ?"
+    kept = in_ledger(run_dir, having_content, checkpoint)
     killed = Killed(time.time(), [p.cmdline() for p in alive], read_status(run_dir).step, {str(row[0]) for row in kept})
     return project, killed, project.launch("--resume", str(run_dir))
 

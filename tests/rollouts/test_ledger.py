@@ -23,7 +23,10 @@ def rows(path: Path, sql: str) -> list[tuple[Any, ...]]:
         return reader.execute(sql).fetchall()
 
 
-SAMPLES = "SELECT sample_id, state, reward, error, void_cause, step, content FROM samples ORDER BY sample_id"
+SAMPLES = (
+    "SELECT sample_id, state, reward, error, void_cause, step, content "
+    "FROM samples LEFT JOIN contents USING (sample_id) ORDER BY sample_id"
+)
 
 
 def test_an_acknowledged_sample_survives_a_power_cut(tmp_path: Path) -> None:
@@ -61,16 +64,31 @@ def test_each_state_is_committed_with_what_belongs_to_it(tmp_path: Path) -> None
     assert ledger.counts_void() == {"timeout": 1} and ledger.trained_ids() == ["g.0"]
 
 
-def test_a_ledger_of_before_void_rewards_gets_their_column(tmp_path: Path) -> None:
+def test_a_ledger_of_before_void_rewards_gets_their_column_and_its_contents_their_table(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     with contextlib.closing(sqlite3.connect(path)) as older:
         older.execute("CREATE TABLE samples (sample_id, group_id, step, state, reward, error, content)")
         older.execute("INSERT INTO samples VALUES ('g.0', 'g', 1, 'trained', 0.5, NULL, NULL)")
+        older.execute("INSERT INTO samples VALUES ('g.1', 'g', NULL, 'finished', NULL, NULL, x'7A')")
         older.commit()
-    for _ in range(2):  # opened again, it has it
+    for _ in range(2):  # opened again, it has them
         ledger = Ledger(path)
-        assert rows(path, SAMPLES) == [("g.0", "trained", 0.5, None, None, 1, None)]
+        found = [("g.0", "trained", 0.5, None, None, 1, None), ("g.1", "finished", None, None, None, None, b"z")]
+        assert rows(path, SAMPLES) == found
         ledger.close()
+
+
+def test_pages_of_contents_are_used_again(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    pages = []
+    for step in (1, 2):
+        groups = [make_group(f"{step}.{n}", step=step) for n in range(8)]
+        for group in groups:
+            finish_and_score(ledger, group, content=bytes(3000))
+        ledger.train(step, step, groups, 0.0)
+        ledger.checkpointed(step)
+        pages += ledger._db.execute("PRAGMA page_count").fetchone()
+    assert pages[1] <= pages[0] + 2, "16 samples, whose rows need about 100 bytes each"
 
 
 def test_what_a_ledger_of_before_checksums_has_kept_is_generated_again(tmp_path: Path) -> None:
@@ -123,9 +141,9 @@ def test_only_new_samples_of_a_batch_are_finished(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.issue([("g.0", "g", b""), ("g.1", "g", b"")])
     ledger.finish([(make_sample("g.0"), b"first")])
-    both = [(make_sample("g.0"), b"second"), (make_sample("g.1"), b"second"), (make_sample("g.2"), b"second")]
-    assert ledger.finish(both) == {"g.1"}
-    contents = rows(tmp_path / "ledger.sqlite", "SELECT sample_id, content FROM samples ORDER BY 1")
+    both = [(make_sample(f"g.{n}"), b"second") for n in range(3)]
+    assert ledger.finish([*both, (make_sample("g.1"), b"third")]) == {"g.1"}
+    contents = rows(tmp_path / "ledger.sqlite", "SELECT sample_id, content FROM contents ORDER BY 1")
     assert contents == [("g.0", b"first"), ("g.1", b"second")]
 
 

@@ -306,9 +306,11 @@ class LedgerMachine(RuleBasedStateMachine):
     def every_sample_is_in_the_state_that_the_model_says(self) -> None:
         assert self.ledger.counts() == dict(Counter(row.state for row in self.rows.values()))
         assert self.ledger.trained_ids() == sorted(i for i, row in self.rows.items() if row.state == "trained")
-        assert self._read("sample_id, group_id, state, step, reward, content FROM samples") == {
+        table = "samples LEFT JOIN contents USING (sample_id)"
+        assert self._read(f"sample_id, group_id, state, step, reward, content FROM {table}") == {
             (i, row.group, row.state, row.step, row.reward, row.content) for i, row in self.rows.items()
         }
+        assert self._read("COUNT(*) FROM contents") == {(sum(row.content is not None for row in self.rows.values()),)}
         assert self._read("step, samples FROM steps") == set(self.steps.items())
         assert self._read("sample_id, prompt, newest, content FROM kept") == {
             (i, prompt_of(row.group), row.version, row.content) for i, row in self.kept.items()

@@ -106,9 +106,9 @@ def make_group(group_id: str = "g", rewards: tuple[float | None, ...] = (0.0, 1.
     return group
 
 
-def finish_and_score(ledger: Ledger, group: Group) -> None:
+def finish_and_score(ledger: Ledger, group: Group, content: bytes = b"x") -> None:
     ledger.issue((sample_id, group.group_id, b"prompt") for sample_id in sorted(group.scored))
-    ledger.finish([(m.sample, b"x") for m in group.members()])
+    ledger.finish([(m.sample, content) for m in group.members()])
     ledger.score(group.members())
 
 
