@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+from vllm.model_executor.model_loader.reload.layerwise import logger as vllm_log
 
 from streamrl.config.cluster import GenerationPool
 from streamrl.generation.instance.engine import Engine
@@ -63,7 +65,7 @@ class Model(torch.nn.Module):
 class Reloading(ReloadingEngine[Any, Any]):
     """An engine of nothing but a model."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         values: dict[str, Any] = {
             "model": model,
             "vllm_config": SimpleNamespace(load_config=SimpleNamespace(load_format="auto")),
@@ -106,6 +108,31 @@ def test_a_version_without_a_tensor_of_a_layer_is_refused() -> None:
         CorruptWeights, match=r"no weights for 1 of vLLM's parameters: model\.layers\.1\.experts\.w2_bias"
     ):
         loaded([name for name in NAMES if name != "model.layers.1.experts.w2_bias"])
+
+
+class Part(torch.nn.Module):
+    """A module with a weight of its own, tied to another one's, or none, and with a buffer."""
+
+    def __init__(self, weight: torch.nn.Parameter | None, in_checkpoint: bool = False) -> None:
+        super().__init__()
+        self.weight = weight
+        self.register_buffer("cache", torch.zeros(3), persistent=in_checkpoint)
+
+
+def test_vllm_warns_only_of_modules_that_should_have_got_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, lost = (torch.nn.Parameter(torch.zeros(2), requires_grad=False) for _ in range(2))
+    kinds = [type(name, (Part,), {}) for name in ("Embedding", "Head", "Rotary", "Lost", "Statistics")]
+    parts = [kinds[0](own), kinds[1](own), kinds[2](None), kinds[3](lost), kinds[4](None, True)]
+    record_metadata_for_reloading(model := torch.nn.ModuleList(parts))
+    engine = Reloading(model)
+    engine.start_weight_update()
+    tied: Any = parts[0].weight
+    tied.weight_loader(tied, torch.ones(2))
+    said: list[logging.LogRecord] = []
+    monkeypatch.setattr(vllm_log, "callHandlers", said.append)
+    engine.finish_weight_update()
+    assert own.tolist() == [1.0, 1.0] and parts[1].weight is own
+    assert [record.args for record in said] == [("Lost",), ("Statistics",)] and not vllm_log.filters
 
 
 def test_an_updated_gpt_oss_equals_a_fresh_engine_loaded_from_the_checkpoint(

@@ -7,6 +7,7 @@ Where the tensors come from is the subclass's business: the site's store (`vllm_
 from __future__ import annotations
 
 import itertools
+import logging
 import re
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     _place_kernel_tensors,
     get_layerwise_info,
 )
+from vllm.model_executor.model_loader.reload.layerwise import logger as vllm_log
 from vllm.model_executor.model_loader.reload.meta import materialize_layer, materialize_meta_tensor
 
 from streamrl.weights.backends.base import LOAD_FORMATS
@@ -150,7 +152,11 @@ class ReloadingEngine(WeightTransferEngine[Init, Update]):
 
     def finish_weight_update(self) -> None:
         """Pack the loaded layers for the kernels again."""
-        finalize_layerwise_reload(self.model, self.model_config)
+        vllm_log.addFilter(without := _WithoutWeights(self.model))
+        try:
+            finalize_layerwise_reload(self.model, self.model_config)
+        finally:
+            vllm_log.removeFilter(without)
         self._scales = self._new_scales  # only now no kernel reads the old ones
         # A tied output head receives no weights of its own, so the reload leaves it as it was; its CPU kernel holds a
         # packed copy of the old embedding, which must be packed again.
@@ -162,6 +168,41 @@ class ReloadingEngine(WeightTransferEngine[Init, Update]):
 
     def shutdown(self) -> None:
         """Do nothing: no resource is held open."""
+
+
+class _WithoutWeights(logging.Filter):
+    """Leaves out what vLLM warns of after a reload, that it failed to load a module, of those that need no weights.
+
+    Such a module has tied parameters only, which came with another one's, and buffers that are in no checkpoint, as a
+    rotary embedding's.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """
+        Args:
+            model: the model, with all weights of the reload and before its end.
+        """
+        super().__init__()
+        infos = [(module, get_layerwise_info(module)) for module in model.modules()]
+        came: set[int] = set()
+        for module, info in infos:
+            if not info.can_load():
+                came |= {id(one) for one in module.parameters(recurse=False)}
+            elif info.load_numel and info.kernel_tensors is not None:
+                came |= {id(one) for one in info.kernel_tensors[0].values()}
+        self.failed: set[str] = set()
+        """Classes of the modules that lack weights."""
+        for module, info in infos:
+            if info.can_load() and not info.load_numel and info.kernel_tensors is not None:
+                parameters, buffers = info.kernel_tensors
+                tied = all(id(one) in came for one in parameters.values())
+                if not tied or buffers.keys() - info.kernel_non_persistent_buffers:
+                    self.failed.add(type(module).__name__)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a record is logged."""
+        kind, failed, _ = record.getMessage().partition(": Failed to load weights")
+        return not failed or kind in self.failed
 
 
 def _without_memory(module: torch.nn.Module) -> list[str]:
