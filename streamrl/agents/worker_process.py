@@ -62,7 +62,7 @@ class WorkerProcess:
         """Start a process; it imports the agents once it has got `Begin`."""
         command = [sys.executable, "-m", "streamrl.agents.worker", str(os.getpid())]
         variables = beside_proxies(os.environ) | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        return cls(await PipedProcess.start(command, variables, log, "an agent worker"), suspects)
+        return cls(await PipedProcess.start(command, variables, log), suspects)
 
     def send(self, frame: ToWorker) -> None:
         """Send a frame; one to a worker that has ended is lost, as the worker is."""

@@ -144,8 +144,7 @@ class EnvironmentProcess:
         left_out = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
         variables = {name: value for name, value in os.environ.items() if name not in left_out} | QUIET
         command = [str(installed.python), "-I", str(environment_main.__file__), str(os.getpid())]
-        whose = f"environment {installed.name}"
-        process = await PipedProcess.start(command, beside_proxies(variables), log, whose, MOST_LINE)
+        process = await PipedProcess.start(command, beside_proxies(variables), log, MOST_LINE)
         one = cls(process, installed.name, resets)
         one._send({"make": installed.make, "paths": installed.paths, "config": installed.config | config})
         try:

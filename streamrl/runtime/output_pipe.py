@@ -12,7 +12,8 @@ import os
 from pathlib import Path
 
 MOST_LOGGED = 64 * 2**20
-"""Bytes of a worker's output that go to the log."""
+"""Bytes of a log of users' processes beyond which its older half is removed."""
+REMOVED = b"[older output is removed]\n"
 
 
 class OutputPipe:
@@ -89,21 +90,32 @@ class OutputLog:
 
     def write(self, part: bytes) -> None:
         """Append; a full disk must not end episodes."""
-        if self._file is not None and not self._file.closed:
+        if self._path is not None and self._file is not None and not self._file.closed:
             with contextlib.suppress(OSError):
                 self._file.write(part)
+            shorten(self._path)
 
-    async def take(self, output: OutputPipe, whose: str) -> None:
-        """Write what a process prints, up to `MOST_LOGGED`, until it has closed its output."""
-        left = MOST_LOGGED
+    async def take(self, output: OutputPipe) -> None:
+        """Write what a process prints, until it has closed its output."""
         while part := await output.read(2**16):
-            if 0 < left <= len(part):
-                self.write(part[:left] + f"\n[{whose} printed too much: the rest is not kept]\n".encode())
-            elif left > 0:
-                self.write(part)
-            left -= len(part)
+            self.write(part)
 
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
             self._file.close()
+
+
+def shorten(path: Path) -> None:
+    """Remove the older half of a log that has more than `MOST_LOGGED` bytes.
+
+    It stays the same file, to which processes may append meanwhile; the few bytes of just that moment can be lost.
+    """
+    with contextlib.suppress(OSError):
+        if path.stat().st_size <= MOST_LOGGED:
+            return
+        with path.open("a+b", buffering=0) as log:
+            log.seek(-(MOST_LOGGED // 2), os.SEEK_END)
+            newest = log.read()
+            log.truncate(0)
+            log.write(REMOVED + (newest.partition(b"\n")[2] or newest))

@@ -27,7 +27,7 @@ class PipedProcess:
 
     @classmethod
     async def start(
-        cls, command: Sequence[str], environment: Mapping[str, str], log: OutputLog, whose: str, most_line: int = 2**16
+        cls, command: Sequence[str], environment: Mapping[str, str], log: OutputLog, most_line: int = 2**16
     ) -> PipedProcess:
         """Start a process.
 
@@ -35,7 +35,6 @@ class PipedProcess:
             command: program and arguments.
             environment: its variables.
             log: takes what it prints to its standard error.
-            whose: what prints, for the log.
             most_line: most bytes of a line of `answers`.
 
         Raises:
@@ -56,7 +55,7 @@ class PipedProcess:
         for pipe in (requests, answers, printed):
             pipe.started()
         one = cls(process, requests, answers, printed)
-        one._printing = asyncio.create_task(log.take(printed, whose))
+        one._printing = asyncio.create_task(log.take(printed))
         return one
 
     @property

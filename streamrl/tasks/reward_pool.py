@@ -44,6 +44,7 @@ from streamrl.config.recovery import pause_after
 from streamrl.config.tasks import Task
 from streamrl.errors import RunFailed, UserError
 from streamrl.rollouts.void import Void, VoidCause
+from streamrl.runtime.output_pipe import shorten
 from streamrl.runtime.processes import end_with_parent, exit_text
 from streamrl.tasks.void_reward import VoidReward, cause_of, failures_of, one_line, text_of, traceback_of
 
@@ -222,6 +223,7 @@ class RewardPool:
             self._waiting.discard(future)
             if not future.done():
                 future.cancel()  # kills the worker if it has begun
+        shorten(Path(self._log_file))
         if self._closed:
             raise RuntimeError("the reward pool is closed")
         if not done:

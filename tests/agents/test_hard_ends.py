@@ -234,7 +234,7 @@ def test_a_process_that_cannot_be_started_leaves_no_pipe_open(monkeypatch: pytes
         before = sorted(os.listdir("/proc/self/fd"))
         monkeypatch.setattr(OutputPipe, "open", no_more)
         with pytest.raises(OSError, match="Too many open files"):
-            await PipedProcess.start(["true"], {}, OutputLog(None), "nobody")
+            await PipedProcess.start(["true"], {}, OutputLog(None))
         closed = asyncio.Event()
         loop.call_soon(loop.call_soon, closed.set)  # transports close their files in the next round
         await closed.wait()

@@ -18,6 +18,7 @@ import pytest
 from streamrl.config.tasks import FileTask, ReasoningGymTask, Task
 from streamrl.errors import RunFailed, UserError
 from streamrl.rollouts.void import Void, VoidCause
+from streamrl.runtime import output_pipe
 from streamrl.tasks.procedural import ProceduralItems
 from streamrl.tasks.reward_pool import RewardPool, RewardResult
 from tests.marks import descendants
@@ -135,8 +136,10 @@ def stderr_of(process: psutil.Process) -> Path | None:
 
 
 def test_each_kind_of_failure_makes_one_reward_void_by_its_cause_and_the_others_get_theirs(
-    tasks: list[Task], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tasks: list[Task], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(output_pipe, "MOST_LOGGED", 2**20)
+    (tmp_path / "workers.log").write_text("older\n" * (2**20 // 6))
     expected = {
         "exit 3": Void(VoidCause.CRASH, "the reward's process died: exit code 3"),
         "exit 0": Void(VoidCause.CRASH, "the reward's process died: exit code 70"),
@@ -171,6 +174,7 @@ def test_each_kind_of_failure_makes_one_reward_void_by_its_cause_and_the_others_
     logged = (tmp_path / "workers.log").read_text()
     for text in ("noise in Python", "noise from a child", "to its stderr", "RuntimeError: first line"):
         assert text in logged
+    assert logged.startswith("[older output is removed]\nolder\n") and len(logged) < 0.9 * 2**20
     assert capfd.readouterr() == ("", "")
 
 
