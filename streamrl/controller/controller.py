@@ -154,7 +154,9 @@ class Controller:
             RestartNeeded: a process that the run cannot do without hangs or is gone; a restart from the newest
                 checkpoint can recover.
         """
-        beside = [self.hub.beside(work) for work in (self.telemetry.keep_writing(), self.telemetry.keep_measuring())]
+        told = self.telemetry
+        works = told.keep_writing(), told.keep_measuring(), told.disk.keep_looking(lambda: told.step)
+        beside = [self.hub.beside(work) for work in works]
         try:
             await self._start()
             while not self._done():

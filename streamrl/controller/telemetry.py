@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from streamrl.controller.disk_room import DiskRoom
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.length_predictor import LengthPredictor
 from streamrl.controller.process_memory import FamilyMemory, run_memory
@@ -69,6 +70,7 @@ class Telemetry:
         self.pool: GroupPool | None = None
         self.memory = FamilyMemory()
         """Memory of the run's processes on this machine, as last measured."""
+        self.disk = DiskRoom(context.run_dir, context.run.steps)
         self.detail = "waiting for processes"
         self.metrics = RowWriter(context.run_dir / layout.METRICS, MetricsRow)
         self._latest: MetricsRow | None = None
@@ -131,6 +133,7 @@ class Telemetry:
                 "eta_s": self._left_s(),
                 "schedule": self.schedule,
                 "schedule_note": self.schedule_note,
+                "disk_warning": self.disk.warning,
                 "model": run.model.path,
                 "hardware": self.context.cluster.hardware,
                 "absence_s": self.context.cluster.absence_s if self.context.cluster.remote_sites else None,

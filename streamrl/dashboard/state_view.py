@@ -77,6 +77,7 @@ def state_view(folder: Path, now: float) -> dict[str, Any]:
             "scaling": status.scaling.model_dump(),
             "verified": status.verified.words,
             "mismatch": status.verified.mismatch,
+            "disk": status.disk_warning,
             "types": status.types,
         }
     clean: dict[str, Any] = finite(view)

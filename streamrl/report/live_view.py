@@ -64,6 +64,7 @@ class PlainLines:
         """When the first process was started, in unix seconds; infinite: none is known."""
         self._away: dict[str, float] = {}
         self._notes: dict[str, str] = {}
+        self._disk_warned = False
         self._wanted: dict[str, int] = {}
         self._shown_instances: set[tuple[str, float, str]] = set()
         self._warned = bool(known and known[-1].length_bias_warning)
@@ -106,6 +107,9 @@ class PlainLines:
         found += self._evaluation_lines(evaluations)
         if status is not None:
             mismatch = "warning: ", status.verified.mismatch
+            if status.disk_warning and not self._disk_warned:
+                found.append(f"warning: {status.disk_warning}")  # its figures change with every step
+            self._disk_warned = self._disk_warned or bool(status.disk_warning)
             for about, note in (("schedule: ", status.schedule_note), ("", status.ranker.note), mismatch):
                 before, self._notes[about] = self._notes.get(about, ""), note
                 if note and note != before:  # a controller that starts anew has none at first

@@ -262,6 +262,8 @@ def run_notes(
         notes.append(("weights", status.verified.words, ""))
     if status.refused_words:
         notes.append(("turned away", f"{status.refused_words} ({SINCE})", "yellow"))
+    if status.disk_warning:
+        notes.append(("disk", status.disk_warning, WARNING))
     if status.verified.mismatch:
         notes.append(("mismatch", status.verified.mismatch, WARNING))
     if rows and rows[-1].mismatch_warning:

@@ -217,6 +217,10 @@ class RunStatus(StatusModel):
     )
     schedule: str = ""
     schedule_note: str = Field("", description="newest automatic choice of the schedule, and why")
+    disk_warning: str = Field(
+        "",
+        description="when the disk will be full, if that is before the last step; '': it has room, as far as known",
+    )
     model: str = ""
     hardware: str = ""
     absence_s: float | None = Field(

@@ -138,6 +138,9 @@ def test_a_controller_that_starts_anew_and_has_no_notes_yet_makes_no_empty_lines
     assert lines(**found)[1:] == ["schedule: async", "trusted", "warning: off"]
     assert lines() == []
     assert lines(**found) == ["schedule: async", "trusted", "warning: off"]  # what the new one has found
+    found["disk_warning"] = "the disk will be full after about step 7"
+    assert lines(**found) == ["warning: the disk will be full after about step 7"]
+    assert lines(**found | {"disk_warning": "after about step 8"}) == [], "said once"
 
 
 def test_a_site_that_has_said_goodbye_is_told_once_and_shown_with_the_end_that_comes_of_it(make_run: RunMaker) -> None:
@@ -154,7 +157,8 @@ def test_a_site_that_has_said_goodbye_is_told_once_and_shown_with_the_end_that_c
     assert lines(silent_s=0.2) == ["west is back after 9s or more"]
     unused = left | {"absence_s": None, "excluded": "it lies"}
     assert lines(**unused) == ["west: has said goodbye 3 s ago"]
-    assert "has said goodbye 3 s ago" in picture(make_run(1, rollouts=False, trace=False, sites={"west": left}), START)
+    shown = picture(make_run(1, rollouts=False, trace=False, sites={"west": left}, disk_warning="will be full"), START)
+    assert "has said goodbye 3 s ago" in shown and "will be full" in shown
 
 
 def test_a_dead_link_for_weights_is_shown_unless_the_whole_site_is_away(make_run: RunMaker) -> None:

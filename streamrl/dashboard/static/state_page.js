@@ -47,7 +47,7 @@ function view(state, series) {
   const progress = state.progress;
   return [
     ...state.trouble.map((text) => element("p", { class: "notice bad", role: "alert" }, text)),
-    ...[state.mismatch, ...series.warnings.slice(-2).map((one) => `step ${one.step}: ${one.text}`), ...state.notes].filter(Boolean)
+    ...[state.disk, state.mismatch, ...series.warnings.slice(-2).map((one) => `step ${one.step}: ${one.text}`), ...state.notes].filter(Boolean)
       .map((text) => element("p", { class: "notice" }, text)),
     tiles([
       ["state", element("span", { class: stateClass(state.state) }, state.state)],
