@@ -46,7 +46,7 @@ from streamrl.rollouts.kept_micro_batches import KeptMicroBatches
 from streamrl.rollouts.ledger import Ledger
 from streamrl.rollouts.void import Void, VoidCause
 from streamrl.run_dir import layout
-from streamrl.run_dir.checkpoints import unfitting, unreadable
+from streamrl.run_dir.checkpoints import CheckpointFolder, unfitting, unreadable
 from streamrl.run_dir.instance_files import StartedProcess, write_started
 from streamrl.run_dir.status import RunStatus, write_status
 from streamrl.runtime.process_context import Addresses, RoleContext
@@ -273,6 +273,11 @@ def checkpoint_not_written(place: Place) -> str:
 @provokes
 def checkpoint_unreadable(place: Place) -> str:
     return str(unreadable(place.folder / "runs" / "tiny" / "checkpoints" / "step_1", EOFError("Ran out of input")))
+
+
+@provokes
+def checkpoint_missing(place: Place) -> str:
+    return last_words(lambda: CheckpointFolder(place.folder / "checkpoints").to_resume(8))
 
 
 @provokes

@@ -283,8 +283,13 @@ class Controller:
                 raise RunFailed(f"{name} cannot be used, and no other site can generate: its list of instances {why}")
 
     def _restore(self) -> None:
-        """Rewind to the newest checkpoint; groups that no step up to it has trained are issued again."""
-        step = self.checkpoints.latest() or 0
+        """Rewind to the newest checkpoint; groups that no step up to it has trained are issued again.
+
+        Raises:
+            RunFailed: the newest checkpoint of the run is missing or damaged; nothing was rewound.
+            CheckpointsUnseen: nobody may look into their folder.
+        """
+        step = self.checkpoints.to_resume(self.ledger.newest_checkpoint())
         if step:
             folder = self.checkpoints.path(step)
             try:

@@ -26,6 +26,8 @@ def check_folder(runs_root: Path, resumed: Path | None = None) -> Iterable[str]:
         yield f"{_named(runs_root, resumed)}: {existing} is a file, expected a folder"
     elif not os.access(existing, os.W_OK):
         yield f"{_named(runs_root, resumed)}: cannot write to {existing}"
+    elif resumed is not None and not _usable(checkpoints := resumed / layout.CHECKPOINTS):
+        yield f"{_named(runs_root, resumed)}: cannot read and write in {checkpoints}"
 
 
 def check_disk(run: RunConfig, runs_root: Path, resumed: Path | None = None) -> Iterable[str]:
@@ -81,6 +83,11 @@ def _room(runs_root: Path, resumed: Path | None) -> tuple[int, int]:
         checkpoints = CheckpointFolder(resumed / layout.CHECKPOINTS)
         there, abandoned = checkpoints.count(), checkpoints.abandoned_bytes()  # the next checkpoint removes the latter
     return there, shutil.disk_usage(_existing(resumed or runs_root)).free + abandoned
+
+
+def _usable(folder: Path) -> bool:
+    """Return whether a folder can be read and written to, or made."""
+    return not folder.exists() or (folder.is_dir() and os.access(folder, os.R_OK | os.W_OK | os.X_OK))
 
 
 def _named(runs_root: Path, resumed: Path | None) -> str:

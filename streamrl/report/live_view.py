@@ -321,7 +321,10 @@ class LiveView:
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
-    """Return the checkpoint of the highest step, or None."""
+    """Return the checkpoint of the highest step; None: none is seen."""
     folder = CheckpointFolder(run_dir / layout.CHECKPOINTS)
-    step = folder.latest()
+    try:
+        step = folder.latest()
+    except OSError:
+        return None
     return None if step is None else folder.path(step)

@@ -63,6 +63,9 @@ CREATE TABLE IF NOT EXISTS steps (
     samples        INTEGER NOT NULL,
     time           REAL NOT NULL
 );
+CREATE TABLE IF NOT EXISTS newest_checkpoint (
+    step INTEGER PRIMARY KEY
+);
 """
 
 _ADDED = {
@@ -228,8 +231,13 @@ class Ledger:
     def checkpointed(self, step: int) -> None:
         """Record that a resume would go back to a checkpoint of `step`: contents up to it, and kept ones, may go."""
         sql = "DELETE FROM contents WHERE sample_id IN (SELECT sample_id FROM samples WHERE step > ? AND step <= ?)"
-        self._write([(sql, [(self._checkpoint, step)]), ("DELETE FROM kept", [()])])
+        self._write([(sql, [(self._checkpoint, step)]), ("DELETE FROM kept", [()]), *_newest_checkpoint(step)])
         self._checkpoint = step
+
+    def newest_checkpoint(self) -> int:
+        """Return the step of the newest checkpoint that was recorded; 0: of none, as by earlier versions."""
+        found = self._db.execute("SELECT MAX(step) FROM newest_checkpoint").fetchone()[0]
+        return int(found or 0)
 
     def forget_contents(self) -> None:
         """Forget what all samples contain, so that a resume generates those again that are not trained then."""
@@ -260,6 +268,7 @@ class Ledger:
                 ("DELETE FROM samples WHERE step IS NULL OR step >= ?", [(first_step,)]),
                 ("DELETE FROM contents", [()]),
                 ("DELETE FROM steps WHERE step >= ?", [(first_step,)]),
+                *_newest_checkpoint(first_step - 1),
             ]
         )
         return int(undone[0])
@@ -284,6 +293,11 @@ class Ledger:
     def close(self) -> None:
         """Checkpoint the WAL and close."""
         self._db.close()
+
+
+def _newest_checkpoint(step: int) -> list[tuple[str, list[tuple[Any, ...]]]]:
+    """Return the statements that record the newest checkpoint; step 0 is none."""
+    return [("DELETE FROM newest_checkpoint", [()]), ("INSERT INTO newest_checkpoint VALUES (?)", [(step,)])]
 
 
 def _newest(sample: Sample) -> int | None:

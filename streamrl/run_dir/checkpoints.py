@@ -1,27 +1,52 @@
-"""The `checkpoints/` folder: `step_<n>` is complete or absent; `best.json` names the best one so far."""
+"""The `checkpoints/` folder: `step_<n>` is complete or absent; `best.json` names the best one so far.
+
+The run's ledger knows its newest checkpoint as well. If that one is not in the folder (a disk that is not mounted, a
+copy without it), a resume would delete what came after an older one, or everything: it is refused, unless somebody has
+given the checkpoint up by `lost_step_<n>` in its place.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
 from streamrl.atomic_files import replace_json, sync_files, sync_folder
-from streamrl.errors import ErrorCode, RunFailed, writing
+from streamrl.errors import DISK, ErrorCode, RunFailed, UserError, writing
 from streamrl.plain_files import read_plain
 
 BEST_FILE = "best.json"
 PARTIAL = ".partial_step_"
 """Beginning of the name of a checkpoint that is being written, or never was completed."""
+LOST = "lost_"
+"""Beginning of the name of a checkpoint that somebody has given up: a folder, whatever is in it."""
+
+
+class CheckpointsUnseen(UserError, OSError):
+    """The folder of the checkpoints is there, and cannot be looked into."""
 
 
 def unreadable(checkpoint: Path, error: BaseException) -> RunFailed:
     """Return the error of a run whose newest checkpoint cannot be read, which no restart would mend."""
     what = f"checkpoint {checkpoint} cannot be read: {_first_line(error)}"
-    advice = "if it is damaged, remove its folder: --resume then continues from the one before"
+    before = CheckpointFolder(checkpoint.parent).newest_before(int(checkpoint.name.removeprefix("step_")))
+    advice = f"if it is damaged, rename it to {LOST}{checkpoint.name}: --resume then continues from {_named(before)}"
     return RunFailed(ErrorCode.RESUME.refer(f"{what}; {advice}"))
+
+
+def _missing(checkpoint: Path, newest: int | None) -> RunFailed:
+    """Return the error of a run whose newest checkpoint has gone, and what is there instead."""
+    what = f"checkpoint {checkpoint} is missing: without it the run would continue from {_named(newest)}"
+    advice = "bring it back (is its disk mounted?), or give it up, and all that was done since, with: mkdir -p "
+    lost = checkpoint.with_name(f"{LOST}{checkpoint.name}")
+    return RunFailed(ErrorCode.RESUME.refer(f"{what}; {advice}{lost}"))
+
+
+def _named(step: int | None) -> str:
+    return "the beginning" if step is None else f"step_{step}"
 
 
 def unfitting(checkpoint: Path, error: BaseException) -> RunFailed:
@@ -52,8 +77,28 @@ class CheckpointFolder:
         return self.directory / f"{PARTIAL}{step}"
 
     def latest(self) -> int | None:
-        """Return the step of the newest complete checkpoint; None: there is none."""
+        """Return the step of the newest complete checkpoint; None: there is none.
+
+        Raises:
+            CheckpointsUnseen: nobody may look into the folder, as for all methods that look for checkpoints.
+            OSError: it cannot be read for another cause, which may pass.
+        """
         return max(self._steps(), default=None)
+
+    def to_resume(self, completed: int) -> int:
+        """Return the step of the checkpoint that a run continues from; 0: from its beginning.
+
+        Args:
+            completed: step of the newest checkpoint that the run is known to have completed; 0: of none.
+
+        Raises:
+            RunFailed: that one is missing, and nobody has given it up.
+            CheckpointsUnseen: see `latest`.
+        """
+        newest = self.latest()
+        if (newest or 0) < completed and not self._lost(completed).is_dir():
+            raise _missing(self.path(completed), newest)
+        return newest or 0
 
     def newest_before(self, step: int) -> int | None:
         """Return the newest complete checkpoint of a step before `step`; None: there is none."""
@@ -92,6 +137,7 @@ class CheckpointFolder:
         target = self.path(step)
         sync_files(self.partial(step))
         self._delete(target)
+        self._delete(self._lost(step))  # it is no longer, and this one may be lost in turn
         self.partial(step).rename(target)
         sync_folder(self.directory)
         recorded = self.best()
@@ -141,6 +187,19 @@ class CheckpointFolder:
     def _abandoned(self) -> list[Path]:
         return [path for path in self.directory.glob(f"{PARTIAL}*") if path.is_dir() and not path.is_symlink()]
 
+    def _lost(self, step: int) -> Path:
+        return self.directory / f"{LOST}{self.path(step).name}"
+
     def _steps(self) -> list[int]:
-        found = (path.name.removeprefix("step_") for path in self.directory.glob("step_*") if path.is_dir())
+        try:
+            with os.scandir(self.directory) as entries:  # `Path.glob` finds nothing in a folder that it cannot read
+                names = [entry.name for entry in entries if entry.name.startswith("step_") and entry.is_dir()]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            if error.errno in DISK:
+                what = f"cannot look for checkpoints in {self.directory}: {error.strerror}"
+                raise CheckpointsUnseen(what) from error
+            raise
+        found = (name.removeprefix("step_") for name in names)
         return sorted(int(step) for step in found if step.isdigit())

@@ -241,9 +241,13 @@ def test_a_resumed_run_is_checked_in_its_own_folder(terminal: Terminal) -> None:
     assert terminal.launch().code == 2
     result = terminal("launch", "--resume", "runs/tiny", "--steps", "9")
     assert result.code == 0, result.err
+    (checkpoints := Path("runs/tiny/checkpoints")).mkdir()
+    refused.append(checkpoints)
+    result = terminal("launch", "--resume", "runs/tiny", "--steps", "9")
+    assert result.code == 2 and f"--resume runs/tiny: cannot read and write in {checkpoints}" in result.err
     refused.append(Path("runs/tiny").absolute())
     result = terminal("launch", "--resume", "runs/tiny", "--steps", "9")
-    assert result.code == 2 and f"--resume runs/tiny: cannot write to {refused[1]}" in result.err
+    assert result.code == 2 and f"--resume runs/tiny: cannot write to {refused[-1]}" in result.err
 
 
 def test_a_resumed_run_cannot_change_what_it_trains(terminal: Terminal) -> None:

@@ -25,6 +25,7 @@ from streamrl.rollouts.kept_micro_batches import KeptMicroBatches, KeptStep
 from streamrl.rollouts.length_audit import has_limit
 from streamrl.run_dir import layout
 from streamrl.run_dir.evaluations import read_evaluations
+from streamrl.run_dir.metrics import read_metrics
 from streamrl.run_dir.status import read_status
 from tests.report.synthetic import make_row
 from tests.security.conftest import controller as controller
@@ -162,7 +163,21 @@ def test_a_damaged_checkpoint_is_named_and_ends_the_run(controller: Controller, 
         controller._restore()
     message = str(found.value)
     assert message.startswith(f"checkpoint {checkpoint} cannot be read: ")
-    assert message.endswith("remove its folder: --resume then continues from the one before (see docs: E1009)")
+    assert message.endswith("rename it to lost_step_2: --resume then continues from the beginning (see docs: E1009)")
+
+
+def test_a_run_whose_newest_checkpoint_is_missing_is_not_rewound(controller: Controller) -> None:
+    checkpoint = resumable(controller)
+    controller.ledger.checkpointed(2)
+    checkpoint.rename(lost := checkpoint.with_name("elsewhere"))
+    with pytest.raises(RunFailed, match="step_2 is missing: without it the run would continue from the beginning"):
+        controller._restore()
+    assert controller.ledger.steps() == len(read_metrics(controller.telemetry.metrics.path)) == 2
+    lost.rename(checkpoint.with_name("lost_step_2"))
+    controller.groups = Mock()
+    controller._restore()
+    assert controller.ledger.steps() == controller.ledger.newest_checkpoint() == 0
+    controller._restore()
 
 
 @pytest.mark.parametrize("lost", ["", layout.LEDGER, layout.METRICS])

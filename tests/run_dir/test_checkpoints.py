@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from streamrl.errors import RunFailed
-from streamrl.run_dir.checkpoints import CheckpointFolder
+from streamrl.errors import RunFailed, is_final
+from streamrl.run_dir.checkpoints import CheckpointFolder, CheckpointsUnseen
 from tests.run_dir.conftest import Disk, file_size_limit
 
 
@@ -108,3 +111,33 @@ def test_a_kill_while_a_checkpoint_is_deleted_leaves_no_half_of_one_under_its_na
     assert not folder.has(5) and kept(folder) == (set() if again else {"step_10"})
     save(folder, 15)
     assert [path.name for path in tmp_path.iterdir()] == ["step_15"]
+
+
+def test_a_resume_goes_back_behind_a_completed_checkpoint_only_if_that_was_given_up(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    assert folder.to_resume(0) == 0
+    for step in (4, 8):
+        save(folder, step, keep=2)
+        assert folder.to_resume(step) == folder.to_resume(0) == step  # the ledger may not have recorded it yet
+    for gone, left in ((8, "step_4"), (4, "the beginning")):
+        shutil.rmtree(folder.path(gone))
+        with pytest.raises(RunFailed, match=rf"step_8 is missing: .* from {left}; .*: mkdir -p .*/lost_step_8 \(see"):
+            folder.to_resume(8)
+    shutil.rmtree(folder.directory)
+    with pytest.raises(RunFailed, match="mkdir -p"):
+        folder.to_resume(8)
+    (folder.directory / "lost_step_8").mkdir(parents=True)
+    assert folder.to_resume(8) == 0
+    save(folder, 8)
+    assert [path.name for path in folder.directory.iterdir()] == ["step_8"]  # which may be lost again
+
+
+def test_checkpoints_that_cannot_be_listed_are_not_taken_for_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(folder := CheckpointFolder(tmp_path), 4)
+    for number, kind in ((errno.EACCES, CheckpointsUnseen), (errno.ESTALE, OSError)):
+        monkeypatch.setattr(os, "scandir", Mock(side_effect=OSError(number, os.strerror(number))))
+        with pytest.raises(kind, match=os.strerror(number)) as found:
+            folder.latest()
+        assert is_final(found.value) is (number == errno.EACCES)

@@ -157,7 +157,7 @@ def test_a_damaged_checkpoint_is_named_and_no_restart_is_tried(
     assert is_final(found.value)
     message = str(found.value)
     assert message.startswith(f"checkpoint {folder} cannot be read: ") and "\n" not in message
-    assert message.endswith("remove its folder: --resume then continues from the one before (see docs: E1009)")
+    assert message.endswith("rename it to lost_step_5: --resume then continues from the beginning (see docs: E1009)")
 
 
 @pytest.mark.parametrize(
