@@ -11,6 +11,8 @@ from enum import StrEnum
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 """Error numbers that a restarted process would meet again: the disk is full or not writable."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Those of them that more room helps against."""
 
 
 class ErrorCode(StrEnum):
@@ -69,7 +71,8 @@ def writing(path: object) -> Iterator[None]:
     except OSError as error:
         # without the name of a temporary file, and what a library has added
         why = OSError(error.errno, os.strerror(error.errno)) if error.errno else error
-        raise RunFailed(ErrorCode.DISK.refer(f"cannot write {path}: {why}")) from error
+        text = f"cannot write {path}: {why}"
+        raise RunFailed(ErrorCode.DISK.refer(text) if error.errno in FULL else text) from error
 
 
 def why_unusable(error: OSError | ValueError) -> str:

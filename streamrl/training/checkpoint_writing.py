@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from transformers import PreTrainedModel
 
-from streamrl.errors import ErrorCode, RunFailed
+from streamrl.errors import FULL, ErrorCode, RunFailed
 from streamrl.run_dir.checkpoints import unfitting, unreadable
 from streamrl.training.generation_defaults import writable
 from streamrl.weights.finite import first_not_finite, whole
@@ -53,9 +53,9 @@ def told_in_words(folder: Path) -> Iterator[None]:
         if (cause := system_error(error)) is None:
             raise
         text = f"the trainer cannot write checkpoint {folder}: {cause}"
-        if cause.errno is None:  # a library's own words in an OSError
-            raise RunFailed(text) from error
-        raise RunFailed(ErrorCode.DISK.refer(f"{text}; make room there, then --resume")) from cause
+        if cause.errno in FULL:
+            text = ErrorCode.DISK.refer(f"{text}; make room there, then --resume")
+        raise RunFailed(text) from cause
 
 
 @contextmanager
