@@ -281,6 +281,12 @@ def checkpoint_missing(place: Place) -> str:
 
 
 @provokes
+def ledger_unfitting(place: Place) -> str:
+    ledger = Ledger(place.folder / "ledger.sqlite")
+    return last_words(lambda: [ledger.issue([("00000012.000", "00000012", b"")]) for _ in range(2)])
+
+
+@provokes
 def checkpoint_unfitting(place: Place) -> str:
     error = RuntimeError("Missing key in checkpoint state_dict: model.lm_head.bias.")
     return str(unfitting(place.folder / "runs" / "tiny" / "checkpoints" / "step_1", error))

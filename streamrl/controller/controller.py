@@ -293,7 +293,10 @@ class Controller:
         if step:
             folder = self.checkpoints.path(step)
             try:
-                self.groups.restore(json.loads((folder / "state.json").read_text())["prompts"])
+                state = json.loads((folder / "state.json").read_text())
+                if (saved := state["step"]) != step:
+                    raise ValueError(f"its state.json is of step {saved}")
+                self.groups.restore(state["prompts"])
             except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError) as error:
                 raise unreadable(folder, error) from error
         self.pool.resume_at(step)

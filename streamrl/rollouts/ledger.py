@@ -94,7 +94,7 @@ class Ledger:
         try:
             self._open()
         except sqlite3.Error as error:
-            raise RunFailed(ErrorCode.DISK.refer(f"cannot open the ledger {path}: {error}")) from error
+            raise _failed(f"cannot open the ledger {path}", error) from error
         self._checkpoint = 0
         """Step of the newest checkpoint, to which a resume would go back."""
 
@@ -123,7 +123,7 @@ class Ledger:
         except sqlite3.Error as error:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
-            raise RunFailed(ErrorCode.DISK.refer(f"cannot write the ledger {self.path}: {error}")) from error
+            raise _failed(f"cannot write the ledger {self.path}", error) from error
 
     def issue(self, samples: Iterable[tuple[str, str, bytes]]) -> None:
         """Record samples, as (sample id, group id, digest of the prompt), that will be generated."""
@@ -293,6 +293,16 @@ class Ledger:
     def close(self) -> None:
         """Checkpoint the WAL and close."""
         self._db.close()
+
+
+def _failed(what: str, error: sqlite3.Error) -> RunFailed:
+    """Return the error of a run whose ledger cannot be opened or written."""
+    text = f"{what}: {error}"
+    if isinstance(error, sqlite3.IntegrityError):
+        why = "it has other rows than the run expects: are all files of its folder of one moment?"
+        return RunFailed(ErrorCode.RESUME.refer(f"{text}; {why}"))
+    of_disk = getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
+    return RunFailed(ErrorCode.DISK.refer(text) if of_disk else text)
 
 
 def _newest_checkpoint(step: int) -> list[tuple[str, list[tuple[Any, ...]]]]:

@@ -121,7 +121,7 @@ def test_a_resumed_run_forgets_what_was_refused_after_its_checkpoint(
     monkeypatch.setattr(controller, "groups", Mock())
     checkpoint = controller.checkpoints.path(10)
     checkpoint.mkdir(parents=True)
-    (checkpoint / "state.json").write_text(json.dumps({"prompts": {}}))
+    (checkpoint / "state.json").write_text(json.dumps({"step": 10, "prompts": {}}))
     kept = KeptMicroBatches(controller.context.run_dir / layout.REFUSED)
     for step in (9, 12):
         kept.write(KeptStep(step, 1.0, "loss", {}, []))
@@ -129,7 +129,10 @@ def test_a_resumed_run_forgets_what_was_refused_after_its_checkpoint(
     assert kept.steps() == [9]
 
 
-def resumable(controller: Controller, state: str = '{"prompts": {"next_index": 4, "too_long": 0}}') -> Path:
+STATE = '{"step": 2, "prompts": {"next_index": 4, "too_long": 0}}'
+
+
+def resumable(controller: Controller, state: str = STATE) -> Path:
     """Give the run two steps and a checkpoint after them; return the checkpoint."""
     evaluating(controller)
     controller.groups = GroupSource.__new__(GroupSource)
@@ -154,7 +157,9 @@ def test_a_resumed_run_knows_the_time_left_at_the_pace_of_before_and_counts_it_d
     assert eta_s is not None and (left - 1) * pace <= eta_s <= left * pace - 10.0
 
 
-@pytest.mark.parametrize("state", ["", '{"prompts": {"next_', "\0" * 9, "[]", "{}", '{"prompts": []}', None])
+@pytest.mark.parametrize(
+    "state", ["", STATE[:30], "\0" * 9, "[]", "{}", '{"step": 2, "prompts": []}', STATE.replace("2", "4"), None]
+)
 def test_a_damaged_checkpoint_is_named_and_ends_the_run(controller: Controller, state: str | None) -> None:
     checkpoint = resumable(controller, state or "")
     if state is None:

@@ -128,6 +128,8 @@ def test_a_ledger_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     with file_size_limit(8), pytest.raises(RunFailed, match=words):
         Ledger(tmp_path / "ledger.sqlite")
     assert Ledger(tmp_path / "ledger.sqlite").counts() == {}
+    with pytest.raises(RunFailed, match=r"cannot open the ledger .*: unable to open database file$"):
+        Ledger(tmp_path)  # more room would not help
 
 
 def test_a_closed_ledger_is_one_file(tmp_path: Path) -> None:
@@ -150,7 +152,7 @@ def test_only_new_samples_of_a_batch_are_finished(tmp_path: Path) -> None:
 def test_a_write_that_fails_changes_nothing_names_the_file_and_the_next_one_succeeds(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     ledger = Ledger(path)
-    with pytest.raises(RunFailed, match=r"cannot write the ledger .*ledger\.sqlite: UNIQUE"):
+    with pytest.raises(RunFailed, match=r"cannot write the ledger .*ledger\.sqlite: UNIQUE.* other rows .*E1009\)$"):
         ledger.issue([("a", "g", b""), ("b", "g", b""), ("a", "g", b"")])
     assert ledger.counts() == {} and not ledger._db.in_transaction
     ledger.issue([("a", "g", b"")])

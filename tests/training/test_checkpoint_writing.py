@@ -81,7 +81,7 @@ def test_what_the_system_refuses_to_write_is_said(
 
 def test_a_folder_that_cannot_be_begun_is_said(worker: SimpleNamespace) -> None:
     worker.checkpoints.directory.write_text("a file")
-    with pytest.raises(RunFailed, match=r"cannot write checkpoint .*partial_step_5: \[Errno 20\] Not a directory[^;]*$"):
+    with pytest.raises(RunFailed, match=r"cannot write checkpoint .*_step_5: \[Errno 20\] Not a directory[^;]*$"):
         write(worker)  # where more room would not help
 
 
