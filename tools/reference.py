@@ -262,7 +262,10 @@ FILES = {
 CHECKPOINTS = """
 `checkpoints/step_<n>/` is the model after `n` optimizer steps, a folder in Hugging Face's format that
 `AutoModelForCausalLM.from_pretrained` loads; `trainer_state/` in it is the optimizer's state in torch's distributed
-format. `checkpoints/best.json` names the one with the best evaluation.
+format, `state.json` the position in the prompts, and `checksums.json` has the size and BLAKE3 of every file: a resume
+compares those that it loads. A folder `checkpoints/lost_step_<n>` gives a checkpoint up
+([E1009](../how-to/troubleshoot.md#e1009-a-run-is-resumed-that-cannot-be)). `checkpoints/best.json` names the one with
+the best evaluation.
 """
 
 

@@ -70,6 +70,7 @@ from streamrl.rollouts.length_audit import LengthAudit
 from streamrl.rollouts.rollout_store import RolloutStore
 from streamrl.rollouts.types import Group
 from streamrl.run_dir import layout
+from streamrl.run_dir.checkpoint_sums import STATE_FILE, DamagedFile, check_files, read_sums
 from streamrl.run_dir.checkpoints import CheckpointFolder, unreadable
 from streamrl.run_dir.metrics import read_metrics
 from streamrl.run_dir.start_stages import READY, waiting_for
@@ -293,9 +294,10 @@ class Controller:
         if step:
             folder = self.checkpoints.path(step)
             try:
-                state = json.loads((folder / "state.json").read_text())
+                check_files(folder, read_sums(folder), [STATE_FILE])
+                state = json.loads((folder / STATE_FILE).read_text())
                 if (saved := state["step"]) != step:
-                    raise ValueError(f"its state.json is of step {saved}")
+                    raise DamagedFile(f"{STATE_FILE} is of step {saved}")
                 self.groups.restore(state["prompts"])
             except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError) as error:
                 raise unreadable(folder, error) from error

@@ -11,6 +11,7 @@ from streamrl.config.run import RunConfig
 from streamrl.errors import ErrorCode
 from streamrl.machine.model_files import resolve_model, weights_digest
 from streamrl.run_dir import layout
+from streamrl.run_dir.checkpoint_sums import STATE_FILE, TRAINER_STATE
 from streamrl.run_dir.checkpoints import CheckpointFolder
 
 
@@ -45,7 +46,7 @@ def checkpoint_warnings(run: RunConfig, resumed: Path | None) -> Iterable[str]:
 def has_critic(checkpoint: Path) -> bool | None:
     """Return whether a checkpoint has a critic; None: it cannot be read."""
     try:  # the names of all tensors; torch's reader would execute what a pickle says
-        return b"critic_model." in (checkpoint / "trainer_state" / ".metadata").read_bytes()
+        return b"critic_model." in (checkpoint / TRAINER_STATE / ".metadata").read_bytes()
     except OSError:
         return None
 
@@ -53,7 +54,7 @@ def has_critic(checkpoint: Path) -> bool | None:
 def _reference_of(checkpoint: Path) -> str:
     """Return the digest of the reference's weights that a checkpoint names; '': it names none."""
     try:
-        return str(json.loads((checkpoint / "state.json").read_text()).get("reference", ""))
+        return str(json.loads((checkpoint / STATE_FILE).read_text()).get("reference", ""))
     except (OSError, ValueError, AttributeError):  # damaged, of which the controller tells
         return ""
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from streamrl.atomic_files import replace_json, sync_files, sync_folder
 from streamrl.errors import DISK, ErrorCode, RunFailed, UserError, writing
 from streamrl.plain_files import read_plain
+from streamrl.run_dir.checkpoint_sums import DamagedFile
 
 BEST_FILE = "best.json"
 PARTIAL = ".partial_step_"
@@ -56,7 +57,8 @@ def unfitting(checkpoint: Path, error: BaseException) -> RunFailed:
 
 
 def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]  # torch's may have a dozen lines of advice
+    text = str(error) if isinstance(error, DamagedFile) else f"{type(error).__name__}: {error}"
+    return text.partition("\n")[0]  # torch's may have a dozen lines of advice
 
 
 class CheckpointFolder:

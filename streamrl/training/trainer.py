@@ -35,7 +35,9 @@ from streamrl.protocol.controller_trainer import Refusal
 from streamrl.rollouts.canary import Canary
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence, split_into_rows
 from streamrl.rollouts.types import FloatArray
+from streamrl.run_dir.checkpoint_sums import TRAINER_STATE
 from streamrl.training.agreements import agreed_packing
+from streamrl.training.checkpoint_check import check_trainer_state
 from streamrl.training.checkpoint_writing import StateWriter, checkpoint_weights, read_in_words, write_model
 from streamrl.training.compiled_formulas import Switch
 from streamrl.training.compiled_parts import compile_parts, compiles, failures_told
@@ -492,16 +494,18 @@ class Trainer:
             Exception, CheckpointException: it cannot be written; see `checkpoint_writing.told_in_words`.
         """
         write_model(self.policy.model, self.weights(), directory, self.run.model.dtype, self.rank == 0)
-        dcp.save(self._state(), storage_writer=StateWriter(directory / "trainer_state"))
+        dcp.save(self._state(), storage_writer=StateWriter(directory / TRAINER_STATE))
 
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote, also by another number of ranks.
 
-        The restored weights count as published, because a resumed run generates with them. Raises as `read_in_words`.
+        The restored weights count as published, because a resumed run generates with them. Raises as `read_in_words`
+        and `check_trainer_state`.
         """
+        check_trainer_state(directory)
         state = self._state()
         with read_in_words(directory):
-            dcp.load(state, checkpoint_id=directory / "trainer_state")
+            dcp.load(state, checkpoint_id=directory / TRAINER_STATE)
         self.learner.restore("", state)
         if self.critic:
             self.critic.restore("critic_", state)

@@ -58,12 +58,14 @@ from streamrl.rollouts.canary import Canary, canary
 from streamrl.rollouts.micro_batch import from_wire
 from streamrl.rollouts.types import FloatArray
 from streamrl.run_dir import layout
+from streamrl.run_dir.checkpoint_sums import STATE_FILE, write_sums
 from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.run_dir.start_stages import READY, say, waiting_for
 from streamrl.runtime.device_turns import DeviceTurns, takes_turns
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.site_connections import CONTROLLER, PUBLISHER, bind_home, connect_inside, home_hub
 from streamrl.training.agreements import agreed_checkpoint, agreed_packing, agreed_type
+from streamrl.training.checkpoint_check import gathered_sums
 from streamrl.training.checkpoint_writing import told_in_words
 from streamrl.training.learner import Division
 from streamrl.training.packing import PackedShare
@@ -342,9 +344,10 @@ class TrainerProcess:
             self.trainer.save(partial)
             if self.rank == 0:
                 read_tokenizer(resolve_model(self.run_config.model.path)).save_pretrained(partial)
-                (partial / "state.json").write_text(
+                (partial / STATE_FILE).write_text(
                     json.dumps(state | {"step": step, "reference": self.reference_digest})
                 )
-            dist.barrier()
+            sums = gathered_sums(partial)
             if self.rank == 0:
+                write_sums(partial, step, sums)
                 self.checkpoints.commit(step, self.run_config.checkpoint.keep, pending=pending)

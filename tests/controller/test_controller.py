@@ -24,6 +24,7 @@ from streamrl.protocol.operator import CheckpointNow
 from streamrl.rollouts.kept_micro_batches import KeptMicroBatches, KeptStep
 from streamrl.rollouts.length_audit import has_limit
 from streamrl.run_dir import layout
+from streamrl.run_dir.checkpoint_sums import file_sums, write_sums
 from streamrl.run_dir.evaluations import read_evaluations
 from streamrl.run_dir.metrics import read_metrics
 from streamrl.run_dir.status import read_status
@@ -169,6 +170,15 @@ def test_a_damaged_checkpoint_is_named_and_ends_the_run(controller: Controller, 
     message = str(found.value)
     assert message.startswith(f"checkpoint {checkpoint} cannot be read: ")
     assert message.endswith("rename it to lost_step_2: --resume then continues from the beginning (see docs: E1009)")
+
+
+def test_a_position_that_has_changed_since_it_was_written_is_not_taken(controller: Controller) -> None:
+    checkpoint = resumable(controller)
+    write_sums(checkpoint, 2, file_sums(checkpoint, checkpoint.iterdir()))
+    controller._restore()
+    (checkpoint / "state.json").write_text(STATE.replace("4", "5"))
+    with pytest.raises(RunFailed, match=r"cannot be read: state\.json does not match its checksum; "):
+        controller._restore()
 
 
 def test_a_run_whose_newest_checkpoint_is_missing_is_not_rewound(controller: Controller) -> None:

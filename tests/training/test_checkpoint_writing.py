@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 from streamrl.errors import RunFailed, is_final
 from streamrl.launcher.resume_check import has_critic
 from streamrl.machine.model_files import weights_digest
+from streamrl.run_dir.checkpoint_sums import read_sums, write_sums
 from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.training.checkpoint_writing import read_in_words, system_error, told_in_words
 from streamrl.training.trainer import Trainer
@@ -147,6 +148,7 @@ def test_a_damaged_checkpoint_is_named_and_no_restart_is_tried(
 ) -> None:
     write(worker)
     folder = worker.checkpoints.path(5)
+    (folder / "checksums.json").unlink()  # as of an earlier version
     damaged = folder / "trainer_state" / name
     assert damaged.is_file()
     damaged.unlink()
@@ -158,6 +160,39 @@ def test_a_damaged_checkpoint_is_named_and_no_restart_is_tried(
     message = str(found.value)
     assert message.startswith(f"checkpoint {folder} cannot be read: ") and "\n" not in message
     assert message.endswith("rename it to lost_step_5: --resume then continues from the beginning (see docs: E1009)")
+
+
+def test_a_checkpoint_of_which_any_part_has_changed_is_not_loaded(worker: SimpleNamespace) -> None:
+    write(worker)
+    folder = worker.checkpoints.path(5)
+    state = folder / "trainer_state" / "__0_0.distcp"
+    worker.trainer.load(folder)
+    sound = state.read_bytes()
+    assert files(worker, 5) - set(read_sums(folder)) == {"checksums.json", "trainer_state"}
+
+    def refused(why: str) -> None:
+        with pytest.raises(RunFailed, match=rf"checkpoint {folder} cannot be read: {why}; if .* \(see docs: E1009\)$"):
+            worker.trainer.load(folder)
+
+    flipped = bytearray(sound)
+    flipped[len(sound) // 2] ^= 1
+    state.write_bytes(flipped)
+    refused("trainer_state/__0_0.distcp does not match its checksum")
+    state.write_bytes(sound[:-1])
+    refused(f"trainer_state/__0_0.distcp has {len(sound) - 1:,} bytes, and had {len(sound):,} when it was written")
+    state.unlink()
+    refused("trainer_state/__0_0.distcp is missing")
+    state.write_bytes(sound)
+    (folder / "model.safetensors").unlink()  # of no use for going on
+    worker.trainer.load(folder)
+    with patch.object(Path, "open", side_effect=OSError(errno.EIO, "Input/output error")), pytest.raises(OSError):
+        worker.trainer.load(folder)
+    (folder / "checksums.json").write_text("{")
+    refused("checksums.json is damaged")
+    folder.rename(worker.checkpoints.path(6))
+    folder = worker.checkpoints.path(6)
+    write_sums(folder, 5, {})
+    refused("checksums.json is of step 5")
 
 
 @pytest.mark.parametrize(
