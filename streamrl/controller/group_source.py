@@ -50,6 +50,8 @@ class GroupSource:
         self.longest_prompt = run.model.max_context - run.sampling.max_tokens
         """Limit on the tokens of a prompt."""
         self._contents = source.contents()
+        self._mixed_by = {"seed": run.seed, "tasks": [[task.key, task.weight] for task in run.tasks]}
+        """What the prompts' order depends on besides the tasks' rows: the seed, and the tasks with their weights."""
         drawn_with = [run.sampling.model_dump(mode="json"), run.model.path, run.algorithm.router_replay]
         self._settings = json.dumps(drawn_with, sort_keys=True)
 
@@ -61,12 +63,19 @@ class GroupSource:
         """
         again = [group.prompt_index for group in open_groups] + list(self._to_reissue)
         position = {"next_index": self._next_index, "too_long": self.too_long, "again": again}
-        return position | {"contents": self._contents}
+        return position | {"contents": self._contents, "mixed_by": self._mixed_by}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint's position; tasks whose rows are not those of the checkpoint are logged."""
+        """Continue from a checkpoint's position; what has changed the order of the prompts since is logged."""
         self._next_index, self.too_long = state["next_index"], state["too_long"]
         self._to_reissue = deque(state.get("again", ()))
+        for what, then in state.get("mixed_by", {}).items():
+            if (today := self._mixed_by.get(what, then)) != then:
+                log.warning(
+                    "%s: %s now, and %s at the checkpoint: prompts that are issued again may be others, and rows "
+                    "may come again or not at all in this epoch",
+                    *(what, today, then),
+                )
         for task, before in state.get("contents", {}).items():
             now = self._contents.get(task, before)
             if now["rows"] != before["rows"]:

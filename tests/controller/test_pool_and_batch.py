@@ -423,10 +423,24 @@ def test_a_file_that_has_changed_since_the_checkpoint_is_named_at_a_resume(
     state = json.loads(json.dumps(source_of("abc").state([])))
     source_of(rows).restore(state)
     assert [message.split(":")[0] for message in caplog.messages if "checkpoint" in message] == [says] * bool(says)
-    del state["contents"]  # of an earlier version
+    del state["contents"], state["mixed_by"]  # of an earlier version
     caplog.clear()
     source_of(rows).restore(state)
     assert not caplog.messages
+
+
+def test_a_seed_or_a_weight_that_has_changed_since_the_checkpoint_is_named_at_a_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gcd = {"kind": "reasoning_gym", "name": "gcd"}
+    state = json.loads(json.dumps(group_source(tmp_path, 100, 400, tasks=[gcd], seed=4).state([])))
+    group_source(tmp_path, 100, 400, tasks=[gcd], seed=4).restore(state)
+    assert not caplog.messages
+    group_source(tmp_path, 100, 400, tasks=[gcd | {"weight": 2}], seed=5).restore(state)
+    assert [message.partition(" at the checkpoint: ")[0] for message in caplog.messages] == [
+        "seed: 5 now, and 4",
+        "tasks: [['gcd', 2.0]] now, and [['gcd', 1.0]]",
+    ]
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
