@@ -22,6 +22,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from transformers import PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation
 
 from streamrl.errors import FULL, ErrorCode, RunFailed
 from streamrl.run_dir.checkpoints import unfitting, unreadable
@@ -98,15 +99,31 @@ def checkpoint_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[t
 
     Args:
         model: the model; it has no copies of its weights left.
-        dtype: type of the parameters; buffers keep their own.
+        dtype: type of the parameters, but for those that transformers keeps in fp32; buffers keep their own.
 
     Raises:
         RunFailed: on every rank, at a weight that is not finite.
     """
+    kept = kept_in_fp32(model, dtype)
     for name, parameter in model.named_parameters():
-        yield name, _finite(name, whole(parameter).to(dtype))
+        yield name, _finite(name, whole(parameter).to(torch.float32 if name in kept else dtype))
     for name, buffer in persistent_buffers(model).items():
         yield name, _finite(name, whole(buffer))
+
+
+def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
+    """Return the names of a model's parameters that transformers loads in fp32, whatever the type of the others.
+
+    Such are the router and its biases in ERNIE 4.5, where a rounded one may choose another expert.
+
+    Args:
+        model: the model.
+        dtype: type of the others.
+    """
+    if not (patterns := list(model._get_dtype_plan(dtype))):
+        return set()
+    found = build_glob_alternation(patterns)[0]
+    return {name for name, _ in model.named_parameters() if found.search(name)}
 
 
 def _finite(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -473,7 +473,8 @@ class Trainer:
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, full tensor) of all that the model's checkpoint has, gathered from all ranks; tied ones once.
 
-        Parameters come in the compute type, then persistent buffers in their own.
+        Parameters come in the compute type (some families' in fp32, see `checkpoint_weights`), then persistent buffers
+        in their own.
 
         Raises:
             RunFailed: on every rank, at a weight that is not finite.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from scheduler.cost.model_shapes import undivided_heads
 from streamrl.errors import RunFailed, UserError
+from streamrl.training.checkpoint_writing import kept_in_fp32
 from streamrl.training.decoder_layers import decoder_layers, decoder_of
 from streamrl.training.packing import PackedBatch, pack
 from streamrl.training.packing_choice import Packing, choose_packing
@@ -19,6 +21,8 @@ from streamrl.training.tensor_parallel import plan_of
 from streamrl.verify.findings import Finding
 
 PACKING = "packing"
+LAYER = re.compile(r"\.\d+\.")
+"""A layer's number within the name of a parameter."""
 SHARING = range(2, 9)
 """Numbers of ranks of a machine that may share rows."""
 ROUNDING = 0.5
@@ -48,12 +52,14 @@ def check_settings(config: PretrainedConfig, packing: Packing) -> list[Finding]:
     with torch.no_grad():
         rounded = copy.deepcopy(policy).to(torch.bfloat16)(batch, 1.0)[0]
     mean = float((rounded - logprobs).abs().mean())
+    kept = {LAYER.sub(".*.", name) for name in kept_in_fp32(model, torch.bfloat16)}
+    also = f"; {', '.join(sorted(kept))} rounded as well, which transformers keeps in float32" if kept else ""
     return [
         Finding("precision float32", "works", "the type of the other checks", optional=True),
         Finding(
             "precision bfloat16",
             "works" if mean <= ROUNDING else "refused",
-            f"log-probabilities differ from float32 by {mean:.1g} nats on average",
+            f"log-probabilities differ from float32 by {mean:.1g} nats on average{also}",
             optional=True,
         ),
         _checkpointing(model, policy, batch, gradient),

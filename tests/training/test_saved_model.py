@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, GenerationConfig
 
 from streamrl.training.packing import pack
 from streamrl.training.packing_proof import small_model
@@ -47,6 +47,25 @@ def test_buffers_of_the_model_are_saved_as_they_are(tmp_path: Path, one_rank: No
         ids = torch.arange(3, 40)[None]
         with torch.no_grad():
             assert torch.equal(again(ids).logits, start.eval()(ids).logits)
+
+
+def test_parameters_that_transformers_keeps_in_fp32_are_saved_in_it(tmp_path: Path, one_rank: None) -> None:
+    start = small_model(Ernie4_5_MoeConfig())
+    for name, parameter in start.named_parameters():
+        if name.endswith("e_score_correction_bias"):
+            parameter.data.copy_(torch.linspace(-1 / 3, 1 / 3, parameter.numel()).view_as(parameter))
+    start.save_pretrained(tmp_path / "start")
+    model = {"path": str(tmp_path / "start"), "max_context": 256, "dtype": "bfloat16"}
+    trainer = Trainer(run_config(tmp_path / "start", model=model), str(tmp_path / "start"), CPU)
+    (tmp_path / "saved").mkdir()
+    trainer.save(tmp_path / "saved")
+    again, expected = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.bfloat16).state_dict()
+        for name in ("saved", "start")
+    )
+    assert {str(tensor.dtype) for tensor in expected.values()} == {"torch.bfloat16", "torch.float32"}
+    for name, tensor in expected.items():
+        assert again[name].dtype == tensor.dtype and torch.equal(again[name], tensor), name
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

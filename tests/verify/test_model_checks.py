@@ -14,6 +14,7 @@ from rich.console import Console
 from transformers import (
     AutoTokenizer,
     CohereConfig,
+    Ernie4_5_MoeConfig,
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
@@ -152,6 +153,12 @@ def test_the_settings_of_a_run_are_tried_on_the_small_model() -> None:
     assert set(found.values()) == {"works"}, found
     alone = check_settings(MistralConfig(), replace(OWN, undivided="tokens meet elsewhere"))[-1]
     assert (alone.verdict, alone.reason) == ("refused", "tokens meet elsewhere")
+
+
+def test_what_a_run_in_bf16_rounds_and_transformers_does_not_is_named() -> None:
+    found = {one.check: one.reason for one in check_settings(Ernie4_5_MoeConfig(), OWN)}["precision bfloat16"]
+    bias, gate = "model.layers.*.mlp.gate.moe_statics.e_score_correction_bias", "model.layers.*.mlp.gate.weight"
+    assert found.endswith(f"; {bias}, {gate} rounded as well, which transformers keeps in float32")
 
 
 def test_the_settings_of_a_small_vocabulary_are_tried_too() -> None:
