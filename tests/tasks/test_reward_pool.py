@@ -266,6 +266,7 @@ def test_a_worker_that_dies_idle_is_replaced(tasks: list[Task]) -> None:
         async with started(RewardPool(tasks, 0, workers=1, timeout_s=NEVER_S)) as pool:
             for _ in range(2):
                 pid = int((await ask(pool, "pid")).reward or 0)
+                assert pid, "0 would end this process and its group"
                 os.kill(pid, signal.SIGKILL)  # as the system does when memory runs out
                 await until(lambda pid=pid: pid not in [one.pid for one in workers()])
                 began_in = pool._pool
