@@ -102,7 +102,7 @@ ELSEWHERE = (
 def pytest_sessionstart(session: pytest.Session) -> Generator[None, object, object]:
     """Measure the machine's slowness once, before xdist's workers start; they inherit it by their environment.
 
-    Then start the workers; those of all quick tests are forked with the large libraries imported.
+    Then start the workers; those of all quick or of all slow tests are forked with the large libraries imported.
     """
     if FACTOR in os.environ and not GIVEN:
         raise pytest.UsageError("a conftest or what it imports scales a deadline before the number of workers is known")
@@ -110,9 +110,9 @@ def pytest_sessionstart(session: pytest.Session) -> Generator[None, object, obje
     factor = slowness(len(workers or [0]))
     if (reporter := session.config.pluginmanager.get_plugin("terminalreporter")) is not None:
         reporter.write_line(f"deadlines of tests: {factor:g} x those of an idle machine")
-    if session.config.option.markexpr != "not slow" or not workers or is_worker:
+    if session.config.option.markexpr not in ("slow", "not slow") or not workers or is_worker:
         return (yield)
-    with warm.forked_workers():
+    with warm.forked_workers(vllm=session.config.option.markexpr == "slow"):
         return (yield)
 
 

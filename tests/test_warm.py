@@ -119,20 +119,27 @@ import os, sys
 from tests import warm
 help = warm.run([sys.executable, "-m", "streamrl.cli.main", "--help"], 100)
 has = "torch" in sys.modules, "vllm" in sys.modules
-channel.send((os.getppid(), *has, help.stdout))
+channel.send((os.getppid(), *has, help.stdout, bool(warm._own)))
 """
 
 
-def test_a_worker_of_xdist_begins_with_the_large_libraries_and_is_a_child() -> None:
+@pytest.mark.parametrize("vllm", [False, True])
+def test_a_worker_of_xdist_begins_with_the_large_libraries_and_is_a_child(
+    vllm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert execnet.gateway_io.popen_bootstrapline == warm.WORKER
-    with warm.forked_workers():
+    if vllm:  # whose template takes long to start
+        found = warm.template()
+        monkeypatch.setattr(warm, "_start_template", lambda vllm: found)
+        monkeypatch.setattr(warm.Template, "close", lambda self: None)
+    with warm.forked_workers(vllm):
         gateway = execnet.makegateway("popen")
     try:  # it goes on without what it was forked from
-        parent, has_torch, has_vllm, output = gateway.remote_exec(TELLS).receive(scaled(120))
+        parent, has_torch, has_vllm, output, has_own = gateway.remote_exec(TELLS).receive(scaled(120))
     finally:
         gateway.exit()
         execnet.default_group.terminate(scaled(10))
-    assert parent == os.getpid() and has_torch and not has_vllm and "Usage" in output
+    assert parent == os.getpid() and has_torch and has_vllm == has_own == vllm and "Usage" in output
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ each rank, 30 s of a core for every run. Here a template imports all that once a
     │   └── controller, ...   forked by that copy, and handed to the launcher
     └── vLLM's engine         one that multiprocessing would spawn (`multiprocessing_warm`), with a copy of its own
 
-The workers of pytest-xdist that run the quick tests are forked in the same way (`forked_workers`), by a template
-without vLLM, which changes how torch compiles.
+The workers of pytest-xdist are forked in the same way (`forked_workers`): those of the slow tests with a copy of such a
+template each, those of the quick tests by one without vLLM, which changes how torch compiles.
 
 Such a process has the arguments, environment, folder, files and parent that it would have had otherwise, and a session
 of its own if it should. Settings that C libraries and the interpreter read when they are loaded are the template's
@@ -118,6 +118,11 @@ class Request:
         """Whether the process gets a template of its own, as it will start others that import much."""
         _, program, arguments = self.program
         return program.startswith(SPAWNED) or program in STARTERS or arguments[:1] == ["rewards"]
+
+    @property
+    def is_test_worker(self) -> bool:
+        """Whether the process is one of pytest-xdist."""
+        return self.program[1] == WORKER
 
 
 @contextlib.contextmanager
@@ -232,6 +237,8 @@ def _begin(request: Request, files: list[int], begun: int, path: list[str], vari
     of_environment = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
     sys.path[:] = [os.getcwd(), *of_environment, *path]
     importlib.invalidate_caches()
+    if request.is_test_worker and OF_VLLM[0] in sys.modules:
+        _own.append(_copy(path, variables, new_session=True))  # it still shows the template's command line
     _show(request)
     if request.before is not None:
         request.before()
@@ -413,15 +420,16 @@ def _request(values: dict[str, Any]) -> Request | None:
 
 
 @contextlib.contextmanager
-def forked_workers() -> Iterator[None]:
+def forked_workers(vllm: bool) -> Iterator[None]:
     """Let execnet start the workers of pytest-xdist through a template meanwhile: each would import everything itself.
 
-    They have the large libraries but vLLM.
+    Args:
+        vllm: whether they have vLLM, too; then each has a template of its own.
     """
     if sys.platform != "linux":
         yield
         return
-    found = _start_template(vllm=False)
+    found = _start_template(vllm)
     subprocess.Popen._execute_child = functools.partialmethod(_execute_child, found)  # type: ignore[attr-defined]
     try:
         yield
@@ -430,12 +438,16 @@ def forked_workers() -> Iterator[None]:
         found.close()
 
 
+_own: list[Template] = []
+"""Template with vLLM that this process was given when it was forked, if any."""
+
+
 @functools.cache
 def template() -> Template | None:
     """Return the template of this pytest session, which ends with it; None: this system does not support it."""
     if sys.platform != "linux":
         return None
-    found = _start_template(vllm=True)
+    found = _own[0] if _own else _start_template(vllm=True)
     atexit.register(found.close)
     return found
 
