@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,6 +35,19 @@ def test_a_wait_in_vain_lasts_as_long_as_the_machine_is_slow_and_says_what_for(t
     assert time.monotonic() - began >= 0.5
     with pytest.raises(AssertionError, match="in vain for: a miracle"):
         asyncio.run(until(lambda: False, 0.01, what="a miracle"))
+
+
+def test_a_condition_that_takes_long_to_check_keeps_no_core_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed, slept = [0.0], []
+    clock = SimpleNamespace(sleep=slept.append, thread_time=lambda: computed[0], monotonic=lambda: 0.0)
+    monkeypatch.setattr(waiting, "time", clock)
+
+    def reads(seconds: float) -> bool:
+        computed[0] += seconds
+        return len(slept) == 2
+
+    wait_for(lambda: reads(0.5 if slept else 0.0), 1)
+    assert slept == [waiting.EVERY_S, 0.5 * waiting.PAUSES]
 
 
 def test_a_process_that_has_ended_is_not_waited_for() -> None:

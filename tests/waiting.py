@@ -26,6 +26,9 @@ COMPUTE_S, START_S = 0.077, 0.136
 LOOPS = 2_000_000
 IMPORTS = "import asyncio, json, multiprocessing, subprocess, numpy"
 EVERY_S, OFTEN_S = 0.02, 0.002
+PAUSES = 10
+"""Least seconds between two checks of a condition, in those that one computes: one that reads many files of a run keeps
+no core busy that the run could use."""
 
 
 def measure() -> float:
@@ -82,7 +85,7 @@ def wait_for(
     Raises:
         AssertionError: the deadline is over, or the process has ended.
     """
-    deadline = time.monotonic() + scaled(seconds)
+    deadline, computed = time.monotonic() + scaled(seconds), time.thread_time()
     while not (found := condition()):
         if process is not None and process.poll() is not None:
             raise AssertionError(
@@ -90,9 +93,10 @@ def wait_for(
             )
         if time.monotonic() > deadline:
             raise AssertionError(_over(seconds, condition, what) + (f"\n{tell()}" if tell is not None else ""))
-        time.sleep(EVERY_S)
+        time.sleep(max(EVERY_S, PAUSES * (time.thread_time() - computed)))
         if meanwhile is not None:
             meanwhile()
+        computed = time.thread_time()
     return found
 
 
