@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,13 @@ import pytest
 from transformers import GptOssConfig, MistralConfig, PretrainedConfig, Qwen3MoeConfig
 
 from streamrl.machine.cpu import this_cpu
+from tests import warm
 from tests.cli.calling import streamrl
+
+
+@pytest.fixture(autouse=True)
+def processes_begin_with_everything_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", warm.Popen)
 
 
 @pytest.mark.parametrize(
