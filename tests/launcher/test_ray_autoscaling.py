@@ -27,7 +27,9 @@ LIMIT_S = 120.0
 @pytest.fixture
 def head() -> Iterator[Cluster]:
     """A cluster that is one node with CPUs only."""
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    few = {"prestart_worker_first_driver": False}  # else each node starts workers that nobody needs
+    options = {"include_dashboard": False, "_system_config": few}
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **options})
     try:
         yield made
     finally:

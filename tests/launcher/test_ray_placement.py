@@ -20,18 +20,29 @@ from tests.waiting import wait_for
 LIMIT_S = 60.0
 
 
-@pytest.fixture
-def site(tmp_path: Path) -> Iterator[RaySite]:
-    """A site whose Ray has a node of two CPUs, and one of four with a GPU."""
-    options = {"include_dashboard": False, "object_store_memory": 100 << 20}
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A node of two CPUs, and one of four with a GPU."""
+    few = {"prestart_worker_first_driver": False}  # else each node starts workers that nobody needs
+    options = {"include_dashboard": False, "object_store_memory": 100 << 20, "_system_config": few}
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **options})
     try:
         made.add_node(num_cpus=4, num_gpus=1, object_store_memory=100 << 20)
-        here = {"trainer": {}, "generation": [{}], "launch": {"backend": "ray", "address": made.address}}
-        yield RaySite(ClusterConfig.model_validate({"hardware": "cpu", "sites": {"here": here}}), "here", tmp_path)
+        yield made
     finally:
-        ray.shutdown()
         made.shutdown()
+
+
+@pytest.fixture
+def site(tmp_path: Path, cluster: Cluster) -> Iterator[RaySite]:
+    """A site on the cluster, on which nothing runs."""
+    here = {"trainer": {}, "generation": [{}], "launch": {"backend": "ray", "address": cluster.address}}
+    made = RaySite(ClusterConfig.model_validate({"hardware": "cpu", "sites": {"here": here}}), "here", tmp_path)
+    try:
+        wait_for(lambda: ray.available_resources().get("CPU") == 6, LIMIT_S, tell=ray.available_resources)
+        yield made
+    finally:
+        made.close()
 
 
 def spec(role: Role, threads: int) -> ProcessSpec:
