@@ -29,7 +29,7 @@ class PushedRun(Running):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(
-            Project(folder, mixture=True),
+            Project(folder, mixture=True, batch=24),
             500,
             ranks=2,
             schedule={"name": "async", "max_staleness": 4},
