@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -138,7 +138,7 @@ class Batch:
         """Tokens of the longest answer that must fit."""
         return max(self.longest, self.lengths[0])
 
-    @property
+    @cached_property
     def usual_longest(self) -> float:
         """Tokens of the longest of the batch's answers, mean over batches.
 
@@ -155,7 +155,7 @@ class Batch:
         """Tokens of the longest sample with its prompt."""
         return self.longest_answer + self.prompt_tokens
 
-    @property
+    @cached_property
     def mean_length(self) -> float:
         """Mean answer length in tokens."""
         return float(np.mean(self.lengths))

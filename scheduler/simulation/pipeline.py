@@ -41,8 +41,6 @@ class _Group:
     requests: dict[str, SimulatedRequest]
     version: int
     """Policy version at issue."""
-    open: set[str]
-    """Samples without a reward."""
     generating: set[str]
     """Samples that have not ended."""
     parked: set[str] = field(default_factory=set)
@@ -96,7 +94,7 @@ class Pipeline:
         self._numbers = itertools.count()
         self._groups: dict[str, _Group] = {}
         self._of: dict[str, str] = {}
-        """Group of each open sample."""
+        """Group of each sample that has not ended."""
         self._untaken: Counter[int] = Counter()
         """Groups that are issued and not taken, by version: counted as they come and go, for it is asked often."""
         self._complete: list[tuple[int, int, str]] = []
@@ -193,13 +191,13 @@ class Pipeline:
 
     def _sample_complete(self, request_id: str, now: float) -> None:
         """Have a sample rewarded that is generated and, if it is an episode, played."""
-        group = self._groups[self._of[request_id]]
+        group = self._groups[self._of.pop(request_id)]
         group.generating.discard(request_id)
         if not group.generating:
             self._generated += 1
+            self._after(now, self.stages.reward_s, _REWARDED, group.name)  # the last of its rewards: all take as long
         else:
             self._note_parked(group, now)
-        self._after(now, self.stages.reward_s, _REWARDED, request_id)
 
     def _park(self, group: _Group, request_id: str, reached: float, now: float) -> None:
         """Withdraw a sample that has used up its budget of the round."""
@@ -253,11 +251,8 @@ class Pipeline:
         self._link_free = begin + seconds
         self._after(begin, seconds, _PUBLISHED, f"{self._step}")
 
-    def _rewarded(self, request_id: str, now: float) -> None:
-        group = self._groups[self._of.pop(request_id)]
-        group.open.discard(request_id)
-        if group.open:
-            return
+    def _rewarded(self, name: str, now: float) -> None:
+        group = self._groups[name]
         heapq.heappush(self._complete, (group.version, next(self._numbers), group.name))
         if self.rounds is not None:
             self.rounds.completed(group.name)
@@ -311,7 +306,7 @@ class Pipeline:
             if group is None:
                 break
             fresh.extend(self._admit(group).requests.values())
-            state = replace(state, issued=self._issued)
+            state = self._state()
         self._full = (self._issued, self._generated, self._version)
         if fresh:
             self.simulation.submit(fresh, now)
@@ -322,7 +317,7 @@ class Pipeline:
         by_name = {request.request_id: request for request in requests}
         if len(by_name) < len(requests):
             raise ValueError(f"two requests of a group have one id: {sorted(r.request_id for r in requests)}")
-        group = _Group(f"{self._issued}", by_name, self._version, set(by_name), set(by_name))
+        group = _Group(f"{self._issued}", by_name, self._version, set(by_name))
         self._issued += 1
         self._groups[group.name] = group
         self._untaken[group.version] += 1
@@ -365,6 +360,8 @@ class Pipeline:
         heapq.heappop(self._complete)
         group = self._groups.pop(name)
         self._untaken[group.version] -= 1
+        if not self._untaken[group.version]:
+            del self._untaken[group.version]
         if self.rounds is not None:
             self.rounds.taken(name)
         requests = group.requests.values()
