@@ -229,7 +229,7 @@ def test_every_group_is_trained_once_and_never_staler_than_the_bound(
     schedule: str, bound: int, sync_every: int, policy: str
 ) -> None:
     worst = 0
-    for seed in range(10):
+    for seed in range(10 if policy == "least-loaded" else 3):  # a policy says when groups end, and nothing of steps
         outcome, batch, steps = random_run(seed, schedule, bound, policy, sync_every)
         assert all(len(step) == batch for step in outcome.trained)
         assert sorted(map(int, itertools.chain(*outcome.trained))) == list(range(batch * steps))
@@ -288,11 +288,11 @@ def test_rounds_train_every_group_once_or_still_have_it(
 ) -> None:
     for max_age in (None, 0, 1, 2):
         rng = random.Random(3)
-        lengths = [[float(rng.choice([1, 5, 30, 400])) for _ in range(3)] for _ in range(160)]
+        lengths = [[float(rng.choice([1, 5, 30, 400])) for _ in range(3)] for _ in range(100)]
         fleet = [SimulatedInstance(f"i{n}", UNIT, 4) for n in range(2)]
         stages = Stages(50.0, reward_s=7.0, switch_s=1.0)
         run = Pipeline(make_policy(policy), fleet, stages, make_schedule(schedule), 6, kind(max_age))
-        outcome = run.run(groups(lengths), 15)
+        outcome = run.run(groups(lengths), 8)
         trained = Counter(itertools.chain(*outcome.trained))
         assert all(len(step) == 6 for step in outcome.trained) and max(trained.values()) == 1
         issued = {str(n) for n in range(len(trained) + outcome.left)}
