@@ -30,7 +30,7 @@ def two_runs(tmp_path: Path, prompts: int) -> list[Path]:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
-    return two_runs(tmp_path, 30)
+    return two_runs(tmp_path, 12)
 
 
 @pytest.mark.parametrize("repeated", [True, False])
@@ -45,7 +45,7 @@ def test_several_runs_make_one_ranker(
     out = tmp_path / "ranker.lgb"
     assert streamrl(monkeypatch, "train-ranker", *paths, "--out", out, "--report", tmp_path / "r.html") == 0
     shown = capsys.readouterr().out
-    assert "240 samples of" in shown and "4 tasks" in shown
+    assert "96 samples of" in shown and "4 tasks" in shown
     for words in (
         "(kept)",
         "random",
@@ -56,7 +56,7 @@ def test_several_runs_make_one_ranker(
         str(out),
     ):
         assert words in shown
-    assert LengthModel.load(out).report.samples == 240
+    assert LengthModel.load(out).report.samples == 96
     assert "of the oracle's saving" in " ".join(shown.split()) and "least-loaded 1.00, ours with these" in shown
     assert "ties at the length limit" in (tmp_path / "r.html").read_text(encoding="utf-8")
 

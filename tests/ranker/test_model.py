@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ranker import train
 from ranker.data import from_rows
 from ranker.errors import RankerError
 from ranker.features import featurise
@@ -30,12 +31,14 @@ def assert_sound(model: LengthModel, prompts: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def small() -> LengthModel:
-    """The model of the small reasoner."""
-    return train_and_hold_out(from_rows(small_reasoner(700, 3, 1).rows), written_by=("m",)).model
+    """The model of the small reasoner, whose file keeps fewer judged samples than there are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "JUDGED", 200)
+        return train_and_hold_out(from_rows(small_reasoner(90, 3, 1).rows), written_by=("m",)).model
 
 
 def test_the_same_seed_gives_the_same_file(tmp_path: Path) -> None:
-    rollouts = from_rows(small_reasoner(60, 2, 3).rows)
+    rollouts = from_rows(small_reasoner(30, 2, 3).rows)
     files = [tmp_path / "a", tmp_path / "b"]
     for file in files:
         train_and_hold_out(rollouts, seed=7, threads=1).model.save(file)
@@ -53,7 +56,7 @@ def test_a_file_holds_the_whole_model(tmp_path: Path, small: LengthModel) -> Non
     np.testing.assert_array_equal(got.quantiles, want.quantiles)
     assert loaded.report == small.report and loaded.written_by == ("m",)
     np.testing.assert_array_equal(loaded.judged.expected, small.judged.expected)
-    assert len(loaded.judged.length) == 2000
+    assert len(loaded.judged.length) == 200 < small.report.samples
     assert len(loaded.remembered.keys) == loaded.report.prompts
     np.testing.assert_array_equal(loaded.remembered.keys, small.remembered.keys)
     np.testing.assert_array_equal(loaded.remembered.columns, small.remembered.columns)
@@ -179,12 +182,12 @@ def test_few_prompts_are_learned_from_without_failing(prompts: int, repeats: int
 
 def test_history_is_used_where_there_is_some() -> None:
     rng = np.random.default_rng(0)
-    typical = np.exp(5 + rng.standard_normal(400))  # nothing in the text tells it
+    typical = np.exp(5 + rng.standard_normal(200))  # nothing in the text tells it
     rows = []
     for step in range(1, 5):
-        for n in range(400):
+        for n in range(200):
             length = max(1, int(typical[n] * rng.uniform(0.9, 1.1)))
-            rows.append({"prompt": f"riddle {n * 7919 % 400}", "step": step, "output_length": length})
+            rows.append({"prompt": f"riddle {n * 7919 % 200}", "step": step, "output_length": length})
     report = train_and_hold_out(from_rows(rows)).report
     assert report.with_history is not None
     assert report.with_history.recall["0.2"] > 0.6

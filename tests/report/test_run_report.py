@@ -429,6 +429,7 @@ def test_counts_that_run_on_are_not_added_up(make_run: RunMaker) -> None:
     assert "groups without gradient6 of 24" in page.text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_text_cannot_become_markup(make_run: RunMaker) -> None:
     run_dir = make_run(1, error="<script>alert(1)</script>", state="failed", model="<b>m</b>")
     page, text = page_of(run_dir)
