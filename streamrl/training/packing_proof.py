@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,13 +64,14 @@ def prove(config: PretrainedConfig) -> PackingProof:
         return PackingProof(config.model_type, (), refuted=refused)
     kind = config.get_text_config().model_type
     try:
-        model = small_model(config)
+        small = _small_shape(config)
+        model = _random_model(small)
         reference = _reference(model, proof_groups(vocabulary_of(model)))
         if later := _seen_later(model):
             return PackingProof(kind, (), refuted=f"it is no causal language model: {later}")
     except Exception as error:  # whatever a family's own code raises is the reason
         return PackingProof(kind, (), unproven=f"cannot be built and run small: {_first_line(error)}")
-    return PackingProof(kind, tuple(_compare(config, *way, reference) for way in WAYS), longest_exact(config))
+    return PackingProof(kind, tuple(_compare(small, *way, reference) for way in WAYS), longest_exact(config))
 
 
 def small_model(config: PretrainedConfig, seed: int = 0, attention: str = "eager") -> PreTrainedModel:
@@ -85,16 +87,26 @@ def small_model(config: PretrainedConfig, seed: int = 0, attention: str = "eager
         ValueError: its configuration has sizes under names that are not known here, or the family refuses the
             attention.
     """
+    return _random_model(_small_shape(config), seed, attention)
+
+
+def _small_shape(config: PretrainedConfig) -> PretrainedConfig:
+    """Return a model's configuration made small, of which a model has been counted; errors as `small_model`."""
     small = small_config(config)
     with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(small).parameters())
+        size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(deepcopy(small)).parameters())
     if size > LARGEST_MODEL:
         raise ValueError(f"its small model has {size / 1e6:.0f} million parameters")
+    return small
+
+
+def _random_model(small: PretrainedConfig, seed: int = 0, attention: str = "eager") -> PreTrainedModel:
+    """Build a model of a small configuration, which stays as it is; arguments and errors as `small_model`."""
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            small, attn_implementation=attention, dtype=torch.float32
+            deepcopy(small), attn_implementation=attention, dtype=torch.float32
         )
     embeddings = {id(parameter) for parameter in model.get_input_embeddings().parameters()}
     with torch.no_grad():
@@ -169,10 +181,10 @@ def _reference(model: PreTrainedModel, groups: Sequence[TrainGroup]) -> _Referen
     )
 
 
-def _compare(config: PretrainedConfig, kind: PackingKind, attention: str, reference: _Reference) -> PackingWay:
+def _compare(small: PretrainedConfig, kind: PackingKind, attention: str, reference: _Reference) -> PackingWay:
     separate = kind == "separate"
     try:
-        model = small_model(config, attention=attention)
+        model = _random_model(small, attention=attention)
         policy = Policy(model, separate)
         with _LayerOutputs(model) as layers:
             logprobs = policy(reference.batch, TEMPERATURE)[0]
