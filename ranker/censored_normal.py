@@ -33,17 +33,20 @@ def pseudo_residual(residual: Array, ended: Array, scale: float) -> tuple[Array,
         ended: whether the value ended there [N].
         scale: standard deviation.
     """
-    z = residual / scale
+    cut, derivative, slope = ~ended, residual.copy(), np.ones(len(residual))
+    z = residual[cut] / scale
     beyond = hazard(z)
-    slope = np.maximum(beyond * (beyond - z), 1e-3)
-    return np.where(ended, residual, scale * beyond), np.where(ended, 1.0, slope)
+    derivative[cut], slope[cut] = scale * beyond, np.maximum(beyond * (beyond - z), 1e-3)
+    return derivative, slope
 
 
 def scale_of(residual: Array, ended: Array, scale: float, rounds: int = 1) -> float:
     """Return the standard deviation after steps of expectation maximisation from `scale`."""
-    for _ in range(rounds):
-        z = residual / scale
-        squares = np.where(ended, residual**2, scale**2 * np.maximum(1 + z * hazard(z), 1e-6))
+    cut, squares = ~ended, residual**2
+    beyond = residual[cut]
+    for _ in range(rounds if len(beyond) else 1):  # where nothing was cut off, further steps change nothing
+        z = beyond / scale
+        squares[cut] = scale**2 * np.maximum(1 + z * hazard(z), 1e-6)
         scale = max(1e-3, math.sqrt(float(squares.mean())))
     return scale
 
@@ -51,9 +54,10 @@ def scale_of(residual: Array, ended: Array, scale: float, rounds: int = 1) -> fl
 def likelihood_loss(residual: Array, ended: Array) -> float:
     """Return the mean negative log likelihood of residuals [N], at the scale that suits them best."""
     scale = scale_of(residual, ended, max(1e-3, float(np.sqrt((residual**2).mean()))), rounds=8)
-    z = residual / scale
+    cut, z = ~ended, residual / scale
+    logs = -(z**2) / 2 - math.log(scale * math.sqrt(2 * math.pi))
+    z = z[cut]
     # log of the probability beyond z: its logarithm to 8, then by the hazard
     far = -(z**2) / 2 - math.log(math.sqrt(2 * math.pi)) - np.log(hazard(np.maximum(z, 1.0)))
-    beyond = np.where(z > _REACH, far, np.log(np.interp(z, _POINTS, _BEYOND)))
-    density = -(z**2) / 2 - math.log(scale * math.sqrt(2 * math.pi))
-    return float(-np.where(ended, density, beyond).mean())
+    logs[cut] = np.where(z > _REACH, far, np.log(np.interp(z, _POINTS, _BEYOND)))
+    return float(-logs.mean())
