@@ -116,7 +116,7 @@ def test_turns_on_more_than_one_machine_are_shown_to_compare_only(
 ) -> None:
     told = []
     for file in (HETEROGENEOUS, CROSS):  # 16 H800, and 8 H100, are the best to take turns
-        assert streamrl(monkeypatch, "plan", "--cluster", file, "--lengths", "5k") == 0
+        assert streamrl(monkeypatch, "plan", "--cluster", file, "--lengths", "5k", "--schedule", "sync") == 0
         told.append("colocated is shown to compare" in capsys.readouterr().out)
     assert told == [True, False]
 
@@ -126,7 +126,7 @@ def test_a_plan_counts_on_speculation_only_if_it_is_told_the_acceptance(
 ) -> None:
     makespans = []
     for more in ([], ["--acceptance", "0"], ["--acceptance", "0.6"]):
-        options = ["--lengths", "5k", "--json", tmp_path / "plan.json", *more]
+        options = ["--lengths", "5k", "--schedule", "sync", "--json", tmp_path / "plan.json", *more]
         assert streamrl(monkeypatch, "plan", "--cluster", HETEROGENEOUS, *options) == 0
         values = json.loads((tmp_path / "plan.json").read_text())["plans"][0]
         makespans.append(values["schedules"]["sync"]["step_s"])
@@ -206,7 +206,7 @@ def test_a_run_in_float32_is_told_that_bfloat16_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run.yaml"
-    call = ["plan", "--cluster", HETEROGENEOUS, "--run", run, "--model", "7b"]
+    call = ["plan", "--cluster", HETEROGENEOUS, "--run", run, "--model", "7b", "--schedule", "sync"]
     for dtype in ("auto", "bfloat16", "float32"):
         run.write_text(yaml.safe_dump({"model": {"dtype": dtype}}))
         assert streamrl(monkeypatch, *call) == 0
@@ -347,7 +347,8 @@ def test_a_plan_takes_the_lengths_of_past_rollouts(
     past = tmp_path / "past.jsonl"
     past.write_text("".join(json.dumps({"prompt": f"p{n}", "output_length": 100 + n}) + "\n" for n in range(50)))
     assert len(read_rollouts([str(past)])) == 50
-    assert streamrl(monkeypatch, "plan", "--cluster", HETEROGENEOUS, "--lengths", past) == 0
+    call = ["plan", "--cluster", HETEROGENEOUS, "--schedule", "sync", "--lengths", past]
+    assert streamrl(monkeypatch, *call) == 0
     shown = capsys.readouterr().out
     assert "mean 124 tokens (50 past rollouts" in shown or "mean 125 tokens (50 past rollouts" in shown
 
@@ -369,6 +370,7 @@ def test_past_lengths_that_the_run_cannot_generate_are_cut_and_counted(
     ):
         run.write_text(yaml.safe_dump(values))
         call = ["plan", "--cluster", HETEROGENEOUS, "--run", run, "--model", "7b", "--lengths", past]
+        call += ["--schedule", "sync"]
         assert streamrl(monkeypatch, *call) == 0
         shown = capsys.readouterr().out
         assert said in shown and f"mean {109 if 'cut' in said else 124} tokens" in shown
@@ -387,6 +389,8 @@ def test_a_hardware_file_changes_the_plan(tmp_path: Path, monkeypatch: pytest.Mo
             "5k",
             "--algorithm",
             "ppo",
+            "--schedule",
+            "stream",
             "--json",
             tmp_path / "p.json",
             *more,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import tracemalloc
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from streamrl.plain_files import NotPlainFile
 from streamrl.run_dir import trace_spans
-from streamrl.run_dir.appended_lines import READ_AT_ONCE
+from streamrl.run_dir.appended_lines import LARGEST_FOLLOWED, READ_AT_ONCE
 from streamrl.run_dir.trace import TraceWriter
 from streamrl.run_dir.trace_spans import OTHER, TraceSpans
 from tests.report.synthetic import START, spans_of
@@ -22,14 +24,16 @@ def written(path: Path, text: str) -> TraceSpans:
     return spans_of(path)
 
 
-def test_a_trace_of_more_than_a_gibibyte_is_read_in_little_memory(tmp_path: Path) -> None:
+def test_a_trace_may_be_larger_than_other_files_that_are_followed_and_is_read_in_little_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "trace.json"
     with TraceWriter(path) as trace:
         trace.span("trainer", "train", START, START + 1)
     with path.open("r+b") as file:
         file.seek(-3, 2)
         file.write(b",\n")
-        file.seek((1 << 30) + (64 << 20))  # a hole, which takes no room on the disk
+        file.seek(6 * READ_AT_ONCE)  # a hole, which takes no room on the disk
         file.write(b"\n" + (SPAN % ("train", 5_000_000)).encode())
     spans = TraceSpans(path)
     tracemalloc.start()
@@ -40,6 +44,11 @@ def test_a_trace_of_more_than_a_gibibyte_is_read_in_little_memory(tmp_path: Path
         tracemalloc.stop()
     assert spans.count == 2 and spans.extent == (0.0, 6.0)
     assert peak < 4 * READ_AT_ONCE
+    assert trace_spans.LARGEST_TRACE > 8 * LARGEST_FOLLOWED
+    for more, fits in ((0, True), (-1, False)):
+        monkeypatch.setattr(trace_spans, "LARGEST_TRACE", path.stat().st_size + more)
+        with nullcontext() if fits else pytest.raises(NotPlainFile):
+            TraceSpans(path).look()
 
 
 def test_of_more_spans_than_are_held_each_track_forgets_its_older_half(
