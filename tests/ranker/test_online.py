@@ -170,7 +170,7 @@ def test_the_same_calls_give_the_same_answers() -> None:
     def last() -> np.ndarray[Any, Any]:
         ranker = OnlineRanker(seed=3)
         for step in (1, 2):
-            play(ranker, small_reasoner(40, 2, step).rows, step)
+            play(ranker, small_reasoner(20, 2, step).rows, step)
             ranker.refit()
         prediction = ranker.predict(["Spell this word backward: banana"], step=3)
         assert prediction is not None

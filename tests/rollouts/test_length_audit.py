@@ -82,7 +82,7 @@ def test_aborting_the_longest_warns_though_their_lengths_are_never_known() -> No
 
 
 def test_dropping_at_random_does_not_warn_though_it_is_looked_at_after_every_step() -> None:
-    for seed in range(10):
+    for seed in range(5):
         chance = np.random.default_rng(100 + seed)
 
         def at_random(groups: dict[str, list[int]], chance: np.random.Generator = chance) -> set[str]:

@@ -64,7 +64,7 @@ def test_small_plans_are_close_to_the_best_of_all_placements(seed: int) -> None:
 
 @pytest.mark.parametrize(("count", "machines", "slots"), [(64, 2, 64), (256, 4, 256), (1024, 16, 256), (40, 3, 40)])
 def test_known_lengths_come_within_three_percent_of_the_best_partition(count: int, machines: int, slots: int) -> None:
-    for seed in range(4):
+    for seed in range(4 if count < 1000 else 1):
         lengths = long_tailed(count, seed)
         fleet = workers(machines, slots)
         assert plan(lengths[:, None], fleet).makespan <= 1.03 * best_partition(lengths, fleet).makespan
@@ -107,7 +107,7 @@ def test_expected_time_of_alike_uncertain_requests_is_that_of_drawing_them() -> 
     each = 400 * np.exp(0.6 * scores)
     rng = np.random.default_rng(0)
     for count in (1, 3, 40):
-        drawn = np.mean([replica_time(rng.choice(each, count), STEEP) for _ in range(4000)])
+        drawn = np.mean([replica_time(rng.choice(each, count), STEEP) for _ in range(1500)])
         assert expected_time(np.tile(each, (count, 1)), STEEP, 64) == pytest.approx(drawn, rel=0.06)
 
 

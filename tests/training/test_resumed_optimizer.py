@@ -49,8 +49,7 @@ def everything(trainer: Trainer) -> list[torch.Tensor]:
     return [*weights_of(trainer.learner), *weights_of(trainer.critic)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("before", [0, 2], ids=["at the start", "after steps"])
+@pytest.mark.parametrize(("dtype", "before"), [("float32", 0), ("bfloat16", 2)], ids=["at the start", "after steps"])
 def test_weights_without_a_gradient_do_not_prevent_resuming(
     tiny_model: Path, tmp_path: Path, one_rank: None, with_idle_weight: None, dtype: str, before: int
 ) -> None:

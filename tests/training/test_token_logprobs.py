@@ -222,7 +222,7 @@ def confident(mean: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tens
     targets = torch.randint(0, 2000, (256,), generator=generator)
     noise = torch.randn(256, 128, generator=generator) * 0.2
     low, high = 0.0, 60.0
-    for _ in range(30):
+    for _ in range(12):
         size = (low + high) / 2
         hidden = size * (weight[targets] + noise)
         p = torch.softmax((hidden.to(dtype) @ weight.to(dtype).t()).double(), -1)
