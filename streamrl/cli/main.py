@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import importlib
 import io
+import os
 import sys
 
 import click
@@ -85,6 +86,7 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line; exit codes: 0 done, 1 the run failed, 2 bad input, 130 stopped by the user."""
+    _open_closed()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a character that the terminal does not have ends no run
             with contextlib.suppress(OSError):  # its file has become a pipe since; it replaces characters all the same
@@ -103,6 +105,14 @@ def main() -> None:
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         sys.exit(130)
+
+
+def _open_closed() -> None:
+    """Let what is written to a closed output (`>&-`) go nowhere; the next file would be opened in its place."""
+    while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(file, True)
+    os.close(file)
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
 
 
 def _without_hidden(error: click.ClickException) -> click.ClickException:

@@ -26,6 +26,7 @@ from streamrl.run_dir.evaluations import EvaluationRow, Scores
 from streamrl.run_dir.jsonl import RowWriter
 from streamrl.verify import hardware_checks
 from streamrl.verify.hardware_checks import StageResult
+from tests.cli.calling import streamrl
 from tests.report.synthetic import write_run
 from tests.tiny_model import save_tiny_model
 from tests.waiting import scaled
@@ -141,6 +142,26 @@ def test_exit_codes(terminal: Terminal, failure: BaseException, code: int) -> No
     assert result.code == code
     assert all(line in result.err for line in str(failure).splitlines())
     assert "Traceback" not in result.err
+
+
+def test_what_is_written_to_closed_outputs_goes_nowhere_and_no_file_takes_their_place(terminal: Terminal) -> None:
+    kept = [os.dup(file) for file in (1, 2)]
+    os.closerange(1, 3)
+    for name in ("stdout", "stderr"):
+        terminal.monkeypatch.setattr(sys, name, None)
+    try:
+        code = streamrl(terminal.monkeypatch, "launch", "--cluster", "cluster.yaml", "--run", "nowhere.yaml")
+        found = [os.fstat(file).st_rdev for file in (1, 2)]
+        inherited = [os.get_inheritable(file) for file in (1, 2)]
+        streams = sys.stdout, sys.stderr
+    finally:
+        for file, one in enumerate(kept, 1):
+            os.dup2(one, file)
+            os.close(one)
+    assert code == 2 and found == [os.stat(os.devnull).st_rdev] * 2 and inherited == [True] * 2
+    for stream in streams:
+        stream.write("nowhere")
+        stream.close()
 
 
 def test_a_launch_that_is_stopped_before_it_has_written_anything_leaves_the_name_free(terminal: Terminal) -> None:
