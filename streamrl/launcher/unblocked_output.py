@@ -11,6 +11,7 @@ import contextlib
 import io
 import logging
 import os
+import select
 import sys
 import threading
 import time
@@ -105,7 +106,12 @@ class Output:
 
 def _write_all(file: int, text: bytes) -> None:
     while text:
-        text = text[os.write(file, text) :]
+        try:
+            text = text[os.write(file, text) :]
+        except BlockingIOError:  # whoever shares the file has set O_NONBLOCK
+            ready = select.poll()
+            ready.register(file, select.POLLOUT)
+            ready.poll()
 
 
 class _Stream(io.TextIOBase):

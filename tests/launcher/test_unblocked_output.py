@@ -60,8 +60,10 @@ def pipe() -> Iterator[Pipe]:
         yield made
 
 
-def test_no_print_waits_for_a_reader_and_all_of_it_arrives_in_its_order(pipe: Pipe) -> None:
+@pytest.mark.parametrize("blocks", [True, False])
+def test_no_print_waits_for_a_reader_and_all_of_it_arrives_in_its_order(pipe: Pipe, blocks: bool) -> None:
     pipe.fill()
+    os.set_blocking(pipe.writes, blocks)
     shown = bytearray()
     with contextlib.redirect_stdout(pipe.stream), unblocked_output([]) as output:
         for line in LINES:
