@@ -64,8 +64,8 @@ class _Target:
     """The number of instances that a pool was scaled to."""
 
     wanted: int
-    replicas: int | None = None
-    """`replicas` of the cluster file then; None: an earlier version has not recorded it."""
+    replicas: int
+    """`replicas` of the cluster file then."""
 
 
 class Scaling:
@@ -225,14 +225,17 @@ class Scaling:
         """Return why a target on record does not hold any more; '': it holds."""
         if (pool := self._pools.get(key)) is None:
             return "the cluster file has no such pool"
-        if target.replicas not in (None, pool.replicas):
+        if target.replicas != pool.replicas:
             return f"its replicas in the cluster file were {target.replicas} then, and are {pool.replicas}"
         if not pool.min_replicas <= target.wanted <= pool.most_replicas:
             return f"the cluster file gives it {pool.min_replicas} to {pool.most_replicas} instances"
         return ""
 
     def _recorded(self) -> dict[str, _Target] | None:
-        """Return the targets on record, also of an earlier version, by pool; None: they cannot be read."""
+        """Return the targets on record by pool; None: they cannot be read.
+
+        Bare numbers are left out, and the log says so: earlier versions recorded all pools once one was scaled.
+        """
         try:
             found = json.loads(self._file.read_text())
             try:
@@ -242,7 +245,10 @@ class Scaling:
         except ValueError as error:
             log.warning("%s: %s; pools get the sizes of the cluster file", self._file, why_unusable(error))
             return None
-        return {key: _Target(one) if isinstance(one, int) else one for key, one in targets.items()}
+        if bare := [f"{key}: {one}" for key, one in targets.items() if isinstance(one, int)]:
+            text = "%s: an earlier version has recorded %s, scaled or not; they get the sizes of the cluster file"
+            log.warning(text, self._file, ", ".join(bare))
+        return {key: one for key, one in targets.items() if isinstance(one, _Target)}
 
     async def returned(self, service: str) -> None:
         """Send a restarted service the targets of its site; it has adopted the instances that it found."""
