@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import selectors
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -37,7 +39,7 @@ def test_a_wait_without_progress_ends_at_its_limit() -> None:
 
 
 def test_a_wait_lasts_while_there_is_progress_and_ends_a_limit_after_the_last() -> None:
-    progress, left = seen(0.0, LIMIT_S / 2, 0.0, math.inf, 0.0)
+    progress, left = seen(0.0, LIMIT_S / 2, 0.0, LIMIT_S - deadlines.EARLY_S / 2, 0.0)
 
     async def check() -> None:
         with pytest.raises(DeadlineExpired, match="3 samples"):
@@ -102,19 +104,69 @@ def test_a_wait_is_as_old_as_its_latest_sign_of_progress_whatever_clocks_and_sta
         waits.begin("samples", "samples", 60.0, lambda: now - 1095.0)
         waits.begin("rewards", "rewards", 60.0)
         waits.begin("canaries", "canaries", 60.0, lambda: now + 2600.0)
+        waits.begin("groups", "groups", 60.0, lambda: now - 6000.0 if now > 6000.0 else now - 1096.0)
         async with waits.deadline("weights 3", 60.0, lambda: now - 1093.0):
             while now < 1100.0:
                 now += deadlines.MOST_S
-                assert len(waits.snapshot()) == 4
-            assert found() == [("rewards", 1000.0), ("canaries", 1000.0), ("weights 3", 1093.0), ("samples", 1095.0)]
+                assert len(waits.snapshot()) == 5
+            early = [("rewards", 1000.0), ("canaries", 1000.0), ("weights 3", 1093.0), ("samples", 1095.0)]
+            assert found() == [*early, ("groups", 1096.0)]
             now += 5000.0 + deadlines.MOST_S  # it stands still
-            before = [("rewards", 6000.0), ("canaries", 6000.0), ("weights 3", 6093.0), ("samples", 6095.0)]
+            before = [(name, since + 5000.0) for name, since in early] + [("groups", 6102.0)]  # in the middle of it
+            assert found() == before
+            now += deadlines.MOST_S
+            waits.begin("trainer", "trainer", 60.0)
+            before = [*before, ("trainer", 6104.0)]
             assert found() == before
             ahead_s = 1e6  # the machine's clock is set
             assert found() == [(name, since + ahead_s) for name, since in before]
-        assert len(waits.snapshot()) == 3
+        assert len(waits.snapshot()) == 5
 
     asyncio.run(check())
+
+
+class Clock(selectors.PollSelector):
+    """A loop's clock: where the loop would wait for its next timer, that time has passed."""
+
+    now = 1000.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        self.now += timeout or 0.0
+        return super().select(0)
+
+    def loop(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.SelectorEventLoop(self)
+        loop.time = lambda: self.now  # type: ignore[method-assign]
+        return loop
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_time_in_which_nothing_but_the_wait_happens_counts_each_time(
+    monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(deadlines, "time", SimpleNamespace(time=time.time, monotonic=lambda: clock.now))
+
+    async def expire(waits: WaitRegistry) -> float:
+        began, answer = clock.now, asyncio.get_running_loop().create_future()
+        with pytest.raises(DeadlineExpired, match="waited 60 s for samples"):
+            if begun:
+                waits.begin("samples", "samples", 60.0)
+                await waits.first_of_begun(answer)
+            else:
+                async with waits.deadline("samples", 60.0):
+                    await answer
+        waits.end("samples")
+        return clock.now - began
+
+    async def check() -> None:
+        waits = WaitRegistry("controller")
+        assert await expire(waits) == 60.0
+        await asyncio.sleep(5.0)  # sleeps: by that clock, while there are no waits
+        assert await expire(waits) == 60.0
+
+    with asyncio.Runner(loop_factory=clock.loop) as runner:
+        runner.run(check())
 
 
 @pytest.mark.parametrize("begun", [True, False])
