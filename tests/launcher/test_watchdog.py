@@ -276,6 +276,8 @@ def test_the_agents_process_of_another_site_is_watched_by_what_its_service_write
     assert place.let_pass(5, lambda: place.write_there(0.2, "2")) == []
     place.write_there(0.2, "2")
     assert place.let_pass(6) == [] and place.let_pass(1) == ["service-there"]  # what it has written is old
+    del place.started["service-there"]
+    assert place.let_pass(6, lambda: place.write_there(9.0, "2")) == []  # so it is after its end
 
 
 def test_the_rewards_process_of_another_site_is_watched_by_its_file(tmp_path: Path) -> None:
