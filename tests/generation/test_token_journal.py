@@ -209,23 +209,28 @@ def test_bytes_that_were_changed_on_disk_are_no_tokens(tmp_path: Path) -> None:
     assert wrong > 0  # damage was done, and noticed
 
 
-def damage(path: Path, start: int) -> None:
+DAMAGE, LOSS = "UPDATE token_parts SET checksum = checksum + 1", "DELETE FROM token_parts"
+
+
+def damage(path: Path, start: int, how: str = DAMAGE) -> None:
     with contextlib.closing(sqlite3.connect(path)) as db, db:
-        db.execute("UPDATE token_parts SET checksum = checksum + 1 WHERE start = ?", (start,))
+        db.execute(f"{how} WHERE start = ?", (start,))
 
 
-def test_what_follows_a_damaged_part_never_follows_another_draw(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [DAMAGE, LOSS])
+def test_what_follows_a_damaged_or_missing_part_never_follows_another_draw(tmp_path: Path, how: str) -> None:
     path = tmp_path / "journal.sqlite"
     journal = TokenJournal(path)
     for first in (0, 10, 20):
         journal.add(first, part("a", first, 10))
         journal.flush()
     journal.close()
-    damage(path, 10)
+    damage(path, 10, how)
     second = TokenJournal(path)
     assert_holds(second, "a", 10)
     drawn = replace(part("a", 10, 10), completion_tokens=np.full(10, 7, np.int32))
     assert second.add(10, drawn)
+    second.flush()
     second.close()
     kept = TokenJournal(path).kept("a")
     assert kept is not None and kept.completion_tokens.tolist() == [*range(10), *[7] * 10]
