@@ -435,7 +435,7 @@ def no_sign_of_life(place: Place) -> str:
     told, status = place.folder / "told.json", place.folder / "runs" / "tiny" / "status.json"
     write_status(place.folder, make_status(1, 4, time.time()))
     (place.folder / "status.json").rename(told)
-    writes_once = f"import shutil, time; shutil.copyfile({str(told)!r}, {str(status)!r}); time.sleep(60)"
+    writes_once = f"import shutil, time; shutil.copyfile({str(told)!r}, {str(status)!r}); time.sleep(3600)"
     return place.supervise({"controller": writes_once}, deadlines={"heartbeat_s": 0.5})
 
 

@@ -35,7 +35,7 @@ RUN: dict[str, Any] = {
     "tasks": [{"kind": "file", "name": "mine", "path": "prompts.jsonl", "reward": "exact_match"}],
     "recovery": {"restarts": 0},
 }
-SLEEP = "import time; time.sleep(60)"
+SLEEP = "import time; time.sleep(3600)"
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ CLUSTER = Path(__file__).parents[2] / "cluster_configs" / "local.yaml"
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     """A process whose command line is that of a role."""
-    command = [sys.executable, "-c", "import time; time.sleep(60)", "streamrl.launcher.entry_point"]
+    command = [sys.executable, "-c", "import time; time.sleep(3600)", "streamrl.launcher.entry_point"]
     with subprocess.Popen(command, start_new_session=True) as process:
         wait_for(lambda: psutil.Process(process.pid).cmdline()[1:] == command[1:], 20)  # none at first
         yield process
@@ -68,11 +68,11 @@ def test_a_pause_ends_with_its_undoing(tmp_path: Path, sleeper: subprocess.Popen
 @pytest.fixture
 def agents() -> Iterator[tuple[psutil.Process, ...]]:
     """An agents process, its worker and its environment, by their command lines."""
-    sleeps = ["-c", "import time; time.sleep(60)"]
+    sleeps = ["-c", "import time; time.sleep(3600)"]
     worker, environment = [*sleeps, "streamrl.agents.worker", "1"], [*sleeps, ENVIRONMENT, "1"]
     starts = "import subprocess, sys, time\n"
     starts += f"for one in {[worker, environment]!r}: subprocess.Popen([sys.executable, *one])\n"
-    starts += "time.sleep(60)"
+    starts += "time.sleep(3600)"
     command = [sys.executable, "-c", starts, "streamrl.launcher.entry_point", "agents"]
     with subprocess.Popen(command, start_new_session=True) as process:
         owner = psutil.Process(process.pid)
@@ -112,7 +112,7 @@ def wait_for_status(pid: int, stopped: bool) -> None:
 
 def test_a_process_that_is_not_of_the_run_is_left_alone(tmp_path: Path) -> None:
     faults = injector(tmp_path)
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"]) as other:
         with pytest.raises(NotPossible, match="not instance any more"):
             faults.inject(fault(FaultKind.INSTANCE_KILL), seen(other.pid))
         assert other.poll() is None

@@ -21,7 +21,7 @@ from tests.waiting import scaled, wait_for
 CLUSTER = Path(__file__).parents[2] / "cluster_configs" / "local.yaml"
 BEGINS = (
     "import signal, time; from pathlib import Path; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    "Path({logs!r}).mkdir(); time.sleep(60)"
+    "Path({logs!r}).mkdir(); time.sleep(3600)"
 )
 """A launcher takes SIGINT even if it is ignored where it is started, as it is in the background of a shell."""
 

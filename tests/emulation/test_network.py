@@ -272,7 +272,7 @@ def test_the_proxy_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
         "from streamrl.emulation.shaping import LinkShape\n"
         "with EmulatedNetwork(Path(sys.argv[1]), 'east', {'west': LinkShape(1e6)}, [9], namespaces=False):\n"
         "    print('ready', flush=True)\n"
-        "    time.sleep(30)\n"
+        "    time.sleep(3600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None

@@ -31,7 +31,7 @@ from tests.waiting import scaled
 
 ROOT = Path(__file__).parents[2]
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-TELLS_LAUNCHER = "import os, time; os.kill(os.getppid(), {number}); time.sleep(60)"
+TELLS_LAUNCHER = "import os, time; os.kill(os.getppid(), {number}); time.sleep(3600)"
 
 
 @pytest.fixture(autouse=True)

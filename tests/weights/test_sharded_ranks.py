@@ -131,7 +131,7 @@ def _lay_out_and_wait(rank: int, port: int, pipe: Connection) -> None:
     manifest, buffer = ShardedLayout(sharded(odd_model()), torch.float32).lay_out(1)
     maps = Path("/proc/self/maps").read_text().splitlines()
     pipe.send((manifest.nbytes, [line.split() for line in maps if "streamrl-weights" in line]))
-    time.sleep(240)  # sleeps: until it is killed
+    time.sleep(3600)  # sleeps: until it is killed
     assert buffer.size
 
 
