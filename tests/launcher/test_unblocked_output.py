@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -112,6 +114,8 @@ def test_after_a_request_to_stop_an_output_that_is_not_read_is_given_up(
     pipe: Pipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "GIVE_UP_S", 0.1)
+    same = os.dup(pipe.writes)
+    monkeypatch.setattr(module, "STANDARD_OUTPUTS", (same,))
     pipe.fill()
     stop: list[int] = []
     with contextlib.redirect_stdout(pipe.stream):
@@ -120,7 +124,26 @@ def test_after_a_request_to_stop_an_output_that_is_not_read_is_given_up(
             wait_for(lambda: output._writing is not None, 20)
             stop.append(signal.SIGTERM)
         print("this goes nowhere", flush=True)
+    os.write(same, b"and so does this")
+    os.close(same)
     assert not pipe.gone.is_set()
+
+
+def test_after_a_request_to_stop_an_output_that_is_read_in_time_gets_all_of_it(
+    pipe: Pipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe.fill()
+    looks = itertools.count()
+
+    def clock() -> float:
+        if (look := next(looks)) == 2:
+            assert len(os.read(pipe.reads, pipe.filled)) == pipe.filled
+        return min(look, module.GIVE_UP_S)
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
+    with contextlib.redirect_stdout(pipe.stream), unblocked_output([signal.SIGTERM]):
+        print("this is read late", flush=True)
+    assert os.read(pipe.reads, 1 << 16) == b"this is read late\n"
 
 
 def test_what_is_written_to_a_replaced_stream_after_the_end_arrives(pipe: Pipe) -> None:
