@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from streamrl.generation.site.journal_file import open_journal
 from streamrl.generation.site.token_journal import TokenJournal
 from streamrl.protocol.samples import progress_from_wire, progress_to_wire
 from streamrl.rollouts.types import PartialSample
@@ -125,6 +126,22 @@ def test_a_file_that_cannot_be_opened_for_now_is_left_as_it_is(
     second.ended("b")
     second.close()
     in_the_way.rmdir()
+    assert_holds(TokenJournal(path), "a", 2)
+
+
+def test_a_file_that_the_disk_does_not_give_for_now_is_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    journal = TokenJournal(path)
+    journal.add(0, part("a", 0, 2))
+    journal.close()
+    errors = [sqlite3.OperationalError("disk I/O error")]
+    errors[0].sqlite_errorcode = sqlite3.SQLITE_IOERR_READ
+
+    def load(db: sqlite3.Connection) -> None:
+        if errors:
+            raise errors.pop()
+
+    open_journal(path, "", load).close()
     assert_holds(TokenJournal(path), "a", 2)
 
 
