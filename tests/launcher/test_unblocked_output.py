@@ -8,12 +8,14 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from streamrl.launcher import supervisor
 from streamrl.launcher import unblocked_output as module
 from streamrl.launcher.unblocked_output import unblocked_output
 from streamrl.report.live_view import LiveView
@@ -171,13 +173,22 @@ def test_a_launch_whose_output_is_not_read_watches_its_processes_and_stops(
 ) -> None:
     place = Place(tmp_path, monkeypatch, capfd)
     monkeypatch.setattr(module, "GIVE_UP_S", 0.1)
+    monkeypatch.setattr(supervisor, "VIEW_S", 0.0)
+    done: list[str] = []
 
     def refresh(view: LiveView) -> None:
         pipe.fill()
         view.say("this is not read")
-        signal.raise_signal(signal.SIGTERM)
+        done.append("showed")
 
+    def poll(seconds: float) -> None:
+        done.append("looked")
+        if done.count("looked") == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(time=time.time, monotonic=time.monotonic, sleep=poll))
     monkeypatch.setattr(LiveView, "refresh", refresh)
     with own_handlers(signal.SIGTERM), contextlib.redirect_stdout(pipe.stream):
         assert "error: stopped by SIGTERM\n" in place.supervise({}, code=130)
+    assert done == ["showed", "looked", "looked"]  # no more is written until the first picture is read
     assert read_status(place.folder / "runs" / "tiny").state == "interrupted" and not pipe.gone.is_set()
