@@ -210,7 +210,9 @@ def test_what_is_another_sample_than_the_kept_one_is_generated_again(
     hear(controller, batch("service-home", sample("home", 0, 0)))
     go_back(controller)
     prompt = prompt_digest(group := again(agent=agent))
-    controller.ledger._db.execute("UPDATE kept SET sample_id = ?, prompt = ?, checksum = NULL", (stored_as, prompt))
+    ((content,),) = controller.ledger._db.execute("SELECT content FROM kept")
+    stored = stored_as, prompt, _checksum(stored_as, content)
+    controller.ledger._db.execute("UPDATE kept SET sample_id = ?, prompt = ?, checksum = ?", stored)
     assert kept_by(controller, group) == []
 
 
