@@ -20,6 +20,7 @@ from streamrl.config.run import RunConfig
 from streamrl.config.tasks import AgentTask, FileTask
 from streamrl.errors import UserError
 from streamrl.launcher.preflight import check_tasks
+from streamrl.tasks.arrow_values import cells
 from streamrl.tasks.chat_template import ChatTemplate, load_tokenizer
 from streamrl.tasks.files import MOST_BYTES, FileItems, TaskRow, load_records, load_rows
 from tests.tiny_model import save_tiny_model
@@ -204,6 +205,7 @@ def test_numbers_of_few_bits_in_lists_and_mappings_are_what_was_written(tmp_path
     pq.write_table(pa.table({"prompt": ["p"], "answer": pa.array([value], kind)}), tmp_path / "a.parquet")
     (row,) = load_rows(file_task(tmp_path / "a.parquet", reward="mine:function"))
     assert row.answer == value | {"map": [["k", 0.3]]}
+    assert cells(pa.array([0.1, None], short).dictionary_encode()) == [0.1, None]
 
 
 MIXED: list[dict[str, Any]] = [
