@@ -94,9 +94,10 @@ def test_math_verify_compares_values(completion: str, answer: Any, reward: float
     assert math_verify_score(completion, answer) == reward
 
 
-def test_a_reference_that_is_no_mathematics_is_an_error_not_a_zero() -> None:
+@pytest.mark.parametrize("completion", ["72", ""])
+def test_a_reference_that_is_no_mathematics_is_an_error_not_a_zero(completion: str) -> None:
     with pytest.raises(ValueError, match="cannot read the reference"):
-        math_verify_score("72", "")
+        math_verify_score(completion, "")
 
 
 IN_TEXT = (
