@@ -226,7 +226,10 @@ def test_a_copied_folder_becomes_a_run_of_its_own_and_the_original_goes_on(tmp_p
         assert (sent.id, others.id) == ("second", "first")
 
 
-@pytest.mark.parametrize("how", ["moved", "moved to another disk", "event files in it", "of an earlier version"])
+HOW = ("moved", "moved behind a link", "moved to another disk", "event files in it", "of an earlier version")
+
+
+@pytest.mark.parametrize("how", HOW)
 def test_a_folder_without_its_original_or_with_its_own_event_files_goes_on(tmp_path: Path, how: str) -> None:
     before, now = make_run(tmp_path / "run"), tmp_path / "other"
     tracker, id = ("tensorboard", "tensorboard") if how == "event files in it" else ("wandb", "first")
@@ -236,8 +239,10 @@ def test_a_folder_without_its_original_or_with_its_own_event_files_goes_on(tmp_p
         record = before / layout.TRACKERS / f"{tracker}.jsonl"
         lines = [line for line in record.read_text().splitlines(keepends=True) if '"folder"' not in line]
         record.write_text("".join(lines))
-    if how == "moved":
+    if how in ("moved", "moved behind a link"):
         before.rename(now)
+        if how == "moved behind a link":
+            before.symlink_to(now)
     else:
         shutil.copytree(before, now)
     if how == "moved to another disk":
