@@ -70,6 +70,8 @@ class SampleIntake:
     async def samples(self, deliveries: Sequence[Delivery], newest: int) -> None:
         """Commit finished samples, acknowledge them and request their rewards; have unusable ones generated again.
 
+        What sites send that are not used any more is acknowledged unread.
+
         Args:
             deliveries: messages of samples.
             newest: the newest version that exists.
@@ -77,7 +79,11 @@ class SampleIntake:
         Raises:
             RunFailed: as `rewards`.
         """
-        read, unreadable = arrived(deliveries)
+        used = [delivery for delivery in deliveries if delivery.peer not in self.services.excluded]
+        for delivery in deliveries:
+            if delivery.peer in self.services.excluded:
+                self.refusals.count("not its own", delivery.peer, "samples: its site is not used any more")
+        read, unreadable = arrived(used)
         wrong = [(one.peer, one.sample_id, one.error) for one in unreadable]
         usable: list[Arrival] = []
         for arrival in read:

@@ -164,6 +164,23 @@ def test_a_batch_that_claims_too_much_is_refused_before_memory_is_taken() -> Non
             unpack_samples(body | {key: 2**40}, arrays)
     with pytest.raises(ValueError, match="may be compressed"):
         unpack_samples(body | {"tokens": sample_batches.MAX_UNPACKED_BYTES // 2}, arrays)
+    for key, number in (("samples", sample_batches.BATCH_SAMPLES), ("bodies", sample_batches.MAX_BODIES_BYTES)):
+        with pytest.raises(ValueError, match="at most 256 in 16777216"):
+            unpack_samples(body | {key: number + 1}, arrays)
+
+
+def test_more_samples_than_a_batch_ever_has_are_neither_packed_nor_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    most = sample_batches.BATCH_SAMPLES
+    assert len(unpack_samples(*pack_samples([item("a", 0)] * most, True))) == most
+    with pytest.raises(ValueError, match="a batch of 257 samples"):
+        pack_samples([item("a", 0)] * (most + 1))
+    body, arrays = pack_samples(items(2))
+    monkeypatch.setattr(msgpack, "unpackb", None)  # nothing is unpacked before it is counted
+    many = {"bodies": np.frombuffer(b"\xdd\x00\x0f\x42\x40" + b"\x80" * 10**6, np.uint8)}
+    with pytest.raises(ValueError, match="not a list of 2 maps"):
+        unpack_samples(body, arrays | many)
+    with pytest.raises(ValueError, match="a batch of 1000000 samples"):
+        unpack_samples(body, arrays | many | {"lengths": np.zeros(10**6, np.int32)})
 
 
 JUNK = [

@@ -17,6 +17,7 @@ import psutil
 import pytest
 from rich.console import Console
 
+from streamrl.controller import arrivals
 from streamrl.controller.controller import Controller
 from streamrl.controller.pool_sizes import MOST_COMING
 from streamrl.controller.reward_client import Rewarders
@@ -62,7 +63,7 @@ def test_what_can_be_read_of_a_batch_is_taken_and_the_rest_given_again(controlle
 
 
 def test_what_cannot_be_read_at_all_excludes_its_site_and_others_do_its_work(
-    controller: Controller, sent: Sent
+    controller: Controller, sent: Sent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     issue(controller, 2, "far")
     hear(controller, batch("service-far", sample("far", 2)), batch("service-far", sample("far", 1, **NAN)))
@@ -71,10 +72,13 @@ def test_what_cannot_be_read_at_all_excludes_its_site_and_others_do_its_work(
     assert sent.ordered() == [("service-home", ["p1-0.000"]), ("service-home", ["p1-0.001", "p2-0.001"])]
     assert list(controller.services.excluded) == ["service-far"]
     late = [sample("far", 1), sample("far", 1, 1), sample("far", 2, 1)]
-    hear(
-        controller, batch("service-far", *late), said("service-far", FleetChanged(fleet=fleet_of("far"), instances={}))
-    )
-    assert controller.hub.refused() == refused | {"not its own": {"service-far": 4}}
+    unread = [batch("service-far", *late), said("service-far", FleetChanged(fleet=fleet_of("far"), instances={}))]
+    acknowledged: list[int] = []
+    with monkeypatch.context() as unpacked:
+        unpacked.setattr(arrivals, "unpack_samples", None)
+        hear(controller, *(replace(one, ack=lambda: acknowledged.append(1)) for one in unread))
+    assert len(acknowledged) == 2
+    assert controller.hub.refused() == refused | {"not its own": {"service-far": 2}}
     hear(controller, batch("service-home", *(replace(one, site="home", instance="home-regular-0") for one in late)))
     assert controller.ledger.counts() == {"issued": 2, "finished": 4}
     assert controller.pool.missing("p1-0") == controller.pool.missing("p2-0") == 0

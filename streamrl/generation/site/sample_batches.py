@@ -28,7 +28,7 @@ import msgpack
 import numpy as np
 import pyarrow as pa
 
-from streamrl.transport.wire import Arrays
+from streamrl.transport.wire import MAX_ENVELOPE_BYTES, Arrays
 
 T = TypeVar("T")
 Item = tuple[dict[str, Any], Arrays]
@@ -52,6 +52,10 @@ MAX_UNPACKED_BYTES = 64 * 1024 * 1024
 """Limit on the unpacked bytes of a compressed batch; larger batches are sent raw.
 
 A receiver allocates these bytes on the sender's word."""
+BATCH_SAMPLES = 256
+"""Most samples of a batch. An empty one is a single byte when compressed, and takes a receiver 60 microseconds."""
+MAX_BODIES_BYTES = MAX_ENVELOPE_BYTES
+"""Most bytes of a batch's encoded bodies: each has come in an envelope, and several are far smaller."""
 FIRST_MEASURED, MEASURED_EVERY = 4, 64
 """Batches that are packed both ways for comparison: the first `FIRST_MEASURED`, then one in `MEASURED_EVERY`."""
 _NEWEST_WEIGHT = 0.25
@@ -231,11 +235,12 @@ def pack_samples(items: Sequence[Item], compress: bool = False) -> tuple[dict[st
     """Pack samples into the (body, arrays) of one message; the module's docstring has the format.
 
     Args:
-        items: any number of samples; token arrays int32, log-probabilities float32, of one length within a sample.
+        items: at most `BATCH_SAMPLES` samples; token arrays int32, log-probabilities float32, of one length within a
+            sample.
         compress: whether to compress; a batch of more than `MAX_UNPACKED_BYTES` is packed raw all the same.
 
     Raises:
-        ValueError: an item is not a sample, or msgpack cannot encode its body.
+        ValueError: an item is not a sample, msgpack cannot encode its body, or there is more than is ever unpacked.
     """
     columns = {"lengths": np.asarray([_length(arrays) for _, arrays in items], dtype=_LENGTH)}
     for name, dtype in TOKEN_ARRAYS.items():
@@ -247,6 +252,7 @@ def pack_samples(items: Sequence[Item], compress: bool = False) -> tuple[dict[st
         counts = [_NO_EXPERTS if rows is None else len(rows) for rows in experts]
         columns |= {_EXPERT_ROWS: np.asarray(counts, dtype=_LENGTH), EXPERTS: np.concatenate(known)}
     columns["bodies"] = np.frombuffer(_encoded([body for body, _ in items]), np.uint8)
+    _check_counts(len(items), len(columns["bodies"]))
     if not compress or sum(column.nbytes for column in columns.values()) > MAX_UNPACKED_BYTES:
         return {"packing": "raw"}, columns
     narrow = [name for name in TOKEN_ARRAYS if _fits(columns[name])]
@@ -295,14 +301,16 @@ def unpack_samples(body: dict[str, Any], arrays: Arrays) -> list[Item]:
         if columns[name].dtype != dtype or columns[name].ndim != 1:
             raise ValueError(f"column {name!r} is {dtype} [n], not {columns[name].dtype} {columns[name].shape}")
     lengths = columns["lengths"]
+    _check_counts(len(lengths), len(columns["bodies"]))
     tokens = {len(columns[name]) for name in TOKEN_ARRAYS}
     if (lengths < 0).any() or tokens != {int(lengths.sum(dtype=np.int64))}:
         raise ValueError(f"lengths of samples do not add up to the columns' {tokens}")
+    _check_number(columns["bodies"], len(lengths))
     try:
         bodies = msgpack.unpackb(columns["bodies"].data, raw=False, strict_map_key=True, timestamp=0)
     except Exception as error:  # msgpack raises many types on bad input
         raise ValueError(f"bodies are not msgpack: {type(error).__name__}") from error
-    if not isinstance(bodies, list) or len(bodies) != len(lengths) or not all(isinstance(b, dict) for b in bodies):
+    if not all(isinstance(one, dict) for one in bodies):
         raise ValueError(f"bodies are not a list of {len(lengths)} maps")
     ends = np.cumsum(lengths, dtype=np.int64)
     experts = _experts_of(of_experts, len(lengths))
@@ -310,6 +318,33 @@ def unpack_samples(body: dict[str, Any], arrays: Arrays) -> list[Item]:
         (sample, {name: columns[name][end - length : end] for name in TOKEN_ARRAYS} | rows)
         for sample, end, length, rows in zip(bodies, ends.tolist(), lengths.tolist(), experts, strict=True)
     ]
+
+
+def _check_counts(samples: int, bodies: int) -> None:
+    """Check the number of a batch's samples, and the bytes of their bodies.
+
+    Raises:
+        ValueError: a batch never has as many.
+    """
+    if samples > BATCH_SAMPLES or bodies > MAX_BODIES_BYTES:
+        most = f"{BATCH_SAMPLES} in {MAX_BODIES_BYTES}"
+        raise ValueError(f"a batch of {samples} samples with bodies of {bodies} bytes, at most {most}")
+
+
+def _check_number(bodies: np.ndarray, samples: int) -> None:
+    """Check that encoded bodies are a list of so many, before it is unpacked.
+
+    Raises:
+        ValueError: they are not.
+    """
+    header = msgpack.Unpacker()
+    header.feed(bodies[:5].tobytes())
+    try:
+        found = header.read_array_header()
+    except Exception:  # msgpack raises many types on bad input
+        found = None
+    if found != samples:
+        raise ValueError(f"bodies are not a list of {samples} maps")
 
 
 def _experts_of(columns: dict[str, np.ndarray], samples: int) -> list[dict[str, np.ndarray]]:
@@ -342,6 +377,7 @@ def _decompressed(body: dict[str, Any], arrays: Arrays) -> dict[str, np.ndarray]
         ValueError: the sizes are impossible, or the payload does not match them.
     """
     samples, tokens, bodies = (_count(body.get(key)) for key in ("samples", "tokens", "bodies"))
+    _check_counts(samples, bodies)
     narrow = body.get("narrow")
     if not isinstance(narrow, list) or any(name not in ("completion_tokens", "token_versions") for name in narrow):
         raise ValueError(f"columns {reprlib.repr(narrow)} cannot be narrow")

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from streamrl.generation.site.sample_batches import (
+    BATCH_SAMPLES,
     KIND,
     CompressionChoice,
     HighMark,
@@ -38,7 +39,6 @@ from streamrl.transport.wire import Arrays
 
 BATCH_S = 0.05
 """Seconds that a sample waits for others before it goes over a link."""
-BATCH_SAMPLES = 256
 THREAD_BYTES = 128 * 1024
 """Smallest batch that is packed in a thread; smaller ones take less than a millisecond."""
 MARK_S = 10.0
