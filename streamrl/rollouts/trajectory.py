@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from streamrl.rollouts.void import LONGEST_TEXT, LONGEST_TRACEBACK, Void, VoidCause
+from streamrl.transport.wire import is_plain
 
 MOST_STEPS = 1_000
 """Steps of an episode that are kept, the first ones."""
@@ -64,15 +65,16 @@ class Trajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     metrics: dict[str, float] = {}
     """Finite numbers that the agent has returned beside its reward."""
     messages: list[dict[str, Any]]
-    """The conversation of the last call and its answer, for people."""
+    """The conversation of the last call and its answer, for people; plain values (`transport.wire.is_plain`)."""
     steps: list[EpisodeStep]
 
     def __post_init__(self) -> None:
-        """Refuse rows and rewards that cannot be.
+        """Refuse rows and rewards that cannot be, and a conversation that rollouts cannot hold.
 
         Raises:
             ValueError: a row's prompt is longer than the row or empty, the reward or another number is not finite, it
-                is both void and not, or says more of why it is void than is ever sent.
+                is both void and not, says more of why it is void than is ever sent, or its conversation has values that
+                JSON has not.
         """
         for text, most in ((self.void_text, LONGEST_TEXT), (self.void_traceback, LONGEST_TRACEBACK)):
             if len(text) > most:
@@ -85,6 +87,8 @@ class Trajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise ValueError("a number beside the reward is not finite")
         if (self.reward is None) != (self.void_cause is not None):
             raise ValueError("an episode has either a reward or a cause for which it is void")
+        if not is_plain(self.messages):  # msgpack has bytes and times, too
+            raise ValueError("a message of an episode has a value that JSON cannot hold, or is nested too deeply")
 
     @property
     def told_bytes(self) -> int:

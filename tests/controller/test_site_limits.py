@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from dataclasses import replace
 
+import msgpack
 import msgspec
 import numpy as np
 import pytest
 
+from streamrl.controller.arrivals import UNREADABLE, read_sample
 from streamrl.controller.site_limits import SampleLimits, SiteOwn
+from streamrl.protocol.samples import sample_to_wire
 from streamrl.rollouts.plain_text import MOST_TEXT_BYTES
 from streamrl.rollouts.trajectory import MOST_STEPS, MOST_TOLD, EpisodeStep
 from streamrl.rollouts.types import Sample
@@ -79,6 +84,20 @@ def test_an_episode_without_a_turn_names_no_instance_and_any_other_does() -> Non
 )
 def test_an_episode_that_tells_too_much_or_nonsense_is_refused(told: dict[str, object], why: str) -> None:
     assert why in str(OWN.wrong_with_sample(telling(**told), newest=3))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"x", {b"x": 1}, msgpack.Timestamp(1, 2), msgpack.ExtType(5, b"x"), functools.reduce(lambda v, _: [v], range(16))],
+    ids=["bytes", "key", "time", "extension", "nesting"],
+)
+def test_an_episode_whose_conversation_json_cannot_hold_cannot_be_read(value: object) -> None:
+    body, arrays = sample_to_wire(SAMPLE)
+    told = msgspec.to_builtins(body["trajectory"])
+    for content in ("x", value):
+        body["trajectory"] = told | {"messages": [{"role": "user", "content": content}]}
+        with contextlib.nullcontext() if content == "x" else pytest.raises(UNREADABLE, match="JSON cannot hold"):
+            read_sample(body, arrays)
 
 
 @pytest.mark.parametrize(("text", "length"), [("void_text", 1001), ("void_traceback", 2001)])
