@@ -32,7 +32,7 @@ from streamrl.controller.refused_steps import RefusedSteps
 from streamrl.controller.reward_client import Rewarders
 from streamrl.controller.sample_intake import SampleIntake
 from streamrl.controller.schedule_tuner import make_choice
-from streamrl.controller.site_claims import SiteClaims, check_heartbeat
+from streamrl.controller.site_claims import SiteClaims, read_heartbeat
 from streamrl.controller.site_limits import SampleLimits, SiteOwn
 from streamrl.controller.site_services import Services
 from streamrl.controller.site_trust import SiteTrust
@@ -134,7 +134,7 @@ class Controller:
             for name, site in services.items()
         }
         """What each service may speak of, by its name."""
-        self.hub.check_state = partial(check_heartbeat, self.own)
+        self.hub.read_state = partial(read_heartbeat, self.own)
         self.issuer = Issuer(context.run, self.pool, self.services, self._new_group, self._generate)
         self.times = StepTimes()
         self.scaling = Scaling(context.cluster, context.run, context.run_dir, plan, self.services, self.times)

@@ -24,7 +24,7 @@ from streamrl.protocol.controller_site import (
     SiteAsleep,
     WeightsReady,
 )
-from streamrl.protocol.heartbeats import check_state
+from streamrl.protocol.heartbeats import read_state
 from streamrl.rollouts.ledger import Ledger
 from streamrl.rollouts.types import Sample
 from streamrl.transport.endpoint import Delivery, Speaker
@@ -127,14 +127,14 @@ class SiteClaims:
         return sample.group_id in self._pool.groups and self._pool.groups[sample.group_id].agent
 
 
-def check_heartbeat(own: Mapping[str, SiteOwn], speaker: Speaker, state: dict[str, Any]) -> None:
-    """Check the state in a heartbeat; `own` as in `SiteClaims`.
+def read_heartbeat(own: Mapping[str, SiteOwn], speaker: Speaker, state: dict[str, Any]) -> dict[str, Any]:
+    """Return what is kept of the state in a heartbeat; `own` as in `SiteClaims`.
 
     Raises:
         MalformedMessage: it does not fit, or speaks for processes that are not of the sender's site.
     """
-    check_state(speaker, state)
-    site = own.get(speaker.name)
-    others = state.get("instances", {}), state.get("agents", {})
+    kept = read_state(speaker, state)
+    site, others = own.get(speaker.name), (kept["instances"], kept["agents"])
     if (wrong := site.wrong_with_state(*others) if site else "has instances" if any(others) else None) is not None:
         raise MalformedMessage(f"state of {speaker.name} {wrong}")
+    return kept

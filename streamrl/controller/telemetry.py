@@ -37,11 +37,6 @@ MEMORY_EVERY_S = 5.0
 MEMORY_SHARE = 0.02
 """Most of the time that measuring the memory may take: the kernel looks through all pages, 40 ms for each GB."""
 
-MOST_SILENT_S = 1e9
-"""Longest silence, in seconds, that a service can say of another process."""
-MOST_SESSION = 100
-"""Most characters of the session that a service can say of another process."""
-
 
 class Telemetry:
     """The writer of a run's status, metrics and trace; the controller is their only writer while it lives."""
@@ -264,8 +259,8 @@ class Telemetry:
         """
         if speaker in self.hub.peers:
             return self.hub.silent_for(speaker)
-        told = known.get("silent_s")
-        return float(told) if isinstance(told, int | float) and 0 <= told < MOST_SILENT_S else None  # and not NaN
+        told: float | None = known.get("silent_s")
+        return told
 
     def _most_silent(self, node: str) -> str:
         """Return the rank of a trainer's node that has been silent for longest; the trainer's first one: none speaks.
@@ -279,8 +274,7 @@ class Telemetry:
         """Return the session of a process; '': as `_silence`."""
         if speaker in self.hub.peers:
             return self.hub.peers[speaker].session
-        told = known.get("session")
-        return shown(told)[:MOST_SESSION] if isinstance(told, str) else ""
+        return str(known.get("session", ""))
 
     def _roles(self) -> dict[str, Any]:
         """Return the state of every process, from its last heartbeat."""
@@ -294,14 +288,14 @@ class Telemetry:
             speaker = TRAINER if role == "trainer" else name
             heard = self._most_silent(name) if role == "trainer" else name
             known = states.get(speaker, {})
-            state = shown(known.get("state", "starting"))
+            state = known.get("state", "starting")
             if self._states.get(name, ("", 0.0))[0] != state:
                 self._states[name] = (state, time.time())
             numbers = {key: known.get(key) for key in ("running", "waiting", "tokens_per_s", "weight_version")}
             if known.get("dtype"):
                 decided = ("dtype", "dtype_why", "packing", "packing_why")
-                self._types[name] = {key: shown(known.get(key, "")) for key in decided}
-            silent_s, detail = self._silence(heard, known), shown(known.get("detail", ""))
+                self._types[name] = {key: known.get(key, "") for key in decided}
+            silent_s, detail = self._silence(heard, known), known.get("detail", "")
             if heard != speaker and silent_s is not None and silent_s > ABSENT_AFTER_S:
                 detail = f"no sign of {heard} for {silent_s:.0f} s"
             roles[name] = (
@@ -312,7 +306,7 @@ class Telemetry:
                     "since": self._states[name][1],
                     "silent_s": silent_s,
                     "session": self._session(heard, known),
-                    "drafts": shown(known.get("drafts", "")),
+                    "drafts": known.get("drafts", ""),
                     "memory_gb": self.memory.of_process.get(name),
                 }
                 | numbers
@@ -329,21 +323,18 @@ class Telemetry:
         for name in self.processes().keys() | ranks:
             if refused := of_process.get(name, {}).get("refused"):
                 self._reported[name] = {
-                    cause: {f"{shown(peer)} at {name}": count for peer, count in counts.items()}
+                    cause: {f"{peer} at {name}": count for peer, count in counts.items()}
                     for cause, counts in refused.items()
                 }
         return merged([self.hub.refused(), *self._reported.values()])
 
     def _waits(self) -> list[dict[str, Any]]:
-        waits = self.hub.waits.snapshot()
+        waits = [wait | {"waiting_for": shown(wait["waiting_for"])} for wait in self.hub.waits.snapshot()]
         for peer in self.hub.peers.values():
             waits += peer.state.get("waits", [])
             for process in (peer.state.get("instances", {}) | peer.state.get("agents", {})).values():
                 waits += process.get("waits", [])
-        texts = ("owner", "waiting_for")
-        return sorted(
-            (wait | {key: shown(wait[key]) for key in texts} for wait in waits), key=lambda wait: wait["since"]
-        )
+        return sorted(waits, key=lambda wait: wait["since"])
 
 
 def memory_period(took_s: float) -> float:

@@ -1,7 +1,8 @@
 """The state that processes report with their heartbeats: what the controller reads of it, and of which types.
 
-Further fields are allowed and ignored. A heartbeat that does not fit is refused and counted, so that no process can
-break what is shown of the run.
+Further fields are allowed and left out. A heartbeat that does not fit is refused and counted, so that no process can
+break what is shown of the run. Texts are made fit to be shown as a heartbeat arrives, since the status is written twice
+a second.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from streamrl.rollouts.plain_text import shown
 from streamrl.transport.endpoint import Speaker
 from streamrl.transport.refusals import RefusalCause
-from streamrl.transport.wire import MalformedMessage
+from streamrl.transport.wire import MAX_NAME, MalformedMessage
 
 MOST = 10**12
 """Largest number that is read: no count, rate, time or duration in seconds comes near, and sums of many stay finite."""
@@ -21,6 +23,10 @@ MOST_TEXT = 20_000
 """Most characters of a text."""
 MOST_ENTRIES = 10_000
 """Most instances of a site, and most waits of a process."""
+MOST_WAITS, MOST_OF_A_WAIT = 1_000, 1_000
+"""Waits that are kept of a heartbeat, and characters of each of their texts; the rest is left out."""
+MOST_DRAFTS = 1_000
+"""Most characters of what is said of drafts."""
 MOST_REFUSED = 1_000
 """Most peers for each cause of its refusals."""
 
@@ -56,9 +62,15 @@ class ProcessState(msgspec.Struct, frozen=True):
     dtype_why: Text = ""
     packing: Text = ""
     packing_why: Text = ""
+    drafts: Annotated[str, Meta(max_length=MOST_DRAFTS)] = ""
+    """Accepted and drafted tokens by kind of drafts, of an instance that speculates."""
     waits: Annotated[list[ReportedWait], Meta(max_length=MOST_ENTRIES)] = []
     refused: dict[RefusalCause, Annotated[dict[Text, Tally], Meta(max_length=MOST_REFUSED)]] = {}
     """What its hubs and links have refused, by cause and peer."""
+    silent_s: Duration | None = None
+    """For how long its service has not heard an agents process."""
+    session: Annotated[str, Meta(max_length=MAX_NAME)] = ""
+    """Session of an agents process."""
 
 
 class UplinkState(msgspec.Struct, frozen=True):
@@ -84,13 +96,30 @@ class ServiceState(ProcessState, frozen=True):
     """Seconds since it has heard the trainer's publisher; None: it is at the trainer's site, or not connected yet."""
 
 
-def check_state(speaker: Speaker, state: dict[str, Any]) -> None:
-    """Check the state in a heartbeat to the controller.
+TEXTS = tuple(one.name for one in msgspec.structs.fields(ProcessState) if isinstance(one.default, str))
+
+
+def read_state(speaker: Speaker, state: dict[str, Any]) -> dict[str, Any]:
+    """Return what is kept of the state in a heartbeat to the controller: all fields of `ServiceState`, fit to show.
 
     Raises:
         MalformedMessage: a field has another type, or is too large; the error names it.
     """
     try:
-        msgspec.convert(state, ServiceState)
+        found: dict[str, Any] = msgspec.to_builtins(msgspec.convert(state, ServiceState))
     except msgspec.ValidationError as error:
         raise MalformedMessage(f"state of {speaker.role}: {error}") from error
+    room = MOST_WAITS
+    for process in (found, *found["instances"].values(), *found["agents"].values()):
+        process |= {name: shown(process[name]) for name in TEXTS}
+        process["waits"] = [_shown_wait(wait) for wait in process["waits"][:room]]
+        room -= len(process["waits"])
+        process["refused"] = {
+            cause: {shown(peer[:MAX_NAME]): count for peer, count in counts.items()}
+            for cause, counts in process["refused"].items()
+        }
+    return found
+
+
+def _shown_wait(wait: dict[str, Any]) -> dict[str, Any]:
+    return wait | {name: shown(wait[name][:MOST_OF_A_WAIT]) for name in ("owner", "waiting_for")}

@@ -31,4 +31,5 @@ def plain_text(text: str, most: int | None = None) -> str:
 
 def shown(text: object) -> str:
     """Return a text of another process as it can be shown: a terminal would obey control characters."""
-    return "".join(one if one.isprintable() or one in "\n\t" else "?" for one in str(text))
+    text = str(text)
+    return text if text.isprintable() else "".join(one if one.isprintable() or one in "\n\t" else "?" for one in text)

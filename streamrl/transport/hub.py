@@ -102,8 +102,8 @@ class Hub(Endpoint):
         """
         self.admit_inside: AdmitInside | None = None
         """Decides on each hello from inside, by name, role and the process that has the key (None: no keys)."""
-        self.check_state: Callable[[Speaker, dict[str, Any]], None] | None = None
-        """Checks the state in a heartbeat; a heartbeat for which it raises `MalformedMessage` is refused."""
+        self.read_state: Callable[[Speaker, dict[str, Any]], dict[str, Any]] | None = None
+        """Returns what is kept of the state in a heartbeat; one for which it raises `MalformedMessage` is refused."""
         self.can_lose: Callable[[Speaker], bool] = lambda speaker: False
         """Says whether the owner can do without a peer that has fallen silent; if so, its silence ends nothing."""
         self.forwards_hellos = False
@@ -295,9 +295,7 @@ class Hub(Endpoint):
             self.refusals.count("too many", peer.name, f"a heartbeat of {size} bytes so soon after others")
             return
         state, times = endpoint_base.take_state(message)
-        if self.check_state is not None:
-            self.check_state(peer.speaker, state)
-        peer.state = state
+        peer.state = state if self.read_state is None else self.read_state(peer.speaker, state)
         peer.inbox.begin_at(message.session, _first(message))
         sent = times.get("sent")
         echo = {"clock": {"sent": sent, "hub": self._clock()}} if is_finite(sent) else {}

@@ -31,11 +31,7 @@ from tests.run_dir.trace_events import events_of
 from tests.waiting import until
 
 
-@pytest.mark.parametrize(
-    ("told", "silence"),
-    [({"silent_s": 7.5}, 7.5), ({"silent_s": 7}, 7.0), ({}, None)]
-    + [({"silent_s": bad}, None) for bad in (None, "1", float("nan"), float("inf"), -1.0)],
-)
+@pytest.mark.parametrize(("told", "silence"), [({"silent_s": 7.5}, 7.5), ({"silent_s": None}, None), ({}, None)])
 def test_a_service_says_how_long_its_agents_process_has_been_silent(
     told: dict[str, Any], silence: float | None
 ) -> None:
@@ -45,7 +41,7 @@ def test_a_service_says_how_long_its_agents_process_has_been_silent(
     assert Telemetry._silence(telemetry, "service-here", told) == 2.0  # whatever it says itself
 
 
-@pytest.mark.parametrize(("told", "session"), [({"session": "a1"}, "a1"), ({"session": 7}, ""), ({}, "")])
+@pytest.mark.parametrize(("told", "session"), [({"session": "a1"}, "a1"), ({}, "")])
 def test_a_service_says_which_agents_process_it_hears(told: dict[str, Any], session: str) -> None:
     telemetry = cast(Telemetry, SimpleNamespace(hub=SimpleNamespace(peers={"here": SimpleNamespace(session="s1")})))
     assert Telemetry._session(telemetry, "agents-here", told) == session

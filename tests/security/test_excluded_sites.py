@@ -21,7 +21,7 @@ from streamrl.controller import arrivals
 from streamrl.controller.controller import Controller
 from streamrl.controller.pool_sizes import MOST_COMING
 from streamrl.controller.reward_client import Rewarders
-from streamrl.controller.site_claims import check_heartbeat
+from streamrl.controller.site_claims import read_heartbeat
 from streamrl.controller.site_trust import MOST_TRIES, open_work
 from streamrl.controller.weight_canary import Measured
 from streamrl.errors import RunFailed
@@ -316,19 +316,19 @@ def test_instances_that_come_and_go_for_ever_are_not_remembered_for_ever(control
 @pytest.mark.parametrize("name", ["trainer-0", "controller", "home-regular-0", "far-regular-1", "far-regular-0\n"])
 def test_a_site_cannot_show_anothers_processes(controller: Controller, name: str) -> None:
     far = Speaker("service-far", "service", "far")
-    check_heartbeat(controller.own, far, {"instances": {"far-regular-0": {"state": "busy"}}})
+    read_heartbeat(controller.own, far, {"instances": {"far-regular-0": {"state": "busy"}}})
     for speaker in (far, Speaker("rewards-far", "rewards", "far")):
         with pytest.raises(MalformedMessage, match=r"of site far|has instances"):
-            check_heartbeat(controller.own, speaker, {"instances": {name: {}}})
+            read_heartbeat(controller.own, speaker, {"instances": {name: {}}})
 
 
 @pytest.mark.parametrize("name", ["trainer-0", "agents-home", "far-regular-0", "agents-far\n"])
 def test_a_site_shows_no_agents_but_its_own(controller: Controller, name: str) -> None:
     far = Speaker("service-far", "service", "far")
-    check_heartbeat(controller.own, far, {"agents": {"agents-far": {"state": "busy"}}})
+    read_heartbeat(controller.own, far, {"agents": {"agents-far": {"state": "busy"}}})
     for speaker in (far, Speaker("rewards-far", "rewards", "far")):
         with pytest.raises(MalformedMessage, match=r"of site far|has instances"):
-            check_heartbeat(controller.own, speaker, {"agents": {name: {}}})
+            read_heartbeat(controller.own, speaker, {"agents": {name: {}}})
 
 
 @pytest.mark.parametrize(
@@ -347,7 +347,7 @@ def test_a_site_shows_no_agents_but_its_own(controller: Controller, name: str) -
 )
 def test_numbers_and_lists_of_a_heartbeat_have_an_end(controller: Controller, state: dict[str, Any]) -> None:
     with pytest.raises(MalformedMessage, match="state of service"):
-        check_heartbeat(controller.own, Speaker("service-far", "service", "far"), state)
+        read_heartbeat(controller.own, Speaker("service-far", "service", "far"), state)
 
 
 FLOOD = 20_000

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from streamrl.controller.controller import Controller
 from streamrl.controller.sample_intake import MOST_PARTS
-from streamrl.controller.site_claims import check_heartbeat
+from streamrl.controller.site_claims import read_heartbeat
 from streamrl.protocol.controller_rewards import ScoreAnswer
 from streamrl.protocol.controller_site import (
     CanaryMeasured,
@@ -245,7 +245,7 @@ def test_what_other_hubs_refused_is_shown_with_the_process_that_refused_it(contr
         "rewards-home": {"refused": {"malformed": {"hub": 2}}},
     }
     for name, state in states.items():
-        check_heartbeat(controller.own, Speaker(name, "trainer"), state)
+        state = read_heartbeat(controller.own, Speaker(name, "trainer"), state)
         controller.hub.peers[name] = SimpleNamespace(  # type: ignore[assignment]
             name=name, role=name.split("-")[0], session="s", state=state, last_seen=0.0, meta={}
         )

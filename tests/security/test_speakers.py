@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from typing import Any, get_args
 
 import pytest
 from msgspec import inspect
 
-from streamrl.protocol.heartbeats import check_state
+from streamrl.protocol.heartbeats import read_state
 from streamrl.protocol.message import MessageReader, kind_of, wire
 from streamrl.protocol.operator import ScalePool
 from streamrl.protocol.speakers import RIGHTS, HubKind, role_at
@@ -118,26 +119,43 @@ def test_what_may_not_be_said_reaches_nobody_and_is_counted_by_cause_and_peer() 
         {"running": "all"},
         {"tokens_per_s": []},
         {"state": 3},
+        *({"agents": {"agents-west": {"silent_s": bad}}} for bad in ("1", math.nan, math.inf, -1.0)),
+        {"agents": {"agents-west": {"session": 7}}},
+        {"instances": {"west-regular-0": {"drafts": [[]]}}},
+        {"instances": {"west-regular-0": {"drafts": "x" * 1001}}},
     ],
 )
 def test_a_heartbeat_cannot_break_what_is_shown(state: dict[str, Any]) -> None:
     with pytest.raises(MalformedMessage, match="state of service"):
-        check_state(Speaker("service-west", "service", "west"), state)
+        read_state(Speaker("service-west", "service", "west"), state)
+
+
+def test_what_is_kept_of_a_heartbeat_has_an_end_and_can_be_shown() -> None:
+    wait = {"owner": "o\x1b" * 1000, "waiting_for": "w" * 19_000, "since": 0.0, "limit_s": 1.0}
+    process = {"detail": "d\x1b", "drafts": "e\x1b", "waits": [wait] * 900, "refused": {"hello": {"p\x1b" * 200: 2}}}
+    told = process | {"instances": {"west-regular-0": process}, "agents": {"agents-west": process}, "more": ["x"]}
+    kept = read_state(Speaker("service-west", "service", "west"), told)
+    assert "more" not in kept
+    processes = [kept, kept["instances"]["west-regular-0"], kept["agents"]["agents-west"]]
+    assert [len(one["waits"]) for one in processes] == [900, 100, 0]
+    for one in processes:
+        assert (one["detail"], one["drafts"], one["refused"]) == ("d?", "e?", {"hello": {"p?" * 100: 2}})
+        assert all((len(w["owner"]), w["owner"][:2], len(w["waiting_for"])) == (1000, "o?", 1000) for w in one["waits"])
 
 
 def test_a_heartbeat_that_does_not_fit_leaves_the_one_before() -> None:
     async def body() -> None:
         hub = Hub("controller", WaitRegistry("controller")).bind(address := f"tcp://127.0.0.1:{free_port()}")
-        hub.check_state = check_state
+        hub.read_state = read_state
         link = Link("service-west", "service", WaitRegistry("west"))
-        state: dict[str, Any] = {"state": "idle", "more": [1]}
+        state: dict[str, Any] = {"state": "idle", "detail": "more"}
         link.state = lambda: state
         await link.connect(address, scaled(10))
         try:
             await until(lambda: hub.peers["service-west"].state.get("state") == "idle")
             state = {"state": "idle", "uplink": "broken"}
             await until(lambda: hub.refused().get("malformed"))
-            assert hub.peers["service-west"].state["more"] == [1]
+            assert hub.peers["service-west"].state["detail"] == "more"
         finally:
             await link.close()
             await hub.close()
