@@ -84,20 +84,23 @@ class SampleIntake:
             if delivery.peer in self.services.excluded:
                 self.refusals.count("not its own", delivery.peer, "samples: its site is not used any more")
         read, unreadable = arrived(used)
-        wrong = [(one.peer, one.sample_id, one.error) for one in unreadable]
+        # what is refused may become void, or another site's, so everything else is judged only then
+        await self._refuse([(one.peer, one.sample_id, one.error) for one in unreadable])
         usable: list[Arrival] = []
+        wrong: list[tuple[str, str | None, str]] = []
         for arrival in read:
             why = self.claims.wrong_with_sample(arrival.peer, arrival.sample, newest)
             if why is None:
                 usable.append(arrival)
             else:
                 wrong.append((arrival.peer, arrival.sample.sample_id, why))
+        await self._refuse(wrong)
+        usable = [one for one in usable if one.peer not in self.services.excluded]
         arrivals = [(one.sample, one.content) for one in usable]
         contents = [arrival for arrival in arrivals if not self.evaluator.awaits(arrival[0].sample_id)]
         new = self.ledger.finish(contents) if contents else set()
         for delivery in deliveries:
             delivery.ack()
-        await self._refuse(wrong)
         now = time.time()
         judged: list[JudgedSample] = []
         for peer, sample in ((one.peer, one.sample) for one in usable):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import math
+import random
 import re
 import time
 from dataclasses import replace
@@ -164,6 +165,32 @@ def test_a_sample_that_no_site_can_generate_is_void_with_what_was_found(controll
     assert controller.ledger.counts_void() == {"generation": 1}
     assert controller.ledger.counts() == {"issued": 3, "scored": 1}
     assert controller.trust._failed == {}
+
+
+@pytest.mark.parametrize("lone", [False, True], ids=["two sites", "lone site"])
+def test_samples_are_counted_once_whatever_comes_together_with_refused_copies(
+    controller: Controller, lone: bool
+) -> None:
+    dice, pool = random.Random(7), controller.pool
+    if lone:
+        controller.services._fleets.pop("service-home")  # as if it could not generate
+        controller.services._dispatch.hold("home")
+    for number in range(2, 8):
+        issue(controller, number, "far")
+    for _ in range(20):
+        packed = []
+        group, number = dice.randint(1, 7), dice.randint(0, 1)
+        for wrong in dice.sample(["", "unreadable", "unusable"], dice.randint(1, 3)):
+            changes = {"completion_tokens": OWN + 10**6} if wrong == "unusable" else {}
+            body, arrays = sample_to_wire(sample("far", group, number, **changes))
+            packed += [(body | ({"text": 5} if wrong == "unreadable" else {}), arrays)] * dice.randint(1, 4)
+        dice.shuffle(packed)
+        body, arrays = pack_samples(packed)
+        hear(controller, Delivery("service-far", "samples", SampleBatch(**body), arrays, lambda: None))
+        for group_id, group in pool.groups.items():
+            assert pool.missing(group_id) == len(pool.unfinished([group_id]))
+            assert not group.scored.keys() & pool.received.keys()
+    assert pool.received and bool(controller.ledger.counts_void()) == lone
 
 
 def test_a_sample_of_an_evaluation_that_no_site_can_generate_is_void(controller: Controller) -> None:
