@@ -373,12 +373,18 @@ class Controller:
         await self._handle_all(deliveries)
 
     async def _handle_all(self, deliveries: list[Delivery]) -> None:
-        """Commit samples and rewards in one transaction each, then handle the other messages."""
+        """Commit samples and rewards in one transaction each, then handle the other messages.
+
+        What instances have given back comes first: of a sample that has arrived nothing is recorded any more.
+        """
+        for delivery in deliveries:
+            if isinstance(delivery.body, GivenBack):
+                await self._handle(delivery)
         samples = [delivery for delivery in deliveries if isinstance(delivery.body, SampleBatch)]
         await self.intake.samples(samples, newest=self.training.step)
         self.intake.rewards([delivery for delivery in deliveries if isinstance(delivery.body, ScoreAnswer)])
         for delivery in deliveries:
-            if not isinstance(delivery.body, SampleBatch | ScoreAnswer):
+            if not isinstance(delivery.body, GivenBack | SampleBatch | ScoreAnswer):
                 await self._handle(delivery)
 
     def _register_waits(self) -> None:

@@ -202,7 +202,8 @@ class SiteOwn:
         """Return why a report on a sample that an instance has returned cannot be used, or None."""
         if not self.has_instance(part.instance):
             return f"names {part.instance!r:.99}, which is not of site {self.site}"
-        return None if all(map(is_unix_time, (part.started, part.ended))) else "has times that are none"
+        fits = is_unix_time(part.started) and is_unix_time(part.ended) and part.started <= part.ended
+        return None if fits else "has times that are none"
 
     def wrong_with_ready(
         self, report: WeightsReady, ordered: int, newest: int, sites: Mapping[str, object]

@@ -97,9 +97,8 @@ def test_a_sample_that_makes_no_sense_is_refused_and_ends_nothing(
 
 def test_each_instance_of_a_sample_that_moved_or_was_parked_generated_while_it_had_it(controller: Controller) -> None:
     part = GivenBack(sample_id="p1-0.000", instance="far-regular-0", started=0.5, ended=1.5)
-    assert not hear(controller, said("service-far", part))
-    assert not hear(controller, batch("service-home", sample("home", 0)))
-    assert not hear(controller, batch("service-far", sample("far", 1, t_last_part=2.5)))
+    came = batch("service-home", sample("home", 0)), batch("service-far", sample("far", 1, t_last_part=2.5))
+    assert not hear(controller, said("service-far", part), *came)  # all at once
     expected = [("far-regular-0", 0.5, 1.5), ("home-regular-0", 1.0, 3.0), ("far-regular-0", 2.5, 3.0)]
     assert controller.times.generating == expected
     assert not hear(controller, said("service-far", part))  # as of a sample that another site goes on with by now
@@ -149,6 +148,7 @@ CANARY = np.zeros(3, np.float32)
         SiteAsleep(),
         GivenBack(sample_id="p1-0.000", instance="home-regular-0", started=1.0, ended=2.0),
         GivenBack(sample_id="p1-0.000", instance="far-regular-0", started=1.0, ended=float("nan")),
+        GivenBack(sample_id="p1-0.000", instance="far-regular-0", started=1.0, ended=0.5),
         WeightsReady(**(LOADED | {"number": 10**9})),
         WeightsReady(**(LOADED | {"number": -1})),
         WeightsReady(**(LOADED | {"source": "nowhere"})),
