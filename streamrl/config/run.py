@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -88,6 +89,12 @@ class RunConfig(StrictModel):
     def critic_path(self) -> str | None:
         """Initial weights of a critic that does not begin as the policy does; None: it does, or there is none."""
         return self.algorithm.critic.path if isinstance(self.algorithm, PPOConfig) else None
+
+    @property
+    def drawn_with(self) -> str:
+        """What a sample's tokens are drawn with besides prompt and weights, as JSON: another text, other samples."""
+        keys = [self.sampling.model_dump(mode="json"), self.model.path, self.algorithm.router_replay]
+        return json.dumps(keys, sort_keys=True)
 
     @property
     def trained_models(self) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import deque
 from collections.abc import Iterable
@@ -52,8 +51,7 @@ class GroupSource:
         self._contents = source.contents()
         self._mixed_by = {"seed": run.seed, "tasks": [[task.key, task.weight] for task in run.tasks]}
         """What the prompts' order depends on besides the tasks' rows: the seed, and the tasks with their weights."""
-        drawn_with = [run.sampling.model_dump(mode="json"), run.model.path, run.algorithm.router_replay]
-        self._settings = json.dumps(drawn_with, sort_keys=True)
+        self._drawn_with = run.drawn_with
 
     def state(self, open_groups: Iterable[Group]) -> dict[str, Any]:
         """Return the position in the prompts, for a checkpoint.
@@ -109,7 +107,7 @@ class GroupSource:
             tokens = self.tokens(prompt)
             if len(tokens) <= self.longest_prompt:
                 group = prompt_group(prompt, index, tokens, f"{index:08d}", step, self.run.batch.samples_per_prompt)
-                group.settings = self._settings
+                group.settings = self._drawn_with
                 return group
             if again:
                 log.warning(

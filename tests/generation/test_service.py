@@ -21,11 +21,11 @@ from streamrl.errors import RestartNeeded
 from streamrl.generation.site import site_state
 from streamrl.generation.site.service import GenerationService
 from streamrl.generation.site.site_episodes import is_turn
-from streamrl.generation.site.token_journal import TokenJournal
+from streamrl.generation.site.token_journal import TokenJournal, drawn_from
 from streamrl.protocol.controller_site import CanaryMeasured, Finish, Generate, GivenBack, IssuedGroup, LoadWeights
 from streamrl.protocol.message import TypedMessage
 from streamrl.protocol.site_instance import FinishedSample, ReleasedSample
-from streamrl.rollouts.types import PartialSample
+from streamrl.rollouts.types import IntArray, PartialSample, SampleRequest
 from streamrl.run_dir import layout, site_status
 from streamrl.run_dir.site_status import read_site
 from streamrl.runtime.process_context import Addresses, RoleContext
@@ -56,21 +56,26 @@ def group(newest: int, *names: str, budget: int | None = None, oldest: int = 0) 
     return Generate(t_queued=1.0, budget=budget, groups=[issued], newest=newest)
 
 
-def continued(folder: Path, *orders: TypedMessage) -> dict[str, int | None]:
+PROMPT = np.arange(4, dtype=np.int32)
+
+
+def continued(folder: Path, *orders: TypedMessage, prompt: IntArray = PROMPT) -> dict[str, int | None]:
     """The requests that a new service goes on with from the tokens, of versions 9 and 17, that an earlier one noted.
 
-    Each with the number of tokens at which it is parked.
+    Each with the number of tokens at which it is parked. The earlier service had them of `prompt`.
     """
     context = RoleContext("service-here", "here", folder, CLUSTER, RunConfig(), Addresses("", "", {}), True)
     earlier = TokenJournal(folder / layout.TOKEN_JOURNAL)
     for version in (9, 17):
         arrays = np.arange(3, dtype=np.int32), np.zeros(3, np.float32), np.full(3, version, np.int32)
+        request = SampleRequest(f"of {version}", "g", prompt, 1, 1.0)
+        earlier.begin(request.sample_id, drawn_from(request, RunConfig().drawn_with))
         earlier.add(0, PartialSample(f"of {version}", *arrays, 1.0, 2.0))
     earlier.close()
 
     async def play() -> dict[str, int | None]:
         service = GenerationService(context)
-        prompts = {"prompt_tokens": np.arange(4, dtype=np.int32), "prompt_lengths": np.full(1, 4, np.int32)}
+        prompts = {"prompt_tokens": PROMPT, "prompt_lengths": np.full(1, 4, np.int32)}
         waiting = [*orders, Finish(state="done", error=None)]
         received = [SimpleNamespace(body=one, arrays=prompts, ack=lambda: None) for one in waiting]
         with pytest.MonkeyPatch.context() as patched:
@@ -93,8 +98,10 @@ def test_tokens_of_weights_that_are_no_more_are_not_taken_for_later_ones_of_that
     assert [*continued(tmp_path, first, weights(17), group(17, "of 9", "of 17"))] == ["of 9"]
 
 
-def test_a_restarted_service_goes_on_from_all_tokens_of_the_run(tmp_path: Path) -> None:
-    assert continued(tmp_path, weights(17), group(17, "of 9", "of 17")) == {"of 9": None, "of 17": None}
+def test_a_restarted_service_goes_on_from_all_tokens_of_the_run_and_of_the_same_prompt(tmp_path: Path) -> None:
+    orders = weights(17), group(17, "of 9", "of 17")
+    assert continued(tmp_path, *orders) == {"of 9": None, "of 17": None}
+    assert continued(tmp_path, *orders, prompt=PROMPT[:3]) == {}
 
 
 @pytest.mark.parametrize(("oldest", "left"), [(9, ["of 9", "of 17"]), (10, ["of 17"]), (18, [])])

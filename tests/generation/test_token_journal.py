@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from streamrl.generation.site.journal_file import open_journal
-from streamrl.generation.site.token_journal import TokenJournal
+from streamrl.generation.site.token_journal import TokenJournal, drawn_from
 from streamrl.protocol.samples import progress_from_wire, progress_to_wire
-from streamrl.rollouts.types import PartialSample
+from streamrl.rollouts.types import PartialSample, SampleRequest
+
+SOURCE = b"prompt and settings"
 
 
 def part(sample_id: str, first: int, count: int) -> PartialSample:
@@ -83,11 +85,50 @@ def test_a_refused_sample_that_is_given_again_keeps_the_tokens_of_its_second_att
     journal.add(3, part("a", 3, 5))
     journal.flush()
     journal.ended("a")
+    assert journal.begin("a", SOURCE) is None
     journal.add(0, part("a", 0, 2))  # before the refusal is acknowledged
     journal.committed("a")
     assert journal.add(2, part("a", 2, 2))
     journal.close()
     assert_holds(TokenJournal(path), "a", 4)
+
+
+def test_tokens_are_continued_only_under_the_prompt_and_the_settings_that_they_were_drawn_with(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    request = SampleRequest("a", "g", np.arange(4, dtype=np.int32), 1, 1.0)
+    source = drawn_from(request, "settings")
+    others = [
+        drawn_from(replace(request, prompt_tokens=np.arange(5, dtype=np.int32)), "settings"),
+        drawn_from(replace(request, temperature=0.0), "settings"),
+        drawn_from(request, "other settings"),
+    ]
+    for other in others:
+        journal = TokenJournal(path)
+        assert journal.begin("a", source) is None
+        journal.add(0, part("a", 0, 3))
+        journal.flush()
+        assert journal.begin("a", source) is not None
+        journal.ended("a")  # it is in the file alone
+        journal.close()
+        later = TokenJournal(path)
+        assert later.begin("b", source) is None and later.begin("a", source) is not None
+        assert later.begin("a", other) is None
+        later.close()
+        assert TokenJournal(path).kept("a") is None
+    journal.forget("ab")
+    journal.ended("b")
+    assert journal._drawn_from == {}
+
+
+def test_a_journal_of_an_earlier_version_is_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    TokenJournal(path).close()
+    with contextlib.closing(sqlite3.connect(path)) as db, db:
+        db.execute("ALTER TABLE token_parts DROP COLUMN drawn_from")
+    journal = TokenJournal(path)
+    journal.add(0, part("a", 0, 2))
+    journal.close()
+    assert_holds(TokenJournal(path), "a", 2)
 
 
 def test_a_request_that_is_made_again_begins_anew(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from streamrl.generation.site.reports import Reports
 from streamrl.generation.site.site_episodes import AnsweredTurn, PrefixCache, RequestedTurn, SiteEpisodes, is_turn
 from streamrl.generation.site.site_state import SiteState
 from streamrl.generation.site.site_weights import SiteWeights
-from streamrl.generation.site.token_journal import TokenJournal
+from streamrl.generation.site.token_journal import TokenJournal, drawn_from
 from streamrl.generation.site.turn_journal import TurnJournal
 from streamrl.generation.site.uplink import make_uplink
 from streamrl.protocol import controller_site, site_agents, site_instance
@@ -97,6 +97,7 @@ class GenerationService:
         self._newest: int | None = None
         """The newest version of the run's weights that this service has heard of, which it may still be fetching."""
         self.journal = TokenJournal(context.run_dir / layout.TOKEN_JOURNAL)
+        self._drawn_with = run.drawn_with
         self.dispatcher = Dispatcher(policy, self._to_instance, self._produced)
         self.hub.reads = MessageReader(RIGHTS["service"])
         self.hub.admit_inside = inside_admission(inside_roles(context.cluster, run, context.site), "service")
@@ -242,16 +243,15 @@ class GenerationService:
     def _with_kept(self, requests: list[SampleRequest], oldest: int = 0) -> list[SampleRequest]:
         """Return requests with the tokens that the journal has of them, which an earlier service may have noted.
 
-        Those with a token of an older version than `oldest` begin anew: they would be too stale for their schedule.
+        Those with a token of an older version than `oldest` begin anew: they would be too stale for their schedule. So
+        do those whose prompt or settings have changed.
 
         A budget counts new tokens: the journal may have those of earlier rounds.
         """
         found = []
         for request in requests:
-            had = self.journal.kept(request.sample_id)
-            if had is not None and had.token_versions.min(initial=oldest) < oldest:
-                self.journal.forget([request.sample_id])
-            elif had is not None:
+            had = self.journal.begin(request.sample_id, drawn_from(request, self._drawn_with), oldest)
+            if had is not None:
                 pause_at = request.pause_at and request.pause_at + len(had.completion_tokens)
                 request = replace(request, kept=had, pause_at=pause_at)
             found.append(request)

@@ -5,10 +5,14 @@ kept in memory and in a SQLite file, which outlives the service (but not a power
 all it saves is time). Both are bounded by what is in flight: memory by the tokens of running requests, the file by
 these and those of samples that the controller has not yet committed. Should the service die before it has, finished
 samples are lost with it, and the next service continues from their tokens.
+
+Tokens are continued only under the prompt and the settings that they were drawn with: a controller that went back to
+its checkpoint may issue another prompt under the same id.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import sqlite3
 import zlib
@@ -21,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from streamrl.generation.site.journal_file import open_journal
-from streamrl.rollouts.types import ByteArray, PartialSample, rows_from
+from streamrl.rollouts.types import ByteArray, PartialSample, SampleRequest, rows_from
 
 log = logging.getLogger(__name__)
 
@@ -36,19 +40,25 @@ CREATE TABLE IF NOT EXISTS token_parts (
     t_first      REAL NOT NULL,
     experts      BLOB,
     row_bytes    INTEGER,
+    drawn_from   BLOB NOT NULL,
     checksum     INTEGER NOT NULL,
     PRIMARY KEY (sample_id, start)
 ) WITHOUT ROWID;
 """
+_COLUMNS = "sample_id, start, tokens, logprobs, versions, t_dispatched, t_first, experts, row_bytes, drawn_from"
+_Row = tuple[str, int, bytes, bytes, bytes, float, float, bytes | None, int | None, bytes]
 
 
-_Row = tuple[str, int, bytes, bytes, bytes, float, float, bytes | None, int | None]
+def drawn_from(request: SampleRequest, settings: str) -> bytes:
+    """Return a digest of what a request's tokens are drawn from besides the weights: prompt, temperature, settings."""
+    said = f"{request.temperature} {settings}".encode()
+    return hashlib.blake2b(np.asarray(request.prompt_tokens, np.int32).tobytes() + said, digest_size=16).digest()
 
 
-def _row(start: int, part: PartialSample) -> _Row:
+def _row(start: int, part: PartialSample, source: bytes) -> _Row:
     blobs = part.completion_tokens.tobytes(), part.logprobs.tobytes(), part.token_versions.tobytes()
     experts = (None, None) if part.experts is None else (part.experts.tobytes(), part.experts.shape[1])
-    return part.sample_id, start, *blobs, part.t_dispatched, part.t_first_token, *experts
+    return part.sample_id, start, *blobs, part.t_dispatched, part.t_first_token, *experts, source
 
 
 def _joined_experts(parts: list[PartialSample]) -> ByteArray | None:
@@ -59,8 +69,8 @@ def _joined_experts(parts: list[PartialSample]) -> ByteArray | None:
 
 def _checksum(*row: object) -> int:
     """Return the checksum of a row, so that bytes damaged on disk never become tokens of an answer."""
-    sample_id, start, tokens, logprobs, versions, dispatched, first, experts, row_bytes = row
-    blobs: list[Any] = [tokens, logprobs, versions, experts or b""]
+    sample_id, start, tokens, logprobs, versions, dispatched, first, experts, row_bytes, source = row
+    blobs: list[Any] = [tokens, logprobs, versions, experts or b"", source]
     lengths = [len(blob) for blob in blobs]
     found = zlib.crc32(f"{sample_id} {start} {dispatched!r} {first!r} {lengths} {row_bytes}".encode())
     for blob in blobs:
@@ -76,6 +86,8 @@ class TokenJournal:
         self._parts: defaultdict[str, list[PartialSample]] = defaultdict(list)
         """The tokens of each request, in the parts that were reported."""
         self._lengths: Counter[str] = Counter()
+        self._drawn_from: dict[str, bytes] = {}
+        """What the tokens of each request are drawn from, as `begin` was told."""
         self._forgotten: set[str] = set()
         """Requests that were forgotten but are still in the file."""
         self._ended: set[str] = set()
@@ -90,19 +102,36 @@ class TokenJournal:
         self._db = open_journal(path, _SCHEMA, self._load)
 
     def _load(self, db: sqlite3.Connection) -> None:
-        for loaded in (self._parts, self._lengths, self._cut):
+        for loaded in (self._parts, self._lengths, self._cut, self._drawn_from):
             loaded.clear()
-        for *row, checksum in db.execute("SELECT * FROM token_parts ORDER BY sample_id, start"):
-            sample_id, start, tokens, logprobs, versions, dispatched, first, experts, row_bytes = row
+        for *row, checksum in db.execute(f"SELECT {_COLUMNS}, checksum FROM token_parts ORDER BY sample_id, start"):
+            sample_id, start, tokens, logprobs, versions, dispatched, first, experts, row_bytes, source = row
             if sample_id in self._cut:
                 continue
             if checksum != _checksum(*row) or start != self._lengths[sample_id]:
                 log.warning("dropping the tokens of %s from a damaged part of the token journal on", sample_id)
                 self._cut[sample_id] = self._lengths[sample_id]
                 continue
+            self._drawn_from[sample_id] = source
             arrays = np.frombuffer(tokens, np.int32), np.frombuffer(logprobs, np.float32)
             drawn_by, rows = np.frombuffer(versions, np.int32), rows_from(experts, row_bytes)
             self._append(PartialSample(sample_id, *arrays, drawn_by, dispatched, first, rows))
+
+    def begin(self, sample_id: str, source: bytes, oldest: int = 0) -> PartialSample | None:
+        """Return the tokens from which a request goes on that is given now; None: it begins anew.
+
+        Args:
+            sample_id: the request.
+            source: what it is drawn from (`drawn_from`); tokens that were drawn from something else are forgotten.
+            oldest: oldest weight version of a token; if one is older, all are forgotten.
+        """
+        had = self.kept(sample_id)
+        stale = had is not None and had.token_versions.min(initial=oldest) < oldest
+        if stale or sample_id in self._ended or self._drawn_from.get(sample_id) != source:
+            self.forget([sample_id])  # if it has ended, its sample was refused, and it is given again
+            had = None
+        self._drawn_from[sample_id] = source
+        return had
 
     def add(self, start: int, part: PartialSample) -> bool:
         """Add what a request has produced from token `start` on.
@@ -110,8 +139,6 @@ class TokenJournal:
         Returns:
             Whether the part is usable; False: earlier tokens are missing here.
         """
-        if part.sample_id in self._ended:  # its sample was refused, and it was given again
-            self.forget([part.sample_id])
         before = self._lengths[part.sample_id]
         if start > before:
             return False
@@ -146,6 +173,8 @@ class TokenJournal:
         if self._parts.pop(sample_id, None) is not None:
             del self._lengths[sample_id]
             self._ended.add(sample_id)
+        else:
+            self._drawn_from.pop(sample_id, None)
 
     def committed(self, sample_id: str) -> None:
         """Forget a request that has ended, unless it was given again."""
@@ -155,6 +184,7 @@ class TokenJournal:
     def forget(self, sample_ids: Iterable[str]) -> None:
         """Forget requests that are no longer wanted."""
         for sample_id in sample_ids:
+            self._drawn_from.pop(sample_id, None)
             if sample_id in self._ended or self._parts.pop(sample_id, None) is not None:
                 self._ended.discard(sample_id)
                 self._lengths.pop(sample_id, None)
@@ -169,7 +199,8 @@ class TokenJournal:
 
     def flush(self) -> None:
         """Write what is new to the file. A failure is only logged, once, and the next call writes the same again."""
-        rows = [_row(start, part) for parts in self._new.values() for start, part in parts]
+        source = self._drawn_from
+        rows = [_row(start, part, source.get(one, b"")) for one, parts in self._new.items() for start, part in parts]
         new = [(*row, _checksum(*row)) for row in rows]
         gone = [(sample_id,) for sample_id in self._forgotten]
         if not new and not gone and not self._cut:
@@ -179,7 +210,7 @@ class TokenJournal:
                 self._db.executemany("DELETE FROM token_parts WHERE sample_id = ?", gone)
                 cut = self._cut.items()
                 self._db.executemany("DELETE FROM token_parts WHERE sample_id = ? AND start >= ?", cut)
-                self._db.executemany("INSERT OR REPLACE INTO token_parts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", new)
+                self._db.executemany(f"INSERT OR REPLACE INTO token_parts VALUES ({', '.join('?' * 11)})", new)
         except sqlite3.Error as error:
             if self._problem != (problem := str(error)):
                 log.warning("the token journal cannot be written: %s", problem)
