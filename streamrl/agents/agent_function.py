@@ -24,7 +24,8 @@ class AgentFunction(Protocol):
             client: an `AgentClient`, with which the model and tools are called.
 
         Returns:
-            The reward, any finite number; or a mapping with `reward` and further numbers, which are recorded.
+            The reward, a number of at most 1e12 above or below 0; or a mapping with `reward` and further numbers, which
+            are recorded.
         """
         ...
 

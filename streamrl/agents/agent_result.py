@@ -10,6 +10,7 @@ from typing import Any
 
 from streamrl.rollouts.plain_text import plain_text
 from streamrl.rollouts.trajectory import MOST_METRICS, MOST_NAME
+from streamrl.rollouts.void import wrong_with_reward
 from streamrl.tasks.void_reward import VoidReward
 
 
@@ -17,10 +18,10 @@ def outcome_of(found: Any) -> tuple[float, dict[str, float]]:
     """Return the reward and the metrics that an agent's result stands for.
 
     Raises:
-        VoidReward: it is neither a finite number nor a mapping of finite numbers with `reward`.
+        VoidReward: it is neither a reward (`wrong_with_reward`) nor a mapping of finite numbers with one.
     """
     if not isinstance(found, Mapping):
-        return _finite("the reward", found), {}
+        return _reward(found), {}
     if "reward" not in found:
         raise VoidReward(text=f"the agent returned a mapping without `reward`: {reprlib.repr(dict(found))}")
     if len(found) - 1 > MOST_METRICS:
@@ -31,7 +32,13 @@ def outcome_of(found: Any) -> tuple[float, dict[str, float]]:
         for name, value in found.items()
         if name != "reward"
     }
-    return _finite("the reward", found["reward"]), metrics
+    return _reward(found["reward"]), metrics
+
+
+def _reward(value: Any) -> float:
+    if (wrong := wrong_with_reward(number := _finite("the reward", value))) is not None:
+        raise VoidReward(text=f"the reward {wrong}")
+    return number
 
 
 def _finite(name: str, value: Any) -> float:

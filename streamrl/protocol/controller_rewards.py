@@ -6,11 +6,10 @@ without an answer to a process that was restarted.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from streamrl.protocol.message import TypedMessage
-from streamrl.rollouts.void import LONGEST_TEXT, LONGEST_TRACEBACK, Void, VoidCause
+from streamrl.rollouts.void import LONGEST_TEXT, LONGEST_TRACEBACK, Void, VoidCause, wrong_with_reward
 
 
 class ScoreRequest(TypedMessage, frozen=True, tag="score"):
@@ -29,7 +28,7 @@ class ScoreAnswer(TypedMessage, frozen=True, tag="scored"):
 
     sample_id: str
     reward: float | None
-    """Finite number; None: void."""
+    """Number that a reward can be (`wrong_with_reward`); None: void."""
     seconds: float
     """Duration of the last try."""
     void_cause: VoidCause | None = None
@@ -40,18 +39,18 @@ class ScoreAnswer(TypedMessage, frozen=True, tag="scored"):
     """End of the traceback of a reward function that raised, at most 2,000 characters."""
 
     def __post_init__(self) -> None:
-        """Refuse a number that is not finite, a reward that is both void and not, and more text than is ever sent.
+        """Refuse a number that is no reward, a reward that is both void and not, and more text than is ever sent.
 
         Raises:
-            ValueError: the reward is not finite, a void one has no cause or no text, or one of its texts is too long.
+            ValueError: the number is no reward, a void one has no cause or no text, or one of its texts is too long.
         """
         if len(self.error or "") > LONGEST_TEXT or len(self.traceback) > LONGEST_TRACEBACK:
             lengths = f"{len(self.error or '')} and a traceback of {len(self.traceback)}"
             raise ValueError(
                 f"an error of {lengths} characters; at most {LONGEST_TEXT} and {LONGEST_TRACEBACK} are sent"
             )
-        if self.reward is not None and not math.isfinite(self.reward):
-            raise ValueError(f"the reward is {self.reward}, expected a finite number or null")
+        if self.reward is not None and (wrong := wrong_with_reward(self.reward)) is not None:
+            raise ValueError(f"the reward {wrong}")
         if {self.void_cause is None, self.error is None} != {self.reward is not None}:
             raise ValueError("a void reward has a cause and a text, any other has neither")
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from streamrl.rollouts.void import LONGEST_TEXT, LONGEST_TRACEBACK, Void, VoidCause
+from streamrl.rollouts.void import LONGEST_TEXT, LONGEST_TRACEBACK, Void, VoidCause, wrong_with_reward
 from streamrl.transport.wire import is_plain
 
 MOST_STEPS = 1_000
@@ -57,7 +57,7 @@ class Trajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     rows: list[RowExtent]
     reward: float | None
-    """Finite number; None: void."""
+    """Number that a reward can be (`wrong_with_reward`); None: void."""
     void_cause: VoidCause | None = None
     void_text: str = ""
     void_traceback: str = ""
@@ -81,8 +81,8 @@ class Trajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
                 raise ValueError(f"why it is void has {len(text)} characters, at most {most} are sent")
         if any(not 0 < row.prompt <= row.tokens for row in self.rows):
             raise ValueError("a row of a trajectory has a prompt of at least one token, and no fewer tokens than that")
-        if self.reward is not None and not math.isfinite(self.reward):
-            raise ValueError(f"the reward is {self.reward}, expected a finite number or null")
+        if self.reward is not None and (wrong := wrong_with_reward(self.reward)) is not None:
+            raise ValueError(f"the reward {wrong}")
         if not all(map(math.isfinite, self.metrics.values())):
             raise ValueError("a number beside the reward is not finite")
         if (self.reward is None) != (self.void_cause is not None):

@@ -7,9 +7,12 @@ much memory in its sandbox is scored as the task says (usually 0).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+MOST_REWARD = 1e12
+"""Largest reward, above and below 0; the squares of far larger ones overflow, which would make advantages 0."""
 LONGEST_TEXT = 1000
 """Most characters of a failure in one line."""
 LONGEST_TRACEBACK = 2000
@@ -22,7 +25,7 @@ class VoidCause(StrEnum):
     PROVIDER = "provider"
     """A service that the reward asked (a judge model, an API) refused, failed, or could not be reached."""
     VERIFIER = "verifier"
-    """The reward function raised, or returned something other than a finite number."""
+    """The reward function raised, or returned something that is no reward (`wrong_with_reward`)."""
     SANDBOX = "sandbox"
     """The sandbox did not start the program that it was to run."""
     TOOL = "tool"
@@ -35,6 +38,13 @@ class VoidCause(StrEnum):
     """The process that computed the reward died."""
     GENERATION = "generation"
     """No site could generate the sample in a form that can be used, so there is nothing to judge."""
+
+
+def wrong_with_reward(value: float) -> str | None:
+    """Return why a number cannot be a reward, to follow its name in a sentence, or None."""
+    if not math.isfinite(value):
+        return f"must be finite, got {value}"
+    return None if abs(value) <= MOST_REWARD else f"must be between {-MOST_REWARD:g} and {MOST_REWARD:g}, got {value:g}"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ They run inside a reward worker (see `reward_pool`), because they may hang or cr
 
 from __future__ import annotations
 
-import math
 import numbers
 import reprlib
 import shutil
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 
 from streamrl.config.tasks import PYTHON_TESTS, AgentTask, FileTask, Task
 from streamrl.errors import UserError
+from streamrl.rollouts.void import wrong_with_reward
 from streamrl.tasks.answers import full, tagged
 from streamrl.tasks.extras import import_extra
 from streamrl.tasks.math_reward import as_text, math_verify_score
@@ -30,7 +30,7 @@ class RewardFunction(Protocol):
     """The signature of a user's reward, `reward: my_module:my_function` in the run file."""
 
     def __call__(self, completion: str, *, prompt: str, answer: Any) -> float | None:
-        """Return the completion's reward, any finite number; None: void, there is no reward.
+        """Return the completion's reward, a number of at most 1e12 above or below 0; None: void, there is no reward.
 
         A function that knows what failed raises a `VoidReward` with the cause, and is tried again.
 
@@ -61,7 +61,7 @@ class Scorer:
 
         Raises:
             KeyError: no such task.
-            VoidReward: the reward is void, or what was returned is not a finite number.
+            VoidReward: the reward is void, or what was returned is no number, or none that a reward can be.
             Exception: whatever the verifier raises.
         """
         reward = _plain(self._scores[task](completion, reward_input))
@@ -71,8 +71,8 @@ class Scorer:
             got = f"{type(reward).__name__} {reprlib.repr(reward)}"
             raise VoidReward(text=f"the reward must be one number for one completion, got {got}", retry=False)
         value = float(reward)
-        if not math.isfinite(value):
-            raise VoidReward(text=f"the reward must be finite, got {value}", retry=False)
+        if (wrong := wrong_with_reward(value)) is not None:
+            raise VoidReward(text=f"the reward {wrong}", retry=False)
         return value
 
 

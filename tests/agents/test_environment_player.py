@@ -146,6 +146,7 @@ def test_names_of_numbers_are_cut_and_none_takes_the_place_of_the_reward(room: I
         (0.5, None, None),
         (0.5, {"solved": 1.0}, None),
         (float("inf"), {}, "the reward must be finite, got inf"),
+        (1e13, {}, r"the reward must be between -1e\+12 and 1e\+12, got 1e\+13"),
         (0.5, {str(n): 0.0 for n in range(MOST_METRICS + 1)}, "101 numbers beside the reward"),
     ],
 )

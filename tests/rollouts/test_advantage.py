@@ -19,6 +19,7 @@ from streamrl.rollouts.advantage import (
     whitened,
 )
 from streamrl.rollouts.micro_batch import loss_normalizer, train_groups
+from streamrl.rollouts.void import MOST_REWARD
 from tests.rollouts.test_rollouts import make_group
 
 rewards_of_a_group = st.lists(st.floats(-10, 10), max_size=8)
@@ -29,6 +30,10 @@ def test_group_advantages_by_hand() -> None:
     assert group_advantages([3.0, 0.0], "group_mean") == [1.5, -1.5]
     # each minus the mean of the two others
     assert group_advantages([3.0, 0.0, 6.0], "leave_one_out") == pytest.approx([0.0, -4.5, 4.5])
+
+
+def test_the_largest_rewards_have_an_advantage() -> None:
+    assert group_advantages([MOST_REWARD, -MOST_REWARD], "group_std") == pytest.approx([1.0, -1.0])
 
 
 @pytest.mark.parametrize("kind", GROUP_ADVANTAGES)

@@ -166,8 +166,9 @@ def test_rows_that_cannot_be_are_refused() -> None:
         trajectory([OTHER], reward=None)
     with pytest.raises(ValueError, match="either a reward or a cause"):
         trajectory([OTHER], reward=1.0, cause=VoidCause.TOOL)
-    with pytest.raises(ValueError, match="finite"):
-        trajectory([OTHER], reward=float("nan"))
+    for reward, says in ((float("nan"), "finite"), (-1e200, "between")):
+        with pytest.raises(ValueError, match=says):
+            trajectory([OTHER], reward=reward)
 
 
 def test_of_a_long_conversation_as_much_is_kept_as_a_message_carries() -> None:

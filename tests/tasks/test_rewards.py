@@ -128,6 +128,7 @@ def my_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "def nan(completion, **_): return float('nan')\n"
         "def many(completion, **_): return [1.0, 0.0]\n"
         "def infinite(completion, **_): return float('inf')\n"
+        "def huge(completion, **_): return -1e13\n"
         "def no_prompt(completion, answer): return 0.0\n"
         "async def later(completion, **_): return 0.0\n"
         "number = 3\n"
@@ -160,6 +161,7 @@ def test_a_function_in_the_current_folder_is_called_with_completion_prompt_answe
         ("none", "returned None"),
         ("nan", "must be finite, got nan"),
         ("infinite", "must be finite, got inf"),
+        ("huge", r"the reward must be between -1e\+12 and 1e\+12, got -1e\+13"),
     ],
 )
 def test_what_is_not_one_finite_number_is_void_with_the_text_of_what_came(function: str, says: str) -> None:

@@ -73,7 +73,8 @@ def test_a_body_that_does_not_fit_is_refused_by_the_fields_name(body: dict[str, 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"reward": float("nan")}, "the reward is nan, expected a finite number or null"),
+        ({"reward": float("nan")}, "the reward must be finite, got nan"),
+        ({"reward": 1e200}, r"the reward must be between -1e\+12 and 1e\+12, got 1e\+200"),
         ({"reward": None}, "a void reward has a cause and a text"),
         ({"reward": None, "error": "late"}, "a void reward has a cause and a text"),
         ({"reward": None, "void_cause": "timeout"}, "a void reward has a cause and a text"),
