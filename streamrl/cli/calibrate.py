@@ -68,7 +68,7 @@ def command(
     from streamrl.config.named_files import naming_files
     from streamrl.launcher.generation_check import check_generation, check_head_size, check_kv_cache
     from streamrl.launcher.model_check import check_heads, check_model
-    from streamrl.launcher.preflight import refuse
+    from streamrl.launcher.preflight import check_packages, refuse
     from streamrl.launcher.speculation_check import check_speculation
     from streamrl.machine.gpus import BY_BUS, ORDER
     from streamrl.runtime.process_plan import KEPT_HEAP, PASSIVE_WAITING
@@ -80,6 +80,7 @@ def command(
     cluster = with_one_pool(cluster, its_site, chosen)
     checks = [check_heads(cluster, run), check_speculation(cluster, run), check_generation(cluster, run, its_site)]
     with naming_files(cluster_file, run_file, overrides):
+        refuse([check_packages(cluster)])
         refuse([check_model(run), *checks, check_head_size(cluster, run), check_kv_cache(cluster, run, its_site)])
     # those of an instance: torch reads its number of threads when it is imported, glibc how it keeps memory when vLLM's
     # process starts

@@ -126,15 +126,28 @@ def on_hub(path: str) -> bool:
 
 
 def hub_config(hub_id: str) -> Path | None:
-    """Return the `config.json` of a model on the hub, from the local cache or fetched alone; None: neither has it."""
+    """Return the `config.json` of a model on the hub, from the local cache or fetched alone; None: neither has it.
+
+    Raises:
+        UserError: the package that reads the cache and asks the hub is not installed.
+    """
     try:
         from huggingface_hub import hf_hub_download
-
+    except ImportError as error:
+        raise UserError(_no_hub_package(hub_id)) from error
+    try:
         with contextlib.suppress(Exception):
             return Path(hf_hub_download(hub_id, "config.json", local_files_only=True))
         return Path(hf_hub_download(hub_id, "config.json"))
     except Exception:
         return None
+
+
+def _no_hub_package(hub_id: str) -> str:
+    return ErrorCode.INSTALLATION.refer(
+        f"{hub_id} is a hub id, for which the package huggingface_hub is needed; install it with: "
+        "pip install huggingface_hub (it comes with 'streamrl[cpu]' and 'streamrl[gpu]', too)"
+    )
 
 
 def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
@@ -282,6 +295,8 @@ def _from_hub(hub_id: str, key: str) -> str:
             if not _wrong_with(folder):
                 return str(folder)
         folder = Path(snapshot_download(hub_id, **kinds))
+    except ImportError as error:
+        raise UserError(f"{key}: {_no_hub_package(hub_id)}") from error
     except Exception as error:
         known = next((name for name, model in KNOWN_MODELS.items() if model.hub_id == hub_id), None)
         hint = f"; the same model is there without a hub: streamrl fetch-model {known}" if known else ""

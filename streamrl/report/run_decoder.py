@@ -31,7 +31,7 @@ def find_decoder(run_dir: Path, config_text: str | None) -> tuple[Decoder | None
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        return None, "Completions are shown as token counts only: the tokenizers package is not installed."
+        return None, "Tokens are not decoded: install the package that does it with: pip install tokenizers."
     why_not = "no tokenizer.json in a checkpoint or in the model's folder"
     for folder, below in ((latest_checkpoint(run_dir), run_dir), (_model_folder(config_text), None)):
         if folder is None:

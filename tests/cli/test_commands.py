@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -467,6 +468,15 @@ def test_bad_input_gets_one_message_and_exit_code_2(terminal: Terminal, argument
     assert words in result.err
     assert "Traceback" not in result.err
     assert terminal.launched == []
+
+
+def test_what_a_measurement_needs_and_is_not_installed_is_named(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else found(name))
+    result = terminal("calibrate", "--cluster", "cluster.yaml")
+    assert result.code == 2 and "not installed: vllm; install with: pip install 'streamrl[cpu,tasks]'" in result.err
 
 
 TWO_SITES = """

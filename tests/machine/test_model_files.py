@@ -116,6 +116,13 @@ def test_a_hub_id_without_a_hub_names_the_model_that_needs_none(
         model_files.resolve_model("nobody/nothing")
 
 
+def test_a_hub_id_without_the_hubs_package_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    for read in (model_files.hub_config, model_files.resolve_model):
+        with pytest.raises(UserError, match=r"nobody/nothing is a hub id, .*pip install huggingface_hub .*E1003"):
+            read("nobody/nothing")
+
+
 def test_a_hub_id_in_the_local_cache_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
