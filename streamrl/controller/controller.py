@@ -293,6 +293,7 @@ class Controller:
         step = self.checkpoints.to_resume(self.ledger.newest_checkpoint())
         if step:
             folder = self.checkpoints.path(step)
+            self.ledger.found_checkpoint(step)  # which may be newer than known, and damaged: it is given up by its name
             try:
                 check_files(folder, read_sums(folder), [STATE_FILE])
                 state = json.loads((folder / STATE_FILE).read_text())

@@ -239,6 +239,10 @@ class Ledger:
         found = self._db.execute("SELECT MAX(step) FROM newest_checkpoint").fetchone()[0]
         return int(found or 0)
 
+    def found_checkpoint(self, step: int) -> None:
+        """Record the newest checkpoint that there is, before a resume goes back to it."""
+        self._write(_newest_checkpoint(step))
+
     def forget_contents(self) -> None:
         """Forget what all samples contain, so that a resume generates those again that are not trained then."""
         self._write([("DELETE FROM contents", [()]), ("DELETE FROM kept", [()])])

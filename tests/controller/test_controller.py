@@ -163,6 +163,7 @@ def test_a_resumed_run_knows_the_time_left_at_the_pace_of_before_and_counts_it_d
 )
 def test_a_damaged_checkpoint_is_named_and_ends_the_run(controller: Controller, state: str | None) -> None:
     checkpoint = resumable(controller, state or "")
+    controller.ledger.checkpointed(1)  # killed before it knew that step 2 has one, for which the older one went
     if state is None:
         (checkpoint / "state.json").unlink()
     with pytest.raises(RunFailed) as found:
@@ -170,6 +171,9 @@ def test_a_damaged_checkpoint_is_named_and_ends_the_run(controller: Controller, 
     message = str(found.value)
     assert message.startswith(f"checkpoint {checkpoint} cannot be read: ")
     assert message.endswith("rename it to lost_step_2: --resume then continues from the beginning (see docs: E1009)")
+    checkpoint.rename(checkpoint.with_name("lost_step_2"))
+    controller._restore()
+    assert controller.ledger.steps() == 0
 
 
 def test_a_position_that_has_changed_since_it_was_written_is_not_taken(controller: Controller) -> None:
