@@ -290,7 +290,8 @@ class Controller:
             RunFailed: the newest checkpoint of the run is missing or damaged; nothing was rewound.
             CheckpointsUnseen: nobody may look into their folder.
         """
-        step = self.checkpoints.to_resume(self.ledger.newest_checkpoint())
+        due = self.ledger.due_checkpoint(self.config.checkpoint.every)
+        step = self.checkpoints.to_resume(self.ledger.newest_checkpoint(), due)
         if step:
             folder = self.checkpoints.path(step)
             self.ledger.found_checkpoint(step)  # which may be newer than known, and damaged: it is given up by its name

@@ -66,6 +66,8 @@ CREATE TABLE IF NOT EXISTS steps (
 CREATE TABLE IF NOT EXISTS newest_checkpoint (
     step INTEGER PRIMARY KEY
 );
+INSERT INTO newest_checkpoint SELECT 0
+WHERE NOT EXISTS (SELECT 1 FROM newest_checkpoint) AND NOT EXISTS (SELECT 1 FROM steps);
 """
 
 _ADDED = {
@@ -234,10 +236,19 @@ class Ledger:
         self._write([(sql, [(self._checkpoint, step)]), ("DELETE FROM kept", [()]), *_newest_checkpoint(step)])
         self._checkpoint = step
 
-    def newest_checkpoint(self) -> int:
-        """Return the step of the newest checkpoint that was recorded; 0: of none, as by earlier versions."""
+    def newest_checkpoint(self) -> int | None:
+        """Return the step of the newest checkpoint that was recorded; 0: of none; None: by an earlier version."""
         found = self._db.execute("SELECT MAX(step) FROM newest_checkpoint").fetchone()[0]
-        return int(found or 0)
+        return None if found is None else int(found)
+
+    def due_checkpoint(self, every: int) -> int:
+        """Return the newest step with a regular checkpoint, which was completed before the step after it; 0: of none.
+
+        Args:
+            every: optimizer steps between regular checkpoints.
+        """
+        found = self._db.execute("SELECT MAX(step) FROM steps").fetchone()[0]
+        return (int(found or 1) - 1) // every * every
 
     def found_checkpoint(self, step: int) -> None:
         """Record the newest checkpoint that there is, before a resume goes back to it."""

@@ -87,17 +87,21 @@ class CheckpointFolder:
         """
         return max(self._steps(), default=None)
 
-    def to_resume(self, completed: int) -> int:
+    def to_resume(self, completed: int | None, due: int = 0) -> int:
         """Return the step of the checkpoint that a run continues from; 0: from its beginning.
 
         Args:
-            completed: step of the newest checkpoint that the run is known to have completed; 0: of none.
+            completed: step of the newest checkpoint that the run is known to have completed; 0: of none; None: it is
+                not known.
+            due: step of the newest one that it must have completed by its settings, if none is known or seen.
 
         Raises:
-            RunFailed: that one is missing, and nobody has given it up.
+            RunFailed: the one of `completed`, or all up to `due`, are missing, and nobody has given it up.
             CheckpointsUnseen: see `latest`.
         """
         newest = self.latest()
+        if completed is None:
+            completed = 0 if newest else due
         if (newest or 0) < completed and not self._lost(completed).is_dir():
             raise _missing(self.path(completed), newest)
         return newest or 0

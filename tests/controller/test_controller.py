@@ -22,6 +22,7 @@ from streamrl.errors import RestartNeeded, RunFailed, UserError
 from streamrl.protocol.controller_rewards import ScoreAnswer
 from streamrl.protocol.operator import CheckpointNow
 from streamrl.rollouts.kept_micro_batches import KeptMicroBatches, KeptStep
+from streamrl.rollouts.ledger import Ledger
 from streamrl.rollouts.length_audit import has_limit
 from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoint_sums import file_sums, write_sums
@@ -197,6 +198,22 @@ def test_a_run_whose_newest_checkpoint_is_missing_is_not_rewound(controller: Con
     controller._restore()
     assert controller.ledger.steps() == controller.ledger.newest_checkpoint() == 0
     controller._restore()
+
+
+def test_a_run_of_an_earlier_version_whose_checkpoints_are_all_missing_is_not_rewound(controller: Controller) -> None:
+    checkpoint = resumable(controller)
+    for step in range(3, 12):
+        controller.ledger.train(step, step, [], 1.0)
+    controller.ledger._db.execute("DELETE FROM newest_checkpoint")
+    controller.ledger = Ledger(controller.ledger.path)
+    checkpoint.rename(lost := checkpoint.with_name("lost_step_2"))
+    with pytest.raises(RunFailed, match="step_10 is missing: without it the run would continue from the beginning"):
+        controller._restore()
+    assert controller.ledger.steps() == 11
+    lost.rename(checkpoint)  # any one shows that their folder is there
+    controller.groups = Mock()
+    controller._restore()
+    assert controller.ledger.steps() == controller.ledger.newest_checkpoint() == 2
 
 
 @pytest.mark.parametrize("lost", ["", layout.LEDGER, layout.METRICS])

@@ -190,6 +190,18 @@ def test_rewinding_keeps_earlier_steps_whole_and_removes_the_later_ones(tmp_path
     assert ledger.rewind(2) == 0
 
 
+def test_none_is_known_as_the_newest_checkpoint_until_there_is_one_and_a_regular_one_before_a_later_step(
+    tmp_path: Path,
+) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    assert ledger.newest_checkpoint() == 0
+    due = []
+    for step in range(1, 6):
+        due.append(ledger.due_checkpoint(2))
+        ledger.train(step, step, [], 0.0)
+    assert [*due, ledger.due_checkpoint(2)] == [0, 0, 0, 2, 2, 4]
+
+
 def test_content_is_bytes_and_back() -> None:
     content = pack_content({"text": "abc"}, {"tokens": np.arange(3, dtype=np.int32)})
     body, arrays = unpack_content(content)
