@@ -24,7 +24,7 @@ from streamrl.launcher.model_check import check_critic, check_heads, check_model
 from streamrl.launcher.new_run_check import check_new_run
 from streamrl.launcher.program_check import check_scripts
 from streamrl.launcher.prompt_check import check_prompts
-from streamrl.launcher.resume_check import check_checkpoint, checkpoint_warnings
+from streamrl.launcher.resume_check import check_checkpoint, check_newest, checkpoint_warnings
 from streamrl.launcher.router_check import check_router_replay
 from streamrl.launcher.run_warnings import run_warnings
 from streamrl.launcher.sequence_check import check_sequence_parallel
@@ -100,7 +100,7 @@ def check(
     if trains:
         checks += [check_tasks(run, resumed=resumed is not None), check_ranker(run), check_packing(run)]
         checks += [check_sequence_parallel(cluster, run), check_trackers(run), check_disk(run, runs_root, resumed)]
-        checks.append(check_checkpoint(run, resumed))
+        checks += [check_newest(run, resumed), check_checkpoint(run, resumed)]
     if not emulate:
         checks.append(check_ports(cluster, site or cluster.trainer_site))
     checks.append(check_metrics(cluster, site or cluster.trainer_site))

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
 
 from streamrl.config.algorithm import PPOConfig
 from streamrl.config.run import RunConfig
-from streamrl.errors import ErrorCode
+from streamrl.errors import ErrorCode, RunFailed
 from streamrl.machine.model_files import resolve_model, weights_digest
+from streamrl.rollouts.ledger import known_checkpoints
 from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoint_sums import STATE_FILE, TRAINER_STATE
 from streamrl.run_dir.checkpoints import CheckpointFolder
+
+
+def check_newest(run: RunConfig, resumed: Path | None) -> Iterable[str]:
+    """Check that the newest checkpoint that the run has completed is there, or was given up."""
+    if resumed is None:
+        return
+    try:
+        known = known_checkpoints(resumed / layout.LEDGER, run.checkpoint.every)
+    except sqlite3.Error:  # there is none yet, or it is damaged, of which the controller tells
+        return
+    try:
+        CheckpointFolder(resumed / layout.CHECKPOINTS).to_resume(*known)
+    except RunFailed as error:
+        yield str(error)
 
 
 def check_checkpoint(run: RunConfig, resumed: Path | None) -> Iterable[str]:

@@ -21,6 +21,7 @@ import logging
 import sqlite3
 import zlib
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -238,8 +239,7 @@ class Ledger:
 
     def newest_checkpoint(self) -> int | None:
         """Return the step of the newest checkpoint that was recorded; 0: of none; None: by an earlier version."""
-        found = self._db.execute("SELECT MAX(step) FROM newest_checkpoint").fetchone()[0]
-        return None if found is None else int(found)
+        return _recorded(self._db)
 
     def due_checkpoint(self, every: int) -> int:
         """Return the newest step with a regular checkpoint, which was completed before the step after it; 0: of none.
@@ -247,8 +247,7 @@ class Ledger:
         Args:
             every: optimizer steps between regular checkpoints.
         """
-        found = self._db.execute("SELECT MAX(step) FROM steps").fetchone()[0]
-        return (int(found or 1) - 1) // every * every
+        return _due(self._db, every)
 
     def found_checkpoint(self, step: int) -> None:
         """Record the newest checkpoint that there is, before a resume goes back to it."""
@@ -308,6 +307,29 @@ class Ledger:
     def close(self) -> None:
         """Checkpoint the WAL and close."""
         self._db.close()
+
+
+def known_checkpoints(path: Path, every: int) -> tuple[int | None, int]:
+    """Return (newest_checkpoint, due_checkpoint) of a ledger that is only read, whatever version has written it.
+
+    Raises:
+        sqlite3.Error: it is not there, cannot be read or is none.
+    """
+    # without a log all is in the file, and a reader that may look for changes would leave an empty log and its index
+    how = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "mode=ro&immutable=1"
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True)) as db:
+        records = db.execute("SELECT 1 FROM sqlite_master WHERE name = 'newest_checkpoint'").fetchone()
+        return _recorded(db) if records else None, _due(db, every)
+
+
+def _recorded(db: sqlite3.Connection) -> int | None:
+    found = db.execute("SELECT MAX(step) FROM newest_checkpoint").fetchone()[0]
+    return None if found is None else int(found)
+
+
+def _due(db: sqlite3.Connection, every: int) -> int:
+    found = db.execute("SELECT MAX(step) FROM steps").fetchone()[0]
+    return (int(found or 1) - 1) // every * every
 
 
 def _failed(what: str, error: sqlite3.Error) -> RunFailed:

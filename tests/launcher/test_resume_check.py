@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,9 @@ import pytest
 from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
 from streamrl.launcher import preflight
-from streamrl.launcher.resume_check import checkpoint_warnings
+from streamrl.launcher.resume_check import check_newest, checkpoint_warnings
 from streamrl.machine.model_files import weights_digest
+from streamrl.rollouts.ledger import Ledger
 from streamrl.run_dir import layout
 from tests.launcher.test_preflight import cluster, make_model
 
@@ -52,6 +55,27 @@ def test_a_critic_that_the_checkpoint_has_not_is_refused_before_anything_starts(
     assert says not in problems(run, tmp_path, None)
     (newest / "trainer_state" / ".metadata").unlink()  # damaged, of which the trainer tells
     assert says not in problems(run, tmp_path, run_dir)
+
+
+def test_a_missing_checkpoint_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    run, run_dir = run_of(tmp_path / "m", "grpo"), tmp_path / "a run"  # no name for a URI
+    newest = checkpoint(run_dir, 4, "grpo")
+    says = f"checkpoint {newest} is missing: without it the run would continue from step_2; bring it back"
+    ledger = Ledger(run_dir / layout.LEDGER)
+    ledger.checkpointed(4)
+    assert "is missing" not in problems(run, tmp_path, run_dir)
+    newest.rename(newest.with_name("step_2"))
+    assert says in problems(run, tmp_path, run_dir), "also while its last writes are in a file of their own"
+    ledger.close()
+    assert says in problems(run, tmp_path, run_dir) and "is missing" not in problems(run, tmp_path, None)
+    assert {path.name for path in run_dir.iterdir()} == {layout.LEDGER, layout.CHECKPOINTS}
+    with closing(sqlite3.connect(ledger.path)) as older:
+        older.execute("DROP TABLE newest_checkpoint")
+    assert not [*check_newest(run, run_dir)]
+    ledger.path.write_bytes(b"no ledger")
+    assert not [*check_newest(run, run_dir)], "it is damaged, of which the controller tells"
+    ledger.path.unlink()
+    assert not [*check_newest(run, run_dir)] and not ledger.path.exists()
 
 
 def test_a_critic_that_is_given_up_is_warned_of(tmp_path: Path) -> None:
