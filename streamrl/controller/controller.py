@@ -71,7 +71,7 @@ from streamrl.rollouts.rollout_store import RolloutStore
 from streamrl.rollouts.types import Group
 from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoint_sums import STATE_FILE, DamagedFile, check_files, read_sums
-from streamrl.run_dir.checkpoints import CheckpointFolder, unreadable
+from streamrl.run_dir.checkpoints import LOOK_S, SEEN_S, CheckpointFolder, unreadable
 from streamrl.run_dir.metrics import read_metrics
 from streamrl.run_dir.start_stages import READY, waiting_for
 from streamrl.runtime.process_context import RoleContext
@@ -199,6 +199,7 @@ class Controller:
         groups = GroupSource(self.config, source, read_tokenizer(folder), token_rows(Path(folder)))
         self._build(groups, Evaluator(self.config, self.context.run_dir, groups, self.checkpoints.mark_best))
         if self.context.resume:
+            await self._see_checkpoint()
             self._restore()
         addresses = self.context.addresses
         bind_home(self.context, self.hub, addresses.controller, addresses.controller_outside)
@@ -283,6 +284,27 @@ class Controller:
             if not await self.trust.exclude(name, f"its list of instances {why}"):
                 raise RunFailed(f"{name} cannot be used, and no other site can generate: its list of instances {why}")
 
+    async def _see_checkpoint(self) -> None:
+        """Wait until this node sees the newest checkpoint, if it is missing; after `SEEN_S` it is for good."""
+        deadline, told = time.monotonic() + SEEN_S, False
+        while time.monotonic() < deadline:
+            try:
+                self._to_resume()
+            except RunFailed as error:
+                if not told:
+                    text = "%s; looking for it for %.0f s, as a node may see a new folder of a shared disk later"
+                    log.warning(text, error, SEEN_S)
+                    self.context.say("looking for the newest checkpoint")
+                told = True
+                await asyncio.sleep(LOOK_S)
+            else:
+                return
+
+    def _to_resume(self) -> int:
+        """Return the step of the checkpoint to go back to; 0: to the beginning. Errors are those of `_restore`."""
+        due = self.ledger.due_checkpoint(self.config.checkpoint.every)
+        return self.checkpoints.to_resume(self.ledger.newest_checkpoint(), due)
+
     def _restore(self) -> None:
         """Rewind to the newest checkpoint; groups that no step up to it has trained are issued again.
 
@@ -290,8 +312,7 @@ class Controller:
             RunFailed: the newest checkpoint of the run is missing or damaged; nothing was rewound.
             CheckpointsUnseen: nobody may look into their folder.
         """
-        due = self.ledger.due_checkpoint(self.config.checkpoint.every)
-        step = self.checkpoints.to_resume(self.ledger.newest_checkpoint(), due)
+        step = self._to_resume()
         if step:
             folder = self.checkpoints.path(step)
             self.ledger.found_checkpoint(step)  # which may be newer than known, and damaged: it is given up by its name

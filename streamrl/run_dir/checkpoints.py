@@ -25,6 +25,10 @@ PARTIAL = ".partial_step_"
 LOST = "lost_"
 """Beginning of the name of a checkpoint that somebody has given up: a folder, whatever is in it."""
 
+SEEN_S, LOOK_S = 120.0, 1.0
+"""Seconds within which every node sees a new folder of a shared file system, and between two looks: NFS keeps what it
+knows of a folder for up to a minute."""
+
 
 class CheckpointsUnseen(UserError, OSError):
     """The folder of the checkpoints is there, and cannot be looked into."""

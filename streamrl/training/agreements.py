@@ -8,12 +8,8 @@ import torch.distributed as dist
 
 from streamrl.config.run import MODEL_KEY, RunConfig
 from streamrl.errors import RunFailed, UserError
-from streamrl.run_dir.checkpoints import CheckpointFolder
+from streamrl.run_dir.checkpoints import LOOK_S, SEEN_S, CheckpointFolder
 from streamrl.training.packing_choice import Packing, decide_packing
-
-SEEN_S, LOOK_S = 120.0, 1.0
-"""Seconds within which every node sees a new folder of a shared file system, and between two looks: NFS keeps what it
-knows of a folder for up to a minute."""
 
 
 def agreed_type(dtype: str) -> str:

@@ -7,6 +7,7 @@ import errno
 import json
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -198,6 +199,33 @@ def test_a_run_whose_newest_checkpoint_is_missing_is_not_rewound(controller: Con
     controller._restore()
     assert controller.ledger.steps() == controller.ledger.newest_checkpoint() == 0
     controller._restore()
+
+
+def test_a_newest_checkpoint_that_this_node_sees_late_is_waited_for(
+    controller: Controller, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = resumable(controller)
+    controller.ledger.checkpointed(2)
+    checkpoint.rename(unseen := checkpoint.with_name("unseen"))
+    looks: list[float] = []
+
+    async def appears(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3:
+            unseen.rename(checkpoint)
+
+    monkeypatch.setattr(asyncio, "sleep", appears)
+    monkeypatch.setattr("streamrl.controller.controller.bind_home", Mock(side_effect=EOFError))
+    monkeypatch.setattr("streamrl.controller.controller.GroupSource", Mock())
+    controller.context = replace(controller.context, resume=True)
+    with pytest.raises(EOFError):  # it has restored
+        asyncio.run(controller._start())
+    assert controller.training.step == 2 and len(looks) == 3
+    assert sum("step_2 is missing" in line and line.endswith(" later") for line in caplog.messages) == 1
+    checkpoint.rename(unseen)
+    monkeypatch.setattr("streamrl.controller.controller.SEEN_S", -1.0)
+    with pytest.raises(RunFailed, match="step_2 is missing"):
+        asyncio.run(controller._start())
 
 
 def test_a_run_of_an_earlier_version_whose_checkpoints_are_all_missing_is_not_rewound(controller: Controller) -> None:
