@@ -219,6 +219,8 @@ def _check_end(share: Share) -> None:
 def _to_mend(words: str) -> str:
     """Return what has to be mended before a run goes on that ended with these words; '': nothing that they name."""
     rewards = f"{SEE_DOCS}{ErrorCode.REWARD}" in words and f"Most frequent cause: {VoidCause.GENERATION}" not in words
+    if f"{SEE_DOCS}{ErrorCode.RESUME}" in words:  # the next resume would be refused as well
+        return "mend that, then "
     return "mend the reward, then " if rewards else ""
 
 

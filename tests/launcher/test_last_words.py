@@ -8,6 +8,7 @@ import pytest
 
 from streamrl.config.run import RunConfig
 from streamrl.controller.void_watch import FEWEST, VoidWatch
+from streamrl.errors import ErrorCode
 from streamrl.launcher import entry_point
 from streamrl.report.panels import header
 from streamrl.rollouts.void import Void, VoidCause
@@ -59,6 +60,11 @@ def test_the_traceback_of_a_reward_keeps_its_lines_and_what_to_mend_comes_first(
 def test_a_run_that_ends_for_another_cause_is_continued_as_it_is(place: Place) -> None:
     printed = place.supervise({"controller": RAISES.format(words=words(VoidCause.GENERATION))})
     assert "\n       continue with: streamrl launch --resume runs/tiny\n" in printed
+
+
+def test_a_run_that_no_resume_continues_as_it_is_says_so(place: Place) -> None:
+    printed = place.supervise({"controller": RAISES.format(words=ErrorCode.RESUME.refer("step_2 is missing"))})
+    assert "\n       mend that, then continue with: streamrl launch --resume runs/tiny\n" in printed
 
 
 def test_a_terminal_obeys_no_last_words_and_no_line_of_them_is_one_of_the_log() -> None:
