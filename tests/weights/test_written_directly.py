@@ -120,10 +120,11 @@ class Part(torch.nn.Module):
 
 
 def test_vllm_warns_only_of_modules_that_should_have_got_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, lost = (torch.nn.Parameter(torch.zeros(2), requires_grad=False) for _ in range(2))
-    kinds = [type(name, (Part,), {}) for name in ("Embedding", "Head", "Rotary", "Lost", "Statistics")]
-    parts = [kinds[0](own), kinds[1](own), kinds[2](None), kinds[3](lost), kinds[4](None, True)]
+    own, lost, packed = (torch.nn.Parameter(torch.zeros(2), requires_grad=False) for _ in range(3))
+    kinds = [type(name, (Part,), {}) for name in ("Embedding", "Head", "Rotary", "Lost", "Statistics", "Packed")]
+    parts = [kinds[0](own), kinds[1](own), kinds[2](None), kinds[3](lost), kinds[4](None, True), kinds[5](packed)]
     record_metadata_for_reloading(model := torch.nn.ModuleList(parts))
+    del parts[5].weight  # as packing does
     engine = Reloading(model)
     engine.start_weight_update()
     tied: Any = parts[0].weight
@@ -132,7 +133,7 @@ def test_vllm_warns_only_of_modules_that_should_have_got_weights(monkeypatch: py
     monkeypatch.setattr(vllm_log, "callHandlers", said.append)
     engine.finish_weight_update()
     assert own.tolist() == [1.0, 1.0] and parts[1].weight is own
-    assert [record.args for record in said] == [("Lost",), ("Statistics",)] and not vllm_log.filters
+    assert [record.args for record in said] == [("Lost",), ("Statistics",), ("Packed",)] and not vllm_log.filters
 
 
 def test_an_updated_gpt_oss_equals_a_fresh_engine_loaded_from_the_checkpoint(
