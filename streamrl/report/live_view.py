@@ -109,7 +109,7 @@ class PlainLines:
             mismatch = "warning: ", status.verified.mismatch
             if status.disk_warning and not self._disk_warned:
                 found.append(f"warning: {status.disk_warning}")  # its figures change with every step
-            self._disk_warned = self._disk_warned or bool(status.disk_warning)
+            self._disk_warned = bool(status.disk_warning)
             for about, note in (("schedule: ", status.schedule_note), ("", status.ranker.note), mismatch):
                 before, self._notes[about] = self._notes.get(about, ""), note
                 if note and note != before:  # a controller that starts anew has none at first

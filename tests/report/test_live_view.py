@@ -141,6 +141,8 @@ def test_a_controller_that_starts_anew_and_has_no_notes_yet_makes_no_empty_lines
     found["disk_warning"] = "the disk will be full after about step 7"
     assert lines(**found) == ["warning: the disk will be full after about step 7"]
     assert lines(**found | {"disk_warning": "after about step 8"}) == [], "said once"
+    assert lines(**found | {"disk_warning": ""}) == [], "room was made"
+    assert lines(**found) == ["warning: the disk will be full after about step 7"]
 
 
 def test_a_site_that_has_said_goodbye_is_told_once_and_shown_with_the_end_that_comes_of_it(make_run: RunMaker) -> None:
