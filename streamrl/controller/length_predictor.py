@@ -108,7 +108,7 @@ class LengthPredictor:
         """Learn from a resumed run's earlier rollouts, oldest first."""
         self.ranker.observe(list(rows))
         if self.run.ranker.refit_every:
-            self.ranker.refit()
+            self.refits.refit_now()
 
     def predict(self, groups: Sequence[Group]) -> None:
         """Set the predictions of new groups, which may be of several steps, in place."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -199,7 +200,11 @@ def test_a_resumed_run_knows_what_it_knew(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         store.write(number, step_of(number))
     lengths = LengthPredictor(RUN)
+    seconds = itertools.count()
+    lengths.refits.clock = lambda: float(next(seconds))
     lengths.restore(store.newest(COLUMNS, 10_000))
+    asyncio.run(lengths.refits.begin())
+    assert lengths.refits.running is None, "a pause follows that refit as well"
     groups = step_of(4)
     lengths.predict(groups)
     told = np.array([group.predicted_length for group in groups])
