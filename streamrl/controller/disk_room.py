@@ -1,7 +1,7 @@
 """Whether the disk of a run's folder has room for the run's last step, as far as the newest steps say.
 
 Only what the run itself writes counts: another program may stop at any time. Checkpoints are left out, whose number has
-a limit and whose room is checked before the launch. The smaller growth of two periods counts, so that a burst says
+a limit; the bytes of those to come are not free. The smaller growth of two periods counts, so that a burst says
 nothing, and the room must be clearly too small: it is judged again and again, and the end is still far.
 """
 
@@ -20,6 +20,7 @@ from pathlib import Path
 
 from streamrl.errors import ErrorCode
 from streamrl.run_dir import layout
+from streamrl.run_dir.checkpoints import CheckpointFolder
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ def room_warning(sizes: Sequence[FolderSize], free: int, steps: int) -> str:
 
     Args:
         sizes: sizes of the folder, oldest first, each after another step; the newest `COUNT` count.
-        free: free bytes of its disk.
+        free: free bytes of its disk, without those that checkpoints will take.
         steps: the run's last step.
     """
     if len(sizes) < COUNT:
@@ -57,28 +58,35 @@ def room_warning(sizes: Sequence[FolderSize], free: int, steps: int) -> str:
     full = last.step + int(free / of_step)
     return ErrorCode.DISK.refer(
         f"the disk will be full after about step {full} of {steps}: the run's folder grows by {of_step / GIB:.3g} GiB "
-        f"a step without its checkpoints, and {free / GIB:.3g} GiB are free; make room there"
+        f"a step without its checkpoints, and {free / GIB:.3g} GiB are free for that; make room there"
     )
 
 
 class DiskRoom:
     """The room on the disk of a run's folder; `warning` is its newest state."""
 
-    def __init__(self, folder: Path, steps: int) -> None:
-        self.folder, self.steps = folder, steps
+    def __init__(self, folder: Path, steps: int, keep: int) -> None:
+        """
+        Args:
+            folder: the run's folder.
+            steps: the run's last step.
+            keep: number of newest checkpoints that stay.
+        """
+        self.folder, self.steps, self.keep = folder, steps, keep
+        self._checkpoints = CheckpointFolder(folder / layout.CHECKPOINTS)
         self.warning = ""
         self._sizes: deque[FolderSize] = deque(maxlen=COUNT)
 
     def look(self, step: int) -> None:
-        """Measure after `step` steps, unless none was done since the last time.
+        """Measure after `step` steps: the folder only if one was done since the last time.
 
         Raises:
             OSError: the disk cannot be asked.
         """
-        if self._sizes and step <= self._sizes[-1].step:
-            return
-        self._sizes.append(FolderSize(step, _bytes_on_disk(self.folder)))
-        before, self.warning = self.warning, room_warning(self._sizes, shutil.disk_usage(self.folder).free, self.steps)
+        if not self._sizes or step > self._sizes[-1].step:
+            self._sizes.append(FolderSize(step, _bytes_on_disk(self.folder)))
+        free = max(0, shutil.disk_usage(self.folder).free - self._checkpoints.bytes_to_come(self.keep))
+        before, self.warning = self.warning, room_warning(self._sizes, free, self.steps)
         if self.warning and not before:
             log.warning("%s", self.warning)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -132,8 +132,17 @@ class CheckpointFolder:
 
     def abandoned_bytes(self) -> int:
         """Return the bytes of checkpoints that were never completed, while none is being written."""
-        files = (path for left in self._abandoned() for path in left.rglob("*"))
-        return sum(path.stat().st_size for path in files if path.is_file() and not path.is_symlink())
+        return _file_bytes(self._abandoned())
+
+    def bytes_to_come(self, keep: int) -> int:
+        """Return the bytes that checkpoints will take beside those that are there, each as large as their largest.
+
+        Args:
+            keep: number of newest checkpoints that stay; one more is there while it is written.
+        """
+        steps = self._steps()
+        largest = max((_file_bytes([self.path(step)]) for step in steps), default=0)
+        return max(0, (keep + 1 - min(len(steps), keep)) * largest - _file_bytes(self._abandoned()))
 
     def commit(self, step: int, keep: int, best: int | None = None, pending: Collection[int] = ()) -> Path:
         """Give a written checkpoint its final name, and delete those that are no longer needed.
@@ -213,3 +222,9 @@ class CheckpointFolder:
             raise
         found = (name.removeprefix("step_") for name in names)
         return sorted(int(step) for step in found if step.isdigit())
+
+
+def _file_bytes(folders: Iterable[Path]) -> int:
+    """Return the bytes of all files below folders."""
+    files = (path for folder in folders for path in folder.rglob("*"))
+    return sum(path.stat().st_size for path in files if path.is_file() and not path.is_symlink())

@@ -9,6 +9,7 @@ import pytest
 
 from streamrl.controller import disk_room
 from streamrl.controller.disk_room import COUNT, GIB, DiskRoom, FolderSize, room_warning
+from streamrl.run_dir.checkpoints import CheckpointFolder
 
 
 def sizes(*growth: int, first: int = 10) -> list[FolderSize]:
@@ -43,7 +44,7 @@ def test_a_disk_that_fills_is_logged_once_and_checkpoints_do_not_count(
 ) -> None:
     free = [10 * 2**20]
     monkeypatch.setattr(disk_room.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free[0]))
-    grows, steady = DiskRoom(tmp_path, 1000), DiskRoom(tmp_path / "steady", 1000)
+    grows, steady = DiskRoom(tmp_path, 1000, 2), DiskRoom(tmp_path / "steady", 1000, 2)
     for folder in ("rollouts", "steady/checkpoints"):
         (tmp_path / folder).mkdir(parents=True)
     for step in range(COUNT + 1):
@@ -56,6 +57,31 @@ def test_a_disk_that_fills_is_logged_once_and_checkpoints_do_not_count(
     assert [(record.levelname, "the disk will be full" in record.message) for record in caplog.records] == [
         ("WARNING", True)
     ]
-    free[0] = 2**40
-    grows.look(COUNT + 1)
-    assert not grows.warning
+    for free[0], full in ((2**40, False), (10 * 2**20, True)):
+        grows.look(COUNT)  # the same step
+        assert bool(grows.warning) is full
+
+
+def test_the_room_of_checkpoints_to_come_is_not_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_room.shutil, "disk_usage", lambda folder: SimpleNamespace(free=100 * 2**20))
+    room, checkpoints = DiskRoom(tmp_path, 1000, 2), CheckpointFolder(tmp_path / "checkpoints")
+    for step in range(COUNT):
+        (tmp_path / f"{step}").write_bytes(bytes(2**16))  # 62 MiB are to come
+        room.look(step)
+    assert not room.warning
+
+    def warned(folder: Path, mib: int) -> bool:
+        with (folder / "weights").open("wb") as file:
+            file.truncate(mib * 2**20)
+        room.look(COUNT - 1)
+        return bool(room.warning)
+
+    assert not warned(checkpoints.begin(2), 30)
+    checkpoints.commit(2, 2)
+    assert warned(checkpoints.begin(4), 1), "59 MiB more for two, and 1.25 x 41 are too few"
+    assert not warned(checkpoints.partial(4), 30)
+    checkpoints.commit(4, 2)
+    assert not warned(checkpoints.path(4), 30), "70 MiB beside the one more"
+    room.keep = 1  # two are there, as one of them is the best
+    assert warned(checkpoints.path(4), 99)
+    assert "0.000977 GiB are free for that" in room.warning
