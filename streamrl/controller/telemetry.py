@@ -128,7 +128,7 @@ class Telemetry:
                 "eta_s": self._left_s(),
                 "schedule": self.schedule,
                 "schedule_note": self.schedule_note,
-                "disk_warning": self.disk.warning,
+                "disk_warning": "" if self.state == "done" else self.disk.warning,
                 "model": run.model.path,
                 "hardware": self.context.cluster.hardware,
                 "absence_s": self.context.cluster.absence_s if self.context.cluster.remote_sites else None,

@@ -158,6 +158,15 @@ def test_a_run_counts_from_the_first_process_of_its_first_launch(tmp_path: Path)
     assert read_status(tmp_path).first_start == pytest.approx(first, abs=1e-3)
 
 
+def test_a_run_that_is_done_warns_of_no_full_disk(tmp_path: Path) -> None:
+    telemetry = make_telemetry(tmp_path)
+    telemetry.disk.warning = "the disk will be full"
+    for state, warning in (("interrupted", telemetry.disk.warning), ("done", "")):
+        telemetry.state = state
+        telemetry.write()
+        assert read_status(tmp_path).disk_warning == warning
+
+
 def test_the_status_waits_for_no_measurement_of_the_memory_and_survives_one_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
