@@ -7,6 +7,7 @@ import errno
 import json
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -280,21 +281,28 @@ def test_other_sites_are_told_of_an_end_only_if_the_launcher_does_not_start_the_
     controller: Controller, monkeypatch: pytest.MonkeyPatch, error: Exception, state: str
 ) -> None:
     told: list[str] = []
+    looked: list[int] = []
 
     async def fail() -> None:
+        await asyncio.sleep(0)  # what is done beside begins
         raise error
+
+    async def look(step: Callable[[], int]) -> None:
+        looked.append(step())
 
     async def finish(state: str, error: str | None) -> None:
         told.append(state)
 
     monkeypatch.setattr(controller, "_start", fail)
     monkeypatch.setattr(controller.services, "finish", finish)
+    monkeypatch.setattr(controller.telemetry.disk, "keep_looking", look)
+    controller.telemetry.step = 3
     controller.hub.peers.clear()
     with pytest.raises(type(error)):
         asyncio.run(controller.run())
     status = read_status(controller.context.run_dir)
     assert status.state == state and told == [one for one in ("failed",) if one == state]
-    assert status.error == (str(error) if told else None)
+    assert status.error == (str(error) if told else None) and looked == [3]
 
 
 @pytest.mark.parametrize("agents", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,10 +46,10 @@ def test_a_disk_that_fills_is_logged_once_and_checkpoints_do_not_count(
     free = [10 * 2**20]
     monkeypatch.setattr(disk_room.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free[0]))
     grows, steady = DiskRoom(tmp_path, 1000, 2), DiskRoom(tmp_path / "steady", 1000, 2)
-    for folder in ("rollouts", "steady/checkpoints"):
+    for folder in ("agents/checkpoints", "steady/checkpoints"):
         (tmp_path / folder).mkdir(parents=True)
     for step in range(COUNT + 1):
-        (tmp_path / "rollouts" / f"{step}").write_bytes(bytes(2**16))
+        (tmp_path / "agents" / "checkpoints" / f"{step}").write_bytes(bytes(2**16))
         (tmp_path / "steady" / "checkpoints" / f"{step}").write_bytes(bytes(2**16))
         for one in (grows, steady):
             one.look(step)
@@ -85,3 +86,20 @@ def test_the_room_of_checkpoints_to_come_is_not_free(tmp_path: Path, monkeypatch
     room.keep = 1  # two are there, as one of them is the best
     assert warned(checkpoints.path(4), 99)
     assert "0.000977 GiB are free for that" in room.warning
+
+
+def test_a_look_at_files_that_have_just_gone_or_at_a_disk_that_is_away_ends_no_later_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_room, "EVERY_S", 0.0)
+    monkeypatch.setattr(disk_room.os, "walk", lambda folder: [(folder, [], ["gone"])])
+    room = DiskRoom(tmp_path, 1000, 2)
+    room.look(1)
+    answers = iter([FileNotFoundError, KeyError])
+    monkeypatch.setattr(room, "look", lambda step: _fail(next(answers)))
+    with pytest.raises(KeyError):
+        asyncio.run(room.keep_looking(lambda: 7))
+
+
+def _fail(error: type[Exception]) -> None:
+    raise error
