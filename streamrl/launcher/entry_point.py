@@ -153,6 +153,19 @@ async def _until_told_to_stop(role: Coroutine[Any, Any, None]) -> None:
     end(0)
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """An event loop whose end waits for no thread, also after an error: `end` leaves none."""
+
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        """Do nothing."""
+
+
+def _run(role: Coroutine[Any, Any, None]) -> None:
+    """Run a role to its end; threads that compute, as a ranker's refit, may still do so then."""
+    with asyncio.Runner(loop_factory=_Loop) as runner:
+        runner.run(_until_told_to_stop(role))
+
+
 def end(code: int) -> NoReturn:
     """End this process now: libraries' exit handlers and stray threads must not keep a finished role alive."""
     with contextlib.suppress(OSError):  # a log on a full disk
@@ -191,7 +204,7 @@ def main() -> int:
         answer_requests(args.run_dir, _name(args))
         with importing():
             role = _role(args)
-        asyncio.run(_until_told_to_stop(role))
+        _run(role)
     except BaseException as error:
         found = cause(error)
         expected = isinstance(found, RestartNeeded) or is_final(found)

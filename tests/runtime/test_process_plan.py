@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
-from streamrl.errors import UserError
+from streamrl.errors import RestartNeeded, UserError
+from streamrl.launcher import entry_point
 from streamrl.launcher.local_backend import LocalProcess, start
 from streamrl.launcher.supervisor import run
 from streamrl.runtime.process_plan import CORES, ProcessSpec, plan_processes, possible_instances
@@ -157,6 +160,21 @@ def test_a_role_that_fails_leaves_its_last_words(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(60))
     assert done.returncode == 1
     assert any(line.startswith("LAST WORDS: ") for line in done.stderr.splitlines())
+
+
+def test_a_role_that_fails_waits_for_no_thread() -> None:
+    may_end, ended = threading.Event(), threading.Event()
+
+    async def fail() -> None:
+        computing = asyncio.create_task(asyncio.to_thread(lambda: (may_end.wait(scaled(5)), ended.set())))
+        await asyncio.sleep(0)  # it begins
+        assert not computing.done()
+        raise RestartNeeded("an instance hangs")
+
+    with pytest.raises(RestartNeeded):
+        entry_point._run(fail())
+    assert not ended.is_set()
+    may_end.set()
 
 
 @pytest.mark.parametrize("cores", ["1022", f"{2**70}", "no"])
