@@ -109,7 +109,9 @@ class OutputLog:
 def shorten(path: Path) -> None:
     """Remove the older half of a log that has more than `MOST_LOGGED` bytes.
 
-    It stays the same file, to which processes may append meanwhile; the few bytes of just that moment can be lost.
+    It stays the same file, to which processes may append meanwhile. What they append in just that moment can be lost,
+    and the newer half if this process is killed, or others fill the disk, before it is written again: a copy beside
+    it would need room on a disk that may be full.
     """
     with contextlib.suppress(OSError):
         if path.stat().st_size <= MOST_LOGGED:
