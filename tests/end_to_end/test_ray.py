@@ -111,7 +111,7 @@ def nodes() -> Iterator[Cluster]:
 def test_a_run_on_ray_survives_the_loss_of_a_node_with_every_sample_trained_once(
     tmp_path: Path, cluster: Cluster
 ) -> None:
-    project = Project(tmp_path)
+    project = Project(tmp_path, warm=False)  # Ray reads whether it needs a token when it is loaded
     played = {"kind": "agent", "name": "played", "environment": {"name": str(install(tmp_path).folder), "processes": 1}}
     run = {"model": {"path": str(tmp_path / "model"), "max_context": 512}, "sampling": {"max_tokens": 200}}
     changes = run | {
@@ -199,7 +199,7 @@ def test_the_same_run_under_ray_and_local_trains_the_same_samples_with_the_same_
     for name in ("local", "ray"):
         folder = tmp_path / name
         folder.mkdir()
-        project = Project(folder)
+        project = Project(folder, warm=name == "local")
         options = on_ray(project, cluster.address, nodes=2)
         if name == "local":
             text = (folder / "ray.yaml").read_text().replace("backend: ray", "backend: local")
@@ -224,7 +224,7 @@ def test_the_same_run_under_ray_and_local_trains_the_same_samples_with_the_same_
 
 @pytest.mark.timeout(400)
 def test_what_ray_cannot_do_is_told_before_anything_starts(tmp_path: Path, cluster: Cluster) -> None:
-    project = Project(tmp_path)
+    project = Project(tmp_path, warm=False)
     options = on_ray(project, cluster.address, ranks=8, nodes=2)
     assert "sites.here: 8 large asked for, 4 in Ray" in project.launch(*options, code=2)
     options = on_ray(project, "127.0.0.1:1")
