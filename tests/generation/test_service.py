@@ -152,12 +152,13 @@ def test_finished_samples_that_die_with_a_service_are_continued_and_not_begun_an
 def test_a_request_that_is_given_back_is_reported_with_the_time_for_which_its_instance_had_it(tmp_path: Path) -> None:
     few = {name: np.zeros(2, kind) for name, kind in (("completion_tokens", "i4"), ("logprobs", "f4"))}
     few["token_versions"] = np.zeros(2, np.int32)
-    names = ("first", "moved", "e/0.1", "of another")
-    assert [is_turn(name) for name in names] == [False, False, True, False]
+    began = {"first": None, "moved": 20.0, "ahead": 30.5, "e/0.1": None, "of another": None}
+    names = list(began)
+    assert [is_turn(name) for name in names] == [False, False, False, True, False]
 
     async def play() -> list[TypedMessage]:
         async with service_in(tmp_path) as service:
-            parts = [ReleasedSample(name, 10.0, 11.0, 20.0 if name == "moved" else None) for name in names]
+            parts = [ReleasedSample(name, 10.0, 11.0, began[name]) for name in names]
             received = [
                 SimpleNamespace(body=one, kind="released", arrays=few, peer="i", ack=lambda: None) for one in parts
             ]
@@ -173,7 +174,11 @@ def test_a_request_that_is_given_back_is_reported_with_the_time_for_which_its_in
                     await service._from_instances()
             return told
 
-    assert asyncio.run(play()) == [GivenBack("first", "i", 110.0, 130.0), GivenBack("moved", "i", 120.0, 130.0)]
+    assert asyncio.run(play()) == [
+        GivenBack("first", "i", 110.0, 130.0),
+        GivenBack("moved", "i", 120.0, 130.0),
+        GivenBack("ahead", "i", 130.5, 130.5),  # the clock has been set back since
+    ]
 
 
 @contextlib.asynccontextmanager

@@ -264,7 +264,8 @@ class GenerationService:
         """Report to the controller for how long an instance had a request; it knows nothing of single turns."""
         if not is_turn(partial.sample_id):
             began, home = partial.t_last_part or partial.t_dispatched, self.controller.clock.to_hub_time
-            times = {"started": home(began), "ended": home(time.time())}
+            ended = max(began, time.time())  # the clock may have been set back
+            times = {"started": home(began), "ended": home(ended)}
             self.reports.put(controller_site.GivenBack(sample_id=partial.sample_id, instance=instance, **times))
 
     async def _tell_parked(self, partial: PartialSample) -> None:
