@@ -23,6 +23,7 @@ from streamrl.tasks import sandbox
 from streamrl.tasks.rewards import Scorer
 from streamrl.tasks.sandbox import _bubblewrap_options, passes
 from streamrl.tasks.void_reward import VoidReward
+from tests.tasks.passing_time import passing_once
 from tests.waiting import scaled, wait_for
 
 NOTHING = Sandbox(command=["env"], seconds=20)
@@ -37,16 +38,9 @@ IMPORTED = {*("builtins", "contextlib", "ctypes", "json", "operator", "os", "res
 
 @pytest.fixture
 def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file whose coming lets a sandbox's time pass, fast; before, it stands still (for a minute at most)."""
-    path, now, began = tmp_path / "there", 0.0, time.monotonic()
-
-    def monotonic() -> float:
-        nonlocal now
-        if path.exists() or time.monotonic() > began + scaled(60):
-            now += 0.2
-        return now
-
-    monkeypatch.setattr(sandbox, "time", SimpleNamespace(monotonic=monotonic))
+    """A file whose coming lets a sandbox's time pass, fast."""
+    path = tmp_path / "there"
+    monkeypatch.setattr(sandbox, "time", passing_once(path, 0.2))
     return path
 
 

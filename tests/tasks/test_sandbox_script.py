@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import socket
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +12,7 @@ from streamrl.rollouts.void import VoidCause
 from streamrl.tasks import sandbox_script
 from streamrl.tasks.sandbox_script import MOST_OUTPUT, Language, run_script
 from streamrl.tasks.void_reward import VoidReward
+from tests.tasks.passing_time import passing_once
 from tests.waiting import scaled
 
 SANDBOX = Sandbox(seconds=scaled(10))
@@ -45,16 +44,8 @@ def test_an_exception_is_shown_to_its_author() -> None:
 def test_a_script_that_does_not_end_or_prints_without_end_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there, now, began = tmp_path / "there", 0.0, time.monotonic()
-
-    def monotonic() -> float:
-        """Time passes once the script has printed, after one more look at it."""
-        nonlocal now
-        if there.exists() or time.monotonic() > began + scaled(60):
-            now += 3
-        return now
-
-    monkeypatch.setattr(sandbox_script, "time", SimpleNamespace(monotonic=monotonic))
+    there = tmp_path / "there"
+    monkeypatch.setattr(sandbox_script, "time", passing_once(there, 3))  # over after one more look at the output
     script = f"print('begun', flush=True)\nopen({str(there)!r}, 'w').close()\nimport time; time.sleep(199)"
     hangs = run_script(script, "python", Sandbox(command=["env"], seconds=5))
     assert (hangs.text, hangs.ended) == ("begun\n", "timed out after 5 s") and there.exists()
