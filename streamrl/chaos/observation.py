@@ -20,6 +20,8 @@ from streamrl.chaos.audit import Account, LedgerRow, RolloutRow
 from streamrl.chaos.follow import Observation, SeenProcess
 from streamrl.errors import UserError
 from streamrl.run_dir import layout
+from streamrl.run_dir.checkpoint_sums import STATE_FILE
+from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.run_dir.instance_files import read_started
 from streamrl.run_dir.metrics import read_metrics
 from streamrl.run_dir.status import read_status
@@ -133,12 +135,12 @@ def read_account(run_dir: Path) -> Account:
 
 def _position(run_dir: Path) -> tuple[int, frozenset[int]]:
     """Return the number of the next new prompt, and those to issue again, by the newest checkpoint."""
+    checkpoints = CheckpointFolder(run_dir / layout.CHECKPOINTS)
     for _ in range(ACCOUNT_TRIES):
-        names = [path for path in (run_dir / layout.CHECKPOINTS).glob("step_*") if path.name[5:].isdigit()]
-        if not names:
+        if (step := checkpoints.latest()) is None:
             return 0, frozenset()
         try:
-            found = json.loads((max(names, key=lambda path: int(path.name[5:])) / "state.json").read_text())["prompts"]
+            found = json.loads((checkpoints.path(step) / STATE_FILE).read_text())["prompts"]
             return int(found["next_index"]), frozenset(map(int, found.get("again", ())))
         except FileNotFoundError:
             continue
