@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
-"""Error numbers that a restarted process would meet again: the disk is full or not writable."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Those of them that more room helps against."""
+"""Error numbers of a disk that more room helps."""
+DISK = (*FULL, errno.EROFS, errno.EACCES)
+"""Error numbers that a restarted process would meet again: the disk is full or not writable."""
 
 
 class ErrorCode(StrEnum):

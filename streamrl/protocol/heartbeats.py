@@ -68,7 +68,7 @@ class ProcessState(msgspec.Struct, frozen=True):
     refused: dict[RefusalCause, Annotated[dict[Text, Tally], Meta(max_length=MOST_REFUSED)]] = {}
     """What its hubs and links have refused, by cause and peer."""
     silent_s: Duration | None = None
-    """For how long its service has not heard an agents process."""
+    """Seconds since its service has heard an agents process; None: it has not, or this is another process."""
     session: Annotated[str, Meta(max_length=MAX_NAME)] = ""
     """Session of an agents process."""
 
