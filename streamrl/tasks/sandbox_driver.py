@@ -37,7 +37,7 @@ from streamrl.tasks.sandbox_values import CHANGEABLE, TAGS, decode, encode, enco
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from typing import Any, NoReturn
+    from typing import Any, BinaryIO, NoReturn
 
 NEW_NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 """CLONE_NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET."""
@@ -47,7 +47,7 @@ CLOSED = 0x1 | 0x2 | 0x4 | 0x8  # MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 CAPABILITIES_V3 = 0x20080522
 MOST_OPEN_FILES = 64
-SCRIPTS = {"python": [sys.executable, "-Iuc"], "bash": ["bash", "-c"]}
+SCRIPTS = {"python": [sys.executable, "-Iu"], "bash": ["bash"]}
 
 
 def contains(one: Any, value: Any) -> bool | None:
@@ -81,8 +81,8 @@ class NotPlain(TypeError):
 class Channel:
     """Lines of JSON to and from streamrl."""
 
-    def __init__(self) -> None:
-        self._read, self._write = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    def __init__(self, read: BinaryIO) -> None:
+        self._read, self._write = read, os.fdopen(os.dup(1), "wb")
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, 0)  # the program neither reads nor prints where streamrl listens
         os.dup2(null, 1)
@@ -472,12 +472,18 @@ def tasks_of_user() -> int:
     return count
 
 
+def script_file(source: str) -> str:
+    """Return the path of a file in memory with a script: as an argument it could have 128 KiB at most."""
+    number = ctypes.CDLL(None).memfd_create(b"script", 0)  # `os` has this function in some builds of Python only
+    with os.fdopen(number, "wb", closefd=False) as file:
+        file.write(source.encode(errors="surrogatepass"))
+    return f"/proc/self/fd/{number}"
+
+
 def main() -> NoReturn:
     """Run one side."""
-    line = b""
-    while not line.endswith(b"\n"):  # unbuffered: what follows is the channel's
-        line += os.read(0, 1) or os._exit(1)
-    given = json.loads(line)
+    read = os.fdopen(os.dup(0), "rb")  # the channel's too, as its buffer may hold what follows the first line
+    given = json.loads(read.readline() or os._exit(1))
     try:
         if given["parent"] is not None:
             isolate(given["parent"], given["hidden"])
@@ -486,11 +492,12 @@ def main() -> NoReturn:
     except (OSError, ValueError) as error:
         sys.exit(f"cannot be isolated: {error}")
     if given["side"] in SCRIPTS:
+        command = [*SCRIPTS[given["side"]], script_file(given["source"])]
         os.write(1, b'["begun", null]\n')
         os.dup2(1, 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.execvp((command := SCRIPTS[given["side"]])[0], [*command, given["source"]])
-    channel = Channel()
+        os.execvp(command[0], command)
+    channel = Channel(read)
     channel.send("begun")
     (Program(channel) if given["side"] == "program" else Tests(channel)).run(given["source"])
     os._exit(0)

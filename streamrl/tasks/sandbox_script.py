@@ -24,7 +24,7 @@ class ScriptOutput:
     text: str
     """What it has printed, standard error included."""
     ended: str
-    """'' if it succeeded; else how it ended: 'exit code 1', 'timed out after 5 s', ..."""
+    """'' if it succeeded; else how it ended: 'exit code 1', 'timed out after 5 s', 'not run', ..."""
 
 
 def run_script(source: str, language: Language, sandbox: Sandbox) -> ScriptOutput:
@@ -33,12 +33,14 @@ def run_script(source: str, language: Language, sandbox: Sandbox) -> ScriptOutpu
     Raises:
         VoidReward: the sandbox did not start it.
     """
+    if "\0" in source:  # bash would leave it out, or take the script for a binary file
+        return ScriptOutput("the code has a NUL character, which no script may have", "not run")
     with Boxed(language, source, isolation_of(sandbox), sandbox) as box:
         printed, ended = b"", ""
         end = time.monotonic() + sandbox.seconds
         while not ended:
             box.flush()
-            ready, _, _ = select.select([box.output], [], [], LOOK_S)
+            ready, _, _ = select.select([box.output], [box.input] if box.pending else [], [], LOOK_S)
             if ready and not (part := os.read(box.output.fileno(), MOST_OUTPUT)):
                 break
             printed += part if ready else b""

@@ -349,6 +349,11 @@ def test_a_program_may_be_given_much_and_give_much_back(program: str, tests: str
     assert not passes(program, tests.replace("==", "!=").replace("'ba'", "'ab'"), LONG)
 
 
+def test_a_program_may_be_as_long_as_an_answer_can_be() -> None:
+    program = "def add(a, b):\n    return a + b\n" + "x = 1\n" * 200_000
+    assert passes(program, "assert add(1, 2) == 3", LONG)
+
+
 def test_tests_that_pass_too_much_void_the_reward_whatever_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sandbox.MOST_BYTES, "tests", 2**20)
     with pytest.raises(VoidReward, match="the tests pass more than 1 MiB to the program at once") as found:

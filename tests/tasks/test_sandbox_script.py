@@ -41,6 +41,23 @@ def test_an_exception_is_shown_to_its_author() -> None:
     assert output.ended == "exit code 1"
 
 
+@pytest.mark.parametrize(("language", "last"), [("python", "print('done')"), ("bash", "echo done")])
+def test_a_script_may_be_longer_than_an_argument_of_a_program(language: Language, last: str) -> None:
+    output = run_script("# a comment\n" * 50_000 + last, language, SANDBOX)
+    assert (output.text, output.ended) == ("done\n", "")
+
+
+@pytest.mark.parametrize(("language", "source"), [("python", "print(1)\0"), ("bash", "echo 1\necho '\0'")])
+def test_a_script_with_a_nul_character_is_told_so(language: Language, source: str) -> None:
+    output = run_script(source, language, SANDBOX)
+    assert "NUL character" in output.text and output.ended == "not run"
+
+
+def test_a_script_with_half_a_character_is_answered_by_python() -> None:
+    output = run_script("print('\ud83d')", "python", SANDBOX)
+    assert output.text.startswith("SyntaxError") and output.ended == "exit code 1"
+
+
 def test_a_script_that_does_not_end_or_prints_without_end_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
