@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from streamrl.agents.chat_endpoint import ChatEndpoint, EpisodeWait, OpenSession
+from streamrl.agents.chat_endpoint import REFUSED_STEP, ChatEndpoint, EpisodeWait, OpenSession
 from streamrl.agents.episode import Episode, EpisodeOrder, EpisodeOutcome, EpisodeRunner, GenerateTurn
 from streamrl.agents.rendering import ChatRenderer, TemplateError
 from streamrl.agents.session import SessionLimits
@@ -142,8 +142,13 @@ class AgentHost:
             outcome = EpisodeOutcome(None, Void(VoidCause.CRASH, f"{type(error).__name__}: {error}"))
         finally:
             await self._endpoint.close(session)
-        if session.over and order.task in self._programs and outcome.void and outcome.void.cause is VoidCause.CRASH:
-            outcome = replace(outcome, reward=0.0, void=None)  # what the policy did used up context or turns
+        void = outcome.void
+        if order.task in self._programs and void is not None and void.cause is VoidCause.CRASH:
+            if session.over:  # what the policy did used up context or turns
+                outcome = replace(outcome, reward=0.0, void=None, traceback="")
+            elif refusal := _last_refusal(session):
+                text = f"{void.text}; its last call had been refused: {refusal}"
+                outcome = replace(outcome, void=Void(VoidCause.CRASH, text))
         return _episode(session, outcome, time.time()), outcome.again
 
     def waiting(self) -> list[EpisodeWait]:
@@ -158,6 +163,12 @@ class AgentHost:
         self._server.should_exit = True
         if self._serving is not None:
             await self._serving
+
+
+def _last_refusal(session: OpenSession) -> str:
+    """Return why the last call was refused; '': it was not, or there was none."""
+    calls = [step for step in session.steps if step.kind == "generate" or step.name == REFUSED_STEP]
+    return calls[-1].detail if calls and calls[-1].name == REFUSED_STEP else ""
 
 
 def _episode(session: OpenSession, outcome: EpisodeOutcome, now: float) -> Episode:

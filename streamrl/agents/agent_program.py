@@ -4,7 +4,8 @@
     TASK                              the item as JSON
     last line of standard output      {"reward": 1.0, ...}: the reward and further numbers
 
-What else a program prints, and its standard error, goes to the log.
+What else a program prints, and its standard error, goes to the log. The end of its standard error also comes with the
+failure of one that ends with an error, as the traceback.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 from streamrl.agents.agent_result import outcome_of
 from streamrl.agents.episode import EpisodeOrder, EpisodeOutcome
 from streamrl.config.tasks import EpisodeDeadlines
-from streamrl.rollouts.void import Void, VoidCause
+from streamrl.rollouts.void import LONGEST_TRACEBACK, Void, VoidCause
 from streamrl.runtime.output_pipe import OutputPipe
 from streamrl.runtime.processes import end_with_parent, exit_text, kill_with_children
 from streamrl.runtime.proxies import beside_proxies
@@ -107,7 +108,7 @@ async def play_program(
         errors.close()
         await ended
     if code:
-        return _void(VoidCause.CRASH, f"{command[0]} ended with {exit_text(code)}")
+        return _void(VoidCause.CRASH, f"{command[0]} ended with {exit_text(code)}", printed.errors)
     try:
         reward, metrics = outcome_of(printed.result(command[0]))
     except VoidReward as void:
@@ -125,7 +126,7 @@ class _Printed:
     def __init__(self, log: Callable[[bytes], object]) -> None:
         self._log = log
         self._bytes = 0
-        self._end = b""
+        self._end = self._errors = b""
 
     async def keep(self, stream: OutputPipe) -> None:
         """Read standard output, and keep its end."""
@@ -134,15 +135,21 @@ class _Printed:
             self._end = (self._end + part)[-2 * MOST_LINE :]
 
     async def pass_on(self, stream: OutputPipe) -> None:
-        """Read standard error."""
+        """Read standard error, and keep its end."""
         while part := await stream.read(PART):
             self._count(part)
+            self._errors = (self._errors + part)[-4 * LONGEST_TRACEBACK :]  # a character has four bytes at most
 
     def _count(self, part: bytes) -> None:
         self._bytes += len(part)
         if self._bytes > MOST_PRINTED:
             raise _TooMuch
         self._log(part)
+
+    @property
+    def errors(self) -> str:
+        """The end of standard error."""
+        return self._errors.decode(errors="replace").strip()[-LONGEST_TRACEBACK:]
 
     def result(self, program: str) -> object:
         """Return the last line's JSON.
@@ -160,5 +167,5 @@ class _Printed:
         return found
 
 
-def _void(cause: VoidCause, text: str) -> EpisodeOutcome:
-    return EpisodeOutcome(None, Void(cause, text))
+def _void(cause: VoidCause, text: str, errors: str = "") -> EpisodeOutcome:
+    return EpisodeOutcome(None, Void(cause, text), traceback=errors)

@@ -42,6 +42,8 @@ CALLS_PER_TURN = 50
 """Calls per turn that an episode may make, refused ones included, before it is refused for good."""
 
 
+REFUSED_STEP = "call refused"
+"""Name of the step of a call that was refused."""
 GONE = 499
 """Status of an answer that nobody is there to read."""
 CUT = "cut by the token limit"
@@ -300,7 +302,7 @@ class ChatEndpoint:
     def _refused(self, session: OpenSession, error: CallError) -> None:
         session.over = error.code in OVER
         if session.calls <= 2 * session.session.limits.max_turns:  # a flood is not recorded to its end
-            self._step(session, "agent", "call refused", time.time(), f"{error.code}: {error}"[:500])
+            self._step(session, "agent", REFUSED_STEP, time.time(), f"{error.code}: {error}"[:500])
 
     def _step(
         self,

@@ -157,7 +157,7 @@ class EpisodeOutcome:
     """Its tool calls and its own remarks; model calls are recorded by the endpoint."""
     metrics: dict[str, float] = field(default_factory=dict)
     traceback: str = ""
-    """End of the traceback of what the agent raised; '': it raised nothing."""
+    """End of the traceback of what the agent raised, or of the standard error of a program; '': there is none."""
     again: bool = False
     """Whether another episode may have caused this void one, so that it should be run again, in a new session."""
 

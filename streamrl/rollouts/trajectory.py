@@ -61,7 +61,7 @@ class Trajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     void_cause: VoidCause | None = None
     void_text: str = ""
     void_traceback: str = ""
-    """End of the traceback of what the agent raised; '': it raised nothing."""
+    """End of the traceback of what the agent raised, or of the standard error of a program; '': there is none."""
     metrics: dict[str, float] = {}
     """Finite numbers that the agent has returned beside its reward."""
     messages: list[dict[str, Any]]

@@ -13,11 +13,11 @@ import pytest
 from streamrl.agents import agent_program
 from streamrl.agents.agent_host import AgentHost
 from streamrl.agents.agent_program import play_program
-from streamrl.agents.episode import EpisodeOrder, EpisodeOutcome
+from streamrl.agents.episode import Episode, EpisodeOrder, EpisodeOutcome
 from streamrl.agents.workers import EpisodeWorkers
 from streamrl.config.run import RunConfig
 from streamrl.config.tasks import AgentTask, EpisodeDeadlines
-from streamrl.rollouts.void import VoidCause
+from streamrl.rollouts.void import LONGEST_TRACEBACK, VoidCause
 from tests.agents.model_server import ModelServer
 from tests.agents.test_agent_host import TOKENIZER, Model
 from tests.waiting import scaled, until, wait_for
@@ -104,6 +104,13 @@ def test_a_program_that_fails_is_void_with_its_cause(code: str, cause: VoidCause
     assert (outcome.void.cause, says in outcome.void.text) == (cause, True), outcome.void
 
 
+def test_a_program_that_ends_with_an_error_is_void_with_the_end_of_its_standard_error() -> None:
+    outcome = played("import sys\nprint('ä' * 5000, file=sys.stderr)\nraise ValueError('its own words')")
+    assert len(outcome.traceback) == LONGEST_TRACEBACK and outcome.traceback.startswith("ä")
+    assert outcome.traceback.endswith("ValueError: its own words")
+    assert played("import sys\nprint('a remark', file=sys.stderr)\nprint('{\"reward\": 1}')").traceback == ""
+
+
 def test_a_program_that_does_not_start_is_void_as_is_an_item_that_no_variable_holds() -> None:
     limits = EpisodeDeadlines()
     gone = asyncio.run(play_program(["/no/such/program"], order(), "u", "k", limits, len))
@@ -183,23 +190,53 @@ def test_a_program_ends_with_all_that_it_has_started_when_its_time_is_over_or_no
 def test_a_program_that_ends_because_its_turns_are_used_up_has_no_reward_and_is_not_void(
     more: str, reward: float | None, cause: VoidCause | None
 ) -> None:
-    ask = 'client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])'
-    code = f"from openai import OpenAI\nclient = OpenAI()\ndef ask(): {ask}\n{more}"
-    task = {"kind": "agent", "name": "mine", "items": "unused:items", "max_turns": 2}
+    code = f"{ASKS}\n{more}"
+    episode = led(code, max_turns=2)
+    assert (episode.reward, episode.void and episode.void.cause) == (reward, cause), episode
+    assert episode.traceback == ""
+
+
+@pytest.mark.parametrize(
+    ("more", "refused"),
+    [
+        ("ask('gpt-4o')", True),
+        ("try: ask('gpt-4o')\nexcept Exception: raise SystemExit(1)", True),
+        ("try: ask('gpt-4o')\nexcept Exception: ask()\nraise SystemExit(1)", False),  # a later call had an answer
+    ],
+)
+def test_a_program_that_ends_after_a_refused_call_is_void_with_the_words_of_the_refusal(
+    more: str, refused: bool
+) -> None:
+    episode = led(f"{ASKS}\n{more}", max_turns=2)
+    assert episode.void is not None and episode.void.cause == VoidCause.CRASH
+    told = "its last call had been refused: model_not_found: there is no model 'gpt-4o' here"
+    assert (told in episode.void.text) == refused, episode.void
+
+
+ASKS = """
+from openai import OpenAI
+client = OpenAI()
+def ask(model="policy"):
+    client.chat.completions.create(model=model, messages=[{"role": "user", "content": "hi"}])
+"""
+
+
+def led(code: str, max_turns: int) -> Episode:
+    """Have a program play an episode with a real endpoint."""
+    task = {"kind": "agent", "name": "mine", "items": "unused:items", "max_turns": max_turns}
     run = RunConfig.model_validate(
         {"model": {"path": "some/model"}, "tasks": [{**task, "command": [sys.executable, "-c", code]}]}
     )
 
-    async def scenario() -> None:
+    async def scenario() -> Episode:
         workers = EpisodeWorkers(run.agent_tasks, 1)
         host = AgentHost(run, TOKENIZER, Model().generate, workers)
         try:
             await workers.start()
             await host.start()
-            episode = await host.run(order())
-            assert (episode.reward, episode.void and episode.void.cause) == (reward, cause), episode
+            return await host.run(order())
         finally:
             await workers.close()
             await host.close()
 
-    asyncio.run(scenario())
+    return asyncio.run(scenario())
