@@ -14,6 +14,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import numpy as np
 from streamrl.agents.agent_host import AgentHost
 from streamrl.agents.chat_endpoint import EpisodeWait
 from streamrl.agents.episode import Episode, EpisodeOrder, GeneratedTurn, TurnOrder
-from streamrl.agents.workers import EpisodeWorkers
+from streamrl.agents.workers import PROGRAMS, EpisodeWorkers
 from streamrl.machine.model_files import resolve_model, token_rows
 from streamrl.protocol import site_agents
 from streamrl.protocol.message import MessageReader, wire
@@ -171,17 +172,25 @@ class AgentsProcess:
     def _state(self) -> dict[str, Any]:
         causes = ", ".join(f"{cause} {count}" for cause, count in self.void.most_common())
         detail = f"{self.ended} episodes" + (f", {self.void.total()} void ({causes})" if causes else "")
+        waiting = self.host.waiting()
+        if queued := sum(map(self._is_queued, waiting)):
+            detail += f"; {queued} wait for one of {PROGRAMS} programs to end"
         return {
             "state": "leading episodes" if self._episodes else "idle",
             "running": len(self._episodes),
             "waiting": len(self._turns),
             "detail": detail,
-            "waits": [self._wait(wait) for wait in self._long_waits()],
+            "waits": [self._wait(wait) for wait in self._long(waiting)],
         }
 
-    def _long_waits(self) -> list[EpisodeWait]:
+    def _is_queued(self, wait: EpisodeWait) -> bool:
+        """Whether an episode's program has yet to start, which nothing limits: others have to end first."""
+        task = self.workers.tasks[wait.order.task]
+        return task.command is not None and self.workers.program_start(wait.order) is None
+
+    def _long(self, waits: Iterable[EpisodeWait]) -> list[EpisodeWait]:
         now = time.time()
-        return [wait for wait in self.host.waiting() if now - wait.since > LONG_WAIT_S][:MOST_WAITS]
+        return [wait for wait in waits if now - wait.since > LONG_WAIT_S and not self._is_queued(wait)][:MOST_WAITS]
 
     def _wait(self, wait: EpisodeWait) -> dict[str, Any]:
         """Return what an episode waits for, as other waits of a process are told."""
@@ -193,10 +202,14 @@ class AgentsProcess:
         }[wait.kind]
         if known is not None and wait.kind != "model":  # its worker knows more than the endpoint
             what, limit_s = f"tool {known.name}", limits.tool_s
+        since = wait.since
+        if (started := self.workers.program_start(wait.order)) is not None:  # a program has no limit but this one
+            since = max(since, started)
+            limit_s = max(0.0, started + limits.episode_s - since)
         return {
             "owner": self.context.name,
             "waiting_for": f"episode {wait.order.sample_id}: {what}",
-            "since": wait.since,
+            "since": since,
             "limit_s": limit_s,
         }
 

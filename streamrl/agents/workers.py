@@ -79,6 +79,9 @@ class EpisodeWorkers:
         """Episodes one of which has killed a worker; each runs alone next time."""
         self._alone = asyncio.Semaphore(max(FEWEST_ALONE, usable_cores()))
         self._programs = asyncio.Semaphore(PROGRAMS)
+        self._program_starts: dict[int, float] = {}
+        """When the programs that run were started, in unix seconds, by the id of the order's object: after a restart of
+        the service the same episode may be led again before its first program has ended."""
         self._background: set[asyncio.Task[Any]] = set()
         self._closed = False
         self._start_s = START_S
@@ -118,7 +121,11 @@ class EpisodeWorkers:
         if task.command is not None:
             async with self._programs:
                 limits, take = task.deadlines, self._log.write
-                return await self._until_closed(play_program(task.command, order, base_url, api_key, limits, take))
+                self._program_starts[id(order)] = time.time()
+                try:
+                    return await self._until_closed(play_program(task.command, order, base_url, api_key, limits, take))
+                finally:
+                    del self._program_starts[id(order)]
         if task.environment is not None:
             return await self._until_closed(self._environments.play(order, base_url, api_key))
         play = Play(order=order, base_url=base_url, api_key=api_key)
@@ -145,6 +152,10 @@ class EpisodeWorkers:
     def waiting(self) -> dict[str, AgentWait]:
         """Return the tools that open episodes wait for, by sample id; agents that are programs do not say."""
         return {wait.sample_id: wait for worker in self._workers for wait in worker.doing.values()}
+
+    def program_start(self, order: EpisodeOrder) -> float | None:
+        """Return when the program of an open episode was started, in unix seconds; None: it is not running."""
+        return self._program_starts.get(id(order))
 
     async def close(self) -> None:
         """End all workers at once, even those that hang; every waiting `run` returns a void outcome."""
