@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import signal
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from streamrl.agents.episode import EpisodeOrder, EpisodeOutcome
 from streamrl.config.tasks import EpisodeDeadlines
 from streamrl.rollouts.void import LONGEST_TRACEBACK, Void, VoidCause
 from streamrl.runtime.output_pipe import OutputPipe
-from streamrl.runtime.processes import end_with_parent, exit_text, kill_with_children
+from streamrl.runtime.processes import end_with_parent, exit_text, kill_with_children, kill_with_setting
 from streamrl.runtime.proxies import beside_proxies
 from streamrl.tasks.void_reward import VoidReward, text_of
 
@@ -34,6 +35,8 @@ MOST_PRINTED = 64 * 2**20
 MOST_LINE = 2**16
 """Most bytes of the last line."""
 PART = 2**16
+MARK = "STREAMRL_PROGRAM"
+"""Variable with a random value, by which all that a program has started is found."""
 LAST_WORDS_S = 1.0
 """Seconds for the output of a program that has ended."""
 
@@ -48,8 +51,8 @@ async def play_program(
 ) -> EpisodeOutcome:
     """Run a program that plays one episode; whatever fails makes the episode void.
 
-    It ends with everything that it has started, also when this coroutine is cancelled. What it has started in a process
-    group of its own is seen only while the program runs.
+    It ends with everything that it has started, also when this coroutine is cancelled. What it has started in a session
+    of its own is found by the variable `MARK`, which a process that gets another environment lacks.
 
     Args:
         command: program and arguments.
@@ -64,6 +67,7 @@ async def play_program(
         return _void(VoidCause.ENVIRONMENT, f"the item has {size:,} bytes; the variable TASK takes {MOST_TASK_BYTES:,}")
     own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "TASK": task}
     own |= {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": api_key}
+    own[MARK] = mark = secrets.token_hex(16)
     printed = _Printed(log)
     output, errors = await OutputPipe.open(), await OutputPipe.open()
     try:
@@ -103,10 +107,11 @@ async def play_program(
             kill_with_children(process.pid)
         with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing is left of it
             os.killpg(process.pid, signal.SIGKILL)
+        looking = asyncio.ensure_future(asyncio.to_thread(kill_with_setting, f"{MARK}={mark}"))
         reading.cancel()
         output.close()
         errors.close()
-        await ended
+        await asyncio.gather(ended, looking)
     if code:
         return _void(VoidCause.CRASH, f"{command[0]} ended with {exit_text(code)}", printed.errors)
     try:

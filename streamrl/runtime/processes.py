@@ -18,6 +18,8 @@ import psutil
 from streamrl.runtime import warden
 
 PR_SET_PDEATHSIG = 1
+MOST_LOOKS = 5
+"""Times that processes to be killed are looked for, as they may start others meanwhile."""
 TRACKER = "from multiprocessing.resource_tracker import main"
 """Stands in the command line of a process that frees what Python's processes have left of their shared memory."""
 
@@ -69,6 +71,25 @@ def kill_with_children(pid: int) -> None:
         for one in [process, *process.children(recursive=True)]:
             with contextlib.suppress(psutil.Error):
                 one.kill()
+
+
+def kill_with_setting(setting: str) -> None:
+    """Kill this user's processes that began with a variable, whoever their parent and whatever their group and session.
+
+    Linux only; a no-op elsewhere.
+
+    Args:
+        setting: `NAME=value`, which nothing else has: it is inherited by what a process starts.
+    """
+    for _ in range(MOST_LOOKS):
+        found = False
+        for pid in psutil.pids():
+            with contextlib.suppress(OSError):  # it is another user's, has ended, or this is no Linux
+                if setting.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    os.kill(pid, signal.SIGKILL)
+                    found = True
+        if not found:
+            return
 
 
 def kill_group(leader: int) -> None:

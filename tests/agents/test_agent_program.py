@@ -143,6 +143,38 @@ def test_what_a_program_leaves_behind_is_not_waited_for_and_ends_with_it(
     wait_for(lambda: ended(pid), 10)
 
 
+ELSEWHERE = """
+import os, subprocess, sys, time
+nap = [sys.executable, "-c", "import time; time.sleep(1000)"]
+null = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+browser = subprocess.Popen(nap, start_new_session=True, **null)
+daemon = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL).pid)"
+started = [sys.executable, "-c", daemon, *nap]
+daemon = subprocess.run(started, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).stdout
+open("pids", "w").write(f"{browser.pid} {int(daemon)}")
+os.rename("pids", "all pids")
+"""
+
+
+@pytest.mark.parametrize("end", ["print('{\"reward\": 1}')", "os._exit(3)", "time.sleep(1000)"])
+def test_what_a_program_has_started_in_a_session_of_its_own_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    async def scenario() -> None:
+        command = [sys.executable, "-c", ELSEWHERE + end]
+        playing = asyncio.ensure_future(play_program(command, order(), "u", "k", EpisodeDeadlines(), len))
+        await until(Path("all pids").exists, 60)
+        if "sleep" in end:
+            playing.cancel()
+        await asyncio.wait({playing})
+        pids = [int(pid) for pid in Path("all pids").read_text().split()]
+        await until(lambda: all(map(ended, pids)), 10)
+
+    asyncio.run(scenario())
+
+
 TREE = """
 import os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
