@@ -1,8 +1,8 @@
 """The state that processes report with their heartbeats: what the controller reads of it, and of which types.
 
 Further fields are allowed and left out. A heartbeat that does not fit is refused and counted, so that no process can
-break what is shown of the run. Texts are made fit to be shown as a heartbeat arrives, since the status is written twice
-a second.
+break what is shown of the run. Texts that are only shown are cut instead: a long one of one instance must not cost its
+whole site the heartbeat. They are made fit to be shown as it arrives, since the status is written twice a second.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from streamrl.transport.wire import MAX_NAME, MalformedMessage
 MOST = 10**12
 """Largest number that is read: no count, rate, time or duration in seconds comes near, and sums of many stay finite."""
 MOST_TEXT = 20_000
-"""Most characters of a text."""
+"""Characters that are kept of a text."""
 MOST_ENTRIES = 10_000
 """Most instances of a site, and most waits of a process."""
 MOST_WAITS, MOST_OF_A_WAIT = 1_000, 1_000
 """Waits that are kept of a heartbeat, and characters of each of their texts; the rest is left out."""
-MOST_DRAFTS = 1_000
-"""Most characters of what is said of drafts."""
 MOST_REFUSED = 1_000
 """Most peers for each cause of its refusals."""
 
@@ -35,14 +33,13 @@ Number = Annotated[float, Meta(ge=-MOST, le=MOST)]
 """A finite number: neither bound lets NaN through."""
 Duration = Annotated[float, Meta(ge=0, le=MOST)]
 Tally = Annotated[int, Meta(ge=0, le=MOST)]
-Text = Annotated[str, Meta(max_length=MOST_TEXT)]
 
 
 class ReportedWait(msgspec.Struct, frozen=True):
     """A wait of the process (`transport/deadlines.py`); times in seconds."""
 
-    owner: Text
-    waiting_for: Text
+    owner: str
+    waiting_for: str
     since: Number
     limit_s: Number
 
@@ -50,22 +47,22 @@ class ReportedWait(msgspec.Struct, frozen=True):
 class ProcessState(msgspec.Struct, frozen=True):
     """The state of any process."""
 
-    state: Text = "starting"
-    detail: Text = ""
+    state: str = "starting"
+    detail: str = ""
     running: Count | None = None
     waiting: Count | None = None
     tokens_per_s: Number | None = None
     weight_version: Count | None = None
     busy_since: Number | None = None
     stalled_s: Duration = 0.0
-    dtype: Text = ""
-    dtype_why: Text = ""
-    packing: Text = ""
-    packing_why: Text = ""
-    drafts: Annotated[str, Meta(max_length=MOST_DRAFTS)] = ""
+    dtype: str = ""
+    dtype_why: str = ""
+    packing: str = ""
+    packing_why: str = ""
+    drafts: str = ""
     """Accepted and drafted tokens by kind of drafts, of an instance that speculates."""
     waits: Annotated[list[ReportedWait], Meta(max_length=MOST_ENTRIES)] = []
-    refused: dict[RefusalCause, Annotated[dict[Text, Tally], Meta(max_length=MOST_REFUSED)]] = {}
+    refused: dict[RefusalCause, Annotated[dict[str, Tally], Meta(max_length=MOST_REFUSED)]] = {}
     """What its hubs and links have refused, by cause and peer."""
     silent_s: Duration | None = None
     """Seconds since its service has heard an agents process; None: it has not, or this is another process."""
@@ -111,7 +108,7 @@ def read_state(speaker: Speaker, state: dict[str, Any]) -> dict[str, Any]:
         raise MalformedMessage(f"state of {speaker.role}: {error}") from error
     room = MOST_WAITS
     for process in (found, *found["instances"].values(), *found["agents"].values()):
-        process |= {name: shown(process[name]) for name in TEXTS}
+        process |= {name: shown(process[name][:MOST_TEXT]) for name in TEXTS}
         process["waits"] = [_shown_wait(wait) for wait in process["waits"][:room]]
         room -= len(process["waits"])
         process["refused"] = {

@@ -121,6 +121,16 @@ def test_tokens_after_a_rejected_one_are_not_judged() -> None:
     assert (seen.by_age["earlier 2"].drafted, seen.by_age["earlier 2"].accepted) == (6, 2)
 
 
+def test_counts_of_drafts_do_not_grow_with_the_age_of_what_they_are_from() -> None:
+    seen = RunningAcceptance()
+    for age in range(1, 2001):
+        seen.saw(Draft("ab", (1.0, 1.0), "earlier", 16, age), verified=2, accepted=1)
+    assert [*seen.by_age][:5] == ["earlier 1", "earlier 2", "earlier 3-4", "earlier 5-8", "earlier 9-16"]
+    assert (seen.by_age["earlier 5-8"].drafted, seen.by_age["earlier 5-8"].accepted) == (8, 4)
+    assert len(seen.by_age) == 12
+    assert sum(counts.drafted for counts in seen.by_age.values()) == 4000
+
+
 def test_new_weights_bring_rates_back_towards_the_prior() -> None:
     seen, one = RunningAcceptance(), Draft("a", (1.0,), "own", 3)
     for _ in range(8):

@@ -122,7 +122,7 @@ def test_what_may_not_be_said_reaches_nobody_and_is_counted_by_cause_and_peer() 
         *({"agents": {"agents-west": {"silent_s": bad}}} for bad in ("1", math.nan, math.inf, -1.0)),
         {"agents": {"agents-west": {"session": 7}}},
         {"instances": {"west-regular-0": {"drafts": [[]]}}},
-        {"instances": {"west-regular-0": {"drafts": "x" * 1001}}},
+        {"agents": {"agents-west": {"session": "x" * 1001}}},
     ],
 )
 def test_a_heartbeat_cannot_break_what_is_shown(state: dict[str, Any]) -> None:
@@ -141,6 +141,19 @@ def test_what_is_kept_of_a_heartbeat_has_an_end_and_can_be_shown() -> None:
     for one in processes:
         assert (one["detail"], one["drafts"], one["refused"]) == ("d?", "e?", {"hello": {"p?" * 100: 2}})
         assert all((len(w["owner"]), w["owner"][:2], len(w["waiting_for"])) == (1000, "o?", 1000) for w in one["waits"])
+
+
+def test_a_long_text_of_one_instance_does_not_cost_its_site_the_heartbeat() -> None:
+    names = "state", "detail", "dtype", "dtype_why", "packing", "packing_why", "drafts"
+    wait = {"owner": "o" * 30_000, "waiting_for": "w" * 30_000, "since": 0.0, "limit_s": 1.0}
+    long = dict.fromkeys(names, "x" * 30_000) | {"waits": [wait], "refused": {"hello": {"p" * 30_000: 2}}}
+    told = {"instances": {"west-regular-0": long, "west-regular-1": {"weight_version": 7}}}
+    kept = read_state(Speaker("service-west", "service", "west"), told)["instances"]
+    assert kept["west-regular-1"]["weight_version"] == 7
+    one = kept["west-regular-0"]
+    assert {len(one[name]) for name in names} == {20_000}
+    assert [(len(w["owner"]), len(w["waiting_for"])) for w in one["waits"]] == [(1000, 1000)]
+    assert one["refused"] == {"hello": {"p" * 200: 2}}
 
 
 def test_a_heartbeat_that_does_not_fit_leaves_the_one_before() -> None:

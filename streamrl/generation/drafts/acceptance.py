@@ -37,7 +37,7 @@ class RunningAcceptance:
     """What became of the drafts so far."""
 
     by_age: dict[str, Counts] = field(default_factory=dict)
-    """Counts since the start, by source and age in weight versions: 'own', 'sibling', 'earlier 2'."""
+    """Counts since the start, by source and age in weight versions: 'own', 'sibling', 'earlier 2', 'earlier 5-8'."""
     _judged: defaultdict[tuple[str, int], float] = field(default_factory=lambda: defaultdict(float))
     _accepted: defaultdict[tuple[str, int], float] = field(default_factory=lambda: defaultdict(float))
 
@@ -69,7 +69,7 @@ class RunningAcceptance:
             key = draft.source, min(draft.matched + position, LONGEST).bit_length()
             self._judged[key] += draft.shares[position]
             self._accepted[key] += position < accepted
-        named = f"{draft.source} {draft.age}" if draft.source == "earlier" else draft.source
+        named = f"{draft.source} {_ages(draft.age)}" if draft.source == "earlier" else draft.source
         counts = self.by_age.setdefault(named, Counts())
         counts.drafted += verified
         counts.accepted += accepted
@@ -79,3 +79,13 @@ class RunningAcceptance:
         for table in (self._judged, self._accepted):
             for key in table:
                 table[key] /= 2
+
+
+def _ages(age: int) -> str:
+    """Return the ages that are counted together with one, at least 1: '1', '2', '3-4', '5-8', '9-16'.
+
+    A run in which prompts come back sees ever new ages; the counts are reported with every heartbeat, as one text.
+    """
+    oldest = 1 << (age - 1).bit_length()
+    youngest = oldest // 2 + 1
+    return f"{youngest}-{oldest}" if youngest < oldest else str(oldest)
