@@ -28,6 +28,9 @@ from scheduler.cost.step_measurement import describe_fall, steepest_fall
 
 Floats = npt.NDArray[np.float64]
 
+MOST_POINTS = 1_000
+"""Most batch sizes of a calibration: measurements have some dozens, and no other site's may keep its reader busy."""
+
 
 @dataclass(frozen=True)
 class StepCurve:
@@ -101,12 +104,14 @@ class StepCurve:
         """Read a calibration; other keys are ignored, and a file without the times per token leaves them out.
 
         Raises:
-            ValueError: a key is missing or has a wrong value, or step times fall with the batch beyond noise; the
-                message names the key.
+            ValueError: a key is missing or has a wrong value, there are more than `MOST_POINTS` batch sizes, or step
+                times fall with the batch beyond noise; the message names the key.
         """
         points = values.get("step_seconds") if isinstance(values, dict) else None
         if not isinstance(points, dict) or not points:
             raise ValueError('expected "step_seconds" with seconds by batch size, like {"1": 0.02, "32": 0.08}')
+        if len(points) > MOST_POINTS:
+            raise ValueError(f'"step_seconds" has {len(points):,} batch sizes; expected at most {MOST_POINTS:,}')
         try:
             measured = {int(batch): float(seconds) for batch, seconds in points.items()}
             rates = [float(values.get(key, 0.0)) for key in ("per_context_token", "per_prefill_token")]

@@ -7,7 +7,6 @@ its repeats agree, and a step of a larger batch that seems faster than one of a 
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 
@@ -37,14 +36,18 @@ def steepest_fall(points: Mapping[int, float], spreads: Mapping[int, float] | No
 
     Args:
         points: seconds of a step by batch size.
-        spreads: relative spread of each one's repeats, by which it may be off besides `NOISE`; None: not known.
+        spreads: relative spread of each one's repeats, by which it may be off besides `NOISE`, so that a fall counts
+            as far as it is sure; None: not known.
     """
     off = spreads or {}
-    falls = [
-        (points[large] / points[small], small, large)
-        for small, large in itertools.combinations(sorted(points), 2)
-        if points[large] * (1 + off.get(large, 0.0)) < (1 - NOISE) * points[small] * (1 - off.get(small, 0.0))
-    ]
+    falls: list[tuple[float, int, int]] = []
+    slowest, small = 0.0, 0
+    for large in sorted(points):
+        # of the smaller batches, the slowest one gives the steepest fall
+        if (most := points[large] * (1 + off.get(large, 0.0))) < (1 - NOISE) * slowest:
+            falls.append((most / slowest, small, large))
+        if (least := points[large] * (1 - off.get(large, 0.0))) > slowest:
+            slowest, small = least, large
     return min(falls)[1:] if falls else None
 
 

@@ -112,7 +112,7 @@ class Services:
         if run.schedule.on_update == "wait":
             self._update_s += run.deadlines.generation_s
         self._versions = VersionSpread(self._sites, cluster)
-        self._fleets: dict[str, list[dict[str, Any]]] = {}
+        self._fleets: dict[str, list[SimulatedInstance]] = {}
         """Instances of each service's site, as the service last reported them."""
         self._lives: dict[str, dict[str, str]] = {}
         """State of each instance, by service, as the service last reported it."""
@@ -175,13 +175,13 @@ class Services:
         self._wrong_with_fleet = wrong
         for name in self.names:
             peer = self._hub.peers.get(name)
-            fleet = None if peer is None else peer.meta.get("fleet")
-            if (why := wrong(name, fleet)) is not None:
+            wired = None if peer is None else peer.meta.get("fleet")
+            if (why := wrong(name, wired)) is not None:
                 unusable[name] = why
                 continue
-            assert fleet is not None
-            self._fleets[name] = fleet
-            self._dispatch.join(self._site_load(name, fleet))
+            assert wired is not None
+            self._fleets[name] = fleet_from_wire(wired)
+            self._dispatch.join(self._site_load(name, self._fleets[name]))
         return unusable
 
     def can_exclude(self, name: str) -> bool:
@@ -261,8 +261,8 @@ class Services:
             with contextlib.suppress(KeyError):
                 await self._hub.send(name, *wire(message), arrays)
 
-    def _site_load(self, name: str, wired: list[dict[str, Any]]) -> SiteLoad:
-        site, fleet = self._sites[name], fleet_from_wire(wired)
+    def _site_load(self, name: str, fleet: Sequence[SimulatedInstance]) -> SiteLoad:
+        site = self._sites[name]
         link = self._cluster.link(site)
         prices = {pool.name: pool.price_per_hour for pool in self._cluster.sites[site].generation}
         return SiteLoad(
@@ -275,7 +275,7 @@ class Services:
             doubtful=all(instance.doubtful for instance in fleet),
         )
 
-    def fleet_changed(self, name: str, fleet: list[dict[str, Any]]) -> None:
+    def fleet_changed(self, name: str, wired: list[dict[str, Any]]) -> None:
         """Record the instances of a service's site that get requests from now on.
 
         Raises:
@@ -283,7 +283,7 @@ class Services:
         """
         if name in self.excluded:
             return
-        if fleet:
+        if fleet := fleet_from_wire(wired):
             self._dispatch.change(self._site_load(name, fleet))
         self._fleets[name] = fleet
 
@@ -481,7 +481,7 @@ class Services:
 
     def fleet(self) -> list[SimulatedInstance]:
         """Return all instances, as their services last reported them."""
-        return [instance for name in self.used for instance in fleet_from_wire(self._fleets[name])]
+        return [instance for name in self.used for instance in self._fleets[name]]
 
     def instances(self) -> set[str]:
         """Return the names of all instances, as their services last reported them."""

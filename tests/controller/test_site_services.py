@@ -17,13 +17,14 @@ from scheduler.cost.decode import StepCurve
 from scheduler.simulation.generation_simulator import SimulatedInstance
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
+from streamrl.controller import site_services
 from streamrl.controller.group_source import samples_of
 from streamrl.controller.site_services import GivenWork, Services, sendable
 from streamrl.controller.site_trust import open_work
 from streamrl.controller.step_times import Traffic
 from streamrl.protocol.controller_site import InstanceState, Use, WeightsReady
 from streamrl.protocol.controller_trainer import PublishDone
-from streamrl.protocol.samples import fleet_to_wire
+from streamrl.protocol.samples import fleet_from_wire, fleet_to_wire
 from streamrl.rollouts.types import Group
 from streamrl.run_dir.status import RemoteSite
 from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
@@ -444,6 +445,23 @@ def test_a_site_that_is_doubtful_as_a_whole_gets_a_group_and_one_in_part_does_no
         assert len(wire.groups("service-far")) == 1
 
     asyncio.run(play())
+
+
+def test_what_a_site_reports_of_its_instances_is_parsed_once(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[object] = []
+
+    def counting(wired: list[dict[str, Any]]) -> list[SimulatedInstance]:
+        parsed.append(wired)
+        return fleet_from_wire(wired)
+
+    monkeypatch.setattr(site_services, "fleet_from_wire", counting)
+    far = SimulatedInstance("far-0", StepCurve((1, 8), (10.0, 20.0), 0.0, 0.0), 8, "regular")
+    services.fleet_changed("service-far", fleet_to_wire([far]))
+    assert far in services.fleet() and "far-0" in services.instances()
+    asyncio.run(services.generate(*some_groups(0, 6)))
+    assert len(parsed) == 1
 
 
 def test_the_status_of_a_remote_site_shows_what_is_known_of_it(wire: Wire, services: Services) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
 import pytest
 
-from scheduler.cost.decode import StepCurve
-from scheduler.cost.step_measurement import is_stable, spread, steepest_fall
+from scheduler.cost.decode import MOST_POINTS, StepCurve
+from scheduler.cost.step_measurement import NOISE, is_stable, spread, steepest_fall
 
 
 def test_the_spread_is_the_median_deviation_so_one_disturbed_repeat_does_not_matter() -> None:
@@ -30,6 +33,48 @@ def test_the_steepest_fall_is_found_and_noise_is_none() -> None:
     # each within noise of its neighbour, together beyond it
     assert steepest_fall({1: 1.0, 2: 0.9, 4: 0.8}) == (1, 4)
     assert steepest_fall({8: 1.0}) is None
+
+
+def test_the_steepest_fall_is_that_of_all_pairs() -> None:
+    """As among all pairs, each of which is compared with the slowest smaller batch alone."""
+    dice = random.Random(0)
+    for _ in range(500):
+        sizes = dice.sample(range(1, 40), dice.randrange(1, 12))
+        points = {size: dice.choice([1.0, 2.0, 3.3, dice.random()]) for size in sizes}
+        falls = [
+            (points[large] / points[small], small, large)
+            for small, large in itertools.combinations(sorted(points), 2)
+            if points[large] < (1 - NOISE) * points[small]
+        ]
+        assert steepest_fall(points) == (min(falls)[1:] if falls else None)
+
+
+class CountedReads(dict[int, float]):
+    """Points that count how often one is read."""
+
+    reads = 0
+
+    def __getitem__(self, size: int) -> float:
+        self.reads += 1
+        return super().__getitem__(size)
+
+
+def test_each_point_is_looked_at_a_few_times_however_many_there_are() -> None:
+    points = CountedReads({size: 0.01 for size in range(1, 1001)})
+    assert steepest_fall(points) is None
+    assert points.reads <= 3 * len(points)
+
+
+def test_a_calibration_of_more_batch_sizes_than_anyone_measures_is_refused() -> None:
+    points = {str(size): 0.01 for size in range(1, MOST_POINTS + 1)}
+    assert len(StepCurve.from_json({"step_seconds": points}).batches) == MOST_POINTS
+    with pytest.raises(ValueError, match='"step_seconds" has 1,001 batch sizes; expected at most 1,000'):
+        StepCurve.from_json({"step_seconds": points | {"2000": 0.01}})
+
+
+def test_a_fall_counts_as_far_as_it_is_sure() -> None:
+    assert steepest_fall({1: 2.0, 2: 1.5, 4: 0.5}, {1: 0.5, 2: 0.0, 4: 0.0}) == (2, 4)
+    assert steepest_fall({1: 2.0, 2: 1.5, 4: 0.5}) == (1, 4)
 
 
 def test_repeats_that_differ_make_a_fall_less_sure() -> None:

@@ -139,6 +139,7 @@ LOADED = {"number": 0, "source": None, "transfer_s": 0.1, "bytes": 5, "started":
 STATES = {"home-regular-0": InstanceState("regular", "ready", "")}
 FAR = {"far-regular-0": InstanceState("regular", "ready", "")}
 CANARY = np.zeros(3, np.float32)
+POINTS = {str(batch): 0.01 for batch in range(1, 1002)}
 
 
 @pytest.mark.parametrize(
@@ -165,6 +166,7 @@ CANARY = np.zeros(3, np.float32)
         FleetChanged(fleet=fleet_of("far") * 100_000, instances=FAR),
         FleetChanged(fleet=[fleet_of("far")[0] | {"name": "far-regular-1"}], instances={}),
         FleetChanged(fleet=[fleet_of("far")[0] | {"curve": {"step_seconds": {"1": 1e300}}}], instances=FAR),
+        FleetChanged(fleet=[fleet_of("far")[0] | {"curve": {"step_seconds": POINTS}}], instances=FAR),
         FleetChanged(fleet=[], instances={"far-regular-0": InstanceState("regular", "x" * 1_000_000, "")}),
         CanaryMeasured(number=0, instance="home-regular-0", dtype="float32"),
         CanaryMeasured(number=9, instance="far-regular-0", dtype="float32"),
