@@ -437,14 +437,16 @@ class Services:
 
     async def finish(self, state: str, error: str | None) -> None:
         """Tell remote sites that the run is over and how it ended, as far as they acknowledge it within `FINISH_S`."""
-        kind, body = wire(Finish(state=state, error=error))
-        for name, site in self._sites.items():
-            if site in self._cluster.remote_sites and name in self._hub.peers:
-                acknowledged = asyncio.get_running_loop().create_future()
-                with contextlib.suppress(RunFailed, TimeoutError, KeyError):  # KeyError: it leaves meanwhile
-                    async with asyncio.timeout(FINISH_S):
-                        await self._hub.send(name, kind, body, on_ack=functools.partial(acknowledged.set_result, None))
-                        await acknowledged
+        told = Finish(state=state, error=error)
+        remote = [name for name, site in self._sites.items() if site in self._cluster.remote_sites]
+        await asyncio.gather(*(self._finish(name, told) for name in remote if name in self._hub.peers))
+
+    async def _finish(self, name: str, told: Finish) -> None:
+        acknowledged = asyncio.Event()  # it may also be set later, when nobody waits for it any more
+        with contextlib.suppress(RunFailed, TimeoutError, KeyError):  # KeyError: it leaves meanwhile
+            async with asyncio.timeout(FINISH_S):
+                await self._hub.send(name, *wire(told), on_ack=acknowledged.set)
+                await acknowledged.wait()
 
     def traffic(self) -> Traffic:
         """Return the traffic with all sites since the last call."""
