@@ -447,7 +447,7 @@ class Controller:
             case Answer():
                 if (answers := self.trainers.answered(delivery)) is not None:
                     await self.training.answered(answers)
-            case _ if (wrong := self.claims.wrong_with(delivery, newest=self.training.step)) is not None:
+            case _ if (wrong := self.claims.wrong_with(delivery, self.training.step, time.time())) is not None:
                 self.hub.refusals.count("not its own", delivery.peer, f"{delivery.kind!r}: {wrong}")
             case Parked() as parked:
                 self.issuer.parked(parked, group_of(parked.sample_id))

@@ -84,8 +84,14 @@ class SiteClaims:
             return None  # repeated by a process that has restarted
         return "is not to come from its site"
 
-    def wrong_with(self, delivery: Delivery, newest: int) -> str | None:
-        """Return why a message is about nothing that its sender's site holds, or None; `newest` as above."""
+    def wrong_with(self, delivery: Delivery, newest: int, now: float) -> str | None:
+        """Return why a message is about nothing that its sender's site holds, or None.
+
+        Args:
+            delivery: the message.
+            newest: the newest version that exists.
+            now: the present, in unix seconds.
+        """
         peer = delivery.peer
         if peer not in self.own:
             return "from no service of the plan" if isinstance(delivery.body, FROM_SERVICE) else None
@@ -96,11 +102,12 @@ class SiteClaims:
             case Parked(sample_id=sample_id):
                 return None if self.owes(peer, sample_id) else f"sample {sample_id!r:.99}"
             case GivenBack() as part:
-                return own.wrong_with_given_back(part)
+                return own.wrong_with_given_back(part, now)
             case WeightsReady() if not self._services.awaits_weights(peer):
                 return "it was sent no weights"
             case WeightsReady() as ready:
-                return own.wrong_with_ready(ready, self._services.version_in_flight(peer), newest, self._sites)
+                ordered = self._services.version_in_flight(peer)
+                return own.wrong_with_ready(ready, ordered, newest, self._sites, now)
             case CanaryMeasured() as canary:
                 return own.wrong_with_canary(canary, delivery.arrays.get("logprobs"), newest)
             case SiteAsleep():

@@ -52,9 +52,20 @@ COMPUTE_TYPES = frozenset({"float32", "bfloat16", "float16", *get_args(EightBits
 """What an instance may compute in."""
 
 
+AHEAD_S = 86_400.0
+"""Seconds that a time may lie after the controller's own: a site's clock may be wrong, and not compared yet."""
+LONGEST_S = 1e6
+"""Longest transfer or load of weights, and longest time that an instance has a sample, in seconds."""
+
+
 def is_unix_time(value: float) -> bool:
     """Return whether a number can be a time in unix seconds."""
     return 0 <= value < LATEST
+
+
+def is_past_span(start: float, end: float, now: float) -> bool:
+    """Return whether something can have lasted from one time to another; all are unix seconds, `now` the present."""
+    return 0 <= start <= end <= min(now + AHEAD_S, start + LONGEST_S)
 
 
 @dataclass(frozen=True)
@@ -198,15 +209,19 @@ class SiteOwn:
         foreign += [name for name in agents if name != f"agents-{self.site}"]
         return f"speaks for {foreign[0]!r:.99}, which is not of site {self.site}" if foreign else None
 
-    def wrong_with_given_back(self, part: GivenBack) -> str | None:
-        """Return why a report on a sample that an instance has returned cannot be used, or None."""
+    def wrong_with_given_back(self, part: GivenBack, now: float) -> str | None:
+        """Return why a report on a sample that an instance has returned cannot be used, or None.
+
+        Args:
+            part: the report.
+            now: the present, in unix seconds.
+        """
         if not self.has_instance(part.instance):
             return f"names {part.instance!r:.99}, which is not of site {self.site}"
-        fits = is_unix_time(part.started) and is_unix_time(part.ended) and part.started <= part.ended
-        return None if fits else "has times that are none"
+        return None if is_past_span(part.started, part.ended, now) else "has times that are none"
 
     def wrong_with_ready(
-        self, report: WeightsReady, ordered: int, newest: int, sites: Mapping[str, object]
+        self, report: WeightsReady, ordered: int, newest: int, sites: Mapping[str, object], now: float
     ) -> str | None:
         """Return why a report on loaded weights cannot be used, or None.
 
@@ -215,10 +230,11 @@ class SiteOwn:
             ordered: the version in flight to the site, for which a newer one may come.
             newest: the newest version that exists.
             sites: all sites, by name.
+            now: the present, in unix seconds.
         """
-        times = [report.transfer_s, report.started, report.fetched]
-        times += [time for span in report.applied.values() for time in span]
-        if not all(map(is_unix_time, times)) or not 0 <= report.bytes < MOST_BYTES:
+        spans = [(report.started, report.fetched), *report.applied.values()]
+        fits = all(is_past_span(*span, now) for span in spans) and 0 <= report.transfer_s <= LONGEST_S
+        if not fits or not 0 <= report.bytes < MOST_BYTES:
             return "has times or bytes that are none"
         if not max(0, ordered) <= report.number <= newest:
             return f"is of version {report.number}, {ordered} was ordered and the newest is {newest}"

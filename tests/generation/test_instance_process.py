@@ -28,6 +28,7 @@ from streamrl.protocol.site_instance import (
     ApplyWeights,
     InstanceAsleep,
     SleepInstance,
+    TakeWeights,
     WeightsApplied,
     WeightsMissed,
 )
@@ -195,6 +196,24 @@ def test_the_trainer_of_a_run_that_goes_back_gets_the_gpu_of_an_instance_that_wa
         site.trainer.give_back()
         await site.answers(service, WeightsApplied)
         assert site.engine.did == ["sleep", "take memory", "wake up"]
+        await service.close()
+
+    play(tmp_path, monkeypatch, body)
+
+
+def test_a_clock_that_is_set_back_while_weights_are_loaded_makes_no_load_end_before_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(site: Site) -> None:
+        service = await site.service()
+        push = TakeWeights(call="c", step="pause", number=3)
+        for order in (ApplyWeights(number=3, content_hash=""), push):
+            times = iter([5000.0])
+            monkeypatch.setattr(site.instance, "_clock", lambda times=times: next(times, 1400.0))
+            await site.tell(service, order)
+            delivery = await asyncio.wait_for(service.receive(), scaled(30))
+            delivery.ack()
+            assert delivery.body["finished"] >= delivery.body["started"] == 5000.0
         await service.close()
 
     play(tmp_path, monkeypatch, body)

@@ -22,7 +22,15 @@ from streamrl.generation.site import site_state
 from streamrl.generation.site.service import GenerationService
 from streamrl.generation.site.site_episodes import is_turn
 from streamrl.generation.site.token_journal import TokenJournal, drawn_from
-from streamrl.protocol.controller_site import CanaryMeasured, Finish, Generate, GivenBack, IssuedGroup, LoadWeights
+from streamrl.protocol.controller_site import (
+    CanaryMeasured,
+    Finish,
+    Generate,
+    GivenBack,
+    IssuedGroup,
+    LoadWeights,
+    WeightsReady,
+)
 from streamrl.protocol.message import TypedMessage
 from streamrl.protocol.site_instance import FinishedSample, ReleasedSample
 from streamrl.rollouts.types import IntArray, PartialSample, SampleRequest
@@ -32,6 +40,7 @@ from streamrl.runtime.process_context import Addresses, RoleContext
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Hub
 from streamrl.transport.wire import Arrays
+from streamrl.weights.version import WeightVersion
 from tests.tiny_model import save_tiny_model
 from tests.transport.sockets import bind_again
 from tests.waiting import scaled, until
@@ -179,6 +188,28 @@ def test_a_request_that_is_given_back_is_reported_with_the_time_for_which_its_in
         GivenBack("moved", "i", 120.0, 130.0),
         GivenBack("ahead", "i", 130.5, 130.5),  # the clock has been set back since
     ]
+
+
+def test_a_clock_that_is_set_back_while_weights_are_fetched_makes_no_transfer_end_before_it_began(
+    tmp_path: Path,
+) -> None:
+    version = WeightVersion(number=3, base=None, content_hash="h")
+
+    async def play() -> WeightsReady:
+        async with service_in(tmp_path) as service:
+            told: list[WeightsReady] = []
+            times = iter([5000.0])
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(service.weights, "fetch", AsyncMock(return_value=(version, None)))
+                patched.setattr(service.weights.store, "keep_only", lambda numbers: None)
+                patched.setattr(service.fleet.weights, "update", AsyncMock(return_value={}))
+                patched.setattr(service.reports, "put", told.append)
+                patched.setattr(time, "time", lambda: next(times, 1400.0))
+                await service._update_weights(weights(3))
+            return told[0]
+
+    report = asyncio.run(play())
+    assert report.fetched >= report.started == 5000.0
 
 
 @contextlib.asynccontextmanager

@@ -150,11 +150,19 @@ POINTS = {str(batch): 0.01 for batch in range(1, 1002)}
         GivenBack(sample_id="p1-0.000", instance="home-regular-0", started=1.0, ended=2.0),
         GivenBack(sample_id="p1-0.000", instance="far-regular-0", started=1.0, ended=float("nan")),
         GivenBack(sample_id="p1-0.000", instance="far-regular-0", started=1.0, ended=0.5),
+        GivenBack(sample_id="p1-0.000", instance="far-regular-0", started=9e10, ended=9e10),
         WeightsReady(**(LOADED | {"number": 10**9})),
         WeightsReady(**(LOADED | {"number": -1})),
         WeightsReady(**(LOADED | {"source": "nowhere"})),
         WeightsReady(**(LOADED | {"bytes": -5})),
         WeightsReady(**(LOADED | {"fetched": float("inf")})),
+        WeightsReady(**(LOADED | {"fetched": 0.5})),
+        WeightsReady(**(LOADED | {"fetched": 1.7e9})),
+        WeightsReady(**(LOADED | {"started": 9e10, "fetched": 9e10})),
+        WeightsReady(**(LOADED | {"started": float("nan")})),
+        WeightsReady(**(LOADED | {"transfer_s": 9e10})),
+        WeightsReady(**(LOADED | {"applied": {"far-regular-0": (2.0, 1.0)}})),
+        WeightsReady(**(LOADED | {"applied": {"far-regular-0": (9e10, 9e10)}})),
         WeightsReady(**(LOADED | {"applied": {"home-regular-0": (1.0, 2.0)}})),
         FleetChanged(fleet=[{"name": "far-regular-0"}], instances={}),
         FleetChanged(fleet=[{"curve": 5}], instances={}),
@@ -180,6 +188,14 @@ def test_a_site_speaks_for_itself_alone(controller: Controller, message: TypedMe
     before = controller.services.version, controller.services.instances()
     assert hear(controller, said("service-far", message, logprobs=CANARY)) == {"not its own": {"service-far": 1}}
     assert (controller.services.version, controller.services.instances()) == before
+
+
+def test_the_clock_of_a_site_may_be_hours_ahead(controller: Controller) -> None:
+    controller.services._versions.in_flight["service-far"] = 0
+    ahead = time.time() + 3600.0
+    spans = {"started": ahead, "fetched": ahead, "applied": {"far-regular-0": (ahead, ahead + 1.0)}}
+    assert hear(controller, said("service-far", WeightsReady(**(LOADED | spans)))) == {}
+    assert not controller.services.awaits_weights("service-far")
 
 
 def test_a_site_cannot_answer_weights_with_older_ones(controller: Controller) -> None:

@@ -230,11 +230,12 @@ class InstanceProcess:
             if not await self._begin_update(number):
                 await self.link.send(*wire(WeightsMissed(number=number)))
                 return
-            started = self._clock()
+            started, began = self._clock(), time.monotonic()
             await self.engine.start_weight_update()
             await self.engine.update_weights({"number": number, "content_hash": content_hash})
             await self._finish(number)
-        await self.link.send(*wire(WeightsApplied(number=number, started=started, finished=self._clock())))
+        finished = started + time.monotonic() - began  # the clock may have been set back
+        await self.link.send(*wire(WeightsApplied(number=number, started=started, finished=finished)))
         await self._measure_canary(number)
 
     async def _begin_update(self, number: int) -> bool:
@@ -268,10 +269,11 @@ class InstanceProcess:
         Generation stays paused then: some layers may have new weights. The trainer begins anew, or a new trainer does.
         """
         async with self._loading:
-            started = self._clock()
+            started, began = self._clock(), time.monotonic()
             if problem := await self._carry_out(order):
                 log.warning("%s of version %d: %s", order.step, order.number, problem)
-        taken = WeightsTaken(call=order.call, started=started, finished=self._clock(), problem=problem)
+        finished = started + time.monotonic() - began
+        taken = WeightsTaken(call=order.call, started=started, finished=finished, problem=problem)
         await self.link.send(*wire(taken))
         if order.step == "load" and not problem:
             await self._measure_canary(order.number)

@@ -426,9 +426,9 @@ class GenerationService:
 
     async def _update_weights(self, order: controller_site.LoadWeights) -> None:
         """Fetch a version once and have every instance of the site load it."""
-        started, before = time.time(), self.weights.bytes_received
+        started, began, before = time.time(), time.monotonic(), self.weights.bytes_received
         version, source = await self.weights.fetch(order.number, order.content_hash, order.source)
-        fetched = time.time()
+        fetched = started + time.monotonic() - began  # the clock may have been set back
         loaded = await self.fleet.weights.update(version)
         home = self.controller.clock.to_hub_time
         self.weights.store.keep_only({version.number} | self.fleet.weights.being_loaded())
