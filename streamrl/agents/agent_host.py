@@ -27,6 +27,9 @@ KEEP_ALIVE_S = 3600
 MOST_STRANGERS = 64
 """Connections of the machine's other users at once: theirs are not to take the agents' places."""
 NO_CALLS = "the agent ended without a call of the model, so that there is nothing to train"
+NO_ANSWERS = (
+    "the agent ended without an answer of the model, before which its clients went away: nothing can be trained"
+)
 
 
 ATTEMPTS = 3
@@ -175,8 +178,8 @@ def _episode(session: OpenSession, outcome: EpisodeOutcome, now: float) -> Episo
     """Put the record of an episode together."""
     turns = session.session.turns
     reward, void = outcome.reward, outcome.void
-    if void is None and not turns:
-        reward, void = None, Void(VoidCause.ENVIRONMENT, NO_CALLS)
+    if void is None and not any(turn.counts for turn in turns):
+        reward, void = None, Void(VoidCause.ENVIRONMENT, NO_ANSWERS if turns else NO_CALLS)
     return Episode(
         sample_id=session.session.order.sample_id,
         rows=session.session.rows(),

@@ -50,6 +50,8 @@ CUT = "cut by the token limit"
 """Remark of a turn that no later call extends."""
 FROM_BEFORE = "ordered before the episode was run again"
 """Remark of a turn that an agent got once more, because a process had died."""
+UNSEEN = "not trained: its client went away before the answer, and no call asked for it again"
+"""Remark of a turn that no agent knows."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,9 @@ class ChatEndpoint:
         for task in session.tasks.values():
             task.cancel()
         await asyncio.gather(*session.tasks.values(), return_exceptions=True)
+        for turn in session.session.turns:
+            if turn.generated is not None and not turn.counts:
+                self._step(session, "agent", f"turn {turn.number} left out", time.time(), UNSEEN)
 
     def _session(self, request: Request) -> OpenSession:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
@@ -277,7 +282,7 @@ class ChatEndpoint:
         gone = asyncio.ensure_future(_gone(request))
         try:
             await asyncio.wait([finished, gone], return_when=asyncio.FIRST_COMPLETED)
-            if not finished.done():
+            if gone.done():
                 return False
             finished.result()
             turn.delivered = True
@@ -295,6 +300,7 @@ class ChatEndpoint:
         except CallError as error:
             yield dialect.failure(error)
             return
+        turn.partly = True
         for part in dialect.end(turn, self._renderer, body):
             yield part
         turn.delivered = True

@@ -8,7 +8,8 @@ and one whose turn the chat template rewrites.
 
 A path from the root to a leaf is a row. Turns that are on several paths (a fork: two calls that go on from one
 answer) are trained in the first of these rows; in the others the same tokens are context, with mask 0. So every
-sampled token is trained exactly once, and nothing else is.
+sampled token is trained exactly once, and nothing else is. A turn that no client got any of (it gave up first, and
+nobody called again) is in no row: the agent never saw what its reward would be for.
 
 A call is a retry, and gets the turn that is recorded or still running, if it has the `Idempotency-Key` of an earlier
 one; or the same body, and either no answer to that body was delivered, or it says that it is the k-th retry and attempt
@@ -115,6 +116,13 @@ class Turn:
     """Clients that wait for its answer at this moment."""
     delivered: bool = False
     """Whether a client got its answer."""
+    partly: bool = False
+    """Whether an agent may know its answer all the same: some of it was sent, or a call goes on from it."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is part of the episode: it is finished, and an agent may know its answer."""
+        return self.generated is not None and (self.delivered or self.partly)
 
     @property
     def tokens(self) -> IntArray:
@@ -130,14 +138,19 @@ class Session:
         self.order, self.renderer, self.limits = order, renderer, limits
         self.turns: list[Turn] = []
         """All turns that did not fail, in the order of their calls."""
-        self.cut = False
-        """Whether a token limit cut an answer, or left no room for one."""
+        self._no_room = False
+        """Whether a prompt left no room for an answer."""
         self._attempt = secrets.token_hex(4)
         self._numbers = 0
         self._answered: dict[bytes, Turn] = {}
         """Turns that can be extended, by digest of their messages and answer."""
         self._unmet: Counter[tuple[bytes, int]] = Counter()
         """Calls that got no turn, by body and number of their latest attempt: retries of them get no other's turn."""
+
+    @property
+    def cut(self) -> bool:
+        """Whether a token limit cut an answer that counts, or left no room for one."""
+        return self._no_room or any(turn.counts and _reason(turn) == "length" for turn in self.turns)
 
     def call(self, call: Call, now: float) -> tuple[Turn, bool]:
         """Find the turn of a call, or begin it.
@@ -166,7 +179,7 @@ class Session:
         turn = self._with_tokens(call, now) if call.prompt_tokens is not None else self._with_messages(call, now)
         length = len(turn.order.prompt_tokens)
         if length >= self.limits.max_context:
-            self.cut = True
+            self._no_room = True
             raise CallError(
                 400,
                 "context_length_exceeded",
@@ -178,6 +191,8 @@ class Session:
             text = f"the prompt has token {largest}, but the model knows {rows} tokens, from 0"
             raise CallError(400, "unknown_token", text)
         self.turns.append(turn)
+        if turn.parent is not None:
+            turn.parent.partly = True
         self._take(call, turn)
         self._numbers += 1
         return turn, True
@@ -185,8 +200,6 @@ class Session:
     def finish(self, turn: Turn, generated: GeneratedTurn, now: float) -> None:
         """Record a turn's answer; from now on it can be extended."""
         turn.generated, turn.finished = generated, now
-        if generated.finish_reason == "length":
-            self.cut = True
         usable = bool(turn.call.tools) and turn.call.reads_calls and generated.finish_reason == "stop"
         turn.parsed = ParsedAnswer(generated.text)
         if usable:
@@ -217,7 +230,7 @@ class Session:
             self._unmet[call.body, call.attempt] += 1
 
     def rows(self) -> list[TrajectoryRow]:
-        """Return the rows of all finished turns, in the order in which they begin.
+        """Return the rows of all turns that count, in the order in which they begin.
 
         Raises:
             AssertionError: a turn's prompt does not begin with the tokens of the turn that it extends.
@@ -225,7 +238,7 @@ class Session:
         rows: list[_Row] = []
         row_of: dict[Turn, _Row] = {}
         for turn in self.turns:
-            if turn.generated is None:
+            if not turn.counts:
                 continue
             row = None if turn.parent is None else row_of[turn.parent]
             if (
@@ -238,9 +251,9 @@ class Session:
         return [row.finished() for row in rows]
 
     def conversation(self) -> list[ChatMessage]:
-        """Return the messages of the last answered call, and its answer."""
+        """Return the messages of the last call whose turn counts, and its answer."""
         for turn in reversed(self.turns):
-            if turn.generated is not None:
+            if turn.counts:
                 return [*turn.call.messages, turn.answer]
         return []
 
@@ -364,6 +377,10 @@ class _Row:
         sampled = versions != NOT_SAMPLED
         first = int(np.argmax(sampled)) if sampled.any() else len(tokens)
         return TrajectoryRow(tokens, np.concatenate(self.logprobs).astype(np.float32), versions, first)
+
+
+def _reason(turn: Turn) -> str:
+    return "" if turn.generated is None else turn.generated.finish_reason
 
 
 def _digests(messages: Sequence[ChatMessage], tools: list[dict[str, Any]]) -> list[bytes]:

@@ -1,0 +1,99 @@
+"""Which turns are part of an episode: those whose answer an agent may know."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import httpx2
+import pytest
+
+from streamrl.agents.agent_host import NO_ANSWERS, AgentHost
+from streamrl.agents.chat_endpoint import UNSEEN
+from streamrl.agents.episode import Episode
+from streamrl.rollouts.void import Void, VoidCause
+from tests.agents.test_agent_host import ORDER, TOKENIZER, USER, Model, call, hosting, over_http, until
+from tests.agents.test_session import MORE, answered, session
+from tests.agents.test_session import call as asked
+from tests.waiting import scaled
+
+LONG = {"role": "user", "content": "Think long."}
+
+
+def trained(episode: Episode) -> list[str]:
+    return [TOKENIZER.decode(row.tokens[row.sampled]).removesuffix("<|im_end|>") for row in episode.rows]
+
+
+def test_a_turn_that_nobody_got_is_in_no_row_and_is_not_the_conversation() -> None:
+    here = session()
+    got = answered(here, asked(USER))
+    lost = answered(here, asked(MORE), reason="length")
+    lost.delivered = False
+    (row,) = here.rows()
+    assert row.tokens.tolist() == got.tokens.tolist()
+    assert here.conversation() == [USER, got.answer] and not here.cut
+    lost.partly = True  # a stream that ended early
+    assert len(here.rows()) == 2 and here.cut
+
+
+def test_a_turn_that_a_call_goes_on_from_counts_however_its_answer_came_to_be_known() -> None:
+    here = session()
+    first = answered(here, asked(USER))
+    first.delivered = False
+    second = answered(here, asked(USER, first.answer, MORE))
+    second.delivered = False
+    (row,) = here.rows()
+    assert row.tokens.tolist() == first.tokens.tolist()
+
+
+def test_a_turn_that_nobody_got_leaves_its_row_to_the_next_one() -> None:
+    here = session()
+    first = answered(here, asked(USER))
+    answered(here, asked(USER, first.answer, MORE)).delivered = False
+    again = answered(here, asked(USER, first.answer, {"role": "user", "content": "Why?"}))
+    (row,) = here.rows()
+    assert row.tokens.tolist() == again.tokens.tolist()
+
+
+def given_up(model: Model, agent: Callable[[httpx2.AsyncClient], Any], stream: bool) -> Episode:
+    """Play an agent that then gives up a call, whose turn is finished before its episode ends."""
+
+    async def main() -> Episode:
+        async def play(client: httpx2.AsyncClient) -> None:
+            (open_session,) = host._endpoint.sessions.values()
+            await agent(client)
+            model.gate.clear()
+            before = len(model.orders)
+            leaving = asyncio.ensure_future(call(client, LONG, stream=stream))
+            await until(lambda: len(model.orders) > before)
+            leaving.cancel()
+            turn = open_session.session.turns[-1]
+            await until(lambda: turn.clients == 0)
+            model.gate.set()
+            await until(lambda: turn.generated is not None)
+
+        host: AgentHost
+        async with hosting(model, over_http(play)) as host:
+            return await host.run(ORDER)
+
+    return asyncio.run(asyncio.wait_for(main(), scaled(60)))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_whose_client_gave_up_is_not_trained_and_a_step_says_so(stream: bool) -> None:
+    async def agent(client: httpx2.AsyncClient) -> None:
+        assert (await call(client)).status_code == 200
+
+    episode = given_up(Model("12", "an answer that nobody got"), agent, stream)
+    assert (trained(episode), episode.reward) == (["12"], 1.0)
+    assert [message["content"] for message in episode.messages] == [USER["content"], "12"]
+    assert [step.detail for step in episode.steps if step.name == "turn 1 left out"] == [UNSEEN]
+
+
+def test_an_episode_none_of_whose_answers_was_got_is_void() -> None:
+    async def agent(client: httpx2.AsyncClient) -> None:
+        pass
+
+    episode = given_up(Model(), agent, stream=False)
+    assert (episode.void, episode.rows) == (Void(VoidCause.ENVIRONMENT, NO_ANSWERS), [])
