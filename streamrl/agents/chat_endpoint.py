@@ -40,6 +40,8 @@ BYTES_PER_TOKEN = 32
 LEAST_BODY = 1 << 20
 CALLS_PER_TURN = 50
 """Calls per turn that an episode may make, refused ones included, before it is refused for good."""
+STREAM_WAITS_S = 15.0
+"""Seconds between two signs of life of a stream: node's `fetch` gives up one that is silent for 300 s."""
 
 
 REFUSED_STEP = "call refused"
@@ -295,6 +297,9 @@ class ChatEndpoint:
     async def _stream(self, session: OpenSession, turn: Turn, dialect: Dialect, body: CallBody) -> AsyncIterator[str]:
         for part in dialect.begin(turn):
             yield part
+        task = session.tasks[turn]
+        while not (await asyncio.wait([task], timeout=STREAM_WAITS_S))[0]:
+            yield dialect.waits
         try:
             await self._finished(session, turn)
         except CallError as error:

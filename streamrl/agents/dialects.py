@@ -41,6 +41,8 @@ class Dialect:
     """Shapes an error."""
     failure: Callable[[CallError], str] = lambda error: _data(error_answer(error))
     """What a stream sends if the turn cannot be generated."""
+    waits: str = ": waiting\n\n"
+    """What a stream sends now and then while the turn is generated: a comment, which clients skip."""
 
 
 def _data(values: CallBody) -> str:
@@ -87,6 +89,7 @@ MESSAGES = Dialect(
     lambda turn, renderer, body: _named(messages_events(turn)),
     messages_error,
     lambda error: next(_named([messages_error(error)])),
+    next(_named([{"type": "ping"}])),
 )
 DIALECTS = (CHAT, RESPONSES, MESSAGES)
 

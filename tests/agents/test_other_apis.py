@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import anthropic
@@ -11,6 +13,7 @@ import numpy as np
 import openai
 import pytest
 
+from streamrl.agents import chat_endpoint
 from streamrl.agents.agent_host import NO_CALLS
 from streamrl.agents.client import is_over
 from streamrl.agents.dialects import DIALECTS, Dialect
@@ -18,6 +21,7 @@ from streamrl.agents.episode import Episode
 from streamrl.agents.session import Session
 from streamrl.rollouts.void import Void, VoidCause
 from tests.agents.test_agent_host import CALL_TEXT, TOKENIZER, USER, Model, call, over_http, play
+from tests.waiting import scaled
 
 PARAMETERS = {"type": "object", "properties": {}}
 FUNCTION: Any = {"type": "function", "name": "calculate", "parameters": PARAMETERS, "description": "Compute."}
@@ -229,6 +233,47 @@ def test_the_end_by_rule_is_told_to_every_package() -> None:
 
     assert play(Model(), agent, max_turns=1).reward == 1.0
     assert over == [True, False, True]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda one: one.path)
+def test_a_stream_shows_signs_of_life_while_its_turn_is_generated_and_packages_skip_them(
+    dialect: Dialect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_endpoint, "STREAM_WAITS_S", 0.001)
+    model = Model("It is 12.", "It is 12.")
+    sent, real = [], chat_endpoint.ChatEndpoint._stream
+
+    async def watched(*of: Any) -> AsyncIterator[str]:
+        async for part in real(*of):
+            sent.append(part)
+            if sent.count(dialect.waits) == 3:
+                model.gate.set()
+            yield part
+
+    monkeypatch.setattr(chat_endpoint.ChatEndpoint, "_stream", watched)
+
+    async def text(base_url: str, api_key: str) -> str:
+        asked: Any = {"model": "policy", **ASKED[dialect.path]}
+        if dialect.path == "/v1/messages":
+            async with (
+                anthropic.AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key) as client,
+                client.messages.stream(**asked, max_tokens=3) as events,
+            ):
+                return str(await events.get_final_text())
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as other:
+            if dialect.path == "/v1/responses":
+                parts = [event async for event in await other.responses.create(**asked, stream=True)]
+                return str(parts[-1].response.output_text)
+            chunks = [chunk async for chunk in await other.chat.completions.create(**asked, stream=True)]
+            return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+    async def agent(base_url: str, api_key: str) -> float:
+        model.gate.clear()
+        assert await asyncio.wait_for(text(base_url, api_key), scaled(60)) == "It is 12."
+        return 1.0
+
+    assert play(model, agent).reward == 1.0
+    assert sent.count(dialect.waits) >= 3 and model.gate.is_set()
 
 
 @pytest.mark.parametrize("path", ["responses", "messages"])
