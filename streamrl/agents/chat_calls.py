@@ -43,6 +43,11 @@ REFUSED = {
 }
 """Parameters that cannot be given and whose absence would change what an answer means."""
 
+REASONING = ("reasoning_content", "reasoning")
+"""Names under which libraries send the reasoning of an answer that they have split off its text."""
+READ_OF_ANSWERS = {"role", "content", "name", "tool_call_id", "tool_calls", "function_call", *REASONING}
+SAYS_NOTHING_OF_ANSWERS = {"id", "index", "type", "status", "object"}
+
 
 def read_chat(body: bytes, headers: dict[str, str], models: set[str]) -> tuple[Call, dict[str, Any]]:
     """Check the body of a call of `/v1/chat/completions`.
@@ -95,6 +100,7 @@ def call_of(
         idempotency_key=headers.get("idempotency-key"),
         attempt=_attempt(headers),
         ignored=tuple(sorted(set(ignored) - drop)),
+        unread=tuple(sorted({name for message in values["messages"] for name in _unread(message)})),
         reads_calls=choice != "none",
         instructions=instructions,
     )
@@ -243,10 +249,23 @@ def _message(message: Any, where: str) -> ChatMessage:
     for name in ("name", "tool_call_id"):
         if isinstance(message.get(name), str):
             found[name] = plain_text(message[name])
+    if role == "assistant" and message.get("function_call"):
+        raise bad(f"{where}.function_call: use tool_calls")
+    if role == "assistant" and (reasoning := next(filter(None, map(message.get, REASONING)), None)):
+        found["reasoning_content"] = text_of_parts(reasoning, f"{where}.reasoning_content")
     if role == "assistant" and message.get("tool_calls"):
         calls = list_of(message, "tool_calls")
         found["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(calls)]
     return found
+
+
+def _unread(message: dict[str, Any]) -> Iterator[str]:
+    """Yield the fields of a message of the assistant that say something, but are not shown to the model."""
+    for name in message if message["role"] == "assistant" else ():
+        value = message[name]
+        says = any(value.values()) if isinstance(value, dict) else bool(value)
+        if says and name not in READ_OF_ANSWERS | SAYS_NOTHING_OF_ANSWERS:
+            yield plain_text(name)
 
 
 def text_of_parts(content: Any, where: str) -> str:

@@ -85,6 +85,8 @@ class OpenSession:
     calls: int = 0
     said: set[str] = field(default_factory=set)
     """Parameters of which a step says already that they are ignored."""
+    unshown: set[str] = field(default_factory=set)
+    """Fields of messages of which a step says already that the model is not shown them."""
 
     def wait(self) -> EpisodeWait:
         """Return what the episode waits for."""
@@ -262,6 +264,9 @@ class ChatEndpoint:
         if unsaid := set(turn.call.ignored) - session.said:
             session.said |= unsaid
             remarks.append(f"ignored, because the run decides: {', '.join(sorted(unsaid))}")
+        if unshown := set(turn.call.unread) - session.unshown:
+            session.unshown |= unshown
+            remarks.append(f"not shown to the model, of earlier answers: {', '.join(sorted(unshown))}")
         self._step(session, "generate", f"turn {turn.number}", turn.started, "; ".join(remarks), len(generated.tokens))
 
     async def _finished(self, session: OpenSession, turn: Turn) -> None:
@@ -357,8 +362,8 @@ async def _gone(request: Request) -> None:
 def _remarks(turn: Turn) -> dict[str, str]:
     """Say in headers what was ignored, and why an answer that looks like a call of a tool is none."""
     headers = {}
-    if turn.call.ignored:
-        headers["x-streamrl-ignored"] = ", ".join(name[:40] for name in turn.call.ignored[:20])
+    if ignored := [*turn.call.ignored, *(f"messages.{name}" for name in turn.call.unread)]:
+        headers["x-streamrl-ignored"] = ", ".join(name[:40] for name in ignored[:20])
     if turn.parsed is not None and turn.parsed.malformed:
         headers["x-streamrl-malformed-call"] = turn.parsed.malformed
     return {name: re.sub(r"[^ -~]", "?", " ".join(value.split())) for name, value in headers.items()}

@@ -138,11 +138,12 @@ class ChatRenderer:
         self._guarded = re.compile(f"G{self._nonce}n(\\d+)z")
         self._stand_in = f"A{self._nonce}z"
         self._tools_in = "system"
+        self._form = REASONING_FORMS[0]
+        self._takes_reasoning = self._renders_reasoning()
         self.notes: list[str] = []
         """What a user should know about this template, one sentence each."""
         self.tools = self._find_family()
         """How the model writes calls of tools; `TEXT_PROTOCOL`: its template knows no tools."""
-        self._form = REASONING_FORMS[0]
         self.row_per_turn = ""
         """Why no prompt can extend a row, so that each turn has a row of its own; empty: prompts extend rows."""
         self._examine_turns()
@@ -220,10 +221,26 @@ class ChatRenderer:
     def _text(self, messages: list[ChatMessage], tools: list[dict[str, Any]], *, asks: bool = True) -> str:
         if self._system_prompt is not None and not (messages and messages[0]["role"] == "system"):
             messages = [{"role": "system", "content": self._system_prompt}, *messages]
-        messages = [_with_arguments(message) for message in messages]
+        messages = [_with_arguments(self._with_reasoning(message)) for message in messages]
         if self.tools is TEXT_PROTOCOL:
             messages, tools = to_text_protocol(messages, tools, role=self._tools_in), []
         return self._template(self._guard(messages), self._guard(tools), asks)
+
+    def _with_reasoning(self, message: ChatMessage) -> ChatMessage:
+        """Return a message with its reasoning where the template shows it: in a field, or before the text."""
+        reasoning = message.get("reasoning_content")
+        if not reasoning or self._takes_reasoning:
+            return message
+        text = f"{self._form.begin}{reasoning.strip(chr(10))}{self._form.end}{message['content'].lstrip(chr(10))}"
+        return {**{name: value for name, value in message.items() if name != "reasoning_content"}, "content": text}
+
+    def _renders_reasoning(self) -> bool:
+        """Whether the template shows the `reasoning_content` of a message."""
+        reasoned = {"role": "assistant", "content": ANSWER, "reasoning_content": self._stand_in}
+        try:
+            return self._stand_in in self._template([USER, reasoned], [], asks=False)
+        except TemplateError:
+            return False
 
     def _template(self, messages: Any, tools: Any, asks: bool = True) -> str:
         try:

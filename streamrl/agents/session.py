@@ -26,14 +26,14 @@ import json
 import secrets
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from streamrl.agents.episode import EpisodeOrder, GeneratedTurn, TrajectoryRow, TurnOrder
 from streamrl.agents.rendering import ChatMessage, ChatRenderer, HistoryRewritten, Rendered, TemplateError
-from streamrl.agents.tool_calls import ParsedAnswer
+from streamrl.agents.tool_calls import THOUGHT_BEGIN, THOUGHT_END, ParsedAnswer
 from streamrl.rollouts.seeds import derive_seed
 from streamrl.rollouts.trajectory import NOT_SAMPLED
 from streamrl.rollouts.types import IntArray
@@ -80,6 +80,8 @@ class Call:
     """How many times the client says that it has tried the call before."""
     ignored: tuple[str, ...] = ()
     """Parameters of the client that the run decides."""
+    unread: tuple[str, ...] = ()
+    """Fields of the assistant's messages that the model is not shown."""
     reads_calls: bool = True
     """Whether calls of tools are looked for in the answer."""
     instructions: int = 0
@@ -144,6 +146,8 @@ class Session:
         self._numbers = 0
         self._answered: dict[bytes, Turn] = {}
         """Turns that can be extended, by digest of their messages and answer."""
+        self._reasoned: dict[bytes, ChatMessage] = {}
+        """Answers with reasoning, by digest of their messages and of the answer as libraries split it."""
         self._unmet: Counter[tuple[bytes, int]] = Counter()
         """Calls that got no turn, by body and number of their latest attempt: retries of them get no other's turn."""
 
@@ -167,6 +171,7 @@ class Session:
                 messages.
             TooManyRun: it has to wait for another turn.
         """
+        call = self._restored(call)
         if (known := self._repeated(call)) is not None:
             self._take(call, known)
             return known, False
@@ -215,6 +220,10 @@ class Session:
                 }
                 for place, call in enumerate(turn.parsed.calls)
             ]
+        if THOUGHT_END in turn.answer["content"]:
+            self._reasoned[_digest_of_split(_digests(turn.call.messages, turn.call.tools)[-1], turn.answer)] = (
+                turn.answer
+            )
         if generated.finish_reason == "stop" and turn.rendered is not None:
             self._answered[_digests([*turn.call.messages, turn.answer], turn.call.tools)[-1]] = turn
 
@@ -256,6 +265,18 @@ class Session:
             if turn.counts:
                 return [*turn.call.messages, turn.answer]
         return []
+
+    def _restored(self, call: Call) -> Call:
+        """Put the reasoning back that a library has split off an answer: the message becomes what was sampled."""
+        if not any(message.get("reasoning_content") for message in call.messages):
+            return call
+        messages, digest = list[ChatMessage](), _digests([], call.tools)[0]
+        for message in call.messages:
+            if message.get("reasoning_content"):
+                message = self._reasoned.get(_digest_of_split(digest, message), message)
+            messages.append(message)
+            digest = _digest_with(digest, _meaning(message))
+        return replace(call, messages=messages)
 
     def _repeated(self, call: Call) -> Turn | None:
         """Return the turn of which the call is a retry, if it is one.
@@ -388,19 +409,39 @@ def _digests(messages: Sequence[ChatMessage], tools: list[dict[str, Any]]) -> li
     digest = hashlib.sha256(json.dumps(tools, sort_keys=True).encode()).digest()
     found = [digest]
     for message in messages:
-        digest = hashlib.sha256(digest + json.dumps(_meaning(message), sort_keys=True).encode()).digest()
+        digest = _digest_with(digest, _meaning(message))
         found.append(digest)
     return found
 
 
+def _digest_with(digest: bytes, more: list[Any]) -> bytes:
+    return hashlib.sha256(digest + json.dumps(more, sort_keys=True).encode()).digest()
+
+
 def _meaning(message: ChatMessage) -> list[Any]:
     """Return what counts in a message: libraries drop, add and reorder fields that say nothing."""
-    calls = [
+    name = None if message["role"] == "assistant" else message.get("name")
+    told = [message["role"], message["content"], _calls(message), message.get("tool_call_id"), name]
+    return [*told, message.get("reasoning_content")]
+
+
+def _digest_of_split(digest: bytes, answer: ChatMessage) -> bytes:
+    """Return the digest of an answer behind messages, the same whether or not its reasoning is split off.
+
+    Libraries disagree about the line breaks around the two parts.
+    """
+    text = answer["content"]
+    if answer.get("reasoning_content"):
+        text = f"{answer['reasoning_content']}{THOUGHT_END}{text}"
+    reasoning, _, rest = text.rpartition(THOUGHT_END)
+    return _digest_with(digest, [reasoning.strip().removeprefix(THOUGHT_BEGIN).strip(), rest.strip(), _calls(answer)])
+
+
+def _calls(message: ChatMessage) -> list[Any]:
+    return [
         [call.get("id"), call["function"]["name"], _object(call["function"]["arguments"])]
         for call in message.get("tool_calls") or ()
     ]
-    name = None if message["role"] == "assistant" else message.get("name")
-    return [message["role"], message["content"], calls, message.get("tool_call_id"), name]
 
 
 def _object(arguments: Any) -> Any:

@@ -343,7 +343,8 @@ def to_text_protocol(
                 for call in message["tool_calls"]
             ]
             written = [f"{CALL_BEGIN}\n{json.dumps(call, ensure_ascii=False)}\n{CALL_END}" for call in calls]
-            result.append({"role": message["role"], "content": "\n".join(filter(None, [message["content"], *written]))})
+            kept = {name: value for name, value in message.items() if name in ("role", "reasoning_content")}
+            result.append({**kept, "content": "\n".join(filter(None, [message["content"], *written]))})
         else:
             result.append(message)
     if tools:

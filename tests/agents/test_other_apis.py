@@ -168,6 +168,13 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     ("chat/completions", {"messages": [USER], "stream": True, "stream_options": "x"}, 400, "stream_options: expected"),
     ("chat/completions", {"messages": [USER], "continue_final_message": True}, 400, "cannot be begun"),
     ("chat/completions", {"messages": [USER], "add_generation_prompt": False}, 400, "cannot be begun"),
+    (
+        "chat/completions",
+        {"messages": [USER, {"role": "assistant", "function_call": {"name": "f"}}]},
+        400,
+        "tool_calls",
+    ),
+    ("chat/completions", {"messages": [{"role": "assistant", "reasoning": 3}]}, 400, "reasoning_content: expected"),
     ("messages/count_tokens", {"messages": [USER]}, 404, "there are /v1/chat/completions, /v1/responses, /v1/messages"),
 ]
 
@@ -212,6 +219,31 @@ def test_keys_that_no_header_can_have_are_ignored_as_others() -> None:
         assert answer.headers["x-streamrl-ignored"] == "??, a b, stop"
 
     assert play(Model(), over_http(agent)).reward == 1.0
+
+
+def test_what_the_model_is_not_shown_of_an_earlier_answer_is_named() -> None:
+    fields = {"refusal": "no", "thinking_blocks": [{"thinking": "x"}], "audio": None, "annotations": [], "id": "a"}
+    empty = {"provider_specific_fields": {"refusal": None}, "reasoning": None, "reasoning_content": ""}
+
+    async def agent(client: httpx2.AsyncClient) -> None:
+        for _ in range(2):
+            answer = await call(client, USER, {"role": "assistant", "content": "12", **fields, **empty}, USER, seed=1)
+            assert answer.headers["x-streamrl-ignored"] == "seed, messages.refusal, messages.thinking_blocks"
+
+    steps = play(Model(), over_http(agent), max_context=2000).steps
+    told = "not shown to the model, of earlier answers: refusal, thinking_blocks"
+    assert [step.detail.count(told) for step in steps] == [1, 0]
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_that_an_agent_sends_is_shown_to_the_model(name: str) -> None:
+    model = Model()
+
+    async def agent(client: httpx2.AsyncClient) -> None:
+        assert (await call(client, USER, {"role": "assistant", "content": "12", name: "7 + 5"}, USER)).is_success
+
+    assert play(model, over_http(agent), max_context=2000).reward == 1.0
+    assert "<think>\n7 + 5\n</think>\n\n12" in TOKENIZER.decode(model.orders[0].prompt_tokens)
 
 
 def test_the_end_by_rule_is_told_to_every_package() -> None:

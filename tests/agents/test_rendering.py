@@ -28,6 +28,10 @@ DROPS_REASONING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{{ m.content.split('</think>')[-1].lstrip('\n') if m.role == 'assistant' else m.content }}<|im_end|>\n{% endfor %}"
 ) + ASK
+TAKES_REASONING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content is string %}<think>\n"
+    "{{ m.reasoning_content.strip('\n') }}\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+) + ASK
 NUMBERS_TURNS = "{% for m in messages %}[{{ messages | length }}]" + TURN + "{% endfor %}" + ASK
 USER = {"role": "user", "content": "What is 7 + 5?"}
 
@@ -85,6 +89,18 @@ def test_a_template_that_drops_reasoning_extends_only_turns_without_it(tokenizer
     chat.extend(asked, [USER], chat.stand_in("12"), [USER], [], "<|im_end|>")
     with pytest.raises(HistoryRewritten, match=r"'<think>.* becomes"):
         chat.extend(asked, [USER], chat.stand_in("<think>\n7 + 5\n</think>\n\n12"), [USER], [], "<|im_end|>")
+
+
+@pytest.mark.parametrize("template", [None, TAKES_REASONING, WITH_TOOLS], ids=["content", "field", "tools"])
+def test_reasoning_beside_the_text_of_an_answer_is_shown_as_the_template_writes_it(
+    tokenizer: Any, template: str | None
+) -> None:
+    chat = renderer(tokenizer, template)
+    reasoned = {"role": "assistant", "content": "12", "reasoning_content": "\n7 + 5\n"}
+    shown = "<think>\n7 + 5\n</think>\n\n12<|im_end|>"
+    assert shown in chat.whole([USER, reasoned, USER], []).text
+    call = {"id": "c", "type": "function", "function": {"name": "calculate", "arguments": "{}"}}
+    assert "7 + 5\n</think>\n\n12" in chat.whole([USER, {**reasoned, "tool_calls": [call]}, USER], [TOOL]).text
 
 
 def test_a_template_that_renders_no_turn_as_before_gives_every_turn_a_row_and_says_so(tokenizer: Any) -> None:

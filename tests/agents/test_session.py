@@ -99,6 +99,29 @@ def test_what_client_libraries_change_in_an_answer_does_not_break_the_row(rewrit
     assert answered(here, call(USER, rewrite(first.answer), result, tools=[TOOL])).parent is first
 
 
+THOUGHT = "<think>\nSeven and five.\n</think>\n\n"
+CALL_OF_IT = '<tool_call>{"name": "calculate", "arguments": {"x": 1}}</tool_call>'
+
+
+@pytest.mark.parametrize("parts", [("\nSeven and five.\n", "\n\n"), ("Seven and five.", "")], ids=["litellm", "vllm"])
+@pytest.mark.parametrize("told", ["It is 12.", CALL_OF_IT])
+def test_an_answer_whose_reasoning_a_library_has_split_off_is_the_one_that_was_sampled(
+    parts: tuple[str, str], told: str
+) -> None:
+    here = session()
+    first = answered(here, call(USER, tools=[TOOL]), THOUGHT + told)
+    reasoning, gap = parts
+    rest = "" if "tool_calls" in first.answer else gap + told
+    split = {**first.answer, "content": rest, "reasoning_content": reasoning}
+    second = answered(here, call(USER, split, MORE, tools=[TOOL]), THOUGHT + "13")
+    again = {**second.answer, "content": gap + "13", "reasoning_content": reasoning}
+    third = answered(here, call(USER, split, MORE, again, USER, tools=[TOOL]))
+    assert (second.parent, third.parent) == (first, second) and len(here.rows()) == 1
+    assert here.conversation()[1] == first.answer
+    other = {**split, "reasoning_content": "Eight and four."}
+    assert answered(here, call(USER, other, MORE, tools=[TOOL])).parent is None
+
+
 def spaced(tool_call: dict[str, Any]) -> dict[str, Any]:
     return {"name": "calculate", "arguments": '{"y":[2],"x":1}'}
 
