@@ -157,7 +157,7 @@ class _Printed:
         return self._errors.decode(errors="replace").strip()[-LONGEST_TRACEBACK:]
 
     def result(self, program: str) -> object:
-        """Return the last line's JSON.
+        """Return the last line's JSON object; any other JSON may be the model's answer, with the reward forgotten.
 
         Raises:
             VoidReward: there is no such line.
@@ -167,8 +167,10 @@ class _Printed:
         try:
             found: object = json.loads(last)
         except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
             shown = last[:100].decode(errors="replace")
-            raise VoidReward(text=f'{program}: expected {{"reward": ...}} as its last line, got {shown!r}') from None
+            raise VoidReward(text=f'{program}: expected {{"reward": ...}} as its last line, got {shown!r}')
         return found
 
 

@@ -92,6 +92,9 @@ def test_a_program_reaches_the_endpoint_beside_a_proxy(monkeypatch: pytest.Monke
         ("import os; os.kill(os.getpid(), 11)", VoidCause.CRASH, "ended with SIGSEGV"),
         ("print('done')", VoidCause.VERIFIER, "expected {\"reward\": ...} as its last line, got 'done'"),
         ("pass", VoidCause.VERIFIER, "as its last line, got ''"),
+        ("print('12')", VoidCause.VERIFIER, "as its last line, got '12'"),  # the model's answer, say
+        ("print('true')", VoidCause.VERIFIER, "as its last line, got 'true'"),
+        ("print('[0.5]')", VoidCause.VERIFIER, "as its last line, got '[0.5]'"),
         ("print('[' * 9999)", VoidCause.VERIFIER, "as its last line, got '[["),  # Python's parser fails on that
         ("print('{\"score\": 1}')", VoidCause.VERIFIER, "a mapping without `reward`"),
         ("print('{\"reward\": NaN}')", VoidCause.VERIFIER, "the reward must be finite"),
