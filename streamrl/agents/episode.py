@@ -121,7 +121,7 @@ class Episode:
     reward: float | None
     void: Void | None
     finish_reason: FinishReason
-    """'length': at least one turn was cut by a token limit, or refused because no token fitted; else 'stop'."""
+    """'length': a token limit cut a turn, or left a conversation no room, which did not go on then; else 'stop'."""
     messages: list[dict[str, Any]]
     """The conversation of the last call and its answer, for people."""
     steps: list[EpisodeStep]

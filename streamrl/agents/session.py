@@ -21,22 +21,25 @@ Nothing here does input or output, or asks for the time.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import secrets
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from streamrl.agents.episode import EpisodeOrder, GeneratedTurn, TrajectoryRow, TurnOrder
+from streamrl.agents.message_digests import digest_of_split, digest_with, digests, meaning
 from streamrl.agents.rendering import ChatMessage, ChatRenderer, HistoryRewritten, Rendered, TemplateError
-from streamrl.agents.tool_calls import THOUGHT_BEGIN, THOUGHT_END, ParsedAnswer
+from streamrl.agents.tool_calls import THOUGHT_END, ParsedAnswer
 from streamrl.rollouts.seeds import derive_seed
 from streamrl.rollouts.trajectory import NOT_SAMPLED
 from streamrl.rollouts.types import IntArray
+
+NO_ROOM, NO_TURNS = "context_length_exceeded", "max_turns_exceeded"
+"""Codes of the refusals that end a conversation by rule."""
+MOST_REFUSALS = 64
+"""Refusals that a session remembers."""
 
 
 class CallError(Exception):
@@ -133,6 +136,33 @@ class Turn:
         return np.concatenate([self.order.prompt_tokens, self.generated.tokens])
 
 
+@dataclass(frozen=True, eq=False)
+class _Refusal:
+    """A call that was refused because context or turns are used up."""
+
+    code: str
+    call: Call
+    parent: Turn | None
+    """The turn that it would have extended; None: it would have begun a row, or that is not known."""
+
+    def taken_back_by(self, turn: Turn) -> bool:
+        """Whether a turn that began later is of the same conversation, so that its agent has got over the refusal.
+
+        It is if one of the two extends what the other does, or else if they share a message of the user or of a tool,
+        which may be shortened.
+        """
+        if self.parent is not None and turn.parent is not None:
+            return turn.parent in _path(self.parent) or self.parent in _path(turn.parent)
+        if not self.call.messages or not turn.call.messages:  # tokens
+            return self.call.messages == turn.call.messages
+        ours, theirs = _told(self.call.messages), _told(turn.call.messages)
+        return any(
+            role == other and (text.startswith(more) or more.startswith(text))
+            for role, text in ours
+            for other, more in theirs
+        )
+
+
 class Session:
     """The turns of one episode."""
 
@@ -140,8 +170,8 @@ class Session:
         self.order, self.renderer, self.limits = order, renderer, limits
         self.turns: list[Turn] = []
         """All turns that did not fail, in the order of their calls."""
-        self._no_room = False
-        """Whether a prompt left no room for an answer."""
+        self._refusals: list[_Refusal] = []
+        """Calls that were refused because context or turns are used up, and that no later turn has taken back."""
         self._attempt = secrets.token_hex(4)
         self._numbers = 0
         self._answered: dict[bytes, Turn] = {}
@@ -153,8 +183,9 @@ class Session:
 
     @property
     def cut(self) -> bool:
-        """Whether a token limit cut an answer that counts, or left no room for one."""
-        return self._no_room or any(turn.counts and _reason(turn) == "length" for turn in self.turns)
+        """Whether a token limit cut an answer that counts, or left no room for one, with which a conversation ended."""
+        refused = any(refusal.code == NO_ROOM for refusal in self._refusals)
+        return refused or any(turn.counts and _reason(turn) == "length" for turn in self.turns)
 
     def call(self, call: Call, now: float) -> tuple[Turn, bool]:
         """Find the turn of a call, or begin it.
@@ -176,18 +207,17 @@ class Session:
             self._take(call, known)
             return known, False
         if len(self.turns) >= self.limits.max_turns:
-            raise CallError(
-                400, "max_turns_exceeded", f"this episode has made its {self.limits.max_turns} turns (max_turns)"
-            )
+            self._refuse(_Refusal(NO_TURNS, call, None))
+            raise CallError(400, NO_TURNS, f"this episode has made its {self.limits.max_turns} turns (max_turns)")
         if sum(turn.generated is None for turn in self.turns) >= self.limits.max_in_flight:
             raise TooManyRun
         turn = self._with_tokens(call, now) if call.prompt_tokens is not None else self._with_messages(call, now)
         length = len(turn.order.prompt_tokens)
         if length >= self.limits.max_context:
-            self._no_room = True
+            self._refuse(_Refusal(NO_ROOM, call, turn.parent))
             raise CallError(
                 400,
-                "context_length_exceeded",
+                NO_ROOM,
                 f"the prompt has {length} tokens, which leaves no room for an answer: the context has "
                 f"{self.limits.max_context} tokens (model.max_context)",
             )
@@ -198,6 +228,7 @@ class Session:
         self.turns.append(turn)
         if turn.parent is not None:
             turn.parent.partly = True
+        self._refusals = [refusal for refusal in self._refusals if not refusal.taken_back_by(turn)]
         self._take(call, turn)
         self._numbers += 1
         return turn, True
@@ -221,11 +252,9 @@ class Session:
                 for place, call in enumerate(turn.parsed.calls)
             ]
         if THOUGHT_END in turn.answer["content"]:
-            self._reasoned[_digest_of_split(_digests(turn.call.messages, turn.call.tools)[-1], turn.answer)] = (
-                turn.answer
-            )
+            self._reasoned[digest_of_split(digests(turn.call.messages, turn.call.tools)[-1], turn.answer)] = turn.answer
         if generated.finish_reason == "stop" and turn.rendered is not None:
-            self._answered[_digests([*turn.call.messages, turn.answer], turn.call.tools)[-1]] = turn
+            self._answered[digests([*turn.call.messages, turn.answer], turn.call.tools)[-1]] = turn
 
     def fail(self, turn: Turn) -> None:
         """Forget a turn that could not be generated; the retry of each call that asked for it begins another one."""
@@ -266,16 +295,20 @@ class Session:
                 return [*turn.call.messages, turn.answer]
         return []
 
+    def _refuse(self, refusal: _Refusal) -> None:
+        others = [one for one in self._refusals if one.call.body != refusal.call.body]
+        self._refusals = [*others, refusal][-MOST_REFUSALS:]
+
     def _restored(self, call: Call) -> Call:
         """Put the reasoning back that a library has split off an answer: the message becomes what was sampled."""
         if not any(message.get("reasoning_content") for message in call.messages):
             return call
-        messages, digest = list[ChatMessage](), _digests([], call.tools)[0]
+        messages, digest = list[ChatMessage](), digests([], call.tools)[0]
         for message in call.messages:
             if message.get("reasoning_content"):
-                message = self._reasoned.get(_digest_of_split(digest, message), message)
+                message = self._reasoned.get(digest_of_split(digest, message), message)
             messages.append(message)
-            digest = _digest_with(digest, _meaning(message))
+            digest = digest_with(digest, meaning(message))
         return replace(call, messages=messages)
 
     def _repeated(self, call: Call) -> Turn | None:
@@ -313,10 +346,10 @@ class Session:
 
     def _with_messages(self, call: Call, now: float) -> Turn:
         renderer, note = self.renderer, ""
-        digests = _digests(call.messages, call.tools)
+        found = digests(call.messages, call.tools)
         try:
             for known in range(len(call.messages), 0, -1):
-                parent = self._answered.get(digests[known])
+                parent = self._answered.get(found[known])
                 if parent is None:
                     continue
                 assert parent.rendered is not None and parent.generated is not None
@@ -400,54 +433,19 @@ class _Row:
         return TrajectoryRow(tokens, np.concatenate(self.logprobs).astype(np.float32), versions, first)
 
 
-def _reason(turn: Turn) -> str:
-    return "" if turn.generated is None else turn.generated.finish_reason
-
-
-def _digests(messages: Sequence[ChatMessage], tools: list[dict[str, Any]]) -> list[bytes]:
-    """Return digests of the first 0, 1, ... messages under these tools, the same however a client writes them."""
-    digest = hashlib.sha256(json.dumps(tools, sort_keys=True).encode()).digest()
-    found = [digest]
-    for message in messages:
-        digest = _digest_with(digest, _meaning(message))
-        found.append(digest)
+def _path(turn: Turn | None) -> list[Turn]:
+    """Return a turn and those that it goes on from."""
+    found = []
+    while turn is not None:
+        found.append(turn)
+        turn = turn.parent
     return found
 
 
-def _digest_with(digest: bytes, more: list[Any]) -> bytes:
-    return hashlib.sha256(digest + json.dumps(more, sort_keys=True).encode()).digest()
+def _told(messages: list[ChatMessage]) -> list[tuple[str, str]]:
+    """Return role and text of what others than the model have said in a conversation."""
+    return [(one["role"], one["content"]) for one in messages if one["role"] in ("user", "tool") and one["content"]]
 
 
-def _meaning(message: ChatMessage) -> list[Any]:
-    """Return what counts in a message: libraries drop, add and reorder fields that say nothing."""
-    name = None if message["role"] == "assistant" else message.get("name")
-    told = [message["role"], message["content"], _calls(message), message.get("tool_call_id"), name]
-    return [*told, message.get("reasoning_content")]
-
-
-def _digest_of_split(digest: bytes, answer: ChatMessage) -> bytes:
-    """Return the digest of an answer behind messages, the same whether or not its reasoning is split off.
-
-    Libraries disagree about the line breaks around the two parts.
-    """
-    text = answer["content"]
-    if answer.get("reasoning_content"):
-        text = f"{answer['reasoning_content']}{THOUGHT_END}{text}"
-    reasoning, _, rest = text.rpartition(THOUGHT_END)
-    return _digest_with(digest, [reasoning.strip().removeprefix(THOUGHT_BEGIN).strip(), rest.strip(), _calls(answer)])
-
-
-def _calls(message: ChatMessage) -> list[Any]:
-    return [
-        [call.get("id"), call["function"]["name"], _object(call["function"]["arguments"])]
-        for call in message.get("tool_calls") or ()
-    ]
-
-
-def _object(arguments: Any) -> Any:
-    if isinstance(arguments, str):
-        try:
-            return json.loads(arguments)
-        except (ValueError, RecursionError):
-            pass
-    return arguments
+def _reason(turn: Turn) -> str:
+    return "" if turn.generated is None else turn.generated.finish_reason

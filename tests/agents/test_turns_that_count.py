@@ -1,4 +1,4 @@
-"""Which turns are part of an episode: those whose answer an agent may know."""
+"""Which turns are part of an episode: those whose answer an agent may know; and which refusals are its end."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 from streamrl.agents.agent_host import NO_ANSWERS, AgentHost
 from streamrl.agents.chat_endpoint import UNSEEN
 from streamrl.agents.episode import Episode
+from streamrl.agents.session import CallError, Session
 from streamrl.rollouts.void import Void, VoidCause
-from tests.agents.test_agent_host import ORDER, TOKENIZER, USER, Model, call, hosting, over_http, until
+from tests.agents.test_agent_host import ORDER, TOKENIZER, USER, Model, call, hosting, over_http, play, until
 from tests.agents.test_session import MORE, answered, session
 from tests.agents.test_session import call as asked
 from tests.waiting import scaled
@@ -54,6 +55,53 @@ def test_a_turn_that_nobody_got_leaves_its_row_to_the_next_one() -> None:
     again = answered(here, asked(USER, first.answer, {"role": "user", "content": "Why?"}))
     (row,) = here.rows()
     assert row.tokens.tolist() == again.tokens.tolist()
+
+
+FULL = {"role": "user", "content": "x " * 600}
+SHORT = {"role": "user", "content": "x x"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def refused(here: Session, *messages: dict[str, Any]) -> None:
+    with pytest.raises(CallError):
+        here.call(asked(*messages), 1.0)
+
+
+def test_a_refusal_is_taken_back_by_a_turn_of_a_shorter_conversation() -> None:
+    here = session()
+    refused(here, SYSTEM, FULL)
+    assert here.cut
+    answered(here, asked(SYSTEM, USER))  # of another one
+    assert here.cut
+    answered(here, asked(SYSTEM, SHORT))
+    assert not here.cut
+
+
+@pytest.mark.parametrize("goes_on", ["from the same turn", "from an earlier one", "elsewhere"])
+def test_a_refusal_of_a_conversation_that_goes_on_is_known_by_its_turns(goes_on: str) -> None:
+    here = session()
+    first = answered(here, asked(USER))
+    other = answered(here, asked(MORE))
+    known = [USER, first.answer]
+    second = answered(here, asked(*known, MORE))
+    refused(here, *known, MORE, second.answer, FULL)
+    told = {"role": "user", "content": "Why?"}
+    shorter = {
+        "from the same turn": [*known, MORE, second.answer, told],
+        "from an earlier one": [*known, told],
+        "elsewhere": [MORE, other.answer, told],
+    }
+    answered(here, asked(*shorter[goes_on]))
+    assert here.cut == (goes_on == "elsewhere")
+
+
+def test_an_agent_that_shortens_its_conversation_and_goes_on_is_not_cut() -> None:
+    async def agent(client: httpx2.AsyncClient) -> None:
+        assert (await call(client, FULL)).json()["error"]["code"] == "context_length_exceeded"
+        assert (await call(client, SHORT)).status_code == 200
+
+    episode = play(Model("12"), over_http(agent), max_context=500)
+    assert (episode.reward, episode.finish_reason) == (1.0, "stop")
 
 
 def given_up(model: Model, agent: Callable[[httpx2.AsyncClient], Any], stream: bool) -> Episode:

@@ -1,0 +1,61 @@
+"""When two conversations are the same: digests of what counts in their messages, however a client writes them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from streamrl.agents.rendering import ChatMessage
+from streamrl.agents.tool_calls import THOUGHT_BEGIN, THOUGHT_END
+
+
+def digests(messages: Sequence[ChatMessage], tools: list[dict[str, Any]]) -> list[bytes]:
+    """Return digests of the first 0, 1, ... messages under these tools, the same however a client writes them."""
+    digest = hashlib.sha256(json.dumps(tools, sort_keys=True).encode()).digest()
+    found = [digest]
+    for message in messages:
+        digest = digest_with(digest, meaning(message))
+        found.append(digest)
+    return found
+
+
+def digest_with(digest: bytes, more: list[Any]) -> bytes:
+    """Return the digest of what a digest stands for and of what follows."""
+    return hashlib.sha256(digest + json.dumps(more, sort_keys=True).encode()).digest()
+
+
+def meaning(message: ChatMessage) -> list[Any]:
+    """Return what counts in a message: libraries drop, add and reorder fields that say nothing."""
+    name = None if message["role"] == "assistant" else message.get("name")
+    told = [message["role"], message["content"], _calls(message), message.get("tool_call_id"), name]
+    return [*told, message.get("reasoning_content")]
+
+
+def digest_of_split(digest: bytes, answer: ChatMessage) -> bytes:
+    """Return the digest of an answer behind messages, the same whether or not its reasoning is split off.
+
+    Libraries disagree about the line breaks around the two parts.
+    """
+    text = answer["content"]
+    if answer.get("reasoning_content"):
+        text = f"{answer['reasoning_content']}{THOUGHT_END}{text}"
+    reasoning, _, rest = text.rpartition(THOUGHT_END)
+    return digest_with(digest, [reasoning.strip().removeprefix(THOUGHT_BEGIN).strip(), rest.strip(), _calls(answer)])
+
+
+def _calls(message: ChatMessage) -> list[Any]:
+    return [
+        [call.get("id"), call["function"]["name"], _object(call["function"]["arguments"])]
+        for call in message.get("tool_calls") or ()
+    ]
+
+
+def _object(arguments: Any) -> Any:
+    if isinstance(arguments, str):
+        try:
+            return json.loads(arguments)
+        except (ValueError, RecursionError):
+            pass
+    return arguments
