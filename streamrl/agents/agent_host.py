@@ -147,7 +147,7 @@ class AgentHost:
             await self._endpoint.close(session)
         void = outcome.void
         if order.task in self._programs and void is not None and void.cause is VoidCause.CRASH:
-            if session.over:  # what the policy did used up context or turns
+            if session.session.over:  # what the policy did used up context or turns
                 outcome = replace(outcome, reward=0.0, void=None, traceback="")
             elif refusal := _last_refusal(session):
                 text = f"{void.text}; its last call had been refused: {refusal}"

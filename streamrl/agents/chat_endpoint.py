@@ -25,7 +25,6 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from streamrl.agents.chat_calls import generate_answer, read_generate
-from streamrl.agents.client import OVER
 from streamrl.agents.dialects import DIALECTS, CallBody, Dialect, dialect_of
 from streamrl.agents.episode import POLICY, EpisodeOrder, GenerateTurn
 from streamrl.agents.rendering import ChatRenderer
@@ -80,8 +79,6 @@ class OpenSession:
     steps: list[EpisodeStep] = field(default_factory=list)
     tasks: dict[Turn, asyncio.Task[None]] = field(default_factory=dict)
     """What generates the turns, or has generated them."""
-    over: bool = False
-    """Whether its latest call was refused because context or turns are used up."""
     calls: int = 0
     said: set[str] = field(default_factory=set)
     """Parameters of which a step says already that they are ignored."""
@@ -234,7 +231,6 @@ class ChatEndpoint:
                     gone.cancel()
                 if session.id not in self.sessions:
                     raise _episode_over() from None
-        session.over = False
         if new:
             task = asyncio.create_task(self._run(session, turn), name=turn.order.turn_id)
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be waiting for it
@@ -316,7 +312,6 @@ class ChatEndpoint:
         turn.delivered = True
 
     def _refused(self, session: OpenSession, error: CallError) -> None:
-        session.over = error.code in OVER
         if session.calls <= 2 * session.session.limits.max_turns:  # a flood is not recorded to its end
             self._step(session, "agent", REFUSED_STEP, time.time(), f"{error.code}: {error}"[:500])
 

@@ -187,6 +187,11 @@ class Session:
         refused = any(refusal.code == NO_ROOM for refusal in self._refusals)
         return refused or any(turn.counts and _reason(turn) == "length" for turn in self.turns)
 
+    @property
+    def over(self) -> bool:
+        """Whether context or turns were used up in a conversation that did not go on since, whatever others do."""
+        return bool(self._refusals)
+
     def call(self, call: Call, now: float) -> tuple[Turn, bool]:
         """Find the turn of a call, or begin it.
 

@@ -11,8 +11,9 @@ import pytest
 
 from streamrl.agents.agent_host import NO_ANSWERS, AgentHost
 from streamrl.agents.chat_endpoint import UNSEEN
-from streamrl.agents.episode import Episode
+from streamrl.agents.episode import Episode, EpisodeOrder, EpisodeOutcome
 from streamrl.agents.session import CallError, Session
+from streamrl.config.run import RunConfig
 from streamrl.rollouts.void import Void, VoidCause
 from tests.agents.test_agent_host import ORDER, TOKENIZER, USER, Model, call, hosting, over_http, play, until
 from tests.agents.test_session import MORE, answered, session
@@ -102,6 +103,39 @@ def test_an_agent_that_shortens_its_conversation_and_goes_on_is_not_cut() -> Non
 
     episode = play(Model("12"), over_http(agent), max_context=500)
     assert (episode.reward, episode.finish_reason) == (1.0, "stop")
+
+
+@pytest.mark.parametrize(
+    ("questions", "reward"),
+    [
+        ([FULL, USER], 0.0),  # another thread's call comes later
+        ([USER, FULL], 0.0),
+        ([FULL, SHORT], None),  # it goes on, and then fails for a reason of its own
+        ([USER], None),
+    ],
+)
+def test_a_program_whose_context_is_full_ends_by_rule_whichever_call_comes_last(
+    questions: list[dict[str, Any]], reward: float | None
+) -> None:
+    class Programs:
+        async def run(self, order: EpisodeOrder, base_url: str, api_key: str) -> EpisodeOutcome:
+            async with httpx2.AsyncClient(base_url=base_url, trust_env=False) as client:
+                for question in questions:
+                    assert (await call(client, question)).is_success != (question is FULL)
+            return EpisodeOutcome(None, Void(VoidCause.CRASH, "python ended with exit code 1"))
+
+    async def main() -> Episode:
+        task = {"kind": "agent", "name": "sums", "command": ["python"], "items": "m:g"}
+        run = RunConfig.model_validate({"model": {"path": "some/model", "max_context": 500}, "tasks": [task]})
+        host = AgentHost(run, TOKENIZER, Model().generate, Programs())
+        await host.start()
+        try:
+            return await host.run(ORDER)
+        finally:
+            await host.close()
+
+    episode = asyncio.run(main())
+    assert (episode.reward, episode.void and episode.void.cause) == (reward, None if reward == 0 else VoidCause.CRASH)
 
 
 def given_up(model: Model, agent: Callable[[httpx2.AsyncClient], Any], stream: bool) -> Episode:
