@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,11 @@ HARMLESS = {
     "add_generation_prompt": (True,),
 }
 """Values of parameters that ask for what is done anyway."""
+_FORM = "only text is generated; ask for the form in the prompt, or describe a tool"
 REFUSED = {
+    **dict.fromkeys(("guided_json", "guided_choice", "guided_regex", "guided_grammar", "structured_outputs"), _FORM),
+    "documents": "put them into the messages",
+    "chat_template": "the run renders prompts with the model's own",
     "functions": "use tools",
     "function_call": "use tools",
     "audio": "answers are text",
@@ -92,7 +96,7 @@ def call_of(
     choice = values.get("tool_choice")
     ignored = [name for name in values if name not in USED | SAYS_NOTHING and values[name] is not None]
     harmless = [name for name, plain in HARMLESS.items() if values.get(name) in plain]
-    drop = {*harmless, "top_logprobs", "response_format", "modalities"}
+    drop = {*harmless, "top_logprobs", "response_format", "modalities", "chat_template_kwargs"}
     return Call(
         messages,
         tools,
@@ -133,6 +137,7 @@ def read_generate(
     sampling = values.get("sampling_params") or {}
     if not isinstance(sampling, dict) or (sampling.get("n") or 1) != 1:
         raise bad("sampling_params: expected an object, without n or with n = 1")
+    _check_given(sampling)
     ignored = sorted({*sampling, *values} - USED - SAYS_NOTHING - {"sampling_params"})
     tokens = np.asarray(ids, dtype=np.int32)
     key, attempt = headers.get("idempotency-key"), _attempt(headers)
@@ -228,9 +233,7 @@ def _check_common(values: dict[str, Any], models: set[str]) -> None:
         raise CallError(404, "model_not_found", text)
     if (values.get("n") or 1) != 1:
         raise bad("n: one answer per call; call again for another one")
-    for name, instead in REFUSED.items():
-        if values.get(name) is not None:
-            raise bad(f"{name}: {instead}")
+    _check_given(values)
     if values.get("modalities") not in (None, ["text"]):
         raise bad("modalities: answers are text")
     if not isinstance(values.get("stream_options") or {}, dict):
@@ -239,6 +242,28 @@ def _check_common(values: dict[str, Any], models: set[str]) -> None:
         raise bad("continue_final_message: every answer is a message of its own, which cannot be begun for the model")
     if values.get("top_logprobs"):
         raise bad("top_logprobs: only the log-probabilities of the sampled tokens are known")
+
+
+def _check_given(values: dict[str, Any]) -> None:
+    for name, instead in REFUSED.items():
+        if values.get(name) is not None:
+            raise bad(f"{name}: {instead}")
+
+
+def check_variables(values: dict[str, Any], variables: Mapping[str, Any]) -> None:
+    """Check that a body has no other variables of the chat template than the run, under which everything is rendered.
+
+    Args:
+        values: the body.
+        variables: those of the run (`model.chat_template_kwargs`).
+
+    Raises:
+        CallError: it has some.
+    """
+    given = values.get("chat_template_kwargs") or {}
+    same = isinstance(given, dict) and all(name in variables and variables[name] == given[name] for name in given)
+    if not same:
+        raise bad("chat_template_kwargs: the run decides them; give them as model.chat_template_kwargs of the run file")
 
 
 def _message(message: Any, where: str) -> ChatMessage:

@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from streamrl.agents.chat_calls import generate_answer, read_generate
+from streamrl.agents.chat_calls import check_variables, generate_answer, read_generate
 from streamrl.agents.dialects import DIALECTS, CallBody, Dialect, dialect_of
 from streamrl.agents.episode import POLICY, EpisodeOrder, GenerateTurn
 from streamrl.agents.rendering import ChatRenderer
@@ -160,6 +160,7 @@ class ChatEndpoint:
         session, body = await self._body(request)
         try:
             call, values = dialect.read(body, dict(request.headers), self._models, session.session.turns)
+            check_variables(values, self._renderer.variables)
             turn = await self._begin(session, call, request)
         except CallError as error:
             self._refused(session, error)

@@ -127,6 +127,8 @@ class ChatRenderer:
             UserError: the template does not use some variable.
         """
         self._chat = ChatTemplate(tokenizer, variables)
+        self.variables = dict(variables or {})
+        """Variables of the template."""
         if not self._chat.exists:
             raise TemplateError("the tokenizer has no chat template, which agents need: their calls are conversations")
         self._tokenizer, self._system_prompt = tokenizer, system_prompt

@@ -15,11 +15,14 @@ import pytest
 
 from streamrl.agents import chat_endpoint
 from streamrl.agents.agent_host import NO_CALLS
+from streamrl.agents.chat_calls import check_variables, read_chat
 from streamrl.agents.client import is_over
 from streamrl.agents.dialects import DIALECTS, Dialect
 from streamrl.agents.episode import Episode
-from streamrl.agents.session import Session
+from streamrl.agents.rendering import ChatRenderer
+from streamrl.agents.session import CallError, Session
 from streamrl.rollouts.void import Void, VoidCause
+from tests.agents.random_sessions import small_tokenizer
 from tests.agents.test_agent_host import CALL_TEXT, TOKENIZER, USER, Model, call, over_http, play
 from tests.waiting import scaled
 
@@ -175,6 +178,16 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
         "tool_calls",
     ),
     ("chat/completions", {"messages": [{"role": "assistant", "reasoning": 3}]}, 400, "reasoning_content: expected"),
+    ("chat/completions", {"messages": [USER], "guided_json": {}}, 400, "guided_json: only text is generated"),
+    ("chat/completions", {"messages": [USER], "guided_choice": ["a"]}, 400, "guided_choice"),
+    ("chat/completions", {"messages": [USER], "guided_regex": "a"}, 400, "guided_regex"),
+    ("chat/completions", {"messages": [USER], "guided_grammar": "a"}, 400, "guided_grammar"),
+    ("messages", {"messages": [USER], "structured_outputs": {"choice": ["a"]}}, 400, "structured_outputs"),
+    ("chat/completions", {"messages": [USER], "documents": [{"text": "a"}]}, 400, "documents"),
+    ("responses", {"input": "x", "chat_template": "{{ messages }}"}, 400, "chat_template: the run renders"),
+    ("chat/completions", {"messages": [USER], "chat_template_kwargs": {"x": 1}}, 400, "the run decides them"),
+    ("messages", {"messages": [USER], "chat_template_kwargs": [1]}, 400, "the run decides them"),
+    ("../inference/v1/generate", {"token_ids": [1], "sampling_params": {"guided_json": {}}}, 400, "guided_json"),
     ("messages/count_tokens", {"messages": [USER]}, 404, "there are /v1/chat/completions, /v1/responses, /v1/messages"),
 ]
 
@@ -219,6 +232,18 @@ def test_keys_that_no_header_can_have_are_ignored_as_others() -> None:
         assert answer.headers["x-streamrl-ignored"] == "??, a b, stop"
 
     assert play(Model(), over_http(agent)).reward == 1.0
+
+
+@pytest.mark.parametrize("given", [None, {}, {"thinks": False}])
+def test_variables_of_the_template_that_are_the_runs_are_no_other_prompt(given: Any) -> None:
+    tokenizer = small_tokenizer()
+    tokenizer.chat_template += "{% if thinks %}{% endif %}"
+    body = {"model": "policy", "messages": [USER], "chat_template_kwargs": given}
+    call = read_chat(json.dumps(body).encode(), {}, {"policy"})[0]
+    check_variables(body, ChatRenderer(tokenizer, variables={"thinks": False}).variables)
+    assert call.ignored == ()
+    with pytest.raises(CallError, match="the run decides them"):
+        check_variables({"chat_template_kwargs": {"thinks": True}}, {"thinks": False})
 
 
 def test_what_the_model_is_not_shown_of_an_earlier_answer_is_named() -> None:
