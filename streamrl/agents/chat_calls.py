@@ -370,10 +370,9 @@ def _usage(turn: Turn) -> dict[str, int]:
 
 def _logprobs(turn: Turn, renderer: ChatRenderer) -> dict[str, Any]:
     assert turn.generated is not None
-    texts = renderer.token_texts(turn.generated.tokens)
-    values = turn.generated.logprobs.tolist()
+    tokens, values = turn.generated.tokens, turn.generated.logprobs.tolist()
     content = [
-        {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, value in zip(texts, values, strict=True)
+        {"token": text, "logprob": value, "bytes": None if held is None else list(held), "top_logprobs": []}
+        for text, held, value in zip(renderer.token_texts(tokens), renderer.token_bytes(tokens), values, strict=True)
     ]
     return {"content": content}

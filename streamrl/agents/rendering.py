@@ -56,6 +56,8 @@ RESULT: ChatMessage = {
     "name": "probe_tool",
 }
 ANSWER = "It is twelve."
+PART = "\ufffd"
+"""What the bytes of a part of a character are decoded to."""
 REASONED = "<think>\nSeven and five.\n</think>\n\n" + ANSWER
 
 
@@ -220,6 +222,17 @@ class ChatRenderer:
         """Return the text of each of the tokens, shape [C], special ones too."""
         return [str(self._tokenizer.decode([int(token)], skip_special_tokens=False)) for token in tokens]
 
+    def token_bytes(self, tokens: IntArray) -> list[bytes | None]:
+        """Return the bytes of each of the tokens, shape [C]; one that is part of a character has no text of its own.
+
+        None: the vocabulary does not say which bytes those are.
+        """
+        texts = self.token_texts(tokens)
+        pieces = self._tokenizer.convert_ids_to_tokens(tokens.tolist())
+        return [
+            text.encode() if PART not in text else _bytes_of(piece) for text, piece in zip(texts, pieces, strict=True)
+        ]
+
     def _text(self, messages: list[ChatMessage], tools: list[dict[str, Any]], *, asks: bool = True) -> str:
         if self._system_prompt is not None and not (messages and messages[0]["role"] == "system"):
             messages = [{"role": "system", "content": self._system_prompt}, *messages]
@@ -381,6 +394,16 @@ class ChatRenderer:
 
 
 USER: ChatMessage = {"role": "user", "content": "What is 7 + 5?"}
+
+
+def _bytes_of(piece: str) -> bytes | None:
+    """Return the bytes of an entry of a vocabulary: byte-level BPE writes them as letters, others a byte as hex."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode  # loaded already, with the tokenizer
+
+    if found := re.fullmatch("<0x([0-9A-F]{2})>", piece):
+        return bytes.fromhex(found[1])
+    letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    return bytes(letters[letter] for letter in piece) if letters.keys() >= set(piece) else None
 
 
 def _with_arguments(message: ChatMessage) -> ChatMessage:

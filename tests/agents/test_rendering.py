@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from streamrl.agents.rendering import ChatRenderer, HistoryRewritten, TemplateError
@@ -220,6 +220,22 @@ def test_what_follows_a_sampled_end_token_is_encoded_as_behind_that_token(kind: 
         text = chat.end_text(np.asarray(sampled, np.int32))
         suffix = chat.extend(asked, [USER], chat.stand_in("12"), [again], [], text).tokens
         np.testing.assert_array_equal(suffix, expected)
+
+
+def test_tokens_that_are_parts_of_characters_have_their_own_bytes(tokenizer: Any) -> None:
+    text = "日本 🧑‍🚀 ñ \ufffd<|im_end|>"
+    ids = np.asarray(tokenizer.encode(text), np.int32)
+    chat = renderer(tokenizer)
+    assert "\ufffd" in chat.token_texts(ids)
+    assert b"".join(part or b"" for part in chat.token_bytes(ids)).decode() == text
+
+
+def test_bytes_that_a_vocabulary_writes_as_hex_are_those_and_others_are_not_known() -> None:
+    tokenizer = Tokenizer(models.BPE({"<unk>": 0, "<0xE6>": 1, "\ufffd": 2}, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.ByteFallback()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+    fast.chat_template = "{{ messages[0].content }}"
+    assert ChatRenderer(fast).token_bytes(np.asarray([1, 2, 0], np.int32)) == [b"\xe6", None, b"<unk>"]
 
 
 def test_where_the_end_token_is_not_encoded_as_itself_every_turn_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
