@@ -7,7 +7,7 @@ episode is kept while the episode runs. Reasoning, images, files and tools that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 from streamrl.agents.chat_calls import bad, call_of, head_id, list_of, object_of, text_of_parts
@@ -56,8 +56,14 @@ def read_responses(
     given = values.get("input")
     if not given or not isinstance(given, str | list):
         raise bad("input: expected a text or a list with at least one item")
+    alone = {
+        call["id"]
+        for turn in turns
+        if turn.answer and not turn.answer["content"]
+        for call in turn.answer.get("tool_calls", ())
+    }
     for number, item in enumerate([{"role": "user", "content": given}] if isinstance(given, str) else given):
-        _append(messages, item, f"input[{number}]")
+        _append(messages, item, f"input[{number}]", alone)
     chat = {name: value for name, value in values.items() if name not in USED | SAYS_NOTHING}
     chat |= {
         "model": values.get("model"),
@@ -134,15 +140,20 @@ def _before(name: Any, turns: Sequence[Turn]) -> list[dict[str, Any]]:
     raise bad(f"previous_response_id: this episode has no response {name!r:.99}")
 
 
-def _append(messages: list[dict[str, Any]], item: Any, where: str) -> None:
-    """Append an item to the messages of chat completions."""
+def _append(messages: list[dict[str, Any]], item: Any, where: str, alone: Set[str]) -> None:
+    """Append an item to the messages of chat completions.
+
+    A call of a function belongs to the text before it, unless it is one of `alone`: ids of calls of answers that have
+    no text.
+    """
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
         messages.append({"role": item.get("role"), "content": _text(item.get("content"), f"{where}.content")})
     elif kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": str(item.get("call_id", "")), "type": "function", "function": function}
-        if not messages or messages[-1]["role"] != "assistant":
+        last = messages[-1] if messages else {}
+        if last.get("role") != "assistant" or (last["content"] and call["id"] in alone):
             messages.append({"role": "assistant", "content": ""})
         messages[-1] = {**messages[-1], "tool_calls": [*messages[-1].get("tool_calls", ()), call]}
     elif kind == "function_call_output":

@@ -80,6 +80,22 @@ def test_an_agent_that_speaks_responses_calls_tools_in_one_row(stream: bool, sto
     assert "ignored, because the run decides: max_output_tokens, temperature" in episode.steps[0].detail
 
 
+def test_an_answer_of_calls_alone_is_not_joined_to_a_text_that_precedes_it() -> None:
+    model = Model("I will compute it.", CALL_TEXT, "It is 12.")
+
+    async def agent(base_url: str, api_key: str) -> float:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            items: list[Any] = [USER]
+            for _ in range(3):
+                response = await client.responses.create(model="policy", input=items, tools=[FUNCTION])
+                items += [item.to_dict() for item in response.output]
+                calls = [item for item in response.output if item.type == "function_call"]
+                items += [{"type": "function_call_output", "call_id": one.call_id, "output": "twelve"} for one in calls]
+        return 1.0
+
+    one_row(play(model, agent, max_context=3000), model, "I will compute it.", CALL_TEXT, "It is 12.")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_agent_that_speaks_messages_calls_tools_in_one_row(stream: bool) -> None:
     model = Model(CALL_TEXT, "It is 12.", "Yes.")
