@@ -115,6 +115,8 @@ class Turn:
     parsed: ParsedAnswer | None = None
     finished: float | None = None
     """Unix seconds; None: it runs."""
+    keys: set[str] = field(default_factory=set)
+    """Idempotency keys of the calls that asked for it."""
     attempts: list[int] = field(default_factory=list)
     """Number of the latest attempt of each call without a key that asked for it."""
     clients: int = 0
@@ -324,7 +326,7 @@ class Session:
         """
         same = [turn for turn in reversed(self.turns) if turn.call.body == call.body]
         if (key := call.idempotency_key) is not None:
-            known = next((turn for turn in reversed(self.turns) if turn.call.idempotency_key == key), None)
+            known = next((turn for turn in reversed(self.turns) if key in turn.keys), None)
             if known is not None and known not in same:
                 raise CallError(400, "idempotency_key_reused", "this Idempotency-Key belongs to another call")
             if known is not None:
@@ -338,6 +340,7 @@ class Session:
     def _take(self, call: Call, turn: Turn) -> None:
         """Note that a call has got a turn."""
         if call.idempotency_key is not None:  # its retries are known by that
+            turn.keys.add(call.idempotency_key)
             return
         if call.attempt and call.attempt - 1 in turn.attempts:
             turn.attempts.remove(call.attempt - 1)

@@ -173,6 +173,16 @@ def test_an_answer_that_nobody_got_is_given_to_the_same_call_again() -> None:
     assert here.call(call(USER), 1.0)[1]
 
 
+def test_a_call_that_joined_a_turn_by_its_body_is_known_by_its_own_key_from_then_on() -> None:
+    here = session()
+    lost, _ = here.call(call(USER, idempotency_key="k1"), 1.0)  # whose client goes away
+    assert here.call(call(USER, idempotency_key="k2"), 1.0) == (lost, False)
+    lost.delivered = True  # and lost on its way
+    assert here.call(call(USER, idempotency_key="k2"), 1.0) == (lost, False)
+    with pytest.raises(CallError, match="Idempotency-Key"):
+        here.call(call(MORE, idempotency_key="k2"), 1.0)
+
+
 def test_the_retry_of_a_call_whose_turn_failed_is_a_new_sample() -> None:
     here = session()
 
