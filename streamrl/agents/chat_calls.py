@@ -226,11 +226,20 @@ def list_of(values: dict[str, Any], name: str) -> list[Any]:
     return found or []
 
 
-def _check_common(values: dict[str, Any], models: set[str]) -> None:
-    if values.get("model") not in [*models]:  # it may be anything, also what cannot be in a set
-        names = " or ".join(repr(name) for name in sorted(models))
-        text = f"there is no model {values.get('model')!r:.99} here; the model that is trained is called {names}"
+def check_model(name: Any, models: set[str]) -> None:
+    """Check the name of a model.
+
+    Raises:
+        CallError: the policy does not go by it.
+    """
+    if name not in [*models]:  # it may be anything, also what cannot be in a set
+        names = " or ".join(repr(one) for one in sorted(models))
+        text = f"there is no model {name!r:.99} here; the model that is trained is called {names}"
         raise CallError(404, "model_not_found", text)
+
+
+def _check_common(values: dict[str, Any], models: set[str]) -> None:
+    check_model(values.get("model"), models)
     if (values.get("n") or 1) != 1:
         raise bad("n: one answer per call; call again for another one")
     _check_given(values)

@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from streamrl.agents.chat_calls import check_variables, generate_answer, read_generate
+from streamrl.agents.chat_calls import check_model, check_variables, generate_answer, read_generate
 from streamrl.agents.dialects import DIALECTS, CallBody, Dialect, dialect_of
 from streamrl.agents.episode import POLICY, EpisodeOrder, GenerateTurn
 from streamrl.agents.rendering import ChatRenderer
@@ -118,6 +118,7 @@ class ChatEndpoint:
             routes += [
                 *(Route(prefix + one.path, partial(self._call, one), methods=["POST"]) for one in DIALECTS),
                 Route(f"{prefix}/v1/models", self._list_models, methods=["GET"]),
+                Route(f"{prefix}/v1/models/{{model:path}}", self._show_model, methods=["GET"]),
                 Route(f"{prefix}/inference/v1/generate", self._tokens, methods=["POST"]),
             ]
         handlers: dict[Any, Any] = {CallError: _refusal, HTTPException: _no_such_path, Exception: _failure}
@@ -151,10 +152,13 @@ class ChatEndpoint:
 
     async def _list_models(self, request: Request) -> Response:
         self._session(request)
-        models = [
-            {"id": name, "object": "model", "created": 0, "owned_by": "streamrl"} for name in sorted(self._models)
-        ]
-        return JSONResponse({"object": "list", "data": models})
+        return JSONResponse({"object": "list", "data": [_model(name) for name in sorted(self._models)]})
+
+    async def _show_model(self, request: Request) -> Response:
+        self._session(request)
+        name = request.path_params["model"]
+        check_model(name, self._models)
+        return JSONResponse(_model(name))
 
     async def _call(self, dialect: Dialect, request: Request) -> Response:
         session, body = await self._body(request)
@@ -344,6 +348,10 @@ class _Streamed(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._turn.clients -= 1
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "streamrl"}
 
 
 def _episode_over() -> CallError:

@@ -287,6 +287,19 @@ def test_reasoning_that_an_agent_sends_is_shown_to_the_model(name: str) -> None:
     assert "<think>\n7 + 5\n</think>\n\n12" in TOKENIZER.decode(model.orders[0].prompt_tokens)
 
 
+def test_the_models_that_are_listed_can_be_asked_for_by_name() -> None:
+    async def agent(base_url: str, api_key: str) -> float:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            names = [model.id async for model in client.models.list()]
+            assert names == ["policy", "some/model"]
+            assert [(await client.models.retrieve(name)).id for name in names] == names
+            with pytest.raises(openai.NotFoundError, match="there is no model 'gpt' here"):
+                await client.models.retrieve("gpt")
+        return 0.0
+
+    assert play(Model(), agent).void == Void(VoidCause.ENVIRONMENT, NO_CALLS)
+
+
 def test_the_end_by_rule_is_told_to_every_package() -> None:
     over = []
 
