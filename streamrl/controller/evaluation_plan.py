@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from streamrl.config.evaluation import EvaluationConfig, plain_name
 from streamrl.controller.group_source import MAX_SKIPPED_IN_A_ROW, SampleDraw, prompt_group
-from streamrl.errors import UserError
+from streamrl.errors import ErrorCode, UserError
 from streamrl.rollouts.seeds import derive_seed
 from streamrl.rollouts.types import Group, IntArray
 from streamrl.run_dir.evaluations import EvaluationRow, Scores
@@ -275,19 +275,26 @@ def choose_prompts(
         RunFailed: a procedural task could not make an item.
     """
     chosen: list[Group] = []
-    index = skipped = 0
+    index = skipped = in_a_row = 0
+    too_long = f"more than {longest_prompt} tokens, which is what model.max_context - sampling.max_tokens leaves"
     while len(chosen) < count:
         prompt = source.prompt(index)
         if prompt.epoch > 0:
-            raise UserError(
-                f"evaluation.prompts is {count}, but after {len(chosen)} in all, task {plain_name(prompt.task)} has no "
-                "more that are different: ask for fewer, or give it less weight"
+            few = (
+                f"evaluation.prompts is {count}, but after {index} in all, task {plain_name(prompt.task)} has no more "
+                "that are different"
             )
+            if skipped:
+                reason = f"{few}, and {skipped} of the {index} have {too_long}: leave more, or ask for fewer"
+                raise UserError(ErrorCode.CONTEXT.refer(reason))
+            raise UserError(ErrorCode.CONFIGURATION.refer(f"{few}: ask for fewer, or give it less weight"))
         tokens = tokenize(prompt)
         if len(tokens) <= longest_prompt:
-            skipped = 0
+            in_a_row = 0
             chosen.append(prompt_group(prompt, index, tokens))
-        elif (skipped := skipped + 1) == MAX_SKIPPED_IN_A_ROW:
-            raise UserError(f"{skipped} evaluation prompts in a row have more than {longest_prompt} tokens")
+        else:
+            skipped, in_a_row = skipped + 1, in_a_row + 1
+            if in_a_row == MAX_SKIPPED_IN_A_ROW:
+                raise UserError(ErrorCode.CONTEXT.refer(f"{in_a_row} evaluation prompts in a row have {too_long}"))
         index += 1
     return chosen

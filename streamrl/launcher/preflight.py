@@ -307,7 +307,13 @@ def check_tasks(run: RunConfig, rendered: bool = True, resumed: bool = False) ->
         except UserError as error:
             yield f"{key}: {error}"
     if rendered:
-        yield from check_prompts(run, sources, () if resumed else [key for key, _ in named[: len(run.tasks)]])
+        fitting: list[str] = []
+        evaluated = None
+        if not resumed:
+            fitting = [key for key, _ in named[: len(run.tasks)]]
+            if run.evaluation and len(sources) == len(named):  # what could not be read has been told
+                evaluated = PromptSource(run.evaluation.held_out(run.tasks), run.seed)
+        yield from check_prompts(run, sources, fitting, evaluated)
 
 
 def _trained_under_other_names(run: RunConfig) -> Iterable[str]:

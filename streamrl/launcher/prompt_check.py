@@ -1,4 +1,4 @@
-"""The check of the model's chat template: it must take the first prompt of every task, and one must fit."""
+"""The check of the model's chat template: it must take the first prompt of every task, and enough must fit."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from streamrl.config.run import RunConfig
+from streamrl.controller.evaluation_plan import choose_prompts
 from streamrl.errors import ErrorCode, RunFailed, UserError
 from streamrl.machine.installed_packages import package_problems
 from streamrl.machine.model_files import resolve_model, token_rows
@@ -17,7 +18,12 @@ MOST_MEASURED = 100
 """Prompts of a task that are measured to find one that fits, where the first does not."""
 
 
-def check_prompts(run: RunConfig, sources: Mapping[str, PromptSource], fitting: Collection[str]) -> Iterable[str]:
+def check_prompts(
+    run: RunConfig,
+    sources: Mapping[str, PromptSource],
+    fitting: Collection[str],
+    held_out: PromptSource | None = None,
+) -> Iterable[str]:
     """Check that the chat template has what the `model` section sets, and accepts prompts that the model can read.
 
     It loads transformers without torch, so it comes after all code of users that may need both.
@@ -27,6 +33,7 @@ def check_prompts(run: RunConfig, sources: Mapping[str, PromptSource], fitting: 
         sources: the prompts of each task, by the key of the task in the run file.
         fitting: keys of the tasks one of which must have a prompt that fits among its first `MOST_MEASURED`, unless
             one has an order of its own, by length perhaps.
+        held_out: the prompts of the evaluations, which must be enough; None: they are not checked.
     """
     if list(package_problems(("transformers",), "tasks")):
         return  # reported by `check_packages`
@@ -46,6 +53,11 @@ def check_prompts(run: RunConfig, sources: Mapping[str, PromptSource], fitting: 
         except RunFailed as error:
             yield f"{key}: {error}"
     room = run.model.max_context - run.sampling.max_tokens
+    if held_out is not None and run.evaluation is not None and len(first) == len(sources):
+        try:
+            choose_prompts(run.evaluation.prompts, held_out, tokens, room)
+        except (RunFailed, UserError) as error:
+            yield f"evaluation: {error}"
     if not fitting or not all(key in first and first[key] > room and not sources[key].ordered_rows for key in fitting):
         return
     try:

@@ -41,6 +41,9 @@ VIEW_S = 0.5
 SETTLE_S = 1.0
 """Seconds to wait after a death: other processes that die of the same cause may explain it better."""
 
+UNCHANGED = ErrorCode.RESUME, ErrorCode.CONFIGURATION, ErrorCode.CONTEXT
+"""Codes of errors that a resume meets again as long as nothing is mended."""
+
 
 class StopRequests(list[int]):
     """The signals that have asked to stop, in their order."""
@@ -219,7 +222,7 @@ def _check_end(share: Share) -> None:
 def _to_mend(words: str) -> str:
     """Return what has to be mended before a run goes on that ended with these words; '': nothing that they name."""
     rewards = f"{SEE_DOCS}{ErrorCode.REWARD}" in words and f"Most frequent cause: {VoidCause.GENERATION}" not in words
-    if f"{SEE_DOCS}{ErrorCode.RESUME}" in words:  # the next resume would be refused as well
+    if any(f"{SEE_DOCS}{code}" in words for code in UNCHANGED):
         return "mend that, then "
     return "mend the reward, then " if rewards else ""
 

@@ -62,8 +62,9 @@ def test_a_run_that_ends_for_another_cause_is_continued_as_it_is(place: Place) -
     assert "\n       continue with: streamrl launch --resume runs/tiny\n" in printed
 
 
-def test_a_run_that_no_resume_continues_as_it_is_says_so(place: Place) -> None:
-    printed = place.supervise({"controller": RAISES.format(words=ErrorCode.RESUME.refer("step_2 is missing"))})
+@pytest.mark.parametrize("code", [ErrorCode.RESUME, ErrorCode.CONFIGURATION, ErrorCode.CONTEXT])
+def test_a_run_that_no_resume_continues_as_it_is_says_so(place: Place, code: ErrorCode) -> None:
+    printed = place.supervise({"controller": RAISES.format(words=code.refer("step_2 is missing"))})
     assert "\n       mend that, then continue with: streamrl launch --resume runs/tiny\n" in printed
 
 

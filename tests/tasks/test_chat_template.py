@@ -173,6 +173,32 @@ def test_a_task_of_which_no_prompt_fits_is_refused_before_a_new_run(model: Path,
     assert list(check_tasks(leaving(short - 1), rendered=False)) == []
 
 
+def test_held_out_prompts_that_are_too_few_are_told_before_a_new_run(model: Path, tmp_path: Path) -> None:
+    run = run_of(model, tmp_path / "tasks")
+    tokens = source_of(run, AutoTokenizer.from_pretrained(model)).tokens
+    long = max(len(tokens(PromptSource(run.tasks, run.seed).prompt(index))) for index in range(2))
+    held_out = run_of(model, tmp_path / "held-out").tasks[0].model_dump()
+
+    def evaluating(prompts: int, room: int) -> RunConfig:
+        evaluation = {"tasks": [held_out], "prompts": prompts}
+        sampling = {"max_tokens": run.model.max_context - room}
+        return RunConfig.model_validate(run.model_dump() | {"evaluation": evaluation, "sampling": sampling})
+
+    assert list(check_tasks(evaluating(2, long))) == []
+    few = "evaluation: evaluation.prompts is {}, but after 2 in all, task sums has no more that are different{}"
+    assert list(check_tasks(evaluating(3, long))) == [
+        few.format(3, ": ask for fewer, or give it less weight (see docs: E1001)")
+    ]
+    too_long = f"more than {long - 1} tokens, which is what model.max_context - sampling.max_tokens leaves"
+    assert list(check_tasks(evaluating(1, long - 1))) == []
+    assert list(check_tasks(evaluating(2, long - 1))) == [
+        few.format(2, f", and 1 of the 2 have {too_long}: leave more, or ask for fewer (see docs: E1005)")
+    ]
+    for prompts in (2, 3):
+        assert list(check_tasks(evaluating(prompts, long - 1), resumed=True)) == []
+    assert list(check_tasks(evaluating(3, long), rendered=False)) == []
+
+
 def test_the_date_in_a_template_is_the_same_on_every_day(model: Path, tmp_path: Path) -> None:
     change_template(model, "{{ strftime_now('%d %b %Y, %H:%M') }}; " + CHAT_TEMPLATE)
     for variables, day in (({}, "26 Jul 2024"), ({"strftime_now": "2026-01-02"}, "02 Jan 2026")):
