@@ -19,7 +19,7 @@ from streamrl.atomic_files import replace_text
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.mistakes import ConfigProblem, explain
 from streamrl.config.run import RunConfig
-from streamrl.config.unused_keys import unused_keys
+from streamrl.config.unused_keys import unused_cluster_keys, unused_keys
 from streamrl.errors import ErrorCode, UserError, why_unusable
 from streamrl.plain_files import read_plain
 
@@ -59,6 +59,8 @@ def load_cluster(path: Path | str) -> ClusterConfig:
     if document.data is None:
         raise ConfigError(f"{document.name}: the file is empty; a cluster file needs 'hardware' and 'sites'")
     cluster = _validate(ClusterConfig, document)
+    if problems := list(unused_cluster_keys(cluster)):
+        raise _error(document, problems)
     keys = str((Path(path).parent / cluster.security.keys).resolve())
     return cluster.model_copy(update={"security": cluster.security.model_copy(update={"keys": keys})})
 

@@ -1,4 +1,4 @@
-"""Keys of a run file that would do nothing, or let a run do nothing, told where a file is read.
+"""Keys of a run file or a cluster file that would do nothing, or let a run do nothing, told where a file is read.
 
 The configuration in a run's folder is not asked: it has all keys, and earlier versions began runs with such values. For
 the same reason a key with its default value is never told: a file may be copied from such a configuration.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from streamrl.config.cluster import StrictModel
+from streamrl.config.cluster import ClusterConfig, StrictModel
 from streamrl.config.mistakes import ConfigProblem, KeyPath, dotted
 from streamrl.config.run import RunConfig
 from streamrl.config.schedule import PartialRolloutsConfig, TailBatchingConfig
@@ -64,6 +64,15 @@ def unused_keys(run: RunConfig) -> Iterable[ConfigProblem]:
             return
     reason = f"could not carry anything over: 'schedule.rounds.{key}' {shorter}, or leave rounds out"
     yield _problem(("schedule", "rounds"), ("sampling", "max_tokens"), reason)
+
+
+def unused_cluster_keys(cluster: ClusterConfig) -> Iterable[ConfigProblem]:
+    """Yield what would run somewhere else than a cluster file seems to say."""
+    for name, site in cluster.sites.items():
+        if not site.on_ray:
+            for key in _changed(site.launch, ("address",)):
+                reason = "has no use with backend: local, on this machine alone: leave it out, or set backend: ray"
+                yield _problem(("sites", name, "launch", key), ("sites", name, "launch", "backend"), reason)
 
 
 def _unused_elsewhere(run: RunConfig) -> Iterable[ConfigProblem]:

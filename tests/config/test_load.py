@@ -16,6 +16,7 @@ from scheduler.dispatch.baselines import LeastLoaded
 from scheduler.dispatch.policy_kinds import offer
 from scheduler.dispatch.registry import AUTO, DEFAULTS, POLICIES
 from scheduler.schedule.schedules import KINDS, NAMES, make_schedule
+from streamrl.config.cluster import ClusterConfig
 from streamrl.config.dispatching import DispatchConfig
 from streamrl.config.load import RESOLVED_NAME, ConfigError, load_cluster, load_resolved, load_run, save_resolved
 from streamrl.config.run import RunConfig
@@ -333,6 +334,11 @@ def test_a_mistake_in_a_run_file(write: Write, text: str, expected: str) -> None
             "F:2: sites.gpu.generation (a100-spot) and sites.gpu-a100.generation (spot) would both have an instance "
             "gpu-a100-spot-0: expected different names",
         ),
+        (
+            "hardware: cpu\nsites:\n  a:\n    launch:\n      address: head:1\n    trainer: {}\n    generation: [{}]\n",
+            "F:5: 'sites.a.launch.address' has no use with backend: local, on this machine alone: leave it out, or set "
+            "backend: ray",
+        ),
     ],
 )
 def test_a_mistake_in_a_cluster_file(write: Write, text: str, expected: str) -> None:
@@ -471,12 +477,16 @@ def test_a_run_that_began_with_keys_without_use_goes_on(tmp_path: Path) -> None:
         {"algorithm": algorithm, "optimizer": options, "schedule": schedule, "sampling": {"top_k": 1, "min_p": 1}}
         | {"weights": {"encoding": "raw", "anchor_every": 3}, "ranker": {"refit_every": 0, "window": 200}, "steps": 20},
     )
-    cluster = load_cluster(ROOT / "cluster_configs/local.yaml")
+    site = {"launch": {"address": "head:6379"}, "trainer": {}, "generation": [{}]}
+    cluster = ClusterConfig.model_validate({"hardware": "cpu", "sites": {"here": site}})
     save_resolved(tmp_path, cluster, run)
     assert load_resolved(tmp_path, ["steps=25"]) == (cluster, run.model_copy(update={"steps": 25}))
     copied = tmp_path / "run.yaml"
     copied.write_text(yaml.safe_dump(load_run(None).model_dump(mode="json")))
     assert load_run(copied) == RunConfig(), "a file with every key is a run file as well"
+    cluster = load_cluster(ROOT / "cluster_configs/local.yaml")
+    copied.write_text(yaml.safe_dump(cluster.model_dump(mode="json")))
+    assert load_cluster(copied) == cluster
 
 
 def test_a_folder_that_holds_no_run_is_refused(tmp_path: Path) -> None:
