@@ -50,7 +50,7 @@ class StepSeries:
         """Return the steps none of whose updates has changed the weights: refused, or too far off-policy."""
         with contextlib.suppress(OSError):  # the run's other pages say why it cannot be read
             self._steps.look()
-        return {row.step for row in self._steps.rows if row.step_skipped and not row.optimizer_updates}
+        return {row.step for row in self._steps.rows if row.changed_nothing}
 
     def since(self, cursor: str) -> dict[str, Any]:
         """Return what a page has not seen yet, as columns, ready for JSON.

@@ -146,7 +146,7 @@ def schedule(data: RunData) -> str:
         ("mean staleness", fixed(mean(row.staleness_mean for row in rows)), "weight versions, over all steps"),
         ("largest staleness", fixed(highest(row.staleness_max for row in rows), 0), ""),
         ("lowest effective sample size", fixed(_lowest(data)), "of the sequences' weights, else of the tokens'"),
-        ("steps without an update", str(sum(bool(row.step_skipped) for row in rows)), "too far off-policy, or refused"),
+        ("steps without an update", str(sum(row.changed_nothing for row in rows)), "too far off-policy, or refused"),
         ("weights verified", *_verified(data)),
         ("steps refused", str(sum(row.step_refused is not None for row in rows)), _last_refusal(data)),
         ("groups dropped", count(total(row.groups_dropped for row in rows)), "begun or generated, never trained"),

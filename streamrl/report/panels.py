@@ -227,11 +227,11 @@ def off_policy(row: MetricsRow) -> list[str]:
 
 
 def no_gradient(row: MetricsRow) -> str:
-    """Say that no token of a step has a loss, and why if that is plain; '': some have one, or the step was skipped.
+    """Say that no token of a step has a loss, and why if that is plain; '': some have one, or it changed nothing.
 
     The optimizer still moves the weights, by its momentum and by weight decay.
     """
-    if row.tokens_trained != 0 or row.step_skipped:
+    if row.tokens_trained != 0 or row.changed_nothing:
         return ""
     return "no gradient" + (": all answers reach the token limit" if row.truncated_fraction == 1 else "")
 
@@ -463,7 +463,8 @@ def step_line(row: MetricsRow, before: MetricsRow | None, steps: int, left_s: fl
         *off_policy(row),
     ]
     if row.step_skipped:
-        parts.append("no optimizer step: " + ("not finite" if row.step_refused else "too far off-policy"))
+        skipped = "no optimizer step" if row.changed_nothing else f"update {(row.optimizer_updates or 0) + 1} skipped"
+        parts.append(f"{skipped}: " + ("not finite" if row.step_refused else "too far off-policy"))
     if row.step_refused:
         parts.append(f"refused: {row.step_refused}")
     if row.ranker_recall_at_20 is not None:

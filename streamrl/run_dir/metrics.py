@@ -187,8 +187,8 @@ class MetricsRow(StepRow):
     )
     step_skipped: bool | None = Field(
         None,
-        description="whether the weights stayed as they were: the batch was too far off-policy, or refused; of several "
-        "updates, the last one",
+        description="whether the step's last update was skipped, as the batch was too far off-policy, or refused; "
+        "`optimizer_updates` came before it",
     )
     optimizer_updates: int | None = Field(None, description="updates of the weights with the step's batch")
     step_refused: str | None = Field(
@@ -208,6 +208,11 @@ class MetricsRow(StepRow):
         description="warning, set when the mismatch in the first update exceeds its bound though no sample is stale",
     )
     length_bias_warning: str | None = Field(None, description="warning, set when trained and issued lengths differ")
+
+    @property
+    def changed_nothing(self) -> bool:
+        """Whether the weights stayed as they were: the first update was skipped already."""
+        return bool(self.step_skipped and not self.optimizer_updates)
 
     @property
     def ess(self) -> float | None:

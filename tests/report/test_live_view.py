@@ -521,6 +521,14 @@ def test_a_stale_step_says_how_stale_and_what_its_samples_are_still_worth(tmp_pa
     assert "3.5/s  stale 1.0/1  ESS 0.97  no optimizer step: too far off-policy" in line
 
 
+def test_a_step_whose_last_update_was_skipped_has_changed_the_weights_all_the_same() -> None:
+    partly = make_row(2, step_skipped=True, optimizer_updates=2)
+    assert "  update 3 skipped: too far off-policy" in step_line(partly, None, 20, None)
+    rows = [make_row(1, step_skipped=False, optimizer_updates=3), partly]
+    rows += [make_row(3, step_skipped=True, optimizer_updates=0), make_row(4, step_skipped=True)]
+    assert [row.changed_nothing for row in rows] == [False, False, True, True]
+
+
 def test_a_refused_step_and_a_mismatch_of_weights_are_said_until_the_run_ends(tmp_path: Path) -> None:
     cause = "group 7 (samples 7.0): gradient of model.norm is not finite; skipped"
     refused = make_row(1, step_skipped=True, step_refused=cause)

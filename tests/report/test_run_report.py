@@ -523,6 +523,15 @@ def test_lengths_audited_under_another_token_limit_are_left_out_of_the_sums(make
     assert "all6464640" in page_of(run_dir)[0].text
 
 
+@pytest.mark.usefixtures("undrawn")
+def test_a_step_of_which_some_updates_were_made_does_not_count_as_one_without(make_run: RunMaker) -> None:
+    run_dir = make_run(2, rollouts=False, trace=False)
+    with RowWriter(run_dir / "metrics.jsonl", MetricsRow) as metrics:
+        for step, updates in ((3, 2), (4, 0)):
+            metrics.append(make_row(step, step_skipped=True, optimizer_updates=updates))
+    assert "steps without an update1too far off-policy, or refused" in page_of(run_dir)[0].text
+
+
 def test_what_the_schedule_did_and_chose_is_told(make_run: RunMaker, drawn: Callable[..., None]) -> None:
     drawn("schedule")
     note = "async: generation takes 3 times as long as training"
