@@ -220,7 +220,8 @@ class AutoSchedule:
         self.min_gain, self.min_steps = min_gain, min_steps
         self.current: Option | None = None
         """Option of the last decision."""
-        self._changed_at: int | None = None
+        self.changed_at: int | None = None
+        """Optimizer steps done at the last change; None: there was none."""
         self._profile: Profile | None = None
         self._step_s = 0.0
         """Seconds of a step of the fastest option at the last choice."""
@@ -251,18 +252,31 @@ class AutoSchedule:
         self._step_s = min((p.step_s for p in predictions), default=0.0)
         return self.decide(predictions, step)
 
+    def resume(self, label: str, changed_at: int | None) -> None:
+        """Continue with the option that an earlier chooser had chosen.
+
+        Args:
+            label: the option's.
+            changed_at: optimizer steps done at its last change; None: there was none.
+
+        Raises:
+            KeyError: no option has this label.
+        """
+        self.current = {option.label: option for option in self.options}[label]
+        self.changed_at = changed_at
+
     def drifted(self, profile: Profile) -> bool:
         """Return whether the run has changed since the last choice, so that options should be predicted again.
 
         Returns:
             True if the lengths differ (`lengths_differ`), if the trainer's rate, the environments' seconds per sample
-            or those of rewards are off by more than `DRIFT`, or if there was no choice. Rewards must also differ by
-            `OFF_POLICY_GAIN` of a step: most take milliseconds, and vary. A false alarm costs a prediction, not a
-            change.
+            or those of rewards are off by more than `DRIFT`, or if there was no choice (one that is continued has no
+            profile to compare with). Rewards must also differ by `OFF_POLICY_GAIN` of a step: most take milliseconds,
+            and vary. A false alarm costs a prediction, not a change.
         """
         before = self._profile
         if before is None:
-            return True
+            return self.current is None
         return (
             lengths_differ(before.lengths(), profile.lengths(), DRIFT)
             or _off(before.train_tokens_s, profile.train_tokens_s, DRIFT)
@@ -292,7 +306,7 @@ class AutoSchedule:
         chosen = current if current is not None and reservation else best
         changed = label is not None and chosen.option.label != label
         if changed:
-            self._changed_at = step
+            self.changed_at = step
         self.current = chosen.option
         return Decision(chosen.option, changed, self._why(chosen, best, predictions, reservation), tuple(predictions))
 
@@ -309,8 +323,8 @@ class AutoSchedule:
 
     def _reservation(self, current: SchedulePrediction, best: SchedulePrediction, step: int) -> str | None:
         """Return why the current option stays although another is best; None: it does not stay."""
-        if self._changed_at is not None and step - self._changed_at < self.min_steps:
-            return f"the last change was {step - self._changed_at} steps ago, and {self.min_steps} must lie between two"
+        if self.changed_at is not None and step - self.changed_at < self.min_steps:
+            return f"the last change was {step - self.changed_at} steps ago, and {self.min_steps} must lie between two"
         if best.step_s <= current.step_s * (1 - self.min_gain):
             return None
         if best.option.schedule.max_staleness < current.option.schedule.max_staleness:

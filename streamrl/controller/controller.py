@@ -15,6 +15,7 @@ import logging
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from scheduler.cost.hardware import peak_tflops
 from scheduler.cost.model_shapes import square_cost
@@ -313,6 +314,7 @@ class Controller:
             CheckpointsUnseen: nobody may look into their folder.
         """
         step = self._to_resume()
+        chosen: dict[str, Any] = {}
         if step:
             folder = self.checkpoints.path(step)
             self.ledger.found_checkpoint(step)  # which may be newer than known, and damaged: it is given up by its name
@@ -322,10 +324,11 @@ class Controller:
                 if (saved := state["step"]) != step:
                     raise DamagedFile(f"{STATE_FILE} is of step {saved}")
                 self.groups.restore(state["prompts"])
+                chosen = state.get("schedule", {})  # earlier versions' has none
             except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError) as error:
                 raise unreadable(folder, error) from error
         self.pool.resume_at(step)
-        self.training.resume_at(step)
+        self.training.resume_at(step, chosen)
         undone = self.ledger.rewind(step + 1)
         if (known := self.ledger.steps()) != step:
             log.warning(

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from scheduler.capacity.auto_schedule import AutoSchedule, Decision, Option, Profile
 from scheduler.dispatch.policy import DispatchPolicy
@@ -146,7 +147,41 @@ class Auto:
         self._environments: deque[float] = deque(maxlen=WINDOW_STEPS)
         """Seconds that environments stepped per sample, by step."""
         self._choice: AutoSchedule | None = None
+        self._decided = False
         self._review_in, self._patience = 0, FIRST_REVIEW
+
+    def state(self) -> dict[str, Any]:
+        """Return the choice and what it rests on, as plain values for a checkpoint; {}: nothing is chosen yet."""
+        if not self._decided or self._choice is None:
+            return {}
+        measured = [[list(division), list(one.rates), list(one.slowdowns)] for division, one in self._measured.items()]
+        chosen = {"label": self.setup.label, "note": self.note, "changed_at": self._choice.changed_at}
+        return chosen | {"measured": measured, "choices": self._named_choices()}
+
+    def restore(self, state: dict[str, Any]) -> bool:
+        """Continue with the choice in a checkpoint, and review it after the next steps; return whether that is done.
+
+        It is not, and the profile begins anew, if nothing was chosen or there are other setups to choose among.
+
+        Args:
+            state: what `state` returned; {}: nothing.
+        """
+        if not state or state["choices"] != self._named_choices():
+            return False
+        self.setup = next(setup for setup in self.choices if setup.label == state["label"])
+        self.note, self._decided = state["note"], True
+        self._to_profile.clear()
+        self._left, self._review_in = 0, self._patience
+        for division, rates, slowdowns in state["measured"]:
+            measured = self._measured[tuple(division)] = _Measured()
+            measured.rates.extend(rates)
+            measured.slowdowns.extend(slowdowns)
+        self._choice = AutoSchedule([self._option(setup) for setup in self.choices])
+        self._choice.resume(self.setup.label, state["changed_at"])
+        return True
+
+    def _named_choices(self) -> list[list[Any]]:
+        return [[setup.label, list(setup.instances), list(setup.trainer_cores)] for setup in self.choices]
 
     def step_done(self, batch: StepBatch, times: Interval, trainer: Sequence[tuple[str, float, float]]) -> None:
         """Record a finished step; `trainer`: (command, start, end) of the trainer's work in it, unix seconds.
@@ -187,7 +222,7 @@ class Auto:
 
     def wants_choice(self) -> bool:
         """Return whether to predict: the profile has just been completed or has drifted, or a review is due."""
-        if self._left > 0 or self._to_profile:
+        if self._left > 0 or self._to_profile or not self._groups:
             return False
         return self._choice is None or self._review_in <= 0 or self._choice.drifted(self._profile())
 
@@ -204,7 +239,7 @@ class Auto:
 
     def decided(self, decision: Decision) -> Setup | None:
         """Record a decision; return the setup to change to, or None if it runs already."""
-        self.note = decision.why
+        self.note, self._decided = decision.why, True
         before = self.setup
         self.setup = next(setup for setup in self.choices if setup.label == decision.option.label)
         return None if self.setup == before else self.setup
@@ -311,6 +346,13 @@ class FixedSchedule:
     note = ""
     """Text that is shown of the choice."""
 
+    def state(self) -> dict[str, Any]:
+        """Return the choice as plain values, for a checkpoint; {}: there is none."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Begin with a checkpoint's choice, if it still is one; `state` as returned by the method of that name."""
+
     async def step_done(
         self, step: int, batch: StepBatch, times: Interval, trainer: Sequence[tuple[str, float, float]]
     ) -> Setup | None:
@@ -337,6 +379,17 @@ class TunedSchedule(FixedSchedule):
     def note(self) -> str:  # type: ignore[override]
         """Present activity of the tuner, or the reason for its choice."""
         return self.auto.note
+
+    def state(self) -> dict[str, Any]:
+        """Return the choice and what it rests on, as plain values for a checkpoint; {}: nothing is chosen yet."""
+        return self.auto.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Begin with a checkpoint's choice, if it still is one; `state` as returned by the method of that name."""
+        if self.auto.restore(state):
+            self.first_setup = self.auto.setup
+        elif state:
+            log.warning("schedule: there are other instances or cores than at the checkpoint: profiling anew")
 
     async def step_done(
         self, step: int, batch: StepBatch, times: Interval, trainer: Sequence[tuple[str, float, float]]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from streamrl.config.run import RunConfig
 from streamrl.controller.evaluation_runner import Evaluator
@@ -98,23 +99,26 @@ class TrainingSteps:
     _learning: asyncio.Task[StepLengths] | None = None
     """Task that learns from the output lengths of the current step; started once the step has all its groups."""
 
+    _chosen: dict[str, Any] = field(default_factory=dict)
+    """The choice of the schedule in the checkpoint that the run goes on from; {}: none."""
     _late: list[Group] = field(default_factory=list)
     """Groups dropped after their step had all its groups: the lengths of the next step are learned with theirs."""
 
     def __post_init__(self) -> None:
         self.batch = self._new_batch()
 
-    def resume_at(self, step: int) -> None:
-        """Continue after `step` optimizer steps."""
-        self.step = step
+    def resume_at(self, step: int, chosen: dict[str, Any] | None = None) -> None:
+        """Continue after `step` optimizer steps, with the checkpoint's choice of the schedule (see `begin`)."""
+        self.step, self._chosen = step, chosen or {}
         self.batch = self._new_batch()
 
     def _new_batch(self) -> StepBatch:
         return StepBatch(self.run, self.step + 1, square_cost=self.square_cost)
 
     async def begin(self, choice: FixedSchedule) -> None:
-        """Begin the first step, with the choice of the schedule."""
+        """Begin the first step, with the choice of the schedule; a resumed run's goes on from its checkpoint."""
         self.choice = choice
+        choice.restore(self._chosen)
         await self._change_to(choice.first_setup)
         self.telemetry.watch(self.batch, self.pool)
 
@@ -163,7 +167,7 @@ class TrainingSteps:
         elif self._checkpoint_due:
             taken = [*self.batch.groups.values(), *self.batch.dropped, *self.batch.not_finite]
             untrained = [*taken, *self.pool.groups.values()]
-            state = {"prompts": self.groups.state(untrained)}
+            state = {"prompts": self.groups.state(untrained), "schedule": self.choice.state()}
             await self.trainers.ask(SaveCheckpoint(step=self.step, state=state, pending=self.evaluator.pending))
         elif self.refusals.examining:
             await self.trainers.examine(self.refusals.next())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from streamrl.config.run import RunConfig
 from streamrl.controller.schedule_tuner import (
     Auto,
     Setup,
+    TunedSchedule,
     environment_processes,
     environment_s_per_sample,
     make_choice,
@@ -200,6 +202,49 @@ def test_a_choice_that_a_lucky_step_has_made_is_corrected_by_what_is_measured_af
     assert auto.wants_choice()
     setup = auto.decided(auto.choice_job(10)())
     assert setup is not None and setup.schedule.name == "async"
+
+
+def resumed(state: dict[str, Any], auto: Auto) -> TunedSchedule:
+    """What a resumed run begins with that got this state from its checkpoint."""
+    choice = TunedSchedule(auto)
+    choice.restore(json.loads(json.dumps(state)))
+    return choice
+
+
+def test_a_resumed_run_goes_on_with_its_choice_and_reviews_it() -> None:
+    auto = make_auto()
+    assert auto.state() == {}
+    profiled(auto, 50, shared=(2.5, 2.0), split=(5.0, 5.0))  # in turns: 4.5 s, overlapped: 5 s
+    job = auto.choice_job(6)
+    assert auto.state() == {}, "what is not decided yet is profiled again"
+    decision = job()
+    assert auto.state() == {}
+    assert auto.decided(decision) is not None
+    again = make_auto()
+    choice = resumed(auto.state(), again)
+    assert choice.first_setup == again.setup == auto.setup and again.setup.label == "colocated"
+    assert choice.note == auto.note and choice.state() == auto.state()
+    assert not again.wants_choice()
+    for _ in range(4):
+        assert not again.wants_choice() and again.next_setup() is None
+        play(again, 50, 5.0, 4.8)
+    assert again.wants_choice()
+    predicted = {found.option.label: found.step_s for found in again.choice_job(10)().predictions}
+    assert predicted["stream, 1 of 2 instances"] == pytest.approx(10.0, rel=0.05), "as measured before"
+    changed = again.decided(again.choice_job(10)())
+    assert changed is not None and changed.schedule.name == "async" and again.state()["changed_at"] == 10
+    assert resumed(again.state(), make_auto()).state() == again.state()
+
+
+def test_a_resumed_run_with_other_cores_profiles_anew(caplog: pytest.LogCaptureFixture) -> None:
+    auto = make_auto()
+    profiled(auto, 50, shared=(5.0, 4.8), split=(5.0, 5.0))
+    auto.decided(auto.choice_job(6)())
+    other = Auto(RUN, setups({"a": (0,), "b": (1,)}, (0, 1, 2), True, 1), FLEET, steps=2)
+    assert resumed(auto.state(), other).note == "profiling under colocated"
+    assert "profiling anew" in caplog.text
+    caplog.clear()
+    assert resumed({}, other).note == "profiling under colocated" and not caplog.text
 
 
 @pytest.mark.parametrize("later", [False, True])

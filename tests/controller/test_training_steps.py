@@ -141,6 +141,25 @@ class Pushing:
         self.steps._canary_due = False
 
 
+def test_a_checkpoint_has_the_choice_of_the_schedule_and_a_resumed_run_gets_it_back() -> None:
+    run, chosen = Pushing(), {"label": "colocated"}
+    restored: list[Any] = []
+    choice: Any = SimpleNamespace(first_setup=None, note="", state=lambda: chosen, restore=restored.append)
+    run.steps.groups = SimpleNamespace(state=lambda _: {"next_index": 3})  # type: ignore[assignment]
+    run.steps.evaluator = SimpleNamespace(pending=[])  # type: ignore[assignment]
+    run.steps.telemetry = MagicMock()
+    asyncio.run(run.steps.begin(choice))
+    run.steps._publish_due, run.steps._checkpoint_due = False, True
+    run.drive()
+    (order,) = run.asked
+    assert order.state == {"prompts": {"next_index": 3}, "schedule": chosen}
+    run.steps.resume_at(4, order.state["schedule"])
+    asyncio.run(run.steps.begin(choice))
+    run.steps.resume_at(0)
+    asyncio.run(run.steps.begin(choice))
+    assert restored == [{}, chosen, {}]
+
+
 def test_an_instance_that_came_after_a_publication_gets_that_version_pushed_once() -> None:
     run = Pushing()
     run.report(a="stale", b="starting")

@@ -175,4 +175,8 @@ def test_auto_profiles_decides_and_says_why(tmp_path: Path) -> None:
     assert "profiling under colocated" in output and "profiling under stream" in output
     note = read_status(run_dir).schedule_note
     assert "predicted" in note and "against" in note
-    assert read_status(run_dir).schedule.startswith("auto: ")
+    chosen = read_status(run_dir).schedule
+    assert chosen.startswith("auto: ")
+    output = project.launch("--resume", str(run_dir), "--steps", "11")
+    assert read_status(run_dir).step == 11 and "profiling" not in output
+    assert (read_status(run_dir).schedule, read_status(run_dir).schedule_note) == (chosen, note)
