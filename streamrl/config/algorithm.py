@@ -161,9 +161,14 @@ class Algorithm(SurrogateKeys, StrictModel):
         return self.advantage in GROUP_ADVANTAGES or self.advantage == "batch_group_baseline"
 
     @property
+    def by_advantage_alone(self) -> bool:
+        """Whether a sample whose advantage is 0 has no gradient: there is no KL term and no entropy bonus."""
+        return not self.needs_reference and not self.entropy_coef
+
+    @property
     def skips_flat_groups(self) -> bool:
         """Whether groups with equal rewards have no gradient and need not be sent to the trainer."""
-        return self.compares_siblings and not self.needs_reference and not self.entropy_coef
+        return self.compares_siblings and self.by_advantage_alone
 
     @property
     def needs_trajectories(self) -> bool:

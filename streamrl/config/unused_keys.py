@@ -32,6 +32,12 @@ def unused_keys(run: RunConfig) -> Iterable[ConfigProblem]:
         if value == 1:
             reason = "is 1, which leaves only the likeliest token: its log-probability is 0, and nothing is learned"
             yield ConfigProblem(("sampling", sampler), f"'sampling.{sampler}' {reason}")
+    if algorithm.advantage == "batch" and run.batch.prompts_per_step * run.batch.samples_per_prompt == 1:
+        reason = (
+            "is 1, as is batch.samples_per_prompt, and advantage: batch compares the samples of a batch: every "
+            "advantage would be 0; expected 2 or more of one of them"
+        )
+        yield ConfigProblem(("batch", "prompts_per_step"), f"'batch.prompts_per_step' {reason}")
     keys, others = UNUSED[algorithm.off_policy.correction]
     for key in _changed(algorithm.off_policy, keys):
         yield _problem(

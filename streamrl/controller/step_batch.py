@@ -233,6 +233,8 @@ class StepBatch:
         elif kind == "batch" or kind == "batch_group_baseline":
             groups = list(self.groups.values()) if self.full else []
             values = batch_advantages([self.rewards(one) for one in groups], kind == "batch_group_baseline")
+            if kind == "batch" and groups and self.run.algorithm.by_advantage_alone and not any(map(any, values)):
+                self.no_gradient = len(groups)  # all rewards of the batch are equal
             for one, advantages in zip(groups, values, strict=True):
                 self._enqueue(one, advantages)
         else:

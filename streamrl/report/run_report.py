@@ -257,7 +257,7 @@ def _trouble(data: RunData) -> str:
         (row.truncated_fraction, n) for row in rows if (n := row.groups_total) and row.truncated_fraction is not None
     ]
     share_cut = sum(share * n for share, n in cut) / sum(n for _, n in cut) if cut else None
-    no_gradient = "all samples of the prompt had the same reward, or none has a loss: they teach nothing"
+    no_gradient = "all samples that are compared had the same reward, or none has a loss: they teach nothing"
     too_long = highest(row.prompts_too_long for row in rows)  # each row counts from the run's start
     sent = total(row.weight_bytes_sent for row in rows)
     figures = [

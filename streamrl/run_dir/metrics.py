@@ -96,9 +96,9 @@ class MetricsRow(StepRow):
     groups_total: int | None = Field(None, description="groups trained; in Prometheus `streamrl_train_groups`")
     groups_no_gradient: int | None = Field(
         None,
-        description="groups without a gradient: their rewards are all equal, which counts only where such groups have "
-        "none (not with advantages that are not relative to the group, a KL term, an entropy bonus), or mask_truncated "
-        "leaves all their samples out",
+        description="groups without a gradient: their rewards are all equal (with `advantage: batch`: those of the "
+        "whole batch), which counts only where such groups have none (not with GAE, a KL term, an entropy bonus), or "
+        "mask_truncated leaves all their samples out",
     )
     samples_total: int | None = Field(
         None,

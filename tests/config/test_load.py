@@ -124,6 +124,11 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
         ("sampling:\n  min_p: 1\n", "F:2: 'sampling.min_p' is 1, which leaves only the likeliest token"),
         ("sampling:\n  stop: ['']\n", "F:2: 'sampling.stop.0'"),
         (
+            "algorithm:\n  name: reinforce_pp\nbatch:\n  prompts_per_step: 1\n  samples_per_prompt: 1\n",
+            "F:4: 'batch.prompts_per_step' is 1, as is batch.samples_per_prompt, and advantage: batch compares the "
+            "samples of a batch: every advantage would be 0",
+        ),
+        (
             "sampling:\n  min_p: 0.1\nspeculation:\n  method: auto\n",
             "F:2: sampling.min_p (0.1) does not go with speculation.method auto: vLLM would leave min_p out",
         ),

@@ -219,6 +219,15 @@ def test_groups_of_equal_rewards_are_counted_where_they_have_no_gradient(
     assert taken(config(2, **changes), {"a": (1.0, 1.0), "b": (1.0, 0.0)}).no_gradient == count
 
 
+@pytest.mark.parametrize(("changes", "count"), [({}, 2), ({"kl": {"coef": 0.1}}, 0), ({"entropy_coef": 0.1}, 0)])
+def test_a_batch_of_equal_rewards_has_no_gradient_where_advantages_are_relative_to_it(
+    changes: dict[str, object], count: int
+) -> None:
+    batch = taken(config(2, name="reinforce_pp", **changes), {"a": (1.0, 1.0), "b": (1.0, 1.0)})
+    assert batch.no_gradient == count
+    assert taken(config(3, name="reinforce_pp"), {"a": (1.0, 1.0), "b": (1.0, 1.0)}).no_gradient == 0, "not full yet"
+
+
 @pytest.mark.parametrize("advantage", ["group_std", "batch"])
 def test_a_group_without_a_loss_counts_once_as_one_without_gradient(advantage: str) -> None:
     pool, batch = pool_of("abcd"), StepBatch(config(4, mask_truncated=True, advantage=advantage), 1)
