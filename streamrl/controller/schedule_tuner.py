@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from scheduler.capacity.auto_schedule import AutoSchedule, Decision, Option, Profile
@@ -26,6 +27,7 @@ from scheduler.dispatch.policy import DispatchPolicy
 from scheduler.dispatch.registry import make_policy, objective_of, policy_for
 from scheduler.schedule.schedules import KINDS, SEPARATE, Schedule, make_schedule
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, simulate
+from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.config.schedule import AutoScheduleConfig
 from streamrl.controller.environment_time import environment_time
@@ -106,6 +108,31 @@ def _splits(instances: dict[str, tuple[int, ...]], trainer_cores: tuple[int, ...
     return [ordered[round(place * (len(ordered) - 1) / (MOST_SPLITS - 1))] for place in range(MOST_SPLITS)]
 
 
+def _to_profile(choices: Sequence[Setup]) -> list[Setup]:
+    """Return the setups that are profiled: one for each division of the devices, in this order."""
+    shared = [setup for setup in choices if setup.schedule.exclusive]
+    split = [setup for setup in choices if setup.schedule.name == "stream"]
+    return [*shared[:1], *split[len(split) // 2 :][:1]]
+
+
+def _with_warm_up(steps: int) -> int:
+    """Return the steps that a division runs for `steps` measured ones; the first one only warms it up."""
+    return steps + 1
+
+
+def first_free_step(cluster: ClusterConfig, run: RunConfig) -> int:
+    """Return the first optimizer step that runs under a choice of `schedule: auto`; 1: another schedule is named.
+
+    The choice is made beside the step that follows the profile.
+    """
+    config = run.schedule
+    if not isinstance(config, AutoScheduleConfig):
+        return 1
+    names = [spec.name for spec in plan_processes(cluster, run, Path()) if spec.role == "instance"]
+    divisions = len(_to_profile(_setups_of(cluster, config, run, names)))
+    return divisions * _with_warm_up(config.profile_steps) + 2
+
+
 class Auto:
     """The profile and the decisions of `schedule: auto`. Pure: no I/O and no clock."""
 
@@ -128,15 +155,13 @@ class Auto:
         """
         self.run, self.choices = run, list(choices)
         self.fleet = {instance.name: instance for instance in fleet}
-        shared = [setup for setup in self.choices if setup.schedule.exclusive]
-        split = [setup for setup in self.choices if setup.schedule.name == "stream"]
-        self._to_profile = deque([*shared[:1], *split[len(split) // 2 :][:1]])
+        self._to_profile = deque(_to_profile(self.choices))
         self.setup = self._to_profile.popleft()
         """The setup that runs now."""
         self.note = f"profiling under {self.setup.label}"
         """Last decision, as shown to the operator."""
         self._environment_processes = environment_processes
-        self._each, self._left = steps, steps + 1
+        self._each, self._left = steps, _with_warm_up(steps)
         self._measured: dict[tuple[int, ...], _Measured] = {}
         """Measurements by the trainer's cores; those of colocated steps are under (-1,)."""
         self._groups: deque[list[tuple[int, list[int]]]] = deque(maxlen=WINDOW_STEPS)
@@ -216,7 +241,7 @@ class Auto:
         """Return the setup to profile next; None: keep the current one."""
         if self._choice is not None or self._left > 0 or not self._to_profile:
             return None
-        self.setup, self._left = self._to_profile.popleft(), self._each + 1
+        self.setup, self._left = self._to_profile.popleft(), _with_warm_up(self._each)
         self.note = f"profiling under {self.setup.label}"
         return self.setup
 
@@ -406,16 +431,24 @@ class TunedSchedule(FixedSchedule):
         return setup
 
 
+def _setups_of(
+    cluster: ClusterConfig, config: AutoScheduleConfig, run: RunConfig, instances: Sequence[str]
+) -> list[Setup]:
+    """Return the setups of a run with these instances."""
+    cores_of = {spec.name: spec.cores for spec in plan_processes(cluster, run, Path())}
+    on_cpus = cluster.hardware == "cpu"  # else cores do not compute: what shares them takes nothing away
+    cores = {name: cores_of[name] if on_cpus else () for name in instances}
+    own = cores_of["trainer"] if on_cpus else ()
+    shareable = on_cpus and any(not some or not own or set(some) & set(own) for some in cores.values())
+    return setups(cores, own, shareable, config.max_staleness)
+
+
 def make_choice(context: RoleContext, fleet: Sequence[SimulatedInstance]) -> FixedSchedule:
     """Make the schedule choice of a run that begins, with all instances and their step times in `fleet`."""
     config = context.run.schedule
     if not isinstance(config, AutoScheduleConfig):
         return FixedSchedule()
-    specs = {spec.name: spec for spec in plan_processes(context.cluster, context.run, context.run_dir)}
-    on_cpus = context.cluster.hardware == "cpu"  # else cores do not compute: what shares them takes nothing away
-    cores = {instance.name: specs[instance.name].cores if on_cpus else () for instance in fleet}
-    own = specs["trainer"].cores if on_cpus else ()
-    shareable = on_cpus and any(not some or not own or set(some) & set(own) for some in cores.values())
-    choices = setups(cores, own, shareable, config.max_staleness)
-    stepping = environment_processes(context.run, sum(spec.role == "agents" for spec in specs.values()))
+    choices = _setups_of(context.cluster, config, context.run, [instance.name for instance in fleet])
+    specs = plan_processes(context.cluster, context.run, context.run_dir)
+    stepping = environment_processes(context.run, sum(spec.role == "agents" for spec in specs))
     return TunedSchedule(Auto(context.run, choices, fleet, config.profile_steps, stepping))

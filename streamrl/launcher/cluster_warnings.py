@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from streamrl.config.cluster import AgentPoolConfig, ClusterConfig, GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.config.weight_sync import FETCHING, WeightSyncConfig
+from streamrl.controller.schedule_tuner import first_free_step
 
 OF_OTHERS = {"cuda": ("kv_cache_gb", "cpu"), "cpu": ("gpu_memory_fraction", "cuda")}
 """By hardware, the key of a pool that only the other hardware uses."""
@@ -42,4 +43,9 @@ def unused_here(cluster: ClusterConfig, run: RunConfig) -> Iterable[str]:
         yield (
             f"dispatch.price_tolerance: {run.dispatch.price_tolerance} has no use: one site generates, so none can be "
             "chosen for its price"
+        )
+    if run.steps < (first := first_free_step(cluster, run)):
+        yield (
+            f"schedule: auto runs what it chooses from step {first} on, and the run has {run.steps} steps: name a "
+            "schedule, or set fewer schedule.profile_steps or more steps"
         )

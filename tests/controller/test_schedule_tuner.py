@@ -22,6 +22,7 @@ from streamrl.controller.schedule_tuner import (
     TunedSchedule,
     environment_processes,
     environment_s_per_sample,
+    first_free_step,
     make_choice,
     policy_factory,
     setups,
@@ -139,6 +140,19 @@ def test_it_profiles_turns_then_a_split_and_overlaps_what_takes_equally_long() -
     assert setup is not None and setup.schedule.name == "async"
     assert auto.setup is setup and setup.label in auto.note and "overlap" in auto.note
     assert auto.decided(auto.choice_job(7)()) is None  # it runs already
+
+
+def test_the_first_step_under_a_choice_is_known_before_the_start(tmp_path: Path) -> None:
+    site = {"trainer": {"cores": [0, 1]}, "generation": [{"name": name, "cores": [n]} for n, name in enumerate("ab")]}
+    cluster = ClusterConfig.model_validate({"hardware": "cpu", "sites": {"here": site}})
+    context = RoleContext("controller", "here", tmp_path, cluster, RUN, Addresses("", "", {}), False)
+    choice: Any = make_choice(context, [replace(FLEET[0], name=f"here-{name}-0") for name in "ab"])
+    auto, steps = choice.auto, 0
+    while not auto.wants_choice():
+        auto.next_setup()
+        play(auto, 50, 5.0, 5.0)
+        steps += 1
+    assert first_free_step(cluster, RUN) == steps + 2  # it is predicted beside the next one
 
 
 def test_what_environments_take_is_measured_and_hidden_where_that_saves_time() -> None:

@@ -69,6 +69,27 @@ def test_keys_of_a_run_that_nothing_is_sent_or_chosen_by_are_told_on_one_machine
     assert told({"home": here, "west": {"generation": [{}]}}) == []
 
 
+@pytest.mark.parametrize(("hardware", "divisions"), [("cpu", 2), ("cuda", 1)])
+@pytest.mark.parametrize("profile_steps", [2, 50])
+def test_a_run_too_short_for_the_choice_of_its_schedule_is_told(
+    hardware: str, divisions: int, profile_steps: int
+) -> None:
+    sites = {"home": {"trainer": {}, "generation": [{"replicas": 2}]}}
+    here = ClusterConfig.model_validate({"hardware": hardware, "sites": sites})
+    profiled = divisions * (profile_steps + 1)  # each with a step for warming up
+
+    def told(steps: int) -> list[str]:
+        schedule = {"name": "auto", "profile_steps": profile_steps}
+        return list(unused_here(here, RunConfig.model_validate({"steps": steps, "schedule": schedule})))
+
+    assert told(profiled + 1) == [
+        f"schedule: auto runs what it chooses from step {profiled + 2} on, and the run has {profiled + 1} steps: name "
+        "a schedule, or set fewer schedule.profile_steps or more steps"
+    ]
+    assert told(profiled + 2) == []
+    assert list(unused_here(here, RunConfig.model_validate({"steps": 1}))) == []
+
+
 def test_a_launch_says_what_its_cluster_has_no_use_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = {"path": str(save_tiny_model(tmp_path / "model")), "max_context": 256}
     run = RunConfig.model_validate({"dispatch": {"price_tolerance": 0.1}, "model": model})
