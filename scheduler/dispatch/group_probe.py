@@ -181,4 +181,5 @@ offer(
     "group-probe",
     "skew-aware, one completion of each prompt first: its length informs the others' forecasts",
     lambda of: GroupProbe(of.longest, of.affinity, of.objective),
+    learns=True,
 )

@@ -32,13 +32,21 @@ class PolicyKind:
     make: Callable[[PolicySettings], DispatchPolicy]
     blind: bool
     """Whether it ignores forecasts."""
+    learns: bool
+    """Whether it makes forecasts of its own, from the lengths of a prompt's other completions."""
 
 
 OFFERED: dict[str, PolicyKind] = {}
 """Policies of the files imported so far; `registry.py` has them all."""
 
 
-def offer(name: str, summary: str, make: Callable[[PolicySettings], DispatchPolicy], blind: bool = False) -> None:
+def offer(
+    name: str,
+    summary: str,
+    make: Callable[[PolicySettings], DispatchPolicy],
+    blind: bool = False,
+    learns: bool = False,
+) -> None:
     """Let users choose a policy.
 
     Args:
@@ -46,10 +54,11 @@ def offer(name: str, summary: str, make: Callable[[PolicySettings], DispatchPoli
         summary: where requests go, as the reference page says it.
         make: creates a policy without instances.
         blind: whether it ignores forecasts.
+        learns: whether it makes forecasts of its own, from the lengths of a prompt's other completions.
 
     Raises:
         ValueError: another policy has the name.
     """
     if name in OFFERED:
         raise ValueError(f"two dispatch policies are named {name!r}")
-    OFFERED[name] = PolicyKind(summary, make, blind)
+    OFFERED[name] = PolicyKind(summary, make, blind, learns)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from scheduler.dispatch.registry import POLICIES
 from streamrl.config.cluster import ClusterConfig, StrictModel
 from streamrl.config.mistakes import ConfigProblem, KeyPath, dotted
 from streamrl.config.run import RunConfig
@@ -58,6 +59,8 @@ def unused_keys(run: RunConfig) -> Iterable[ConfigProblem]:
             reason = "has no use with decay: constant: leave it out, or choose linear, cosine or wsd"
             yield _problem(("optimizer", key), ("optimizer", "decay"), reason)
     yield from _unused_elsewhere(run)
+    yield from _unused_of_dispatch(run)
+    yield from _unused_after_failures(run)
     match run.schedule.rounds:
         case PartialRolloutsConfig(round_tokens=tokens, over_issue=1) if tokens >= run.sampling.max_tokens:
             key, shorter = (
@@ -98,14 +101,49 @@ def _unused_elsewhere(run: RunConfig) -> Iterable[ConfigProblem]:
                 f"has no use with backend: {weights.backend}, where nothing is fetched: leave it out, or set stream"
             )
             yield _problem(("weights", key), ("weights", "backend"), reason)
+        if run.schedule.rolling:
+            reason = f"has no use with weights.backend: {weights.backend}, of which all instances load together"
+            reason += ": leave it out, or choose backend: stream"
+            yield _problem(("schedule", "rolling"), ("weights", "backend"), reason)
     elif weights.encoding == "raw":
         for key in _changed(weights, ("anchor_every",)):
             reason = "has no use with encoding: raw, without deltas: leave it out, or choose delta"
             yield _problem(("weights", key), ("weights", "encoding"), reason)
+
+
+def _unused_of_dispatch(run: RunConfig) -> Iterable[ConfigProblem]:
+    """Yield keys that need lengths to be predicted, or a prompt to have several completions."""
+    policy = run.dispatch.policy
+    kind = POLICIES.get(policy)
     if run.ranker.path is None and not run.ranker.refit_every:
+        nowhere = "refit_every: 0 and no path, where nothing is predicted: leave it out, or set one"
         for key in _changed(run.ranker, ("window",)):
-            reason = "has no use with refit_every: 0 and no path, where nothing is predicted: leave it out, or set one"
-            yield _problem(("ranker", key), ("ranker", "refit_every"), reason)
+            yield _problem(("ranker", key), ("ranker", "refit_every"), f"has no use with {nowhere}")
+        # the turns of episodes are predicted without a ranker
+        if kind is not None and not (kind.blind or kind.learns or run.agent_tasks):
+            reason = f"is {policy}, which needs predicted lengths, with ranker.{nowhere}"
+            yield _problem(("dispatch", "policy"), ("ranker", "refit_every"), reason)
+    if kind is not None and kind.learns and run.batch.samples_per_prompt == 1:
+        reason = (
+            f"is {policy}, which learns from a prompt's other completions, with samples_per_prompt: 1: choose another"
+        )
+        yield _problem(("dispatch", "policy"), ("batch", "samples_per_prompt"), reason)
+
+
+def _unused_after_failures(run: RunConfig) -> Iterable[ConfigProblem]:
+    """Yield keys of restarts, tries and void rewards that there are none of."""
+    if not run.recovery.restarts:
+        for key in _changed(run.recovery, ("window_s", "pause_s", "longest_pause_s")):
+            reason = "has no use with restarts: 0: leave it out, or allow restarts"
+            yield _problem(("recovery", key), ("recovery", "restarts"), reason)
+    if run.rewards.attempts == 1:
+        for key in _changed(run.rewards, ("retry_pause_s", "longest_pause_s")):
+            reason = "has no use with attempts: 1, after which nothing is tried again: leave it out, or set attempts"
+            yield _problem(("rewards", key), ("rewards", "attempts"), reason)
+    if run.rewards.max_void_rate is None:
+        for key in _changed(run.rewards, ("void_window",)):
+            reason = "has no use with max_void_rate: null, where nothing is judged: leave it out, or set a rate"
+            yield _problem(("rewards", key), ("rewards", "max_void_rate"), reason)
 
 
 def _changed(section: StrictModel, keys: Iterable[str]) -> list[str]:

@@ -240,6 +240,30 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
             "F:3: 'ranker.window' has no use with refit_every: 0 and no path, where nothing is predicted",
         ),
         (
+            "ranker: {refit_every: 0}\ndispatch:\n  policy: skew-aware\n",
+            "F:3: 'dispatch.policy' is skew-aware, which needs predicted lengths, with ranker.refit_every: 0 and",
+        ),
+        (
+            "batch: {samples_per_prompt: 1}\nalgorithm: {name: reinforce_pp}\ndispatch:\n  policy: group-probe\n",
+            "F:4: 'dispatch.policy' is group-probe, which learns from a prompt's other completions, with samples_per_",
+        ),
+        (
+            "weights: {backend: gloo}\nschedule:\n  name: async\n  rolling: true\n",
+            "F:4: 'schedule.rolling' has no use with weights.backend: gloo, of which all instances load together",
+        ),
+        (
+            "recovery:\n  restarts: 0\n  pause_s: 30\n",
+            "F:3: 'recovery.pause_s' has no use with restarts: 0: leave it out, or allow restarts",
+        ),
+        (
+            "rewards:\n  attempts: 1\n  retry_pause_s: 30\n",
+            "F:3: 'rewards.retry_pause_s' has no use with attempts: 1, after which nothing is tried again",
+        ),
+        (
+            "rewards:\n  max_void_rate: null\n  void_window: 50\n",
+            "F:3: 'rewards.void_window' has no use with max_void_rate: null, where nothing is judged",
+        ),
+        (
             "sampling: {max_tokens: 128}\nschedule:\n  name: stream\n"
             "  rounds: {kind: partial_rollouts, round_tokens: 128}\n",
             "F:4: 'schedule.rounds' could not carry anything over: 'schedule.rounds.round_tokens' is 128, and no",
@@ -470,7 +494,13 @@ def test_keys_of_deltas_and_of_forecasts_have_a_use_where_there_are_some(write: 
         )
     assert load_run(write("weights: {encoding: raw, chunk_mb: 0.5}")).weights.chunk_mb == 0.5
     assert load_run(write("weights: {backend: gloo}")).weights.backend == "gloo"
+    without = "ranker: {refit_every: 0}\ndispatch: {policy: "
+    for policy in ("auto", "least-loaded", "round-robin", "group-probe"):
+        assert load_run(write(f"{without}{policy}}}")).dispatch.policy == policy
+    episodes = "tasks: [{kind: agent, name: a, run: m:f, path: p}]\n"
+    assert load_run(write(f"{episodes}{without}skew-aware}}")).agent_tasks, "their turns are predicted"
     for told in ("refit_every: 0, path: ranker.lgb", "refit_every: 2"):
+        assert load_run(write(f"ranker: {{{told}}}\ndispatch: {{policy: skew-aware}}")).dispatch.policy == "skew-aware"
         assert load_run(write(f"ranker: {{{told}, window: 200}}")).ranker.window == 200
 
 

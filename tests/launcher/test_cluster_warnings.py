@@ -37,6 +37,36 @@ def test_keys_without_use_are_told() -> None:
     assert set(cluster_warnings(of_cpu)) <= set(preflight.check_files(of_cpu, RunConfig()))
 
 
+def test_gpus_and_gradients_that_there_are_none_of_are_told() -> None:
+    typed = {"gpu": "H100"}
+    of_cpu = cluster("cpu", typed, typed | {"reduce_gradients": "step"})
+    assert list(cluster_warnings(of_cpu)) == [
+        "sites.home.trainer.reduce_gradients: step has no use: no other rank has gradients to sum",
+        "sites.home.trainer.gpu: H100 has no use with hardware: cpu, only with cuda or in a plan",
+        "sites.west.generation (regular).gpu: H100 has no use with hardware: cpu, only with cuda or in a plan",
+    ]
+    in_layers = {"reduce_gradients": "step", "ranks": 2, "tensor_parallel": 2}
+    assert len(list(cluster_warnings(cluster("cpu", {}, in_layers)))) == 1
+    assert list(cluster_warnings(cluster("cuda", typed, typed | {"reduce_gradients": "step", "ranks": 2}))) == []
+
+
+def test_instances_that_cannot_be_more_or_load_in_turn_are_told() -> None:
+    run = RunConfig.model_validate({"schedule": {"name": "async", "rolling": True}, "elasticity": {"enabled": True}})
+    still = RunConfig.model_validate({"schedule": {"name": "async", "rolling": True}})
+    elastic, rolling = unused_here(cluster("cpu", {}, {}), run)
+    assert elastic.startswith("elasticity.enabled has no use: every pool has as many instances as it may have")
+    assert rolling.startswith("schedule.rolling has no use: no site has several instances")
+    (elastic,) = unused_here(cluster("cpu", {"replicas": 2, "min_replicas": 2}, {}), run)
+    assert elastic.startswith("elasticity.enabled")
+    (rolling,) = unused_here(cluster("cpu", {"replicas": 1, "max_replicas": 1}, {}), still)
+    assert rolling.startswith("schedule.rolling")
+    for room in ({"max_replicas": 2}, {"replicas": 2}):
+        assert list(unused_here(cluster("cpu", room, {}), run)) == []
+    pushed = RunConfig.model_validate({"schedule": {"name": "async", "rolling": True}, "weights": {"backend": "gloo"}})
+    here = {"sites": {"home": {"trainer": {}, "generation": [{}]}}, "hardware": "cpu"}
+    assert list(unused_here(ClusterConfig.model_validate(here), pushed)) == [], "told where a new file is read"
+
+
 def test_keys_that_are_used_are_not_told() -> None:
     ray = {"launch": {"backend": "ray"}}
     both = cluster("cuda", {"gpu_memory_fraction": 0.5}, {"sharding": "hybrid", "ranks": 2, "nodes": 2}, **ray)
