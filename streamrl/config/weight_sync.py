@@ -107,7 +107,7 @@ class WeightSyncConfig(StrictModel):
     anchor_every: int = Field(
         10, ge=1, description="delta: published versions between complete ones, from which late relays start"
     )
-    chunk_mb: float = Field(4.0, gt=0, le=256, description="largest weight frame in MiB; smaller on slow links")
+    chunk_mb: float = Field(4.0, ge=0.001, le=256, description="largest weight frame in MiB; smaller on slow links")
     generation_dtype: Literal["same", "fp8", "int8"] = Field(
         "same",
         description="type of the linear weights sent to instances; same: as all other weights; fp8, int8: 8 bits, "

@@ -67,6 +67,8 @@ log = logging.getLogger(__name__)
 
 MOST_ENDED = 1000
 """Ended sessions that a hub remembers."""
+MOST_TOLD = 200
+"""Characters of an unexpected error that a refused peer gets to know."""
 
 Admit = Callable[[str, str, dict[str, Any], str | None], str | None]
 AdmitInside = Callable[[str, str, str | None], str | None]
@@ -378,7 +380,7 @@ class Hub(Endpoint):
             return self.flow if self.flows is None else self.flows(name)
         except Exception as error:  # no message of a stranger may end the hub
             log.exception("cannot judge the hello of %r", name)
-            return f"the hello cannot be judged: {type(error).__name__}"
+            return f"the hello cannot be judged: {type(error).__name__}: {str(error)[:MOST_TOLD]}"
 
     def _is_late(self, name: str, session: str, begun: float) -> bool:
         """Return whether a hello is of a process that began before the one that has the name, and is heard."""

@@ -227,6 +227,7 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
             "weights:\n  backend: ipc\n  anchor_every: 3\n",
             "F:3: 'weights.anchor_every' has no use with backend: ipc",
         ),
+        ("weights:\n  chunk_mb: 0.0009\n", "F:2: 'weights.chunk_mb' is 0.0009, expected at least 0.001"),
         (
             "weights:\n  chunk_mb: 0.5\n  backend: nccl\n",
             "F:2: 'weights.chunk_mb' has no use with backend: nccl, where nothing is fetched: leave it out, or ",
