@@ -295,6 +295,6 @@ def choose_prompts(
         else:
             skipped, in_a_row = skipped + 1, in_a_row + 1
             if in_a_row == MAX_SKIPPED_IN_A_ROW:
-                raise UserError(ErrorCode.CONTEXT.refer(f"{in_a_row} evaluation prompts in a row have {too_long}"))
+                raise UserError(ErrorCode.CONTEXT.refer(f"evaluation.prompts: {in_a_row} in a row have {too_long}"))
         index += 1
     return chosen

@@ -56,8 +56,10 @@ def check_prompts(
     if held_out is not None and run.evaluation is not None and len(first) == len(sources):
         try:
             choose_prompts(run.evaluation.prompts, held_out, tokens, room)
-        except (RunFailed, UserError) as error:
-            yield f"evaluation: {error}"
+        except UserError as error:
+            yield str(error)
+        except RunFailed as error:
+            yield f"evaluation.tasks: {error}"
     if not fitting or not all(key in first and first[key] > room and not sources[key].ordered_rows for key in fitting):
         return
     try:

@@ -185,7 +185,7 @@ def test_held_out_prompts_that_are_too_few_are_told_before_a_new_run(model: Path
         return RunConfig.model_validate(run.model_dump() | {"evaluation": evaluation, "sampling": sampling})
 
     assert list(check_tasks(evaluating(2, long))) == []
-    few = "evaluation: evaluation.prompts is {}, but after 2 in all, task sums has no more that are different{}"
+    few = "evaluation.prompts is {}, but after 2 in all, task sums has no more that are different{}"
     assert list(check_tasks(evaluating(3, long))) == [
         few.format(3, ": ask for fewer, or give it less weight (see docs: E1001)")
     ]
