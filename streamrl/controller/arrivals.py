@@ -8,14 +8,12 @@ from typing import Any
 
 from streamrl.generation.site.sample_batches import unpack_samples
 from streamrl.protocol.message import body_of, parse
-from streamrl.protocol.samples import sample_from_wire
+from streamrl.protocol.samples import UNREADABLE, sample_from_wire
 from streamrl.protocol.site_instance import FinishedSample
 from streamrl.rollouts.ledger import pack_content
 from streamrl.rollouts.types import Sample
 from streamrl.transport.endpoint import Delivery
-from streamrl.transport.wire import Arrays, MalformedMessage
-
-UNREADABLE = (ValueError, KeyError, TypeError, OverflowError, MalformedMessage)
+from streamrl.transport.wire import Arrays
 
 
 @dataclass(frozen=True)

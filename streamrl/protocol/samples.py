@@ -12,17 +12,22 @@ from scheduler.cost.decode import StepCurve
 from scheduler.cost.length_forecast import Forecast
 from scheduler.simulation.generation_simulator import SimulatedInstance
 from streamrl.protocol.controller_site import Generate, IssuedEpisode, IssuedForecast, IssuedGroup
-from streamrl.protocol.site_instance import GenerateSample, KeptTokens, Progress
+from streamrl.protocol.site_instance import FinishedSample, GenerateSample, KeptTokens, Progress, ReleasedSample
 from streamrl.rollouts.trajectory import Trajectory
 from streamrl.rollouts.types import Group, PartialSample, Sample, SampleRequest
-from streamrl.transport.wire import Arrays
+from streamrl.transport.wire import Arrays, MalformedMessage
 
-_TOKEN_ARRAYS = ("completion_tokens", "logprobs", "token_versions")
-_EXPERTS = "experts"
-"""Array of a sample that has them, and of a message about several."""
+UNREADABLE = (ValueError, KeyError, TypeError, OverflowError, MalformedMessage)
+"""What is raised for samples, or parts of them, whose fields and arrays do not fit together."""
+TOKEN_ARRAYS = {"completion_tokens": np.dtype("<i4"), "logprobs": np.dtype("<f4"), "token_versions": np.dtype("<i4")}
+"""Name and type of a sample's arrays, each of shape [C]."""
+EXPERTS = "experts"
+"""A sample's experts, uint8 [rows, row bytes], and those of several, one sample's after the other."""
 _EXPERT_ROWS = "expert_rows"
 """Number of rows of experts of each part, int64, -1 of one without; left out, as the rows, where no part has any."""
 S = TypeVar("S", Sample, PartialSample)
+GeneratedTokens = FinishedSample | ReleasedSample | Progress
+"""A message with tokens that an instance has produced."""
 _KEPT = "kept."
 """Prefix of the arrays with the tokens that a request has already produced."""
 
@@ -120,11 +125,30 @@ def request_from_wire(message: GenerateSample, arrays: Arrays) -> SampleRequest:
     return SampleRequest(prompt_tokens=prompt, **values)
 
 
+def token_count(arrays: Arrays) -> int:
+    """Return the number of a sample's tokens.
+
+    Raises:
+        ValueError: its arrays are not those of a sample.
+    """
+    if arrays.keys() - {EXPERTS} != TOKEN_ARRAYS.keys():
+        raise ValueError(f"a sample has the arrays {list(TOKEN_ARRAYS)}, not {list(arrays)}")
+    if (experts := arrays.get(EXPERTS)) is not None and (experts.dtype != np.uint8 or experts.ndim != 2):
+        raise ValueError(f"experts are uint8 [rows, row bytes], not {experts.dtype} {experts.shape}")
+    lengths = {arrays[name].shape for name in TOKEN_ARRAYS}
+    if len(lengths) != 1 or len(next(iter(lengths))) != 1:
+        raise ValueError(f"a sample's arrays have one length; these have the shapes {lengths}")
+    for name, dtype in TOKEN_ARRAYS.items():
+        if arrays[name].dtype != dtype:
+            raise ValueError(f"array {name!r} is of type {dtype}, not {arrays[name].dtype}")
+    return len(arrays["completion_tokens"])
+
+
 def sample_to_wire(sample: Sample | PartialSample) -> tuple[dict[str, Any], Arrays]:
     """Convert a sample, finished or not."""
-    body = {key: value for key, value in sample.__dict__.items() if key not in (*_TOKEN_ARRAYS, _EXPERTS)}
-    arrays = {name: getattr(sample, name) for name in _TOKEN_ARRAYS}
-    return body, arrays if sample.experts is None else arrays | {_EXPERTS: sample.experts}
+    body = {key: value for key, value in sample.__dict__.items() if key not in (*TOKEN_ARRAYS, EXPERTS)}
+    arrays = {name: getattr(sample, name) for name in TOKEN_ARRAYS}
+    return body, arrays if sample.experts is None else arrays | {EXPERTS: sample.experts}
 
 
 def sample_from_wire(record: type[S], body: dict[str, Any], arrays: Arrays) -> S:
@@ -135,8 +159,9 @@ def sample_from_wire(record: type[S], body: dict[str, Any], arrays: Arrays) -> S
     """
     if body.get("trajectory") is not None:
         body = body | {"trajectory": msgspec.convert(body["trajectory"], Trajectory)}
-    experts = arrays.get(_EXPERTS)
-    return record(**(body | {name: np.asarray(arrays[name]) for name in _TOKEN_ARRAYS}), experts=experts)
+    token_count(arrays)
+    experts = arrays.get(EXPERTS)
+    return record(**(body | {name: np.asarray(arrays[name]) for name in TOKEN_ARRAYS}), experts=experts)
 
 
 def progress_to_wire(parts: Sequence[tuple[int, PartialSample]]) -> tuple[Progress, Arrays]:
@@ -145,10 +170,10 @@ def progress_to_wire(parts: Sequence[tuple[int, PartialSample]]) -> tuple[Progre
         (part.sample_id, start, len(part.completion_tokens), part.t_dispatched, part.t_first_token)
         for start, part in parts
     ]
-    arrays = {name: np.concatenate([getattr(part, name) for _, part in parts]) for name in _TOKEN_ARRAYS}
+    arrays = {name: np.concatenate([getattr(part, name) for _, part in parts]) for name in TOKEN_ARRAYS}
     if rows := [part.experts for _, part in parts if part.experts is not None]:
         counts = [-1 if part.experts is None else len(part.experts) for _, part in parts]
-        arrays |= {_EXPERTS: np.concatenate(rows), _EXPERT_ROWS: np.asarray(counts, dtype=np.int64)}
+        arrays |= {EXPERTS: np.concatenate(rows), _EXPERT_ROWS: np.asarray(counts, dtype=np.int64)}
     return Progress(parts=described), arrays
 
 
@@ -158,22 +183,44 @@ def progress_from_wire(message: Progress, arrays: Arrays) -> list[tuple[int, Par
     Raises:
         ValueError, KeyError, TypeError: the message and its arrays do not fit together.
     """
-    ends = np.cumsum([count for _, _, count, _, _ in message.parts], dtype=np.int64)
-    columns = [np.split(np.asarray(arrays[name]), ends[:-1]) for name in _TOKEN_ARRAYS]
+    counts = [count for _, _, count, _, _ in message.parts]
+    tokens = token_count({name: array for name, array in arrays.items() if name != _EXPERT_ROWS})
+    if min(counts, default=0) < 0 or sum(counts) != tokens or any(start < 0 for _, start, *_ in message.parts):
+        raise ValueError(f"{len(counts)} parts begin before their requests, or do not add up to {tokens} tokens")
+    ends = np.cumsum(counts, dtype=np.int64)
+    columns = [np.split(np.asarray(arrays[name]), ends[:-1]) for name in TOKEN_ARRAYS]
     experts: list[np.ndarray | None] = [None] * len(message.parts)
-    if _EXPERTS in arrays:
-        counts = arrays[_EXPERT_ROWS]
-        known = np.maximum(counts, 0)
-        if counts.shape != (len(message.parts),) or counts.min(initial=0) < -1 or known.sum() != len(arrays[_EXPERTS]):
+    if EXPERTS in arrays:
+        numbers = arrays[_EXPERT_ROWS]
+        known = np.maximum(numbers, 0)
+        if numbers.shape != (len(message.parts),) or numbers.min(initial=0) < -1 or known.sum() != len(arrays[EXPERTS]):
             raise ValueError("rows of experts are not those of the parts")
-        rows = np.split(arrays[_EXPERTS], np.cumsum(known)[:-1])
-        experts = [None if count < 0 else some for count, some in zip(counts, rows, strict=True)]
+        rows = np.split(arrays[EXPERTS], np.cumsum(known)[:-1])
+        experts = [None if number < 0 else some for number, some in zip(numbers, rows, strict=True)]
     found = []
     for n, (sample_id, start, _, t_dispatched, t_first_token) in enumerate(message.parts):
-        tokens, logprobs, versions = (column[n] for column in columns)
+        ids, logprobs, versions = (column[n] for column in columns)
         times = t_dispatched, t_first_token
-        found.append((int(start), PartialSample(sample_id, tokens, logprobs, versions, *times, experts[n])))
+        found.append((start, PartialSample(sample_id, ids, logprobs, versions, *times, experts[n])))
     return found
+
+
+def parts_from_wire(message: GeneratedTokens, arrays: Arrays) -> list[tuple[int, PartialSample]]:
+    """Return the parts of requests that an instance reports or releases: (index of the first token, tokens) of each.
+
+    A finished sample is only checked, and has none.
+
+    Raises:
+        UNREADABLE: the message and its arrays do not fit together.
+    """
+    match message:
+        case Progress():
+            return progress_from_wire(message, arrays)
+        case ReleasedSample():
+            return [(0, sample_from_wire(PartialSample, msgspec.structs.asdict(message), arrays))]
+        case FinishedSample():
+            token_count(arrays)
+            return []
 
 
 def fleet_to_wire(fleet: Sequence[SimulatedInstance]) -> list[dict[str, Any]]:

@@ -7,10 +7,8 @@ from typing import Any
 import numpy as np
 
 from streamrl.generation.site import sample_batches
-from streamrl.generation.site.sample_batches import (
-    TOKEN_ARRAYS,
-    Item,
-)
+from streamrl.generation.site.sample_batches import Item
+from streamrl.protocol.samples import TOKEN_ARRAYS
 from streamrl.transport.wire import Arrays, Message, decode, encode
 
 

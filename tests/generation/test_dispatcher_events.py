@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from scheduler.dispatch.registry import make_policy, objective_of
 from streamrl.generation.site.dispatcher import Dispatcher
 from streamrl.rollouts.types import PartialSample, SampleRequest
 from streamrl.transport.wire import Arrays
+from tests.generation.dispatching import Scripted, dispatcher, requests
 
 LIMIT = 64
 EVENTS = 200
@@ -68,6 +69,7 @@ class World:
     async def released(self, name: str, sample_id: str, tokens: int) -> None:
         if self.dispatcher.has(name, sample_id):
             self.noted[sample_id] = max(self.noted[sample_id], tokens)
+        assert self.dispatcher.may_return(name, part(sample_id, tokens))
         await self.dispatcher.released(part(sample_id, tokens), name)
 
     async def read(self, name: str) -> None:
@@ -204,3 +206,17 @@ class World:
 def test_every_request_ends_whatever_happens_to_its_instances(policy: str) -> None:
     for seed in range(12):
         asyncio.run(World(policy, seed).play())
+
+
+def test_a_request_may_be_returned_if_it_was_ordered_or_its_budget_is_used_up_or_it_is_another_s() -> None:
+    work, _ = dispatcher(Scripted())
+
+    async def body() -> None:
+        await work.submit([([replace(one, pause_at=4) for one in requests("g.0", "g.1")], None)])
+        assert not work.may_return("a", part("g.0", 3))
+        assert work.may_return("a", part("g.0", 4))
+        assert work.may_return("b", part("g.0", 3)) and work.may_return("a", part("unknown", 3))
+        await work.park(["g.1"])
+        assert work.may_return("a", part("g.1", 3))
+
+    asyncio.run(body())

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from streamrl.generation.site import sample_batches
 from streamrl.generation.site.sample_batches import (
-    TOKEN_ARRAYS,
     CompressionChoice,
     HighMark,
     Item,
@@ -23,6 +22,7 @@ from streamrl.generation.site.sample_batches import (
     unpack_samples,
 )
 from streamrl.generation.site.uplink import Uplink
+from streamrl.protocol.samples import TOKEN_ARRAYS
 from streamrl.rollouts.ledger import pack_content, unpack_content
 from tests.generation.samples import assert_same, item, items, over_the_wire
 

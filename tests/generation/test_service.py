@@ -15,10 +15,12 @@ from unittest.mock import AsyncMock
 import numpy as np
 import pytest
 
+from scheduler.cost.decode import StepCurve
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.errors import RestartNeeded
 from streamrl.generation.site import site_state
+from streamrl.generation.site.instance_life import InstanceLife
 from streamrl.generation.site.service import GenerationService
 from streamrl.generation.site.site_episodes import is_turn
 from streamrl.generation.site.token_journal import TokenJournal, drawn_from
@@ -31,14 +33,15 @@ from streamrl.protocol.controller_site import (
     LoadWeights,
     WeightsReady,
 )
-from streamrl.protocol.message import TypedMessage
-from streamrl.protocol.site_instance import FinishedSample, ReleasedSample
+from streamrl.protocol.message import TypedMessage, kind_of
+from streamrl.protocol.samples import TOKEN_ARRAYS
+from streamrl.protocol.site_instance import FinishedSample, Progress, ReleasedSample
 from streamrl.rollouts.types import IntArray, PartialSample, SampleRequest
 from streamrl.run_dir import layout, site_status
 from streamrl.run_dir.site_status import read_site
 from streamrl.runtime.process_context import Addresses, RoleContext
 from streamrl.transport.deadlines import WaitRegistry
-from streamrl.transport.endpoint import Hub
+from streamrl.transport.endpoint import Delivery, Hub
 from streamrl.transport.wire import Arrays
 from streamrl.weights.version import WeightVersion
 from tests.tiny_model import save_tiny_model
@@ -66,6 +69,11 @@ def group(newest: int, *names: str, budget: int | None = None, oldest: int = 0) 
 
 
 PROMPT = np.arange(4, dtype=np.int32)
+
+
+def tokens(number: int) -> dict[str, np.ndarray]:
+    """The arrays of a message with so many tokens."""
+    return {name: np.arange(number).astype(dtype) for name, dtype in TOKEN_ARRAYS.items()}
 
 
 def continued(folder: Path, *orders: TypedMessage, prompt: IntArray = PROMPT) -> dict[str, int | None]:
@@ -136,7 +144,7 @@ def test_finished_samples_that_die_with_a_service_are_continued_and_not_begun_an
             samples = [
                 FinishedSample(name, "g", "stop", "far", "i", "main", "", 1.0, 1.0, 2.0, 3.0, "four") for name in names
             ]
-            arrays = {"completion_tokens": np.arange(5, dtype=np.int32)}
+            arrays = tokens(5)
             received = [
                 SimpleNamespace(body=one, kind="sample", arrays=arrays, peer="i", ack=lambda: None) for one in samples
             ]
@@ -159,8 +167,7 @@ def test_finished_samples_that_die_with_a_service_are_continued_and_not_begun_an
 
 
 def test_a_request_that_is_given_back_is_reported_with_the_time_for_which_its_instance_had_it(tmp_path: Path) -> None:
-    few = {name: np.zeros(2, kind) for name, kind in (("completion_tokens", "i4"), ("logprobs", "f4"))}
-    few["token_versions"] = np.zeros(2, np.int32)
+    few = tokens(2)
     began = {"first": None, "moved": 20.0, "ahead": 30.5, "e/0.1": None, "of another": None}
     names = list(began)
     assert [is_turn(name) for name in names] == [False, False, False, True, False]
@@ -176,6 +183,7 @@ def test_a_request_that_is_given_back_is_reported_with_the_time_for_which_its_in
                 patched.setattr(service.reports, "put", told.append)
                 patched.setattr(service.controller.clock, "to_hub_time", lambda at: at + 100.0)
                 patched.setattr(service.dispatcher, "has", lambda instance, name: name != "of another")
+                patched.setattr(service.dispatcher, "may_return", lambda instance, partial: True)
                 patched.setattr(service.dispatcher, "released", AsyncMock(return_value=False))
                 patched.setattr(service.hub, "receive", AsyncMock(side_effect=received))
                 patched.setattr(time, "time", lambda: 30.0)
@@ -210,6 +218,61 @@ def test_a_clock_that_is_set_back_while_weights_are_fetched_makes_no_transfer_en
 
     report = asyncio.run(play())
     assert report.fetched >= report.started == 5000.0
+
+
+FINISHED = FinishedSample("a", "g", "stop", "far", "i", "main", "", 1.0, 1.0, 2.0, 3.0, "four")
+TURN = FinishedSample("a/1.0", "g", "stop", "far", "i", "main", "", 1.0, 1.0, 2.0, 3.0, "four")
+RELEASED = ReleasedSample("a", 1.0, 2.0)
+
+
+def progress(start: int, *counts: int) -> Progress:
+    return Progress([("a", start, count, 1.0, 2.0) for count in counts])
+
+
+@pytest.mark.parametrize(
+    ("message", "arrays"),
+    [
+        (FINISHED, {}),
+        (FINISHED, {**tokens(4), "logprobs": np.zeros(3, np.float32)}),
+        (FINISHED, {**tokens(4), "completion_tokens": np.zeros((4, 1), np.int32)}),
+        (FINISHED, {**tokens(4), "completion_tokens": np.zeros(4, np.float32)}),
+        (TURN, {}),
+        (RELEASED, {}),
+        (RELEASED, {**tokens(4), "logprobs": np.zeros(3, np.float32)}),
+        (RELEASED, {**tokens(4), "token_versions": np.zeros(4, np.int64)}),
+        (RELEASED, tokens(4)),  # nobody ordered it
+        (progress(0, 4), {}),
+        (progress(0, 4), tokens(5)),
+        (progress(0, 99), tokens(4)),
+        (progress(0, -3, 7), tokens(4)),
+        (progress(-2, 4), tokens(4)),
+        (progress(0, 4), {**tokens(4), "completion_tokens": np.zeros(4, np.float32)}),
+    ],
+)
+def test_an_instance_whose_message_makes_no_sense_is_restarted_and_ends_nothing_else(
+    message: TypedMessage, arrays: Arrays, tmp_path: Path
+) -> None:
+    acknowledged: list[bool] = []
+
+    async def play() -> None:
+        async with service_in(tmp_path) as service:
+            delivery = Delivery("i", kind_of(message), message, arrays, lambda: acknowledged.append(True))
+            service.fleet.lives["i"] = life = InstanceLife("i", "main", 0)
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(service.hub, "send", AsyncMock())
+                patched.setattr(service.fleet, "died", died := AsyncMock())
+                patched.setattr(service.hub, "receive", AsyncMock(side_effect=[delivery]))
+                await service.dispatcher.join("i", 8, StepCurve((1, 8), (0.01, 0.02)), "main")
+                await service.dispatcher.submit([([SampleRequest("a", "g", PROMPT, 1, 1.0)], None)])
+                with pytest.raises(StopAsyncIteration):
+                    await service._from_instances()
+            assert service.dispatcher.has("i", "a") and service.journal.kept("a") is None
+            assert acknowledged and service.uplink.backlog_samples == 0
+            assert service.hub.refused() == {"unreadable": {"i": 1}}
+            died.assert_awaited_once()
+            assert died.call_args.args[0] is life and f"'{delivery.kind}'" in died.call_args.args[1]
+
+    asyncio.run(play())
 
 
 @contextlib.asynccontextmanager

@@ -242,6 +242,12 @@ def test_progress_over_the_wire_is_what_was_sent() -> None:
         assert (one.t_dispatched, one.t_first_token) == (other.t_dispatched, other.t_first_token)
 
 
+def test_what_begins_before_its_request_is_not_added(tmp_path: Path) -> None:
+    journal = TokenJournal(tmp_path / "journal.sqlite")
+    assert not journal.add(-2, part("a", 0, 4)) and journal.kept("a") is None
+    journal.close()
+
+
 def test_bytes_that_were_changed_on_disk_are_no_tokens(tmp_path: Path) -> None:
     wrong = 0
     for seed in range(30):

@@ -33,11 +33,11 @@ from scheduler.cost.length_forecast import Forecast
 from scheduler.simulation.generation_simulator import SimulatedInstance
 from streamrl.controller.arrivals import arrived
 from streamrl.errors import RunFailed, UserError
-from streamrl.generation.site.sample_batches import TOKEN_ARRAYS, pack_samples, unpack_samples
+from streamrl.generation.site.sample_batches import pack_samples, unpack_samples
 from streamrl.protocol import samples as wire_messages
 from streamrl.protocol.controller_site import Generate, SampleBatch
 from streamrl.protocol.message import TypedMessage, body_of, parse, wire
-from streamrl.protocol.samples import fleet_to_wire, request_to_wire, sample_from_wire, sample_to_wire
+from streamrl.protocol.samples import TOKEN_ARRAYS, fleet_to_wire, request_to_wire, sample_from_wire, sample_to_wire
 from streamrl.protocol.site_instance import FinishedSample, GenerateSample, ReleasedSample
 from streamrl.rollouts import micro_batch
 from streamrl.rollouts.ledger import unpack_content

@@ -150,6 +150,14 @@ class Dispatcher:
         """Return whether a request is assigned to an instance."""
         return self._at.get(sample_id) == instance
 
+    def may_return(self, instance: str, partial: PartialSample) -> bool:
+        """Return whether an instance may release a request: it was ordered to, or the request's budget is used up.
+
+        It may also release what is not assigned to it any more.
+        """
+        sample_id = partial.sample_id
+        return not self.has(instance, sample_id) or sample_id in self._releasing or self._is_used_up(partial)
+
     def owes(self, instance: str) -> int:
         """Return the number of requests that were handed over to others and not yet released by the instance."""
         return len(self._handed_over.get(instance, ()))
@@ -328,12 +336,15 @@ class Dispatcher:
 
     def _used_up(self, partial: PartialSample) -> bool:
         """Park a request if its tokens use up its budget; return whether they do."""
-        pause_at = self.requests[partial.sample_id].pause_at
-        if pause_at is None or len(partial.completion_tokens) < pause_at:
+        if not self._is_used_up(partial):
             return False
         self.parked.add(partial.sample_id)
         self.policy.withdraw({partial.sample_id})
         return True
+
+    def _is_used_up(self, partial: PartialSample) -> bool:
+        pause_at = self.requests[partial.sample_id].pause_at
+        return pause_at is not None and len(partial.completion_tokens) >= pause_at
 
     async def _place(self, sample_ids: Iterable[str]) -> None:
         self.policy.submit([self._known_to_policy(sample_id) for sample_id in sample_ids])

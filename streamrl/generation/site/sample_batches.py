@@ -28,6 +28,7 @@ import msgpack
 import numpy as np
 import pyarrow as pa
 
+from streamrl.protocol.samples import EXPERTS, TOKEN_ARRAYS, token_count
 from streamrl.transport.wire import MAX_ENVELOPE_BYTES, Arrays
 
 T = TypeVar("T")
@@ -36,13 +37,9 @@ Item = tuple[dict[str, Any], Arrays]
 
 KIND = "samples"
 """The kind of a batch's message."""
-TOKEN_ARRAYS = {"completion_tokens": np.dtype("<i4"), "logprobs": np.dtype("<f4"), "token_versions": np.dtype("<i4")}
-"""Name and type of a sample's arrays, each of shape [C]."""
 _NARROW = np.dtype("<u2")
 _LENGTH = np.dtype("<i4")
 _COLUMNS: dict[str, np.dtype[Any]] = {"lengths": _LENGTH, **TOKEN_ARRAYS, "bodies": np.dtype(np.uint8)}
-EXPERTS = "experts"
-"""A sample's experts, uint8 [rows, row bytes], and those of a batch, one sample's after the other."""
 _EXPERT_ROWS = "expert_rows"
 """Number of each sample's rows, int32; `_NO_EXPERTS` of one without."""
 _NO_EXPERTS = -1
@@ -199,29 +196,10 @@ def sample_bytes(body: dict[str, Any], arrays: Arrays) -> int:
     Raises:
         ValueError: the sample cannot be packed.
     """
-    length = _length(arrays)
+    length = token_count(arrays)
     experts = arrays[EXPERTS].nbytes + _LENGTH.itemsize if EXPERTS in arrays else 0
     tokens = length * sum(dtype.itemsize for dtype in TOKEN_ARRAYS.values())
     return len(_encoded(body)) + _LENGTH.itemsize + tokens + experts
-
-
-def _length(arrays: Arrays) -> int:
-    """Return the number of a sample's tokens.
-
-    Raises:
-        ValueError: its arrays are not those of a sample.
-    """
-    if arrays.keys() - {EXPERTS} != TOKEN_ARRAYS.keys():
-        raise ValueError(f"a sample has the arrays {list(TOKEN_ARRAYS)}, not {list(arrays)}")
-    if (experts := arrays.get(EXPERTS)) is not None and (experts.dtype != np.uint8 or experts.ndim != 2):
-        raise ValueError(f"experts are uint8 [rows, row bytes], not {experts.dtype} {experts.shape}")
-    lengths = {arrays[name].shape for name in TOKEN_ARRAYS}
-    if len(lengths) != 1 or len(next(iter(lengths))) != 1:
-        raise ValueError(f"a sample's arrays have one length; these have the shapes {lengths}")
-    for name, dtype in TOKEN_ARRAYS.items():
-        if arrays[name].dtype != dtype:
-            raise ValueError(f"array {name!r} is of type {dtype}, not {arrays[name].dtype}")
-    return len(arrays["completion_tokens"])
 
 
 def _encoded(bodies: Any) -> bytes:
@@ -242,7 +220,7 @@ def pack_samples(items: Sequence[Item], compress: bool = False) -> tuple[dict[st
     Raises:
         ValueError: an item is not a sample, msgpack cannot encode its body, or there is more than is ever unpacked.
     """
-    columns = {"lengths": np.asarray([_length(arrays) for _, arrays in items], dtype=_LENGTH)}
+    columns = {"lengths": np.asarray([token_count(arrays) for _, arrays in items], dtype=_LENGTH)}
     for name, dtype in TOKEN_ARRAYS.items():
         columns[name] = np.concatenate([np.empty(0, dtype), *(arrays[name] for _, arrays in items)])
     experts = [arrays.get(EXPERTS) for _, arrays in items]

@@ -42,11 +42,12 @@ from streamrl.generation.site.uplink import make_uplink
 from streamrl.protocol import controller_site, site_agents, site_instance
 from streamrl.protocol.message import MessageReader, TypedMessage, body_of, wire
 from streamrl.protocol.samples import (
+    UNREADABLE,
+    GeneratedTokens,
     IncomingGroup,
     fleet_to_wire,
     groups_from_wire,
-    progress_from_wire,
-    sample_from_wire,
+    parts_from_wire,
 )
 from streamrl.protocol.speakers import RIGHTS
 from streamrl.rollouts.types import PartialSample, SampleRequest
@@ -313,23 +314,8 @@ class GenerationService:
         while True:
             delivery = await self.hub.receive()
             match delivery.body:
-                case site_instance.FinishedSample() as sample if is_turn(sample.sample_id):
-                    await self._turn_done(sample, delivery)
-                case site_instance.FinishedSample() as sample:
-                    await self._sample_done(sample, delivery)
-                case site_instance.ReleasedSample() as released:
-                    partial = sample_from_wire(PartialSample, body_of(released), delivery.arrays)
-                    if self.dispatcher.has(delivery.peer, partial.sample_id):
-                        self.journal.add(0, partial)
-                        self._tell_given_back(partial, delivery.peer)
-                    if await self.dispatcher.released(partial, delivery.peer):
-                        await self._tell_parked(partial)
-                    delivery.ack()
-                case site_instance.Progress() as progress:
-                    for start, part in progress_from_wire(progress, delivery.arrays):
-                        if self.dispatcher.has(delivery.peer, part.sample_id):  # else another instance continues it
-                            self.journal.add(start, part)
-                    delivery.ack()
+                case site_instance.FinishedSample() | site_instance.ReleasedSample() | site_instance.Progress() as made:
+                    await self._made(made, delivery)
                 case site_instance.InstanceAsleep() | site_instance.WeightsTaken():
                     delivery.ack()
                     self.fleet.answers.take(delivery)
@@ -350,6 +336,48 @@ class GenerationService:
                 case _ if delivery.kind == "bye" and not self.fleet.answers.take(delivery):
                     # the instance left without an order to
                     log.warning("%s has closed its connection", delivery.peer)  # the launcher reports why
+
+    async def _made(self, message: GeneratedTokens, delivery: Delivery) -> None:
+        """Take over tokens that an instance has produced."""
+        try:
+            parts = parts_from_wire(message, delivery.arrays)
+        except UNREADABLE as error:
+            await self._distrust(delivery, f"cannot be read: {error!r:.200}")
+            return
+        match message:
+            case site_instance.FinishedSample() if is_turn(message.sample_id):
+                await self._turn_done(message, delivery)
+            case site_instance.FinishedSample():
+                await self._sample_done(message, delivery)
+            case site_instance.ReleasedSample():
+                await self._released(parts[0][1], delivery)
+            case site_instance.Progress():
+                for start, part in parts:
+                    if self.dispatcher.has(delivery.peer, part.sample_id):  # else another instance continues it
+                        self.journal.add(start, part)
+                delivery.ack()
+
+    async def _distrust(self, delivery: Delivery, why: str) -> None:
+        """Restart an instance whose message makes no sense.
+
+        It no longer works on what it believes to have sent, so others continue its requests from what is known.
+        """
+        self.hub.refusals.count("unreadable", delivery.peer, f"{delivery.kind!r} {why}")
+        delivery.ack()
+        if (life := self.fleet.lives.get(delivery.peer)) is not None:
+            await self.fleet.died(life, f"{delivery.peer} sent a message {delivery.kind!r} that {why}")
+
+    async def _released(self, partial: PartialSample, delivery: Delivery) -> None:
+        """Take back a request that its instance has released; one that belongs to another by now is ignored."""
+        if not self.dispatcher.may_return(delivery.peer, partial):
+            await self._distrust(delivery, f"returns {partial.sample_id!r:.99}, which nobody ordered")
+            return
+        if self.dispatcher.has(delivery.peer, partial.sample_id):
+            self.journal.add(0, partial)
+            self._tell_given_back(partial, delivery.peer)
+        if await self.dispatcher.released(partial, delivery.peer):
+            await self._tell_parked(partial)
+        delivery.ack()
 
     async def _sample_done(self, sample: site_instance.FinishedSample, delivery: Delivery) -> None:
         """Send a finished sample to the controller; its instance and the journal keep it until it is committed."""

@@ -137,10 +137,10 @@ class TokenJournal:
         """Add what a request has produced from token `start` on.
 
         Returns:
-            Whether the part is usable; False: earlier tokens are missing here.
+            Whether the part is usable; False: earlier tokens are missing here, or `start` is below 0.
         """
         before = self._lengths[part.sample_id]
-        if start > before:
+        if not 0 <= start <= before:
             return False
         known = slice(before - start, None)
         tokens, logprobs, versions = part.completion_tokens[known], part.logprobs[known], part.token_versions[known]
