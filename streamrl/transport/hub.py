@@ -262,6 +262,10 @@ class Hub(Endpoint):
         if peer is not None:
             peer.bytes_in += size_of(frames)
         try:
+            if route.door.outside and not self._may_unpack(frames, peer.site if peer is not None else owner):
+                sender = peer.name if peer is not None else _key_of(route, owner) or STRANGER
+                self.refusals.count("too many", sender, f"an envelope of {len(frames[0])} bytes so soon after others")
+                return
             message = decode(frames)
             if message.kind == "hello":
                 self._hello(route, message, owner, size_of(frames))
@@ -302,6 +306,17 @@ class Hub(Endpoint):
         sent = times.get("sent")
         echo = {"clock": {"sent": sent, "hub": self._clock()}} if is_finite(sent) else {}
         self._to(peer, self._control("heartbeat", self.state() | echo))
+
+    def _may_unpack(self, frames: list[Any], site: str | None) -> bool:
+        """Charge the envelope of a message of another site; return whether it may be unpacked now.
+
+        Raises:
+            MalformedMessage: it is larger than any of another site.
+        """
+        size = len(frames[0]) if frames else 0
+        if size > MAX_STATE_BYTES:
+            raise MalformedMessage(f"envelope of {size} bytes from another site, at most {MAX_STATE_BYTES}")
+        return self.covered("envelope", site, size)
 
     def covered(self, kind: Repeated, site: str | None, size: int) -> bool:
         """Charge a site's message of `size` bytes; return whether it may send it now."""

@@ -17,6 +17,7 @@ import msgpack
 import numpy as np
 
 from streamrl.transport.refusals import RefusalCause
+from streamrl.transport.unpacking import unpack
 
 PROTOCOL_VERSION = 2
 KEYS = "vksnba"
@@ -27,7 +28,7 @@ MAX_FRAME_BYTES = 1 << 30
 """Largest frame; over a network libzmq ends the connection of a larger one. Nothing limits the frames of a message."""
 MAX_DIMENSIONS = 8
 MAX_STATE_BYTES = 4 * 1024 * 1024
-"""Largest heartbeat or hello in bytes; its values are checked one by one."""
+"""Largest heartbeat or hello, and largest envelope of another site, in bytes; their values are checked one by one."""
 MAX_NESTING = 16
 """Deepest nesting of the values in a heartbeat or a hello."""
 MAX_NAME = 200
@@ -129,9 +130,9 @@ def _read_envelope(frame: bytes | memoryview, arrays: int) -> tuple[str, str, in
     if len(frame) > MAX_ENVELOPE_BYTES:
         raise MalformedMessage(f"envelope of {len(frame)} bytes, at most {MAX_ENVELOPE_BYTES}")
     try:
-        envelope = msgpack.unpackb(frame, raw=False, strict_map_key=True, timestamp=0)
-    except Exception as error:  # msgpack raises many types on bad input
-        raise MalformedMessage(f"envelope is not msgpack: {type(error).__name__}") from error
+        envelope = unpack(frame)
+    except ValueError as error:
+        raise MalformedMessage(f"envelope is {error}") from error
     if isinstance(envelope, dict) and is_natural(version := envelope.get("v")) and version != PROTOCOL_VERSION:
         raise OtherVersion(version)  # whose other keys may be others
     if not isinstance(envelope, dict) or envelope.keys() != set(KEYS):

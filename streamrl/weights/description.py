@@ -12,6 +12,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from streamrl.transport.unpacking import collector_off
 from streamrl.weights.version import CorruptWeights, Manifest, Part
 
 MAX_DESCRIPTION_BYTES = 1 << 28
@@ -64,7 +65,8 @@ def read_description(array: np.ndarray | None, most_bytes: int | None = None) ->
     if array is None or array.dtype != np.uint8 or array.ndim != 1 or array.nbytes > most_bytes:
         raise CorruptWeights(f"no description of at most {most_bytes} bytes came with the manifest")
     try:
-        values = msgpack.unpackb(array.data, raw=False, strict_map_key=True, timestamp=0)
+        with collector_off():
+            values = msgpack.unpackb(array.data, raw=False, strict_map_key=True, timestamp=0)
         manifest, parts = values["manifest"], values["parts"]
     except Exception as error:  # msgpack raises many types on bad input
         raise CorruptWeights(f"description is malformed: {type(error).__name__}") from error

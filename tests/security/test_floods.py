@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from streamrl.transport import budgets
+from streamrl.transport import hub as hub_module
 from streamrl.transport import peer as peer_module
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.delivery import MOST_AHEAD, Inbox
 from streamrl.transport.endpoint import Hub, Link
 from streamrl.transport.peer import PeerRoute
-from streamrl.transport.wire import Message, encode
+from streamrl.transport.wire import Message, decode, encode
 from tests.training.conftest import free_port
 
 FLOOD = 20_000
@@ -93,6 +94,27 @@ def test_heartbeats_beyond_a_few_a_second_are_not_read(monkeypatch: pytest.Monke
     hub = flooded(lambda number: Message("heartbeat", "life", 0, {"number": number}))
     assert hub.peers["service-west"].state["number"] == 199  # each costs a little more than one
     assert hub.refused() == {"too many": {"service-west": FLOOD - 199}}
+
+
+def test_envelopes_of_another_site_are_unpacked_up_to_a_size_and_so_many_bytes_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A byte of an envelope can be a list, so those of a flood would keep the hub busy."""
+    unpacked: list[int] = []
+
+    def recorded(frames: list[bytes]) -> Message:
+        unpacked.append(len(frames[0]))
+        return decode(frames)
+
+    monkeypatch.setattr(hub_module, "decode", recorded)
+    monkeypatch.setitem(budgets.PER_S, "envelope", 0.0)
+    hub = flooded(lambda number: Message("item", "life", number, {"x": "y" * 5_000_000}), 3)
+    assert hub.refused() == {"malformed": {"service-west": 3}} and len(unpacked) == 1  # the hello
+    hub = flooded(lambda number: Message("item", "life", number, {"x": "y" * 2**20}), 40)
+    passed = int(budgets.SIZES["envelope"]) // 16 - 1  # each is a little larger than 16 times 64 KiB
+    assert hub.refused() == {"too many": {"service-west": 40 - passed}} and len(unpacked) == 2 + passed
+    flooded(lambda number: Message("item", "life", number, {}, {"x": np.zeros(2**20, np.float32)}), 40)
+    assert len(unpacked) == 2 + passed + 41  # arrays are not unpacked
 
 
 def test_a_budget_fills_with_time_and_large_messages_cost_more() -> None:

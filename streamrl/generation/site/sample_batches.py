@@ -29,6 +29,7 @@ import numpy as np
 import pyarrow as pa
 
 from streamrl.protocol.samples import EXPERTS, TOKEN_ARRAYS, token_count
+from streamrl.transport.unpacking import unpack
 from streamrl.transport.wire import MAX_ENVELOPE_BYTES, Arrays
 
 T = TypeVar("T")
@@ -285,9 +286,9 @@ def unpack_samples(body: dict[str, Any], arrays: Arrays) -> list[Item]:
         raise ValueError(f"lengths of samples do not add up to the columns' {tokens}")
     _check_number(columns["bodies"], len(lengths))
     try:
-        bodies = msgpack.unpackb(columns["bodies"].data, raw=False, strict_map_key=True, timestamp=0)
-    except Exception as error:  # msgpack raises many types on bad input
-        raise ValueError(f"bodies are not msgpack: {type(error).__name__}") from error
+        bodies = unpack(columns["bodies"].data)
+    except ValueError as error:
+        raise ValueError(f"bodies are {error}") from error
     if not all(isinstance(one, dict) for one in bodies):
         raise ValueError(f"bodies are not a list of {len(lengths)} maps")
     ends = np.cumsum(lengths, dtype=np.int64)
