@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from streamrl.generation.site.sample_batches import unpack_samples
 from streamrl.protocol.message import body_of, parse
@@ -27,13 +29,17 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class Unreadable:
-    """A batch, or one sample of it, that cannot be read."""
+class RefusedArrival:
+    """A batch that cannot be read, or a sample of it that cannot be read or is not to come."""
 
     peer: str
-    error: str
+    why: str
     sample_id: str | None = None
     """The sample; None: the whole batch, or a sample without an id."""
+
+
+WrongWith = Callable[[str, str, bool], str | None]
+"""Function (service, sample, whether it is an episode) -> why the sample is not to come, or None."""
 
 
 def read_sample(body: dict[str, Any], arrays: Arrays) -> Sample:
@@ -42,27 +48,37 @@ def read_sample(body: dict[str, Any], arrays: Arrays) -> Sample:
     Raises:
         UNREADABLE: it is malformed.
     """
-    parse(FinishedSample, body)  # of the right types
-    return sample_from_wire(Sample, body, arrays)
+    return sample_from_wire(Sample, msgspec.structs.asdict(parse(FinishedSample, body)), arrays)
 
 
-def arrived(deliveries: Iterable[Delivery]) -> tuple[list[Arrival], list[Unreadable]]:
-    """Return all samples of some messages, each once by sender, and what cannot be read."""
+def arrived(deliveries: Iterable[Delivery], wrong_with: WrongWith) -> tuple[list[Arrival], list[RefusedArrival]]:
+    """Return all samples of some messages, each once by sender, and what is refused.
+
+    Args:
+        deliveries: the messages.
+        wrong_with: says why a sample is not to come; such a sample is not read, as a few bytes of a batch can be
+            millions of values.
+    """
     found: dict[tuple[str, str], Arrival] = {}
-    unreadable = []
+    refused = []
     for delivery in deliveries:
         try:
             batch = unpack_samples(body_of(delivery.body), delivery.arrays)
         except UNREADABLE as error:
-            unreadable.append(Unreadable(delivery.peer, repr(error)))
+            refused.append(RefusedArrival(delivery.peer, repr(error)))
             continue
         for body, arrays in batch:
+            sample_id = body.get("sample_id")
+            known = sample_id if isinstance(sample_id, str) else None
+            if known is not None:
+                why = wrong_with(delivery.peer, known, body.get("trajectory") is not None)
+                if why is not None:
+                    refused.append(RefusedArrival(delivery.peer, why, known))
+                    continue
             try:
                 one = Arrival(delivery.peer, read_sample(body, arrays), pack_content(body, arrays))
             except UNREADABLE as error:
-                sample_id = body.get("sample_id")
-                known = sample_id if isinstance(sample_id, str) else None
-                unreadable.append(Unreadable(delivery.peer, repr(error), known))
+                refused.append(RefusedArrival(delivery.peer, repr(error), known))
             else:
                 found.setdefault((delivery.peer, one.sample.sample_id), one)
-    return list(found.values()), unreadable
+    return list(found.values()), refused

@@ -83,9 +83,9 @@ class SampleIntake:
         for delivery in deliveries:
             if delivery.peer in self.services.excluded:
                 self.refusals.count("not its own", delivery.peer, "samples: its site is not used any more")
-        read, unreadable = arrived(used)
+        read, refused = arrived(used, self.claims.wrong_with_claim)
         # what is refused may become void, or another site's, so everything else is judged only then
-        await self._refuse([(one.peer, one.sample_id, one.error) for one in unreadable])
+        await self._refuse([(one.peer, one.sample_id, one.why) for one in refused])
         usable: list[Arrival] = []
         wrong: list[tuple[str, str | None, str]] = []
         for arrival in read:

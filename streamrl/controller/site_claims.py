@@ -75,12 +75,25 @@ class SiteClaims:
             sample: the sample.
             newest: the newest version that exists.
         """
-        if self.owes(peer, sample.sample_id):
-            if self._agent_leads(sample) != (sample.trajectory is not None):
-                return "is an episode, a completion was ordered" if sample.trajectory else "is no episode of an agent"
-            return self.own[peer].wrong_with_sample(sample, newest, self._prompt_tokens(sample))
-        known = sample.sample_id.startswith(PREFIX) or self._ledger.has(sample.sample_id)
-        if known and not self._awaits(sample.sample_id):
+        why = self.wrong_with_claim(peer, sample.sample_id, sample.trajectory is not None)
+        if why is not None or not self.owes(peer, sample.sample_id):
+            return why
+        return self.own[peer].wrong_with_sample(sample, newest, self._prompt_tokens(sample))
+
+    def wrong_with_claim(self, peer: str, sample_id: str, episode: bool) -> str | None:
+        """Return why a sample is not to come from a service, whatever it is; None: it is, or it is known.
+
+        Args:
+            peer: the service that has sent it.
+            sample_id: the sample.
+            episode: whether it is an agent's episode.
+        """
+        if self.owes(peer, sample_id):
+            if self._agent_leads(sample_id) != episode:
+                return "is an episode, a completion was ordered" if episode else "is no episode of an agent"
+            return None
+        known = sample_id.startswith(PREFIX) or self._ledger.has(sample_id)
+        if known and not self._awaits(sample_id):
             return None  # repeated by a process that has restarted
         return "is not to come from its site"
 
@@ -127,11 +140,12 @@ class SiteClaims:
         group = self._pool.groups.get(sample.group_id)
         return 0 if group is None else len(group.prompt_tokens)
 
-    def _agent_leads(self, sample: Sample) -> bool:
+    def _agent_leads(self, sample_id: str) -> bool:
         """Return whether a sample that is owed must be an agent's episode."""
-        if self._evaluator.awaits(sample.sample_id):
-            return self._evaluator.group_of(sample.sample_id).agent
-        return sample.group_id in self._pool.groups and self._pool.groups[sample.group_id].agent
+        if self._evaluator.awaits(sample_id):
+            return self._evaluator.group_of(sample_id).agent
+        group = self._pool.groups.get(group_of(sample_id))
+        return group is not None and group.agent
 
 
 def read_heartbeat(own: Mapping[str, SiteOwn], speaker: Speaker, state: dict[str, Any]) -> dict[str, Any]:

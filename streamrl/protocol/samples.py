@@ -13,7 +13,6 @@ from scheduler.cost.length_forecast import Forecast
 from scheduler.simulation.generation_simulator import SimulatedInstance
 from streamrl.protocol.controller_site import Generate, IssuedEpisode, IssuedForecast, IssuedGroup
 from streamrl.protocol.site_instance import FinishedSample, GenerateSample, KeptTokens, Progress, ReleasedSample
-from streamrl.rollouts.trajectory import Trajectory
 from streamrl.rollouts.types import Group, PartialSample, Sample, SampleRequest
 from streamrl.transport.wire import Arrays, MalformedMessage
 
@@ -154,11 +153,14 @@ def sample_to_wire(sample: Sample | PartialSample) -> tuple[dict[str, Any], Arra
 def sample_from_wire(record: type[S], body: dict[str, Any], arrays: Arrays) -> S:
     """Return a sample, finished or not, from its wire form.
 
+    Args:
+        record: what to return.
+        body: its fields, of the right types.
+        arrays: its arrays.
+
     Raises:
         ValueError, KeyError, TypeError: it is no such sample.
     """
-    if body.get("trajectory") is not None:
-        body = body | {"trajectory": msgspec.convert(body["trajectory"], Trajectory)}
     token_count(arrays)
     experts = arrays.get(EXPERTS)
     return record(**(body | {name: np.asarray(arrays[name]) for name in TOKEN_ARRAYS}), experts=experts)

@@ -74,7 +74,7 @@ class Trajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         Raises:
             ValueError: a row's prompt is longer than the row or empty, the reward or another number is not finite, it
                 is both void and not, says more of why it is void than is ever sent, or its conversation has values that
-                JSON has not.
+                JSON has not, or too many.
         """
         for text, most in ((self.void_text, LONGEST_TEXT), (self.void_traceback, LONGEST_TRACEBACK)):
             if len(text) > most:
@@ -88,7 +88,7 @@ class Trajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         if (self.reward is None) != (self.void_cause is not None):
             raise ValueError("an episode has either a reward or a cause for which it is void")
         if not is_plain(self.messages):  # msgpack has bytes and times, too
-            raise ValueError("a message of an episode has a value that JSON cannot hold, or is nested too deeply")
+            raise ValueError("a message of an episode has values that JSON cannot hold, too many, or nested too deeply")
 
     @property
     def told_bytes(self) -> int:
@@ -104,7 +104,7 @@ class Trajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 def kept_of(messages: list[dict[str, Any]], steps: list[EpisodeStep]) -> tuple[list[dict[str, Any]], list[EpisodeStep]]:
     """Return what is kept of an episode's conversation and steps, for people; its tokens are all kept elsewhere."""
     steps = steps[:MOST_STEPS]
-    if len(msgspec.json.encode((messages, steps))) <= MOST_TOLD:
+    if len(msgspec.json.encode((messages, steps))) <= MOST_TOLD and is_plain(messages):
         return messages, steps
     short = [
         {"role": str(one.get("role")), "content": str(one.get("content") or "")[:MOST_OF_A_MESSAGE]}

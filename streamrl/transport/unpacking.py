@@ -9,16 +9,17 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count
 from typing import Any
 
 import msgpack
 
 MOST_CONTAINERS = 1 << 20
 """Most lists and maps in one piece. What is ever sent has far fewer: those of real messages take dozens of bytes."""
+MOST_VALUES = 1 << 22
+"""Most values in all of them."""
 
 
-class _TooManyContainers(Exception):
+class _TooMany(Exception):
     """Raised while msgpack is unpacked."""
 
 
@@ -26,21 +27,27 @@ def unpack(data: bytes | memoryview) -> Any:
     """Return what bytes of msgpack say, with text as str, and without keys other than text.
 
     Raises:
-        ValueError: they are no msgpack, or have more than `MOST_CONTAINERS` lists and maps. Its text follows an 'is'.
+        ValueError: they are no msgpack, or have more lists, maps or values than they may. Its text follows an 'is'.
     """
-    seen = count(1)
+    containers = values = 0
 
     def counted(container: Any) -> Any:
-        if next(seen) > MOST_CONTAINERS:
-            raise _TooManyContainers
+        nonlocal containers, values
+        containers += 1
+        values += len(container)
+        if containers > MOST_CONTAINERS or values > MOST_VALUES:
+            raise _TooMany
         return container
 
-    counting = {"list_hook": counted, "object_hook": counted} if len(data) > MOST_CONTAINERS else {}
+    counting: dict[str, Any] = {}
+    if len(data) > MOST_CONTAINERS:  # hooks take time, and a piece of fewer bytes cannot have as many
+        most = {"max_array_len": MOST_VALUES, "max_map_len": MOST_VALUES}  # a hook gets a list when it is complete
+        counting = {"list_hook": counted, "object_hook": counted, **most}
     with collector_off():
         try:
             return msgpack.unpackb(data, raw=False, strict_map_key=True, timestamp=0, **counting)
-        except _TooManyContainers as error:
-            raise ValueError(f"of more than {MOST_CONTAINERS} lists and maps") from error
+        except _TooMany as error:
+            raise ValueError(f"of more than {MOST_CONTAINERS} lists and maps, or {MOST_VALUES} values") from error
         except Exception as error:  # msgpack raises many types on bad input
             raise ValueError(f"not msgpack: {type(error).__name__}") from error
 

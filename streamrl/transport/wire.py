@@ -31,6 +31,8 @@ MAX_STATE_BYTES = 4 * 1024 * 1024
 """Largest heartbeat or hello, and largest envelope of another site, in bytes; their values are checked one by one."""
 MAX_NESTING = 16
 """Deepest nesting of the values in a heartbeat or a hello."""
+MOST_PLAIN = 500_000
+"""Most values in a heartbeat, a hello or the conversation of an episode, at any depth."""
 MAX_NAME = 200
 """Most characters of a peer's name or role."""
 DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("int32", "int64", "float32", "float64", "uint8", "bool")}
@@ -190,12 +192,22 @@ def is_finite(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def is_plain(value: object, nesting: int = MAX_NESTING) -> bool:
-    """Return whether JSON can represent a value, as status files need; msgpack can represent more."""
-    if value is None or isinstance(value, str | int | float):
-        return True
-    if nesting == 0:
-        return False
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and is_plain(item, nesting - 1) for key, item in value.items())
-    return isinstance(value, list) and all(is_plain(item, nesting - 1) for item in value)
+def is_plain(value: object) -> bool:
+    """Return whether JSON can represent a value, as status files need; msgpack can represent more.
+
+    One that is nested deeper than `MAX_NESTING`, or has more than `MOST_PLAIN` values in all, is not plain either.
+    """
+    level, left = [value], MOST_PLAIN
+    for depth in range(MAX_NESTING + 1):
+        inner: list[object] = []
+        for one in level:
+            if one is None or isinstance(one, str | int | float):
+                continue
+            if depth == MAX_NESTING or not isinstance(one, dict | list):
+                return False
+            left -= len(one)
+            if left < 0 or (isinstance(one, dict) and not all(isinstance(key, str) for key in one)):
+                return False
+            inner.extend(one.values() if isinstance(one, dict) else one)
+        level = inner
+    return True

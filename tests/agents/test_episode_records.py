@@ -15,10 +15,11 @@ import pytest
 from streamrl.agents.agents_process import AgentsProcess, episode_to_wire
 from streamrl.agents.episode import Episode, EpisodeOrder, EpisodeOutcome, TrajectoryRow
 from streamrl.agents.session import Session
+from streamrl.controller.arrivals import read_sample
 from streamrl.generation.site.site_episodes import SiteEpisodes
 from streamrl.protocol.controller_site import IssuedEpisode
 from streamrl.protocol.message import parse, wire
-from streamrl.protocol.samples import IncomingGroup, sample_from_wire
+from streamrl.protocol.samples import IncomingGroup
 from streamrl.protocol.site_agents import EpisodeDone, RunEpisode
 from streamrl.protocol.site_instance import FinishedSample
 from streamrl.rollouts.trajectory import MOST_ROWS, NOT_SAMPLED
@@ -36,7 +37,7 @@ def over_the_site(episode: Episode) -> Sample:
     message, arrays = episode_to_wire(episode)
     found = site.end(parse(EpisodeDone, wire(message)[1]))
     assert isinstance(found, FinishedSample)
-    return sample_from_wire(Sample, wire(parse(FinishedSample, wire(found)[1]))[1], arrays)
+    return read_sample(wire(found)[1], arrays)
 
 
 def test_what_an_agent_returns_beside_its_reward_reaches_the_controller() -> None:

@@ -131,7 +131,8 @@ def test_what_an_agent_raised_is_told_as_what_a_reward_function_raised() -> None
         sample.trajectory, reward=None, void_cause=VoidCause.VERIFIER, void_text=RAISED.text, void_traceback=TRACE
     )
     parts = {part.name: cast(Any, MagicMock()) for part in fields(SampleIntake)}
-    parts["claims"].wrong_with_sample.return_value = parts["void_watch"].record.return_value = None
+    parts["claims"].wrong_with_claim.return_value = parts["claims"].wrong_with_sample.return_value = None
+    parts["void_watch"].record.return_value = None
     parts["ledger"].finish.return_value = {"g.0"}
     parts["evaluator"].generates.return_value = parts["evaluator"].awaits.return_value = False
     parts["pool"].received = {"g.0"}

@@ -5,16 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from streamrl.controller.arrivals import read_sample
 from streamrl.generation.site.site_episodes import AnsweredTurn, PrefixCache, RequestedTurn, SiteEpisodes, is_turn
 from streamrl.generation.site.turn_journal import turn_key
 from streamrl.generation.site.turn_lengths import FEWEST
 from streamrl.protocol.controller_site import IssuedEpisode
 from streamrl.protocol.message import wire
-from streamrl.protocol.samples import IncomingGroup, sample_from_wire, sample_to_wire
+from streamrl.protocol.samples import IncomingGroup, sample_to_wire
 from streamrl.protocol.site_agents import EpisodeDone, OrderTurn
 from streamrl.protocol.site_instance import FinishedSample
 from streamrl.rollouts.trajectory import RowExtent, Trajectory
-from streamrl.rollouts.types import Sample, SampleRequest
+from streamrl.rollouts.types import SampleRequest
 from streamrl.transport.wire import Arrays
 
 PROMPT: Arrays = {"prompt_tokens": np.arange(5, dtype=np.int32)}
@@ -123,7 +124,7 @@ def test_an_ended_episode_is_a_sample_of_its_last_turns_instance() -> None:
         "token_versions": np.array([-1] * 5 + [0, 0], np.int32),
     }
     body = wire(sample)[1]  # as the controller gets it, with plain values only
-    read = sample_from_wire(Sample, body, arrays)
+    read = read_sample(body, arrays)
     assert read.trajectory is not None and read.trajectory.reward == 0.5 and read.output_length == 2
     assert FinishedSample(**sample_to_wire(read)[0]) == sample
 

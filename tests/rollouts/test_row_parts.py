@@ -23,6 +23,7 @@ from streamrl.rollouts.trajectory import MOST_STEPS, MOST_TOLD, NOT_SAMPLED, Epi
 from streamrl.rollouts.types import Group, Sample, Scored
 from streamrl.rollouts.void import VoidCause
 from streamrl.run_dir import layout
+from streamrl.transport import wire
 from tests.rollouts.test_rollouts import make_sample
 
 ROW = tuple[list[int], str]
@@ -182,6 +183,17 @@ def test_of_a_long_conversation_as_much_is_kept_as_a_message_carries() -> None:
     assert told.told_bytes <= MOST_TOLD
     named = [msgspec.structs.replace(step, name="\U0001f642" * 2_000) for step in steps]
     assert len(msgspec.json.encode(kept_of([], named))) <= MOST_TOLD
+
+
+def test_of_a_conversation_of_too_many_values_its_text_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MOST_PLAIN", 10)
+    few, many = ([{"role": "tool", "content": "four", "board": list(range(count))}] for count in (6, 7))
+    assert kept_of(few, []) == (few, [])
+    short, _ = kept_of(many, [])
+    assert short == [{"role": "tool", "content": "four"}]
+    telling(short, [])
+    with pytest.raises(ValueError, match="too many"):
+        telling(many, [])
 
 
 def telling(messages: list[dict[str, Any]], steps: list[EpisodeStep]) -> Trajectory:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 from msgspec import inspect
 
@@ -136,7 +137,8 @@ def sample(at: str, group: int, number: int = 0, **changes: Any) -> Sample:
 
 
 def batch(peer: str, *samples: Sample) -> Delivery:
-    body, arrays = pack_samples([sample_to_wire(one) for one in samples])
+    wires = map(sample_to_wire, samples)
+    body, arrays = pack_samples([(msgspec.to_builtins(fields), arrays) for fields, arrays in wires])
     return Delivery(peer, "samples", SampleBatch(**body), arrays, lambda: None)
 
 

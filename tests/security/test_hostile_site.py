@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from streamrl.controller import arrivals
+from streamrl.controller.arrivals import read_sample
 from streamrl.controller.controller import Controller
 from streamrl.controller.sample_intake import MOST_PARTS
 from streamrl.controller.site_claims import read_heartbeat
@@ -29,9 +31,12 @@ from streamrl.protocol.controller_site import (
 from streamrl.protocol.controller_trainer import TrainDone
 from streamrl.protocol.message import TypedMessage, kind_of
 from streamrl.report.panels import render
+from streamrl.rollouts.trajectory import RowExtent, Trajectory
+from streamrl.rollouts.types import Sample
 from streamrl.run_dir.status import read_status
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.endpoint import Delivery, Hub, Link, Speaker
+from streamrl.transport.wire import Arrays
 from tests.security.hostile_world import OWN, Sent, batch, fleet_of, hear, said, sample
 from tests.training.conftest import free_port
 from tests.waiting import scaled, until
@@ -51,6 +56,23 @@ def test_a_site_cannot_deliver_the_samples_of_another(controller: Controller) ->
     assert refused == {"not its own": {"service-far": 2}}
     assert hear(controller, batch("service-home", sample("home", 0))) == refused
     assert controller.pool.missing("p0-0") == 1
+
+
+def test_a_sample_that_is_not_to_come_is_not_read(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few hundred bytes of a compressed batch can be millions of values."""
+    read: list[str] = []
+
+    def recorded(body: dict[str, Any], arrays: Arrays) -> Sample:
+        read.append(body["sample_id"])
+        return read_sample(body, arrays)
+
+    monkeypatch.setattr(arrivals, "read_sample", recorded)
+    foreign, own = sample("far", 0), sample("far", 1)
+    told = Trajectory(rows=[RowExtent(4, 1)], reward=1.0, messages=[], steps=[])
+    episode = sample("far", 1, 1, trajectory=told, token_versions=np.array([-1, 0, 0, 0], np.int32))
+    refused = hear(controller, batch("service-far", foreign, own, episode))
+    assert refused == {"not its own": {"service-far": 1}, "unreadable": {"service-far": 1}}
+    assert read == [own.sample_id] and controller.pool.missing("p1-0") == 1
 
 
 def test_a_site_cannot_have_a_sample_of_another_overlooked(controller: Controller) -> None:

@@ -31,14 +31,14 @@ import zmq
 from scheduler.cost.decode import StepCurve
 from scheduler.cost.length_forecast import Forecast
 from scheduler.simulation.generation_simulator import SimulatedInstance
-from streamrl.controller.arrivals import arrived
+from streamrl.controller import arrivals
 from streamrl.errors import RunFailed, UserError
 from streamrl.generation.site.sample_batches import pack_samples, unpack_samples
 from streamrl.protocol import samples as wire_messages
 from streamrl.protocol.controller_site import Generate, SampleBatch
 from streamrl.protocol.message import TypedMessage, body_of, parse, wire
 from streamrl.protocol.samples import TOKEN_ARRAYS, fleet_to_wire, request_to_wire, sample_from_wire, sample_to_wire
-from streamrl.protocol.site_instance import FinishedSample, GenerateSample, ReleasedSample
+from streamrl.protocol.site_instance import GenerateSample, ReleasedSample
 from streamrl.rollouts import micro_batch
 from streamrl.rollouts.ledger import unpack_content
 from streamrl.rollouts.types import PartialSample, Sample, SampleRequest
@@ -161,12 +161,12 @@ def read_batch(frames: Frames) -> None:
         assert isinstance(body, dict) and arrays.keys() == TOKEN_ARRAYS.keys()
         assert all(array.ndim == 1 and array.dtype == TOKEN_ARRAYS[name] for name, array in arrays.items())
     batch = Delivery("service-west", found.kind, parse(SampleBatch, found.body), found.arrays, lambda: None)
-    read, unreadable = arrived([batch])
+    read, refused = arrivals.arrived([batch], lambda *about: None)
     for one in read:
-        kept = sample_from_wire(Sample, *unpack_content(one.content))
+        kept = arrivals.read_sample(*unpack_content(one.content))
         assert all(getattr(kept, name).tobytes() == getattr(one.sample, name).tobytes() for name in TOKEN_ARRAYS)
-    if unreadable:
-        raise RunFailed(f"{unreadable[0].peer}: {unreadable[0].error}")
+    if refused:
+        raise RunFailed(f"{refused[0].peer}: {refused[0].why}")
 
 
 def read_groups(frames: Frames) -> None:
@@ -195,7 +195,7 @@ def read_partial(frames: Frames) -> None:
 
 def read_sample(frames: Frames) -> None:
     found = decode(frames)
-    one = sample_from_wire(Sample, body_of(parse(FinishedSample, found.body)), found.arrays)
+    one = arrivals.read_sample(found.body, found.arrays)
     check_tokens([getattr(one, name) for name in TOKEN_ARRAYS])
 
 

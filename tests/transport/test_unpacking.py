@@ -52,6 +52,19 @@ def test_more_lists_and_maps_than_any_message_has_are_refused(empty: bytes, monk
     assert unpack(msgpack.packb(["x" * 2000])) == ["x" * 2000]
 
 
+@pytest.mark.parametrize("lists", [[3000], [1000] * 3, [[1000] * 3, 0]], ids=["one", "several", "nested"])
+def test_more_values_than_any_message_has_are_refused(lists: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def filled(of: Any) -> Any:
+        return [None] * of if isinstance(of, int) else [filled(one) for one in of]
+
+    monkeypatch.setattr(unpacking, "MOST_CONTAINERS", 1000)
+    monkeypatch.setattr(unpacking, "MOST_VALUES", 3006)
+    assert unpack(msgpack.packb(filled(lists))) == filled(lists)
+    monkeypatch.setattr(unpacking, "MOST_VALUES", 2999)
+    with pytest.raises(ValueError):
+        unpack(msgpack.packb(filled(lists)))
+
+
 def test_an_envelope_of_millions_of_empty_lists_is_malformed() -> None:
     values: tuple[Any, ...] = 2, "item", "life", 1, {"x": None}, []
     head, _, tail = msgpack.packb(dict(zip(KEYS, values, strict=True))).partition(b"\xa1x\xc0")

@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.transport.wire import PROTOCOL_VERSION, MalformedMessage, Message, OtherVersion, decode, encode
+from streamrl.transport import wire
+from streamrl.transport.wire import (
+    MAX_NESTING,
+    PROTOCOL_VERSION,
+    MalformedMessage,
+    Message,
+    OtherVersion,
+    decode,
+    encode,
+    is_plain,
+)
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats(allow_nan=False) | st.text(max_size=8),
@@ -91,3 +101,15 @@ def test_another_version_is_told_from_nonsense_whatever_its_envelope_has_besides
         with pytest.raises(MalformedMessage) as caught:
             decode([msgpack.packb({"v": version, "new": 1})])
         assert not isinstance(caught.value, OtherVersion)
+
+
+def test_what_is_plain_has_text_for_keys_and_an_end_in_depth_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(map(is_plain, (None, True, 1, 1.5, "x", [], {}, {"a": [{"b": None}, []]})))
+    assert not any(map(is_plain, (b"x", {1: 2}, [{"a": b"x"}], {"a": (1, 2)})))
+    deep: list[object] = []
+    for _ in range(MAX_NESTING - 1):
+        deep = [deep]
+    assert is_plain(deep) and not is_plain([deep])
+    monkeypatch.setattr(wire, "MOST_PLAIN", 6)
+    assert is_plain({"a": [1, 2], "b": {"c": 3}, "d": 4}) and not is_plain({"a": [1, 2, 5], "b": {"c": 3}, "d": 4})
+    assert not is_plain([[]] * 7)
