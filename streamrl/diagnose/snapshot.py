@@ -24,10 +24,11 @@ from streamrl.plain_files import read_plain
 from streamrl.run_dir import layout
 from streamrl.run_dir.instance_files import StartedProcess, read_started
 from streamrl.run_dir.jsonl import last_lines
-from streamrl.run_dir.launcher_lock import owner
+from streamrl.run_dir.launcher_lock import has_launcher, owner
 from streamrl.run_dir.site_status import STARTING, started_again
 from streamrl.run_dir.start_stages import read_stages
 from streamrl.run_dir.status import step_began
+from streamrl.runtime.processes import this_host
 
 Of = TypeVar("Of")
 
@@ -57,7 +58,8 @@ def collect(run_dir: Path, threads: bool = False, ask: bool = True) -> Facts:
         ValueError: status.json has the wrong form.
     """
     status = _read_json(run_dir / layout.STATUS)
-    seen = _find(run_dir, status or {})
+    launcher_gone = _owner_gone(run_dir)
+    seen = _find(run_dir, status or {}, launcher_gone)
     for one in seen if ask else ():
         if threads:
             one.ask_threads()  # first, so that the stacks do not show the answer to the other question
@@ -88,7 +90,7 @@ def collect(run_dir: Path, threads: bool = False, ask: bool = True) -> Facts:
         step_began=_step_began(status, last),
         addresses=_addresses(run_dir),
         site=_site(run_dir, site) if site is not None else None,
-        launcher_gone=_owner_gone(run_dir),
+        launcher_gone=launcher_gone,
         disk_free_gb=psutil.disk_usage(str(run_dir)).free / 1e9,
     )
 
@@ -99,10 +101,13 @@ def _until(done: Callable[[], bool], end: float) -> None:
         time.sleep(POLL_S)
 
 
-def _find(run_dir: Path, status: Mapping[str, Any]) -> list[ObservedProcesses]:
+def _find(run_dir: Path, status: Mapping[str, Any], launcher_gone: bool) -> list[ObservedProcesses]:
     """Find the run's processes: those the launchers have recorded, torch's ranks, and those only in status.json.
 
     The last have no pid.
+
+    Args:
+        launcher_gone: whether the launcher has ended; processes that cannot be seen from here have ended with it.
     """
     roles, family = status.get("roles") or {}, _Family()
     found: list[ObservedProcesses] = []
@@ -112,9 +117,13 @@ def _find(run_dir: Path, status: Mapping[str, Any]) -> list[ObservedProcesses]:
             role = "rank launcher" if started.role == "trainer" else started.role
             told = {key: getattr(started, key) for key in ("name", "pid", "exit_code", "last_words")}
             facts = ProcessFacts(role=role, site=site, **told)
-            here = role == "rank launcher" and started.exit_code is None and not started.node
-            ranks = family.ranks(started.pid) if here else {}
-            found.append(family.look(facts, folder, written, set(ranks.values()), started.node))
+            if not _is_seen(started):
+                gone = launcher_gone and not started.node
+                facts = replace(facts, alive="gone") if gone else replace(facts, pid=None)
+                found.append(ObservedProcesses(facts, folder / layout.STACKS))
+                continue
+            ranks = family.ranks(started.pid) if role == "rank launcher" and started.exit_code is None else {}
+            found.append(family.look(facts, folder, written, set(ranks.values())))
             for rank, pid in ranks.items():
                 own = ProcessFacts(name=f"trainer-{rank}", role="trainer", pid=pid, site=site)
                 found.append(family.look(own, folder, time.time(), set()))
@@ -136,6 +145,11 @@ def _find(run_dir: Path, status: Mapping[str, Any]) -> list[ObservedProcesses]:
         if (stage := stages.get(one.facts.name)) is not None:
             one.facts = replace(one.facts, stage=stage.text, stage_s=max(0.0, now - stage.since))
     return found
+
+
+def _is_seen(started: StartedProcess) -> bool:
+    """Return whether a recorded pid counts here: not on another machine, nor in another container."""
+    return not started.node and (not started.host or started.host == (this_host() or started.host))
 
 
 def _is_of(name: str, site: str) -> bool:
@@ -162,17 +176,9 @@ class _Family:
                     found[int(rank)] = one.pid
         return dict(sorted(found.items()))
 
-    def look(
-        self, facts: ProcessFacts, folder: Path, written: float, apart: set[int], node: str = ""
-    ) -> ObservedProcesses:
-        """Find a process and its descendants, unless its pid now belongs to a younger process.
-
-        Nothing can be seen of a process on another node.
-        """
+    def look(self, facts: ProcessFacts, folder: Path, written: float, apart: set[int]) -> ObservedProcesses:
+        """Find a process and its descendants, unless its pid now belongs to a younger process."""
         seen = ObservedProcesses(facts, folder / layout.STACKS)
-        if node:
-            seen.facts = replace(facts, alive="unknown", pid=None)
-            return seen
         if facts.pid is None or facts.exit_code is not None:
             return seen
         try:
@@ -285,12 +291,15 @@ def _written_at(folder: Path) -> float:
 
 
 def _owner_gone(run_dir: Path) -> bool:
-    """Return whether the launcher that had the run's lock last was on this machine and has ended."""
+    """Return whether the launcher that had the run's lock last was on this machine and has ended.
+
+    One in a container has another pid here, so what counts is the lock, which is asked only if the pid is gone.
+    """
     if (found := owner(run_dir)) is None:
         return False
     pid, host = found
     with contextlib.suppress(OverflowError):  # no process has such a pid
-        return host == socket.gethostname() and not psutil.pid_exists(pid)
+        return host == socket.gethostname() and not psutil.pid_exists(pid) and not has_launcher(run_dir)
     return False
 
 

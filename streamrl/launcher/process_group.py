@@ -18,6 +18,7 @@ from streamrl.run_dir.instance_files import StartedProcess, WantedInstance, read
 from streamrl.run_dir.start_stages import say
 from streamrl.run_dir.status import read_status
 from streamrl.runtime.process_plan import ON_RAY, ProcessSpec
+from streamrl.runtime.processes import this_host
 from streamrl.runtime.restart_budget import restart_time
 
 HOME = ("controller", "trainer")
@@ -206,7 +207,8 @@ class ProcessGroup:
     def _as_started(self, process: RunProcess) -> StartedProcess:
         spec, code = process.spec, process.exit_code
         words = "" if code is None else process.last_words()
-        return StartedProcess(spec.name, spec.role, process.pid, process.number, code, words, process.node)
+        host = "" if process.node else this_host()
+        return StartedProcess(spec.name, spec.role, process.pid, process.number, code, words, process.node, host)
 
     def stop(self) -> None:
         """Stop all processes, the first one first (a controller saves its state), and kill those that do not stop."""

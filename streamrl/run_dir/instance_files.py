@@ -50,6 +50,8 @@ class StartedProcess:
     """Last words of a process that has ended."""
     node: str = ""
     """Address of its node; '': the launcher's machine."""
+    host: str = ""
+    """Host or container in which its pid counts (`this_host` of `runtime/processes.py`); '': unknown."""
 
 
 def write_wanted(folder: Path, instances: Iterable[WantedInstance]) -> None:

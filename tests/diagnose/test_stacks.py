@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import select
@@ -27,6 +28,7 @@ from streamrl.diagnose.stuck import judge
 from streamrl.run_dir import layout
 from streamrl.run_dir.instance_files import StartedProcess, write_started
 from streamrl.run_dir.status import write_status
+from streamrl.runtime.processes import this_host
 from tests.report.synthetic import make_status
 from tests.waiting import scaled, wait_for
 
@@ -308,6 +310,44 @@ def test_a_launcher_is_known_to_be_gone_only_on_its_own_machine(tmp_path: Path) 
     for pid, where, gone in ((ended.pid, host, True), (ended.pid, "elsewhere", False), (os.getpid(), host, False)):
         (tmp_path / layout.LOCK).write_text(f"process {pid} on {where}")
         assert collect(tmp_path, ask=False).launcher_gone == gone
+
+
+def test_a_launcher_in_a_container_is_there_as_long_as_it_has_its_lock(tmp_path: Path) -> None:
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    with (tmp_path / layout.LOCK).open("w") as lock:
+        lock.write(f"process {ended.pid} on {socket.gethostname()}")  # as its pid is in there
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert not collect(tmp_path, ask=False).launcher_gone
+    assert collect(tmp_path, ask=False).launcher_gone
+
+
+def test_the_pids_of_another_host_or_container_say_nothing_here(tmp_path: Path) -> None:
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    pids = {"controller": ended.pid, "here-tail-0": os.getpid()}  # gone here, and another process here
+    roles = {"controller": "controller", "here-tail-0": "instance"}
+
+    def started_on(host: str) -> None:
+        write_started(tmp_path, [StartedProcess(name, roles[name], pid, host=host) for name, pid in pids.items()])
+
+    started_on("another boot pid:[1]")
+    write(tmp_path, ("controller", "here-tail-0 to answer apply_weights", 4.0, 300.0))
+    facts = collect(tmp_path, ask=False)
+    found = [(one.pid, one.alive, one.cpu) for one in facts.processes if one.name in pids]
+    assert found == [(None, "unknown", None)] * 2
+    assert judge(facts).state == "healthy"
+    write_status(tmp_path, make_status(20, 20, time.time(), state="done"))
+    assert judge(collect(tmp_path, ask=False)).details == []
+
+    (tmp_path / layout.LOCK).write_text(f"process {ended.pid} on {socket.gethostname()}")
+    write(tmp_path, ("controller", "here-tail-0 to answer apply_weights", 4.0, 300.0))
+    verdict = judge(collect(tmp_path, ask=False))
+    assert verdict.state == "ended" and "none of its 2 processes is there" in verdict.sentence, "with the launcher"
+
+    started_on(this_host())
+    assert [one.alive for one in collect(tmp_path, ask=False).processes if one.name == "controller"] == ["gone"]
 
 
 def test_sites_that_are_emulated_have_folders_of_their_own(tmp_path: Path, start: Start) -> None:

@@ -32,7 +32,7 @@ from streamrl.run_dir.instance_files import (
 )
 from streamrl.run_dir.status import write_status
 from streamrl.runtime.process_plan import ProcessSpec, Role
-from streamrl.runtime.processes import is_alive
+from streamrl.runtime.processes import is_alive, this_host
 from tests.waiting import scaled, wait_for
 
 QUICKLY = {"pause_s": 0.0, "restarts": 2}
@@ -110,6 +110,7 @@ def test_instances_come_leave_and_are_replaced_as_the_service_wants(
 ) -> None:
     family = families(tmp_path, *CORE, spec("i-0", "instance"))
     first = alive(tmp_path)["i-0"]
+    assert {one.host for one in read_started(tmp_path)} == {this_host()}, "where its pid counts"
     write_wanted(tmp_path, [WantedInstance("i-0"), WantedInstance("i-1")])
     until(lambda: "i-1" in alive(tmp_path), family)
     assert alive(tmp_path)["i-0"] == first
