@@ -24,7 +24,7 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
-from streamrl.errors import UserError
+from streamrl.errors import UserError, why_unusable
 
 LARGEST = 64 << 20
 """Most bytes of a file, unless its reader says otherwise."""
@@ -46,6 +46,13 @@ class NotPlainFile(UserError, OSError):
     """An entry of a folder that is not opened: a link, no regular file, or larger than what is read of such a file."""
 
 
+class NotReadable(UserError, PermissionError):
+    """A file or folder that this user may not open."""
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {why_unusable(self)}"
+
+
 def open_plain(path: Path, *, below: Path | None = None, largest: int = LARGEST) -> BinaryIO:
     """Open a file for reading.
 
@@ -56,6 +63,7 @@ def open_plain(path: Path, *, below: Path | None = None, largest: int = LARGEST)
 
     Raises:
         NotPlainFile: it is not opened, see above.
+        NotReadable: this user may not.
         OSError: it is missing or cannot be read.
     """
     descriptor = _open(path, below or path.parent, os.O_RDONLY)
@@ -98,6 +106,7 @@ def plain_names(folder: Path, *, below: Path | None = None) -> list[str]:
 
     Raises:
         NotPlainFile: it is a link, or no folder.
+        NotReadable: this user may not.
         OSError: it cannot be read.
     """
     try:
@@ -168,8 +177,7 @@ def _open(path: Path, below: Path, flags: int) -> int:
         except NotPlainFile:
             raise
         except OSError as error:
-            error.filename = str(path)
-            raise
+            raise _named(error, path) from None
 
 
 def _open_folder(folder: Path, below: Path, flags: int) -> int:
@@ -177,7 +185,10 @@ def _open_folder(folder: Path, below: Path, flags: int) -> int:
     parts = folder.relative_to(below).parts
     if os.pardir in parts:
         raise NotPlainFile(f"{folder} leads out of {below}: nothing outside of it is read")
-    current = os.open(below, SEARCH if parts else flags)
+    try:
+        current = os.open(below, SEARCH if parts else flags)
+    except OSError as error:
+        raise _named(error, below) from None
     for number, part in enumerate(parts, 1):
         try:
             inner = os.open(part, (flags if number == len(parts) else SEARCH) | os.O_NOFOLLOW, dir_fd=current)
@@ -187,12 +198,19 @@ def _open_folder(folder: Path, below: Path, flags: int) -> int:
                 there = os.stat(part, dir_fd=current, follow_symlinks=False)
                 why = KINDS.get(stat.S_IFMT(there.st_mode), "no folder")
                 raise NotPlainFile(_refusal(place, why)) from None
-            error.filename = str(place)
-            raise
+            raise _named(error, place) from None
         finally:
             os.close(current)
         current = inner
     return current
+
+
+def _named(error: OSError, path: Path) -> OSError:
+    """Return an error of the system with the name of what was to be opened."""
+    if isinstance(error, PermissionError):
+        return NotReadable(error.errno, error.strerror, str(path))
+    error.filename = str(path)
+    return error
 
 
 def _why_not(found: os.stat_result, owner: int) -> str:

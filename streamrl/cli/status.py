@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from streamrl.errors import UserError
+from streamrl.plain_files import NotReadable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,6 +64,8 @@ def _status(directory: Path) -> RunStatus | None:
 
     try:
         return read_status(directory)
+    except NotReadable:
+        raise
     except UserError:
         if not directory.is_dir() or os.path.lexists(directory / layout.STATUS):
             raise

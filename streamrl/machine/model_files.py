@@ -22,7 +22,7 @@ from typing import Any
 
 from scheduler.cost.model_shapes import text_part
 from streamrl.atomic_files import sync_files, sync_folder
-from streamrl.errors import ErrorCode, UserError
+from streamrl.errors import ErrorCode, UserError, why_unusable
 from streamrl.machine.installed_packages import package_problems
 from streamrl.machine.user_folders import user_folder
 
@@ -95,10 +95,12 @@ def resolve_model(path: str, key: str = "model.path") -> str:
     """
     if path in KNOWN_MODELS:
         folder = cache_directory() / "models" / path
-        if not (folder / CHECKSUMS).exists():
+        if not os.path.exists(folder / CHECKSUMS):  # also where this user may not look
             raise UserError(
                 ErrorCode.MODEL.refer(f"{key}: {path} is not on this machine yet; run: streamrl fetch-model {path}")
             )
+        if wrong := _wrong_with(folder):
+            raise UserError(ErrorCode.MODEL.refer(f"{key}: {path} cannot be used: {'; '.join(wrong)}, in {folder}"))
         return str(folder)
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -271,7 +273,7 @@ def _wrong_with(folder: Path) -> list[str]:
     except FileNotFoundError:
         wrong.append("it has no config.json")
     except (OSError, ValueError) as error:
-        wrong.append(f"config.json cannot be read ({error})")
+        wrong.append(f"config.json cannot be read ({getattr(error, 'strerror', None) or error})")
     for index in folder.glob("*.safetensors.index.json"):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             shards = set(json.loads(index.read_text()).get("weight_map", {}).values())
@@ -329,11 +331,18 @@ def fetch(name: str, progress: Say, out: Path | None = None) -> Path:
         raise UserError(f"unknown model {name!r}; known: {', '.join(KNOWN_MODELS)}{hint}")
     model = KNOWN_MODELS[name]
     folder = out or cache_directory() / "models" / name
-    if (folder / CHECKSUMS).exists():
-        progress("checking what is there")
-        if verify(folder):
-            return folder
-    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    try:
+        fetched = (folder / CHECKSUMS).exists()
+        foreign = not fetched and folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+        if fetched:
+            progress("checking what is there")
+            if verify(folder):
+                return folder
+    except OSError as error:  # of another user, in a cache that several share
+        raise UserError(
+            f"{error.filename or folder}: {why_unusable(error)}; set STREAMRL_CACHE to a cache of your own, or --out"
+        ) from error
+    if foreign:
         raise UserError(f"{folder} is there already and is not a fetched model; choose another --out")
     if problems := list(package_problems(("torch", "transformers", "gguf"), "cpu,tasks")):
         raise UserError("\n".join(problems))
@@ -349,8 +358,9 @@ def fetch(name: str, progress: Say, out: Path | None = None) -> Path:
             converted.rename(folder)
             sync_folder(folder.parent)
     except OSError as error:
-        if (folder / CHECKSUMS).exists() and verify(folder):  # another process has finished first
-            return folder
+        with contextlib.suppress(OSError):
+            if (folder / CHECKSUMS).exists() and verify(folder):  # another process has finished first
+                return folder
         raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
     return folder
 
@@ -447,7 +457,11 @@ def _write_checksums(folder: Path) -> None:
 
 
 def verify(folder: Path) -> bool:
-    """Whether there are checksums of a fetched model, and every file matches its own."""
+    """Whether there are checksums of a fetched model, and every file matches its own.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
     lines = (folder / CHECKSUMS).read_text(errors="replace").splitlines()
     for line in lines:
         checksum, _, name = line.partition("  ")

@@ -366,7 +366,8 @@ def read_status(run_dir: Path) -> RunStatus:
     """Read the run's state as last written.
 
     Raises:
-        UserError: the folder does not exist or holds no run, or its status file is invalid or no plain file.
+        UserError: the folder does not exist or holds no run, or its status file is invalid, no plain file, or not for
+            this user to read.
     """
     path = run_dir / layout.STATUS
     try:

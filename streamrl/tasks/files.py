@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgpack
 
 from streamrl.config.tasks import PYTHON_TESTS, AgentTask, FileTask, name_and_subset
-from streamrl.errors import UserError
+from streamrl.errors import UserError, why_unusable
 from streamrl.rollouts.plain_text import plain_text
 from streamrl.tasks.arrow_values import cells
 from streamrl.tasks.extras import import_extra
@@ -152,7 +152,11 @@ def _file_records(task: RowsTask, name: str) -> Iterator[Record]:
 
 
 def _jsonl_records(task: RowsTask, path: Path) -> Iterator[Record]:
-    with path.open("rb") as file:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise UserError(f"task {task.key!r}: path: {path}: {why_unusable(error)}") from error
+    with file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue

@@ -16,6 +16,7 @@ import pytest
 
 from streamrl.errors import UserError
 from streamrl.machine import model_files
+from tests.mere_user import without_right_to
 from tests.run_dir.conftest import Disk
 from tests.run_dir.conftest import disk as disk
 from tests.tiny_model import CHAT_TEMPLATE, save_tiny_model
@@ -99,6 +100,22 @@ def test_a_typo_gets_the_nearest_names(tmp_path: Path) -> None:
 def test_a_known_model_that_was_not_fetched_names_the_command() -> None:
     with pytest.raises(UserError, match=f"run: streamrl fetch-model {NAME}"):
         model_files.resolve_model(NAME)
+
+
+@pytest.mark.parametrize("name", ["config.json", model_files.CHECKSUMS])
+def test_a_known_model_in_the_cache_of_another_user_is_told(cache: Path, name: str) -> None:
+    files = ("config.json", "model.safetensors", "tokenizer.json", model_files.CHECKSUMS)
+    folder = make_folder(cache / "models" / NAME, *files)
+    assert model_files.resolve_model(NAME) == str(folder)
+    (folder / model_files.CHECKSUMS).unlink()
+    model_files._write_checksums(folder)
+    assert model_files.fetch(NAME, print) == folder
+    with without_right_to(folder / name):
+        if name == "config.json":
+            with pytest.raises(UserError, match=rf"{NAME} cannot be used: config.json .*Permission denied.*{folder}"):
+                model_files.resolve_model(NAME)
+        with pytest.raises(UserError, match=rf"{folder / name}: cannot be read: Permission denied; set STREAMRL_CACHE"):
+            model_files.fetch(NAME, print)
 
 
 def test_a_hub_id_without_a_hub_names_the_model_that_needs_none(

@@ -15,7 +15,9 @@ from pydantic import ValidationError
 from streamrl.cli.status import command
 from streamrl.cli.why_stuck import command as why_stuck
 from streamrl.errors import UserError
+from streamrl.run_dir import layout
 from streamrl.run_dir.status import overwrite_status, read_status, write_status
+from tests.mere_user import without_right_to
 from tests.report.synthetic import START, RunMaker, make_row, make_status
 
 
@@ -91,6 +93,17 @@ def test_a_folder_that_is_no_run_gives_one_readable_message(tmp_path: Path, what
     with pytest.raises(UserError, match="nothing") as caught:
         read_status(path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [layout.STATUS, layout.METRICS, "."])
+def test_what_another_user_keeps_to_himself_is_named(make_run: RunMaker, name: str) -> None:
+    locked = (run_dir := make_run(3, rollouts=False, trace=False)) / name
+    with without_right_to(locked):
+        for told in (command, why_stuck):
+            result = CliRunner().invoke(told, [str(run_dir)])
+            assert isinstance(result.exception, UserError), result.output
+            named = locked if locked.is_file() else run_dir / layout.STATUS
+            assert str(result.exception).endswith(f"{named}: cannot be read: Permission denied")
 
 
 def test_a_mistyped_run_names_the_runs_that_there_are(make_run: RunMaker) -> None:

@@ -23,6 +23,7 @@ from streamrl.launcher.preflight import check_tasks
 from streamrl.tasks.arrow_values import cells
 from streamrl.tasks.chat_template import ChatTemplate, load_tokenizer
 from streamrl.tasks.files import MOST_BYTES, FileItems, TaskRow, load_records, load_rows
+from tests.mere_user import without_right_to
 from tests.tiny_model import save_tiny_model
 
 ROWS = [TaskRow("one?", "1"), TaskRow("two?\nreally?", "2"), TaskRow("dreißig?", "30")]
@@ -44,6 +45,14 @@ def test_a_jsonl_file_is_read_as_tasks(tmp_path: Path) -> None:
     lines = ['{"prompt": "one?", "answer": "1"}', "", '{"answer": "2", "prompt": "two?\\nreally?"}']
     path.write_bytes("\ufeff".encode() + "\r\n".join([*lines, '{"prompt": "dreißig?", "answer": "30"}']).encode())
     assert load_rows(file_task(path)) == ROWS
+
+
+def test_a_file_of_another_user_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "one?", "answer": "1"}\n')
+    refused = rf"task 'mine': path: {path}: cannot be read: Permission denied"
+    with without_right_to(path), pytest.raises(UserError, match=refused):
+        load_rows(file_task(path))
 
 
 def test_parquet_with_other_column_names_and_row_groups(tmp_path: Path) -> None:
