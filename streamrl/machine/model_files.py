@@ -265,7 +265,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _wrong_with(folder: Path) -> list[str]:
-    """List why a folder cannot be loaded: files missing, including those that a shard index names."""
+    """List why a folder cannot be loaded: files missing, including those that a shard index names, or not readable."""
     wrong = []
     try:
         if not isinstance(json.loads((folder / "config.json").read_text()), dict):
@@ -283,7 +283,24 @@ def _wrong_with(folder: Path) -> list[str]:
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         tekken = " (tekken.json alone is not read)" if (folder / "tekken.json").exists() else ""
         wrong.append(f"it has no tokenizer.json{tekken}")
-    return wrong
+    return wrong + [text for path in _files_read(folder) if (text := _why_not_readable(path))]
+
+
+def _files_read(folder: Path) -> list[Path]:
+    """Return the files of a model's folder that are read later, but for its config.json."""
+    kinds = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
+    others = {path for kind in kinds for path in folder.glob(kind)} - {folder / "config.json"}
+    return [*_weight_files(folder), *sorted(others)]
+
+
+def _why_not_readable(path: Path) -> str:
+    """Return why a file cannot be opened, which its mode alone does not say; '' if it can."""
+    try:
+        if os.path.isfile(path):
+            path.open("rb").close()
+    except OSError as error:
+        return f"{path.name} {why_unusable(error)}"
+    return ""
 
 
 def _from_hub(hub_id: str, key: str) -> str:

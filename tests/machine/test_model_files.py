@@ -89,6 +89,16 @@ def test_a_broken_config_is_told(tmp_path: Path) -> None:
         model_files.resolve_model(str(folder))
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "generation_config.json", "tokenizer.json"])
+def test_a_file_that_this_user_may_not_read_is_told_before_a_run_depends_on_it(tmp_path: Path, name: str) -> None:
+    files = ("config.json", "model.safetensors", "tokenizer.json", "generation_config.json")
+    folder = make_folder(tmp_path / "m", *files)
+    told = rf"no model folder in HF format: {name} cannot be read: Permission denied \(see"
+    with without_right_to(folder / name), pytest.raises(UserError, match=told):
+        model_files.resolve_model(str(folder))
+    assert model_files.resolve_model(str(folder)) == str(folder)
+
+
 def test_a_typo_gets_the_nearest_names(tmp_path: Path) -> None:
     make_folder(tmp_path / "reasoner")
     with pytest.raises(UserError, match=f"did you mean {NAME}"):
