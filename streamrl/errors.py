@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -73,6 +74,11 @@ def writing(path: object) -> Iterator[None]:
         why = OSError(error.errno, os.strerror(error.errno)) if error.errno else error
         text = f"cannot write {path}: {why}"
         raise RunFailed(ErrorCode.DISK.refer(text) if error.errno in FULL else text) from error
+
+
+def as_typed(*words: object) -> str:
+    """Return words of a command as they are typed, or pasted, into a shell: a path with a blank in quotes."""
+    return shlex.join(map(str, words))
 
 
 def why_unusable(error: OSError | ValueError) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from streamrl.errors import RunFailed, UserError
+from streamrl.errors import RunFailed, UserError, as_typed
 from streamrl.finite_float import FiniteFloat
 
 if TYPE_CHECKING:
@@ -218,4 +218,4 @@ async def _try(found: InstalledEnvironment, use: Any, step_s: float, **trial: An
 
 
 def _as_given(found: InstalledEnvironment, directory: Path | None) -> str:
-    return f"{found.name} --dir {directory}" if directory else found.name
+    return as_typed(found.name, *(("--dir", directory) if directory else ()))

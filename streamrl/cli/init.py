@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from streamrl.errors import UserError
+from streamrl.errors import UserError, as_typed
 
 if TYPE_CHECKING:
     from streamrl.scaffold.project_files import Prompts
@@ -83,8 +82,8 @@ def command(
     if missing:
         click.echo(f"warning: {missing}", err=True)
     click.echo(f"wrote {', '.join(str(folder / name) for name in texts)}")
-    steps = [] if folder.resolve() == Path.cwd() else [shlex.join(["cd", str(folder)])]
-    steps += [shlex.join(["streamrl", "fetch-model", model])] if model in KNOWN_MODELS else []
+    steps = [] if folder.resolve() == Path.cwd() else [as_typed("cd", folder)]
+    steps += [as_typed("streamrl", "fetch-model", model)] if model in KNOWN_MODELS else []
     launch = "streamrl launch --cluster cluster.yaml --run run.yaml"
     for line in ("next:", *steps, f"{launch} --dry-run", launch):
         click.echo(line if line == "next:" else f"  {line}")

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import make_wsgi_app
 
 from streamrl.config.cluster import MetricsEndpoint
-from streamrl.errors import UserError
+from streamrl.errors import UserError, as_typed
 from streamrl.exporter.run_collector import RunCollector
 from streamrl.machine.loopback import host_of_header, is_loopback
 
@@ -56,7 +56,7 @@ def read_token(endpoint: MetricsEndpoint, key: str) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{key}.token_file: {path} cannot be read: {error}") from error
     if mode & 0o077:
-        raise UserError(f"{key}.token_file: others can read {path}; chmod 600 {path}")
+        raise UserError(f"{key}.token_file: others can read {path}; chmod 600 {as_typed(path)}")
     if len(token) < LEAST_TOKEN or not token.isascii() or token.split() != [token]:
         raise UserError(f"{key}.token_file: {path} needs one line of at least {LEAST_TOKEN} characters, without blanks")
     return token

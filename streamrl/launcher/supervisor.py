@@ -17,7 +17,7 @@ from types import FrameType
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.config.schedule import staleness_limit
-from streamrl.errors import SEE_DOCS, ErrorCode, RunFailed, UserError
+from streamrl.errors import SEE_DOCS, ErrorCode, RunFailed, UserError, as_typed
 from streamrl.launcher.process_group import ProcessGroup
 from streamrl.launcher.site_setup import Share, prepare
 from streamrl.launcher.unblocked_output import Output, unblocked_output
@@ -237,8 +237,8 @@ def _how_to_resume(share: Share, before: str = "") -> str:
     """
     if not share.trains:
         return ""
-    options = " --emulate" if share.network else f" --site {share.cluster.trainer_site}"
-    where = f"{share.run_dir}{options if share.cluster.remote_sites else ''}"
+    options = ("--emulate",) if share.network else ("--site", share.cluster.trainer_site)
+    where = as_typed(share.run_dir, *(options if share.cluster.remote_sites else ()))
     if (done := _nothing_left(share)) is not None:
         return (
             f"\nnothing is left to do: all {done} steps are done, the newest checkpoint is "
@@ -328,5 +328,6 @@ def _report(run_dir: Path, stop: StopRequests) -> list[str]:
         stop.interrupting = False
     except KeyboardInterrupt:
         name = signal.Signals(stop[-1]).name
-        return [f"the report was stopped by {name} and is not written: `streamrl report {run_dir}` writes it"]
+        how = as_typed("streamrl", "report", run_dir)
+        return [f"the report was stopped by {name} and is not written: `{how}` writes it"]
     return []

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from streamrl.atomic_files import replace_json, sync_files, sync_folder
-from streamrl.errors import DISK, ErrorCode, RunFailed, UserError, writing
+from streamrl.errors import DISK, ErrorCode, RunFailed, UserError, as_typed, writing
 from streamrl.plain_files import read_plain
 from streamrl.run_dir.checkpoint_sums import DamagedFile
 
@@ -47,7 +47,7 @@ def _missing(checkpoint: Path, newest: int | None) -> RunFailed:
     what = f"checkpoint {checkpoint} is missing: without it the run would continue from {_named(newest)}"
     advice = "bring it back (is its disk mounted?), or give it up, and all that was done since, with: mkdir -p "
     lost = checkpoint.with_name(f"{LOST}{checkpoint.name}")
-    return RunFailed(ErrorCode.RESUME.refer(f"{what}; {advice}{lost}"))
+    return RunFailed(ErrorCode.RESUME.refer(f"{what}; {advice}{as_typed(lost)}"))
 
 
 def _named(step: int | None) -> str:

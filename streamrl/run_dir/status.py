@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from streamrl.atomic_files import replace_json
-from streamrl.errors import UserError
+from streamrl.errors import UserError, as_typed
 from streamrl.plain_files import read_plain
 from streamrl.run_dir import layout
 from streamrl.run_dir.jsonl import finite
@@ -387,7 +387,7 @@ def read_status(run_dir: Path) -> RunStatus:
     if (run_dir / RESOLVED_NAME).exists():
         raise UserError(
             f"the run in {run_dir} has no {layout.STATUS}: it starts, or its launcher died before it wrote one; if "
-            f"nothing runs, {RESUME} {run_dir} (with the same --site or --emulate, if any)"
+            f"nothing runs, {RESUME} {as_typed(run_dir)} (with the same --site or --emulate, if any)"
         )
     raise UserError(f"{run_dir} holds no run (no {layout.STATUS} in it){_known_runs(run_dir)}")
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
-from streamrl.errors import UserError
+from streamrl.errors import UserError, as_typed
 from streamrl.protocol.speakers import HubKind, role_at
 from streamrl.run_dir import layout
 from streamrl.runtime.process_plan import plan_processes, possible_instances, rank_names
@@ -112,7 +112,7 @@ def _folder(run_dir: Path, site: str) -> Path:
 
 
 def _remedy(run_dir: Path) -> str:
-    return f"`streamrl launch` makes them at each start: continue with --resume {run_dir}"
+    return f"`streamrl launch` makes them at each start: continue with --resume {as_typed(run_dir)}"
 
 
 def _load(run_dir: Path, site: str, process: str) -> KeyPair:
@@ -123,7 +123,7 @@ def _load(run_dir: Path, site: str, process: str) -> KeyPair:
     mode = stat.S_IMODE(folder.stat().st_mode)
     if mode & 0o077:
         raise UserError(
-            f"{folder}: mode {mode:04o} opens it to others than you; do: chmod 700 {folder} (a file system that does "
-            "not keep modes can hold no run)"
+            f"{folder}: mode {mode:04o} opens it to others than you; do: chmod 700 {as_typed(folder)} "
+            "(a file system that does not keep modes can hold no run)"
         )
     return pair

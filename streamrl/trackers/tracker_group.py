@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from streamrl.config.trackers import TrackerConfig
+from streamrl.errors import as_typed
 from streamrl.run_dir import layout
 
 RESTARTS = 3
@@ -38,7 +39,7 @@ class TrackerGroup:
         try:
             return self._start(name)
         except (OSError, RuntimeError) as error:  # no process, thread or descriptor is left
-            rest = f"what it misses is sent by: streamrl track {self._run_dir} {name}"
+            rest = f"what it misses is sent by: streamrl track {as_typed(self._run_dir, name)}"
             self._lines.put(f"tracker {name} cannot be started now ({error}); {rest}")
             return None
 
@@ -73,7 +74,7 @@ class TrackerGroup:
             self._restarts[name] = tries = self._restarts.get(name, 0) + 1
             log = self._run_dir / layout.LOGS / f"tracker-{name}.log"
             if tries > RESTARTS:
-                rest = f"the rest is sent by: streamrl track {self._run_dir} {name}"
+                rest = f"the rest is sent by: streamrl track {as_typed(self._run_dir, name)}"
                 why = "could not be started" if child is None else f"has ended again (see {log})"
                 self._lines.put(f"tracker {name} {why} and is not started again; {rest}")
                 continue
@@ -108,7 +109,7 @@ class TrackerGroup:
             if child.poll() is None:
                 child.kill()
                 child.wait()
-                rest = f"send the rest with: streamrl track {self._run_dir} {name}"
+                rest = f"send the rest with: streamrl track {as_typed(self._run_dir, name)}"
                 self._lines.put(f"tracker {name} was ended before it had taken everything; {rest}")
         for reader in self._readers:
             reader.join(1.0)

@@ -25,7 +25,7 @@ from pydantic import TypeAdapter
 from streamrl.config.load import load_resolved
 from streamrl.config.run import RunConfig
 from streamrl.config.trackers import TrackerConfig
-from streamrl.errors import UserError
+from streamrl.errors import UserError, as_typed
 from streamrl.runtime.log_lines import log_to_stderr
 from streamrl.trackers.backends.opener import open_tracker
 from streamrl.trackers.follower import Opener, RunFollower
@@ -123,7 +123,7 @@ def follow(
             say(f"did not close ({_first_line(error)})")
             return False
         if not delivered:
-            say(f"has not taken {follower.waiting} rows; send them with: streamrl track {run_dir} {name}")
+            say(f"has not taken {follower.waiting} rows; send them with: streamrl track {as_typed(run_dir, name)}")
         return delivered
 
 
@@ -178,7 +178,7 @@ def main() -> int:
         sys.stdin.buffer.read()
         ended.set()
         time.sleep(END_S)
-        say(f"did not take the rest within {END_S:.0f} s; send it with: streamrl track {run_dir} {name}")
+        say(f"did not take the rest within {END_S:.0f} s; send it with: streamrl track {as_typed(run_dir, name)}")
         os._exit(1)
 
     threading.Thread(target=wait_for_the_end, daemon=True).start()

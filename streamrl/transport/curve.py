@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shlex
 import stat
 import struct
 import tempfile
@@ -29,7 +28,7 @@ from zmq.auth import create_certificates, load_certificate
 from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils import z85
 
-from streamrl.errors import ErrorCode, UserError
+from streamrl.errors import ErrorCode, UserError, as_typed
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ NEW_KEYS = ".new-"
 
 def make_with(site: str, cluster_file: str = "F") -> str:
     """Return the command that makes a site's keys; it is for that site, where its secret then lies."""
-    return shlex.join(["streamrl", "keys", "--cluster", cluster_file, "--site", site])
+    return as_typed("streamrl", "keys", "--cluster", cluster_file, "--site", site)
 
 
 @dataclass(frozen=True)
@@ -181,7 +180,7 @@ def _read(path: Path, forbidden: int, fix: int, missing: str, malformed: str) ->
         mode = stat.S_IMODE(path.stat().st_mode)
         if mode & forbidden:
             what = "readable or writable" if forbidden & 0o044 else "writable"
-            exposed = f"{path}: mode {mode:04o} makes it {what} by others than you; do: chmod {fix:o} {path}"
+            exposed = f"{path}: mode {mode:04o} makes it {what} by others than you; do: chmod {fix:o} {as_typed(path)}"
             raise UserError(ErrorCode.KEYS.refer(exposed))
         public, secret = load_certificate(path)
         if len(z85.decode(public)) != 32:
