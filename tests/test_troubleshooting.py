@@ -16,11 +16,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import AsyncMock, create_autospec
 
 import pytest
@@ -260,7 +261,12 @@ def file_not_written(place: Place) -> str:
 
 @provokes
 def words_not_written(place: Place) -> str:
-    return place.process("here-one-0", "raise SystemExit(74)").short_words()
+    def full(**options: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    ended = place.process("here-one-0", "raise SystemExit(74)")
+    place.monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    return ended.short_words()
 
 
 @provokes

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import re
 import signal
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from streamrl.errors import SEE_DOCS, ErrorCode
+from streamrl.errors import FULL, SEE_DOCS, ErrorCode
 from streamrl.launcher.entry_point import AGAIN, FURTHER_WORDS, LAST_WORDS, UNEXPECTED, UNSAID
 from streamrl.rollouts.plain_text import shown
 from streamrl.runtime.process_plan import ProcessSpec
@@ -22,6 +24,8 @@ KILL_S = 5.0
 """Seconds within which a process, or all processes of a run together, must be gone once they are killed."""
 MOST_LOG_BYTES = 1 << 20
 """Most bytes of a process's output that are searched for its last words."""
+TRIED_BYTES = 1 << 16
+"""Bytes that are written where a log is, to see why that does not take more."""
 ENGINE_FAILED = ("EngineDeadError: ", "RuntimeError: Engine core initialization failed")
 """Beginnings of vLLM's errors that only say that its engine, another process, has failed."""
 ERROR = re.compile(r"(?:^|\s)(?:\w+\.)*(\w+(?:Error|Exception): .*\S)")
@@ -101,13 +105,29 @@ class RunProcess(ABC):
         """Return in a few words how it ended, from its exit code."""
         code = self.exit_code
         if code == UNSAID:
-            return f"ended with exit code {code}, and {self.log} does not take why ({SEE_DOCS}{ErrorCode.DISK})"
+            how = f"ended with exit code {code}, and {self.log} does not take why"
+            if (error := self._log_refuses) is not None and error.errno not in FULL:
+                return f"{how}: {error.strerror}"
+            return ErrorCode.DISK.refer(how if error is None else f"{how}: {error.strerror}")
         if code is None or code >= 0:
             return f"ended with exit code {code}"
         killed = f"was killed by {signal.Signals(-code).name}"
         if code == -signal.SIGKILL:
             killed += f" (out of memory, or somebody's kill -9; {SEE_DOCS}{ErrorCode.MEMORY})"
         return killed
+
+    @functools.cached_property
+    def _log_refuses(self) -> OSError | None:
+        """Why the file system of its log takes nothing, as one that an error has made read-only; None: it does by now.
+
+        Tried once: whoever watches the processes asks how they ended many times a second.
+        """
+        try:
+            with tempfile.TemporaryFile(dir=self.log.parent, buffering=0) as file:
+                file.write(bytes(TRIED_BYTES))
+        except OSError as error:
+            return error
+        return None
 
     def _said(self) -> list[str]:
         """Read the lines of its own output, the newest ones if there are many."""

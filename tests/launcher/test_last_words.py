@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import tempfile
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -126,6 +130,25 @@ def test_what_ends_a_process_ends_the_run_also_if_its_log_does_not_take_it(
     assert (ended.exit_code, ended.is_final) == (code, is_final)
     if is_final:
         assert f"ended with exit code 74, and {ended.log} does not take why (see docs: E1007)" in ended.short_words()
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (errno.ENOSPC, ": No space left on device (see docs: E1007)"),
+        (errno.EROFS, ": Read-only file system"),
+        (errno.EACCES, ": Permission denied"),
+    ],
+)
+def test_a_file_system_that_takes_no_log_is_called_full_only_if_it_is(place: Place, number: int, told: str) -> None:
+    ended = place.process("controller", "raise SystemExit(74)")
+
+    def refused(**options: object) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    place.monkeypatch.setattr(tempfile, "TemporaryFile", refused)
+    expected = f"controller ended with exit code 74, and {ended.log} does not take why{told}"
+    assert ended.short_words() == expected
 
 
 def test_a_process_starts_although_its_log_takes_no_line(place: Place) -> None:
