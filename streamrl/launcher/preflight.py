@@ -30,7 +30,7 @@ from streamrl.launcher.run_warnings import run_warnings
 from streamrl.launcher.sequence_check import check_sequence_parallel
 from streamrl.launcher.speculation_check import check_speculation
 from streamrl.launcher.untried_paths import untried_warning
-from streamrl.launcher.version_folder import shared_memory_warnings
+from streamrl.launcher.version_folder import check_semaphores, shared_memory_warnings
 from streamrl.machine.installed_packages import package_problems
 from streamrl.machine.model_files import resolve_model
 from streamrl.machine.own_share import core_numbers, free_memory, usable_cores
@@ -77,6 +77,7 @@ def check(
         check_weight_path(cluster, run),
         check_this_machine(cluster, run, site, resumed is not None),
         check_folder(runs_root, resumed),
+        check_semaphores(cluster, site),
         check_ray(cluster, run, site),
     ]
     trains = site in (None, cluster.trainer_site)

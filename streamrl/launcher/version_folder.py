@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
+from streamrl.launcher.gpu_checks import sites_here
 from streamrl.machine.model_files import resolve_model, weight_bytes
 from streamrl.run_dir.layout import SHARED_MEMORY
 
@@ -44,10 +47,24 @@ def room_needed(cluster: ClusterConfig, run: RunConfig, sites: int) -> int:
     return sites * VERSIONS * weights * (FP32_OVER_BF16 if in_fp32 else 1)
 
 
+def check_semaphores(cluster: ClusterConfig, site: str | None) -> Iterable[str]:
+    """Check that processes here can make semaphores, which are files in shared memory: rewards need them."""
+    if not sites_here(cluster, site):
+        return
+    try:
+        multiprocessing.get_context("fork").Lock()
+    except OSError as error:
+        yield (
+            f"this user cannot make semaphores in {SHARED_MEMORY} ({error.strerror or error}), which the rewards "
+            "process needs: mount it so that all users can write to it "
+            f"(mount -t tmpfs -o mode=1777 tmpfs {SHARED_MEMORY})"
+        )
+
+
 def shared_memory_warnings(
     cluster: ClusterConfig, run: RunConfig, sites: int, folder: Path = SHARED_MEMORY
 ) -> list[str]:
-    """Warn if a machine has shared memory, as containers do, but too little of it.
+    """Warn if a machine has shared memory, as containers do, but too little of it, or none for this user.
 
     Args:
         cluster: the cluster file, for its hardware and sites.
@@ -57,6 +74,8 @@ def shared_memory_warnings(
     """
     if not folder.is_dir() or not sites or fits_into_shared_memory(cluster, run, sites, folder):
         return []
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return [f"{folder} cannot be written to: versions of the weights go through the run folder, which is slower"]
     free, needed = shutil.disk_usage(folder).free / 2**20, room_needed(cluster, run, sites) / 2**20
     return [
         f"{folder} has {free:.0f} MiB free and versions of the weights take {needed:.0f} MiB: they go through the run "

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import shutil
 import tempfile
 from collections import namedtuple
+from multiprocessing import synchronize
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
-from streamrl.errors import RunFailed
-from streamrl.launcher import site_setup
+from streamrl.errors import RunFailed, UserError
+from streamrl.launcher import preflight, site_setup
 from streamrl.launcher.site_setup import LONGEST_SOCKET_PATH, prepare
-from streamrl.launcher.version_folder import fits_into_shared_memory, room_needed, shared_memory_warnings
+from streamrl.launcher.version_folder import (
+    check_semaphores,
+    fits_into_shared_memory,
+    room_needed,
+    shared_memory_warnings,
+)
 from streamrl.run_dir import layout
 from streamrl.runtime.process_context import Addresses
 from tests.launcher.test_preflight import make_model
@@ -89,6 +98,32 @@ def test_less_room_than_that_is_too_little_and_is_told(
     for warning in warnings:
         assert warning.startswith(f"{tmp_path} has 400 MiB free and versions of the weights take 400 MiB")
         assert "--shm-size 1g" in warning
+
+
+def test_shared_memory_that_cannot_be_written_to_is_told_as_that(
+    run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_room(monkeypatch, 800 * MIB)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    [warning] = shared_memory_warnings(cluster(), run, 2, tmp_path)
+    assert warning.startswith(f"{tmp_path} cannot be written to: ") and "MiB" not in warning
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_a_machine_without_semaphores_is_refused_before_the_start(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    assert list(check_semaphores(cluster("cpu"), None)) == []
+    monkeypatch.setattr(synchronize.SemLock, "__init__", refused)
+    told = rf"cannot make semaphores in /dev/shm \({os.strerror(number)}\)"
+    with pytest.raises(UserError, match=told):
+        preflight.check(cluster("cpu"), make_model(tmp_path / "model"), tmp_path)
+    on_ray = {"launch": {"backend": "ray"}, "trainer": {}, "generation": [{}]}
+    elsewhere = ClusterConfig.model_validate({"hardware": "cpu", "sites": {"here": on_ray}})
+    assert list(check_semaphores(elsewhere, None)) == []
 
 
 def test_where_there_is_no_shared_memory_or_no_site_nothing_is_told(run: RunConfig, tmp_path: Path) -> None:
