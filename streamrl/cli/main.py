@@ -82,6 +82,7 @@ def cli() -> None:
     Example:
       streamrl launch --cluster cluster_configs/local.yaml --run examples/demo.yaml
     """
+    _check_working_folder()
 
 
 def main() -> None:
@@ -105,6 +106,19 @@ def main() -> None:
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         sys.exit(130)
+
+
+def _check_working_folder() -> None:
+    """Check that relative paths lead somewhere, and that processes can be started.
+
+    Raises:
+        UserError: the working folder has been deleted, or this user may not see where it is.
+    """
+    try:
+        os.getcwd()
+    except OSError as error:
+        why = "has been deleted" if isinstance(error, FileNotFoundError) else f"is unknown: {error.strerror or error}"
+        raise UserError(f"the working folder of this shell {why}; change to another one (cd)") from error
 
 
 def _open_closed() -> None:
