@@ -55,8 +55,12 @@ class LocalProcess(RunProcess):
 
 
 def environment(spec: ProcessSpec, resume: bool, further: Mapping[str, str], number: int) -> dict[str, str]:
-    """Return the environment variables of a process, on top of those it inherits."""
-    return spec.env | dict(further) | {"STREAMRL_RESUME": "1" if resume else "0", PROCESS: str(number)}
+    """Return the environment variables of a process, on top of those it inherits.
+
+    Libraries read files of their own in the encoding of the locale, as torch its templates, and need UTF-8.
+    """
+    own = {"STREAMRL_RESUME": "1" if resume else "0", PROCESS: str(number), "PYTHONUTF8": "1"}
+    return spec.env | dict(further) | own
 
 
 def begin_log(spec: ProcessSpec, log_dir: Path) -> tuple[Path, int]:
