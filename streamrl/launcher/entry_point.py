@@ -80,9 +80,13 @@ def _name(args: argparse.Namespace) -> str:
 
 
 def _say(args: argparse.Namespace, stage: str) -> None:
-    """Record what this process does; the first of a trainer's ranks, or of an instance's nodes, speaks for all."""
-    if os.environ.get("RANK", "0") == "0" and args.node == 0:
-        say(args.run_dir, "trainer" if args.role == "trainer" else _name(args), stage)
+    """Record what this process does; the first of a trainer's ranks, or of an instance's nodes, speaks for all.
+
+    To other roles, RANK is what a job of torchrun may have left in the environment.
+    """
+    trains = args.role == "trainer"
+    if args.node == 0 and not (trains and os.environ.get("RANK", "0") != "0"):
+        say(args.run_dir, "trainer" if trains else _name(args), stage)
 
 
 def _role(args: argparse.Namespace) -> Coroutine[Any, Any, None]:
