@@ -12,6 +12,7 @@ import sys
 import click
 
 from streamrl.errors import RunFailed, UserError
+from streamrl.machine.user_folders import settle_caches
 
 COMMANDS = {
     "demo": "Train a real model on this machine, in a few minutes.",
@@ -83,6 +84,7 @@ def cli() -> None:
       streamrl launch --cluster cluster_configs/local.yaml --run examples/demo.yaml
     """
     _check_working_folder()
+    settle_caches()
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from streamrl.diagnose.stacks import answer_requests
 from streamrl.errors import RestartNeeded, UserError, cause, is_final
 from streamrl.imports import importing
+from streamrl.machine.user_folders import settle_caches
 from streamrl.rollouts.plain_text import shown
 from streamrl.run_dir.start_stages import say
 from streamrl.runtime.log_lines import log_to_stderr
@@ -202,6 +203,7 @@ def main() -> int:
     args = parser.parse_args()
     end_with_starter()
     log_to_stderr(os.environ.get("STREAMRL_LOG_LEVEL", "INFO"))
+    settle_caches()  # on a Ray node, this user's home may be another one than the launcher's
     try:
         _pin()  # before there are other threads, which would stay as they are
         _say(args, "importing torch" if args.role == "trainer" else "importing libraries")

@@ -10,6 +10,12 @@ from pathlib import Path
 
 from streamrl.errors import UserError
 
+CACHES_OF_LIBRARIES = {
+    "VLLM_CACHE_ROOT": ("XDG_CACHE_HOME", ".cache", "vllm"),
+    "MPLCONFIGDIR": ("XDG_CONFIG_HOME", ".config", "matplotlib"),
+}
+"""Variables by which libraries get the folder that they else make in a user's folder (variable, below the home, name),
+and of which they complain in many lines if they cannot."""
 REMEDY = "set HOME to a folder of yours (or STREAMRL_CACHE and STREAMRL_ENVIRONMENTS)"
 
 
@@ -28,11 +34,28 @@ def user_folder(variable: str, below_home: str) -> Path:
     """
     if given := os.environ.get(variable):
         return Path(given) / "streamrl"
+    return _at_home(below_home, "streamrl") or _without_home()
+
+
+def settle_caches() -> None:
+    """Let libraries keep their caches in this user's folder for temporary files if it has no home folder for them.
+
+    What the environment says already is kept. This process and all that it starts are concerned, and only libraries
+    that are imported afterwards.
+    """
+    for name, (variable, below_home, library) in CACHES_OF_LIBRARIES.items():
+        if name not in os.environ and not os.environ.get(variable) and _at_home(below_home, library) is None:
+            with contextlib.suppress(UserError):  # they only complain, and do without
+                os.environ[name] = str(_without_home() / library)
+
+
+def _at_home(below_home: str, name: str) -> Path | None:
+    """Return a folder in the home folder; None: there is no home folder in which it is or could be made."""
     try:
-        folder = Path.home() / below_home / "streamrl"
+        folder = Path.home() / below_home / name
     except RuntimeError:
-        return _without_home()
-    return folder if os.path.isdir(folder) or _can_be_made(folder) else _without_home()
+        return None
+    return folder if os.path.isdir(folder) or _can_be_made(folder) else None
 
 
 def is_own(path: Path) -> bool:

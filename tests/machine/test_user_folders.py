@@ -12,7 +12,7 @@ import pytest
 from streamrl.environments.installed import environments_folder
 from streamrl.errors import UserError
 from streamrl.machine.model_files import cache_directory
-from streamrl.machine.user_folders import is_own
+from streamrl.machine.user_folders import is_own, settle_caches
 
 
 @pytest.fixture
@@ -64,6 +64,30 @@ def test_a_home_folder_to_which_the_user_cannot_write_is_none(
     if home == "closed":  # somebody with the right to has put a cache there, to be read
         (temporary / "closed" / ".cache" / "streamrl").mkdir(parents=True)
         assert cache_directory() == temporary / "closed" / ".cache" / "streamrl"
+
+
+@pytest.mark.parametrize("home", ["", "closed", "open"])
+def test_libraries_get_a_place_for_their_caches_where_there_is_no_home(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, home: str
+) -> None:
+    if home:
+        (temporary / home).mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) not in ("/", str(temporary / "closed")))
+    monkeypatch.setenv("HOME", str(temporary / home) if home else "")
+    names = ("VLLM_CACHE_ROOT", "MPLCONFIGDIR")
+    for name in (*names, "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    own = temporary / f"streamrl-{os.geteuid()}"
+    with monkeypatch.context() as environment:
+        environment.setattr(os, "environ", dict(os.environ))
+        settle_caches()
+        expected = [None, None] if home == "open" else [str(own / "vllm"), str(own / "matplotlib")]
+        assert [os.environ.get(name) for name in names] == expected
+    given = {"MPLCONFIGDIR": "/mine", "XDG_CACHE_HOME": "/cache"}
+    with monkeypatch.context() as environment:
+        environment.setattr(os, "environ", dict(os.environ) | given)
+        settle_caches()
+        assert (os.environ["MPLCONFIGDIR"], os.environ.get("VLLM_CACHE_ROOT")) == ("/mine", None)
 
 
 def test_root_keeps_its_folders_where_its_home_is_the_root_folder(
