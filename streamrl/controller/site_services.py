@@ -10,17 +10,16 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import msgspec
+from typing import Any
 
 from scheduler.simulation.generation_simulator import SimulatedInstance
 from scheduler.sites.site_candidates import SiteLoad
 from scheduler.sites.site_dispatch import SiteDispatch, SiteGroup
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
+from streamrl.controller.given_work import GivenWork, sendable
 from streamrl.controller.group_source import SampleDraw
 from streamrl.controller.site_heartbeats import SiteHeartbeats
 from streamrl.controller.step_times import Traffic
@@ -45,7 +44,6 @@ from streamrl.protocol.samples import fleet_from_wire, groups_to_wire
 from streamrl.rollouts.types import Group
 from streamrl.run_dir.status import ABSENT_AFTER_S
 from streamrl.runtime.device_turns import instance_start_s
-from streamrl.runtime.site_connections import MOST_ITEM_BYTES
 from streamrl.transport.deadlines import WaitRegistry, never
 from streamrl.transport.endpoint import Hub
 from streamrl.transport.wire import Arrays
@@ -62,37 +60,6 @@ FINISH_S = 3.0
 BYTES_PER_TOKEN = 12.0
 """Bytes of a token on a link: id, log-probability and weight version, 4 bytes each, before compression; with router
 replay its experts come on top."""
-
-
-class GivenWork(NamedTuple):
-    """Samples of a group that one site generates."""
-
-    key: str
-    """Name of the work in `SiteDispatch`: the group's id, or that of a sample that was given again."""
-    group: Group
-    draws: Sequence[SampleDraw]
-    evaluation: bool = False
-    """Whether it is part of an evaluation, whose samples run to their end whatever the round's budget."""
-
-
-def sendable(work: Sequence[GivenWork], most: int = MOST_ITEM_BYTES) -> Iterator[list[GivenWork]]:
-    """Divide work into parts that fit into a message each: by the items of episodes, which it has in its body.
-
-    Args:
-        work: what is given together.
-        most: bytes of the items of a part; a single item may have more.
-    """
-    part: list[GivenWork] = []
-    size = 0
-    for one in work:
-        own = len(msgspec.msgpack.encode(one.group.reward_input)) if one.group.agent else 0
-        if part and size + own > most:
-            yield part
-            part, size = [], 0
-        part.append(one)
-        size += own
-    if part:
-        yield part
 
 
 class Services:
@@ -240,9 +207,12 @@ class Services:
         newest = self._versions.newest
         for evaluation in (False, True):
             limit = None if evaluation else budget
-            for part in sendable([one for one in work if one.evaluation is evaluation]):
+            parts = list(sendable([one for one in work if one.evaluation is evaluation]))
+            for number, part in enumerate(parts, start=1):
                 groups, draws = [one.group for one in part], [one.draws for one in part]
-                message, arrays = groups_to_wire(groups, draws, time.time(), limit, self.train_tokens_s, newest)
+                message, arrays = groups_to_wire(
+                    *(groups, draws, time.time(), limit, self.train_tokens_s, newest), more=number < len(parts)
+                )
                 await self._send(name, message, arrays)
 
     async def park_resting(self, name: str, number: int, sample_ids: Sequence[str]) -> None:

@@ -22,11 +22,12 @@ from collections.abc import Collection, Iterable, Mapping
 import numpy as np
 
 from streamrl.controller.evaluation_runner import Evaluator
+from streamrl.controller.given_work import GivenWork
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.group_source import group_of, samples_of
 from streamrl.controller.live_rounds import NoRounds
 from streamrl.controller.reward_client import Rewarders
-from streamrl.controller.site_services import GivenWork, Services
+from streamrl.controller.site_services import Services
 from streamrl.controller.step_times import StepTimes
 from streamrl.protocol.controller_site import Park
 from streamrl.rollouts.trajectory import Trajectory

@@ -62,6 +62,9 @@ class Generate(TypedMessage, frozen=True, tag="generate"):
     newest: int = 0
     """Newest version of the weights of the run; what newer ones have produced is from before it went back to a
     checkpoint."""
+    more: bool = False
+    """Whether the next `generate` has further groups that are dispatched together with these: a message holds only so
+    many."""
 
 
 class Park(TypedMessage, frozen=True, tag="park"):

@@ -31,6 +31,17 @@ _KEPT = "kept."
 """Prefix of the arrays with the tokens that a request has already produced."""
 
 
+def issued_group(group: Group, samples: Sequence[tuple[str, int, float | None]]) -> IssuedGroup:
+    """Return a group as `Generate` has it; `samples` as for `groups_to_wire`."""
+    return IssuedGroup(
+        group.group_id,
+        list(samples),
+        IssuedForecast(group.forecast.lengths, group.forecast.tail) if group.forecast else None,
+        IssuedEpisode(group.task, group.reward_input) if group.agent else None,
+        max(0, group.oldest),
+    )
+
+
 def groups_to_wire(
     groups: Sequence[Group],
     samples: Sequence[Sequence[tuple[str, int, float | None]]],
@@ -38,28 +49,20 @@ def groups_to_wire(
     budget: int | None = None,
     train_tokens_s: float | None = None,
     newest: int = 0,
+    more: bool = False,
 ) -> tuple[Generate, Arrays]:
     """Convert groups that are issued together, so that they can be dispatched together.
 
     `samples` has (sample id, seed, temperature or None for the run's) of each group's completions; the other arguments
     are fields of `Generate`.
     """
-    described = [
-        IssuedGroup(
-            group.group_id,
-            list(some),
-            IssuedForecast(group.forecast.lengths, group.forecast.tail) if group.forecast else None,
-            IssuedEpisode(group.task, group.reward_input) if group.agent else None,
-            max(0, group.oldest),
-        )
-        for group, some in zip(groups, samples, strict=True)
-    ]
+    described = [issued_group(group, some) for group, some in zip(groups, samples, strict=True)]
     prompts = [group.prompt_tokens for group in groups]
     arrays = {
         "prompt_tokens": np.concatenate(prompts) if prompts else np.empty(0, np.int32),
         "prompt_lengths": np.asarray([len(prompt) for prompt in prompts], dtype=np.int32),
     }
-    return Generate(t_queued, budget, described, train_tokens_s, newest), arrays
+    return Generate(t_queued, budget, described, train_tokens_s, newest, more), arrays
 
 
 class IncomingGroup(NamedTuple):

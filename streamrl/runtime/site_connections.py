@@ -28,8 +28,8 @@ CONTROLLER, PUBLISHER = "controller", "publisher"
 """Hub names at the trainer's site."""
 BATCH_BYTES = 256 * 1024
 """Largest batch of samples sent over a link."""
-MOST_ITEM_BYTES = 4 * 2**20
-"""Most bytes of episodes' items in a message to a site, a quarter of what a message may have beside its arrays."""
+MOST_GIVEN_BYTES = 4 * 2**20
+"""Most bytes of several groups in a message to a site, a quarter of what a message may have beside its arrays."""
 CHUNK_S = 0.25
 """Longest time for which one chunk of weights occupies a link, so that samples behind it do not wait long."""
 MIN_CHUNK_BYTES = 64 * 1024
@@ -93,7 +93,7 @@ def _hub(context: RoleContext, name: str, waits: WaitRegistry, near: Flow, other
         if link is None:
             return near
         if name == CONTROLLER:  # no window, in which it would wait for one site while it could serve the others
-            over = context.link_flow(link, MOST_ITEM_BYTES)
+            over = context.link_flow(link, MOST_GIVEN_BYTES)
             return Flow(resend_s=over.resend_s, lost_after_s=over.lost_after_s, lost_key=over.lost_key)
         return context.link_flow(link, weight_chunk(context, link))
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,9 @@ from scheduler.simulation.generation_simulator import SimulatedInstance
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.controller import site_services
+from streamrl.controller.given_work import GivenWork, sendable, wire_bytes
 from streamrl.controller.group_source import samples_of
-from streamrl.controller.site_services import GivenWork, Services, sendable
+from streamrl.controller.site_services import Services
 from streamrl.controller.site_trust import open_work
 from streamrl.controller.step_times import Traffic
 from streamrl.protocol.controller_site import InstanceState, Use, WeightsReady
@@ -252,18 +254,21 @@ def test_a_service_that_died_before_its_instances_slept_is_asked_again_once_they
     asyncio.run(play())
 
 
-def test_episodes_with_large_items_are_sent_in_several_messages() -> None:
-    groups, samples = some_groups(0, 5)
-    for group, size in zip(groups, (10, 50, 60, 200, 10), strict=True):
-        group.agent, group.reward_input = True, "x" * (size - 2)  # with its length in two bytes
+def test_work_that_one_message_cannot_hold_is_sent_in_several_that_are_placed_together(
+    wire: Wire, services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at the first issue of large batches, or when a restarted service gets all open work again."""
+    groups, samples = some_groups(0, 7)
     work = [GivenWork(group.group_id, group, some) for group, some in zip(groups, samples, strict=True)]
-    parts = [[one.key for one in part] for part in sendable(work, most=110)]
-    assert parts == [["g0", "g1"], ["g2"], ["g3"], ["g4"]]
-    assert [len(part) for part in sendable(work, most=1000)] == [5]
-    for group in groups:
-        group.agent = False  # then the item stays with the controller
-    assert [len(part) for part in sendable(work, most=110)] == [5]
-    assert list(sendable([])) == []
+    work[3] = work[3]._replace(evaluation=True)
+    of_three = partial(sendable, most=3 * max(wire_bytes(one) for one in work))
+    monkeypatch.setattr("streamrl.controller.site_services.sendable", of_three)
+    asyncio.run(services.resend("service-far", work, 16))
+    sent = [
+        ([group["group_id"] for group in body["groups"]], body["budget"], body["more"])
+        for _, body in wire.sent["service-far"]
+    ]
+    assert sent == [(["g0", "g1", "g2"], 16, True), (["g4", "g5", "g6"], 16, False), (["g3"], None, False)]
 
 
 def test_a_site_may_get_a_newer_version_than_was_announced(wire: Wire, services: Services) -> None:

@@ -406,3 +406,30 @@ def test_the_silence_of_the_publisher_is_told_once_it_is_connected(tmp_path: Pat
 
 def full(path: Path, values: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_groups_that_come_in_several_messages_are_placed_together(tmp_path: Path) -> None:
+    """A plan over the parts one after the other would be another one."""
+    placed: list[list[str]] = []
+
+    def named(name: str, more: bool) -> Generate:
+        issued = IssuedGroup(group_id=name, samples=[(f"{name}.0", 1, None)], forecast=None)
+        return Generate(t_queued=1.0, budget=None, groups=[issued], more=more)
+
+    async def submit(groups: list[tuple[list[SampleRequest], object]]) -> None:
+        placed.append([requests[0].group_id for requests, _ in groups])
+
+    async def play() -> None:
+        async with service_in(tmp_path) as service:
+            orders = [named("a", True), named("b", True), named("c", False), named("d", False)]
+            prompts = {"prompt_tokens": PROMPT, "prompt_lengths": np.full(1, 4, np.int32)}
+            waiting = [*orders, Finish(state="done", error=None)]
+            received = [SimpleNamespace(body=one, arrays=prompts, ack=lambda: None) for one in waiting]
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(service.dispatcher, "submit", submit)
+                patched.setattr(service.controller, "receive", AsyncMock(side_effect=received))
+                async with asyncio.TaskGroup() as tasks:
+                    await service._from_controller(tasks)
+
+    asyncio.run(play())
+    assert placed == [["a", "b", "c"], ["d"]]

@@ -97,6 +97,8 @@ class GenerationService:
         """The newest round that the controller has announced."""
         self._newest: int | None = None
         """The newest version of the run's weights that this service has heard of, which it may still be fetching."""
+        self._gathered: list[IncomingGroup] = []
+        """Groups that are dispatched together with those of the next `generate`."""
         self.journal = TokenJournal(context.run_dir / layout.TOKEN_JOURNAL)
         self._drawn_with = run.drawn_with
         self.dispatcher = Dispatcher(policy, self._to_instance, self._produced)
@@ -205,7 +207,10 @@ class GenerationService:
                     if order.train_tokens_s is not None:
                         self.dispatcher.policy.training_at(order.train_tokens_s)
                     await self._tell_agents(self.episodes.begin(groups))
-                    await self._submit(group for group in groups if group.episode is None)
+                    self._gathered += [group for group in groups if group.episode is None]
+                    if not order.more:
+                        whole, self._gathered = self._gathered, []
+                        await self._submit(whole)
                 case controller_site.Park() as order:
                     await self.dispatcher.park(order.sample_ids)
                 case controller_site.Resume() as order:
