@@ -16,7 +16,6 @@ import contextlib
 import contextvars
 import faulthandler
 import os
-import resource
 import signal
 import sys
 import threading
@@ -50,6 +49,7 @@ from streamrl.agents.worker_frames import (
 )
 from streamrl.config.tasks import AgentTask
 from streamrl.errors import UserError
+from streamrl.machine.open_files import raise_open_files
 from streamrl.rollouts.void import Void, VoidCause
 from streamrl.runtime.processes import end_with_parent
 from streamrl.tasks.void_reward import VoidReward, cause_of, failures_of, one_line, text_of, traceback_of
@@ -58,7 +58,6 @@ GRACE_S = 2.0
 """Seconds that a cancelled agent has to end."""
 PULSE_S = 0.25
 """Seconds between two signs of life of the event loop."""
-MOST_OPEN_FILES = 65_536
 OWN_FOLDER = Path(__file__).parent
 
 
@@ -261,8 +260,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides
     pipe = _private_pipe()
     faulthandler.enable()
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, MOST_OPEN_FILES), most))  # a connection for each episode
+    raise_open_files()  # a connection for each episode
     begin = pipe.next()
     if not isinstance(begin, Begin):
         os._exit(1)

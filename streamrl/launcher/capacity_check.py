@@ -1,4 +1,4 @@
-"""Check whether this machine's cores and memory suffice for the processes that are to start on it."""
+"""Check whether this machine's cores, memory and open files suffice for the processes that are to start on it."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ AdamW moments, 12 bytes per parameter."""
 LOADING_BYTES_PER_WEIGHT_BYTE = 2
 """Memory of a rank that loads a whole model in fp32, relative to the bf16 weights: one alone does, as each of several
 does whose files cannot be read in slices."""
+FURTHER_FILES = 256
+"""Files that a process which others connect to has open besides: journals, libraries, connections that are replaced."""
 PROCESS_BYTES = 1.0 * 2**30
 """Memory of a process with torch and vLLM before it holds a model (measured on CPU: 0.7 to 1.2 GiB)."""
 
@@ -52,6 +54,35 @@ def check_cores(
                     f"sites.{name}.{part}.cores: this process may not use {asked}; expected some of the CPU cores "
                     f"{there}, or no such key"
                 )
+
+
+def check_open_files(cluster: ClusterConfig, run: RunConfig, most: int, site: str | None = None) -> Iterable[str]:
+    """Check that services and controller can have all of their connections open, each of which is a file.
+
+    They run beside the launcher, also where Ray places what connects to them.
+
+    Args:
+        most: files that a process of this machine can have open.
+        site: the only site started here; None: all.
+    """
+
+    def problem(key: str, process: str, count: int, others: str, remedy: str) -> Iterable[str]:
+        if (needed := count + FURTHER_FILES) > most:
+            yield (
+                f"{key}: {process} has connections with {count} {others} and needs {needed} open files, this machine "
+                f"allows a process {most}: raise its hard limit (`ulimit -Hn`, LimitNOFILE in systemd, --ulimit nofile "
+                f"in docker), or lower {remedy}"
+            )
+
+    for name in [site] if site is not None else cluster.sites:
+        one = cluster.sites[name]
+        instances = sum(pool.most_replicas for pool in one.generation)
+        of_pools = "replicas and max_replicas"
+        yield from problem(f"sites.{name}.generation", "its service", instances, "instances", of_pools)
+        if one.trainer:
+            planned = plan_processes(cluster, run, Path())
+            speaking = one.trainer.ranks + sum(spec.role in ("service", "rewards") for spec in planned)
+            yield from problem(f"sites.{name}", "the controller", speaking, "processes", "trainer.ranks")
 
 
 def thread_warnings(cluster: ClusterConfig, run: RunConfig, cores: int, site: str | None = None) -> list[str]:

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from streamrl.diagnose.stacks import answer_requests
 from streamrl.errors import RestartNeeded, UserError, cause, is_final
 from streamrl.imports import importing
+from streamrl.machine.open_files import raise_open_files
 from streamrl.machine.user_folders import settle_caches
 from streamrl.rollouts.plain_text import shown
 from streamrl.run_dir.start_stages import say
@@ -204,6 +205,7 @@ def main() -> int:
     end_with_starter()
     log_to_stderr(os.environ.get("STREAMRL_LOG_LEVEL", "INFO"))
     settle_caches()  # on a Ray node, this user's home may be another one than the launcher's
+    raise_open_files()
     try:
         _pin()  # before there are other threads, which would stay as they are
         _say(args, "importing torch" if args.role == "trainer" else "importing libraries")

@@ -15,7 +15,14 @@ from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import CRITIC_KEY, RunConfig
 from streamrl.config.tasks import AgentTask, FileTask
 from streamrl.errors import ErrorCode, UserError
-from streamrl.launcher.capacity_check import check_cores, memory_warnings, numa_nodes, numa_warnings, thread_warnings
+from streamrl.launcher.capacity_check import (
+    check_cores,
+    check_open_files,
+    memory_warnings,
+    numa_nodes,
+    numa_warnings,
+    thread_warnings,
+)
 from streamrl.launcher.cluster_warnings import cluster_warnings, unused_here
 from streamrl.launcher.folder_check import check_disk, check_folder, disk_warnings
 from streamrl.launcher.generation_check import check_eight_bits, check_generation, check_head_size, check_kv_cache
@@ -33,6 +40,7 @@ from streamrl.launcher.untried_paths import untried_warning
 from streamrl.launcher.version_folder import check_semaphores, shared_memory_warnings
 from streamrl.machine.installed_packages import package_problems
 from streamrl.machine.model_files import resolve_model
+from streamrl.machine.open_files import most_open_files
 from streamrl.machine.own_share import core_numbers, free_memory, usable_cores
 from streamrl.runtime.process_plan import plan_processes
 from streamrl.tasks.sandbox import isolation_of
@@ -120,7 +128,7 @@ def check(
 
 def of_cluster(cluster: ClusterConfig, run: RunConfig, site: str | None) -> list[str]:
     """Check of a cluster what earlier versions have not checked."""
-    found = list(check_new_run(cluster, run))
+    found = [*check_new_run(cluster, run), *check_open_files(cluster, run, most_open_files(), site)]
     if cluster.hardware == "cuda" and (site is None or site in cluster.sites):
         found += check_cores(cluster, run, core_numbers(), site)
     return found

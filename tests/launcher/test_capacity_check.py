@@ -127,3 +127,22 @@ def test_host_memory_counts_the_trainer_that_loads_or_waits_in_it(
     assert f"about {needed:.1f} GiB of host memory, {needed - 0.1:.1f} GiB are free, 0.1 GiB are missing" in warning
     alone = capacity_check.memory_warnings(on_gpus.model_copy(update={"hardware": "cuda", "sites": {}}), run, 0.0)
     assert alone == []  # no trainer here
+
+
+def test_more_connections_than_the_machine_allows_files_are_told_before_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, run = cluster(replicas=4, max_replicas=1000), RunConfig()
+    assert list(capacity_check.check_open_files(asked, run, 1256)) == []
+    (problem,) = capacity_check.check_open_files(asked, run, 1255)
+    assert problem.startswith(
+        "sites.here.generation: its service has connections with 1000 instances and needs 1256 open files, this "
+        "machine allows a process 1255: raise its hard limit (`ulimit -Hn`, "
+    )
+    several = pinned(trainer={"ranks": 400})
+    (problem,) = capacity_check.check_open_files(several, run, 600)
+    assert problem.startswith("sites.here: the controller has connections with 403 processes and needs 659 open files")
+    assert list(capacity_check.check_open_files(several, run, 600, "west")) == []
+    monkeypatch.setattr(preflight, "most_open_files", lambda: 1024)
+    with pytest.raises(UserError, match="needs 1256 open files, this machine allows a process 1024"):
+        preflight.check(asked, make_model(tmp_path / "m"), tmp_path)
