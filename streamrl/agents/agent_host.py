@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import logging
+import math
 import socket
 import time
 from collections.abc import Iterator
@@ -22,6 +25,8 @@ from streamrl.errors import UserError
 from streamrl.machine.peer_user import is_of_another_user
 from streamrl.rollouts.void import Void, VoidCause
 
+log = logging.getLogger(__name__)
+
 KEEP_ALIVE_S = 3600
 """Seconds that an idle connection stays open: one that the server closes while a tool runs fails the next call."""
 MOST_STRANGERS = 64
@@ -32,6 +37,10 @@ NO_ANSWERS = (
 )
 
 
+BACKLOG = 1024
+"""Connections that the system holds until the endpoint takes them."""
+TELL_FULL_S = 60.0
+"""Fewest seconds between two warnings that no further connection can be taken."""
 ATTEMPTS = 3
 """Most times that an episode is run, if what it shared a worker with ends it."""
 
@@ -103,25 +112,42 @@ class AgentHost:
             log_level="error",  # whoever connects could fill the log with warnings
             ws="none",
             lifespan="off",
+            backlog=1,  # asyncio would try as often in vain, with a traceback each, when no more files can be opened
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
         )
         self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
+        self._told_full = -math.inf
         self.address = ""
         """`http://127.0.0.1:<port>`; empty before `start`."""
 
     async def start(self) -> None:
         """Listen on a free port of this machine's loopback."""
-        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        listener = socket.create_server(("127.0.0.1", 0))
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # an answer is two writes; else +40 ms
         self.address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        asyncio.get_running_loop().set_exception_handler(self._failed)
         self._serving = asyncio.create_task(self._server.serve([listener]), name="agent endpoint")
         listens = asyncio.create_task(self._server.listens.wait())
         await asyncio.wait([self._serving, listens], return_when=asyncio.FIRST_COMPLETED)
         if not listens.done():
             listens.cancel()
             raise RuntimeError(f"the endpoint of agents does not start at {self.address}")
+        listener.listen(BACKLOG)  # asyncio has set its own, as many as it takes at once
+
+    def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Say now and then that no connection can be taken, which asyncio tries again each second; log all else."""
+        error = context.get("exception")
+        if not ("socket" in context and isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)):
+            loop.default_exception_handler(context)
+        elif (now := loop.time()) - self._told_full >= TELL_FULL_S:
+            self._told_full = now
+            log.warning(
+                "the endpoint of agents has %d connections and cannot open more files (%s): further calls wait until a "
+                "connection is closed; raise the hard limit of open files (`ulimit -Hn`)",
+                *(len(self._server.server_state.connections), error.strerror),
+            )
 
     async def run(self, order: EpisodeOrder) -> Episode:
         """Run an episode to its end. A failure makes it void; nothing is raised but its own cancellation.
@@ -166,6 +192,7 @@ class AgentHost:
         self._server.should_exit = True
         if self._serving is not None:
             await self._serving
+            asyncio.get_running_loop().set_exception_handler(None)
 
 
 def _last_refusal(session: OpenSession) -> str:
