@@ -12,7 +12,8 @@ from typing import Any
 from streamrl.config.load import RESOLVED_NAME
 from streamrl.errors import UserError
 from streamrl.plain_files import strange_entries
-from streamrl.report.panels import BAD_STATES, stale_message
+from streamrl.report.panels import stale_message
+from streamrl.report.process_rows import BAD_STATES
 from streamrl.run_dir import layout
 from streamrl.run_dir.instance_files import StartedProcess, read_started
 from streamrl.run_dir.jsonl import finite

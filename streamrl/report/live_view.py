@@ -13,7 +13,8 @@ from rich.live import Live
 from rich.text import Text
 
 from streamrl.errors import UserError
-from streamrl.report.panels import BAD_STATES, render, render_start, stale_message, step_line
+from streamrl.report.panels import render, render_start, stale_message, step_line
+from streamrl.report.process_rows import BAD_STATES
 from streamrl.report.start_lines import StartLines, begun_at, present
 from streamrl.report.summary import duration, headline_figures
 from streamrl.report.terminal import TextConsole, redraws

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import median_high
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from streamrl.report.fitted_parts import SPACE, FittedParts, PicturePart
+from streamrl.report.process_rows import WARNING, colour_of, process_rows, roles_rows, stage_rows, start_rows
 from streamrl.report.start_lines import begun_at, present, with_stages
-from streamrl.report.summary import NONE, bars, duration, fixed, histogram, number, percent, void_share
+from streamrl.report.summary import bars, duration, fixed, histogram, number, percent, void_share
 from streamrl.report.terminal import plain_table
 from streamrl.run_dir.evaluations import EvaluationRow, evaluation_line
 from streamrl.run_dir.metrics import MetricsRow
@@ -29,25 +29,10 @@ BAR_WIDTH = 32
 HISTOGRAM_BINS = 32
 SPARKLINE_STEPS = 60
 """Newest steps in the reward's sparkline."""
-BAD_STATES = frozenset({"failed", "dead", "exited"})
-"""States of a process that are shown at once, in red."""
-WARNING = "bold red"
-"""Style of what is shown in every window."""
 WAIT_SHOWN_AFTER_S = 5.0
 """Seconds after which a wait is shown; shorter ones are normal."""
 ESS_SHOWN_BELOW = 0.999
 """Effective sample size below which it is shown; above it, all samples weigh the same."""
-
-
-def _colour(state: str) -> str:
-    if state in BAD_STATES:
-        return WARNING
-    match state:
-        case "ready" | "running" | "done":
-            return "green"
-        case "starting" | "loading" | "stopping" | "interrupted":
-            return "yellow"
-    return "cyan"
 
 
 def stale_message(status: RunStatus, now: float) -> str | None:
@@ -60,7 +45,7 @@ def header(status: RunStatus, now: float) -> Text:
     """Return the head of the view: run, model, schedule, state, step and times."""
     about = (status.model, status.types, status.schedule, status.hardware)
     text = Text.assemble((status.run, "bold"), *(f"  {part}" for part in about if part), "\n")
-    text.append(status.state, style=_colour(status.state))
+    text.append(status.state, style=colour_of(status.state))
     text.append(f"  step {status.step}/{status.steps}  elapsed {duration(status.as_of(now) - status.first_start)}")
     if status.is_live(now) and status.eta_s is not None:
         text.append(f"  left {duration(status.eta_s)}")
@@ -107,53 +92,6 @@ def length_histogram(status: RunStatus) -> Text:
 def _blocks(counts: Sequence[int]) -> str:
     # A bin without samples stays blank, so that it is not mistaken for a small one.
     return bars([0, *[count or None for count in counts]])[1:]
-
-
-def folded(states: Mapping[str, str], own: int) -> Text:
-    """Return processes without a row, beside `own` that have one, in one line: '29 more: 27 running, 2 idle'."""
-    text = Text(f"{len(states)} {'more' if own else 'processes'}: ", no_wrap=True, overflow="ellipsis")
-    for index, (state, count) in enumerate(Counter(states.values()).most_common()):
-        text.append(", " if index else "").append(f"{count} {state}", style=_colour(state))
-    return text
-
-
-def roles_rows(status: RunStatus, now: float, lines: int) -> RenderableType:
-    """Return the table of processes in so many lines below its heading; in the last one, those without a row.
-
-    Dead processes come first, and instances last, of which there may be many. One line has no heading.
-    """
-    if lines >= len(status.roles):
-        return roles_table(status, now)
-    ranked = sorted(status.roles.items(), key=lambda one: (one[1].state not in BAD_STATES, one[1].role == "instance"))
-    own = {name for name, _ in ranked[: lines - 1]}
-    rest = folded({name: role.state for name, role in status.roles.items() if name not in own}, len(own))
-    if not own:
-        return rest
-    some = {name: role for name, role in status.roles.items() if name in own}
-    return Group(roles_table(status.model_copy(update={"roles": some}), now), rest)
-
-
-def roles_table(status: RunStatus, now: float) -> Table:
-    """Return a table with a row per process; it fits 76 columns when no process reports what it is doing.
-
-    What was last known of the processes is called that; those of a run that has ended have no rates.
-    """
-    live, rates = status.is_live(now), not status.final
-    columns = ["process", "state" if live else "last state", "for", "ver"]
-    if rates:
-        columns[3:] = ["run+wait", "tokens/s", "ver", "GiB"]
-    table = plain_table(*columns, text_columns=2)
-    table.expand = True
-    table.add_column("doing" if live else "last doing", overflow="ellipsis", no_wrap=True, ratio=1)
-    for name, role in status.roles.items():
-        cells = [NONE if role.weight_version is None else str(role.weight_version)]
-        if rates:
-            running = NONE if role.running is None else f"{role.running}+{role.waiting or 0}"
-            speed = NONE if role.tokens_per_s is None else f"{role.tokens_per_s:.0f}"
-            cells = [running, speed, *cells, fixed(role.memory_gb, 1)]
-        state = Text(role.state, style=_colour(role.state) if live or role.state in BAD_STATES else "dim")
-        table.add_row(name, state, duration(status.as_of(now) - role.since), *cells, Text(role.detail))
-    return table
 
 
 def steps_table(rows: Sequence[MetricsRow], most: int = SHOWN_STEPS) -> Table:
@@ -307,31 +245,6 @@ def sites_table(status: RunStatus) -> Table:
     return table
 
 
-def start_table(stages: Mapping[str, Stage], now: float) -> Table:
-    """Return a table with a row per starting process: its stage, and for how long."""
-    table = plain_table("process", "for", text_columns=1)
-    table.add_column("doing")
-    for name, stage in stages.items():
-        colour = "green" if stage.ready else "yellow"
-        table.add_row(name, duration(now - stage.since), Text(stage.text, style="dim" if stage.waits else colour))
-    return table
-
-
-def start_rows(stages: Mapping[str, Stage], now: float, lines: int) -> RenderableType:
-    """Return the table of starting processes in so many lines below its heading, as `roles_rows`.
-
-    Those that work come first, those that are ready last.
-    """
-    if lines >= len(stages):
-        return start_table(stages, now)
-    ranked = sorted(stages, key=lambda name: (stages[name].ready, stages[name].waits))
-    own = set(ranked[: lines - 1])
-    rest = folded({name: stage.text for name, stage in stages.items() if name not in own}, len(own))
-    if not own:
-        return rest
-    return Group(start_table({name: stage for name, stage in stages.items() if name in own}, now), rest)
-
-
 CUTS = (
     (SPACE, 0),
     ("ranker", 0),
@@ -382,7 +295,7 @@ def render_start(run: str, stages: Mapping[str, Stage], now: float, height: int 
     """
     elapsed = duration(now - begun_at(stages, now))
     head = Text.assemble((run, "bold"), f"  elapsed {elapsed}; the controller has not reported yet")
-    table = PicturePart("processes", len(stages), partial(start_rows, stages, now), says=True)
+    table = PicturePart("processes", len(stage_rows(stages)), partial(start_rows, stages, now), says=True)
     return _picture([PicturePart.of("head", head), PicturePart.of(SPACE, ""), table], height)
 
 
@@ -430,9 +343,15 @@ def render(
             space,
         ]
     if starts:
-        parts += [PicturePart("processes", len(starts), partial(start_rows, starts, seen), says=True), space]
+        parts += [
+            PicturePart("processes", len(stage_rows(starts)), partial(start_rows, starts, seen), says=True),
+            space,
+        ]
     elif status.roles:
-        parts += [PicturePart("processes", len(status.roles), partial(roles_rows, status, now), says=True), space]
+        parts += [
+            PicturePart("processes", len(process_rows(status)), partial(roles_rows, status, now), says=True),
+            space,
+        ]
     if status.sites:
         parts += [PicturePart.of("sites", sites_table(status)), space]
     if rows:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 
+from streamrl.report.process_rows import MOST_ALONE, pool_of
 from streamrl.report.summary import duration
 from streamrl.run_dir.start_stages import READY, WAITING, Stage
 from streamrl.run_dir.status import RunStatus
@@ -110,8 +111,18 @@ def _still(stages: Mapping[str, Stage], now: float) -> str:
 
 
 def joined(texts: Mapping[str, str]) -> str:
-    """Group names by text: 'a, b: doing this; c: doing that'."""
+    """Group names by text: 'a, b: doing this; c: doing that'; instead of many names of a pool, their number."""
     names: defaultdict[str, list[str]] = defaultdict(list)
     for name, text in texts.items():
         names[text].append(name)
-    return "; ".join(f"{', '.join(some)}: {text}" for text, some in names.items())
+    return "; ".join(f"{', '.join(_counted(some))}: {text}" for text, some in names.items())
+
+
+def _counted(names: Sequence[str]) -> list[str]:
+    """Return names, or, of a pool with more than `MOST_ALONE` of them, 'here-regular (987)'."""
+    counts = Counter(map(pool_of, names))
+    counts[""] = 0  # those without a number
+    many = {pool for pool, count in counts.items() if count > MOST_ALONE}
+    return list(
+        dict.fromkeys(f"{pool} ({counts[pool]})" if (pool := pool_of(name)) in many else name for name in names)
+    )

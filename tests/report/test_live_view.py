@@ -243,7 +243,7 @@ def of_many(run_dir: Path, instances: int) -> None:
     write_status(run_dir, status)
 
 
-@pytest.mark.parametrize("instances", [2, 32])
+@pytest.mark.parametrize("instances", [2, 20])
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 50), (60, 24), (80, 12)])
 def test_a_low_window_has_the_warnings_the_newest_steps_and_the_dead_and_says_what_is_left_out(
     make_run: RunMaker, instances: int, width: int, height: int
@@ -262,9 +262,10 @@ def test_a_low_window_has_the_warnings_the_newest_steps_and_the_dead_and_says_wh
     assert steps and steps == [str(step) for step in range(9 - len(steps), 9)]
     assert ("no room for: " in shown[-2]) == (len(whole) > height)
     rest = [line for line in shown if re.search(r"\d+ (more|processes): ", line)]
-    assert len(rest) == 1 or instances == 2
-    if instances == 32 and height == 24:
-        assert "generating, 3 idle" in rest[0] and "dead" not in rest[0] and any(" dead " in line for line in shown)
+    assert len(rest) == 1 or instances == 2 or height == 50
+    if instances == 20 and height == 24:
+        assert " generating, " in rest[0] and ", 2 idle" in rest[0] and "dead" not in rest[0]
+        assert any(" dead " in line for line in shown)
     assert height > 12 or "1 dead" in rest[0]
     assert [line for line in screen.take() if "no room for" in line] == []  # the last picture, left standing, is whole
 
@@ -294,14 +295,14 @@ def test_a_picture_is_not_higher_than_its_window_and_keeps_the_warnings(make_run
 
 
 def test_while_many_processes_start_those_that_work_are_shown(tmp_path: Path) -> None:
-    for index in range(40):
-        say(tmp_path, f"here-tail-{index}", READY if index < 37 else "importing vLLM")
+    for index in range(20):
+        say(tmp_path, f"here-tail-{index}", READY if index < 17 else "importing vLLM")
     screen = Screen(terminal=True, height=12)
     with screen.view(tmp_path) as view:
         view.refresh()
         shown = screen.take()
     assert len(shown) == 12 and sum("importing vLLM" in line for line in shown) == 3
-    assert any("33 more: 33 ready" in line for line in shown)
+    assert any("13 more: 13 ready" in line for line in shown)
 
 
 def test_before_the_controller_reports_the_view_says_so(tmp_path: Path) -> None:
