@@ -325,3 +325,29 @@ def test_requests_with_tokens_of_newer_weights_are_forgotten_for_good(tmp_path: 
     for left in (journal, TokenJournal(path)):
         assert_holds(left, "a", 12)
         assert left.kept("b") is None and left.kept("c") is None
+
+
+def test_a_request_keeps_the_memory_of_its_own_tokens_alone_however_many_parts_it_came_in(tmp_path: Path) -> None:
+    """Others' tokens, of the same messages, are not kept by the one that runs longest."""
+    path = tmp_path / "journal.sqlite"
+    journal, count = TokenJournal(path), 0
+    counts = np.random.default_rng(7).integers(1, 40, 300).tolist()
+    whole = np.arange(2 * sum(counts), dtype=np.uint8).reshape(-1, 2)
+    for number, more in enumerate(counts):
+        long = replace(part("long", count, more), experts=whole[count : count + more])
+        other = replace(part(f"other {number}", 0, 500), experts=np.zeros((500, 2), np.uint8))
+        message, arrays = progress_to_wire([(count, long), (0, other)])
+        for start, found in progress_from_wire(message, arrays):
+            assert journal.add(start, found)
+        journal.ended(other.sample_id)
+        count += more
+    parts = [*journal._parts["long"], *(one for _, one in journal._new["long"])]
+    held = [one for got in parts for one in (got.completion_tokens, got.logprobs, got.token_versions, got.experts)]
+    assert all(one is not None and one.base is None for one in held)
+    lengths = [len(one.completion_tokens) for one in journal._parts["long"]]
+    assert sum(lengths) == count and lengths == sorted(lengths, reverse=True) and len(lengths) < 20
+    journal.flush()
+    for one in (journal, TokenJournal(path)):
+        assert_holds(one, "long", count)
+        kept = one.kept("long")
+        assert kept is not None and kept.experts is not None and kept.experts.tobytes() == whole.tobytes()

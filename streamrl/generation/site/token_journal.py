@@ -67,6 +67,17 @@ def _joined_experts(parts: list[PartialSample]) -> ByteArray | None:
     return np.concatenate(rows) if len(rows) == len(parts) and len({one.shape[1] for one in rows}) == 1 else None
 
 
+def _joined(parts: list[PartialSample]) -> PartialSample:
+    """Return consecutive parts of a request as one."""
+    return replace(
+        parts[0],
+        completion_tokens=np.concatenate([part.completion_tokens for part in parts]),
+        logprobs=np.concatenate([part.logprobs for part in parts]),
+        token_versions=np.concatenate([part.token_versions for part in parts]),
+        experts=_joined_experts(parts),
+    )
+
+
 def _checksum(*row: object) -> int:
     """Return the checksum of a row, so that bytes damaged on disk never become tokens of an answer."""
     sample_id, start, tokens, logprobs, versions, dispatched, first, experts, row_bytes, source = row
@@ -84,7 +95,7 @@ class TokenJournal:
     def __init__(self, path: Path) -> None:
         """Open the file and load what an earlier service left in it. A damaged file is replaced by an empty one."""
         self._parts: defaultdict[str, list[PartialSample]] = defaultdict(list)
-        """The tokens of each request, in the parts that were reported."""
+        """The tokens of each request, in few parts, each longer than those after it."""
         self._lengths: Counter[str] = Counter()
         self._drawn_from: dict[str, bytes] = {}
         """What the tokens of each request are drawn from, as `begin` was told."""
@@ -145,28 +156,28 @@ class TokenJournal:
         known = slice(before - start, None)
         tokens, logprobs, versions = part.completion_tokens[known], part.logprobs[known], part.token_versions[known]
         if len(tokens):
+            # copied: each array is a part of a message about all requests, which it would keep in memory
+            tokens, logprobs, versions = tokens.copy(), logprobs.copy(), versions.copy()
             # the rows of the new tokens are the last ones; a request's first part has those of its prompt, too
             experts = part.experts if before == 0 or part.experts is None else part.experts[-len(tokens) :]
+            experts = None if experts is None else experts.copy()
             new = replace(part, completion_tokens=tokens, logprobs=logprobs, token_versions=versions, experts=experts)
             self._append(new)
             self._new[part.sample_id].append((before, new))
         return True
 
     def _append(self, part: PartialSample) -> None:
-        self._parts[part.sample_id].append(part)
+        parts = self._parts[part.sample_id]
+        parts.append(part)
+        while len(parts) > 1 and len(parts[-2].completion_tokens) <= len(parts[-1].completion_tokens):
+            parts[-2:] = [_joined(parts[-2:])]
         self._lengths[part.sample_id] += len(part.completion_tokens)
 
     def kept(self, sample_id: str) -> PartialSample | None:
         """Return everything that is known of a request; None: nothing is."""
         if (parts := self._parts.get(sample_id)) is None:
             return None
-        return replace(
-            parts[0],
-            completion_tokens=np.concatenate([part.completion_tokens for part in parts]),
-            logprobs=np.concatenate([part.logprobs for part in parts]),
-            token_versions=np.concatenate([part.token_versions for part in parts]),
-            experts=_joined_experts(parts),
-        )
+        return _joined(parts)
 
     def ended(self, sample_id: str) -> None:
         """Keep the tokens of a request that has ended in the file alone, until `committed`."""
