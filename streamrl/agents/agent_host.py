@@ -35,8 +35,6 @@ NO_CALLS = "the agent ended without a call of the model, so that there is nothin
 NO_ANSWERS = (
     "the agent ended without an answer of the model, before which its clients went away: nothing can be trained"
 )
-
-
 BACKLOG = 1024
 """Connections that the system holds until the endpoint takes them."""
 TELL_FULL_S = 60.0
