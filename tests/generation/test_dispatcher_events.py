@@ -177,8 +177,10 @@ class World:
                 await self.generate(name)
 
     def check(self) -> None:
-        """The policy knows what waits, and has no request at an instance that has not got it."""
+        """The policy knows what waits, and has no request at an instance that has not got it. What each instance works
+        on agrees with where each request is."""
         known = self.dispatcher
+        assert {sample_id: name for name in known._work for sample_id in known.works_on(name)} == known._at
         waiting = [name for name in known.requests if name not in known._at and name not in known.parked]
         assert self.policy.waiting == len(waiting)
         for sample_id, instance in self.policy.where.items():

@@ -59,6 +59,8 @@ class Dispatcher:
         self._turns: dict[str, tuple[str, int]] = {}
         """Instance that has the KV cache of a request that is a turn ('': none), and the tokens that it has."""
         self._at: dict[str, str] = {}  # sample -> instance that works on it
+        self._work: dict[str, dict[str, None]] = {}
+        """The samples of `_at`, by instance, in the order in which they came: a site has many times those of one."""
         self._handed_over: dict[str, set[str]] = {}
         """Requests that continue elsewhere although this instance may still be working on them, by instance."""
         self._releasing: set[str] = set()
@@ -144,7 +146,7 @@ class Dispatcher:
 
     def works_on(self, instance: str) -> list[str]:
         """Return the requests that an instance has, including those it was ordered to release."""
-        return [sample_id for sample_id, at in self._at.items() if at == instance]
+        return list(self._work.get(instance, ()))
 
     def has(self, instance: str, sample_id: str) -> bool:
         """Return whether a request is assigned to an instance."""
@@ -194,8 +196,7 @@ class Dispatcher:
     ) -> list[PartialSample]:
         parked, waiting = [], []
         for sample_id in sorted(had):
-            del self._at[sample_id]
-            self._releasing.discard(sample_id)
+            self._take(sample_id)
             target, request = self._moving.pop(sample_id, None), self.requests[sample_id]
             found = max((kept(sample_id), request.kept), key=lambda one: len(one.completion_tokens) if one else -1)
             self.requests[sample_id] = replace(request, kept=found)
@@ -302,9 +303,17 @@ class Dispatcher:
         await self._dispatch()
 
     def _forget(self, sample_id: str) -> None:
-        for known in (self.requests, self._forecasts, self._turns, self._moving, self._at):
+        for known in (self.requests, self._forecasts, self._turns, self._moving):
             known.pop(sample_id, None)
         self.parked.discard(sample_id)
+        self._take(sample_id)
+
+    def _take(self, sample_id: str) -> None:
+        """Record that no instance works on a request any more."""
+        if (instance := self._at.pop(sample_id, None)) is not None:
+            del (work := self._work[instance])[sample_id]
+            if not work:
+                del self._work[instance]
         self._releasing.discard(sample_id)
 
     async def released(self, partial: PartialSample, instance: str) -> bool:
@@ -318,8 +327,7 @@ class Dispatcher:
         request = self.requests.get(sample_id)
         if request is None or not self.has(instance, sample_id):
             return False
-        del self._at[sample_id]
-        self._releasing.discard(sample_id)
+        self._take(sample_id)
         self.requests[sample_id] = replace(request, kept=partial)
         if sample_id in self.parked:
             return False
@@ -375,6 +383,7 @@ class Dispatcher:
 
     async def _start(self, sample_id: str, instance: str, route: str) -> None:
         self._at[sample_id] = instance
+        self._work.setdefault(instance, {})[sample_id] = None
         if sample_id in self._turns:
             self._turns[sample_id] = "", 0  # should it be placed again, its home's cache is of no use any more
         message, arrays = request_to_wire(self.requests[sample_id], route)

@@ -106,7 +106,7 @@ class SiteState:
 
     def _instances(self) -> dict[str, dict[str, Any]]:
         """Return every instance's last heartbeat, without its requests' progress, which stays here."""
-        states = {}
+        states, of_fleet = {}, self._fleet.states()
         for name, life in self._fleet.lives.items():
             state = dict(self._hub.peers[name].state) if name in self._hub.peers else {}
             state.pop("produced", None)
@@ -115,7 +115,7 @@ class SiteState:
             if state.get("busy_since"):
                 state["busy_since"] = self._uplink.link.clock.to_hub_time(state["busy_since"])
             if life.state is not Life.READY:
-                state |= {"state": str(life.state), "detail": self._fleet.states()[name]["detail"]}
+                state |= {"state": str(life.state), "detail": of_fleet[name]["detail"]}
                 state["running"] = len(self._dispatcher.works_on(name))
             elif (factor := self._fleet.watch.slow.factors.get(name)) is not None:
                 state["detail"] = f"{factor:.1f} times as slow as the others"
