@@ -90,6 +90,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "scheduler/dispatch/partition.py": PLAN_TESTS,
     "scheduler/dispatch/partition_candidates.py": PLAN_TESTS,
     "scheduler/dispatch/dispatch_objective.py": PLAN_TESTS,
+    "scheduler/dispatch/slot_filling.py": ("tests/scheduler/test_large_plans.py",),
     "scheduler/dispatch/remaining_length.py": ("tests/scheduler/test_remaining_length.py",),
     "scheduler/dispatch/group_probe.py": (
         "tests/scheduler/test_group_probe.py",

@@ -21,6 +21,7 @@ from scheduler.cost.expected_time import Worker, context_seconds, marginal_costs
 from scheduler.cost.length_forecast import scenarios
 from scheduler.dispatch.dispatch_objective import MAKESPAN, DispatchObjective
 from scheduler.dispatch.partition_candidates import blocks, even, greedy, packed, together
+from scheduler.dispatch.slot_filling import fill_slots
 
 SCENARIOS = 16
 """Number of joint draws of all lengths on which plans are compared."""
@@ -241,14 +242,17 @@ class _Timed:
                 waiting += queues[seat][max(free, 0) :]
             workers = [self.workers[seat] for seat in seats]
             waiting.sort(key=ranks.__getitem__)
+            later = np.asarray(waiting, dtype=np.int64)
             steps, begun = self._steps(workers, at_once, waiting)
             beside = self.drawn[:, waiting]
+            shared: dict[StepCurve, Floats] = {}  # identical workers read the same
             for place, (seat, worker, taken, ran) in enumerate(zip(seats, workers, at_once, steps, strict=True)):
                 reading = np.zeros(len(self.drawn))
                 if worker.curve.per_context_token:
                     reading += context_seconds(worker.curve, self.drawn[:, taken], context[taken]).sum(axis=1)
-                    shared = context_seconds(worker.curve, beside, context[waiting]).sum(axis=1)
-                    reading += shared / len(seats)
+                    if worker.curve not in shared:
+                        shared[worker.curve] = context_seconds(worker.curve, beside, context[waiting]).sum(axis=1)
+                    reading += shared[worker.curve] / len(seats)
                 if self.prompts is not None and worker.curve.per_prefill_token:
                     reading += worker.curve.per_prefill_token * self.prompts.tokens_once(queues[seat])
                 times = -np.sort(-ran, axis=1) @ marginal_costs(worker, len(taken)) + reading
@@ -258,9 +262,8 @@ class _Timed:
                     clock = _Clock.of(ran, worker.curve, slower)
                     ends[:, taken] = clock.seconds(self.drawn[:, taken])
                     if waiting:
-                        here = begun[0] == place
-                        there = clock.seconds(np.where(here, begun[1], 0.0))
-                        ends[:, waiting] = np.where(here, there, ends[:, waiting])
+                        drawn, here = np.nonzero(begun[0] == place)
+                        ends[drawn, later[here]] = clock.seconds_in(drawn, begun[1][drawn, here])
         queued, spread = tuple(map(tuple, queues)), tuple(map(tuple, stretches))
         return Plan(kind, queued, spread, tuple(ranks), latest, self._costs(ends, latest))
 
@@ -290,12 +293,9 @@ class _Timed:
         pace = np.repeat(full, [len(taken) for taken in at_once])
         worker_of = np.repeat(np.arange(len(workers)), [len(taken) for taken in at_once])
         ends = np.ascontiguousarray(taken_for * pace)  # column indexing leaves another memory order
-        flat, rows = ends.reshape(-1), np.arange(len(ends)) * ends.shape[1]
-        for number, lengths in enumerate(np.ascontiguousarray(self.drawn[:, waiting].T)):
-            slots = ends.argmin(axis=1)
-            flat[rows + slots] += lengths * pace[slots]
-            if self.objective is not None:
-                on[:, number], until[:, number] = worker_of[slots], flat[rows + slots] / pace[slots]
+        slots, ended = fill_slots(ends, pace, self.drawn[:, waiting])
+        if self.objective is not None:
+            on, until = worker_of[slots], ended / pace[slots]
         taken_for = ends / pace
         return np.split(taken_for, np.cumsum([len(taken) for taken in at_once])[:-1], axis=1), (on, until)
 
@@ -325,8 +325,14 @@ class _Clock:
 
     def seconds(self, steps: Floats) -> Floats:
         """Return [scenarios, n] seconds until so many steps."""
+        drawn = np.repeat(np.arange(len(steps)), steps.shape[1])
+        return self.seconds_in(drawn, steps.ravel()).reshape(steps.shape)
+
+    def seconds_in(self, drawn: npt.NDArray[np.int64], steps: Floats) -> Floats:
+        """Return [n] seconds until so many steps, each in the scenario beside it."""
         # one interpolation for all scenarios: each has a stretch of the axis to itself
         known, at = (np.pad(some, ((0, 0), (1, 0))) for some in (self.steps, self.at))
-        shift = np.arange(len(known))[:, None] * (known.max() + 1.0)
-        within = np.minimum(steps, known[:, -1:])
-        return np.interp((within + shift).ravel(), (known + shift).ravel(), at.ravel()).reshape(steps.shape)
+        width = known.max() + 1.0
+        shift = np.arange(len(known))[:, None] * width
+        within = np.minimum(steps, known[drawn, -1]) + drawn * width
+        return np.interp(within, (known + shift).ravel(), at.ravel())

@@ -12,6 +12,7 @@ Requests are numbered by expected length, longest first. A placement is a list o
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache
 from itertools import groupby, islice, repeat
@@ -88,20 +89,21 @@ def together(
         members: dict[str, list[int]] = {}
         for request in sorted((r for seat in seats for r in queues[seat]), key=ranks.__getitem__):
             members.setdefault(groups[request], []).append(request)
-        room = {seat: len(queues[seat]) for seat in seats if queues[seat]}
-        loads = dict.fromkeys(room, 0.0)
         for seat in seats:
             dealt[seat] = []
+        # the emptiest in proportion, so that long groups are spread as well: (share of its queue, load, place, seat)
+        room = [(0.0, 0.0, place, seat) for place, seat in enumerate(seats) if queues[seat]]
         for siblings in members.values():
             while siblings:
-                # the emptiest in proportion, so that long groups are spread as well
-                seat = min(room, key=lambda seat: (len(dealt[seat]) / len(queues[seat]), loads[seat]))
-                taken, siblings = siblings[: room[seat]], siblings[room[seat] :]
+                _, load, place, seat = room[0]
+                free = len(queues[seat]) - len(dealt[seat])
+                taken, siblings = siblings[:free], siblings[free:]
                 dealt[seat] += taken
-                loads[seat] += float(means[taken].sum())
-                room[seat] -= len(taken)
-                if not room[seat]:
-                    del room[seat]
+                if len(taken) == free:
+                    heapq.heappop(room)
+                    continue
+                load += float(means[taken].sum())
+                heapq.heapreplace(room, (len(dealt[seat]) / len(queues[seat]), load, place, seat))
         for seat in seats:
             dealt[seat].sort(key=ranks.__getitem__)
     return dealt
@@ -117,14 +119,14 @@ def greedy(means: Floats, workers: Sequence[Worker], running: Sequence[Floats] |
     """
     beside = running or [means[:0]] * len(workers)
     count = len(means) + max(map(len, beside))
-    marginal = np.stack([marginal_costs(worker, count) for worker in workers])
+    marginal = {worker: marginal_costs(worker, count).tolist() for worker in set(workers)}
     queues: list[list[int]] = [[] for _ in workers]
     loads = np.asarray(
         [expected_time(part[:, None], w.curve, w.slots) for part, w in zip(beside, workers, strict=True)]
     )
     # what each worker's next request will add; only the chosen worker's value changes
-    upcoming = [iter(row) for row in marginal.tolist()]
-    rates = np.asarray([next(islice(row, len(part), None), 0.0) for row, part in zip(upcoming, beside, strict=True)])
+    upcoming = [islice(marginal[worker], len(part), None) for worker, part in zip(workers, beside, strict=True)]
+    rates = np.asarray([next(row, 0.0) for row in upcoming])
     context = np.asarray([worker.curve.per_context_token / 2 for worker in workers])
     reads = bool(context.any())
     for request, length in enumerate(means.tolist()):

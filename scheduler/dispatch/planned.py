@@ -15,8 +15,8 @@ dispatch *is* least-loaded dispatch.
 Turns of episodes are not planned either: they come one at a time, and a plan for each would take longer than it saves.
 They are placed by load, before the planned requests; plans count them, by their forecasts, among what runs.
 
-Where no plan is surely cheaper than placement by load, planned requests are placed by load, too: then it is
-least-loaded dispatch that may move what runs.
+Where no plan is surely cheaper than placement by load, or requests are too many to plan (`MOST_PLANNED`), planned
+requests are placed by load, too: then it is least-loaded dispatch that may move what runs.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ each move costs a pause.
 """
 CORRECT_EVERY = 0.02
 """Share of the unfinished requests that must have ended before the plan is corrected again."""
+MOST_PLANNED = 65_536
+"""Number of requests, running and waiting, beyond which all that wait are placed by load: a plan of so many takes
+seconds, in which the service does nothing else.
+"""
 MOVES_LOOKED_AT = 8
 """How many numbers of requests (all, half, a quarter, ...) a move is tried with."""
 
@@ -212,7 +216,7 @@ class SkewAware(Planned):
         super().__init__(affinity)
         self.migrate, self.longest, self.objective = migrate, longest, objective
         self.plan: Plan | None = None
-        """The newest plan, for display."""
+        """The newest plan, for display; None: there is none, or what came last was too much to plan."""
         self._mates: dict[str, list[str]] = {}
         """Instances that serve the same stretch of the plan as the key, itself included."""
         self._unplanned: deque[Request] = deque()
@@ -260,12 +264,20 @@ class SkewAware(Planned):
         """Fill each instance from the queues of its whole stretch, then place unplanned requests by load."""
         decisions = []
         if any(self.queues.values()):
-            for name in sorted(self.queues, key=lambda name: len(self.instances[name].running)):
+            able = [name for name in self.queues if self.instances[name].free > 0]
+            for name in sorted(able, key=lambda name: len(self.instances[name].running)):
                 decisions += self._fill_from(name, [mate for mate in self._mates.get(name, ()) if mate in self.queues])
         return decisions + self.place_by_load(self._unplanned)
 
     def make_queues(self, requests: Sequence[Request], produced: TokenProgress | None) -> None:
-        """Plan the requests beside those that run, and fill the queues from the plan."""
+        """Plan the requests beside those that run, and fill the queues from the plan.
+
+        If these are more than `MOST_PLANNED` together, all are left to placement by load.
+        """
+        if len(requests) + len(self.where) > MOST_PLANNED:
+            self.plan = None
+            self._unplanned.extend(requests)
+            return
         # of identical instances the first gets the longest requests, so those of the tail pool come first
         names = sorted(self.instances, key=lambda name: self.instances[name].pool != TAIL)
         instances = [self.instances[name] for name in names]
