@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import defaultdict
@@ -49,7 +50,7 @@ class Recorder:
         self._said_masked = False
         """Whether it has been said that a step had no sample with a loss."""
 
-    def step_done(
+    async def step_done(
         self,
         batch: StepBatch,
         result: StepDone,
@@ -62,6 +63,8 @@ class Recorder:
     ) -> Interval:
         """Record a finished optimizer step and return its times.
 
+        The rollouts are written in a thread. The batch must not change until they are.
+
         The other arguments are those of `step_metrics`, whose `predictions` are the `lengths` here.
 
         Args:
@@ -73,7 +76,8 @@ class Recorder:
             group.t_trained = now
         for group in dropped:
             group.step = batch.step  # it may have been issued for a later one
-        self.rollouts.write(batch.step, [*groups, *dropped])
+        # a large step takes minutes, and the watchdog would take a controller that reports nothing for one that hangs
+        await asyncio.to_thread(self.rollouts.write, batch.step, [*groups, *dropped])
         self.ledger.train(batch.step, batch.step, groups, now, dropped)
         times = self.times.end_step(now, result.finished if publishes else None)
         audit = self._audit_lengths(batch)

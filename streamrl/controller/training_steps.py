@@ -307,16 +307,17 @@ class TrainingSteps:
         batch = self.batch
         self.times.running = self.services.heartbeats.busy_since()
         publishes = self.issuer.schedule.publishes(self.step, self.run.steps)
-        times = self.recorder.step_done(
-            batch,
-            result,
-            lengths,
-            publishes,
-            self.services.traffic(),
-            self.groups.too_long,
-            self.issuer.rounds.count_deferred(),
-            self.canary.bound,
-        )
+        async with self.waits.deadline(f"the disk to take the rollouts of step {self.step}", limit_s):
+            times = await self.recorder.step_done(
+                batch,
+                result,
+                lengths,
+                publishes,
+                self.services.traffic(),
+                self.groups.too_long,
+                self.issuer.rounds.count_deferred(),
+                self.canary.bound,
+            )
         if self.telemetry.latest is not None and (warning := self.telemetry.latest.mismatch_warning):
             self.guard.judge(f"step {self.step}: {warning}")
         self.batch = self._new_batch()

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -64,6 +65,9 @@ COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "t_trained": (NUMBER, "when its optimizer step had ended, unix seconds; null where it is void"),
 }
 """Type and meaning of each column; files of earlier versions lack some."""
+ROW_GROUP_BYTES = 32 << 20
+"""Most bytes of tokens and texts in a row group: whoever writes or reads one has it in memory, and no other thread runs
+while its rows become columns."""
 SCHEMA = pa.schema([(name, kind) for name, (kind, _) in COLUMNS.items()])
 
 
@@ -80,17 +84,23 @@ class RolloutStore:
     def write(self, step: int, groups: list[Group]) -> Path:
         """Write a step's samples atomically, to disk: the ledger forgets what they hold once this returns.
 
+        Some `ROW_GROUP_BYTES` are in memory at a time, besides the samples.
+
         Raises:
             RunFailed: the file cannot be written.
         """
-        rows = [row for group in groups for sample_id in sorted(group.scored) for row in _rows(group, sample_id)]
+        rows = (row for group in groups for sample_id in sorted(group.scored) for row in _rows(group, sample_id))
         target = self.path(step)
         with writing(target):
             if not self.directory.is_dir():
                 self.directory.mkdir(parents=True, exist_ok=True)
                 sync_folder(self.directory.parent)
-            with replacing(target, lasting=True) as partial:
-                pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), partial, compression="zstd")
+            with (
+                replacing(target, lasting=True) as partial,
+                pq.ParquetWriter(partial, SCHEMA, compression="zstd") as writer,
+            ):
+                for part in _row_groups(rows):
+                    writer.write_table(pa.Table.from_pylist(part, schema=SCHEMA), row_group_size=len(part))
         return target
 
     def newest(self, columns: Sequence[str], most: int) -> list[dict[str, Any]]:
@@ -119,6 +129,28 @@ class RolloutStore:
         for step, path in step_files(self.directory):
             if step >= first_step:
                 path.unlink()
+
+
+def _row_groups(rows: Iterable[dict[str, object]]) -> Iterator[list[dict[str, object]]]:
+    """Divide rows into row groups of at most `ROW_GROUP_BYTES`, but at least one row."""
+    part: list[dict[str, object]] = []
+    size = 0
+    for row in rows:
+        more = sum(_size(value) for value in row.values())
+        if part and size + more > ROW_GROUP_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(row)
+        size += more
+    if part:
+        yield part
+
+
+def _size(value: object) -> int:
+    """Return about how many bytes a value takes in a table; numbers and short lists count as nothing."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    return len(value) if isinstance(value, str) else 0
 
 
 def _rows(group: Group, sample_id: str) -> list[dict[str, object]]:

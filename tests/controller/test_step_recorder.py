@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +18,15 @@ from streamrl.controller.spending import Spending
 from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_recorder import Recorder
 from streamrl.controller.step_times import Interval, StepTimes, Traffic
+from streamrl.errors import RunFailed
 from streamrl.protocol.controller_trainer import StepDone
 from streamrl.rollouts.length_audit import LengthAudit
 from streamrl.rollouts.rollout_store import RolloutStore
+from streamrl.rollouts.types import Group
 from streamrl.run_dir.metrics import MetricsRow
 from tests.controller.test_pool_and_batch import config, finish, pool_of, taken
 from tests.rollouts.test_row_parts import trajectory
+from tests.waiting import scaled
 
 
 def record(folder: Path, *batches: StepBatch) -> list[MetricsRow]:
@@ -35,7 +40,7 @@ def record(folder: Path, *batches: StepBatch) -> list[MetricsRow]:
     )
     recorder = Recorder(RolloutStore(folder / "rollouts"), unused, LengthAudit(128), unused, unused, unused, None)
     for batch in batches:
-        recorder.step_done(batch, result, StepLengths(None, None), True, Traffic(), 0, 0, gap_bound=0.001)
+        asyncio.run(recorder.step_done(batch, result, StepLengths(None, None), True, Traffic(), 0, 0, gap_bound=0.001))
     return rows
 
 
@@ -79,7 +84,7 @@ def test_a_step_costs_what_was_spent_up_to_its_end_however_long_it_takes_to_be_w
     for seconds in (3.0, 5.0):
         go_on(seconds)
         batch = taken(config(2), {"a": (1.0, 0.0), "b": (0.0, 1.0)})
-        recorder.step_done(batch, result, StepLengths(None, None), True, Traffic(), 0, 0)
+        asyncio.run(recorder.step_done(batch, result, StepLengths(None, None), True, Traffic(), 0, 0))
     assert [row.step_time_s for row in rows] == [pytest.approx(3.0), pytest.approx(2.0 + 5.0)]
     assert [row.usd for row in rows] == [pytest.approx(3.0), pytest.approx(2.0 + 5.0)]
 
@@ -101,3 +106,27 @@ def test_that_all_samples_are_cut_and_masked_is_said_once(tmp_path: Path, caplog
         "step 3 trained nothing: every sample with a reward was cut by the token limit, and algorithm.mask_truncated "
         "leaves them out of the loss: raise sampling.max_tokens (said once)"
     ]
+
+
+def test_other_work_goes_on_while_rollouts_are_written_and_the_ledger_comes_after(tmp_path: Path) -> None:
+    went_on, events = threading.Event(), list[str]()
+
+    class SlowStore(RolloutStore):
+        def write(self, step: int, groups: list[Group]) -> Path:
+            events.append("other work" if went_on.wait(scaled(10)) else "nothing else")
+            return super().write(step, groups)
+
+    def forgets(*_: object) -> None:
+        events.append("on disk" if SlowStore(tmp_path).path(1).is_file() else "lost")
+        raise RunFailed("enough")
+
+    async def step() -> None:
+        asyncio.get_running_loop().call_soon(went_on.set)
+        unused: Any = SimpleNamespace(train=forgets)
+        recorder = Recorder(SlowStore(tmp_path), unused, LengthAudit(128), *[unused] * 3, None)
+        with pytest.raises(RunFailed, match="enough"):
+            nothing: Any = None
+            await recorder.step_done(taken(config(2), {"a": (1.0, 0.0)}), *[nothing] * 6)
+
+    asyncio.run(step())
+    assert events == ["other work", "on disk"]

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import AsyncMock, MagicMock
 
 import numpy as np
 import pytest
@@ -260,6 +260,7 @@ def test_the_checkpoint_of_a_version_stays_until_it_is_evaluated(tmp_path: Path)
         "waits": WaitRegistry("controller"),
     }
     mocks = {name: MagicMock() for name in ("lengths", "recorder", "times", "refusals", "canary", "guard")}
+    mocks["recorder"].step_done = AsyncMock()
     steps = TrainingSteps(run=run, **stubs, **mocks)
     steps.resume_at(4)
     steps._publish_due = False
@@ -293,6 +294,7 @@ def test_a_step_with_samples_from_before_a_resume_is_no_measurement_of_generatio
     names = ("trainers", "services", "issuer", "pool", "groups", "evaluator", "lengths", "recorder", "telemetry")
     mocks = {name: MagicMock() for name in (*names, "times", "refusals", "canary", "guard")}
     mocks["telemetry"].latest = None
+    mocks["recorder"].step_done = AsyncMock()
     scaling: Any = SimpleNamespace(step_done=scaled)
     steps = TrainingSteps(run=RunConfig(), scaling=scaling, waits=WaitRegistry("controller"), **mocks)
     steps.choice = SimpleNamespace(step_done=chosen, note="")  # type: ignore[assignment]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
@@ -236,7 +237,7 @@ def test_rollouts_are_on_disk_before_the_ledger_forgets_them(tmp_path: Path, mon
     recorder: Any = Recorder(*parts)
     batch = StepBatch(RunConfig(), 1, {"g": make_group("g")})
     with pytest.raises(RunFailed, match="enough"):
-        recorder.step_done(batch, *[None] * 6)
+        asyncio.run(recorder.step_done(batch, *[None] * 6))
     partial = events[1][1]
     assert partial.startswith(".step_000001.parquet.")
     assert events == [
@@ -269,7 +270,7 @@ def test_all_rows_of_a_step_say_that_step_whatever_they_were_issued_for(tmp_path
     batch = StepBatch(RunConfig(), 6, {"taken": groups["taken"]}, **lists)
     recorder: Any = Recorder(*parts)
     with pytest.raises(RunFailed, match="enough"):
-        recorder.step_done(batch, *[None] * 6)
+        asyncio.run(recorder.step_done(batch, *[None] * 6))
     assert set(pq.read_table(store.path(6))["step"].to_pylist()) == {6}
 
 
