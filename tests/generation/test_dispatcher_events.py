@@ -46,7 +46,7 @@ class Instance:
 class World:
     """A dispatcher, its instances, and requests of known lengths."""
 
-    def __init__(self, policy: str, seed: int) -> None:
+    def __init__(self, policy: str, seed: int, slow_sends: bool = False) -> None:
         self.random = random.Random(seed)
         self.policy = make_policy(policy, LIMIT, 4, objective_of(self.random.choice(["sync", "stream"])))
         self.dispatcher = Dispatcher(self.policy, self.send, self.produced)
@@ -54,12 +54,15 @@ class World:
         self.lengths: dict[str, int] = {}
         self.noted: Counter[str] = Counter()
         self.finished: Counter[str] = Counter()
+        self.slow_sends = slow_sends
 
     def produced(self, instance: str, sample_id: str) -> float:
         one = self.instances.get(instance)
         return float(one.running[sample_id][0] or 0) if one and sample_id in one.running else 0.0
 
     async def send(self, instance: str, kind: str, body: dict[str, Any], arrays: Arrays) -> None:
+        for _ in range(self.random.randint(0, 3) if self.slow_sends else 0):
+            await asyncio.sleep(0)
         if instance in self.instances:
             self.instances[instance].unread.append((kind, body, arrays))
 
@@ -171,9 +174,9 @@ class World:
 
     async def work(self, chance: float) -> None:
         for name in list(self.instances):
-            if self.random.random() < chance:
+            if self.random.random() < chance and name in self.instances:
                 await self.read(name)
-            if self.random.random() < chance:
+            if self.random.random() < chance and name in self.instances:
                 await self.generate(name)
 
     def check(self) -> None:
@@ -191,6 +194,45 @@ class World:
         for _ in range(EVENTS):
             await self.event()
             self.check()
+        await self.end()
+
+    async def play_together(self) -> None:
+        """As `play`, but orders of the controller, messages of instances and troubles come while others are handled."""
+        for _ in range(EVENTS):
+            await asyncio.gather(self.order(), self.work(0.7), self.change())
+            self.check()
+        self.slow_sends = False
+        await self.end()
+
+    async def order(self) -> None:
+        match self.random.choice(["submit", "throttle", "park", "resume", "use", "abandon"]):
+            case "submit" if len(self.lengths) < 200:
+                await self.submit()
+            case "throttle":
+                await self.dispatcher.throttle(self.random.random() < 0.2)
+            case "park":
+                await self.dispatcher.park(self.random.sample(sorted(self.lengths), min(len(self.lengths), 5)))
+            case "resume":
+                await self.dispatcher.resume(list(self.dispatcher.parked), self.random.choice([None, 5, 20]))
+            case "use" if self.instances:
+                names = list(self.instances)
+                await self.dispatcher.use(self.random.sample(names, max(1, len(names) - 1)))
+            case "abandon" if self.random.random() < 0.3 and self.dispatcher.requests:
+                gone = self.random.sample(sorted(self.dispatcher.requests), 1)
+                self.finished.update(gone)
+                await self.dispatcher.abandon(gone)
+
+    async def change(self) -> None:
+        chance = self.random.random()
+        if chance < 0.15 and len(self.instances) < 5:
+            await self.join()
+        elif chance < 0.5 and self.instances:
+            await self.trouble(self.random.choice(list(self.instances)))
+        elif chance < 0.8:
+            await self.return_all()
+
+    async def end(self) -> None:
+        """Let everything end well."""
         await self.dispatcher.throttle(False)
         await self.join()
         for _ in range(3000):
@@ -222,3 +264,9 @@ def test_a_request_may_be_returned_if_it_was_ordered_or_its_budget_is_used_up_or
         assert work.may_return("a", part("g.1", 3))
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_happens_while_messages_are_sent_no_request_is_lost_or_runs_twice(policy: str, seed: int) -> None:
+    asyncio.run(World(policy, seed, slow_sends=True).play_together())

@@ -62,3 +62,26 @@ def test_a_heartbeat_asks_the_fleet_once_for_the_states_of_all_instances(tmp_pat
         assert len(asked) == 1
 
     with_fleet(tmp_path, work)
+
+
+def test_other_work_goes_on_while_a_steps_requests_are_sent() -> None:
+    work, sent = dispatcher(LeastLoaded())
+    seen: list[int] = []
+
+    async def looks_on() -> None:
+        while not seen or seen[-1] < 1000:
+            seen.append(len(sent))
+            await asyncio.sleep(0)
+
+    async def body() -> None:
+        for instance in ("a", "b"):
+            await work.join(instance, 500, None, REGULAR)
+        step = [(requests(*(f"g.{number}" for number in range(1000))), None)]
+        await asyncio.gather(work.submit(step), looks_on())
+        assert seen == [256, 512, 768, 1000]
+        seen.clear()
+        sent.clear()
+        await asyncio.gather(work.park(list(work.requests)), looks_on())
+        assert seen == [24, 280, 536, 792, 1000]
+
+    asyncio.run(body())

@@ -19,10 +19,15 @@ preempted has simply ended.
 While dispatch is throttled, because finished samples leave the site more slowly than they are produced, the policy is
 not consulted and no waiting request starts. Running requests continue, and a request already moving to another
 instance continues there; requests that are parked, resumed or requeued meanwhile wait with their tokens.
+
+A step's requests are so many messages that other work must go on between them: sending pauses now and then, also where
+an instance has no credit. So each method changes all that it knows first, then sends. What has been decided but not
+sent yet may be out of date by then, and is left out: the policy then has the request elsewhere, or not at all.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -35,6 +40,9 @@ from streamrl.protocol.samples import request_to_wire
 from streamrl.protocol.site_instance import Release
 from streamrl.rollouts.types import PartialSample, SampleRequest
 from streamrl.transport.wire import Arrays
+
+SENT_TOGETHER = 256
+"""Messages that are sent before other work goes on."""
 
 Send = Callable[[str, str, dict[str, Any], Arrays], Awaitable[None]]
 """Sends a message: (instance, kind, body, arrays)."""
@@ -53,7 +61,8 @@ class Dispatcher:
         """Requests that wait for `resume`; their instance may not have returned them yet."""
         self.moves = 0
         """Running requests that were moved to another instance since the start."""
-        self._send = send
+        self._send_now = send
+        self._sent = 0
         self._reported = produced
         self._forecasts: dict[str, Forecast | None] = {}
         self._turns: dict[str, tuple[str, int]] = {}
@@ -106,11 +115,11 @@ class Dispatcher:
                 del self._moving[sample_id]
             elif sample_id not in self._at:  # a policy may have planned it for this instance
                 waiting.append(sample_id)
+        self._queue(waiting)
         if requeue:
-            for sample_id in sorted(self.works_on(instance)):
-                if sample_id not in self._releasing:
-                    await self._release(instance, sample_id)
-        await self._place(waiting)
+            running = [sample_id for sample_id in self.works_on(instance) if sample_id not in self._releasing]
+            await self._order_releases(self._to_release(running))
+        await self._dispatch()
 
     async def unhold(self, instance: str, why: str) -> None:
         """Remove a reason for holding an instance; a no-op for one that has left meanwhile."""
@@ -176,7 +185,9 @@ class Dispatcher:
         """
         if instance in self._joined:
             await self.hold(instance, requeue=False, why="lost")
-        parked = await self._continue_elsewhere(self.works_on(instance), kept)
+        parked, moving = self._continue_elsewhere(self.works_on(instance), kept)
+        await self._start_decided(moving)
+        await self._dispatch()
         self.leave(instance)
         return parked
 
@@ -187,14 +198,20 @@ class Dispatcher:
         """
         had = self.works_on(instance)
         self._handed_over.setdefault(instance, set()).update(had)
+        parked, moving = self._continue_elsewhere(had, kept)
         for sample_id in had:
-            await self._release(instance, sample_id)
-        return await self._continue_elsewhere(had, kept)
+            await self._tell_to_release(instance, sample_id)
+        await self._start_decided(moving)
+        await self._dispatch()
+        return parked
 
-    async def _continue_elsewhere(
+    def _continue_elsewhere(
         self, had: Iterable[str], kept: Callable[[str], PartialSample | None]
-    ) -> list[PartialSample]:
-        parked, waiting = [], []
+    ) -> tuple[list[PartialSample], list[tuple[str, str, str]]]:
+        """Queue requests that their instance has lost; return those that are now parked, and (request, instance, route)
+        of those that were moving already.
+        """
+        parked, moving, waiting = [], [], []
         for sample_id in sorted(had):
             self._take(sample_id)
             target, request = self._moving.pop(sample_id, None), self.requests[sample_id]
@@ -205,11 +222,11 @@ class Dispatcher:
             if found is not None and self._used_up(found):
                 parked.append(found)
             elif target is not None:
-                await self._start(sample_id, *target)
+                moving.append((sample_id, *target))
             else:
                 waiting.append(sample_id)
-        await self._place(waiting)
-        return parked
+        self._queue(waiting)
+        return parked, moving
 
     def leave(self, instance: str) -> None:
         """Require an instance to join again before it gets requests; it keeps what it works on."""
@@ -223,7 +240,8 @@ class Dispatcher:
         allowed = self._allowed = set(instances)
         held = {instance for instance in self._joined if "unused" in self._held.get(instance, ())}
         for instance in sorted(self._joined.keys() - allowed - held):
-            await self.hold(instance, requeue=True, why="unused")
+            if self.knows(instance):  # it may have left meanwhile
+                await self.hold(instance, requeue=True, why="unused")
         for instance in sorted(held & allowed):
             await self.unhold(instance, "unused")
 
@@ -260,19 +278,20 @@ class Dispatcher:
         wanted = {sample_id for sample_id in sample_ids if sample_id in self.requests} - self.parked
         self.parked |= wanted
         self.policy.withdraw(wanted)
-        for sample_id in sorted(wanted & self._at.keys()):
+        for sample_id in wanted:
             self._moving.pop(sample_id, None)
-            await self._release(self._at[sample_id], sample_id)
+        await self._order_releases(self._to_release(wanted & self._at.keys()))
         await self._dispatch()
 
     async def abandon(self, sample_ids: Iterable[str]) -> None:
         """Stop requests that nobody waits for any more; what instances still report of them is ignored."""
         wanted = {sample_id for sample_id in sample_ids if sample_id in self.requests}
         self.policy.withdraw(wanted)
-        for sample_id in sorted(wanted):
-            if (at := self._at.get(sample_id)) is not None:
-                await self._release(at, sample_id)
+        running = [(self._at[sample_id], sample_id) for sample_id in sorted(wanted & self._at.keys())]
+        for sample_id in wanted:
             self._forget(sample_id)
+        for instance, sample_id in running:
+            await self._tell_to_release(instance, sample_id)
         await self._dispatch()
 
     async def resume(self, sample_ids: Iterable[str], budget: int | None = None) -> None:
@@ -294,12 +313,13 @@ class Dispatcher:
     async def finished(self, sample_id: str, length: int, instance: str) -> None:
         """Record a finished sample. If its instance had been given up, stop the one that continues the request."""
         self._handed_over.get(instance, set()).discard(sample_id)
-        if (at := self._at.get(sample_id, instance)) != instance:
-            await self._release(at, sample_id)
-        if sample_id not in self._at:  # it waits in the policy's queue
+        at = self._at.get(sample_id)
+        if at is None:  # it waits in the policy's queue
             self.policy.withdraw({sample_id})
         self._forget(sample_id)
         self.policy.finished(sample_id, length)
+        if at not in (None, instance):
+            await self._tell_to_release(at, sample_id)
         await self._dispatch()
 
     def _forget(self, sample_id: str) -> None:
@@ -355,8 +375,11 @@ class Dispatcher:
         return pause_at is not None and len(partial.completion_tokens) >= pause_at
 
     async def _place(self, sample_ids: Iterable[str]) -> None:
-        self.policy.submit([self._known_to_policy(sample_id) for sample_id in sample_ids])
+        self._queue(sample_ids)
         await self._dispatch()
+
+    def _queue(self, sample_ids: Iterable[str]) -> None:
+        self.policy.submit([self._known_to_policy(sample_id) for sample_id in sample_ids])
 
     def _known_to_policy(self, sample_id: str) -> Request:
         request = self.requests[sample_id]
@@ -368,18 +391,40 @@ class Dispatcher:
     async def _dispatch(self) -> None:
         if self._throttled:
             return
+        starts, moved = [], []
         for decision in self.policy.decide(self._produced):
-            sample_id = decision.request_id
-            if not decision.moved:
-                await self._start(sample_id, decision.instance, decision.route)
+            sample_id, target = decision.request_id, (decision.instance, decision.route)
+            if sample_id not in self._at:  # one that moves may not have been sent yet
+                starts.append((sample_id, *target))
                 continue
-            self._moving[sample_id] = (decision.instance, decision.route)
+            self._moving[sample_id] = target
             if sample_id not in self._releasing:
-                await self._release(self._at[sample_id], sample_id)
+                moved.append(sample_id)
+        orders = self._to_release(moved)
+        await self._start_decided(starts)
+        await self._order_releases(orders)
 
-    async def _release(self, instance: str, sample_id: str) -> None:
-        self._releasing.add(sample_id)
+    def _to_release(self, sample_ids: Iterable[str]) -> list[tuple[str, str]]:
+        """Note that requests are to be released; return (instance, request) of each, for `_order_releases`."""
+        orders = [(self._at[sample_id], sample_id) for sample_id in sorted(sample_ids)]
+        self._releasing.update(sample_id for _, sample_id in orders)
+        return orders
+
+    async def _order_releases(self, orders: Iterable[tuple[str, str]]) -> None:
+        """Order instances to release requests that they still have."""
+        for instance, sample_id in orders:
+            if self.has(instance, sample_id) and sample_id in self._releasing:
+                await self._tell_to_release(instance, sample_id)
+
+    async def _tell_to_release(self, instance: str, sample_id: str) -> None:
         await self._send(instance, *wire(Release(sample_id=sample_id)), {})
+
+    async def _start_decided(self, decided: Iterable[tuple[str, str, str]]) -> None:
+        """Start requests, given by (request, instance, route), unless they have ended or were placed anew meanwhile."""
+        for sample_id, instance, route in decided:
+            placed = self.policy.where.get(sample_id)
+            if placed is not None and placed.name == instance and sample_id not in self._at:
+                await self._start(sample_id, instance, route)
 
     async def _start(self, sample_id: str, instance: str, route: str) -> None:
         self._at[sample_id] = instance
@@ -388,6 +433,13 @@ class Dispatcher:
             self._turns[sample_id] = "", 0  # should it be placed again, its home's cache is of no use any more
         message, arrays = request_to_wire(self.requests[sample_id], route)
         await self._send(instance, *wire(message), arrays)
+
+    async def _send(self, instance: str, kind: str, body: dict[str, Any], arrays: Arrays) -> None:
+        """Send a message, and let other work go on now and then."""
+        await self._send_now(instance, kind, body, arrays)
+        self._sent += 1
+        if self._sent % SENT_TOGETHER == 0:
+            await asyncio.sleep(0)
 
     def _produced(self, sample_id: str) -> float:
         kept = self.requests[sample_id].kept
