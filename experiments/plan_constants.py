@@ -109,11 +109,12 @@ SOURCES: dict[ModuleType, dict[str, str]] = {
     },
 }
 OF_THE_SEARCH = {
+    decode: ("MOST_POINTS",),
     generation_cost: ("LENGTHS", "GRID", "MOST_QUEUED", "MOST_ROUNDS"),
     allocation: ("COARSE", "FINE", "SYNC_SIZES", "SYNC_KEPT"),
     gpu_memory: ("GIB", "FRACTION_STEP", "MICRO_STEP", "MOST_GPUS", "MOST_SHARING"),
 }
-"""Numbers that say how finely plans are searched, not what hardware does."""
+"""Numbers that say how finely plans are searched and how much is read, not what hardware does."""
 DEVICE_SOURCES = {
     "bf16_tflops": "the paper's table 1",
     "memory_bandwidth_gb_s": "the paper's table 1",

@@ -74,8 +74,9 @@ def check_open_files(cluster: ClusterConfig, run: RunConfig, most: int, site: st
                 f"in docker), or lower {remedy}"
             )
 
-    for name in [site] if site is not None else cluster.sites:
-        one = cluster.sites[name]
+    for name, one in cluster.sites.items():
+        if site not in (None, name):
+            continue
         instances = sum(pool.most_replicas for pool in one.generation)
         of_pools = "replicas and max_replicas"
         yield from problem(f"sites.{name}.generation", "its service", instances, "instances", of_pools)
