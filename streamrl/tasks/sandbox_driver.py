@@ -47,7 +47,24 @@ CLOSED = 0x1 | 0x2 | 0x4 | 0x8  # MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 CAPABILITIES_V3 = 0x20080522
 MOST_OPEN_FILES = 64
-SCRIPTS = {"python": [sys.executable, "-Iu"], "bash": ["bash"]}
+LOADER = """
+def load(number):
+    import linecache, os, sys
+    def show(kind, error, trace):
+        import traceback
+        traceback.print_exception(kind, error, trace.tb_next.tb_next)  # without the loader
+    with os.fdopen(number, encoding="utf-8", errors="surrogatepass") as file:
+        file.seek(0)
+        source = file.read()
+    linecache.cache["<string>"] = len(source), None, [f"{{line}}\\n" for line in source.split("\\n")], "<string>"
+    sys.excepthook = show
+    del globals()["load"]
+    exec(compile(source, "<string>", "exec"), globals())
+load({})
+"""
+"""Runs a script from memory as `python -c` does: with a main file, `multiprocessing` would open that path again."""
+SCRIPTS = {"python": [sys.executable, "-Iuc", LOADER], "bash": ["bash", "/proc/self/fd/{}"]}
+"""Commands of scripts; {} stands for the number of the file."""
 
 
 def contains(one: Any, value: Any) -> bool | None:
@@ -472,12 +489,12 @@ def tasks_of_user() -> int:
     return count
 
 
-def script_file(source: str) -> str:
-    """Return the path of a file in memory with a script: as an argument it could have 128 KiB at most."""
+def script_file(source: str) -> int:
+    """Return the number of a file in memory with a script: as an argument it could have 128 KiB at most."""
     number = ctypes.CDLL(None).memfd_create(b"script", 0)  # `os` has this function in some builds of Python only
     with os.fdopen(number, "wb", closefd=False) as file:
         file.write(source.encode(errors="surrogatepass"))
-    return f"/proc/self/fd/{number}"
+    return number
 
 
 def main() -> NoReturn:
@@ -492,7 +509,8 @@ def main() -> NoReturn:
     except (OSError, ValueError) as error:
         sys.exit(f"cannot be isolated: {error}")
     if given["side"] in SCRIPTS:
-        command = [*SCRIPTS[given["side"]], script_file(given["source"])]
+        *words, last = SCRIPTS[given["side"]]
+        command = [*words, last.format(script_file(given["source"]))]
         os.write(1, b'["begun", null]\n')
         os.dup2(1, 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

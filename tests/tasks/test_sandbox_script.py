@@ -37,8 +37,34 @@ def test_a_script_returns_what_it_prints_and_how_it_ended(
 
 def test_an_exception_is_shown_to_its_author() -> None:
     output = run_script("print('so far')\n1 / 0", "python", SANDBOX)
-    assert output.text.startswith("so far\n") and "ZeroDivisionError" in output.text
+    error = 'Traceback (most recent call last):\n  File "<string>", line 2, in <module>\n    1 / 0\n'
+    assert output.text.startswith("so far\n" + error) and "ZeroDivisionError" in output.text
     assert output.ended == "exit code 1"
+
+
+@pytest.mark.parametrize("start", ["spawn", "forkserver"])
+def test_a_script_may_start_processes_that_begin_afresh(start: str) -> None:
+    source = f"""
+import math, multiprocessing
+if __name__ == "__main__":
+    queue = multiprocessing.get_context("{start}").Queue()
+    process = multiprocessing.get_context("{start}").Process(target=queue.put, args=(7,))
+    process.start()
+    print(queue.get())
+    process.join()
+    print(process.exitcode)
+"""
+    output = run_script(source, "python", Sandbox(seconds=scaled(30)))
+    assert (output.text, output.ended) == ("7\n0\n", "")
+
+
+def test_a_script_is_text_that_belongs_to_no_file() -> None:
+    output = run_script(
+        "# coding: latin-1\nimport sys\nprint('é', '__file__' in globals(), 'load' in globals(), sys.argv)",
+        "python",
+        SANDBOX,
+    )
+    assert (output.text, output.ended) == ("é False False ['-c']\n", "")
 
 
 @pytest.mark.parametrize(("language", "last"), [("python", "print('done')"), ("bash", "echo done")])
@@ -55,7 +81,7 @@ def test_a_script_with_a_nul_character_is_told_so(language: Language, source: st
 
 def test_a_script_with_half_a_character_is_answered_by_python() -> None:
     output = run_script("print('\ud83d')", "python", SANDBOX)
-    assert output.text.startswith("SyntaxError") and output.ended == "exit code 1"
+    assert "surrogates not allowed" in output.text and output.ended == "exit code 1"
 
 
 def test_a_script_that_does_not_end_or_prints_without_end_is_ended(
