@@ -16,6 +16,7 @@ import json
 import os
 import secrets
 import signal
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,7 +53,8 @@ async def play_program(
     """Run a program that plays one episode; whatever fails makes the episode void.
 
     It ends with everything that it has started, also when this coroutine is cancelled. What it has started in a session
-    of its own is found by the variable `MARK`, which a process that gets another environment lacks.
+    of its own is found by the variable `MARK`, which a process that gets another environment lacks; the log names it.
+    A tmux server belongs to the program that has started it, as each program has a folder of sockets (`TMUX_TMPDIR`).
 
     Args:
         command: program and arguments.
@@ -68,6 +70,10 @@ async def play_program(
     own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "TASK": task}
     own |= {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": api_key}
     own[MARK] = mark = secrets.token_hex(16)
+    sockets = None
+    if not os.environ.get("TMUX_TMPDIR"):  # else the first program's server, which ends with it, would be everybody's
+        sockets = tempfile.TemporaryDirectory(prefix="streamrl-tmux-", ignore_cleanup_errors=True)
+        own["TMUX_TMPDIR"] = sockets.name
     printed = _Printed(log)
     output, errors = await OutputPipe.open(), await OutputPipe.open()
     try:
@@ -83,6 +89,8 @@ async def play_program(
     except (OSError, ValueError) as error:
         output.close()
         errors.close()
+        if sockets is not None:
+            sockets.cleanup()
         return _void(VoidCause.ENVIRONMENT, f"{command[0]} did not start: {error}")
     output.started()
     errors.started()
@@ -111,7 +119,11 @@ async def play_program(
         reading.cancel()
         output.close()
         errors.close()
-        await asyncio.gather(ended, looking)
+        _, names = await asyncio.gather(ended, looking)
+        if names:
+            log(f"{command[0]}: ended in a session of its own: {', '.join(names)}\n".encode())
+        if sockets is not None:
+            sockets.cleanup()
     if code:
         return _void(VoidCause.CRASH, f"{command[0]} ended with {exit_text(code)}", printed.errors)
     try:

@@ -73,23 +73,31 @@ def kill_with_children(pid: int) -> None:
                 one.kill()
 
 
-def kill_with_setting(setting: str) -> None:
+def kill_with_setting(setting: str) -> list[str]:
     """Kill this user's processes that began with a variable, whoever their parent and whatever their group and session.
 
     Linux only; a no-op elsewhere.
 
     Args:
         setting: `NAME=value`, which nothing else has: it is inherited by what a process starts.
+
+    Returns:
+        Names of those killed in another session than this process, such as daemons.
     """
+    names: list[str] = []
     for _ in range(MOST_LOOKS):
         found = False
         for pid in psutil.pids():
             with contextlib.suppress(OSError):  # it is another user's, has ended, or this is no Linux
                 if setting.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    name = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+                    elsewhere = os.getsid(pid) != os.getsid(0)
                     os.kill(pid, signal.SIGKILL)
                     found = True
+                    names += [name] if elsewhere else []
         if not found:
-            return
+            break
+    return names
 
 
 def kill_group(leader: int) -> None:

@@ -178,6 +178,46 @@ def test_what_a_program_has_started_in_a_session_of_its_own_ends_with_it(
     asyncio.run(scenario())
 
 
+DAEMON = """
+import os, subprocess, sys
+nap = [sys.executable, "-c", "import time; open('naps', 'w'); time.sleep(1000)"]
+null = subprocess.DEVNULL
+subprocess.Popen(nap, start_new_session=True, stdin=null, stdout=null, stderr=null)
+while not os.path.exists("naps"):
+    os.sched_yield()
+print('{"reward": 1}')
+"""
+
+
+def test_the_log_names_what_has_ended_with_a_program_in_another_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    log: list[bytes] = []
+    assert played(DAEMON, log=log).reward == 1.0
+    (line,) = [line for line in b"".join(log).decode().splitlines() if "session" in line]
+    assert line.startswith(f"{sys.executable}: ended in a session of its own: python")
+
+
+def test_programs_share_no_tmux_server_unless_the_user_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says = "import os; print(os.path.isdir(path := os.environ['TMUX_TMPDIR']), path); print('{\"reward\": 1}')"
+
+    def folder() -> str:
+        log: list[bytes] = []
+        assert played(says, log=log).reward == 1.0
+        there, path = b"".join(log).decode().splitlines()[0].split()
+        assert there == "True"
+        return path
+
+    monkeypatch.delenv("TMUX_TMPDIR", raising=False)
+    one, other = folder(), folder()
+    assert one != other and not Path(one).exists() and not Path(other).exists()
+    monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
+    assert folder() == str(tmp_path) and tmp_path.is_dir()
+
+
 TREE = """
 import os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
