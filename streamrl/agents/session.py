@@ -40,6 +40,8 @@ NO_ROOM, NO_TURNS = "context_length_exceeded", "max_turns_exceeded"
 """Codes of the refusals that end a conversation by rule."""
 MOST_REFUSALS = 64
 """Refusals that a session remembers."""
+LEAST_SHARED = 32
+"""Characters with which two messages have to begin alike if one of them is to be the other, shortened."""
 
 
 class CallError(Exception):
@@ -146,23 +148,24 @@ class _Refusal:
     call: Call
     parent: Turn | None
     """The turn that it would have extended; None: it would have begun a row, or that is not known."""
+    goes_on: bool = False
+    """Whether a turn with its first message preceded it: others may begin with that message, too."""
 
     def taken_back_by(self, turn: Turn) -> bool:
         """Whether a turn that began later is of the same conversation, so that its agent has got over the refusal.
 
-        It is if one of the two extends what the other does, or else if they share a message of the user or of a tool,
-        which may be shortened.
+        It is if one of the two extends what the other does, or else if they have the same system messages and share a
+        message of the user or of a tool, which may be shortened. Sub-agents may begin alike, in any order of their
+        calls: the first message counts only if the refused call was the first with it.
         """
         if self.parent is not None and turn.parent is not None:
             return turn.parent in _path(self.parent) or self.parent in _path(turn.parent)
         if not self.call.messages or not turn.call.messages:  # tokens
             return self.call.messages == turn.call.messages
-        ours, theirs = _told(self.call.messages), _told(turn.call.messages)
-        return any(
-            role == other and (text.startswith(more) or more.startswith(text))
-            for role, text in ours
-            for other, more in theirs
-        )
+        if _systems(self.call.messages) != _systems(turn.call.messages):
+            return False
+        ours, theirs = _told(self.call.messages)[int(self.goes_on) :], _told(turn.call.messages)
+        return any(role == other and _shared(text, more) for role, text in ours for other, more in theirs)
 
 
 class Session:
@@ -214,14 +217,14 @@ class Session:
             self._take(call, known)
             return known, False
         if len(self.turns) >= self.limits.max_turns:
-            self._refuse(_Refusal(NO_TURNS, call, None))
+            self._refuse(NO_TURNS, call, None)
             raise CallError(400, NO_TURNS, f"this episode has made its {self.limits.max_turns} turns (max_turns)")
         if sum(turn.generated is None for turn in self.turns) >= self.limits.max_in_flight:
             raise TooManyRun
         turn = self._with_tokens(call, now) if call.prompt_tokens is not None else self._with_messages(call, now)
         length = len(turn.order.prompt_tokens)
         if length >= self.limits.max_context:
-            self._refuse(_Refusal(NO_ROOM, call, turn.parent))
+            self._refuse(NO_ROOM, call, turn.parent)
             raise CallError(
                 400,
                 NO_ROOM,
@@ -302,9 +305,11 @@ class Session:
                 return [*turn.call.messages, turn.answer]
         return []
 
-    def _refuse(self, refusal: _Refusal) -> None:
-        others = [one for one in self._refusals if one.call.body != refusal.call.body]
-        self._refusals = [*others, refusal][-MOST_REFUSALS:]
+    def _refuse(self, code: str, call: Call, parent: Turn | None) -> None:
+        others = [one for one in self._refusals if one.call.body != call.body]
+        first = _told(call.messages)[:1]
+        goes_on = any(_told(turn.call.messages)[:1] == first for turn in self.turns)
+        self._refusals = [*others, _Refusal(code, call, parent, goes_on)][-MOST_REFUSALS:]
 
     def _restored(self, call: Call) -> Call:
         """Put the reasoning back that a library has split off an answer: the message becomes what was sampled."""
@@ -453,6 +458,16 @@ def _path(turn: Turn | None) -> list[Turn]:
 def _told(messages: list[ChatMessage]) -> list[tuple[str, str]]:
     """Return role and text of what others than the model have said in a conversation."""
     return [(one["role"], one["content"]) for one in messages if one["role"] in ("user", "tool") and one["content"]]
+
+
+def _systems(messages: list[ChatMessage]) -> list[str]:
+    return [one["content"] for one in messages if one["role"] == "system"]
+
+
+def _shared(one: str, other: str) -> bool:
+    """Whether two texts are the same message, of which one may be shortened."""
+    short, long = sorted((one, other), key=len)
+    return short == long or (len(short) >= LEAST_SHARED and long.startswith(short))
 
 
 def _reason(turn: Turn) -> str:

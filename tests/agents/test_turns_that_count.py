@@ -59,7 +59,7 @@ def test_a_turn_that_nobody_got_leaves_its_row_to_the_next_one() -> None:
 
 
 FULL = {"role": "user", "content": "x " * 600}
-SHORT = {"role": "user", "content": "x x"}
+SHORT = {"role": "user", "content": "x " * 20}
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
@@ -94,6 +94,52 @@ def test_a_refusal_of_a_conversation_that_goes_on_is_known_by_its_turns(goes_on:
     }
     answered(here, asked(*shorter[goes_on]))
     assert here.cut == (goes_on == "elsewhere")
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("system", ["You check.", SYSTEM["content"]])
+def test_a_refusal_stays_whenever_another_conversation_asks_the_same_question(first: bool, system: str) -> None:
+    here = session()
+    other = asked({"role": "system", "content": system}, USER, {"role": "user", "content": "Once more."})
+    if first:
+        answered(here, other)
+    turn = answered(here, asked(SYSTEM, USER))
+    refused(here, SYSTEM, USER, turn.answer, FULL)
+    if not first:
+        answered(here, other)
+    assert here.cut
+    answered(here, asked(SYSTEM, MORE, SHORT))  # what it was told last, behind a new beginning
+    assert not here.cut
+
+
+TOLD = {"role": "user", "content": "Find the file that the test needs."}
+
+
+@pytest.mark.parametrize(
+    ("then", "cut"),
+    [
+        ([{"role": "user", "content": "x"}], True),  # many texts begin with it
+        ([{"role": "system", "content": "Check."}, SHORT], True),
+        ([{**SHORT, "role": "tool", "tool_call_id": "a"}], True),
+        ([MORE, SHORT], False),
+        ([{**TOLD, "content": TOLD["content"] + " Be brief."}], False),
+    ],
+    ids=["short", "system", "role", "shortened", "longer"],
+)
+def test_a_message_is_another_one_shortened_if_enough_of_it_is_left(then: list[dict[str, Any]], cut: bool) -> None:
+    here = session()
+    refused(here, TOLD, FULL)
+    answered(here, asked(*then))
+    assert here.cut == cut
+
+
+def test_a_refusal_is_taken_back_where_its_conversation_had_gone_on_already() -> None:
+    here = session()
+    first = answered(here, asked(USER))
+    second = answered(here, asked(USER, first.answer, MORE))
+    refused(here, USER, first.answer, FULL)
+    answered(here, asked(USER, first.answer, MORE, second.answer, MORE))
+    assert not here.cut
 
 
 def test_an_agent_that_shortens_its_conversation_and_goes_on_is_not_cut() -> None:
