@@ -312,12 +312,12 @@ class Session:
         self._refusals = [*others, _Refusal(code, call, parent, goes_on)][-MOST_REFUSALS:]
 
     def _restored(self, call: Call) -> Call:
-        """Put the reasoning back that a library has split off an answer: the message becomes what was sampled."""
-        if not any(message.get("reasoning_content") for message in call.messages):
+        """Put answers back whose reasoning a library has split off or joined anew: they become what was sampled."""
+        if not any(map(_has_reasoning, call.messages)):
             return call
         messages, digest = list[ChatMessage](), digests([], call.tools)[0]
         for message in call.messages:
-            if message.get("reasoning_content"):
+            if _has_reasoning(message):
                 message = self._reasoned.get(digest_of_split(digest, message), message)
             messages.append(message)
             digest = digest_with(digest, meaning(message))
@@ -458,6 +458,13 @@ def _path(turn: Turn | None) -> list[Turn]:
 def _told(messages: list[ChatMessage]) -> list[tuple[str, str]]:
     """Return role and text of what others than the model have said in a conversation."""
     return [(one["role"], one["content"]) for one in messages if one["role"] in ("user", "tool") and one["content"]]
+
+
+def _has_reasoning(message: ChatMessage) -> bool:
+    """Whether a message has the reasoning of an answer, in a field or in its text."""
+    return message["role"] == "assistant" and bool(
+        message.get("reasoning_content") or THOUGHT_END in message["content"]
+    )
 
 
 def _systems(messages: list[ChatMessage]) -> list[str]:

@@ -122,6 +122,34 @@ def test_an_answer_whose_reasoning_a_library_has_split_off_is_the_one_that_was_s
     assert answered(here, call(USER, other, MORE, tools=[TOOL])).parent is None
 
 
+def test_an_answer_whose_reasoning_a_library_has_joined_with_other_line_breaks_is_the_one_that_was_sampled() -> None:
+    here = session()
+    first = answered(here, call(USER), THOUGHT + "It is 12.")
+    joined = {**first.answer, "content": "<think>\n\nSeven and five.\n\n</think>\n\n\n\nIt is 12."}
+    assert answered(here, call(USER, joined, MORE)).parent is first
+    assert here.conversation()[1] == first.answer
+    other = {**joined, "content": joined["content"].replace("12", "13")}
+    assert answered(here, call(USER, other, MORE)).parent is None
+
+
+def test_the_reasoning_of_an_answer_ends_with_its_last_mark() -> None:
+    here = session()
+    first = answered(here, call(USER), "<think>\nIt ends with </think>.\n\n</think>\n\nIt is 12.")
+    split = {"role": "assistant", "content": "It is 12.", "reasoning_content": "It ends with </think>."}
+    assert answered(here, call(USER, split, MORE)).parent is first
+
+
+def test_answers_that_differ_in_their_calls_alone_are_told_apart() -> None:
+    here = session()
+    first = answered(here, call(USER, tools=[TOOL]), THOUGHT + CALL_OF_IT)
+    split = {**first.answer, "content": "", "reasoning_content": "Seven and five."}
+    (called,) = split["tool_calls"]
+    called = {**called, "function": {**called["function"], "arguments": '{"x": 2}'}}
+    result = {"role": "tool", "content": "12", "tool_call_id": called["id"]}
+    assert answered(here, call(USER, {**split, "tool_calls": [called]}, result, tools=[TOOL])).parent is None
+    assert answered(here, call(USER, split, result, tools=[TOOL])).parent is first
+
+
 def spaced(tool_call: dict[str, Any]) -> dict[str, Any]:
     return {"name": "calculate", "arguments": '{"y":[2],"x":1}'}
 
