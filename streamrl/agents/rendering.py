@@ -18,6 +18,7 @@ message can end its turn or begin another one.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 import secrets
@@ -396,13 +397,19 @@ class ChatRenderer:
 USER: ChatMessage = {"role": "user", "content": "What is 7 + 5?"}
 
 
-def _bytes_of(piece: str) -> bytes | None:
-    """Return the bytes of an entry of a vocabulary: byte-level BPE writes them as letters, others a byte as hex."""
+@functools.cache
+def _bytes_of_letters() -> dict[str, int]:
+    """Return the byte that each letter of byte-level BPE stands for."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode  # loaded already, with the tokenizer
 
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+
+def _bytes_of(piece: str) -> bytes | None:
+    """Return the bytes of an entry of a vocabulary: byte-level BPE writes them as letters, others a byte as hex."""
     if found := re.fullmatch("<0x([0-9A-F]{2})>", piece):
         return bytes.fromhex(found[1])
-    letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    letters = _bytes_of_letters()
     return bytes(letters[letter] for letter in piece) if letters.keys() >= set(piece) else None
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, convert_slow_tokenizer
 
 from streamrl.agents.rendering import ChatRenderer, HistoryRewritten, TemplateError
 from streamrl.agents.tool_calls import parse_glm, parse_qwen_xml
@@ -228,6 +229,17 @@ def test_tokens_that_are_parts_of_characters_have_their_own_bytes(tokenizer: Any
     chat = renderer(tokenizer)
     assert "\ufffd" in chat.token_texts(ids)
     assert b"".join(part or b"" for part in chat.token_bytes(ids)).decode() == text
+
+
+def test_the_letters_of_bytes_are_listed_once_however_many_tokens_ask(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat, listing = renderer(tokenizer), Mock(wraps=convert_slow_tokenizer.bytes_to_unicode)
+    monkeypatch.setattr(convert_slow_tokenizer, "bytes_to_unicode", listing)
+    ids = np.asarray(tokenizer.encode("🧑‍🚀" * 50), np.int32)
+    assert "\ufffd" in chat.token_texts(ids)
+    chat.token_bytes(ids)
+    assert listing.call_count <= 1
 
 
 def test_bytes_that_a_vocabulary_writes_as_hex_are_those_and_others_are_not_known() -> None:
