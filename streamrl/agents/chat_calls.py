@@ -18,6 +18,7 @@ import numpy as np
 from streamrl.agents.episode import POLICY
 from streamrl.agents.rendering import ChatMessage, ChatRenderer
 from streamrl.agents.session import Call, CallError, Turn
+from streamrl.agents.tool_calls import THOUGHT_END
 from streamrl.rollouts.plain_text import plain_text
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -286,7 +287,9 @@ def _message(message: Any, where: str) -> ChatMessage:
     if role == "assistant" and message.get("function_call"):
         raise bad(f"{where}.function_call: use tool_calls")
     if role == "assistant" and (reasoning := next(filter(None, map(message.get, REASONING)), None)):
-        found["reasoning_content"] = text_of_parts(reasoning, f"{where}.reasoning_content")
+        text = text_of_parts(reasoning, f"{where}.reasoning_content")
+        if THOUGHT_END not in found["content"]:  # else its text has the reasoning already
+            found["reasoning_content"] = text
     if role == "assistant" and message.get("tool_calls"):
         calls = list_of(message, "tool_calls")
         found["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(calls)]

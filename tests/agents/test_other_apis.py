@@ -287,6 +287,23 @@ def test_reasoning_that_an_agent_sends_is_shown_to_the_model(name: str) -> None:
     assert "<think>\n7 + 5\n</think>\n\n12" in TOKENIZER.decode(model.orders[0].prompt_tokens)
 
 
+def test_reasoning_that_comes_in_the_text_and_in_a_field_is_shown_once() -> None:
+    model = Model("<think>\nSeven and five.\n</think>\n\nIt is 12.")
+    texts = ["<think>7 + 5</think>12"]
+
+    async def agent(client: httpx2.AsyncClient) -> None:
+        answer = (await call(client)).json()["choices"][0]["message"]
+        texts.append(answer["content"])
+        for text in texts:
+            both = {**answer, "content": text, "reasoning_content": "Seven and five."}
+            assert (await call(client, USER, both, USER)).is_success
+
+    episode = play(model, over_http(agent), max_context=2000)
+    shown = [TOKENIZER.decode(order.prompt_tokens) for order in model.orders[1:]]
+    assert [text.count("</think>") for text in shown] == [1, 1] and "Seven" not in shown[0]
+    assert len(episode.rows) == 2  # the second goes on from the answer
+
+
 def test_the_models_that_are_listed_can_be_asked_for_by_name() -> None:
     async def agent(base_url: str, api_key: str) -> float:
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
