@@ -47,6 +47,8 @@ REFUSED = {
     "content_parts": "prompts are tokens",
 }
 """Parameters that cannot be given and whose absence would change what an answer means."""
+ASK_NOTHING_IF_EMPTY = {"documents", "structured_outputs"}
+"""Those of them that libraries send empty where nothing is asked for."""
 
 REASONING = ("reasoning_content", "reasoning")
 """Names under which libraries send the reasoning of an answer that they have split off its text."""
@@ -97,7 +99,7 @@ def call_of(
     choice = values.get("tool_choice")
     ignored = [name for name in values if name not in USED | SAYS_NOTHING and values[name] is not None]
     harmless = [name for name, plain in HARMLESS.items() if values.get(name) in plain]
-    drop = {*harmless, "top_logprobs", "response_format", "modalities", "chat_template_kwargs"}
+    drop = {*harmless, *ASK_NOTHING_IF_EMPTY, "top_logprobs", "response_format", "modalities", "chat_template_kwargs"}
     return Call(
         messages,
         tools,
@@ -256,7 +258,8 @@ def _check_common(values: dict[str, Any], models: set[str]) -> None:
 
 def _check_given(values: dict[str, Any]) -> None:
     for name, instead in REFUSED.items():
-        if values.get(name) is not None:
+        value = values.get(name)
+        if value is not None and (value or name not in ASK_NOTHING_IF_EMPTY):
             raise bad(f"{name}: {instead}")
 
 

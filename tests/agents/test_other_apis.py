@@ -304,6 +304,14 @@ def test_reasoning_that_comes_in_the_text_and_in_a_field_is_shown_once() -> None
     assert len(episode.rows) == 2  # the second goes on from the answer
 
 
+def test_parameters_that_are_empty_where_nothing_is_asked_for_are_not_refused() -> None:
+    async def agent(client: httpx2.AsyncClient) -> None:
+        answer = await call(client, documents=[], structured_outputs={})
+        assert answer.is_success and "x-streamrl-ignored" not in answer.headers
+
+    assert play(Model(), over_http(agent)).reward == 1.0
+
+
 def test_the_models_that_are_listed_can_be_asked_for_by_name() -> None:
     async def agent(base_url: str, api_key: str) -> float:
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
