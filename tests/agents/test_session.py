@@ -211,6 +211,16 @@ def test_a_call_that_joined_a_turn_by_its_body_is_known_by_its_own_key_from_then
         here.call(call(MORE, idempotency_key="k2"), 1.0)
 
 
+def test_a_turn_is_known_by_every_key_of_the_calls_that_asked_for_it() -> None:
+    here = session()
+    turn, _ = here.call(call(USER, idempotency_key="a"), 1.0)
+    assert here.call(call(USER, idempotency_key="b"), 1.0) == (turn, False)  # nobody has got its answer
+    turn.clients = 1
+    for key in ("a", "b"):
+        assert here.call(call(USER, idempotency_key=key), 1.0) == (turn, False)
+    assert here.call(call(USER, idempotency_key="c"), 1.0)[1]
+
+
 def test_the_retry_of_a_call_whose_turn_failed_is_a_new_sample() -> None:
     here = session()
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
 import pytest
 
 from streamrl.agents.agent_host import NO_ANSWERS, AgentHost
-from streamrl.agents.chat_endpoint import UNSEEN
+from streamrl.agents.chat_endpoint import UNSEEN, ChatEndpoint
 from streamrl.agents.episode import Episode, EpisodeOrder, EpisodeOutcome
 from streamrl.agents.session import CallError, Session
 from streamrl.config.run import RunConfig
@@ -217,6 +218,41 @@ def test_an_answer_whose_client_gave_up_is_not_trained_and_a_step_says_so(stream
     assert (trained(episode), episode.reward) == (["12"], 1.0)
     assert [message["content"] for message in episode.messages] == [USER["content"], "12"]
     assert [step.detail for step in episode.steps if step.name == "turn 1 left out"] == [UNSEEN]
+
+
+async def at_once(*_: object) -> None:
+    """End without a wait."""
+
+
+def test_an_answer_is_not_delivered_to_a_client_that_goes_away_as_it_is_finished() -> None:
+    async def gone() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    turn = answered(session(), asked(USER))
+    turn.delivered = False
+    endpoint: Any = SimpleNamespace(_finished=at_once)
+    request: Any = SimpleNamespace(receive=gone)
+    open_session: Any = None
+    assert not asyncio.run(ChatEndpoint._wait_for(endpoint, open_session, turn, request))
+    assert not turn.delivered and turn.clients == 0
+
+
+@pytest.mark.parametrize(("parts", "known"), [(1, False), (2, True), (3, True)])
+def test_an_answer_counts_from_the_first_part_of_a_stream_that_has_some_of_it(parts: int, known: bool) -> None:
+    turn = answered(session(), asked(USER))
+    turn.delivered = False
+
+    async def read() -> None:
+        dialect: Any = SimpleNamespace(begin=lambda turn: ["begin"], end=lambda turn, renderer, body: ["12", "end"])
+        open_session: Any = SimpleNamespace(tasks={turn: asyncio.ensure_future(at_once())})
+        endpoint: Any = SimpleNamespace(_finished=at_once, _renderer=None)
+        stream: Any = ChatEndpoint._stream(endpoint, open_session, turn, dialect, {})
+        for _ in range(parts):
+            await anext(stream)
+        await stream.aclose()  # its client has gone
+
+    asyncio.run(read())
+    assert turn.counts == known and not turn.delivered
 
 
 def test_an_episode_none_of_whose_answers_was_got_is_void() -> None:
