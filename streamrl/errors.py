@@ -76,6 +76,22 @@ def writing(path: object) -> Iterator[None]:
         raise RunFailed(ErrorCode.DISK.refer(text) if error.errno in FULL else text) from error
 
 
+@contextmanager
+def reaching(key: str) -> Iterator[None]:
+    """Look at what a key of the user's names; folders on the way there may be closed to this user.
+
+    Args:
+        key: the key, or another beginning of the message.
+
+    Raises:
+        UserError: it cannot be reached; the message names it.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        raise UserError(f"{key}: {error.filename}: {why_unusable(error)}") from error
+
+
 def as_typed(*words: object) -> str:
     """Return words of a command as they are typed, or pasted, into a shell: a path with a blank in quotes."""
     return shlex.join(map(str, words))

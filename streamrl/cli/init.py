@@ -65,7 +65,7 @@ def command(
             resolve_model(model, "--model")
         except UserError as error:
             missing = str(error)
-    if Path(model).is_dir():
+    if os.path.isdir(model):
         model = _seen_from(folder, Path(model))
     texts = project_files(ProjectChoices(_name_for(folder), model, chosen, gpus, _type_here() if gpus else None))
     if there := [name for name in texts if os.path.lexists(folder / name)]:

@@ -106,6 +106,13 @@ def main() -> None:
         lines = shown(error).splitlines() or [type(error).__name__]
         click.echo("error: " + "\n       ".join(lines), err=True)
         sys.exit(error.exit_code)
+    except PermissionError as error:
+        if error.filename is None:
+            raise
+        from streamrl.rollouts.plain_text import shown
+
+        click.echo(f"error: {shown(error.filename)}: {error.strerror}", err=True)
+        sys.exit(UserError.exit_code)
     except (KeyboardInterrupt, click.Abort):
         sys.exit(130)
 

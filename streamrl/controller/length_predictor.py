@@ -33,7 +33,7 @@ from scheduler.simulation.saving import Replay, Saving
 from streamrl.config.run import RunConfig
 from streamrl.controller.group_source import sample_ids
 from streamrl.controller.ranker_refits import LONG_PAUSE, PAUSE, RankerRefits
-from streamrl.errors import UserError
+from streamrl.errors import UserError, reaching
 from streamrl.rollouts.types import Group, Sample
 
 log = logging.getLogger(__name__)
@@ -273,6 +273,7 @@ def load_ranker(run: RunConfig) -> LengthModel | None:
     if run.ranker.path is None:
         return None
     try:
-        return LengthModel.load(Path(run.ranker.path))
+        with reaching("ranker.path"):
+            return LengthModel.load(Path(run.ranker.path))
     except RankerError as error:
         raise UserError(f"ranker.path: {error}") from error

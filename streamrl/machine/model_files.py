@@ -22,7 +22,7 @@ from typing import Any
 
 from scheduler.cost.model_shapes import text_part
 from streamrl.atomic_files import sync_files, sync_folder
-from streamrl.errors import ErrorCode, UserError, why_unusable
+from streamrl.errors import ErrorCode, UserError, reaching, why_unusable
 from streamrl.machine.installed_packages import package_problems
 from streamrl.machine.user_folders import user_folder
 
@@ -93,19 +93,25 @@ def resolve_model(path: str, key: str = "model.path") -> str:
     Raises:
         UserError: there is no usable model; the message says what is missing or what to do.
     """
+    try:
+        with reaching(key):
+            return _resolved(path, key)
+    except UserError as error:
+        raise UserError(ErrorCode.MODEL.refer(str(error))) from error.__cause__
+
+
+def _resolved(path: str, key: str) -> str:
     if path in KNOWN_MODELS:
         folder = cache_directory() / "models" / path
         if not os.path.exists(folder / CHECKSUMS):  # also where this user may not look
-            raise UserError(
-                ErrorCode.MODEL.refer(f"{key}: {path} is not on this machine yet; run: streamrl fetch-model {path}")
-            )
+            raise UserError(f"{key}: {path} is not on this machine yet; run: streamrl fetch-model {path}")
         if wrong := _wrong_with(folder):
-            raise UserError(ErrorCode.MODEL.refer(f"{key}: {path} cannot be used: {'; '.join(wrong)}, in {folder}"))
+            raise UserError(f"{key}: {path} cannot be used: {'; '.join(wrong)}, in {folder}")
         return str(folder)
     folder = Path(path).expanduser()
     if folder.is_dir():
         if wrong := _wrong_with(folder):
-            raise UserError(ErrorCode.MODEL.refer(f"{key}: {path} is no model folder in HF format: {'; '.join(wrong)}"))
+            raise UserError(f"{key}: {path} is no model folder in HF format: {'; '.join(wrong)}")
         return str(folder)
     if on_hub(path):
         return _from_hub(path, key)
@@ -115,16 +121,14 @@ def resolve_model(path: str, key: str = "model.path") -> str:
         near += difflib.get_close_matches(str(folder), siblings, n=2)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     raise UserError(
-        ErrorCode.MODEL.refer(
-            f"{key}: {path} is neither a folder, nor a hub id (owner/name), nor one of: {', '.join(KNOWN_MODELS)}{hint}"
-        )
+        f"{key}: {path} is neither a folder, nor a hub id (owner/name), nor one of: {', '.join(KNOWN_MODELS)}{hint}"
     )
 
 
 def on_hub(path: str) -> bool:
     """Return whether a value of `model.path` is taken for a hub id."""
     folder = Path(path).expanduser()
-    return bool(HUB_ID.match(path)) and not folder.is_dir() and not folder.parent.is_dir()
+    return bool(HUB_ID.match(path)) and not os.path.isdir(folder) and not os.path.isdir(folder.parent)
 
 
 def hub_config(hub_id: str) -> Path | None:
@@ -320,13 +324,11 @@ def _from_hub(hub_id: str, key: str) -> str:
         known = next((name for name, model in KNOWN_MODELS.items() if model.hub_id == hub_id), None)
         hint = f"; the same model is there without a hub: streamrl fetch-model {known}" if known else ""
         raise UserError(
-            ErrorCode.MODEL.refer(
-                f"{key}: {hub_id} is not in the local cache and the Hugging Face hub did not give it "
-                f"({type(error).__name__}){hint}"
-            )
+            f"{key}: {hub_id} is not in the local cache and the Hugging Face hub did not give it "
+            f"({type(error).__name__}){hint}"
         ) from error
     if wrong := _wrong_with(folder):
-        raise UserError(ErrorCode.MODEL.refer(f"{key}: {hub_id} is no model in HF format: {'; '.join(wrong)}"))
+        raise UserError(f"{key}: {hub_id} is no model in HF format: {'; '.join(wrong)}")
     return str(folder)
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgpack
 
 from streamrl.config.tasks import PYTHON_TESTS, AgentTask, FileTask, name_and_subset
-from streamrl.errors import UserError, why_unusable
+from streamrl.errors import UserError, reaching, why_unusable
 from streamrl.rollouts.plain_text import plain_text
 from streamrl.tasks.arrow_values import cells
 from streamrl.tasks.extras import import_extra
@@ -138,11 +138,12 @@ def _item(task: AgentTask, where: str, record: dict[str, Any]) -> dict[str, Any]
 
 def _file_records(task: RowsTask, name: str) -> Iterator[Record]:
     path = Path(name).expanduser()
-    if path.is_dir():
-        hint = "" if isinstance(task, AgentTask) else "; kind: hf_dataset reads folders"
-        raise UserError(f"task {task.key!r}: path: {path} is a folder{hint}")
-    if not path.is_file():
-        raise UserError(f"task {task.key!r}: path: no file {path}")
+    with reaching(f"task {task.key!r}: path"):
+        if path.is_dir():
+            hint = "" if isinstance(task, AgentTask) else "; kind: hf_dataset reads folders"
+            raise UserError(f"task {task.key!r}: path: {path} is a folder{hint}")
+        if not path.is_file():
+            raise UserError(f"task {task.key!r}: path: no file {path}")
     match path.suffix.lower():
         case ".jsonl" | ".ndjson":
             return _jsonl_records(task, path)

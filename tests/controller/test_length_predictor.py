@@ -22,13 +22,14 @@ from scheduler.simulation.generation_simulator import SimulatedInstance
 from streamrl.config.run import RunConfig
 from streamrl.config.schedule import SCHEDULES
 from streamrl.controller.group_source import sample_ids
-from streamrl.controller.length_predictor import COLUMNS, LengthPredictor, StepLengths
+from streamrl.controller.length_predictor import COLUMNS, LengthPredictor, StepLengths, load_ranker
 from streamrl.controller.site_trust import empty_sample
 from streamrl.errors import UserError
 from streamrl.rollouts.rollout_store import RolloutStore
 from streamrl.rollouts.trajectory import NOT_SAMPLED, RowExtent, Trajectory
 from streamrl.rollouts.types import Group, Sample, Scored
 from streamrl.rollouts.void import Void, VoidCause
+from tests.mere_user import without_right_to
 from tests.rollouts.test_rollouts import make_sample
 from tests.waiting import scaled
 
@@ -338,3 +339,10 @@ def test_a_step_that_ends_without_any_instance_is_learnt_from() -> None:
         told = asyncio.run(learn(lengths, groups, []))
         assert told.saving is None
     assert play(lengths, 3)[1].saving is not None  # type: ignore[attr-defined]
+
+
+def test_a_ranker_in_a_folder_of_another_user_is_told(tmp_path: Path) -> None:
+    run = RunConfig.model_validate({"ranker": {"path": str(tmp_path / "ranker")}})
+    told = rf"^ranker\.path: {tmp_path}/ranker: cannot be read: Permission denied$"
+    with without_right_to(tmp_path), pytest.raises(UserError, match=told):
+        load_ranker(run)

@@ -99,6 +99,15 @@ def test_a_file_that_this_user_may_not_read_is_told_before_a_run_depends_on_it(t
     assert model_files.resolve_model(str(folder)) == str(folder)
 
 
+@pytest.mark.parametrize("closed", ["model", "above"])
+def test_a_folder_that_this_user_may_not_enter_is_told(tmp_path: Path, closed: str) -> None:
+    folder = make_folder(tmp_path / "m", "config.json", "model.safetensors", "tokenizer.json")
+    shut = {"model": folder, "above": tmp_path}[closed]
+    told = rf"^model\.path: {folder}.*: cannot be read: Permission denied \(see docs: E1002\)$"
+    with without_right_to(shut), pytest.raises(UserError, match=told):
+        model_files.resolve_model(str(folder))
+
+
 def test_a_typo_gets_the_nearest_names(tmp_path: Path) -> None:
     make_folder(tmp_path / "reasoner")
     with pytest.raises(UserError, match=f"did you mean {NAME}"):

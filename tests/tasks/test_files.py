@@ -51,8 +51,9 @@ def test_a_file_of_another_user_is_told(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "one?", "answer": "1"}\n')
     refused = rf"task 'mine': path: {path}: cannot be read: Permission denied"
-    with without_right_to(path), pytest.raises(UserError, match=refused):
-        load_rows(file_task(path))
+    for closed in (path, tmp_path):
+        with without_right_to(closed), pytest.raises(UserError, match=refused):
+            load_rows(file_task(path))
 
 
 def test_parquet_with_other_column_names_and_row_groups(tmp_path: Path) -> None:
