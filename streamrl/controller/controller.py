@@ -222,7 +222,8 @@ class Controller:
         self.rewarders.start()
         await self._join_services()
         await self.scaling.begin(self.context.resume)
-        await self.training.begin(make_choice(self.context, self.services.fleet()))
+        # in a thread: it may wait for nvidia-smi
+        await self.training.begin(await asyncio.to_thread(make_choice, self.context, self.services.fleet()))
         self.telemetry.state = "running"
         self.context.say(READY)
 

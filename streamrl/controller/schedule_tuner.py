@@ -33,6 +33,7 @@ from streamrl.config.schedule import AutoScheduleConfig
 from streamrl.controller.environment_time import environment_time
 from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_times import Interval
+from streamrl.machine.hardware_here import hardware_here
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.process_plan import plan_processes
 
@@ -143,6 +144,7 @@ class Auto:
         fleet: Sequence[SimulatedInstance],
         steps: int,
         environment_processes: int = 1,
+        hardware: str = "",
     ) -> None:
         """Begin to profile each division of the devices in `choices` for `steps` steps, after one warm-up step.
 
@@ -152,7 +154,9 @@ class Auto:
             fleet: all instances with their step times.
             steps: steps to profile under each division.
             environment_processes: processes of environments, at all sites together.
+            hardware: the hardware in words; speeds of other hardware are not taken over from a checkpoint.
         """
+        self.hardware = hardware
         self.run, self.choices = run, list(choices)
         self.fleet = {instance.name: instance for instance in fleet}
         self._to_profile = deque(_to_profile(self.choices))
@@ -181,17 +185,18 @@ class Auto:
             return {}
         measured = [[list(division), list(one.rates), list(one.slowdowns)] for division, one in self._measured.items()]
         chosen = {"label": self.setup.label, "note": self.note, "changed_at": self._choice.changed_at}
-        return chosen | {"measured": measured, "choices": self._named_choices()}
+        return chosen | {"measured": measured, "choices": self._named_choices(), "hardware": self.hardware}
 
     def restore(self, state: dict[str, Any]) -> bool:
         """Continue with the choice in a checkpoint, and review it after the next steps; return whether that is done.
 
-        It is not, and the profile begins anew, if nothing was chosen or there are other setups to choose among.
+        It is not, and the profile begins anew, if nothing was chosen, there are other setups to choose among, or the
+        hardware is another: speeds of one that has not run since would be compared with those of one that has.
 
         Args:
             state: what `state` returned; {}: nothing.
         """
-        if not state or state["choices"] != self._named_choices():
+        if not state or state["choices"] != self._named_choices() or state.get("hardware") != self.hardware:
             return False
         self.setup = next(setup for setup in self.choices if setup.label == state["label"])
         self.note, self._decided = state["note"], True
@@ -414,7 +419,7 @@ class TunedSchedule(FixedSchedule):
         if self.auto.restore(state):
             self.first_setup = self.auto.setup
         elif state:
-            log.warning("schedule: there are other instances or cores than at the checkpoint: profiling anew")
+            log.warning("schedule: there are other instances, cores or hardware than at the checkpoint: profiling anew")
 
     async def step_done(
         self, step: int, batch: StepBatch, times: Interval, trainer: Sequence[tuple[str, float, float]]
@@ -451,4 +456,5 @@ def make_choice(context: RoleContext, fleet: Sequence[SimulatedInstance]) -> Fix
     choices = _setups_of(context.cluster, config, context.run, [instance.name for instance in fleet])
     specs = plan_processes(context.cluster, context.run, context.run_dir)
     stepping = environment_processes(context.run, sum(spec.role == "agents" for spec in specs))
-    return TunedSchedule(Auto(context.run, choices, fleet, config.profile_steps, stepping))
+    hardware = hardware_here(context.cluster.hardware == "cuda")
+    return TunedSchedule(Auto(context.run, choices, fleet, config.profile_steps, stepping, hardware))

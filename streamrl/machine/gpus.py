@@ -154,6 +154,15 @@ def _gpus_by_name() -> dict[str, str]:
     return found
 
 
+def gpu_models() -> list[str]:
+    """List the models of the GPUs, such as NVIDIA H200, each once and in alphabetical order.
+
+    Raises:
+        UserError: nvidia-smi does not answer.
+    """
+    return sorted({line.strip() for line in _nvidia_smi("--query-gpu=name", "--format=csv,noheader")} - {""})
+
+
 def usable_devices(setting: str | None, names: Sequence[str]) -> list[str]:
     """List the devices that this user may use, each by its number or name.
 

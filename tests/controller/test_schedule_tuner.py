@@ -250,6 +250,28 @@ def test_a_resumed_run_goes_on_with_its_choice_and_reviews_it() -> None:
     assert resumed(again.state(), make_auto()).state() == again.state()
 
 
+def test_a_resumed_run_on_other_hardware_profiles_anew(caplog: pytest.LogCaptureFixture) -> None:
+    auto, slower = (
+        Auto(RUN, setups({"a": (0,), "b": (1,)}, (0, 1), True, 1), FLEET, steps=2, hardware=name)
+        for name in ("2 cores of a fast CPU", "2 cores of a slow CPU")
+    )
+    profiled(auto, 50, shared=(2.5, 2.0), split=(5.0, 5.0))
+    auto.decided(auto.choice_job(6)())
+    assert resumed(auto.state(), slower).note == "profiling under colocated"
+    assert "other instances, cores or hardware" in caplog.text
+    profiled(slower, 50, shared=(5.0, 4.0), split=(10.0, 10.0))
+
+
+def test_the_tuner_knows_the_hardware_of_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.controller.schedule_tuner.hardware_here", lambda cuda: f"a machine, {cuda}")
+    for hardware, told in (("cpu", "a machine, False"), ("cuda", "a machine, True")):
+        site = {"trainer": {}, "generation": [{"name": "a"}]}
+        cluster = ClusterConfig.model_validate({"hardware": hardware, "sites": {"here": site}})
+        context = RoleContext("controller", "here", tmp_path, cluster, RUN, Addresses("", "", {}), False)
+        choice: Any = make_choice(context, [replace(FLEET[0], name="here-a-0")])
+        assert choice.auto.hardware == told
+
+
 def test_a_resumed_run_with_other_cores_profiles_anew(caplog: pytest.LogCaptureFixture) -> None:
     auto = make_auto()
     profiled(auto, 50, shared=(5.0, 4.8), split=(5.0, 5.0))
