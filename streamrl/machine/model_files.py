@@ -33,6 +33,11 @@ HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
 MISTRALS_OWN = "consolidated"
 """How files begin that hold the same weights again, in a form that transformers does not read."""
+FILES_READ = (
+    *("generation_config.json", "*.index.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer*"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template*", "preprocessor*.json", "processor*.json"),
+)
+"""What vLLM and transformers read beside config.json and weights; a folder may have other files, as of its training."""
 CHECKSUMS = "SHA256SUMS"
 WHOLE_FILE = "model.safetensors"
 NOT_AS_STORED = ("quantization_config", "transformers_weights", "fusion_config")
@@ -292,9 +297,7 @@ def _wrong_with(folder: Path) -> list[str]:
 
 def _files_read(folder: Path) -> list[Path]:
     """Return the files of a model's folder that are read later, but for its config.json."""
-    kinds = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
-    others = {path for kind in kinds for path in folder.glob(kind)} - {folder / "config.json"}
-    return [*_weight_files(folder), *sorted(others)]
+    return [*_weight_files(folder), *sorted({path for kind in FILES_READ for path in folder.glob(kind)})]
 
 
 def _why_not_readable(path: Path) -> str:

@@ -99,6 +99,13 @@ def test_a_file_that_this_user_may_not_read_is_told_before_a_run_depends_on_it(t
     assert model_files.resolve_model(str(folder)) == str(folder)
 
 
+@pytest.mark.parametrize("name", ["trainer_state.json", "notes.json"])
+def test_a_file_that_nobody_reads_may_be_another_users(tmp_path: Path, name: str) -> None:
+    folder = make_folder(tmp_path / "m", "config.json", "model.safetensors", "tokenizer.json", name)
+    with without_right_to(folder / name):
+        assert model_files.resolve_model(str(folder)) == str(folder)
+
+
 @pytest.mark.parametrize("closed", ["model", "above"])
 def test_a_folder_that_this_user_may_not_enter_is_told(tmp_path: Path, closed: str) -> None:
     folder = make_folder(tmp_path / "m", "config.json", "model.safetensors", "tokenizer.json")
