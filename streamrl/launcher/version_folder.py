@@ -10,7 +10,7 @@ from pathlib import Path
 
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
-from streamrl.errors import UserError
+from streamrl.errors import FULL, ErrorCode, UserError
 from streamrl.launcher.gpu_checks import sites_here
 from streamrl.machine.model_files import resolve_model, weight_bytes
 from streamrl.run_dir.layout import SHARED_MEMORY
@@ -54,11 +54,17 @@ def check_semaphores(cluster: ClusterConfig, site: str | None) -> Iterable[str]:
     try:
         multiprocessing.get_context("fork").Lock()
     except OSError as error:
-        yield (
+        problem = (
             f"this user cannot make semaphores in {SHARED_MEMORY} ({error.strerror or error}), which the rewards "
-            "process needs: mount it so that all users can write to it "
-            f"(mount -t tmpfs -o mode=1777 tmpfs {SHARED_MEMORY})"
+            "process needs"
         )
+        if error.errno in FULL:
+            yield ErrorCode.DISK.refer(
+                f"{problem}: delete files there that nothing uses, or give it more room (a container: --shm-size)"
+            )
+        else:
+            remedy = f"mount -t tmpfs -o mode=1777 tmpfs {SHARED_MEMORY}"
+            yield f"{problem}: mount it so that all users can write to it ({remedy})"
 
 
 def shared_memory_warnings(

@@ -118,7 +118,8 @@ def test_a_machine_without_semaphores_is_refused_before_the_start(
 
     assert list(check_semaphores(cluster("cpu"), None)) == []
     monkeypatch.setattr(synchronize.SemLock, "__init__", refused)
-    told = rf"cannot make semaphores in /dev/shm \({os.strerror(number)}\)"
+    remedy = r"delete files .*--shm-size\) \(see docs: E1007\)" if number == errno.ENOSPC else "mount it so that all"
+    told = rf"cannot make semaphores in /dev/shm \({os.strerror(number)}\), which the rewards process needs: {remedy}"
     with pytest.raises(UserError, match=told):
         preflight.check(cluster("cpu"), make_model(tmp_path / "model"), tmp_path)
     on_ray = {"launch": {"backend": "ray"}, "trainer": {}, "generation": [{}]}
