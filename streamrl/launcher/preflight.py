@@ -12,6 +12,7 @@ from pathlib import Path
 
 from scheduler.schedule.schedules import KINDS
 from streamrl.config.cluster import ClusterConfig
+from streamrl.config.evaluation import plain_name
 from streamrl.config.run import CRITIC_KEY, RunConfig
 from streamrl.config.tasks import AgentTask, FileTask
 from streamrl.errors import ErrorCode, UserError
@@ -321,7 +322,14 @@ def check_tasks(run: RunConfig, rendered: bool = True, resumed: bool = False) ->
         if not resumed:
             fitting = [key for key, _ in named[: len(run.tasks)]]
             if run.evaluation and len(sources) == len(named):  # what could not be read has been told
-                evaluated = PromptSource(run.evaluation.held_out(run.tasks), run.seed)
+                tasks = run.evaluation.held_out(run.tasks)
+                try:
+                    evaluated = PromptSource(tasks, run.seed)
+                except UserError as error:
+                    text = str(error)
+                    for task in tasks:
+                        text = text.replace(repr(task.key), repr(plain_name(task.key)))
+                    yield f"evaluation: {text}"
         yield from check_prompts(run, sources, fitting, evaluated)
 
 

@@ -12,8 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from streamrl.config.evaluation import EvaluationConfig
+from streamrl.config.run import RunConfig
 from streamrl.config.tasks import AgentTask
 from streamrl.errors import RunFailed, UserError
+from streamrl.launcher.preflight import check_tasks
 from streamrl.tasks.rewards import Scorer
 from streamrl.tasks.source import PromptSource
 
@@ -36,6 +38,11 @@ def too_large(index, seed): return {"prompt": "p", "text": "x" * 2**23}
 def number_key(index, seed): return {"prompt": "p", 3: 4}
 def halves(index, seed): return {"prompt": "\\ud83d", "answer": "\\ud83d", "\\ud83d": {"\\ud83d": "\\ud83d"}}
 def without_seed(index): return {"prompt": "p"}
+first = []
+def for_one_seed(index, seed):
+    first.append(seed)
+    if index == 0 and seed != first[0]: raise ValueError("no level for this seed")
+    return {"prompt": "p"}
 async def later(index, seed): return {"prompt": "p"}
 """
 
@@ -180,6 +187,13 @@ def test_held_out_items_of_an_agent_are_others_than_those_trained_on() -> None:
     sources = PromptSource([made()], 5), PromptSource(held_out, 5)
     ours, theirs = ({one.prompt(index).reward_input["number"] for index in range(50)} for one in sources)
     assert not ours & theirs
+
+
+def test_a_held_out_item_that_cannot_be_made_is_one_problem_among_others() -> None:
+    run = RunConfig.model_validate({"tasks": [made("for_one_seed").model_dump()], "evaluation": {}})
+    agents, held_out = check_tasks(run)
+    assert agents.startswith("tasks.0: ") and "unused" in agents
+    assert held_out.startswith("evaluation: task 'mine': ") and "no level for this seed" in held_out
 
 
 def test_items_that_may_be_a_fixed_list_and_files_are_held_out_only_when_named() -> None:
