@@ -21,7 +21,7 @@ from streamrl.config.mistakes import ConfigProblem, explain
 from streamrl.config.run import RunConfig
 from streamrl.config.unused_keys import unused_cluster_keys, unused_keys
 from streamrl.errors import ErrorCode, UserError, why_unusable
-from streamrl.plain_files import read_plain
+from streamrl.plain_files import NotPlainFile, read_plain
 
 RESOLVED_NAME = "config.yaml"
 """File name of the resolved configuration in a run's folder."""
@@ -153,8 +153,10 @@ def read_resolved(run_dir: Path) -> str:
     except (FileNotFoundError, NotADirectoryError) as error:
         missing = f"{run_dir} is not a run's folder: it holds no {RESOLVED_NAME}"
         raise ConfigError(ErrorCode.RESUME.refer(missing)) from error
+    except NotPlainFile as error:  # its text names the file
+        raise ConfigError(str(error)) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+        raise ConfigError(f"{path}: {why_unusable(error)}") from error
     if text.count("[") + text.count("{") > MOST_BRACKETS:
         raise ConfigError(f"{path}: more than {MOST_BRACKETS:,} brackets, which no resolved configuration has")
     return text

@@ -23,6 +23,7 @@ from streamrl.config.run import RunConfig
 from streamrl.config.schedule import SCHEDULES
 from streamrl.config.tasks import FileTask, default_tasks
 from streamrl.errors import UserError
+from tests.mere_user import without_right_to
 from tests.run_dir.conftest import Disk
 from tests.run_dir.conftest import disk as disk
 
@@ -531,6 +532,23 @@ def test_a_folder_that_holds_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("cluster: {}\n")
     with pytest.raises(ConfigError, match="'cluster' and 'run'"):
         load_resolved(tmp_path)
+
+
+def test_a_resolved_run_that_cannot_be_read_is_named_once(tmp_path: Path) -> None:
+    path = tmp_path / RESOLVED_NAME
+    path.write_text("cluster: {}\n")
+    with without_right_to(path), pytest.raises(ConfigError) as caught:
+        load_resolved(tmp_path)
+    assert str(caught.value) == f"{path}: cannot be read: Permission denied"
+    path.write_bytes(b"cluster: \xff")
+    with pytest.raises(ConfigError) as caught:
+        load_resolved(tmp_path)
+    assert str(caught.value) == f"{path}: not UTF-8 text (byte 9)"
+    path.unlink()
+    path.symlink_to(tmp_path / "other.yaml")
+    with pytest.raises(ConfigError) as caught:
+        load_resolved(tmp_path)
+    assert str(caught.value).startswith(f"{path} is a symbolic link: ")
 
 
 def test_a_mistake_edited_into_a_resolved_run_is_told_with_its_line(tmp_path: Path) -> None:
