@@ -250,6 +250,24 @@ def test_a_resumed_run_goes_on_with_its_choice_and_reviews_it() -> None:
     assert resumed(again.state(), make_auto()).state() == again.state()
 
 
+def test_a_resumed_run_with_other_instances_profiles_anew() -> None:
+    auto = make_auto()
+    profiled(auto, 50, shared=(5.0, 4.8), split=(5.0, 5.0))
+    auto.decided(auto.choice_job(6)())
+    fleet = [replace(one, name=name) for one, name in zip(FLEET, "ac", strict=True)]
+    other = Auto(RUN, setups({"a": (0,), "c": (1,)}, (0, 1), True, 1), fleet, steps=2)
+    assert [setup.label for setup in other.choices] == [setup.label for setup in auto.choices]
+    assert resumed(auto.state(), other).note == "profiling under colocated"
+
+
+def test_a_resumed_run_begins_under_another_setup_than_the_first_profiled() -> None:
+    auto = make_auto()
+    profiled(auto, 50, shared=(5.0, 4.8), split=(5.0, 5.0))
+    auto.decided(auto.choice_job(6)())
+    choice = resumed(auto.state(), make_auto())
+    assert choice.first_setup == auto.setup and auto.setup.schedule.name == "async"
+
+
 def test_a_resumed_run_on_other_hardware_profiles_anew(caplog: pytest.LogCaptureFixture) -> None:
     auto, slower = (
         Auto(RUN, setups({"a": (0,), "b": (1,)}, (0, 1), True, 1), FLEET, steps=2, hardware=name)

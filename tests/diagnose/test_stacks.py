@@ -349,6 +349,10 @@ def test_the_pids_of_another_host_or_container_say_nothing_here(tmp_path: Path) 
     started_on(this_host())
     assert [one.alive for one in collect(tmp_path, ask=False).processes if one.name == "controller"] == ["gone"]
 
+    for node, alive in (("", "gone"), ("10.0.0.2", "unknown")):  # at a node of Ray, it may outlive the launcher
+        write_started(tmp_path, [StartedProcess("controller", "controller", ended.pid, node=node, host="another boot")])
+        assert [one.alive for one in collect(tmp_path, ask=False).processes if one.name == "controller"] == [alive]
+
 
 def test_sites_that_are_emulated_have_folders_of_their_own(tmp_path: Path, start: Start) -> None:
     site = tmp_path / "sites" / "b"

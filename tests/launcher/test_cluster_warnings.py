@@ -45,6 +45,10 @@ def test_gpus_and_gradients_that_there_are_none_of_are_told() -> None:
         "sites.home.trainer.gpu: H100 has no use with hardware: cpu, only with cuda or in a plan",
         "sites.west.generation (regular).gpu: H100 has no use with hardware: cpu, only with cuda or in a plan",
     ]
+    on_ray: dict[str, Any] = {"hardware": "cpu", "sites": {"here": {"trainer": typed, "generation": [typed]}}}
+    assert len(list(cluster_warnings(ClusterConfig.model_validate(on_ray)))) == 2
+    on_ray["sites"]["here"]["launch"] = {"backend": "ray"}
+    assert list(cluster_warnings(ClusterConfig.model_validate(on_ray))) == []
     in_layers = {"reduce_gradients": "step", "ranks": 2, "tensor_parallel": 2}
     assert len(list(cluster_warnings(cluster("cpu", {}, in_layers)))) == 1
     assert list(cluster_warnings(cluster("cuda", typed, typed | {"reduce_gradients": "step", "ranks": 2}))) == []
