@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import msgpack
 import pytest
 
 from streamrl.transport import unpacking
-from streamrl.transport.unpacking import MOST_CONTAINERS, unpack
+from streamrl.transport.unpacking import MOST_CONTAINERS, collector_off, unpack
 from streamrl.transport.wire import KEYS, MalformedMessage, decode
 
 
@@ -40,6 +42,20 @@ def test_the_collector_rests_while_something_is_unpacked_and_no_longer(
         assert unpack(data) == [[], {}]
     except ValueError:
         assert data == b"\xc1"
+    assert seen == [False] and gc.isenabled() is enabled
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_rests_until_the_last_of_several_threads_has_unpacked(enabled: bool) -> None:
+    if not enabled:
+        gc.disable()
+    seen: list[bool] = []
+    with ExitStack() as second:
+        with collector_off():
+            thread = threading.Thread(target=second.enter_context, args=(collector_off(),))
+            thread.start()
+            thread.join()
+        seen.append(gc.isenabled())
     assert seen == [False] and gc.isenabled() is enabled
 
 
