@@ -120,7 +120,7 @@ class SiteClaims:
                 return "it was sent no weights"
             case WeightsReady() as ready:
                 ordered = self._services.version_in_flight(peer)
-                return own.wrong_with_ready(ready, ordered, newest, self._sites, now)
+                return own.wrong_with_ready(ready, ordered, newest, self._sites)
             case CanaryMeasured() as canary:
                 return own.wrong_with_canary(canary, delivery.arrays.get("logprobs"), newest)
             case SiteAsleep():

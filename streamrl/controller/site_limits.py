@@ -63,6 +63,11 @@ def is_unix_time(value: float) -> bool:
     return 0 <= value < LATEST
 
 
+def past_spans(spans: Mapping[str, tuple[float, float]], now: float) -> dict[str, tuple[float, float]]:
+    """Return those of some spans (start, end) that can have been; what a site says of others is not recorded."""
+    return {name: span for name, span in spans.items() if is_past_span(*span, now)}
+
+
 def is_past_span(start: float, end: float, now: float) -> bool:
     """Return whether something can have lasted from one time to another; all are unix seconds, `now` the present."""
     return 0 <= start <= end <= min(now + AHEAD_S, start + LONGEST_S)
@@ -221,21 +226,21 @@ class SiteOwn:
         return None if is_past_span(part.started, part.ended, now) else "has times that are none"
 
     def wrong_with_ready(
-        self, report: WeightsReady, ordered: int, newest: int, sites: Mapping[str, object], now: float
+        self, report: WeightsReady, ordered: int, newest: int, sites: Mapping[str, object]
     ) -> str | None:
         """Return why a report on loaded weights cannot be used, or None.
+
+        Its times do not matter: a site's clock may have been set meanwhile, and the report comes only once. What they
+        say is recorded if it can be (`past_spans`).
 
         Args:
             report: the report.
             ordered: the version in flight to the site, for which a newer one may come.
             newest: the newest version that exists.
             sites: all sites, by name.
-            now: the present, in unix seconds.
         """
-        spans = [(report.started, report.fetched), *report.applied.values()]
-        fits = all(is_past_span(*span, now) for span in spans) and 0 <= report.transfer_s <= LONGEST_S
-        if not fits or not 0 <= report.bytes < MOST_BYTES:
-            return "has times or bytes that are none"
+        if not 0 <= report.transfer_s <= LONGEST_S or not 0 <= report.bytes < MOST_BYTES:
+            return "has a duration or bytes that are none"
         if not max(0, ordered) <= report.number <= newest:
             return f"is of version {report.number}, {ordered} was ordered and the newest is {newest}"
         if report.source is not None and report.source not in sites:

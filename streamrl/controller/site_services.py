@@ -22,6 +22,7 @@ from streamrl.config.run import RunConfig
 from streamrl.controller.given_work import GivenWork, sendable
 from streamrl.controller.group_source import SampleDraw
 from streamrl.controller.site_heartbeats import SiteHeartbeats
+from streamrl.controller.site_limits import LONGEST_S
 from streamrl.controller.step_times import Traffic
 from streamrl.controller.version_spread import VersionSpread
 from streamrl.errors import RunFailed
@@ -399,7 +400,8 @@ class Services:
         self._waits.end(f"{WEIGHTS} {name}")
         link = self._cluster.link_between(self._sites[name], report.source or self._cluster.trainer_site)
         usd = report.bytes * link.price_per_gb / 1e9 if link is not None else 0.0
-        self._count(report.bytes, report.fetched - report.started, {self._sites[name]: usd})
+        seconds = report.fetched - report.started  # right by a wrong clock, too, unless it was set in between
+        self._count(report.bytes, seconds if 0 <= seconds <= LONGEST_S else None, {self._sites[name]: usd})
         self._asleep.discard(name)  # loading weights wakes instances up
         if self._versions.ready(name, report):
             await self._announce(name)

@@ -7,7 +7,8 @@ clock, the hub answers with its time `hub`, and the answer arrives at `received`
 
 and however the round trip was split, the offset is wrong by at most half of it. So the sample with the shortest round
 trip is the best (the clock filter of section 10): queues only make round trips longer. Only samples of the last minute
-count, so the estimate follows a clock that drifts or is set.
+count, so the estimate follows a clock that drifts. One that contradicts the best shows that a clock has been set: what
+was measured before no longer counts.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ class ClockSync:
         """Add a sample (seconds); return False if it is invalid: not finite, or received before it was sent."""
         if not all(map(math.isfinite, (sent, hub, received))) or received < sent:
             return False
-        self._samples.append((received - sent, hub - (sent + received) / 2))
+        rtt, offset = received - sent, hub - (sent + received) / 2
+        if self._samples:
+            best_rtt, best = min(self._samples)
+            if abs(offset - best) > (rtt + best_rtt) / 2:  # further apart than both can be wrong
+                self._samples.clear()
+        self._samples.append((rtt, offset))
         return True
 
     @property

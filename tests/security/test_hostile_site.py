@@ -177,14 +177,7 @@ POINTS = {str(batch): 0.01 for batch in range(1, 1002)}
         WeightsReady(**(LOADED | {"number": -1})),
         WeightsReady(**(LOADED | {"source": "nowhere"})),
         WeightsReady(**(LOADED | {"bytes": -5})),
-        WeightsReady(**(LOADED | {"fetched": float("inf")})),
-        WeightsReady(**(LOADED | {"fetched": 0.5})),
-        WeightsReady(**(LOADED | {"fetched": 1.7e9})),
-        WeightsReady(**(LOADED | {"started": 9e10, "fetched": 9e10})),
-        WeightsReady(**(LOADED | {"started": float("nan")})),
         WeightsReady(**(LOADED | {"transfer_s": 9e10})),
-        WeightsReady(**(LOADED | {"applied": {"far-regular-0": (2.0, 1.0)}})),
-        WeightsReady(**(LOADED | {"applied": {"far-regular-0": (9e10, 9e10)}})),
         WeightsReady(**(LOADED | {"applied": {"home-regular-0": (1.0, 2.0)}})),
         FleetChanged(fleet=[{"name": "far-regular-0"}], instances={}),
         FleetChanged(fleet=[{"curve": 5}], instances={}),
@@ -218,6 +211,32 @@ def test_the_clock_of_a_site_may_be_hours_ahead(controller: Controller) -> None:
     spans = {"started": ahead, "fetched": ahead, "applied": {"far-regular-0": (ahead, ahead + 1.0)}}
     assert hear(controller, said("service-far", WeightsReady(**(LOADED | spans)))) == {}
     assert not controller.services.awaits_weights("service-far")
+
+
+@pytest.mark.parametrize(
+    ("changes", "seconds", "loading"),
+    [
+        ({"fetched": float("inf")}, None, (1.0, 2.0)),
+        ({"fetched": 0.5}, None, (1.0, 2.0)),
+        ({"fetched": 1.7e9}, None, (1.0, 2.0)),
+        ({"started": float("nan")}, None, (1.0, 2.0)),
+        ({"started": 9e10, "fetched": 9e10 + 3}, 3.0, (1.0, 2.0)),
+        ({"applied": {"far-regular-0": (2.0, 1.0)}}, 1.0, None),
+        ({"applied": {"far-regular-0": (9e10, 9e10)}}, 1.0, None),
+        ({"applied": {"far-regular-0": (1.0, 1e6 + 2)}}, 1.0, None),
+        ({"applied": {"far-regular-0": (float("nan"), 1.0)}}, 1.0, None),
+    ],
+    ids=str,
+)
+def test_weights_that_are_loaded_count_whatever_the_clock_of_a_site_says(
+    controller: Controller, changes: dict[str, Any], seconds: float | None, loading: tuple[float, float] | None
+) -> None:
+    controller.services._versions.in_flight |= {"service-home": 0, "service-far": 0}  # the step is not over with one
+    ready = WeightsReady(**(LOADED | {"applied": {"far-regular-0": (1.0, 2.0)}} | changes))
+    assert hear(controller, said("service-far", ready)) == {}
+    assert not controller.services.awaits_weights("service-far")
+    assert controller.times.loading == ([("far-regular-0", *loading)] if loading else [])
+    assert controller.services._traffic.seconds == seconds
 
 
 def test_a_site_cannot_answer_weights_with_older_ones(controller: Controller) -> None:

@@ -197,10 +197,24 @@ def test_samples_older_than_a_minute_no_longer_count() -> None:
     sync = ClockSync()
     sync.add(0.0, 90.0, 0.0)
     for second in range(1, KEPT):
-        sync.add(second, second + 100.0, second + 0.5)
+        sync.add(second, second + 90.375, second + 0.5)
     assert sync.offset_s == 90.0
-    sync.add(KEPT, KEPT + 100.0, KEPT + 0.5)
-    assert sync.offset_s == 99.75
+    sync.add(KEPT, KEPT + 90.375, KEPT + 0.5)
+    assert sync.offset_s == 90.125
+
+
+@pytest.mark.parametrize("step", [-172_800.0, 1.0, 172_800.0])
+def test_the_first_sample_after_a_clock_was_set_counts_at_once(step: float) -> None:
+    sync = ClockSync()
+    for second in range(30):
+        sync.add(second, second + 90.125, second + 0.25)  # the offset is 90 s
+    slow = 0.5  # a round trip that is longer than all before
+    sync.add(30.0, 30.0 + 90.0 + step + slow / 2, 30.0 + slow)
+    assert (sync.offset_s, sync.rtt_s) == (90.0 + step, slow)
+    sync.add(31.0, 31.0 + 90.0 + step + 0.25, 31.0 + 0.25)  # as wrong as it can be: nothing contradicts the other
+    assert (sync.offset_s, sync.rtt_s) == (90.0 + step + 0.125, 0.25)
+    sync.add(32.0, 32.0 + 90.0 + step + 1.0, 32.0 + 1.0)
+    assert sync.rtt_s == 0.25
 
 
 @pytest.mark.parametrize("sample", [(math.nan, 0.0, 1.0), (0.0, math.inf, 1.0), (5.0, 5.0, 4.0)])
