@@ -1,6 +1,7 @@
 """How often another site may send what has no credits (hellos, heartbeats) or costs much (requests, envelopes). Pure.
 
-A budget is a token bucket: it fills with time up to its size, and a message that it does not cover is dropped. Honest
+A budget is a token bucket: it fills with time up to its size, and a message that it does not cover is dropped, or, of a
+peer that has said hello, waits with all after it if its envelope is not covered. Honest
 processes stay far below: they say hello once per connection, and at most once a second while nobody answers; they send
 one heartbeat per second, of a few hundred bytes per instance; they request weights once per version, and four times a
 second from a relay that does not have them yet. The envelopes of all messages are charged by their bytes, before they

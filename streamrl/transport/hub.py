@@ -48,9 +48,10 @@ from streamrl.transport.endpoint_base import (
 )
 from streamrl.transport.flow import Flow
 from streamrl.transport.ip_addresses import needs_ipv6
-from streamrl.transport.peer import Door, Peer, PeerRoute, make_door, stranger_inbox
+from streamrl.transport.peer import Door, HeldMessage, Peer, PeerRoute, check_size, key_of, make_door, stranger_inbox
 from streamrl.transport.refusals import STRANGER
 from streamrl.transport.wire import (
+    MAX_ENVELOPE_BYTES,
     MAX_STATE_BYTES,
     Arrays,
     MalformedMessage,
@@ -67,6 +68,8 @@ log = logging.getLogger(__name__)
 
 MOST_ENDED = 1000
 """Ended sessions that a hub remembers."""
+LOOK_AGAIN_S = 0.1
+"""Seconds after which a message that was held is looked at again."""
 MOST_TOLD = 200
 """Characters of an unexpected error that a refused peer gets to know."""
 
@@ -257,15 +260,46 @@ class Hub(Endpoint):
         if route.door.keys is not None and (owner is None or (peer is not None and peer.owner != owner)):
             self.misplaced += 1
             at = "a connection without a name" if peer is None else f"the connection of {peer.name!r}"
-            self.refusals.count("wrong key", _key_of(route, owner) or STRANGER, f"a message on {at}")
+            self.refusals.count("wrong key", key_of(route, owner) or STRANGER, f"a message on {at}")
             return
         if peer is not None:
             peer.bytes_in += size_of(frames)
-        try:
-            if route.door.outside and not self._may_unpack(frames, peer.site if peer is not None else owner):
-                sender = peer.name if peer is not None else _key_of(route, owner) or STRANGER
-                self.refusals.count("too many", sender, f"an envelope of {len(frames[0])} bytes so soon after others")
+        if peer is not None and route.door.outside and (peer.held or not self._may_unpack(frames, peer.site)):
+            self._hold(peer, HeldMessage(route, frames, owner))
+        elif peer is None and route.door.outside and not self._may_unpack(frames, owner):
+            self._too_soon(frames, key_of(route, owner) or STRANGER)
+        else:
+            self._take(route, frames, owner, peer)
+
+    def _too_soon(self, frames: list[Any], sender: str) -> None:
+        size = len(frames[0]) if frames else 0
+        self.refusals.count("too many", sender, f"an envelope of {size} bytes so soon after others")
+
+    def _hold(self, peer: Peer, message: HeldMessage) -> None:
+        """Keep a message of a peer of another site until its envelope may be unpacked, and all after it.
+
+        Its sender would repeat it only much later, and what it has sent since would be taken before it.
+        """
+        peer.last_seen = time.monotonic()
+        if not peer.held.put(message):
+            self._too_soon(message.frames, peer.name)
+        elif len(peer.held) == 1:
+            asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._take_held, peer)
+
+    def _take_held(self, peer: Peer) -> None:
+        """Take what a peer was held up with, as far as it may be unpacked by now."""
+        while peer.held and not self._closed and self.peers.get(peer.name) is peer:
+            if not self._may_unpack(peer.held.first.frames, peer.site):
+                asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._take_held, peer)
                 return
+            held = peer.held.pop()
+            self._take(held.route, held.frames, held.owner, peer)
+
+    def _take(self, route: PeerRoute, frames: list[Any], owner: str | None, peer: Peer | None) -> None:
+        """Unpack and handle a message; `peer` is the one of its connection."""
+        try:
+            if route.door.outside:
+                check_size(frames, MAX_STATE_BYTES if peer is None else MAX_ENVELOPE_BYTES)
             message = decode(frames)
             if message.kind == "hello":
                 self._hello(route, message, owner, size_of(frames))
@@ -280,7 +314,7 @@ class Hub(Endpoint):
         except MalformedMessage as error:
             if peer is None and isinstance(error, OtherVersion):  # a link that cannot read this knows why as well
                 self._answer(route, self._control("refused", {"hub": self.name, "reason": str(error)}))
-            self._refuse(error, peer.name if peer is not None else _key_of(route, owner) or STRANGER)
+            self._refuse(error, peer.name if peer is not None else key_of(route, owner) or STRANGER)
 
     def _handle(self, peer: Peer, message: Message, frames: list[Any]) -> None:
         if message.kind == "ack":
@@ -310,13 +344,10 @@ class Hub(Endpoint):
     def _may_unpack(self, frames: list[Any], site: str | None) -> bool:
         """Charge the envelope of a message of another site; return whether it may be unpacked now.
 
-        Raises:
-            MalformedMessage: it is larger than any of another site.
+        One that is larger than any is not charged, as it is refused without being unpacked.
         """
         size = len(frames[0]) if frames else 0
-        if size > MAX_STATE_BYTES:
-            raise MalformedMessage(f"envelope of {size} bytes from another site, at most {MAX_STATE_BYTES}")
-        return self.covered("envelope", site, size)
+        return size > MAX_ENVELOPE_BYTES or self.covered("envelope", site, size)
 
     def covered(self, kind: Repeated, site: str | None, size: int) -> bool:
         """Charge a site's message of `size` bytes; return whether it may send it now."""
@@ -331,7 +362,7 @@ class Hub(Endpoint):
         first, begun = _first(message), message.body.get("begun", self._clock())
         if not is_finite(begun):
             raise MalformedMessage(f"a hello of a process that began at {begun!r:.99}")
-        sender = _key_of(route, owner) or name
+        sender = key_of(route, owner) or name
         if route.door.outside and not self.covered("hello", owner, size):
             self.refusals.count("too many", sender, f"a hello of {size} bytes so soon after others")
             return
@@ -451,14 +482,6 @@ class Hub(Endpoint):
             door.socket.close(endpoint_base.LINGER_MS)
             if door.keys is not None:
                 unguard(self._context, door.domain)
-
-
-def _key_of(route: PeerRoute, owner: str | None) -> str | None:
-    """Return whom a connection has proved to be, as refusals name it: a process, 'site west', or None without keys.
-
-    A name in a hello is only claimed, and could put the blame on somebody else.
-    """
-    return f"site {owner}" if owner is not None and route.door.outside else owner
 
 
 def _first(message: Message) -> int:

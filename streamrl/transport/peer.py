@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,14 +12,16 @@ import zmq.asyncio
 
 from streamrl.transport.curve import KeyCheck, ServerSecurity, guard
 from streamrl.transport.delivery import Inbox, Outbox
-from streamrl.transport.endpoint_base import Outgoing, Speaker
+from streamrl.transport.endpoint_base import Outgoing, Speaker, size_of
 from streamrl.transport.flow import Flow
-from streamrl.transport.wire import MAX_FRAME_BYTES
+from streamrl.transport.wire import MAX_FRAME_BYTES, MalformedMessage
 
 MOST_OPEN = 8192
 """Messages of a peer of another site that may be open at once, and wait to be read: far above any credits."""
 MOST_OPEN_BYTES = 1 << 31
 """Open bytes of such a peer, as `cost_of` counts them, from which on nothing more is taken from it."""
+MOST_HELD_BYTES = 1 << 28
+"""Bytes of messages of such a peer that wait to be unpacked, from which on further ones are dropped."""
 MOST_UNREAD = 1024
 """Messages to such a peer that wait until it reads them. It may acknowledge what it has not read, so credits alone
 bound nothing."""
@@ -70,6 +73,46 @@ class PeerRoute:
     routing_id: bytes
 
 
+@dataclass(frozen=True)
+class HeldMessage:
+    """A message that has arrived and is not unpacked yet; its fields are those of `Hub._arrived`."""
+
+    route: PeerRoute
+    frames: list[Any]
+    owner: str | None
+
+
+class HeldMessages:
+    """Messages that wait to be unpacked, in order; of a limited number and size in all."""
+
+    def __init__(self) -> None:
+        self._messages: deque[HeldMessage] = deque()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    @property
+    def first(self) -> HeldMessage:
+        """The one that waits longest."""
+        return self._messages[0]
+
+    def put(self, message: HeldMessage) -> bool:
+        """Add a message; return False, and drop it, if too many wait."""
+        size = size_of(message.frames)
+        if self._messages and (len(self) >= MOST_OPEN or self._bytes + size > MOST_HELD_BYTES):
+            return False
+        self._messages.append(message)
+        self._bytes += size
+        return True
+
+    def pop(self) -> HeldMessage:
+        """Remove and return the first one."""
+        message = self._messages.popleft()
+        self._bytes -= size_of(message.frames)
+        return message
+
+
 @dataclass
 class Peer:
     """A hub's view of one link."""
@@ -88,6 +131,8 @@ class Peer:
     """When its process began by its own clock, in unix seconds."""
     route: PeerRoute | None = None
     inbox: Inbox = field(default_factory=Inbox)
+    held: HeldMessages = field(default_factory=HeldMessages)
+    """Messages of another site's peer that wait, in order, until its site may have more unpacked (`budgets.py`)."""
     last_seen: float = 0.0
     """Time of the last message from it, in monotonic seconds."""
     state: dict[str, Any] = field(default_factory=dict)
@@ -102,3 +147,21 @@ class Peer:
     def speaker(self) -> Speaker:
         """The peer as the sender of its messages."""
         return Speaker(self.name, self.role, self.site)
+
+
+def key_of(route: PeerRoute, owner: str | None) -> str | None:
+    """Return whom a connection has proved to be, as refusals name it: a process, 'site west', or None without keys.
+
+    A name in a hello is only claimed, and could put the blame on somebody else.
+    """
+    return f"site {owner}" if owner is not None and route.door.outside else owner
+
+
+def check_size(frames: list[Any], most: int) -> None:
+    """Check the envelope of a message of another site before it is unpacked.
+
+    Raises:
+        MalformedMessage: it has more than `most` bytes.
+    """
+    if frames and len(frames[0]) > most:
+        raise MalformedMessage(f"envelope of {len(frames[0])} bytes from another site, at most {most}")

@@ -28,7 +28,8 @@ MAX_FRAME_BYTES = 1 << 30
 """Largest frame; over a network libzmq ends the connection of a larger one. Nothing limits the frames of a message."""
 MAX_DIMENSIONS = 8
 MAX_STATE_BYTES = 4 * 1024 * 1024
-"""Largest heartbeat or hello, and largest envelope of another site, in bytes; their values are checked one by one."""
+"""Largest heartbeat or hello, whose values are checked one by one, and largest envelope on a connection of another site
+that has not said hello, in bytes."""
 MAX_NESTING = 16
 """Deepest nesting of the values in a heartbeat or a hello."""
 MOST_PLAIN = 500_000

@@ -15,14 +15,15 @@ from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.delivery import MOST_AHEAD, Inbox
 from streamrl.transport.endpoint import Hub, Link
 from streamrl.transport.peer import PeerRoute
-from streamrl.transport.wire import Message, decode, encode
+from streamrl.transport.wire import MAX_ENVELOPE_BYTES, MAX_STATE_BYTES, Message, decode, encode
 from tests.training.conftest import free_port
+from tests.transport.sockets import run, until
 
 FLOOD = 20_000
 
 
 def flooded(frames: Any, count: int = FLOOD) -> Hub:
-    """A hub to which a peer of another site has sent `frames(n)` for each n."""
+    """A hub to which a peer of another site has sent `frames(n)`, a message or its frames, for each n."""
 
     async def body() -> Hub:
         hub = Hub("controller", WaitRegistry("controller"))
@@ -33,7 +34,8 @@ def flooded(frames: Any, count: int = FLOOD) -> Hub:
         meta = {"name": "service-west", "role": "service", "meta": {"site": "west"}}
         hub._arrived(route, list(encode(Message("hello", "life", 0, meta))), None)
         for number in range(1, count + 1):
-            hub._arrived(route, list(encode(frames(number))), None)
+            made = frames(number)
+            hub._arrived(route, made if isinstance(made, list) else list(encode(made)), None)
         await hub.close()
         return hub
 
@@ -81,6 +83,7 @@ def test_hellos_of_ever_new_sessions_cannot_fill_the_queue(ends: bool, monkeypat
 def test_large_hellos_and_heartbeats_are_few_and_no_larger_than_they_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("hello", "heartbeat"):
         monkeypatch.setitem(budgets.PER_S, kind, 0.0)
+    monkeypatch.setitem(budgets.SIZES, "envelope", 1e4)
     large = {"x": "y" * 2_000_000}  # 31.5 messages
     assert flooded(lambda number: hello("another life", **large), 30).refused() == {"too many": {"service-west": 29}}
     hub = flooded(lambda number: Message("heartbeat", "life", 0, large), 30)
@@ -108,13 +111,64 @@ def test_envelopes_of_another_site_are_unpacked_up_to_a_size_and_so_many_bytes_a
 
     monkeypatch.setattr(hub_module, "decode", recorded)
     monkeypatch.setitem(budgets.PER_S, "envelope", 0.0)
-    hub = flooded(lambda number: Message("item", "life", number, {"x": "y" * 5_000_000}), 3)
+    huge = list(encode(Message("item", "life", 1, {"x": "y" * 5_000_000})))
+    huge[0] = bytes(huge[0]) + bytes(MAX_ENVELOPE_BYTES)
+    hub = flooded(lambda number: huge, 3)
     assert hub.refused() == {"malformed": {"service-west": 3}} and len(unpacked) == 1  # the hello
+    monkeypatch.setattr(peer_module, "MOST_HELD_BYTES", 3 * 2**20 + 2**19)
     hub = flooded(lambda number: Message("item", "life", number, {"x": "y" * 2**20}), 40)
     passed = int(budgets.SIZES["envelope"]) // 16 - 1  # each is a little larger than 16 times 64 KiB
-    assert hub.refused() == {"too many": {"service-west": 40 - passed}} and len(unpacked) == 2 + passed
+    assert hub.refused() == {"too many": {"service-west": 40 - passed - 3}} and len(unpacked) == 2 + passed
+    assert len(hub.peers["service-west"].held) == 3
     flooded(lambda number: Message("item", "life", number, {}, {"x": np.zeros(2**20, np.float32)}), 40)
     assert len(unpacked) == 2 + passed + 41  # arrays are not unpacked
+
+
+def test_before_its_hello_a_connection_is_read_less_and_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(budgets.PER_S, "envelope", 0.0)
+    empty = len(encode(Message("item", "life", 1, {"x": "y" * 2**20}))[0]) - 2**20
+
+    async def body() -> None:
+        hub = Hub("controller", WaitRegistry("controller")).bind_outside(f"tcp://127.0.0.1:{free_port()}", None)
+        hub._answer = lambda route, answer: True  # type: ignore[method-assign]
+        stranger = PeerRoute(hub._doors[0], b"stranger")
+
+        def arrives(size: int) -> None:
+            hub._arrived(stranger, list(encode(Message("item", "life", 1, {"x": "y" * (size - empty)}))), None)
+
+        arrives(MAX_STATE_BYTES + 1)
+        assert (hub.malformed, hub.unknown) == (1, 0)
+        for _ in range(8):  # the first has been charged, too
+            arrives(MAX_STATE_BYTES)
+        assert (hub.malformed, hub.unknown) == (1, 6) and sum(hub.refused()["too many"].values()) == 2
+        await hub.close()
+
+    asyncio.run(body())
+
+
+def test_messages_that_come_too_fast_wait_and_are_taken_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be repeated only much later, after others: an older state would replace a newer one."""
+    monkeypatch.setitem(budgets.PER_S, "envelope", 0.0)
+    monkeypatch.setitem(budgets.SIZES, "envelope", 300.0)
+
+    async def body() -> None:
+        hub = Hub("controller", WaitRegistry("controller")).bind_outside(f"tcp://127.0.0.1:{free_port()}", None)
+        hub._answer = lambda route, answer: True  # type: ignore[method-assign]
+        route = PeerRoute(hub._doors[0], b"west")
+        hub._arrived(route, list(encode(hello("life"))), None)
+        for number, size in enumerate([15 * 2**20, 2**22, 2**22, 10, 2**22], 1):  # the first one takes most of it
+            hub._arrived(route, list(encode(Message("item", "life", number, {"n": number, "x": "y" * size}))), None)
+        assert hub._inbox.qsize() == 1 and len(hub.peers["service-west"].held) == 4
+        hub.peers["service-west"].last_seen = 0.0
+        hub._arrived(route, list(encode(Message("heartbeat", "life", 0, {"x": 1}))), None)
+        assert hub.silent_for("service-west") < 1000 and hub.peers["service-west"].state == {}  # heard, read later
+        monkeypatch.setitem(budgets.PER_S, "envelope", 1e6)
+        assert [(await hub.receive()).body["n"] for _ in range(5)] == [1, 2, 3, 4, 5]
+        await until(lambda: hub.peers["service-west"].state == {"x": 1})
+        assert hub.refused() == {} and not hub.peers["service-west"].held
+        await hub.close()
+
+    run(body)
 
 
 def test_a_budget_fills_with_time_and_large_messages_cost_more() -> None:
