@@ -81,6 +81,16 @@ def test_more_values_than_any_message_has_are_refused(lists: Any, monkeypatch: p
         unpack(msgpack.packb(filled(lists)))
 
 
+@pytest.mark.parametrize("value", [[None] * 3000, dict.fromkeys(map(str, range(3000)))], ids=["list", "map"])
+def test_one_list_or_map_of_more_values_is_refused_before_it_is_made(
+    value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unpacking, "MOST_CONTAINERS", 1000)
+    monkeypatch.setattr(unpacking, "MOST_VALUES", 2999)
+    with pytest.raises(ValueError, match="not msgpack"):  # by msgpack, from its announced length
+        unpack(msgpack.packb(value))
+
+
 def test_an_envelope_of_millions_of_empty_lists_is_malformed() -> None:
     values: tuple[Any, ...] = 2, "item", "life", 1, {"x": None}, []
     head, _, tail = msgpack.packb(dict(zip(KEYS, values, strict=True))).partition(b"\xa1x\xc0")
