@@ -76,9 +76,9 @@ def unused_keys(run: RunConfig) -> Iterable[ConfigProblem]:
 
 
 def unused_cluster_keys(cluster: ClusterConfig) -> Iterable[ConfigProblem]:
-    """Yield what would run somewhere else than a cluster file seems to say."""
+    """Yield what would run somewhere else than a cluster file seems to say; `backend: local` says it plainly."""
     for name, site in cluster.sites.items():
-        if not site.on_ray:
+        if "backend" not in site.launch.model_fields_set:
             for key in _changed(site.launch, ("address",)):
                 reason = "has no use with backend: local, on this machine alone: leave it out, or set backend: ray"
                 yield _problem(("sites", name, "launch", key), ("sites", name, "launch", "backend"), reason)

@@ -524,6 +524,9 @@ def test_a_run_that_began_with_keys_without_use_goes_on(tmp_path: Path) -> None:
     cluster = load_cluster(ROOT / "cluster_configs/local.yaml")
     copied.write_text(yaml.safe_dump(cluster.model_dump(mode="json")))
     assert load_cluster(copied) == cluster
+    for here in ({"launch": {"backend": "local", "address": "head:6379"}}, {"launch": {"backend": "local"}}):
+        copied.write_text(yaml.safe_dump({"hardware": "cpu", "sites": {"here": site | here}}))
+        assert not load_cluster(copied).sites["here"].on_ray
 
 
 def test_a_folder_that_holds_no_run_is_refused(tmp_path: Path) -> None:
