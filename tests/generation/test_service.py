@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import AsyncMock
 
 import numpy as np
@@ -31,6 +31,7 @@ from streamrl.protocol.controller_site import (
     GivenBack,
     IssuedGroup,
     LoadWeights,
+    Parked,
     WeightsReady,
 )
 from streamrl.protocol.message import TypedMessage, kind_of
@@ -290,6 +291,26 @@ async def service_in(folder: Path) -> AsyncIterator[GenerationService]:
         for part in (service.controller, service.weights, service.hub):
             await part.close()
         service.journal.close()
+
+
+def test_a_request_whose_budget_is_used_up_is_reported_in_the_round_that_set_the_budget(tmp_path: Path) -> None:
+    async def play() -> list[Parked]:
+        async with service_in(tmp_path) as service:
+            told: list[Parked] = []
+            service.round = 1
+
+            async def begin_the_next(_: PartialSample, instance: str) -> bool:
+                service.round = 2
+                return True
+
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(service.reports, "put", told.append)
+                patched.setattr(service.dispatcher, "released", begin_the_next)
+                partial = PartialSample("a", *(tokens(4)[name] for name in TOKEN_ARRAYS), 1.0, 2.0)
+                await service._released(partial, cast(Delivery, SimpleNamespace(peer="i", ack=lambda: None)))
+            return told
+
+    assert [(parked.sample_id, parked.round) for parked in asyncio.run(play())] == [("a", 1)]
 
 
 def test_a_link_that_is_down_holds_up_neither_what_instances_say_nor_who_looks_after_them(tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ def test_a_step_in_several_row_groups_is_read_as_one(
 def test_a_row_group_has_no_more_than_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout_store, "ROW_GROUP_BYTES", 1000)
     rows = [
-        {"sample_id": "x" * n, "completion_tokens": np.zeros(100, np.int32)} for n in (0, 150, 250, 601, 0, 2000, 1)
+        {"sample_id": "x" * n, "completion_tokens": np.zeros(100, np.int32)}
+        for n in (0, 150, 250, 601, 0, 2000, 1, 10, 20)
     ]
     parts = list(rollout_store._row_groups(iter(rows)))
     assert [[len(str(row["sample_id"])) for row in part] for part in parts] == [
@@ -57,7 +58,8 @@ def test_a_row_group_has_no_more_than_its_bytes(tmp_path: Path, monkeypatch: pyt
         [601],
         [0],
         [2000],
-        [1],
+        [1, 10],
+        [20],
     ]
 
 

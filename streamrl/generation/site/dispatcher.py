@@ -200,7 +200,8 @@ class Dispatcher:
         self._handed_over.setdefault(instance, set()).update(had)
         parked, moving = self._continue_elsewhere(had, kept)
         for sample_id in had:
-            await self._tell_to_release(instance, sample_id)
+            if sample_id in self._handed_over.get(instance, ()):  # it may have come back meanwhile
+                await self._tell_to_release(instance, sample_id)
         await self._start_decided(moving)
         await self._dispatch()
         return parked

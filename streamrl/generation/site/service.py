@@ -274,12 +274,11 @@ class GenerationService:
             times = {"started": home(began), "ended": home(ended)}
             self.reports.put(controller_site.GivenBack(sample_id=partial.sample_id, instance=instance, **times))
 
-    async def _tell_parked(self, partial: PartialSample) -> None:
-        """Report to the controller that a request has used up its token budget."""
-        parked = controller_site.Parked(
-            sample_id=partial.sample_id, tokens=len(partial.completion_tokens), round=self.round
-        )
-        self.reports.put(parked)
+    async def _tell_parked(self, partial: PartialSample, number: int | None = None) -> None:
+        """Report to the controller that a request has used up its token budget in a round; None: in the newest."""
+        number = self.round if number is None else number
+        tokens = len(partial.completion_tokens)
+        self.reports.put(controller_site.Parked(sample_id=partial.sample_id, tokens=tokens, round=number))
 
     def _controller_restarted(self) -> None:
         """End the link: a new controller is not owed what is not acknowledged, and would count it as foreign.
@@ -380,8 +379,9 @@ class GenerationService:
         if self.dispatcher.has(delivery.peer, partial.sample_id):
             self.journal.add(0, partial)
             self._tell_given_back(partial, delivery.peer)
+        number = self.round  # the next may begin while the dispatcher starts other requests
         if await self.dispatcher.released(partial, delivery.peer):
-            await self._tell_parked(partial)
+            await self._tell_parked(partial, number)
         delivery.ack()
 
     async def _sample_done(self, sample: site_instance.FinishedSample, delivery: Delivery) -> None:
