@@ -293,7 +293,11 @@ class Hub(Endpoint):
                 asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._take_held, peer)
                 return
             held = peer.held.pop()
-            self._take(held.route, held.frames, held.owner, peer)
+            try:
+                self._take(held.route, held.frames, held.owner, peer)
+            except Exception as error:  # as one in the reading of a door: `receive` raises it
+                self._inbox.put_nowait(error)
+                return
 
     def _take(self, route: PeerRoute, frames: list[Any], owner: str | None, peer: Peer | None) -> None:
         """Unpack and handle a message; `peer` is the one of its connection."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from streamrl.transport import peer as peer_module
 from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.delivery import MOST_AHEAD, Inbox
 from streamrl.transport.endpoint import Hub, Link
-from streamrl.transport.peer import PeerRoute
+from streamrl.transport.peer import HeldMessage, PeerRoute
 from streamrl.transport.wire import MAX_ENVELOPE_BYTES, MAX_STATE_BYTES, Message, decode, encode
 from tests.training.conftest import free_port
 from tests.transport.sockets import run, until
@@ -166,6 +167,25 @@ def test_messages_that_come_too_fast_wait_and_are_taken_in_order(monkeypatch: py
         assert [(await hub.receive()).body["n"] for _ in range(5)] == [1, 2, 3, 4, 5]
         await until(lambda: hub.peers["service-west"].state == {"x": 1})
         assert hub.refused() == {} and not hub.peers["service-west"].held
+        await hub.close()
+
+    run(body)
+
+
+def test_an_error_in_a_message_that_has_waited_is_raised_by_receive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(budgets.PER_S, "envelope", 1e6)
+    monkeypatch.setitem(budgets.SIZES, "envelope", 300.0)
+
+    async def body() -> None:
+        hub = Hub("controller", WaitRegistry("controller")).bind_outside(f"tcp://127.0.0.1:{free_port()}", None)
+        hub._answer = lambda route, answer: True  # type: ignore[method-assign]
+        route = PeerRoute(hub._doors[0], b"west")
+        hub._arrived(route, list(encode(hello("life"))), None)
+        item = list(encode(Message("item", "life", 1, {})))
+        hub._hold(hub.peers["service-west"], HeldMessage(route, item, None))
+        monkeypatch.setattr(hub, "_handle", Mock(side_effect=RuntimeError("a defect")))
+        with pytest.raises(RuntimeError, match="a defect"):
+            await hub.receive()
         await hub.close()
 
     run(body)
