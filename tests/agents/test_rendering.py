@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from typing import Any
 from unittest.mock import Mock
@@ -9,7 +10,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, convert_slow_tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from streamrl.agents.rendering import ChatRenderer, HistoryRewritten, TemplateError
 from streamrl.agents.tool_calls import parse_glm, parse_qwen_xml
@@ -234,8 +235,9 @@ def test_tokens_that_are_parts_of_characters_have_their_own_bytes(tokenizer: Any
 def test_the_letters_of_bytes_are_listed_once_however_many_tokens_ask(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chat, listing = renderer(tokenizer), Mock(wraps=convert_slow_tokenizer.bytes_to_unicode)
-    monkeypatch.setattr(convert_slow_tokenizer, "bytes_to_unicode", listing)
+    slow = importlib.import_module("transformers.convert_slow_tokenizer")  # `transformers` has a function of this name
+    chat, listing = renderer(tokenizer), Mock(wraps=slow.bytes_to_unicode)
+    monkeypatch.setattr(slow, "bytes_to_unicode", listing)
     ids = np.asarray(tokenizer.encode("🧑‍🚀" * 50), np.int32)
     assert "\ufffd" in chat.token_texts(ids)
     chat.token_bytes(ids)
