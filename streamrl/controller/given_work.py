@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from streamrl.byte_parts import parts_of
 from streamrl.controller.group_source import SampleDraw
 from streamrl.protocol.samples import issued_group
 from streamrl.rollouts.types import Group
@@ -37,14 +38,4 @@ def sendable(work: Sequence[GivenWork], most: int = MOST_GIVEN_BYTES) -> Iterato
         work: what is given together.
         most: bytes of a part, prompts included; a single group may have more.
     """
-    part: list[GivenWork] = []
-    size = 0
-    for one in work:
-        own = wire_bytes(one)
-        if part and size + own > most:
-            yield part
-            part, size = [], 0
-        part.append(one)
-        size += own
-    if part:
-        yield part
+    return parts_of(work, wire_bytes, most)

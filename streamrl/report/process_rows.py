@@ -35,7 +35,7 @@ class ProcessRow:
 
     name: str
     role: RoleStatus
-    """For several: their longest time in the state, and their sums."""
+    """Figures of several processes: their longest time in the state, and their sums."""
     count: int
     versions: str
     """Weight version, or the oldest and the newest of several; '': none is known."""

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from ranker.data import ROW_IDS, first_rows
 from streamrl.atomic_files import remove_left, replacing, sync_folder
+from streamrl.byte_parts import parts_of
 from streamrl.errors import writing
 from streamrl.rollouts.parquet_files import step_file, step_files, step_of
 from streamrl.rollouts.row_parts import episode_rows
@@ -133,17 +134,7 @@ class RolloutStore:
 
 def _row_groups(rows: Iterable[dict[str, object]]) -> Iterator[list[dict[str, object]]]:
     """Divide rows into row groups of at most `ROW_GROUP_BYTES`, but at least one row."""
-    part: list[dict[str, object]] = []
-    size = 0
-    for row in rows:
-        more = sum(_size(value) for value in row.values())
-        if part and size + more > ROW_GROUP_BYTES:
-            yield part
-            part, size = [], 0
-        part.append(row)
-        size += more
-    if part:
-        yield part
+    return parts_of(rows, lambda row: sum(map(_size, row.values())), ROW_GROUP_BYTES)
 
 
 def _size(value: object) -> int:

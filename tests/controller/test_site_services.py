@@ -257,7 +257,7 @@ def test_a_service_that_died_before_its_instances_slept_is_asked_again_once_they
 def test_work_that_one_message_cannot_hold_is_sent_in_several_that_are_placed_together(
     wire: Wire, services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As at the first issue of large batches, or when a restarted service gets all open work again."""
+    """The first issue of large batches is so much, and all open work that a restarted service gets again."""
     groups, samples = some_groups(0, 7)
     work = [GivenWork(group.group_id, group, some) for group, some in zip(groups, samples, strict=True)]
     work[3] = work[3]._replace(evaluation=True)

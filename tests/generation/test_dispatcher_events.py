@@ -197,7 +197,7 @@ class World:
         await self.end()
 
     async def play_together(self) -> None:
-        """As `play`, but orders of the controller, messages of instances and troubles come while others are handled."""
+        """Play as `play` does, but orders, messages of instances and troubles come while others are handled."""
         for _ in range(EVENTS):
             await asyncio.gather(self.order(), self.work(0.7), self.change())
             self.check()

@@ -36,7 +36,7 @@ def test_the_steepest_fall_is_found_and_noise_is_none() -> None:
 
 
 def test_the_steepest_fall_is_that_of_all_pairs() -> None:
-    """As among all pairs, each of which is compared with the slowest smaller batch alone."""
+    """Each batch is compared with the slowest smaller one alone, and the result is that among all pairs."""
     dice = random.Random(0)
     for _ in range(500):
         sizes = dice.sample(range(1, 40), dice.randrange(1, 12))

@@ -147,16 +147,22 @@ def test_before_its_hello_a_connection_is_read_less_and_holds_nothing(monkeypatc
     asyncio.run(body())
 
 
+def hub_with_peer() -> tuple[Hub, PeerRoute]:
+    """A hub that service-west has said hello to, and that answers nobody, with the connection of the hello."""
+    hub = Hub("controller", WaitRegistry("controller")).bind_outside(f"tcp://127.0.0.1:{free_port()}", None)
+    hub._answer = lambda route, answer: True  # type: ignore[method-assign]
+    route = PeerRoute(hub._doors[0], b"west")
+    hub._arrived(route, list(encode(hello("life"))), None)
+    return hub, route
+
+
 def test_messages_that_come_too_fast_wait_and_are_taken_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would be repeated only much later, after others: an older state would replace a newer one."""
     monkeypatch.setitem(budgets.PER_S, "envelope", 0.0)
     monkeypatch.setitem(budgets.SIZES, "envelope", 300.0)
 
     async def body() -> None:
-        hub = Hub("controller", WaitRegistry("controller")).bind_outside(f"tcp://127.0.0.1:{free_port()}", None)
-        hub._answer = lambda route, answer: True  # type: ignore[method-assign]
-        route = PeerRoute(hub._doors[0], b"west")
-        hub._arrived(route, list(encode(hello("life"))), None)
+        hub, route = hub_with_peer()
         for number, size in enumerate([15 * 2**20, 2**22, 2**22, 10, 2**22], 1):  # the first one takes most of it
             hub._arrived(route, list(encode(Message("item", "life", number, {"n": number, "x": "y" * size}))), None)
         assert hub._inbox.qsize() == 1 and len(hub.peers["service-west"].held) == 4
@@ -177,10 +183,7 @@ def test_an_error_in_a_message_that_has_waited_is_raised_by_receive(monkeypatch:
     monkeypatch.setitem(budgets.SIZES, "envelope", 300.0)
 
     async def body() -> None:
-        hub = Hub("controller", WaitRegistry("controller")).bind_outside(f"tcp://127.0.0.1:{free_port()}", None)
-        hub._answer = lambda route, answer: True  # type: ignore[method-assign]
-        route = PeerRoute(hub._doors[0], b"west")
-        hub._arrived(route, list(encode(hello("life"))), None)
+        hub, route = hub_with_peer()
         item = list(encode(Message("item", "life", 1, {})))
         hub._hold(hub.peers["service-west"], HeldMessage(route, item, None))
         monkeypatch.setattr(hub, "_handle", Mock(side_effect=RuntimeError("a defect")))
