@@ -53,7 +53,7 @@ def load(source: Path, instead: str) -> ctypes.CDLL | None:
 def library_name(source: Path) -> str:
     """Return the file name of the library that a source compiles to on this machine; 'none': it cannot be loaded.
 
-    It changes with the source, the compiler, its flags and the CPU.
+    It changes with the source, the headers beside it, the compiler, its flags and the CPU.
     """
     try:
         compiler = _compiler()
@@ -65,7 +65,8 @@ def library_name(source: Path) -> str:
 
 def _name(source: Path, compiler: list[str]) -> str:
     cpu = this_cpu()
-    facts = [source.read_text(), *FLAGS, *compiler, platform.machine(), cpu.name, *sorted(cpu.flags)]
+    headers = [file.read_text() for file in sorted(source.parent.glob("*.h"))]
+    facts = [source.read_text(), *headers, *FLAGS, *compiler, platform.machine(), cpu.name, *sorted(cpu.flags)]
     digest = hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
     return f"{source.stem.replace('_', '-')}-{digest}.so"
 

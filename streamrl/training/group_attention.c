@@ -3,7 +3,7 @@
    A task is one key-value head of one group: its keys and values are turned into fp32 once, and all its queries, a few
    rows at a time, use them from the caches. A query's scores never leave the caches. Each task is computed by one thread
    in a fixed order, so results do not depend on the number of threads. */
-#include <stdint.h>
+#include "floats.h"
 #include <stdlib.h>
 #include <string.h>
 #include <math.h>
@@ -49,10 +49,7 @@ static void load(float *to, const Tensor *x, int bf16, long head, long row, long
         return;
     }
     const uint16_t *from = (const uint16_t *)x->data + at;
-    for (long i = 0; i < width; i++) {
-        union { uint32_t bits; float value; } one = {(uint32_t)from[i] << 16};
-        to[i] = one.value * factor;
-    }
+    for (long i = 0; i < width; i++) to[i] = from_bf16(from[i]) * factor;
 }
 
 static void store(const float *from, const Tensor *x, int bf16, long head, long row, long width, float factor) {
@@ -63,28 +60,7 @@ static void store(const float *from, const Tensor *x, int bf16, long head, long 
         return;
     }
     uint16_t *to = (uint16_t *)x->data + at;
-    for (long i = 0; i < width; i++) {
-        union { float value; uint32_t bits; } one = {from[i] * factor};
-        uint32_t rounded = (one.bits + 0x7fff + ((one.bits >> 16) & 1)) >> 16; /* to nearest, ties to even */
-        to[i] = (one.bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded;
-    }
-}
-
-/* exp(x) for x <= 0, as 2^n 2^f with |f| <= 1/2: the polynomial is Cephes' expf */
-static inline float exponential(float x) {
-    float bounded = x < -87.0f ? -87.0f : x;
-    bounded = bounded != bounded ? 0.0f : bounded; /* no integer is NaN; what is returned is */
-    float n = __builtin_rintf(bounded * 1.44269504088896341f);
-    float r = bounded - n * 0.693359375f + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    union { int32_t bits; float value; } power = {(int32_t)((uint32_t)((int32_t)n + 127) << 23)};
-    return x < -87.0f ? 0.0f : x != x ? x : p * power.value;
+    for (long i = 0; i < width; i++) to[i] = to_bf16(from[i] * factor);
 }
 
 /* -- C [m, n] = A B or C + A B: n is a multiple of WIDE; element (i, k) of A is at i * ra + k * ca */

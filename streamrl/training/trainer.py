@@ -47,6 +47,7 @@ from streamrl.training.hidden_states import has_own_rows
 from streamrl.training.host_offload import HostOffload
 from streamrl.training.learner import AnyLearner, Division, Learner, compute_type, copy_weights, reshard, shard
 from streamrl.training.learning_rate import learning_rate, warm_up
+from streamrl.training.norms_and_gates import take_kernels
 from streamrl.training.objective import (
     MicroStats,
     Objective,
@@ -146,11 +147,14 @@ class Trainer:
             critic = load_critic(critic_path or model_path, checkpointing, own.attention, ranks, shards, key, resumed)
             self.critic = Learner(critic, self.ppo.critic.lr, run, device, division)
         Switch.is_on = compiles(run, device)
-        if Switch.is_on:
-            of_critic = None if self.critic is None else self.critic.model
-            for one in (self.policy, self.reference, self.proximal, of_critic):
-                if one is not None:
-                    compile_parts(one, run, division.layers if division else 1)
+        of_critic = None if self.critic is None else self.critic.model
+        for one in (self.policy, self.reference, self.proximal, of_critic):
+            if one is None:
+                continue
+            if Switch.is_on:
+                compile_parts(one, run, division.layers if division else 1)
+            elif device.type == "cpu":
+                take_kernels(one)
         self.operations = TrainingOperations.of(
             self.policy, self.reference is not None, self.proximal is not None, self.critic is not None
         )

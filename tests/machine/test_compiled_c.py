@@ -144,3 +144,13 @@ def test_a_compiler_that_takes_too_long_is_ended(
     assert "timed out" in caplog.text and in_cache(source) == []
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_a_library_changes_with_the_headers_beside_its_source(source: Path) -> None:
+    header = source.with_name("numbers.h")
+    header.write_text("#define PARTS 2")
+    source.write_text('#include "numbers.h"\nint half(int x) { return x / PARTS; }')
+    first = load(source, "slow")
+    header.write_text("#define PARTS 3")
+    second = load(source, "slow")
+    assert first is not None and second is not None and (first.half(6), second.half(6)) == (3, 2)

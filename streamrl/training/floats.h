@@ -1,0 +1,31 @@
+/* fp32 and bf16, and exp(), in forms that compilers turn into vector instructions. */
+#include <stdint.h>
+
+static inline float from_bf16(uint16_t bits) {
+    union { uint32_t bits; float value; } one = {(uint32_t)bits << 16};
+    return one.value;
+}
+
+/* To nearest, ties to even */
+static inline uint16_t to_bf16(float value) {
+    union { float value; uint32_t bits; } one = {value};
+    uint32_t rounded = (one.bits + 0x7fff + ((one.bits >> 16) & 1)) >> 16;
+    return (one.bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded;
+}
+
+/* exp(x) for x <= 0, as 2^n 2^f with |f| <= 1/2: the polynomial is Cephes' expf */
+static inline float exponential(float x) {
+    float bounded = x < -87.0f ? -87.0f : x;
+    bounded = bounded != bounded ? 0.0f : bounded; /* no integer is NaN; what is returned is */
+    float n = __builtin_rintf(bounded * 1.44269504088896341f);
+    float r = bounded - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    union { int32_t bits; float value; } power = {(int32_t)((uint32_t)((int32_t)n + 127) << 23)};
+    return x < -87.0f ? 0.0f : x != x ? x : p * power.value;
+}

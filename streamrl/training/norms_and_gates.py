@@ -1,0 +1,253 @@
+"""RMS norms and gated MLPs of a model on a CPU, by kernels of our own that are compiled on first use.
+
+A model computes a norm by a dozen operations and the gate of an MLP by two, each of which reads and writes tensors as
+large as the layer's input or larger. A kernel reads and writes each once (`norms_and_gates.c`). All is fp32 inside and
+rounded once, as in vLLM's kernels; a model's own operations round in between.
+
+Families write these formulas in their own classes, some with changes. So each module is tried against the kernel's
+formula on random numbers before it takes the kernel, and keeps its own operations if it computes something else.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call
+
+from streamrl.machine import compiled_c
+
+log = logging.getLogger(__name__)
+
+Kind = TypeVar("Kind")
+
+SOURCE = Path(__file__).with_suffix(".c")
+TYPES = torch.float32, torch.bfloat16
+ROWS = 64
+"""Rows whose shares of a weight's gradient the C file adds up."""
+EPSILONS = "variance_epsilon", "eps"
+"""Names of what is added to the mean square, by family."""
+GATED = {"gate_proj", "up_proj", "down_proj"}
+"""Names of the linear layers of a gated MLP."""
+SCALES = 1e-3, 1.0, 30.0
+"""Sizes of the numbers that a module is tried with: small ones show its epsilon, large ones its bounds."""
+CLOSE = 1e-5
+"""Relative error up to which a module computes a kernel's formula, in fp32."""
+
+
+class _Norm(ctypes.Structure):
+    """`Norm` of the C file."""
+
+    _fields_ = (
+        ("rows", ctypes.c_long),
+        ("width", ctypes.c_long),
+        ("eps", ctypes.c_float),
+        ("offset", ctypes.c_float),
+        ("bf16", ctypes.c_int),
+    )
+
+
+class _Gate(ctypes.Structure):
+    """`Gate` of the C file."""
+
+    _fields_ = (("count", ctypes.c_long), ("gelu", ctypes.c_int), ("bf16", ctypes.c_int))
+
+
+class RMSNorm(torch.autograd.Function):
+    """The norm x / sqrt(mean(x^2) + eps) (weight + offset) of every row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
+        """Compute x [..., D] and weight [D], of one of `TYPES`, -> [..., D].
+
+        Raises:
+            MemoryError: there is no memory for a row in fp32.
+        """
+        x, weight = x.contiguous(), weight.contiguous()
+        out, inverse = torch.empty_like(x), torch.empty(x.shape[:-1], dtype=torch.float32)
+        _call("rms_norm", _norm(x, eps, offset), x, weight, out, inverse)
+        ctx.save_for_backward(x, weight, inverse)
+        ctx.about = eps, offset
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of x and weight."""
+        x, weight, inverse = ctx.saved_tensors
+        norm, of_x, parts = _norm(x, *ctx.about), torch.empty_like(x), None
+        if ctx.needs_input_grad[1]:
+            parts = torch.empty(-(-norm.rows // ROWS), norm.width, dtype=torch.float32)
+        _call("rms_norm_backward", norm, x, weight, inverse, grads[0].to(x.dtype).contiguous(), of_x, parts)
+        return of_x, None if parts is None else parts.sum(0).to(weight.dtype), None, None
+
+
+class Gate(torch.autograd.Function):
+    """The product of an activation of one tensor, SiLU or the tanh form of GELU, and another tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, gelu: bool) -> torch.Tensor:
+        """Compute two tensors of one shape, of one of `TYPES`, -> one of the same."""
+        gate, up = gate.contiguous(), up.contiguous()
+        out = torch.empty_like(up)
+        _call("gate", _Gate(up.numel(), gelu, up.dtype == torch.bfloat16), gate, up, out)
+        ctx.save_for_backward(gate, up)
+        ctx.gelu = gelu
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of both tensors."""
+        gate, up = ctx.saved_tensors
+        of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
+        about = _Gate(up.numel(), ctx.gelu, up.dtype == torch.bfloat16)
+        _call("gate_backward", about, gate, up, grads[0].to(up.dtype).contiguous(), of_gate, of_up)
+        return of_gate, of_up, None
+
+
+def take_kernels(model: nn.Module) -> None:
+    """Let the norms and gated MLPs of a model that are found to compute the kernels' formulas take the kernels.
+
+    Without a compiler on this machine none does. A norm or MLP whose tensors are not plain ones of a CPU in one of
+    `TYPES` takes its own operations.
+    """
+    if _library() is None:
+        return
+    taken = 0
+    for module in model.modules():
+        forward = None
+        if type(module).__name__.endswith("RMSNorm"):
+            forward = _with_norm(module)
+        elif {name for name, _ in module.named_children()} >= GATED:
+            forward = _with_gate(module)
+        if forward is not None:
+            module.forward = forward
+            taken += 1
+    log.info("%d norms and MLPs take kernels that are compiled for this CPU", taken)
+
+
+def _with_norm(module: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return a norm's forward pass by the kernel; None: it computes another formula."""
+    eps = next((getattr(module, name) for name in EPSILONS if hasattr(module, name)), None)
+    weights = dict(module.named_parameters())
+    if not isinstance(eps, float) or set(weights) != {"weight"} or weights["weight"].dim() != 1:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(weights["weight"].shape, generator=generator)
+    x = _numbers((32, len(weight)), generator)
+    kernels = {at: partial(RMSNorm.apply, x, weight, eps, at) for at in (0.0, 1.0)}
+    offset = _formula_of(partial(functional_call, module, {"weight": weight}, (x,)), kernels)
+    if offset is None:
+        return None
+    own = module.forward
+
+    def forward(hidden_states: torch.Tensor) -> torch.Tensor:
+        if not _takes(hidden_states, module.weight) or hidden_states.shape[-1:] != module.weight.shape:
+            return own(hidden_states)
+        return RMSNorm.apply(hidden_states, module.weight, eps, offset)
+
+    return forward
+
+
+def _with_gate(module: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return a gated MLP's forward pass by the kernel; None: it computes another formula."""
+    generator = torch.Generator().manual_seed(0)
+    x, factors = _numbers((32, 64), generator), torch.randn(2, 64, generator=generator)
+    twin = copy.copy(module)  # with other linear layers: the formula in between is tried, whatever the weights
+    twin._modules = module._modules | {
+        "gate_proj": _Times(factors[0]),
+        "up_proj": _Times(factors[1]),
+        "down_proj": nn.Identity(),
+    }
+    kernels = {kind: partial(Gate.apply, x * factors[0], x * factors[1], kind) for kind in (False, True)}
+    gelu = _formula_of(partial(twin, x), kernels)
+    if gelu is None:
+        return None
+
+    def forward(hidden_states: torch.Tensor) -> torch.Tensor:
+        gate, up = module.gate_proj(hidden_states), module.up_proj(hidden_states)
+        if not _takes(gate, up):
+            return module.down_proj(module.act_fn(gate) * up)
+        return module.down_proj(Gate.apply(gate, up, gelu))
+
+    return forward
+
+
+class _Times(nn.Module):
+    """A layer that multiplies by fixed factors."""
+
+    def __init__(self, factors: torch.Tensor) -> None:
+        super().__init__()
+        self.factors = factors
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factors
+
+
+def _numbers(shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
+    """Return random numbers of all `SCALES`, a row after the other."""
+    scales = torch.tensor(SCALES)[torch.arange(shape[0]) % len(SCALES)]
+    return torch.randn(shape, generator=generator) * scales[:, None]
+
+
+@torch.no_grad()
+def _formula_of(own: Callable[[], torch.Tensor], kernels: Mapping[Kind, Callable[[], Any]]) -> Kind | None:
+    """Return which of the kernels computes what a module does; None: none, or the module refuses its arguments."""
+    try:
+        found = own()
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return None
+    for kind, kernel in kernels.items():
+        expected = kernel()
+        if found.shape != expected.shape or found.dtype != expected.dtype:
+            continue
+        error, size = (found - expected).abs().amax(-1), expected.abs().amax(-1)
+        if (error <= CLOSE * size).all():
+            return kind
+    return None
+
+
+def _takes(x: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether the kernels take such tensors: plain ones with memory of their own, of a CPU."""
+    plain = all(type(one) in (torch.Tensor, nn.Parameter) for one in (x, other))
+    return plain and x.device.type == other.device.type == "cpu" and x.dtype == other.dtype and x.dtype in TYPES
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """Return the compiled kernels; None: they could not be compiled."""
+    library = compiled_c.load(SOURCE, "norms and gates take operations of torch")
+    if library is not None:
+        for name, about, tensors in (
+            ("rms_norm", _Norm, 4),
+            ("rms_norm_backward", _Norm, 6),
+            ("gate", _Gate, 3),
+            ("gate_backward", _Gate, 5),
+        ):
+            function = getattr(library, name)
+            function.argtypes = [ctypes.POINTER(about), *[ctypes.c_void_p] * tensors, ctypes.c_int]
+            function.restype = ctypes.c_int if about is _Norm else None
+    return library
+
+
+def _norm(x: torch.Tensor, eps: float, offset: float) -> _Norm:
+    width = x.shape[-1]
+    return _Norm(x.numel() // width, width, eps, offset, x.dtype == torch.bfloat16)
+
+
+def _call(name: str, about: _Norm | _Gate, *tensors: torch.Tensor | None) -> None:
+    """Call a function of the C file."""
+    pointers = (None if x is None else x.data_ptr() for x in tensors)
+    if getattr(_library(), name)(about, *pointers, torch.get_num_threads()):
+        assert isinstance(about, _Norm)
+        raise MemoryError(f"no memory for rows of {about.width} numbers in fp32")
