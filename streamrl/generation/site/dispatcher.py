@@ -78,8 +78,6 @@ class Dispatcher:
         self._joined: dict[str, tuple[int, StepCurve | None, str]] = {}  # (slots, curve, pool) of each instance
         self._held: dict[str, set[str]] = {}
         """Reasons for which an instance gets no new requests, by instance."""
-        self._continuing: dict[str, set[str]] = {}
-        """Requests that go on while their instance is held, by instance."""
         self._allowed: set[str] | None = None
         """Instances of the last call of `use`, also those that have not joined; None: all get requests."""
         self._slow: dict[str, float] = {}
@@ -93,8 +91,16 @@ class Dispatcher:
         if self._allowed is not None and instance not in self._allowed:
             self._held[instance] = {"unused"}
             return
-        self.policy.join(instance, slots, curve, pool)
+        self._add_to_policy(instance)
         await self._dispatch()
+
+    def _add_to_policy(self, instance: str) -> None:
+        """Let the policy give an instance requests, beside those that go on there and keep their slots."""
+        self.policy.join(instance, *self._joined[instance])
+        self.policy.slow(instance, self._slow.get(instance, 1.0))
+        for sample_id in self.works_on(instance):
+            if sample_id not in self._releasing:  # those are placed when released
+                self.policy.start(self._known_to_policy(sample_id), self.policy.instances[instance])
 
     async def hold(self, instance: str, requeue: bool, why: str) -> None:
         """Give an instance no more requests until `unhold`.
@@ -107,8 +113,6 @@ class Dispatcher:
         reasons = self._held.setdefault(instance, set())
         first = not reasons
         reasons.add(why)
-        if first or requeue:
-            self._continuing[instance] = set() if requeue else set(self.works_on(instance))
         waiting = []
         for sample_id in self.policy.leave(instance) if first else ():
             if sample_id in self._moving:  # moving here: placed again once its old instance has released it
@@ -126,11 +130,7 @@ class Dispatcher:
         reasons = self._held.get(instance, set())
         reasons.discard(why)
         if not reasons and self._held.pop(instance, None) is not None:
-            self.policy.join(instance, *self._joined[instance])
-            self.policy.slow(instance, self._slow.get(instance, 1.0))
-            for sample_id in sorted(self._continuing.pop(instance, ())):
-                if self.has(instance, sample_id) and sample_id not in self._releasing:  # those are placed when released
-                    self.policy.start(self._known_to_policy(sample_id), self.policy.instances[instance])
+            self._add_to_policy(instance)
             await self._dispatch()
 
     async def slow(self, instance: str, factor: float) -> None:
@@ -232,7 +232,6 @@ class Dispatcher:
     def leave(self, instance: str) -> None:
         """Require an instance to join again before it gets requests; it keeps what it works on."""
         self._held.pop(instance, None)
-        self._continuing.pop(instance, None)
         self._joined.pop(instance, None)
         self._handed_over.pop(instance, None)
 

@@ -1,0 +1,56 @@
+"""The dispatcher: instances that get no requests for a while, and what happens while its orders are being sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from scheduler.cost.length_forecast import Forecast
+from scheduler.dispatch.policy import REGULAR, DispatchPolicy
+from scheduler.dispatch.registry import POLICIES, make_policy
+from streamrl.generation.site.dispatcher import Dispatcher
+from streamrl.transport.wire import Arrays
+from tests.generation.dispatching import dispatcher, requests
+
+Told = list[tuple[str, str, str]]
+
+
+def interrupted(policy: DispatchPolicy) -> tuple[Dispatcher, Told, list[Callable[[], Awaitable[None]]]]:
+    """A dispatcher, (instance, kind, sample) of what it sends, and what happens after its next message."""
+    told: Told = []
+    meanwhile: list[Callable[[], Awaitable[None]]] = []
+
+    async def send(instance: str, kind: str, body: dict[str, Any], arrays: Arrays) -> None:
+        told.append((instance, kind, body["sample_id"]))
+        if meanwhile:
+            await meanwhile.pop()()
+
+    return Dispatcher(policy, send, lambda instance, sample_id: 0), told, meanwhile
+
+
+@pytest.mark.parametrize("forecast", [Forecast((4.0, 6.0)), None], ids=["forecasts", "none"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_an_instance_that_is_admitted_anew_gets_no_more_than_its_free_slots(
+    name: str, forecast: Forecast | None
+) -> None:
+    """It was silent, has missed weights, and still works on what it had."""
+    work, sent = dispatcher(make_policy(name))
+
+    async def body() -> None:
+        await work.join("a", 3, None, REGULAR)
+        await work.submit([(requests(*(f"g.{n}" for n in range(6))), forecast)])
+        started = [b["sample_id"] for _, _, b, _ in sent]
+        assert started == ["g.0", "g.1", "g.2"]
+        sent.clear()
+        await work.hold("a", requeue=False, why="silent")
+        await work.park(["g.2"])  # it is released, and takes no slot any more
+        work.leave("a")
+        await work.join("a", 3, None, REGULAR)
+        assert [(kind, b["sample_id"]) for _, kind, b, _ in sent] == [("release", "g.2"), ("generate", "g.3")]
+        await work.finished("g.0", 5, "a")
+        assert [b["sample_id"] for _, _, b, _ in sent][2:] == ["g.4"]
+
+    asyncio.run(body())
