@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from scheduler.cost.length_forecast import Forecast
+from scheduler.dispatch.baselines import LeastLoaded
 from scheduler.dispatch.policy import REGULAR, DispatchPolicy
 from scheduler.dispatch.registry import POLICIES, make_policy
 from streamrl.generation.site.dispatcher import Dispatcher
 from streamrl.transport.wire import Arrays
-from tests.generation.dispatching import dispatcher, requests
+from tests.generation.dispatching import dispatcher, part, requests
 
 Told = list[tuple[str, str, str]]
 
@@ -52,5 +53,25 @@ def test_an_instance_that_is_admitted_anew_gets_no_more_than_its_free_slots(
         assert [(kind, b["sample_id"]) for _, kind, b, _ in sent] == [("release", "g.2"), ("generate", "g.3")]
         await work.finished("g.0", 5, "a")
         assert [b["sample_id"] for _, _, b, _ in sent][2:] == ["g.4"]
+
+    asyncio.run(body())
+
+
+def test_nothing_is_placed_on_an_instance_that_is_about_to_be_unused() -> None:
+    work, told, meanwhile = interrupted(LeastLoaded())
+
+    async def body() -> None:
+        for name in "abc":
+            await work.join(name, 4, None, REGULAR)
+        await work.submit([(requests("g.0", "h.0", "i.0", "k.0"), None)])
+        assert told == [(name, "generate", f"{one}.0") for name, one in zip("abca", "ghik", strict=True)]
+        told.clear()
+
+        async def come_back() -> None:
+            await work.released(part("h.0", 2), "b")
+
+        meanwhile.append(come_back)
+        await work.use(["a"])  # c has the least, but is not used either
+        assert told == [("b", "release", "h.0"), ("a", "generate", "h.0"), ("c", "release", "i.0")]
 
     asyncio.run(body())

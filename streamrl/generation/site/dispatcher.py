@@ -110,6 +110,12 @@ class Dispatcher:
             requeue: whether its running requests are preempted and placed again; otherwise they continue there.
             why: reason, in a word; the instance is held until every reason has been removed.
         """
+        orders = self._hold(instance, requeue, why)
+        await self._order_releases(orders)
+        await self._dispatch()
+
+    def _hold(self, instance: str, requeue: bool, why: str) -> list[tuple[str, str]]:
+        """Hold an instance as `hold` does; return the orders for `_order_releases`."""
         reasons = self._held.setdefault(instance, set())
         first = not reasons
         reasons.add(why)
@@ -120,18 +126,22 @@ class Dispatcher:
             elif sample_id not in self._at:  # a policy may have planned it for this instance
                 waiting.append(sample_id)
         self._queue(waiting)
-        if requeue:
-            running = [sample_id for sample_id in self.works_on(instance) if sample_id not in self._releasing]
-            await self._order_releases(self._to_release(running))
-        await self._dispatch()
+        running = [sample_id for sample_id in self.works_on(instance) if sample_id not in self._releasing]
+        return self._to_release(running if requeue else ())
 
     async def unhold(self, instance: str, why: str) -> None:
         """Remove a reason for holding an instance; a no-op for one that has left meanwhile."""
+        if self._unhold(instance, why):
+            await self._dispatch()
+
+    def _unhold(self, instance: str, why: str) -> bool:
+        """Remove a reason for holding an instance; return whether it was the last one."""
         reasons = self._held.get(instance, set())
         reasons.discard(why)
-        if not reasons and self._held.pop(instance, None) is not None:
-            self._add_to_policy(instance)
-            await self._dispatch()
+        if reasons or self._held.pop(instance, None) is None:
+            return False
+        self._add_to_policy(instance)
+        return True
 
     async def slow(self, instance: str, factor: float) -> None:
         """Record that an instance's steps take `factor` times as long as its curve says; 1 ends this."""
@@ -239,11 +249,12 @@ class Dispatcher:
         """Give requests to these instances only, also to those that join later; those of others are placed again."""
         allowed = self._allowed = set(instances)
         held = {instance for instance in self._joined if "unused" in self._held.get(instance, ())}
-        for instance in sorted(self._joined.keys() - allowed - held):
-            if self.knows(instance):  # it may have left meanwhile
-                await self.hold(instance, requeue=True, why="unused")
+        unused = sorted(self._joined.keys() - allowed - held)
+        orders = [order for instance in unused for order in self._hold(instance, True, "unused")]
         for instance in sorted(held & allowed):
-            await self.unhold(instance, "unused")
+            self._unhold(instance, "unused")
+        await self._order_releases(orders)
+        await self._dispatch()
 
     async def throttle(self, on: bool) -> None:
         """Stop starting requests, or start the waiting ones again; running requests continue either way."""
