@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from scheduler.dispatch.policy import REGULAR, DispatchPolicy
 from scheduler.dispatch.registry import POLICIES, make_policy
 from streamrl.generation.site.dispatcher import Dispatcher
 from streamrl.transport.wire import Arrays
-from tests.generation.dispatching import dispatcher, part, requests
+from tests.generation.dispatching import Scripted, dispatcher, give_back, part, requests
 
 Told = list[tuple[str, str, str]]
 
@@ -73,5 +74,51 @@ def test_nothing_is_placed_on_an_instance_that_is_about_to_be_unused() -> None:
         meanwhile.append(come_back)
         await work.use(["a"])  # c has the least, but is not used either
         assert told == [("b", "release", "h.0"), ("a", "generate", "h.0"), ("c", "release", "i.0")]
+
+    asyncio.run(body())
+
+
+def test_a_request_that_is_moved_and_parked_is_ordered_once_and_moves_no_more() -> None:
+    policy = Scripted()
+    work, told, _ = interrupted(policy)
+
+    async def body() -> None:
+        await work.submit([(requests("g.0", "g.1"), None)])
+        policy.to_move = [("g.1", "b")]
+        await work.finished("g.0", 1, "a")
+        told.clear()
+        await work.park(["g.1"])
+        await work.resume(["g.1"])
+        await work.hold("a", requeue=True, why="weights")
+        assert told == []  # the order was given when it was moved
+        policy.join("a", 8)
+        await give_back(work, part("g.1", 4))
+        assert told == [("a", "generate", "g.1")] and work.moves == 0
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["runs there", "is released elsewhere"])
+def test_what_has_come_back_before_its_order_was_sent_is_not_released(again: bool) -> None:
+    policy = Scripted()
+    work, told, meanwhile = interrupted(policy)
+
+    async def come_back() -> None:
+        """It has used up its budget, and is resumed."""
+        await work.released(part("g.1", 4), "a")
+        await work.resume(["g.1"])
+        if again:
+            policy.to_move = [("g.1", "b")]
+            await work.submit([])
+            await give_back(work, part("g.1", 6))
+            await work.park(["g.1"])
+
+    async def body() -> None:
+        await work.submit([([replace(one, pause_at=4) for one in requests("g.0", "g.1")], None)])
+        told.clear()
+        meanwhile.append(come_back)
+        await work.park(["g.0", "g.1"])
+        moved = [("a", "release", "g.1"), ("b", "generate", "g.1"), ("b", "release", "g.1")]
+        assert told == [("a", "release", "g.0"), ("a", "generate", "g.1"), *(moved if again else [])]
 
     asyncio.run(body())

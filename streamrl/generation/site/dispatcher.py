@@ -126,8 +126,7 @@ class Dispatcher:
             elif sample_id not in self._at:  # a policy may have planned it for this instance
                 waiting.append(sample_id)
         self._queue(waiting)
-        running = [sample_id for sample_id in self.works_on(instance) if sample_id not in self._releasing]
-        return self._to_release(running if requeue else ())
+        return self._to_release(self.works_on(instance) if requeue else ())
 
     async def unhold(self, instance: str, why: str) -> None:
         """Remove a reason for holding an instance; a no-op for one that has left meanwhile."""
@@ -409,15 +408,15 @@ class Dispatcher:
                 starts.append((sample_id, *target))
                 continue
             self._moving[sample_id] = target
-            if sample_id not in self._releasing:
-                moved.append(sample_id)
+            moved.append(sample_id)
         orders = self._to_release(moved)
         await self._start_decided(starts)
         await self._order_releases(orders)
 
     def _to_release(self, sample_ids: Iterable[str]) -> list[tuple[str, str]]:
-        """Note that requests are to be released; return (instance, request) of each, for `_order_releases`."""
-        orders = [(self._at[sample_id], sample_id) for sample_id in sorted(sample_ids)]
+        """Note that requests are to be released; return (instance, request) of the new ones, for `_order_releases`."""
+        new = [sample_id for sample_id in sorted(sample_ids) if sample_id not in self._releasing]
+        orders = [(self._at[sample_id], sample_id) for sample_id in new]
         self._releasing.update(sample_id for _, sample_id in orders)
         return orders
 
