@@ -117,3 +117,20 @@ def test_what_is_too_much_to_plan_is_placed_by_load_and_planned_once_it_is_less(
     ours.submit([Request("one more", "more", Forecast.exactly(4000))])
     ours.decide()
     assert ours.plan is not None and sum(map(len, ours.plan.queues)) == 29
+
+
+def test_what_runs_counts_as_much_to_plan_as_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planned, "MOST_PLANNED", 40)
+    policy = SkewAware(True, 4000)
+    requests = [Request(f"{n}", f"{n}", Forecast.exactly(100 * n + 1)) for n in range(41)]
+    for number, name in enumerate("abc"):
+        policy.join(name, 4, PAPER_7B_H800)
+        for request in requests[4 * number : 4 * number + 4]:
+            policy.start(request, policy.instances[name])
+    policy.submit(requests[12:])
+    assert policy.decide() == [] and policy.plan is None and policy.waiting == 29
+    policy.withdraw({"40"})
+    policy.finished("0")
+    policy.submit(requests[40:])
+    policy.decide()
+    assert policy.plan is not None and sum(map(len, policy.plan.queues)) == 29
