@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,9 +29,10 @@ from streamrl.protocol.controller_trainer import (
 from streamrl.rollouts.types import Group
 from streamrl.rollouts.void import Void, VoidCause
 from streamrl.run_dir.checkpoints import CheckpointFolder
-from streamrl.transport.deadlines import WaitRegistry
+from streamrl.transport.deadlines import DeadlineExpired, WaitRegistry
 from tests.controller.test_pool_and_batch import empty_group
 from tests.rollouts.test_rollouts import make_sample
+from tests.waiting import scaled
 
 
 @pytest.mark.parametrize(
@@ -311,6 +313,33 @@ def test_a_step_with_samples_from_before_a_resume_is_no_measurement_of_generatio
 
     asyncio.run(body())
     assert measured == ([] if kept else ["instances", "schedule"])
+
+
+@pytest.mark.parametrize(
+    ("stuck", "what"),
+    [("ranker", "the ranker to learn from step 1"), ("disk", "the disk to take the rollouts of step 1")],
+)
+def test_a_step_does_not_wait_for_ever_for_its_ranker_or_its_disk(stuck: str, what: str) -> None:
+    async def work(name: str, *_: object) -> None:
+        if name == stuck:
+            await asyncio.Event().wait()
+
+    names = ("trainers", "services", "issuer", "pool", "groups", "evaluator", "lengths", "recorder", "telemetry")
+    mocks = {name: MagicMock() for name in (*names, "times", "refusals", "canary", "guard", "scaling")}
+    mocks["recorder"].step_done = partial(work, "disk")
+    run = RunConfig.model_validate({"deadlines": {"training_s": 0.01}})
+    steps = TrainingSteps(run=run, waits=WaitRegistry("controller"), **mocks)
+
+    async def body() -> None:
+        steps._learning = asyncio.ensure_future(work("ranker"))  # type: ignore[arg-type]
+        if stuck != "ranker":
+            await steps._learning  # so that its deadline cannot come first
+        done = StepDone(rank=0, started=0.0, finished=1.0, grad_norm=0.3, learning_rate=1e-3, skipped=False)
+        async with asyncio.timeout(scaled(10)):
+            await steps._step_done(done)
+
+    with pytest.raises(DeadlineExpired, match=what):
+        asyncio.run(body())
 
 
 def test_lengths_of_groups_that_are_dropped_while_a_full_step_is_trained_are_learned_with_the_next() -> None:
