@@ -112,6 +112,21 @@ def test_one_that_is_restarted_is_there_once(tmp_path: Path) -> None:
     with_fleet(tmp_path, work)
 
 
+@pytest.mark.parametrize("other", list(Life))
+def test_what_a_silent_instance_had_goes_on_elsewhere_only_if_another_one_is_ready(other: Life, tmp_path: Path) -> None:
+    async def work(fleet: SiteFleet) -> None:
+        silent, fleet.lives["here-one-1"].state = fleet.lives["here-one-0"], other
+        dispatcher = cast(Any, fleet.dispatcher)
+        await fleet.give_up(silent)
+        assert not dispatcher.hand_over.await_count, "it works on nothing"
+        dispatcher.works_on.return_value, dispatcher.hand_over.return_value = ["g.0"], []
+        await fleet.give_up(silent)
+        assert silent.state is Life.SUSPECT and dispatcher.hold.await_count == 1
+        assert dispatcher.hand_over.await_count == (other is Life.READY)
+
+    with_fleet(tmp_path, work)
+
+
 def test_an_instance_without_a_connection_is_not_present(tmp_path: Path) -> None:
     async def work(fleet: SiteFleet) -> None:
         assert fleet.present == [] and fleet.instances() == [], "its goodbye comes before its end"

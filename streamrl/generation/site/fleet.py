@@ -374,9 +374,7 @@ class SiteFleet:
             await self.changed()
         if waited_for:
             life.missed = True
-        if self.dispatcher.works_on(name) and any(
-            other.state is Life.READY and other.name != name for other in self.lives.values()
-        ):
+        if self.dispatcher.works_on(name) and self.ready:
             self._log_interrupted(name)
             for partial in await self.dispatcher.hand_over(name, self.journal.kept):
                 await self._parked(partial)
