@@ -70,6 +70,7 @@ class Instance:
     silent: bool = False
     suspect: bool = False
     loads: bool = False
+    slowness: float = 1.0
 
 
 class World:
@@ -170,6 +171,7 @@ class World:
             if one.suspect and not self.dispatcher.owes(name):
                 one.suspect = False
                 if missed:  # it is admitted as one that is new
+                    one.slowness = 1.0
                     self.dispatcher.leave(name)
                     await self.dispatcher.join(name, *one.joined)
                 else:
@@ -191,7 +193,8 @@ class World:
                 del self.instances[name]
                 await self.dispatcher.lost(name, self.kept)
             case "slow":
-                await self.dispatcher.slow(name, self.random.choice([1.0, 2.0]))
+                one.slowness = self.random.choice([1.0, 2.0])
+                await self.dispatcher.slow(name, one.slowness)
 
     async def event(self) -> None:
         chance = self.random.random()
@@ -244,7 +247,8 @@ class World:
         }
         moves = {sample_id: target for sample_id, (target, _) in known._moving.items()}
         assert {sample_id: one.name for sample_id, one in self.policy.where.items()} == stays | moves
-        assert all(one.free >= 0 for one in self.policy.instances.values())
+        for name, instance in self.policy.instances.items():
+            assert instance.free >= 0 and instance.slowness == self.instances[name].slowness
         assert self.throttled or not waiting or not self.policy.instances or self.policy.where
 
     async def play(self) -> None:

@@ -122,3 +122,23 @@ def test_what_has_come_back_before_its_order_was_sent_is_not_released(again: boo
         assert told == [("a", "release", "g.0"), ("a", "generate", "g.1"), *(moved if again else [])]
 
     asyncio.run(body())
+
+
+def test_the_end_of_a_reason_that_an_instance_is_not_held_for_changes_nothing() -> None:
+    work, told, _ = interrupted(LeastLoaded())
+
+    async def body() -> None:
+        await work.join("a", 1, None, REGULAR)
+        await work.hold("a", requeue=False, why="silent")
+        await work.submit([(requests("g.0"), None)])
+        await work.unhold("a", "weights")
+        assert told == []
+        for _ in range(2):
+            await work.unhold("a", "silent")
+        assert told == [("a", "generate", "g.0")]
+        await work.lost("a", lambda _: None)
+        await work.unhold("a", "silent")  # it has left meanwhile
+        await work.join("a", 1, None, REGULAR)
+        assert told == [("a", "generate", "g.0")] * 2
+
+    asyncio.run(body())
