@@ -142,3 +142,24 @@ def test_the_end_of_a_reason_that_an_instance_is_not_held_for_changes_nothing() 
         assert told == [("a", "generate", "g.0")] * 2
 
     asyncio.run(body())
+
+
+def test_what_a_silent_instance_has_released_meanwhile_is_not_ordered_from_it() -> None:
+    """An order that comes late could meet the request's next start there."""
+    work, told, meanwhile = interrupted(LeastLoaded())
+
+    async def come_back() -> None:
+        assert not await work.released(part("g.1", 3), "a")
+
+    async def body() -> None:
+        await work.join("a", 2, None, REGULAR)
+        await work.submit([(requests("g.0", "g.1"), None)])
+        await work.join("b", 2, None, REGULAR)
+        await work.hold("a", requeue=False, why="silent")
+        told.clear()
+        meanwhile.append(come_back)
+        assert await work.hand_over("a", lambda _: None) == []
+        assert told == [("a", "release", "g.0"), ("b", "generate", "g.0"), ("b", "generate", "g.1")]
+        assert work.owes("a") == 1
+
+    asyncio.run(body())
