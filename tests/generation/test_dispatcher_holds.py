@@ -163,3 +163,18 @@ def test_what_a_silent_instance_has_released_meanwhile_is_not_ordered_from_it() 
         assert work.owes("a") == 1
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize(("known", "tokens"), [(None, 5), (3, 5), (7, 7)])
+def test_a_request_goes_on_elsewhere_from_the_most_tokens_that_are_known(known: int | None, tokens: int) -> None:
+    work, sent = dispatcher(LeastLoaded())
+
+    async def body() -> None:
+        await work.join("a", 1, None, REGULAR)
+        await work.submit([([replace(one, kept=part("g.0", 5)) for one in requests("g.0")], None)])
+        await work.join("b", 1, None, REGULAR)
+        await work.lost("a", lambda _: None if known is None else part("g.0", known))
+        to, _, _, arrays = sent[-1]
+        assert to == "b" and len(arrays["kept.completion_tokens"]) == tokens
+
+    asyncio.run(body())
