@@ -161,6 +161,8 @@ def test_what_a_silent_instance_has_released_meanwhile_is_not_ordered_from_it() 
         assert await work.hand_over("a", lambda _: None) == []
         assert told == [("a", "release", "g.0"), ("b", "generate", "g.0"), ("b", "generate", "g.1")]
         assert work.owes("a") == 1
+        await work.lost("a", lambda _: None)
+        assert work.owes("a") == 0, "its next process has none of them"
 
     asyncio.run(body())
 
