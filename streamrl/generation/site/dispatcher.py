@@ -247,10 +247,9 @@ class Dispatcher:
     async def use(self, instances: Iterable[str]) -> None:
         """Give requests to these instances only, also to those that join later; those of others are placed again."""
         allowed = self._allowed = set(instances)
-        held = {instance for instance in self._joined if "unused" in self._held.get(instance, ())}
-        unused = sorted(self._joined.keys() - allowed - held)
+        unused = sorted(self._joined.keys() - allowed)
         orders = [order for instance in unused for order in self._hold(instance, True, "unused")]
-        for instance in sorted(held & allowed):
+        for instance in sorted(allowed):
             self._unhold(instance, "unused")
         await self._order_releases(orders)
         await self._dispatch()
