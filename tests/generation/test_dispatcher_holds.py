@@ -180,3 +180,14 @@ def test_a_request_goes_on_elsewhere_from_the_most_tokens_that_are_known(known: 
         assert to == "b" and len(arrays["kept.completion_tokens"]) == tokens
 
     asyncio.run(body())
+
+
+def test_an_instance_is_told_how_long_a_request_is_expected_to_be() -> None:
+    work, sent = dispatcher(LeastLoaded())
+
+    async def body() -> None:
+        await work.join("a", 2, None, REGULAR)
+        await work.submit([(requests("g.0"), Forecast((4.0, 6.0))), (requests("h.0"), None)])
+        assert [(b["sample_id"], b.get("expected")) for _, _, b, _ in sent] == [("g.0", 5.0), ("h.0", None)]
+
+    asyncio.run(body())
