@@ -13,11 +13,12 @@ from dataclasses import replace
 from scheduler.capacity.auto_schedule import during_change
 from scheduler.schedule.schedules import ScheduleState, make_schedule
 from streamrl.config.run import RunConfig
+from streamrl.controller.given_work import parking, resuming
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.live_rounds import make_rounds
 from streamrl.controller.schedule_tuner import Setup
 from streamrl.controller.site_services import Services
-from streamrl.protocol.controller_site import Park, Parked, Resume
+from streamrl.protocol.controller_site import Parked
 from streamrl.rollouts.types import Group
 
 SendGroups = Callable[[list[Group], int | None], Awaitable[None]]
@@ -100,13 +101,13 @@ class Issuer:
         rounds = self.rounds
         while (deferred := rounds.end_if_over()) or rounds.may_begin(self.services.version, step):
             if deferred:
-                await self.services.tell(Park(sample_ids=self.pool.unfinished(deferred)))
+                await self.services.tell(*parking(self.pool.unfinished(deferred)))
                 continue
             begun = rounds.begin(self.services.version)
             groups = [self._new_group() for _ in range(begun.new)]
             rounds.started(group.group_id for group in groups)
             resumed = self.pool.unfinished(begun.resumed)
-            await self.services.tell(Resume(sample_ids=resumed, budget=begun.budget, round=rounds.number))
+            await self.services.tell(*resuming(resumed, begun.budget, rounds.number))
             await self._generate(groups, begun.budget)
 
     def next_group(self, step: int, taken: int) -> Group | None:

@@ -19,7 +19,7 @@ from scheduler.sites.site_candidates import SiteLoad
 from scheduler.sites.site_dispatch import SiteDispatch, SiteGroup
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
-from streamrl.controller.given_work import GivenWork, sendable
+from streamrl.controller.given_work import GivenWork, parking, resuming, sendable
 from streamrl.controller.group_source import SampleDraw
 from streamrl.controller.site_heartbeats import SiteHeartbeats
 from streamrl.controller.site_limits import LONGEST_S
@@ -32,8 +32,6 @@ from streamrl.protocol.controller_site import (
     Finish,
     InstanceState,
     LoadWeights,
-    Park,
-    Resume,
     ScalePools,
     Sleep,
     Use,
@@ -218,8 +216,8 @@ class Services:
 
     async def park_resting(self, name: str, number: int, sample_ids: Sequence[str]) -> None:
         """Tell a restarted service the number of the current round and which samples are parked in it."""
-        await self._send(name, Resume(sample_ids=[], budget=None, round=number))
-        await self._send(name, Park(sample_ids=list(sample_ids)))
+        for order in (*resuming([], None, number), *parking(sample_ids)):
+            await self._send(name, order)
 
     async def use(self, instances: Sequence[str]) -> None:
         """Let only these instances generate from now on."""
@@ -294,10 +292,11 @@ class Services:
             if other == site:
                 await self._send(name, ScalePools(replicas={pool: replicas}))
 
-    async def tell(self, message: TypedMessage) -> None:
-        """Send all services the same message."""
-        for name in self.names:
-            await self._send(name, message)
+    async def tell(self, *messages: TypedMessage) -> None:
+        """Send all services the same messages."""
+        for message in messages:
+            for name in self.names:
+                await self._send(name, message)
 
     async def generate(
         self, groups: Sequence[Group], samples: Sequence[Sequence[SampleDraw]], budget: int | None = None

@@ -22,14 +22,13 @@ from collections.abc import Collection, Iterable, Mapping
 import numpy as np
 
 from streamrl.controller.evaluation_runner import Evaluator
-from streamrl.controller.given_work import GivenWork
+from streamrl.controller.given_work import GivenWork, parking
 from streamrl.controller.group_pool import GroupPool
 from streamrl.controller.group_source import group_of, samples_of
 from streamrl.controller.live_rounds import NoRounds
 from streamrl.controller.reward_client import Rewarders
 from streamrl.controller.site_services import Services
 from streamrl.controller.step_times import StepTimes
-from streamrl.protocol.controller_site import Park
 from streamrl.rollouts.trajectory import Trajectory
 from streamrl.rollouts.types import Group, Sample
 from streamrl.rollouts.void import Void, VoidCause
@@ -167,4 +166,4 @@ class SiteTrust:
         await self.services.give(work, self._rounds.budget, avoid)
         resting = {draw[0] for one in work for draw in one.draws} & set(self._rounds.resting_samples())
         if resting:
-            await self.services.tell(Park(sample_ids=sorted(resting)))
+            await self.services.tell(*parking(sorted(resting)))

@@ -71,6 +71,8 @@ class Park(TypedMessage, frozen=True, tag="park"):
     """Preempt these samples and keep what they have produced."""
 
     sample_ids: list[str]
+    more: bool = False
+    """Whether the next `park` names further samples that are parked together with these, as in `generate`."""
 
 
 class Resume(TypedMessage, frozen=True, tag="resume"):
@@ -80,6 +82,8 @@ class Resume(TypedMessage, frozen=True, tag="resume"):
     budget: int | None
     round: int
     """Number of the new round."""
+    more: bool = False
+    """Whether the next `resume` names further samples that continue together with these, as in `generate`."""
 
 
 class Use(TypedMessage, frozen=True, tag="use"):

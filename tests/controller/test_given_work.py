@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from scheduler.cost.length_forecast import Forecast
-from streamrl.controller.given_work import GivenWork, sendable, wire_bytes
+from streamrl.controller.given_work import GivenWork, parking, resuming, sendable, wire_bytes
 from streamrl.controller.group_source import samples_of
+from streamrl.protocol.controller_site import Resume
 from streamrl.protocol.message import wire
 from streamrl.protocol.samples import groups_to_wire
 from streamrl.rollouts.types import Group
-from streamrl.transport.wire import Message, encode
+from streamrl.transport.wire import MAX_STATE_BYTES, Message, decode, encode
 
 PROMPT = np.arange(50, dtype=np.int32)
 
@@ -54,3 +55,20 @@ def test_prompts_samples_and_forecasts_count() -> None:
         assert [one for part in parts for one in part] == work and len(parts) > 1
         assert all(15_000 < sent_bytes(part) < 20_500 for part in parts[:-1])
     assert len(list(sendable(forecast, most=20_000))) > len(list(sendable(plain, most=20_000)))
+
+
+def test_orders_that_name_a_million_samples_take_messages_that_are_read() -> None:
+    """A round of large batches ends and begins with all its samples: one message had more than an envelope may have."""
+    names = [f"{number:08d}/{number % 16}" for number in range(1_500_000)]
+    for orders in (parking(names), resuming(names, 512, 7)):
+        assert [name for order in orders for name in order.sample_ids] == names
+        assert [order.more for order in orders] == [*[True] * (len(orders) - 1), False] and len(orders) > 1
+        for order in (orders[0], orders[-1]):
+            kind, body = wire(order)
+            frames = encode(Message(kind, "s" * 16, 1, body, {}))
+            assert sum(map(len, frames)) < MAX_STATE_BYTES + 1000 and decode(frames).body == body
+    assert {(order.budget, order.round) for order in resuming(names, 512, 7)} == {(512, 7)}
+
+
+def test_a_round_begins_without_any_sample_to_continue() -> None:
+    assert resuming([], None, 3) == [Resume(sample_ids=[], budget=None, round=3)]

@@ -31,7 +31,9 @@ from streamrl.protocol.controller_site import (
     GivenBack,
     IssuedGroup,
     LoadWeights,
+    Park,
     Parked,
+    Resume,
     WeightsReady,
 )
 from streamrl.protocol.message import TypedMessage, kind_of
@@ -457,3 +459,31 @@ def test_groups_that_come_in_several_messages_are_placed_together(tmp_path: Path
 
     asyncio.run(play())
     assert placed == [["a", "b", "c"], ["d"]]
+
+
+def test_samples_that_are_named_in_several_messages_are_parked_and_resumed_together(tmp_path: Path) -> None:
+    """The places of those that are parked first would go to some that are parked next."""
+    done: list[tuple[object, ...]] = []
+
+    async def park(names: list[str]) -> None:
+        done.append(("park", names))
+
+    async def resume(names: list[str], budget: int | None) -> None:
+        done.append(("resume", names, budget))
+
+    async def play() -> None:
+        async with service_in(tmp_path) as service:
+            parking = [Park(sample_ids=["a", "b"], more=True), Park(sample_ids=["c"]), Park(sample_ids=["d"])]
+            first = Resume(sample_ids=["a"], budget=8, round=2, more=True)
+            waiting = [*parking, first, Resume(sample_ids=["c"], budget=8, round=2), Finish(state="done", error=None)]
+            received = [SimpleNamespace(body=one, arrays={}, ack=lambda: None) for one in waiting]
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(service.dispatcher, "park", park)
+                patched.setattr(service.dispatcher, "resume", resume)
+                patched.setattr(service.controller, "receive", AsyncMock(side_effect=received))
+                async with asyncio.TaskGroup() as tasks:
+                    await service._from_controller(tasks)
+            assert service.round == 2
+
+    asyncio.run(play())
+    assert done == [("park", ["a", "b", "c"]), ("park", ["d"]), ("resume", ["a", "c"], 8)]

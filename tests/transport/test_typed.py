@@ -61,7 +61,7 @@ def test_messages_of_samples_have_the_fields_of_the_records(message: type, recor
     [
         ({}, "missing required field `sample_ids`"),
         ({"sample_ids": ["a", 3]}, r"\$.sample_ids\[1\]"),
-        ({"sample_ids": [], "more": 1}, "unknown field `more`"),
+        ({"sample_ids": [], "less": 1}, "unknown field `less`"),
     ],
 )
 def test_a_body_that_does_not_fit_is_refused_by_the_fields_name(body: dict[str, Any], says: str) -> None:

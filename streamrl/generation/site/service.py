@@ -39,6 +39,7 @@ from streamrl.generation.site.site_weights import SiteWeights
 from streamrl.generation.site.token_journal import TokenJournal, drawn_from
 from streamrl.generation.site.turn_journal import TurnJournal
 from streamrl.generation.site.uplink import make_uplink
+from streamrl.generation.site.whole_orders import WholeOrder
 from streamrl.protocol import controller_site, site_agents, site_instance
 from streamrl.protocol.message import MessageReader, TypedMessage, body_of, wire
 from streamrl.protocol.samples import (
@@ -97,8 +98,9 @@ class GenerationService:
         """The newest round that the controller has announced."""
         self._newest: int | None = None
         """The newest version of the run's weights that this service has heard of, which it may still be fetching."""
-        self._gathered: list[IncomingGroup] = []
-        """Groups that are dispatched together with those of the next `generate`."""
+        self._groups: WholeOrder[IncomingGroup] = WholeOrder()
+        self._parking: WholeOrder[str] = WholeOrder()
+        self._resuming: WholeOrder[str] = WholeOrder()
         self.journal = TokenJournal(context.run_dir / layout.TOKEN_JOURNAL)
         self._drawn_with = run.drawn_with
         self.dispatcher = Dispatcher(policy, self._to_instance, self._produced)
@@ -207,15 +209,16 @@ class GenerationService:
                     if order.train_tokens_s is not None:
                         self.dispatcher.policy.training_at(order.train_tokens_s)
                     await self._tell_agents(self.episodes.begin(groups))
-                    self._gathered += [group for group in groups if group.episode is None]
-                    if not order.more:
-                        whole, self._gathered = self._gathered, []
+                    completions = [group for group in groups if group.episode is None]
+                    if (whole := self._groups.with_part(completions, order.more)) is not None:
                         await self._submit(whole)
                 case controller_site.Park() as order:
-                    await self.dispatcher.park(order.sample_ids)
+                    if (named := self._parking.with_part(order.sample_ids, order.more)) is not None:
+                        await self.dispatcher.park(named)
                 case controller_site.Resume() as order:
                     self.round = order.round
-                    await self.dispatcher.resume(order.sample_ids, order.budget)
+                    if (named := self._resuming.with_part(order.sample_ids, order.more)) is not None:
+                        await self.dispatcher.resume(named, order.budget)
                 case controller_site.Use() as order:
                     await self.dispatcher.use(order.instances)
                 case controller_site.ScalePools() as order:
