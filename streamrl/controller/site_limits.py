@@ -19,6 +19,7 @@ from streamrl.controller.group_source import group_of
 from streamrl.controller.weight_canary import HISTORY
 from streamrl.machine.router_shape import RouterShape
 from streamrl.protocol.controller_site import CanaryMeasured, GivenBack, InstanceState, WeightsReady
+from streamrl.protocol.instance_reports import MOST_SLOTS, can_work
 from streamrl.protocol.samples import fleet_from_wire
 from streamrl.rollouts.canary import MOST_TOKENS
 from streamrl.rollouts.plain_text import MOST_TEXT_BYTES, utf8_bytes
@@ -38,8 +39,6 @@ LATEST = 1e11
 LOWEST_LOGPROB, HIGHEST_LOGPROB = -1e4, 1e-2
 """Log-probabilities between which a sampled token's lies. No sampler draws a token near the lower one; rounding can
 bring a certain token above 0."""
-SLOWEST_STEP_S = 1e6
-"""Longest decode step, in seconds."""
 CHARACTERS_PER_TOKEN = 512
 """Most characters of a token."""
 MOST_BYTES = 2**60
@@ -194,7 +193,7 @@ class SiteOwn:
             if not isinstance(fleet, list) or len(fleet) > most:
                 return f"is no list of at most {most} instances"
             present = fleet_from_wire(fleet)
-            if not all(map(_can_work, present)):
+            if not all(map(_can_generate, present)):
                 return "an instance without slots, or with step times that cannot be"
             if states is not None and (unknown := {one.name for one in present} - states.keys()):
                 return f"names {min(unknown)!r:.99} without its state"
@@ -259,16 +258,9 @@ class SiteOwn:
         return None
 
 
-def _can_work(one: SimulatedInstance) -> bool:
+def _can_generate(one: SimulatedInstance) -> bool:
     """Return whether numbers are those of an instance: slots, and a curve of finite step times."""
-    curve, slots = one.curve, one.slots
-    whole = isinstance(slots, int) and 0 < slots < 2**20 and all(0 < batch < 2**31 for batch in curve.batches)
-    rates = curve.per_context_token, curve.per_prefill_token
-    return (
-        whole
-        and all(0 < seconds < SLOWEST_STEP_S for seconds in curve.seconds)
-        and all(0 <= rate < SLOWEST_STEP_S for rate in rates)
-    )
+    return isinstance(one.slots, int) and 0 < one.slots < MOST_SLOTS and can_work(one.curve)
 
 
 def _wrong_with_told(sample: Sample) -> str | None:

@@ -18,8 +18,9 @@ import contextlib
 import os
 import shutil
 import stat
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
@@ -28,7 +29,7 @@ from streamrl.protocol.speakers import HubKind, role_at
 from streamrl.run_dir import layout
 from streamrl.runtime.process_plan import plan_processes, possible_instances, rank_names
 from streamrl.transport.curve import KeyPair, load_own, make_keys, secret_file
-from streamrl.transport.hub import AdmitInside
+from streamrl.transport.hub import Admit
 
 OPERATOR = "operator"
 """Owner of the key of operator commands (`streamrl scale`), which come and go as `operator-<number>`."""
@@ -45,15 +46,20 @@ def inside_roles(cluster: ClusterConfig, run: RunConfig, site: str) -> dict[str,
     return roles | ({OPERATOR: "operator"} if site == cluster.trainer_site else {})
 
 
-def inside_admission(roles: Mapping[str, str], hub: HubKind) -> AdmitInside:
+def inside_admission(
+    roles: Mapping[str, str],
+    hub: HubKind,
+    wrong_with: Callable[[str, dict[str, Any]], str | None] = lambda role, meta: None,
+) -> Admit:
     """Return what decides on hellos at an inner door: a process has its own name, and the role that the plan gives it.
 
     Args:
         roles: as `inside_roles`.
         hub: what the door leads to.
+        wrong_with: returns why a process of a role cannot be let in with the meta of its hello, or None.
     """
 
-    def admit(name: str, role: str, owner: str | None) -> str | None:
+    def admit(name: str, role: str, meta: dict[str, Any], owner: str | None) -> str | None:
         prefix, _, number = name.rpartition("-")
         own = OPERATOR if prefix == OPERATOR and number.isdecimal() else name
         if own != owner:
@@ -62,7 +68,7 @@ def inside_admission(roles: Mapping[str, str], hub: HubKind) -> AdmitInside:
             return f"the plan has no process {name!r} inside this site"
         if role != role_at(hub, roles[own]):
             return f"process {name!r} is no {role!r:.99} here"
-        return None
+        return wrong_with(role, meta)
 
     return admit
 

@@ -74,7 +74,6 @@ MOST_TOLD = 200
 """Characters of an unexpected error that a refused peer gets to know."""
 
 Admit = Callable[[str, str, dict[str, Any], str | None], str | None]
-AdmitInside = Callable[[str, str, str | None], str | None]
 
 
 class Hub(Endpoint):
@@ -105,8 +104,8 @@ class Hub(Endpoint):
         Its arguments are name, role, meta (`meta["site"]` is the site of the key, or as claimed if there are no keys)
         and the site of the key (None: no keys).
         """
-        self.admit_inside: AdmitInside | None = None
-        """Decides on each hello from inside, by name, role and the process that has the key (None: no keys)."""
+        self.admit_inside: Admit | None = None
+        """Decides on each hello from inside, by name, role, meta and the process that has the key (None: no keys)."""
         self.read_state: Callable[[Speaker, dict[str, Any]], dict[str, Any]] | None = None
         """Returns what is kept of the state in a heartbeat; one for which it raises `MalformedMessage` is refused."""
         self.can_lose: Callable[[Speaker], bool] = lambda speaker: False
@@ -422,7 +421,7 @@ class Hub(Endpoint):
             if route.door.outside and self.admit is not None:
                 reason = self.admit(name, role, meta, owner)
             elif not route.door.outside and self.admit_inside is not None:
-                reason = self.admit_inside(name, role, owner)
+                reason = self.admit_inside(name, role, meta, owner)
             if reason is not None:
                 return reason
             if (name, session) in self._ended:

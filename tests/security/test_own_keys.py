@@ -136,7 +136,7 @@ def test_every_process_of_the_plan_is_let_in_under_its_own_name_and_role(any_pla
             for role in ("trainer", "service", "rewards", "operator", "relay", "instance", "agents", "controller"):
                 for owner in (None, *roles):
                     fits = (name, role) in allowed and owner == owners.get(name, name)
-                    assert (admit(name, role, owner) is None) == fits, (hub, name, role, owner)
+                    assert (admit(name, role, {}, owner) is None) == fits, (hub, name, role, owner)
 
 
 def test_ranks_on_every_node_and_instances_that_may_come_later_have_pairs_from_the_start() -> None:

@@ -10,11 +10,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
-from scheduler.cost.decode import StepCurve
 from streamrl.generation.site.fleet_view import FleetView
 from streamrl.generation.site.instance_life import InstanceLife, Life
 from streamrl.generation.site.pending_answers import InstanceLost
 from streamrl.generation.site.step_curves import differ
+from streamrl.protocol.instance_reports import curve_of
 from streamrl.protocol.message import kind_of
 from streamrl.protocol.site_instance import ApplyWeights, InstanceAsleep, SleepInstance, WeightsApplied
 from streamrl.transport.deadlines import DeadlineExpired, never
@@ -122,9 +122,14 @@ class InstanceWeights:
         doubtful = [self.fleet.simulated(name).doubtful for name in known]
         for name in known:
             state = self.fleet.hub.peers[name].state
-            if (reported := state.get("curve")) is not None:
-                curve = StepCurve.from_json(reported)
-                self.fleet.curves.worked(name, self.fleet.lives[name].pool, curve, state.get("doubtful", False))
+            if (reported := state.get("curve")) is None:
+                continue
+            try:
+                curve = curve_of(reported)
+            except ValueError as error:  # what was known of it still holds
+                self.fleet.hub.refusals.count("unreadable", name, error)
+                continue
+            self.fleet.curves.worked(name, self.fleet.lives[name].pool, curve, state.get("doubtful", False))
         # the controller gives a site that is doubtful work of its own, so it hears when that ends
         changed = doubtful != [self.fleet.simulated(name).doubtful for name in known]
         for name in known:

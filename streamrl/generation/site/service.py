@@ -25,11 +25,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-
 from scheduler.dispatch.registry import make_policy, objective_of, policy_for
 from streamrl.errors import RestartNeeded, RunFailed
 from streamrl.generation.site.dispatcher import Dispatcher
+from streamrl.generation.site.ended_samples import in_home_time, readable
 from streamrl.generation.site.fleet import SiteFleet
 from streamrl.generation.site.pushed_weights import PushedWeights
 from streamrl.generation.site.reports import Reports
@@ -41,6 +40,7 @@ from streamrl.generation.site.turn_journal import TurnJournal
 from streamrl.generation.site.uplink import make_uplink
 from streamrl.generation.site.whole_orders import WholeOrder
 from streamrl.protocol import controller_site, site_agents, site_instance
+from streamrl.protocol.instance_reports import read_report, wrong_with_hello
 from streamrl.protocol.message import MessageReader, TypedMessage, body_of, wire
 from streamrl.protocol.samples import (
     UNREADABLE,
@@ -70,8 +70,6 @@ TO_AN_INSTANCE = 100_000
 Its slots are the actual limit: a send that waited for credits of a silent instance would hold up all others."""
 JOURNAL_S = 0.5
 """Seconds between two writes of the journals."""
-OWN_TIMES = ("t_dispatched", "t_first_token", "t_finished", "t_last_part")
-"""Times of a sample that the instance takes from this site's clock, those that it has."""
 
 RESTARTED = "the controller was restarted"
 
@@ -105,7 +103,9 @@ class GenerationService:
         self._drawn_with = run.drawn_with
         self.dispatcher = Dispatcher(policy, self._to_instance, self._produced)
         self.hub.reads = MessageReader(RIGHTS["service"])
-        self.hub.admit_inside = inside_admission(inside_roles(context.cluster, run, context.site), "service")
+        roles = inside_roles(context.cluster, run, context.site)
+        self.hub.admit_inside = inside_admission(roles, "service", wrong_with_hello)
+        self.hub.read_state = read_report
         self.controller = to_home(context, "service", self.waits)
         self.controller.reads = MessageReader(controller_site.FROM_CONTROLLER)
         self.controller.on_new_hub = self._controller_restarted
@@ -394,7 +394,9 @@ class GenerationService:
             self.journal.committed(sample.sample_id)
             delivery.ack()
 
-        await self.uplink.put(body_of(self._in_home_time(sample)), delivery.arrays, committed)
+        await self.uplink.put(
+            body_of(in_home_time(sample, self.controller.clock.to_hub_time)), delivery.arrays, committed
+        )
         self.journal.ended(sample.sample_id)
         await self.dispatcher.finished(sample.sample_id, len(delivery.arrays["completion_tokens"]), delivery.peer)
 
@@ -451,14 +453,16 @@ class GenerationService:
             self.hub.refusals.count("not its own", delivery.peer, sample)
             delivery.ack()
             return
-
+        sample, arrays, wrong = readable(sample, delivery.arrays, delivery.peer)
+        if wrong:
+            self.hub.refusals.count("unreadable", delivery.peer, wrong)
         await self._abandon(self.episodes.abandon(episode.sample_id))
 
         def committed() -> None:
             self.episodes.committed(episode.sample_id)
             delivery.ack()
 
-        await self.uplink.put(body_of(self._in_home_time(sample)), delivery.arrays, committed)
+        await self.uplink.put(body_of(in_home_time(sample, self.controller.clock.to_hub_time)), arrays, committed)
 
     async def _update_weights(self, order: controller_site.LoadWeights) -> None:
         """Fetch a version once and have every instance of the site load it."""
@@ -488,14 +492,3 @@ class GenerationService:
         """Record that instances have loaded a version that the trainer has pushed to them."""
         self.weights.version = number
         self._heard_of(number)
-
-    def _in_home_time(self, sample: site_instance.FinishedSample) -> site_instance.FinishedSample:
-        """Convert a sample's times to the controller's clock; `t_queued` is in it already."""
-        home, times = self.controller.clock.to_hub_time, ("started", "finished")
-        changes: dict[str, Any] = {key: home(at) for key in OWN_TIMES if (at := getattr(sample, key)) is not None}
-        if (told := sample.trajectory) is not None:
-            steps = [
-                msgspec.structs.replace(step, **{key: home(getattr(step, key)) for key in times}) for step in told.steps
-            ]
-            changes["trajectory"] = msgspec.structs.replace(told, steps=steps)
-        return msgspec.structs.replace(sample, **changes)
