@@ -44,6 +44,7 @@ from starlette.routing import Route
 from streamrl.agents.agent_host import AgentHost
 from streamrl.agents.episode import EpisodeOrder, EpisodeOutcome, GeneratedTurn, TurnOrder
 from streamrl.agents.workers import EpisodeWorkers
+from streamrl.cli.main import error_lines
 from streamrl.config.run import RunConfig
 from streamrl.config.tasks import AgentTask
 from streamrl.machine.model_files import resolve_model
@@ -239,6 +240,7 @@ def main(
     sessions: int, turns: int, rate: float, slots: int, turn_s: float, tool_s: float, beside: str, model: str
 ) -> None:
     """Measure the endpoint."""
+    resolve_model(model)  # whether it has been fetched, before anything is started
     os.chdir(ROOT)  # agents are imported from there
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_client, args=(theirs,), daemon=True)
@@ -261,4 +263,5 @@ def main(
 
 
 if __name__ == "__main__":
-    main()
+    with error_lines():
+        main()

@@ -22,6 +22,7 @@ import torch
 from agent_logprobs_task import TURNS
 from running import HERE, ROOT, Job, Sheet, machine, run_job, terminal, write_results
 
+from streamrl.cli.main import error_lines
 from streamrl.machine.model_files import resolve_model
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
 from streamrl.run_dir import layout
@@ -128,4 +129,5 @@ def main(prompts: int, samples: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with error_lines():
+        main()

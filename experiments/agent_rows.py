@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from running import HERE, Sheet, machine, terminal, write_results
 
+from streamrl.cli.main import error_lines
 from streamrl.machine.model_files import resolve_model
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
 from streamrl.rollouts.types import IntArray
@@ -208,4 +209,5 @@ def main(
 
 
 if __name__ == "__main__":
-    main()
+    with error_lines():
+        main()

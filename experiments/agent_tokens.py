@@ -20,6 +20,7 @@ import click
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from streamrl.agents.rendering import ChatRenderer
+from streamrl.cli.main import error_lines
 from streamrl.machine.model_files import resolve_model
 from tests.agents.random_sessions import SYSTEM, play, same_rows
 
@@ -67,4 +68,5 @@ def main(sessions: int, first: int, model: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with error_lines():
+        main()

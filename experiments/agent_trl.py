@@ -32,6 +32,7 @@ from beside_trl import OURS, Step, TrlProcess, grpo_settings, show_times, step_g
 from matplotlib.figure import Figure
 from running import HERE, Sheet, machine, terminal, write_results
 
+from streamrl.cli.main import error_lines
 from streamrl.config.run import RunConfig
 from streamrl.machine.compute_type import decided
 from streamrl.machine.model_files import CHECKSUMS, resolve_model
@@ -256,4 +257,5 @@ def main(
 
 
 if __name__ == "__main__":
-    main()
+    with error_lines():
+        main()

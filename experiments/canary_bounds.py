@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from streamrl.cli.main import error_lines
 from streamrl.machine.model_files import resolve_model
 from streamrl.rollouts.canary import canary, difference
 from streamrl.rollouts.types import FloatArray
@@ -85,4 +86,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with error_lines():
+        main()

@@ -28,6 +28,7 @@ import pyarrow.parquet as pq
 import yaml
 from rich.console import Console
 
+from streamrl.cli.main import error_lines
 from streamrl.config.run import RunConfig
 from streamrl.machine.model_files import resolve_model
 from streamrl.tasks.source import PromptSource
@@ -170,4 +171,5 @@ def main(
 
 
 if __name__ == "__main__":
-    main()
+    with error_lines():
+        main()

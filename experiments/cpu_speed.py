@@ -32,6 +32,7 @@ from bounds import GFLOP, gemm_peak, like_a_trainer, read_bandwidth, result_name
 from running import HERE, ROOT, Sheet, machine, terminal, write_results
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from streamrl.cli.main import error_lines
 from streamrl.config.load import load_run
 from streamrl.config.run import RunConfig
 from streamrl.machine.compute_type import decided
@@ -250,4 +251,5 @@ def main(steps: int, dtype: str, model: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with error_lines():
+        main()

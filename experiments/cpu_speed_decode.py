@@ -23,6 +23,7 @@ import numpy as np
 from bounds import gemm_peak, like_an_instance, read_bandwidth, result_name, shape_of
 from running import HERE, ROOT, Sheet, machine, terminal, write_results
 
+from streamrl.cli.main import error_lines
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.load import load_run
 from streamrl.config.run import RunConfig
@@ -184,4 +185,5 @@ def main(dtype: str, model: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with error_lines():
+        main()

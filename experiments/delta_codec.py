@@ -55,6 +55,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from running import HERE, ROOT, Sheet, machine, shown, terminal
 
+from streamrl.cli.main import error_lines
+
 OUT = HERE / "results"
 BOUND_TARGET, RATIO_TARGET, SPEED_TARGET = 1.25, 100.0, 0.5
 """Times the bound; times smaller than the full model, with 1 % changed; GB/s."""
@@ -250,4 +252,5 @@ def main(steps: int, out: Path, summary_only: bool, live: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with error_lines():
+        main()

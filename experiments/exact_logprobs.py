@@ -24,6 +24,7 @@ import torch
 from running import HERE, Sheet, machine, terminal, write_results
 from transformers import AutoTokenizer
 
+from streamrl.cli.main import error_lines
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.generation.instance.engine import Engine
@@ -191,4 +192,5 @@ def main(model: str, tokens: int, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with error_lines():
+        main()

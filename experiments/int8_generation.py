@@ -32,6 +32,7 @@ import torch
 from running import HERE, Sheet, machine, terminal, write_results
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from streamrl.cli.main import error_lines
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.generation.instance.calibration import Stopwatch
@@ -213,4 +214,5 @@ def main(repeats: int, samples: int, beside: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with error_lines():
+        main()

@@ -33,6 +33,7 @@ from ranker.data import read_rollouts
 from ranker.model import LengthModel
 from ranker.train import train_and_hold_out
 from scheduler.cost.length_forecast import Forecast
+from streamrl.cli.main import error_lines
 from streamrl.runtime.process_plan import PASSIVE_WAITING
 
 HERE = Path(__file__).parent
@@ -189,4 +190,5 @@ def plot(results: Sequence[Result], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with error_lines():
+        main()

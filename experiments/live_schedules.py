@@ -29,6 +29,7 @@ from ranker.train import train_and_hold_out
 from scheduler.dispatch.policy import DispatchPolicy
 from scheduler.dispatch.registry import objective_of
 from scheduler.schedule.schedules import make_schedule
+from streamrl.cli.main import error_lines
 from streamrl.runtime.process_plan import PASSIVE_WAITING
 
 HERE = Path(__file__).parent
@@ -122,4 +123,5 @@ def main(repeats: int, only: tuple[str, ...]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with error_lines():
+        main()

@@ -33,6 +33,7 @@ from beside_trl import OURS, Step, TrlProcess, grpo_settings, show_times, step_g
 from bounds import GFLOP, Group, gemm_peak, generating, learning, shape_of
 from running import HERE, ROOT, Job, Sheet, machine, run_job, terminal, write_results
 
+from streamrl.cli.main import error_lines
 from streamrl.config.run import RunConfig
 from streamrl.machine.compute_type import decided
 from streamrl.machine.cpu import this_cpu
@@ -293,4 +294,5 @@ def main(blocks: int, steps: int, model: str, dtype: str, bf16: bool, only_trl: 
 
 
 if __name__ == "__main__":
-    main()
+    with error_lines():
+        main()

@@ -8,6 +8,7 @@ import importlib
 import io
 import os
 import sys
+from collections.abc import Iterator
 
 import click
 
@@ -95,11 +96,27 @@ def main() -> None:
             with contextlib.suppress(OSError):  # its file has become a pipe since; it replaces characters all the same
                 stream.reconfigure(errors="replace")
     try:
-        cli(standalone_mode=False, prog_name="streamrl")
+        with error_lines():
+            cli(standalone_mode=False, prog_name="streamrl")
     except click.ClickException as error:
         error = _without_hidden(error)
         error.show()
         sys.exit(error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        sys.exit(130)
+
+
+@contextlib.contextmanager
+def error_lines() -> Iterator[None]:
+    """Print an error that the user can do something about in place of its traceback, and exit with its code.
+
+    Studies use it, too.
+
+    Raises:
+        SystemExit: there was such an error, which is printed.
+    """
+    try:
+        yield
     except (UserError, RunFailed) as error:
         from streamrl.rollouts.plain_text import shown  # what an error quotes may be anybody's
 
@@ -113,8 +130,6 @@ def main() -> None:
 
         click.echo(f"error: {shown(error.filename)}: {error.strerror}", err=True)
         sys.exit(UserError.exit_code)
-    except (KeyboardInterrupt, click.Abort):
-        sys.exit(130)
 
 
 def _check_working_folder() -> None:
