@@ -260,7 +260,11 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def choose_prompts(
-    count: int, source: PromptSource, tokenize: Callable[[Prompt], IntArray], longest_prompt: int
+    count: int,
+    source: PromptSource,
+    tokenize: Callable[[Prompt], IntArray],
+    longest_prompt: int,
+    most_at_first: int = MAX_SKIPPED_IN_A_ROW,
 ) -> list[Group]:
     """Return the first `count` prompts that fit the context, as groups without an id.
 
@@ -269,6 +273,7 @@ def choose_prompts(
         source: prompts of the held-out tasks.
         tokenize: token ids of a prompt's messages in the model's chat template, shape [P].
         longest_prompt: most tokens of a prompt.
+        most_at_first: prompts that are measured until one fits; after that, `MAX_SKIPPED_IN_A_ROW` until the next.
 
     Raises:
         UserError: there are fewer different prompts, or too many do not fit.
@@ -294,7 +299,7 @@ def choose_prompts(
             chosen.append(prompt_group(prompt, index, tokens))
         else:
             skipped, in_a_row = skipped + 1, in_a_row + 1
-            if in_a_row == MAX_SKIPPED_IN_A_ROW:
+            if in_a_row == (MAX_SKIPPED_IN_A_ROW if chosen else most_at_first):
                 raise UserError(ErrorCode.CONTEXT.refer(f"evaluation.prompts: {in_a_row} in a row have {too_long}"))
         index += 1
     return chosen

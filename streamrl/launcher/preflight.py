@@ -324,7 +324,8 @@ def check_tasks(run: RunConfig, rendered: bool = True, resumed: bool = False) ->
             if run.evaluation and len(sources) == len(named):  # what could not be read has been told
                 tasks = run.evaluation.held_out(run.tasks)
                 try:
-                    evaluated = PromptSource(tasks, run.seed)
+                    read = [sources[f"evaluation.tasks.{index}"] for index in range(len(held_out))]
+                    evaluated = PromptSource(tasks, run.seed, read or None)
                 except UserError as error:
                     text = str(error)
                     for task in tasks:

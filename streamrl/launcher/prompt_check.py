@@ -7,6 +7,7 @@ from pathlib import Path
 
 from streamrl.config.run import RunConfig
 from streamrl.controller.evaluation_plan import choose_prompts
+from streamrl.controller.group_source import MAX_SKIPPED_IN_A_ROW
 from streamrl.errors import ErrorCode, RunFailed, UserError
 from streamrl.machine.installed_packages import package_problems
 from streamrl.machine.model_files import resolve_model, token_rows
@@ -55,7 +56,8 @@ def check_prompts(
     room = run.model.max_context - run.sampling.max_tokens
     if held_out is not None and run.evaluation is not None and len(first) == len(sources):
         try:
-            choose_prompts(run.evaluation.prompts, held_out, tokens, room)
+            most = MAX_SKIPPED_IN_A_ROW if held_out.ordered_rows else MOST_MEASURED  # those that fit may come last
+            choose_prompts(run.evaluation.prompts, held_out, tokens, room, most)
         except UserError as error:
             yield str(error)
         except RunFailed as error:

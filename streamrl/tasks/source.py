@@ -19,9 +19,9 @@ from typing import Any, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.config.tasks import AgentTask, Task
+from streamrl.config.tasks import AgentTask, FileTask, Task
 from streamrl.rollouts.seeds import derive_seed
-from streamrl.tasks.task_items import PromptMessage, items_of, with_suffix
+from streamrl.tasks.task_items import PromptMessage, TaskItems, items_of, with_suffix
 
 HALF = Fraction(1, 2)
 
@@ -88,8 +88,14 @@ def mix(weights: Sequence[float], index: int) -> tuple[int, int]:
 class PromptSource:
     """The prompts of a run by number. It reads every file once, and keeps only caches between calls."""
 
-    def __init__(self, tasks: Sequence[Task], seed: int) -> None:
+    def __init__(self, tasks: Sequence[Task], seed: int, read: Sequence[PromptSource] | None = None) -> None:
         """Open every task.
+
+        Args:
+            tasks: the tasks.
+            seed: the run's.
+            read: sources of each of the tasks alone, maybe under other names; the files that they have read are not
+                read again.
 
         Raises:
             UserError: a task's file or settings are wrong; the message names file and line or row.
@@ -98,7 +104,8 @@ class PromptSource:
             raise ValueError("a prompt source needs at least one task")
         self._tasks = list(tasks)
         self._seed = seed
-        self._items = [items_of(task, seed) for task in tasks]
+        known = [source.read_rows for source in read] if read is not None else [None] * len(self._tasks)
+        self._items = [items or items_of(task, seed) for task, items in zip(tasks, known, strict=True)]
         self._permutation = lru_cache(2 * len(self._tasks))(self._make_permutation)
 
     def prompt(self, index: int) -> Prompt:
@@ -133,6 +140,12 @@ class PromptSource:
             for task, items in tasks
             if items.count is not None
         }
+
+    @property
+    def read_rows(self) -> TaskItems | None:
+        """The rows of the only task, if it is a file; None: its items depend on its name or on the seed."""
+        (items,) = self._items
+        return items if isinstance(self._tasks[0], FileTask) else None
 
     @property
     def problem(self) -> str:

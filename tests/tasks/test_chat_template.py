@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,17 @@ from transformers import AutoTokenizer
 
 from streamrl.agents.rendering import ChatRenderer
 from streamrl.config.run import RunConfig
+from streamrl.config.tasks import FileTask
 from streamrl.controller.evaluation_plan import choose_prompts
 from streamrl.controller.group_source import GroupSource
 from streamrl.errors import RunFailed, UserError, is_final
 from streamrl.launcher.preflight import check_tasks
 from streamrl.machine import installed_packages
+from streamrl.rollouts.types import IntArray
 from streamrl.tasks.chat_template import load_tokenizer
-from streamrl.tasks.source import PromptSource
+from streamrl.tasks.files import TaskRow, load_rows
+from streamrl.tasks.prompt_tokens import PromptTokens
+from streamrl.tasks.source import Prompt, PromptSource
 from tests.tiny_model import CHAT_TEMPLATE, save_tiny_model
 
 THINKING = CHAT_TEMPLATE + "{% if not (enable_thinking | default(true)) %}<think></think>{% endif %}"
@@ -251,3 +256,45 @@ def test_a_model_without_a_tokenizer_is_told_before_the_start(
     assert problem.startswith(f"model.path: no tokenizer in {model}: ")
     monkeypatch.setattr(installed_packages.importlib.util, "find_spec", lambda name: None)
     assert list(check_tasks(run)) == []  # where transformers is not installed, which the check of packages tells
+
+
+def held_out_run(model: Path, folder: Path, rows: int, held_out: int, **of_file: Any) -> RunConfig:
+    """A run on rows that fit, evaluated on a file of so many rows that do not, with one at its end that does."""
+    for name, prompts in (("train", ["7 + 5?"] * rows), ("test", ["7 + 5? " * 300] * held_out + ["8 + 5?"])):
+        lines = [json.dumps({"prompt": prompt, "answer": number}) for number, prompt in enumerate(prompts)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    task = {"kind": "file", "reward": "exact_match", "path": str(folder / "train.jsonl"), "name": "sums"}
+    test = {**task, "path": str(folder / "test.jsonl"), "name": "held", **of_file}
+    settings = {"path": str(model), "max_context": 400}
+    evaluation = {"every": 1, "prompts": 1, "tasks": [test]}
+    values = {"model": settings, "sampling": {"max_tokens": 100}, "tasks": [task], "evaluation": evaluation}
+    return RunConfig.model_validate(values)
+
+
+def test_files_are_read_once_before_the_start(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def counted(task: FileTask) -> list[TaskRow]:
+        read.append(task.key)
+        return load_rows(task)
+
+    monkeypatch.setattr("streamrl.tasks.files.load_rows", counted)
+    assert list(check_tasks(held_out_run(model, tmp_path, rows=3, held_out=1))) == []
+    assert read == ["sums", "held"]
+
+
+def test_the_check_ends_after_some_prompts_unless_those_that_fit_may_come_last(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand prompts of some thousand words each take a minute to be measured."""
+    measured: list[str] = []
+    tokens_of = PromptTokens.__call__
+
+    def counted(self: PromptTokens, prompt: Prompt) -> IntArray:
+        measured.append(prompt.prompt_id)
+        return tokens_of(self, prompt)
+
+    monkeypatch.setattr(PromptTokens, "__call__", counted)
+    (problem,) = check_tasks(held_out_run(model, tmp_path, rows=3, held_out=2000, shuffle=True))
+    assert "evaluation.prompts: 100 in a row have more than 300 tokens" in problem and len(measured) == 102
+    assert list(check_tasks(held_out_run(model, tmp_path, rows=3, held_out=500, shuffle=False))) == []
