@@ -9,8 +9,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from streamrl.controller.disk_room import DiskRoom
 from streamrl.controller.group_pool import GroupPool
+from streamrl.controller.length_counts import length_counts
 from streamrl.controller.length_predictor import LengthPredictor
 from streamrl.controller.process_memory import FamilyMemory, run_memory
 from streamrl.controller.step_batch import StepBatch
@@ -189,6 +192,10 @@ class Telemetry:
         ids = {group.group_id for group in coming}
         finished += [sample for sample, _ in pool.received.values() if sample.group_id in ids]
         lengths = [sample.output_length for sample in finished]
+        foreseen = [group for group in groups if group.predicted_length is not None]
+        predicted = (
+            np.asarray([group.predicted_length for group in foreseen], dtype=np.float64).round().astype(np.int64)
+        )
         return {
             "groups_total": pool.batch,
             "groups_complete": len(taken) + sum(group.complete for group in coming),
@@ -196,13 +203,7 @@ class Telemetry:
             "samples_finished": len(finished),
             "samples_trained": batch.samples_trained,
             "tokens_generated": sum(lengths),
-            "lengths": lengths,
-            "predicted_lengths": [
-                round(group.predicted_length)
-                for group in groups
-                if group.predicted_length is not None
-                for _ in range(group.size)
-            ],
+            **length_counts(lengths, np.repeat(predicted, [group.size for group in foreseen])),
         }
 
     def step_done(self, row: MetricsRow, batch: StepBatch, trainer_spans: list[tuple[str, float, float]]) -> None:

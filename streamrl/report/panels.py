@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from statistics import median_high
 
 from rich.console import RenderableType
 from rich.panel import Panel
@@ -15,7 +14,7 @@ from rich.text import Text
 from streamrl.report.fitted_parts import SPACE, FittedParts, PicturePart
 from streamrl.report.process_rows import WARNING, colour_of, process_rows, roles_rows, stage_rows, start_rows
 from streamrl.report.start_lines import begun_at, present, with_stages
-from streamrl.report.summary import bars, duration, fixed, histogram, number, percent, void_share
+from streamrl.report.summary import bars, duration, fixed, number, percent, void_share
 from streamrl.report.terminal import plain_table
 from streamrl.run_dir.evaluations import EvaluationRow, evaluation_line
 from streamrl.run_dir.metrics import MetricsRow
@@ -26,7 +25,6 @@ SHOWN_STEPS = 6
 """Newest steps in the table."""
 BAR_WIDTH = 32
 """Columns of a progress bar."""
-HISTOGRAM_BINS = 32
 SPARKLINE_STEPS = 60
 """Newest steps in the reward's sparkline."""
 WAIT_SHOWN_AFTER_S = 5.0
@@ -75,15 +73,13 @@ def length_histogram(status: RunStatus) -> Text:
 
     Above it, on the same scale, are the lengths predicted for all samples of the step.
     """
-    lengths, predicted = status.progress.lengths, status.progress.predicted_lengths
-    longest = max([*lengths, *predicted], default=0)
+    lengths, predicted = status.progress.length_counts, status.progress.predicted_length_counts
     text = Text()
-    for label, values, colour in (("predicted", predicted, "magenta"), ("lengths", lengths, "cyan")):
-        if values:
-            counts, width = histogram(values, HISTOGRAM_BINS, longest)
-            scale = f"0..{width * HISTOGRAM_BINS}, p50 {median_high(values)}, max {max(values)}"
-            text = Text.assemble(text, f"{label:<11}", (_blocks(counts), colour), f"  {scale}\n")
-    if not lengths:
+    for label, found, colour in (("predicted", predicted, "magenta"), ("lengths", lengths, "cyan")):
+        if found is not None:
+            scale = f"0..{found.width * len(found.counts)}, p50 {found.median}, max {found.longest}"
+            text = Text.assemble(text, f"{label:<11}", (_blocks(found.counts), colour), f"  {scale}\n")
+    if lengths is None:
         text.append("lengths    none finished in this step yet", style="dim")
     text.rstrip()
     return text

@@ -72,18 +72,6 @@ def bars(values: Sequence[float | None]) -> str:
     return "".join(map(block, values))
 
 
-def histogram(lengths: Sequence[int], bins: int, longest: int = 0) -> tuple[list[int], int]:
-    """Return counts in equally wide bins from 0 to the maximum (or `longest`), and a bin's width in tokens."""
-    top = max([longest, *lengths])
-    if not top:
-        return [0] * bins, 0
-    width = top // bins + 1
-    counts = [0] * bins
-    for length in lengths:
-        counts[length // width] += 1
-    return counts, width
-
-
 def mean(values: Iterable[float | None]) -> float | None:
     """Return the mean of the values that are not None; None if there are none."""
     present = [value for value in values if value is not None]

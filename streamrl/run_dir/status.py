@@ -67,6 +67,19 @@ class RoleStatus(StatusModel):
     packing_why: str = ""
 
 
+LENGTH_BINS = 32
+"""Bins of `LengthCounts`."""
+
+
+class LengthCounts(StatusModel):
+    """Numbers of samples by length, in `LENGTH_BINS` equally wide bins from 0."""
+
+    counts: list[int]
+    width: int = Field(description="tokens of a bin")
+    median: int = Field(description="median length, the higher of two, tokens")
+    longest: int = Field(description="tokens of the longest")
+
+
 class StepProgress(StatusModel):
     """The progress of the current step."""
 
@@ -76,11 +89,11 @@ class StepProgress(StatusModel):
     samples_finished: int = 0
     samples_trained: int = 0
     tokens_generated: int = 0
-    lengths: list[int] = Field(
-        default_factory=list, description="output lengths of the samples finished in this step, tokens"
+    length_counts: LengthCounts | None = Field(
+        None, description="output lengths of the samples finished in this step; none: none has"
     )
-    predicted_lengths: list[int] = Field(
-        default_factory=list, description="predicted lengths of this step's samples, tokens"
+    predicted_length_counts: LengthCounts | None = Field(
+        None, description="predicted lengths of all of this step's samples, in the same bins; none: none is predicted"
     )
 
 

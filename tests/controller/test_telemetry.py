@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import queue
 import time
 from dataclasses import replace
 from pathlib import Path
+from statistics import median_high
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from streamrl.config.run import RunConfig
 from streamrl.controller import telemetry as module
 from streamrl.controller.group_pool import GroupPool
+from streamrl.controller.length_counts import length_counts
 from streamrl.controller.process_memory import FamilyMemory
 from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.telemetry import Telemetry, memory_period
+from streamrl.rollouts.types import Group
 from streamrl.run_dir import layout
 from streamrl.run_dir.jsonl import RowWriter
 from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.start_stages import forget, launched_at, say
-from streamrl.run_dir.status import read_status
+from streamrl.run_dir.status import LENGTH_BINS, LengthCounts, read_status
 from streamrl.transport.deadlines import WaitRegistry
 from tests.rollouts.test_rollouts import make_group
 from tests.run_dir.trace_events import events_of
@@ -85,6 +90,31 @@ def test_a_step_without_any_group_yet_has_as_many_samples_to_come_as_a_whole_bat
     telemetry: Any = SimpleNamespace(batch=StepBatch(run, 1), pool=GroupPool(3, 9))
     progress = Telemetry._progress(telemetry)
     assert (progress["groups_total"], progress["samples_total"]) == (3, 12)
+
+
+def test_lengths_of_a_step_are_counted_in_bins_of_one_width() -> None:
+    for longest in (0, 1, 31, 32, 33, 96, 1000):
+        found = length_counts(range(longest + 1), np.asarray([longest // 2]))
+        counts = LengthCounts(**found["length_counts"])
+        assert sum(counts.counts) == longest + 1 and len(counts.counts) == LENGTH_BINS
+        assert longest < LENGTH_BINS * counts.width and counts.longest == longest
+        assert counts.median == median_high(range(longest + 1))
+        assert found["predicted_length_counts"]["width"] == counts.width
+    assert length_counts([], np.zeros(0, np.int64)) == {"length_counts": None, "predicted_length_counts": None}
+
+
+def test_the_status_does_not_grow_with_the_samples_of_a_step() -> None:
+    """It is written twice a second, and a step may have a quarter of a million."""
+    run = RunConfig.model_validate({"batch": {"prompts_per_step": 2, "samples_per_prompt": 8192}})
+    pool = GroupPool(2, 9)
+    prompt = np.arange(3, dtype=np.int32)
+    pool.issue([Group(name, 1, 0, "s/0", "s", 0, "p", prompt, 8192, predicted_length=40.6) for name in "ab"], 0)
+    telemetry: Any = SimpleNamespace(batch=StepBatch(run, 1), pool=pool)
+    progress = Telemetry._progress(telemetry)
+    assert progress["length_counts"] is None and progress["samples_total"] == 2 * 8192
+    told = LengthCounts(**progress["predicted_length_counts"])
+    assert (sum(told.counts), told.median, told.longest) == (2 * 8192, 41, 41)
+    assert len(json.dumps(progress)) < 1000
 
 
 def test_a_controller_whose_disk_is_full_gives_signs_of_life_and_says_why_once(

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from streamrl.controller.length_counts import length_counts
 from streamrl.rollouts.length_audit import LengthAudit, StepAudit
 from streamrl.run_dir.evaluations import EvaluationRow, Scores
 from streamrl.run_dir.jsonl import RowWriter
@@ -185,7 +187,7 @@ def make_status(step: int, steps: int, now: float, **changes: Any) -> dict[str, 
             "samples_finished": 40,
             "samples_trained": 24,
             "tokens_generated": 1240,
-            "lengths": [5, 6, 7, 8, 23, 23, 24, 96],
+            **length_counts([5, 6, 7, 8, 23, 23, 24, 96], np.zeros(0, np.int64)),
         },
         "latest": None,
         "waits": [],

@@ -6,12 +6,14 @@ import io
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
+from streamrl.controller.length_counts import length_counts
 from streamrl.report.live_view import LiveView, PlainLines
 from streamrl.report.panels import render, step_line
-from streamrl.report.summary import bars, duration, headline_figures, histogram, number
+from streamrl.report.summary import bars, duration, headline_figures, number
 from streamrl.report.terminal import TextConsole
 from streamrl.run_dir.evaluations import EvaluationRow, read_evaluations
 from streamrl.run_dir.jsonl import RowWriter
@@ -109,7 +111,8 @@ def test_the_picture_says_how_far_predictions_are_trusted(make_run: RunMaker) ->
 
 
 def test_predicted_lengths_are_shown_above_those_that_came_on_one_scale(make_run: RunMaker) -> None:
-    progress = {"samples_total": 4, "samples_finished": 2, "lengths": [10, 20], "predicted_lengths": [10, 20, 30, 63]}
+    lengths = length_counts([10, 20], np.asarray([10, 20, 30, 63]))
+    progress = {"samples_total": 4, "samples_finished": 2, **lengths}
     shown = picture(make_run(1, rollouts=False, trace=False, progress=progress), START + 60).splitlines()
     above, below = (next(line for line in shown if name in line) for name in ("predicted ", "lengths "))
     assert "0..64, p50 30, max 63" in above and "0..64, p50 20, max 20" in below
@@ -499,12 +502,6 @@ def test_numbers_are_written_for_people() -> None:
     ]
     assert [duration(value) for value in (0.4, 59.6, 310, 3725)] == ["0s", "1m00s", "5m10s", "1h02m"]
     assert bars([0.0, None, 1.0]) == "▁ █" and bars([2.0, 2.0]) == "▄▄"
-
-
-def test_every_length_is_in_the_histogram() -> None:
-    for longest in (1, 31, 32, 33, 96, 1000):
-        counts, width = histogram(list(range(1, longest + 1)), 32)
-        assert sum(counts) == longest and len(counts) == 32 and longest < 32 * width
 
 
 def test_a_stale_step_says_how_stale_and_what_its_samples_are_still_worth(tmp_path: Path) -> None:

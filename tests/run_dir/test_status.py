@@ -28,7 +28,7 @@ def test_a_status_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert (status.run, status.state, status.step, status.steps) == ("demo", "running", 3, 20)
     assert status.roles["here-regular-1"].running == 13
     assert status.roles["trainer"].memory_gb is None
-    assert status.progress.lengths[-1] == 96
+    assert status.progress.length_counts is not None and status.progress.length_counts.longest == 96
     assert status.latest == row
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 

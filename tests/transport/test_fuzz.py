@@ -395,7 +395,10 @@ def damaged_files(seed: int, valid: bytes, default: int) -> Iterator[bytes]:
 STATUS = {
     **{"run": "r", "state": "running", "step": 1, "steps": 3, "started_at": 1.0, "updated_at": 2.0},
     "roles": {"trainer": {"role": "trainer", "state": "training", "since": 1.0, "memory_gb": 2.5}},
-    **{"sites": {"west": {"silent_s": 0.5}}, "progress": {"lengths": [3]}},
+    **{
+        "sites": {"west": {"silent_s": 0.5}},
+        "progress": {"length_counts": {"counts": [3], "width": 1, "median": 0, "longest": 0}},
+    },
 }
 SITE = {
     **{"site": "west", "updated_at": 1.0, "state": "serving", "trainer_silent_s": 0.1},
