@@ -13,7 +13,17 @@ from streamrl.config.load import RESOLVED_NAME
 from streamrl.errors import UserError
 from streamrl.plain_files import strange_entries
 from streamrl.report.panels import stale_message
-from streamrl.report.process_rows import BAD_STATES
+from streamrl.report.process_rows import (
+    BAD_STATES,
+    FEW_ALIKE,
+    MOST_ALONE,
+    alike,
+    details_of,
+    in_order,
+    label_of,
+    sum_of,
+    versions_of,
+)
 from streamrl.run_dir import layout
 from streamrl.run_dir.instance_files import StartedProcess, read_started
 from streamrl.run_dir.jsonl import finite
@@ -144,7 +154,10 @@ def _state_word(status: RunStatus | None, sites: dict[str, SiteStatus], starts: 
 def _processes(
     status: RunStatus | None, stages: dict[str, Stage], started: dict[str, StartedProcess], now: float
 ) -> list[dict[str, Any]]:
-    """Return every process that a file names, in the order of `status.json`, then of the launcher."""
+    """Return every process that a file names, in the order of `status.json`, then of the launcher.
+
+    Those of a large pool that are alike share a row, as in `streamrl status`.
+    """
     roles = status.roles if status is not None else {}
     found = []
     for name in dict.fromkeys([*roles, *started, *stages]):
@@ -162,7 +175,37 @@ def _processes(
         row["for_s"] = None if since is None else max(0.0, now - since)
         row["bad"] = row["state"] in BAD_STATES or bool(row.get("exit_code"))
         found.append(row)
-    return found
+    return _shared(found)
+
+
+def _shared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows, with one in place of those of many instances of a pool in one state."""
+    by_name = {row["name"]: row for row in rows}
+    instances = [row["name"] for row in rows if row["role"] == "instance"]
+    kinds = {name: f"{by_name[name]['state']} {'bad' * by_name[name]['bad']}" for name in instances}
+    shared = alike(instances, kinds.__getitem__, lambda kind: MOST_ALONE if kind.endswith("bad") else FEW_ALIKE)
+    return [_together([by_name[name] for name in names]) for names in in_order(by_name, shared)]
+
+
+def _together(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return one row for processes in one state: their sums, and the longest times."""
+    if len(rows) == 1:
+        return rows[0]
+    sums = {name: sum_of(row.get(name) for row in rows) for name in ("running", "waiting", "tokens_per_s", "memory_gb")}
+    times = {
+        name: max((row[name] for row in rows if row.get(name) is not None), default=None)
+        for name in ("for_s", "silent_s")
+    }
+    told = ["; ".join(filter(None, (row["detail"], row.get("last_words")))) for row in rows]
+    return {
+        "name": label_of([row["name"] for row in rows]),
+        **{name: rows[0][name] for name in ("role", "state", "bad")},
+        **sums,
+        **times,
+        "detail": details_of(told),
+        "weight_versions": versions_of(row.get("weight_version") for row in rows) or None,
+        "dtype": ", ".join(dict.fromkeys(row["dtype"] for row in rows if row.get("dtype"))),
+    }
 
 
 def _sites(status: RunStatus | None, sites: dict[str, SiteStatus], now: float) -> list[dict[str, Any]]:

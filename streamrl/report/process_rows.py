@@ -56,15 +56,19 @@ def colour_of(state: str) -> str:
 def process_rows(status: RunStatus) -> list[ProcessRow]:
     """Return the rows of a run's processes, in their order; several alike are where the first of them is."""
     instances = {name for name, role in status.roles.items() if role.role == "instance"}
-    shared = _alike(
+    shared = alike(
         instances,
         lambda name: status.roles[name].state,
         lambda state: MOST_ALONE if state in BAD_STATES else FEW_ALIKE,
     )
     rows = []
-    for names in _in_order(status.roles, shared):
+    for names in in_order(status.roles, shared):
         roles = [status.roles[name] for name in names]
-        rows.append(ProcessRow(_label(names), _together(roles), len(roles), _versions(roles)))
+        rows.append(
+            ProcessRow(
+                label_of(names), _together(roles), len(roles), versions_of(role.weight_version for role in roles)
+            )
+        )
     return rows
 
 
@@ -112,11 +116,11 @@ def roles_table(status: RunStatus, rows: Sequence[ProcessRow], now: float) -> Ta
 
 def stage_rows(stages: Mapping[str, Stage]) -> list[tuple[str, Stage, int]]:
     """Return (name, stage, number of processes) of each row of a start; see `process_rows`."""
-    shared = _alike(stages, lambda name: stages[name].text, lambda text: FEW_ALIKE)
+    shared = alike(stages, lambda name: stages[name].text, lambda text: FEW_ALIKE)
     rows = []
-    for names in _in_order(stages, shared):
+    for names in in_order(stages, shared):
         some = [stages[name] for name in names]
-        rows.append((_label(names), min(some, key=lambda stage: stage.since), len(names)))
+        rows.append((label_of(names), min(some, key=lambda stage: stage.since), len(names)))
     return rows
 
 
@@ -161,10 +165,16 @@ def pool_of(name: str) -> str:
     return pool if index.isdecimal() else ""
 
 
-def _alike(
+def alike(
     names: Iterable[str], state_of: Callable[[str], str], most_alone: Callable[[str], int]
 ) -> dict[str, Hashable]:
-    """Return which numbered processes share a row, each with a key that those of its row have in common."""
+    """Return which numbered processes share a row, each with a key that those of its row have in common.
+
+    Args:
+        names: the processes.
+        state_of: returns what they must have in common beside their pool.
+        most_alone: returns how many of a pool that have this in common still have rows of their own.
+    """
     pools: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for name in names:
         if pool := pool_of(name):
@@ -174,7 +184,7 @@ def _alike(
     return {name: key for key, some in pools.items() if len(some) > most_alone(key[1]) for name in some}
 
 
-def _in_order(names: Iterable[str], shared: Mapping[str, Hashable]) -> Iterable[list[str]]:
+def in_order(names: Iterable[str], shared: Mapping[str, Hashable]) -> Iterable[list[str]]:
     """Return the names of each row's processes."""
     rows: dict[Hashable, list[str]] = {}
     for name in names:
@@ -182,7 +192,8 @@ def _in_order(names: Iterable[str], shared: Mapping[str, Hashable]) -> Iterable[
     return rows.values()
 
 
-def _label(names: Sequence[str]) -> str:
+def label_of(names: Sequence[str]) -> str:
+    """Return the name of a row of processes: that of its only one, or their pool and number."""
     return names[0] if len(names) == 1 else f"{pool_of(names[0])}: {len(names)}"
 
 
@@ -190,26 +201,31 @@ def _together(roles: Sequence[RoleStatus]) -> RoleStatus:
     """Return one status for processes in one state."""
     if len(roles) == 1:
         return roles[0]
-    details = Counter(role.detail for role in roles if role.detail).most_common(MOST_DETAILS)
-    detail = ", ".join(f"{count} {text}" if count < len(roles) else text for text, count in details)
     return roles[0].model_copy(
         update={
-            "detail": detail,
+            "detail": details_of([role.detail for role in roles]),
             "since": min(role.since for role in roles),
-            "running": _sum(role.running for role in roles),
-            "waiting": _sum(role.waiting for role in roles),
-            "tokens_per_s": _sum(role.tokens_per_s for role in roles),
-            "memory_gb": _sum(role.memory_gb for role in roles),
+            "running": sum_of(role.running for role in roles),
+            "waiting": sum_of(role.waiting for role in roles),
+            "tokens_per_s": sum_of(role.tokens_per_s for role in roles),
+            "memory_gb": sum_of(role.memory_gb for role in roles),
         }
     )
 
 
-def _versions(roles: Sequence[RoleStatus]) -> str:
-    versions = {role.weight_version for role in roles if role.weight_version is not None}
-    return "-".join(map(str, dict.fromkeys([min(versions), max(versions)]))) if versions else ""
+def details_of(details: Sequence[str]) -> str:
+    """Return the most frequent details of processes ('': one has none), each with its number unless all have it."""
+    found = Counter(filter(None, details)).most_common(MOST_DETAILS)
+    return ", ".join(f"{count} {text}" if count < len(details) else text for text, count in found)
 
 
-def _sum(values: Iterable[N | None]) -> N | None:
+def versions_of(versions: Iterable[int | None]) -> str:
+    """Return the oldest and the newest of some weight versions; '': none is known."""
+    known = {version for version in versions if version is not None}
+    return "-".join(map(str, dict.fromkeys([min(known), max(known)]))) if known else ""
+
+
+def sum_of(values: Iterable[N | None]) -> N | None:
     """Return the sum of the known values; None: none is known."""
     known = [value for value in values if value is not None]
     return sum(known[1:], known[0]) if known else None

@@ -20,7 +20,7 @@ from streamrl.run_dir.instance_files import StartedProcess, write_started
 from streamrl.run_dir.site_status import write_site
 from streamrl.run_dir.start_stages import READY, say
 from streamrl.run_dir.status import write_status
-from tests.report.synthetic import make_row, make_status, write_run
+from tests.report.synthetic import START, make_row, make_status, write_run
 
 NOW = 1_700_001_000.0
 
@@ -211,3 +211,25 @@ def test_a_folder_without_a_status_has_no_verdict_and_a_deleted_one_is_gone(tmp_
     assert stuck_view(tmp_path)["sentence"] == ""
     with pytest.raises(FileNotFoundError):
         stuck_view(tmp_path / "none")
+
+
+def test_instances_of_a_large_pool_that_are_alike_share_a_row(tmp_path: Path) -> None:
+    roles: dict[str, Any] = {"controller": {"role": "controller", "state": "running", "since": START}}
+    usual = {"role": "instance", "state": "generating", "since": START, "running": 2, "dtype": "bfloat16"}
+    roles |= {f"here-regular-{n}": usual | {"weight_version": 3 + (n > 500)} for n in range(1000)}
+    roles["here-regular-7"] = usual | {"state": "loading"}
+    roles["here-regular-9"] = usual | {"state": "dead", "detail": "SIGKILL"}
+    write_status(tmp_path, make_status(8, 20, START + 184, roles=roles))
+    rows = state_view(tmp_path, START + 185)["processes"]
+    assert [(row["name"], row["bad"]) for row in rows] == [
+        ("controller", False),
+        ("here-regular: 998", False),
+        ("here-regular-7", False),
+        ("here-regular-9", True),
+    ]
+    assert {name: rows[1][name] for name in ("running", "weight_versions", "dtype", "for_s")} == {
+        "running": 1996,
+        "weight_versions": "3-4",
+        "dtype": "bfloat16",
+        "for_s": 185.0,
+    }

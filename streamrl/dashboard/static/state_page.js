@@ -72,7 +72,7 @@ function view(state, series) {
       ["since", (one) => duration(one.for_s), true],
       ["detail", (one) => [one.detail, one.last_words].filter(Boolean).join("; ")],
       ["running", (one) => number(one.running), true], ["queued", (one) => number(one.waiting), true],
-      ["tokens/s", (one) => number(one.tokens_per_s), true], ["weights", (one) => number(one.weight_version), true],
+      ["tokens/s", (one) => number(one.tokens_per_s), true], ["weights", (one) => one.weight_versions ?? number(one.weight_version), true],
       ["memory, GiB", (one) => number(one.memory_gb), true], ["silent for", (one) => duration(one.silent_s), true],
       ["type", (one) => one.dtype || "–"],
     ], state.processes, "processes"),
