@@ -34,6 +34,7 @@ from streamrl.diagnose.facts import (
     SILENT_AFTER_S,
     STARTING_SILENT_S,
     Facts,
+    ProcessFacts,
     SiteFacts,
     WaitFacts,
 )
@@ -95,6 +96,9 @@ def _judge(facts: Facts) -> Verdict:
     if (over := _ended(facts)) is not None:
         return over
     details = _details(facts)
+    if facts.run is not None and not _started(facts) and facts.age > SILENT_AFTER_S:
+        where = "its processes cannot be seen from here (another container, or another machine)"
+        return Verdict("slow", f"slow: no sign of the run for {seconds(facts.age)}; {where}", [], details)
     if (silent := _controller_silent(facts)) is not None:
         return Verdict("stuck", silent, [], details)
     chains = [_follow(wait, facts, ()) for wait in _first_waits(facts)]
@@ -247,10 +251,15 @@ def _is_stuck(chain: WaitChain, facts: Facts) -> bool:
 # -- standstills that no wait shows
 
 
+def _started(facts: Facts) -> list[ProcessFacts]:
+    """Return the run's own processes that are known here; those of another container are not."""
+    return [p for p in facts.processes if p.pid is not None and p.role not in ("launcher", "proxy")]
+
+
 def _ended(facts: Facts) -> Verdict | None:
     """Return the verdict on a run that is over, whether or not it has recorded its end; None if it is not over."""
     run = facts.run
-    started = [p for p in facts.processes if p.pid is not None and p.role not in ("launcher", "proxy")]
+    started = _started(facts)
     if run is not None and run.state in FINAL:
         how = f"ended: {run.state} at step {run.step} of {run.steps} after {seconds(run.updated_at - run.first_start)}"
         left = [p.name for p in started if p.exit_code is None and p.alive not in ("gone", "unknown", "zombie")]
@@ -258,7 +267,9 @@ def _ended(facts: Facts) -> Verdict | None:
         details = [*more, f"still there: {', '.join(left)}"] if left else more
         return Verdict("ended", f"{how}: {cause}" if cause else how, [], details, run.state != "done")
     gone = [p for p in started if p.exit_code is not None or p.alive in ("gone", "zombie")]
-    silent = facts.age > SILENT_AFTER_S or facts.launcher_gone
+    # a run of another container shows no process here: only its status says that it lives
+    allowed_s = SILENT_AFTER_S if started else STARTING_SILENT_S
+    silent = facts.age > allowed_s or facts.launcher_gone
     if not silent or len(gone) < len(started) or (run is None and not started):
         return None
     at = "before the controller had written" if run is None else f"at step {run.step} of {run.steps}"

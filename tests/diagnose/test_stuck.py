@@ -426,6 +426,20 @@ def test_a_run_that_was_killed_as_a_whole_has_ended() -> None:
     assert verdict.sentence.startswith("ended: at step 6 of 40, 90 s ago, without saying so")
 
 
+@pytest.mark.parametrize("processes", [(), tuple(replace(one, pid=None, alive="unknown") for one in family())])
+def test_a_run_of_another_container_that_is_silent_for_some_seconds_has_not_ended(
+    processes: tuple[ProcessFacts, ...],
+) -> None:
+    """Its controller may load a checkpoint, or wait for its disk, and no process of it can be seen."""
+    assert judge(facts(SAMPLES, processes=processes, age_s=5.0)).state not in ("slow", "ended")
+    for age_s in (11.0, 119.0):
+        verdict = judge(facts(SAMPLES, processes=processes, age_s=age_s))
+        assert verdict.state == "slow" and f"no sign of the run for {age_s:.0f} s" in verdict.sentence
+    verdict = judge(facts(SAMPLES, processes=processes, age_s=121.0))
+    assert verdict.state == "ended" and "none of its processes is known here" in verdict.sentence
+    assert judge(replace(facts(processes=processes, age_s=11.0), launcher_gone=True)).state == "ended"
+
+
 def test_a_run_without_a_process_has_ended_as_soon_as_its_launcher_is_known_to_be_gone() -> None:
     gone = tuple(replace(one, alive="gone", cpu=None) for one in family() if one.role != "launcher")
     seen = facts(SAMPLES, processes=gone, age_s=1.0)
