@@ -43,7 +43,9 @@ def start_warden(starters: Sequence[int]) -> None:
     """
     command = [sys.executable, "-I", "-S", warden.__file__, str(os.getpid()), *map(str, starters)]
     null = subprocess.DEVNULL
-    subprocess.Popen(command, stdin=null, stdout=null, stderr=null, start_new_session=True)
+    # with a job's RANK (torchrun, PyTorchJob), that of the rank launcher would be taken for a rank
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    subprocess.Popen(command, stdin=null, stdout=null, stderr=null, env=environment, start_new_session=True)
 
 
 def is_alive(pid: int) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from streamrl.launcher.trainer_ranks import run_ranks
-from streamrl.runtime import warden
+from streamrl.runtime import processes, warden
 from tests.signals import own_handlers
 from tests.waiting import scaled
 
@@ -93,3 +93,16 @@ def test_a_warden_ends_the_watched_process_gently_once_a_starter_is_gone(monkeyp
         warden.watch(watched.pid, [os.getpid(), starter.pid])
         assert watched.wait() == -signal.SIGTERM
     assert sent == [(watched.pid, signal.SIGTERM), (watched.pid, signal.SIGCONT)]
+
+
+def test_a_warden_does_not_look_like_a_rank_of_the_job_that_a_launch_is_part_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks are found as children of the rank launcher that have a RANK, and its warden is another child."""
+    given: list[dict[str, str]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: given.append(options["env"]))
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/of/python")
+    processes.start_warden([os.getppid()])
+    (environment,) = given
+    assert "RANK" not in environment and environment["LD_LIBRARY_PATH"] == "/of/python"
