@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import statistics
 import time
 from collections import Counter
@@ -26,6 +27,10 @@ class EnvironmentTrial:
     steps: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     """Sum of the rewards of each episode."""
+    lowest_step: float = math.inf
+    """Lowest reward of a step in which the environment acted."""
+    unreadable: float | None = None
+    """Reward of an answer without an action, if the config of a gymnasium environment names one."""
     ended: int = 0
     """Episodes that the environment ended by itself."""
     cut: int = 0
@@ -45,6 +50,12 @@ class EnvironmentTrial:
         found = [f"{count} of {self.episodes} episodes failed: {text}" for text, count in self.failures.most_common(5)]
         if self.same_seed_differs:
             found.append("the same item begins differently each time: make what is random from its `seed`")
+        lowest = min(0.0, self.lowest_step)
+        if self.unreadable is not None and self.unreadable > lowest:
+            found.append(
+                f"an answer without an action has reward {self.unreadable:g}, and acting may have {lowest:g}, so that "
+                f"a model may learn not to act: set `unreadable` to {lowest:g} or less, or leave it out"
+            )
         if len(self.memory_gib) > 2 and not self.failures:
             grown = 1024 * (self.memory_gib[-1] - self.memory_gib[1])
             if grown > LEAK_MIB and self.memory_gib[-1] > self.memory_gib[-2] > self.memory_gib[1]:
@@ -75,7 +86,10 @@ async def try_environment(
         at_once: episodes that go on at once.
         seconds: after which no further episode begins, and those that go on are cut.
     """
-    trial, end = EnvironmentTrial(), time.monotonic() + seconds
+    config = {**pool.installed.config, **pool.use.config}
+    unreadable = config.get("unreadable") if pool.installed.make.startswith("gymnasium:") else None
+    trial = EnvironmentTrial(unreadable=None if unreadable is None else float(unreadable))
+    end = time.monotonic() + seconds
     limit = asyncio.Semaphore(at_once)
 
     async def one(number: int) -> None:
@@ -112,6 +126,8 @@ async def _play(
         found = await place.step({"role": "assistant", "content": text})
         trial.steps.append(found.took_s)
         reward += found.result["reward"]
+        if not found.result["metrics"].get("unreadable"):
+            trial.lowest_step = min(trial.lowest_step, found.result["reward"])
         if (done := found.result["done"]) or time.monotonic() > end:
             break
     trial.rewards.append(reward)

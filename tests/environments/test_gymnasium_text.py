@@ -12,6 +12,7 @@ import pytest
 
 from streamrl.config.tasks import EnvironmentUse
 from streamrl.environments.environment_pool import EnvironmentPool
+from streamrl.environments.environment_trial import try_environment
 from streamrl.environments.in_venv.gymnasium_text import GymnasiumEpisode, make
 from streamrl.environments.installed import add_environment
 from streamrl.errors import UserError
@@ -19,6 +20,7 @@ from streamrl.runtime.output_pipe import OutputLog
 from tests.waiting import scaled
 
 GYMNASIUM = """
+import random
 import types
 
 registry = {}
@@ -27,6 +29,10 @@ class Discrete:
     start = 0
     def __init__(self, n):
         self.n = n
+    def seed(self, seed):
+        self.random = random.Random(seed)
+    def sample(self):
+        return self.random.randrange(self.n)
 
 class Counted:
     metadata = {"render_modes": []}
@@ -65,6 +71,22 @@ class Loud(gymnasium.Counted):
         return "shown"
 
 gymnasium.register("own/Loud-v0", Loud)
+
+class Cliff(gymnasium.Counted):
+    # each action costs 1, the last one 7; action 1 with seed 99 costs 9
+    def reset(self, seed):
+        self.seed = seed
+        return super().reset(seed)
+    def step(self, action):
+        reward = -9 if (self.seed, action) == (99, 1) else -7 if action == 3 else -1
+        return "walked", reward, False, False, {}
+
+class Illegal(Cliff):
+    def step(self, action):
+        raise RuntimeError("illegal move")
+
+gymnasium.register("Cliff-v0", Cliff)
+gymnasium.register("Illegal-v0", Illegal)
 """
 
 
@@ -160,3 +182,44 @@ def test_a_start_and_so_env_test_report_a_name_that_no_answer_can_choose(folder:
 
     with pytest.raises(UserError, match="'loud' does not start: ValueError: actions: no answer can choose 'UP'"):
         asyncio.run(scenario())
+
+
+def say(one: GymnasiumEpisode, text: str) -> float:
+    return float(one.step({"content": text})["reward"])
+
+
+@pytest.mark.usefixtures("folder")
+def test_an_answer_without_an_action_is_never_better_than_acting() -> None:
+    made = make("own_games:Cliff-v0", {})
+    one = made.new()
+    one.reset({"seed": 99})
+    assert [say(one, text) for text in ("well", "0", "well", "1", "well")] == [-7, -1, -7, -9, -9]
+    one.reset({"seed": 99})
+    assert [say(one, "well"), say(made.new(), "well")] == [-7, -7]  # another episode's cost is not known
+    assert say(make("Counted-v1", {}).new(), "well") == 0  # each step gives 1
+    assert say(make("own_games:Cliff-v0", {"unreadable": -2}).new(), "well") == -2
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_random_player_that_fails_ends_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert say(make("own_games:Illegal-v0", {}).new(), "well") == 0
+    assert "the random player ended after 0 steps: RuntimeError: illegal move" in capsys.readouterr().err
+
+
+def test_a_trial_reports_an_answer_without_an_action_that_is_better_than_acting(folder: Path) -> None:
+    installed = add_environment(folder / "environments" / "cliff", "gymnasium:own_games:Cliff-v0", paths=[folder])
+
+    async def problems(*answers: str, **config: Any) -> list[str]:
+        use = EnvironmentUse(name="cliff", config=config, processes=1)
+        pool = EnvironmentPool(use, installed, OutputLog(None), scaled(20), scaled(20))
+        await pool.start()
+        try:
+            return (await try_environment(pool, 2, 4, answers)).problems()
+        finally:
+            await pool.close()
+
+    (told,) = asyncio.run(problems("0", "well", "3", unreadable=-2.5))
+    assert told.startswith("an answer without an action has reward -2.5, and acting may have -7")
+    (above,) = asyncio.run(problems("well", unreadable=1))
+    assert "reward 1, and acting may have 0" in above
+    assert asyncio.run(problems("0", "3", unreadable=-7)) == asyncio.run(problems("well", "3")) == []

@@ -4,23 +4,30 @@ What the model is told: the rendering as text where an environment has one ('ans
 What it answers: the last name of an action that its answer contains (`actions`), or the last number; for an action of
 several numbers, the last that many numbers. An answer without an action is told to the model and steps nothing.
 
+By default such an answer has the lowest of 0, the step rewards of a random player at the start, and those of its own
+episode, so that it is never better than acting. The random player draws the same actions in each process.
+
 Keys of the config:
     kwargs          keyword arguments of `gymnasium.make`
     actions         names of the actions of a discrete space, from action 0 on
     instructions    the beginning of the first message; by default the names or the form of the actions
     digits          decimals of observed numbers (3)
-    unreadable      reward of an answer without an action (0)
+    unreadable      reward of an answer without an action, in place of that default
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import math
 import random
 import re
+import sys
 from typing import Any
 
 KEYS = {"kwargs", "actions", "instructions", "digits", "unreadable"}
+TRIED_STEPS = 256
+"""Steps of the random player at the start."""
 COLOURED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m")
 """What a rendering marks, such as the place of the player."""
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
@@ -48,10 +55,40 @@ class GymnasiumEnvironment:
         if "ansi" in modes and "render_mode" not in arguments:
             arguments["render_mode"] = "ansi"
         self._make = lambda: gymnasium.make(self._name, **arguments)
+        self._lowest: float | None = None
 
     def new(self) -> GymnasiumEpisode:
-        """Make one environment."""
-        return GymnasiumEpisode(self._make(), self._name, self._config)
+        """Make one environment; before the first, find out what its steps cost at most."""
+        one = GymnasiumEpisode(self._make(), self._name, self._config)
+        if one.unreadable is None:
+            if self._lowest is None:
+                self._lowest = min(_random_rewards(self._make()))
+            one.rewards_before = [self._lowest]
+        return one
+
+
+def _random_rewards(env: Any) -> list[float]:
+    """Return 0 and the rewards of `TRIED_STEPS` random steps, or of those before one that fails; close the environment.
+
+    Seeds are fixed: every process of a run finds the same.
+    """
+    rewards, episode, done = [0.0], 0, True
+    env.action_space.seed(0)
+    try:
+        for _ in range(TRIED_STEPS):
+            if done:
+                env.reset(seed=episode)
+                episode += 1
+            _, reward, terminated, truncated, _ = env.step(env.action_space.sample())
+            rewards.append(float(reward))
+            done = bool(terminated) or bool(truncated)
+    except Exception as error:  # an episode that fails says so; a random action may be one that no player takes
+        print(
+            f"the random player ended after {len(rewards) - 1} steps: {type(error).__name__}: {error}", file=sys.stderr
+        )
+    finally:
+        env.close()
+    return [one for one in rewards if math.isfinite(one)]
 
 
 def _registered(name: str) -> str:
@@ -86,7 +123,11 @@ class GymnasiumEpisode:
             ValueError: there are more or fewer names than actions, or a name that no answer can choose.
         """
         self._env, self._digits = env, int(config.get("digits", 3))
-        self._unreadable = float(config.get("unreadable", 0.0))
+        given = config.get("unreadable")
+        self.unreadable = None if given is None else float(given)
+        """Reward of an answer without an action; None: the lowest of `rewards_before` and of the episode so far."""
+        self.rewards_before = [0.0]
+        self._rewards: list[Any] = []
         self._names = [str(one).strip() for one in config.get("actions") or []]
         self._spoken = _Spoken(self._names)
         space, kind = env.action_space, type(env.action_space).__name__
@@ -114,6 +155,7 @@ class GymnasiumEpisode:
         if not isinstance(item.get("seed"), int):
             raise ValueError("the item has no whole number `seed`, from which the environment begins")
         observation, _ = self._env.reset(seed=item["seed"] % 2**31)
+        self._rewards = []
         return _said(f"{self._instructions}\n{self._shown(observation)}")
 
     def step(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -121,8 +163,12 @@ class GymnasiumEpisode:
         action = self.action(str(message.get("content") or ""))
         if action is None:
             told = _said(f"There is no action in your answer. Answer with {self._wanted}.")
-            return {**told, "reward": self._unreadable, "done": False, "metrics": {"unreadable": 1}}
+            reward = self.unreadable
+            if reward is None:
+                reward = min(map(float, self.rewards_before + self._rewards))
+            return {**told, "reward": reward, "done": False, "metrics": {"unreadable": 1}}
         observation, reward, terminated, truncated, _ = self._env.step(action)
+        self._rewards.append(reward)
         done = bool(terminated) or bool(truncated)
         return {**_said(self._shown(observation)), "reward": reward, "done": done, "metrics": {}}
 
