@@ -9,7 +9,7 @@ from typing import Any
 
 from streamrl.agents.client import BadToolInput, ToolFailed
 from streamrl.agents.tools import Tool
-from streamrl.environments.in_venv.mcp_tools_text import of_the_call
+from streamrl.environments.in_venv.mcp_tools_text import of_the_call, text_of_result
 from streamrl.errors import cause
 from streamrl.tasks.extras import import_extra
 
@@ -69,8 +69,7 @@ def _tool(mcp: Any, client: Any, one: Any) -> Tool:
             found = await client.call_tool(one.name, arguments)
         except mcp.MCPError as error:
             raise BadToolInput(of_the_call(error)) from error
-        parts = [getattr(part, "text", f"[{part.type}]") for part in found.content]
-        text = "\n".join(parts)
+        text = text_of_result(found)
         if found.is_error:
             raise BadToolInput(text or "the server reports an error")
         return text

@@ -1,4 +1,7 @@
-"""An MCP server that refuses calls as those of the TypeScript SDK do: with a JSON-RPC error in place of a result."""
+"""An MCP server that refuses calls as those of the TypeScript SDK do: with a JSON-RPC error in place of a result.
+
+It returns a `result` that it is given.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,8 @@ def answer(method: str, params: dict[str, Any]) -> dict[str, Any]:
             return {"result": {"protocolVersion": params["protocolVersion"], **told}}
         case "tools/list":
             return {"result": {"tools": [{"name": "add", "description": "Add one.", "inputSchema": ADD}]}}
+        case "tools/call" if "result" in params["arguments"]:
+            return {"result": params["arguments"]["result"]}
         case "tools/call" if isinstance(params["arguments"].get("a"), int):
             return {"result": {"content": [{"type": "text", "text": str(params["arguments"]["a"] + 1)}]}}
         case "tools/call":

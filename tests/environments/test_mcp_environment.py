@@ -21,6 +21,7 @@ import uvicorn
 from streamrl.agents.environment_player import EnvironmentPlayer
 from streamrl.agents.episode import EpisodeOrder
 from streamrl.agents.live_episode import LiveEpisode
+from streamrl.agents.mcp_tools import mcp_tools
 from streamrl.config.tasks import AgentTask, EnvironmentUse
 from streamrl.environments import environment_pool, environment_process
 from streamrl.environments.environment_pool import EnvironmentPool
@@ -131,6 +132,21 @@ def says(text: str) -> dict[str, Any]:
 
 
 STRICT = Path(__file__).with_name("strict_mcp_server.py")
+PARTS = [
+    {"type": "text", "text": "seen"},
+    {"type": "resource", "resource": {"uri": "file:///a", "text": "body"}},
+    {"type": "resource", "resource": {"uri": "file:///b", "mimeType": "image/png", "blob": "AAAA"}},
+    {"type": "resource_link", "uri": "file:///c", "name": "map"},
+    {"type": "image", "data": "AAAA", "mimeType": "image/png"},
+]
+RESULTS = [
+    (PARTS, "seen\nbody\n[resource image/png file:///b]\n[resource_link map file:///c]\n[image image/png]"),
+    ([], '{"x": "\u2603"}'),
+    ([{"type": "text", "text": ""}], '{"x": "\u2603"}'),
+    ([{"type": "text", "text": "text"}], "text"),
+]
+"""The content of a result, each with `STRUCTURED` beside it, and what the model is told."""
+STRUCTURED = {"x": "\u2603"}
 ITEM = {"prompt": "What do two teas cost?", "answer": 6}
 
 
@@ -183,6 +199,20 @@ def test_a_call_that_the_server_refuses_is_told_to_the_model(shop: InstalledEnvi
             assert found["metrics"] == {"tool_calls": 2, "tool_errors": 1}
             with pytest.raises(EnvironmentFailed, match="Required"):
                 await place.step(calls(("add", '{"code": -32000}')))  # as if the connection were closed
+
+    asyncio.run(scenario())
+
+
+def test_all_that_a_tool_returns_is_told_to_the_model(shop: InstalledEnvironment) -> None:
+    given = [json.dumps({"result": {"content": content, "structuredContent": STRUCTURED}}) for content, _ in RESULTS]
+
+    async def scenario() -> None:
+        async with started(shop, f"mcp:{sys.executable}", arguments=[str(STRICT)]) as pool, pool.place("a") as place:
+            await place.reset(ITEM)
+            found = (await place.step(calls(*(("add", one) for one in given)))).result
+            assert [one["content"] for one in found["messages"]] == [told for _, told in RESULTS]
+        async with mcp_tools([sys.executable, str(STRICT)]) as tools:
+            assert [await tools[0].call(**json.loads(one)) for one in given] == [told for _, told in RESULTS]
 
     asyncio.run(scenario())
 

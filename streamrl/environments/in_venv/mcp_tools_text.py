@@ -192,7 +192,7 @@ class _Episode:
             found = calling.result()
         except _either(mcp, "MCPError", "McpError") as error:
             return f"error: {of_the_call(error)[:MOST_TEXT]}", True
-        text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in found.content)
+        text = text_of_result(found)
         if len(text) > MOST_TEXT:
             text = f"{text[:MOST_TEXT]}\n[cut: the first {MOST_TEXT:,} of {len(text):,} characters]"
         failed = bool(_either(found, "is_error", "isError"))
@@ -326,6 +326,25 @@ def of_the_call(error: Any) -> str:
     if told.code in BROKEN or told.message == NO_ANSWER:
         raise error
     return str(told.message or "the server refuses the call")
+
+
+def text_of_result(found: Any) -> str:
+    """Return what a tool has returned, as text: texts, also of resources, else what and where a part is.
+
+    Args:
+        found: `CallToolResult` of mcp 1 or 2.
+    """
+    text = "\n".join(map(_text_of_part, found.content))
+    structured = _either(found, "structured_content", "structuredContent")
+    return text if text or structured is None else json.dumps(structured, ensure_ascii=False)
+
+
+def _text_of_part(part: Any) -> str:
+    resource = getattr(part, "resource", part)  # embedded in the part, or it is the part
+    if (text := getattr(resource, "text", None)) is not None:
+        return str(text)
+    about = (_either(resource, "name"), _either(resource, "mime_type", "mimeType"), _either(resource, "uri"))
+    return f"[{' '.join([str(part.type), *(str(one) for one in about if one)])}]"
 
 
 def _either(found: Any, *names: str) -> Any:
