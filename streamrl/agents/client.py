@@ -114,7 +114,8 @@ class AgentClient:
     async def tool(self, name: str, function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
         """Call a tool and return its result; texts of more than `MOST_TEXT` characters are cut.
 
-        A coroutine runs in the event loop, an ordinary function in a thread of its own.
+        A coroutine runs in the event loop, an ordinary function in a thread of its own; what has to be awaited of its
+        result (a decorator may hide a coroutine) runs in the event loop as well.
 
         Raises:
             BadToolInput: the tool cannot use what it was given.
@@ -124,7 +125,10 @@ class AgentClient:
         try:
             with self._episode.limited(f"tool {name!r}", self._episode.limits.tool_s, name):
                 result = function(*args, **named) if _is_async(function) else self._in_thread(function, args, named)
-                found = _cut(await result)
+                found = await result
+                if inspect.isawaitable(found):
+                    found = await found
+                found = _cut(found)
             detail = found if isinstance(found, str) else repr(type(found).__name__)
             return found
         except BaseException as error:

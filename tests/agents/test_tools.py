@@ -40,6 +40,22 @@ def fails(text: str) -> str:
     raise RuntimeError(f"no {text}")
 
 
+def timed(function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **named: Any) -> Any:
+        return function(*args, **named)
+
+    return wrapper
+
+
+@timed
+async def lookup(city: str) -> str:
+    """Look a city up, as a coroutine that a decorator hides."""
+    if city == "Atlantis":
+        raise BadToolInput("no such city")
+    return f"{city} is a capital"
+
+
 TOOLS = [function_tool(repeat), function_tool(double), function_tool(fails), CALCULATOR]
 
 
@@ -80,6 +96,11 @@ def test_calls_are_answered_in_order_by_functions_and_coroutines() -> None:
     calls = [("repeat", '{"text": "ab", "count": 3}'), ("double", '{"number": 4}'), ("repeat", '{"text": "x"}')]
     assert answers(*calls) == ["ababab", "8.0", "xx"]
     assert answers() == []
+
+
+def test_a_coroutine_that_a_decorator_hides_is_awaited() -> None:
+    calls = [("lookup", '{"city": "Paris"}'), ("lookup", '{"city": "Atlantis"}')]
+    assert answers(*calls, tools=[function_tool(lookup)]) == ["Paris is a capital", "error: no such city"]
 
 
 @pytest.mark.parametrize(
