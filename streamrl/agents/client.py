@@ -10,10 +10,11 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import httpx2
+import pydantic_core
 
 from streamrl.agents.episode import POLICY
 from streamrl.agents.live_episode import LiveEpisode
@@ -121,6 +122,25 @@ class AgentClient:
             BadToolInput: the tool cannot use what it was given.
             ToolFailed: it raised something else.
         """
+        return await self._tool(name, function, args, named, cut_text)
+
+    async def tool_text(self, name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
+        """Call a tool, and return what the model is told: a text as it is, anything else as JSON, cut as by `tool`.
+
+        Args:
+            name: name of the tool.
+            function: as `tool` takes it.
+            arguments: its arguments, by name.
+
+        Raises:
+            BadToolInput: the tool cannot use what it was given.
+            ToolFailed: it raised something else, or JSON cannot hold its result.
+        """
+        return str(await self._tool(name, function, (), arguments, lambda found: cut_text(_told(found))))
+
+    async def _tool(
+        self, name: str, function: Callable[..., Any], args: Any, named: Any, finish: Callable[[Any], Any]
+    ) -> Any:
         started, detail = time.time(), "not finished"
         try:
             with self._episode.limited(f"tool {name!r}", self._episode.limits.tool_s, name):
@@ -128,7 +148,7 @@ class AgentClient:
                 found = await result
                 if inspect.isawaitable(found):
                     found = await found
-                found = _cut(found)
+                found = finish(found)
             detail = found if isinstance(found, str) else repr(type(found).__name__)
             return found
         except BaseException as error:
@@ -256,7 +276,27 @@ def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(function)
 
 
-def _cut(found: Any) -> Any:
+def _told(found: Any) -> str:
+    """Return a tool's result as text.
+
+    Raises:
+        TypeError: it is, or has, something that JSON cannot hold.
+        ValueError: it contains itself.
+    """
+    if isinstance(found, str):
+        return found
+    return json.dumps(pydantic_core.to_jsonable_python(found, fallback=_plain), ensure_ascii=False)
+
+
+def _plain(value: Any) -> Any:
+    """Return what a scalar or an array of numpy or torch holds."""
+    if not isinstance(value, type) and callable(plain := getattr(value, "tolist", None)):
+        return plain()
+    raise TypeError(f"its result holds an object of type {type(value).__name__}, which JSON cannot hold: return a text")
+
+
+def cut_text(found: Any) -> Any:
+    """Return a text without what exceeds `MOST_TEXT` characters, which it says; anything else as it is."""
     if isinstance(found, str) and len(found) > MOST_TEXT:
         return f"{found[:MOST_TEXT]}\n[cut: the first {MOST_TEXT:,} of {len(found):,} characters]"
     return found

@@ -1,9 +1,10 @@
 """Tools that an agent offers its model: schemas, calls with checked arguments, and answers to calls that are wrong.
 
-a tool takes the arguments and returns                -> its result, as text
+a tool takes the arguments and returns                -> its result, as text: JSON, unless it is a text
 unknown tool, arguments that are no JSON or do not
 fit the schema, or the tool raises `BadToolInput`     -> an answer that says so: the model wrote the call
-the tool raises anything else                         -> `ToolFailed`: void, unless the agent catches it
+the tool raises anything else, or JSON cannot hold
+its result                                            -> `ToolFailed`: void, unless the agent catches it
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import pydantic
 
-from streamrl.agents.client import AgentClient, BadToolInput
+from streamrl.agents.client import AgentClient, BadToolInput, cut_text
 from streamrl.config.tasks import Sandbox
 from streamrl.tasks.sandbox_script import Language, run_script
 
@@ -98,7 +99,7 @@ async def answer_calls(client: AgentClient, tools: Iterable[Tool], message: dict
         message: the message, as `AgentClient.chat` returns it.
 
     Raises:
-        ToolFailed: a tool failed for a reason that is not the model's.
+        ToolFailed: a tool failed for a reason that is not the model's, or JSON cannot hold its result.
     """
     known = {tool.name: tool for tool in tools}
     answers = []
@@ -107,7 +108,7 @@ async def answer_calls(client: AgentClient, tools: Iterable[Tool], message: dict
         try:
             text = await _call(client, known, function["name"], function["arguments"])
         except BadToolInput as error:
-            text = f"error: {error}"
+            text = cut_text(f"error: {error}")
             client.note(f"tool {function['name']!r}: {error}")
         answers.append({"role": "tool", "tool_call_id": call.get("id", ""), "content": text})
     return answers
@@ -122,8 +123,7 @@ async def _call(client: AgentClient, known: dict[str, Tool], name: str, argument
         raise BadToolInput(f"the arguments are no JSON: {error}") from error
     if not isinstance(given, dict):
         raise BadToolInput(f"the arguments must be a JSON object, got {type(given).__name__}")
-    found = await client.tool(name, tool.call, **given)
-    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
+    return await client.tool_text(name, tool.call, given)
 
 
 def interpreter(language: Language = "python", sandbox: Sandbox | None = None) -> Tool:

@@ -8,10 +8,12 @@ import json
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
 
 from streamrl.agents.client import AgentClient, BadToolInput, ToolFailed
@@ -101,6 +103,57 @@ def test_calls_are_answered_in_order_by_functions_and_coroutines() -> None:
 def test_a_coroutine_that_a_decorator_hides_is_awaited() -> None:
     calls = [("lookup", '{"city": "Paris"}'), ("lookup", '{"city": "Atlantis"}')]
     assert answers(*calls, tools=[function_tool(lookup)]) == ["Paris is a capital", "error: no such city"]
+
+
+def returning(found: Any) -> Tool:
+    return Tool("get", "", {}, lambda: found)
+
+
+async def pages() -> AsyncIterator[str]:
+    yield "page"
+
+
+def within_itself() -> list[Any]:
+    found: list[Any] = []
+    found.append(found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        ({"score": np.float32(0.5), "n": np.int64(3)}, '{"score": 0.5, "n": 3}'),
+        ({np.int64(3): np.arange(2)}, '{"3": [0, 1]}'),
+        ({(1, 2): None}, '{"1,2": null}'),
+        ([date(2026, 1, 2), Path("a"), {"\u2603"}], '["2026-01-02", "a", ["\u2603"]]'),
+        ("\ud83d", "\ud83d"),
+    ],
+)
+def test_what_a_tool_returns_is_told_as_json(found: Any, told: str) -> None:
+    assert answers(("get", ""), tools=[returning(found)]) == [told]
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        (pages(), "tool 'get': TypeError: its result holds an object of type async_generator, which JSON cannot hold"),
+        ([{"x": object()}], "tool 'get': TypeError: its result holds an object of type object, which JSON cannot hold"),
+        (within_itself(), "tool 'get': ValueError: Circular reference"),
+    ],
+)
+def test_a_result_that_json_cannot_hold_fails_the_tool(found: Any, says: str) -> None:
+    with pytest.raises(ToolFailed, match=says):
+        answers(("get", ""), tools=[returning(found)])
+
+
+def test_all_that_a_model_is_told_is_cut() -> None:
+    def refuses() -> None:
+        raise BadToolInput("b" * 20_000)
+
+    tools = [returning(["a" * 20_000]), Tool("refuses", "", {}, refuses)]
+    listed, refused = answers(("get", ""), ("refuses", ""), tools=tools)
+    assert listed == '["' + "a" * 16_382 + "\n[cut: the first 16,384 of 20,004 characters]"
+    assert refused == "error: " + "b" * 16_377 + "\n[cut: the first 16,384 of 20,007 characters]"
 
 
 @pytest.mark.parametrize(
