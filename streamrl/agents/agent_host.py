@@ -32,6 +32,7 @@ KEEP_ALIVE_S = 3600
 MOST_STRANGERS = 64
 """Connections of the machine's other users at once: theirs are not to take the agents' places."""
 NO_CALLS = "the agent ended without a call of the model, so that there is nothing to train"
+ALL_REFUSED = "no call of the model was answered, so that there is nothing to train; the last one was refused: "
 NO_ANSWERS = (
     "the agent ended without an answer of the model, before which its clients went away: nothing can be trained"
 )
@@ -204,7 +205,9 @@ def _episode(session: OpenSession, outcome: EpisodeOutcome, now: float) -> Episo
     turns = session.session.turns
     reward, void = outcome.reward, outcome.void
     if void is None and not any(turn.counts for turn in turns):
-        reward, void = None, Void(VoidCause.ENVIRONMENT, NO_ANSWERS if turns else NO_CALLS)
+        refusal = _last_refusal(session)
+        text = NO_ANSWERS if turns else ALL_REFUSED + refusal if refusal else NO_CALLS
+        reward, void = None, Void(VoidCause.ENVIRONMENT, text)
     return Episode(
         sample_id=session.session.order.sample_id,
         rows=session.session.rows(),

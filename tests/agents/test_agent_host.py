@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import openai
 import pytest
 
-from streamrl.agents.agent_host import AgentHost
+from streamrl.agents.agent_host import ALL_REFUSED, NO_CALLS, AgentHost
 from streamrl.agents.chat_endpoint import EpisodeWait, OpenSession
 from streamrl.agents.episode import Episode, EpisodeOrder, EpisodeOutcome, GeneratedTurn, TurnOrder
 from streamrl.agents.session import SessionLimits
@@ -199,10 +200,28 @@ def test_bad_calls_get_errors_that_an_openai_client_understands_and_cost_no_turn
 
     episode = play(model, over_http(agent), max_context=400)
     assert model.orders == []
-    assert episode.void == Void(VoidCause.ENVIRONMENT, "the agent ended without a call of the model, so that there is "
-        "nothing to train")  # fmt: skip
+    assert episode.void == Void(VoidCause.ENVIRONMENT, ALL_REFUSED + "invalid_request: the body is not JSON")
     assert episode.finish_reason == "length" and episode.rows == []
     assert sum(step.name == "call refused" for step in episode.steps) > 9
+
+
+def test_a_first_prompt_that_the_context_does_not_hold_is_named() -> None:
+    async def agent(client: httpx2.AsyncClient) -> None:
+        assert (await call(client, {**USER, "content": "a b " * 400})).json()["error"][
+            "code"
+        ] == "context_length_exceeded"
+
+    void = play(Model(), over_http(agent), max_context=200).void
+    assert void is not None and void.cause is VoidCause.ENVIRONMENT and void.text.startswith(ALL_REFUSED)
+    told = r": context_length_exceeded: the prompt has \d+ tokens, .* has 200 tokens \(model.max_context\)$"
+    assert re.search(told, void.text)
+
+
+def test_an_agent_that_calls_no_model_is_void() -> None:
+    async def agent(client: httpx2.AsyncClient) -> None:
+        pass
+
+    assert play(Model(), over_http(agent)).void == Void(VoidCause.ENVIRONMENT, NO_CALLS)
 
 
 def test_a_client_that_goes_away_loses_nothing_and_gets_its_turn_when_it_calls_again() -> None:

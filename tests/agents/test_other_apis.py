@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from streamrl.agents import chat_endpoint
-from streamrl.agents.agent_host import NO_CALLS
+from streamrl.agents.agent_host import ALL_REFUSED, NO_CALLS
 from streamrl.agents.chat_calls import check_variables, read_chat
 from streamrl.agents.client import is_over
 from streamrl.agents.dialects import DIALECTS, Dialect
@@ -220,7 +220,7 @@ def test_what_cannot_be_given_is_refused_in_the_form_of_its_api_and_costs_no_tur
 
     episode = play(model, over_http(agent), max_context=400)
     assert episode.rows == [] and model.orders == []
-    assert episode.void == Void(VoidCause.ENVIRONMENT, NO_CALLS)  # nothing else has ended it
+    assert episode.void is not None and episode.void.text.startswith(ALL_REFUSED)  # nothing else has ended it
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda one: one.path)
