@@ -9,7 +9,7 @@ from typing import Any
 
 from streamrl.agents.client import BadToolInput, ToolFailed
 from streamrl.agents.tools import Tool
-from streamrl.environments.in_venv.mcp_tools_text import of_the_call, text_of_result
+from streamrl.environments.in_venv.mcp_tools_text import UnreadAnswers, of_the_call, text_of_result
 from streamrl.errors import cause
 from streamrl.tasks.extras import import_extra
 
@@ -20,8 +20,8 @@ MOST_PAGES = 100
 async def mcp_tools(server: Sequence[str] | str) -> AsyncIterator[list[Tool]]:
     """Connect to an MCP server for as long as the block runs, and yield its tools.
 
-    What a server reports as an error of a call, or refuses it with, is told to the model; a server that dies or does
-    not answer fails the tool.
+    What a server reports as an error of a call, or refuses it with, is told to the model; a server that dies, does
+    not answer, or answers what cannot be read fails the tool.
 
     Args:
         server: command of a server that is started for this episode, with its arguments; or a server's URL.
@@ -38,8 +38,9 @@ async def mcp_tools(server: Sequence[str] | str) -> AsyncIterator[list[Tool]]:
     raised: BaseException | None = None
     tools: list[Tool] | None = None
     try:
-        async with mcp.Client(where) as client:
-            tools = await _tools(mcp, client)
+        unread = UnreadAnswers()
+        async with mcp.Client(where, message_handler=unread) as client:
+            tools = await unread.unless(_tools(mcp, client, unread))
             try:
                 yield tools
             except BaseException as error:
@@ -53,20 +54,20 @@ async def mcp_tools(server: Sequence[str] | str) -> AsyncIterator[list[Tool]]:
             raise ToolFailed(f"MCP server {name}", cause(error)) from error
 
 
-async def _tools(mcp: Any, client: Any) -> list[Tool]:
+async def _tools(mcp: Any, client: Any, unread: UnreadAnswers) -> list[Tool]:
     tools, cursor = [], None
     for _ in range(MOST_PAGES):
         page = await client.list_tools(cursor=cursor)
-        tools += [_tool(mcp, client, one) for one in page.tools]
+        tools += [_tool(mcp, client, unread, one) for one in page.tools]
         if not (cursor := page.next_cursor):
             break
     return tools
 
 
-def _tool(mcp: Any, client: Any, one: Any) -> Tool:
+def _tool(mcp: Any, client: Any, unread: UnreadAnswers, one: Any) -> Tool:
     async def call(**arguments: Any) -> str:
         try:
-            found = await client.call_tool(one.name, arguments)
+            found = await unread.unless(client.call_tool(one.name, arguments))
         except mcp.MCPError as error:
             raise BadToolInput(of_the_call(error)) from error
         text = text_of_result(found)

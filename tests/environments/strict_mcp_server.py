@@ -1,6 +1,7 @@
 """An MCP server that refuses calls as those of the TypeScript SDK do: with a JSON-RPC error in place of a result.
 
-It returns a `result` that it is given.
+It returns a `result` that it is given, and prints a `line` that it is given before it answers; if that line has an
+"id", it is the answer.
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ def answer(method: str, params: dict[str, Any]) -> dict[str, Any]:
 
 for line in sys.stdin:
     if "id" in (asked := json.loads(line)):
+        given = (asked.get("params") or {}).get("arguments") or {}
+        if "line" in given:
+            print(given["line"], flush=True)
+            if '"id"' in given["line"]:
+                continue
         print(
             json.dumps({"jsonrpc": "2.0", "id": asked["id"], **answer(asked["method"], asked.get("params") or {})}),
             flush=True,

@@ -217,6 +217,32 @@ def test_all_that_a_tool_returns_is_told_to_the_model(shop: InstalledEnvironment
     asyncio.run(scenario())
 
 
+HALF = '{"jsonrpc": "2.0", "id": 4, "result": {"content": [{"type": "text", "text": "\\ud83d"}]}}'
+"""An answer with half a surrogate pair."""
+
+
+def test_an_answer_that_cannot_be_read_fails_its_call_and_other_lines_do_not(shop: InstalledEnvironment) -> None:
+    banner = {"a": 1, "line": "serving"}
+
+    async def environment() -> None:
+        async with started(shop, f"mcp:{sys.executable}", arguments=[str(STRICT)]) as pool, pool.place("a") as place:
+            await place.reset(ITEM)
+            found = (await place.step(calls(("add", json.dumps(banner))))).result
+            assert [one["content"] for one in found["messages"]] == ["2"]
+            with pytest.raises(EnvironmentFailed, match=r"an answer of the MCP server cannot be read: .*hex escape"):
+                await place.step(calls(("add", json.dumps({"line": HALF}))))
+
+    async def agent() -> None:
+        async with mcp_tools([sys.executable, str(STRICT)]) as tools:
+            assert await tools[0].call(**banner) == "2"
+            with pytest.raises(ConnectionError, match=r"an answer of the MCP server cannot be read: .*hex escape"):
+                await tools[0].call(line=HALF)
+            assert await tools[0].call(a=1) == "2"
+
+    asyncio.run(environment())
+    asyncio.run(agent())
+
+
 def test_a_server_that_dies_fails_its_episode_alone_and_none_is_left(shop: InstalledEnvironment) -> None:
     async def scenario() -> None:
         async with started(shop, tools=["price"], reward="shop_rewards:calls") as pool:

@@ -157,6 +157,7 @@ class _Episode:
         self.item: dict[str, Any] = {}
         self.messages: list[dict[str, Any]] = []
         self._session: Any = None
+        self._unread = UnreadAnswers()
         self._begun = asyncio.get_running_loop().create_future()
         self._over = asyncio.Event()
         self._holding = asyncio.ensure_future(self._hold())
@@ -182,7 +183,7 @@ class _Episode:
                 raise ValueError(f"expected an object, got {type(given).__name__}")
         except (ValueError, RecursionError) as error:
             return f"error: the arguments are no JSON object: {error}", True
-        calling = asyncio.ensure_future(self._session.call_tool(name, given))
+        calling = asyncio.ensure_future(self._unread.unless(self._session.call_tool(name, given)))
         await asyncio.wait([calling, self._holding], return_when=asyncio.FIRST_COMPLETED)
         if not calling.done():
             calling.cancel()
@@ -202,9 +203,11 @@ class _Episode:
         try:
             async with contextlib.AsyncExitStack() as stack:
                 streams = await stack.enter_async_context(self._connect())
-                session = importlib.import_module("mcp").ClientSession(streams[0], streams[1])
+                session = importlib.import_module("mcp").ClientSession(
+                    streams[0], streams[1], message_handler=self._unread
+                )
                 self._session = await stack.enter_async_context(session)
-                await self._unless_over(self._start())
+                await self._unless_over(self._unread.unless(self._start()))
                 self._begun.set_result(None)
                 await self._over.wait()
         except BaseException as error:
@@ -246,6 +249,47 @@ class _Episode:
         if missing := set(self._offered) - set(found):
             raise ValueError(f"it has no tool {min(missing)!r}, only {', '.join(sorted(found)) or 'none'}")
         return {name: found[name] for name in self._offered}
+
+
+class UnreadAnswers:
+    """Notices answers of a server that cannot be read, such as one with half a surrogate pair.
+
+    The clients of mcp leave them out, so that their calls would never end. It is not known whose answer it was, so all
+    calls that wait for one fail. Other lines that cannot be read are no answers: servers print things.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    async def __call__(self, message: Any) -> None:
+        """Take what a session of mcp passes to its `message_handler`: an exception, or a message of the server."""
+        details = message.errors() if isinstance(message, ValueError) and hasattr(message, "errors") else []
+        line = details[0].get("input") if details else None
+        if not (isinstance(line, str) and line.lstrip().startswith("{") and '"id"' in line):
+            return
+        told = f"an answer of the MCP server cannot be read: {details[0].get('msg')}: {line!r:.200}"
+        for one in self._waiting:
+            if not one.done():
+                one.set_exception(ConnectionError(told))
+
+    async def unless(self, work: Any) -> Any:
+        """Wait for calls of the server, and return what they give.
+
+        Raises:
+            ConnectionError: an answer could not be read meanwhile.
+        """
+        broken = asyncio.get_running_loop().create_future()
+        self._waiting.add(broken)
+        working = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait([working, broken], return_when=asyncio.FIRST_COMPLETED)
+            return working.result() if working.done() else broken.result()
+        finally:
+            self._waiting.discard(broken)
+            working.cancel()
+            if broken.done():
+                broken.exception()  # the work was done first: nobody else asks
+            broken.cancel()
 
 
 def _over_pipes(name: str, config: dict[str, Any]) -> Any:
