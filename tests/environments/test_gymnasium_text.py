@@ -88,6 +88,27 @@ class Illegal(Cliff):
 gymnasium.register("Cliff-v0", Cliff)
 gymnasium.register("Illegal-v0", Illegal)
 """
+OWN_NUMBERS = """
+import gymnasium
+import numpy
+
+class Box:
+    def __init__(self, dtype, low, high):
+        self.dtype, self.shape = numpy.dtype(dtype), (2,)
+        self.low, self.high = numpy.full(2, low, dtype), numpy.full(2, high, dtype)
+
+class MultiDiscrete:
+    dtype, shape = numpy.dtype("int8"), (2,)
+    def contains(self, action):
+        return bool(((action >= 0) & (action < 5)).all())
+
+class Numbers(gymnasium.Counted):
+    def __init__(self, space, arguments=()):
+        super().__init__()
+        self.action_space = {"Box": Box, "MultiDiscrete": MultiDiscrete}[space](*arguments)
+
+gymnasium.register("Numbers-v0", Numbers)
+"""
 
 
 @pytest.fixture
@@ -95,10 +116,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder on the path of modules, with the stand-in."""
     (tmp_path / "gymnasium.py").write_text(GYMNASIUM)
     (tmp_path / "own_games.py").write_text(OWN_GAMES)
+    (tmp_path / "own_numbers.py").write_text(OWN_NUMBERS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "gymnasium", raising=False)
     yield tmp_path
-    for name in ("gymnasium", "own_games"):
+    for name in ("gymnasium", "own_games", "own_numbers"):
         sys.modules.pop(name, None)
 
 
@@ -182,6 +204,34 @@ def test_a_start_and_so_env_test_report_a_name_that_no_answer_can_choose(folder:
 
     with pytest.raises(UserError, match="'loud' does not start: ValueError: actions: no answer can choose 'UP'"):
         asyncio.run(scenario())
+
+
+INFINITE = float("inf")
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("space", "arguments", "answer", "action"),
+    [
+        ("Box", ("float32", -INFINITE, INFINITE), "1e18 -2", [1e18, -2]),
+        ("Box", ("float32", -INFINITE, INFINITE), "1 1e999", None),
+        ("Box", ("float32", -INFINITE, INFINITE), "1 -1e30", None),  # its square is infinite
+        ("Box", ("float64", -INFINITE, INFINITE), "1 1e30", [1, 1e30]),
+        ("Box", ("float32", -1, 1), "1e999 -1e30", [1, -1]),
+        ("Box", ("int64", 0, 2**63 - 1), "7 1e30", None),
+        ("Box", ("uint8", 0, 255), "-3 1e30", [0, 255]),
+        ("Box", ("bool", 0, 1), "0 7", [0, 1]),
+        ("MultiDiscrete", (), "4 0", [4, 0]),
+        ("MultiDiscrete", (), "4 257", None),  # 1 in eight bits
+        ("MultiDiscrete", (), "4 1e999", None),
+    ],
+)
+def test_numbers_that_an_action_cannot_have_are_no_action(
+    space: str, arguments: tuple[Any, ...], answer: str, action: list[float] | None
+) -> None:
+    config = {"kwargs": {"space": space, "arguments": arguments}, "unreadable": 0}
+    found = make("own_numbers:Numbers-v0", config).new().action(answer)
+    assert (None if found is None else found.tolist()) == (None if action is None else pytest.approx(action))
 
 
 def say(one: GymnasiumEpisode, text: str) -> float:

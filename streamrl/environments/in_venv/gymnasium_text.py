@@ -185,10 +185,12 @@ class GymnasiumEpisode:
             return None
         numpy, space = importlib.import_module("numpy"), self._env.action_space
         action = numpy.array(numbers[-self._count :]).reshape(self._shape)
-        if hasattr(space, "low"):
-            return numpy.clip(action, space.low, space.high).astype(space.dtype)
+        if bounded := hasattr(space, "low"):
+            action = numpy.clip(action, space.low, space.high)
+        if not _fits(action, space.dtype):
+            return None
         action = action.astype(space.dtype)
-        return action if space.contains(action) else None
+        return action if bounded or space.contains(action) else None
 
     def sample(self, draw: random.Random) -> str:
         """Return a valid answer at random."""
@@ -243,6 +245,21 @@ class _Spoken:
         for found in self._pattern.finditer(answer):
             place = self._places[(found.lastindex or 0) - 1]
         return place
+
+
+def _fits(action: Any, dtype: Any) -> bool:
+    """Whether numbers can be an action of a type.
+
+    An environment that squares one, as many do for a reward, would make an infinite reward of a larger one: its episode
+    would have no reward, in place of a bad one.
+    """
+    numpy = importlib.import_module("numpy")
+    if dtype.kind == "f":
+        return bool((abs(action) < float(numpy.finfo(dtype).max) ** 0.5).all())
+    if dtype.kind not in "iu":
+        return True
+    limits = numpy.iinfo(dtype)
+    return bool(((action >= limits.min) & (action < float(limits.max) + 1)).all())
 
 
 def _flat(action: Any) -> list[Any]:
