@@ -53,13 +53,13 @@ class NotReadable(UserError, PermissionError):
         return f"{self.filename}: {why_unusable(self)}"
 
 
-def open_plain(path: Path, *, below: Path | None = None, largest: int = LARGEST) -> BinaryIO:
+def open_plain(path: Path, *, below: Path | None = None, largest: int | None = LARGEST) -> BinaryIO:
     """Open a file for reading.
 
     Args:
         path: the file.
         below: the folder that the user named, of which the file is a part; default: the one that holds it.
-        largest: most bytes that the file may have.
+        largest: most bytes that the file may have; None: any number, for who reads little of it at a time.
 
     Raises:
         NotPlainFile: it is not opened, see above.
@@ -68,7 +68,7 @@ def open_plain(path: Path, *, below: Path | None = None, largest: int = LARGEST)
     """
     descriptor = _open(path, below or path.parent, os.O_RDONLY)
     try:
-        if (size := os.fstat(descriptor).st_size) > largest:
+        if largest is not None and (size := os.fstat(descriptor).st_size) > largest:
             raise NotPlainFile(f"{path} has {size:,} bytes: of such a file at most {largest:,} are read")
         return os.fdopen(descriptor, "rb")
     except BaseException:

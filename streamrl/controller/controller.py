@@ -73,7 +73,8 @@ from streamrl.rollouts.types import Group
 from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoint_sums import STATE_FILE, DamagedFile, check_files, read_sums
 from streamrl.run_dir.checkpoints import LOOK_S, SEEN_S, CheckpointFolder, unreadable
-from streamrl.run_dir.metrics import read_metrics
+from streamrl.run_dir.jsonl import iter_rows
+from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.start_stages import READY, waiting_for
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.process_plan import plan_processes, rank_names
@@ -343,13 +344,14 @@ class Controller:
         self.lengths.restore(self.rollouts.newest(COLUMNS, self.config.ranker.window))
         metrics = self.telemetry.metrics
         metrics.rewind(step)
-        rows = read_metrics(metrics.path)
-        if lost := step - len({row.step for row in rows}):
+        # of each row a few numbers: those of a long run, whole, would take gigabytes
+        found = iter_rows(metrics.path, MetricsRow)
+        rows = [(row.step, row.step_time_s, row.step_refused is not None) for row in found]
+        if lost := step - len({known for known, _, _ in rows}):
             log.warning("%s lacks %d of the %d steps of the checkpoint: these rows are lost", metrics.path, lost, step)
-        refused = sum(row.step_refused is not None for row in rows)
-        self.training.refusals.resume_at(step, refused)
+        self.training.refusals.resume_at(step, sum(refused for _, _, refused in rows))
         self.evaluator.rewind(step)
-        self.telemetry.resume_at(step, rows)
+        self.telemetry.resume_at(step, (seconds for _, seconds, _ in rows))
         text = "resumed after step %d; %d samples of later steps will be trained again, up to %d taken as they are"
         log.info(text, step, undone, self.ledger.count_kept())
 

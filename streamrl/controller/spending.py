@@ -10,6 +10,22 @@ Costs = dict[str, dict[str, float]]
 """USD by site and process."""
 LINK = "link"
 """Stands in `Costs` for what the link between the trainer's site and a site carried."""
+MOST_NAMED = 100
+"""Most processes and links of a run that a row of metrics names: every step writes them all, and readers hold them."""
+
+
+def few_names(costs: Costs, most: int = MOST_NAMED) -> Costs:
+    """Return costs with the instances of each pool in one sum, as 'SITE-POOL', if they name more than `most`."""
+    if sum(map(len, costs.values())) <= most:
+        return costs
+    sums: Costs = {}
+    for site, processes in costs.items():
+        of_site = sums.setdefault(site, {})
+        for name, usd in processes.items():
+            pool, _, index = name.rpartition("-")
+            whose = pool if pool.startswith(f"{site}-") and index.isdecimal() else name  # see `instance_name`
+            of_site[whose] = of_site.get(whose, 0.0) + usd
+    return sums
 
 
 class Spending:

@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 
 from streamrl.controller.length_predictor import StepLengths
-from streamrl.controller.spending import LINK, Costs, Spending
+from streamrl.controller.spending import LINK, Costs, Spending, few_names
 from streamrl.controller.step_batch import StepBatch
 from streamrl.controller.step_metrics import step_metrics
 from streamrl.controller.step_times import Interval, StepTimes, Traffic
@@ -113,7 +113,7 @@ class Recorder:
         costs = self.spending.of_step(ended, times.seconds)
         for site, usd in traffic.usd.items():
             costs.setdefault(site, {})[LINK] = usd
-        return costs if costs or self.spending.usd_per_hour else None
+        return few_names(costs) if costs or self.spending.usd_per_hour else None
 
     def _audit_lengths(self, batch: StepBatch) -> StepAudit:
         """Report the step's lengths to the audit; return its result."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from streamrl.controller.process_memory import FamilyMemory, run_memory
 from streamrl.controller.step_batch import StepBatch
 from streamrl.rollouts.plain_text import shown
 from streamrl.run_dir import layout
-from streamrl.run_dir.jsonl import RowWriter, first_row
+from streamrl.run_dir.jsonl import RowWriter, iter_rows
 from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.start_stages import launched_at
 from streamrl.run_dir.status import ABSENT_AFTER_S, touch_status, write_status
@@ -75,7 +75,7 @@ class Telemetry:
         self._started = time.time()
         launched = launched_at(context.run_dir)
         self.trace = TraceWriter(context.run_dir / layout.TRACE, launched)
-        first = first_row(context.run_dir / layout.METRICS, MetricsRow)
+        first = next(iter_rows(context.run_dir / layout.METRICS, MetricsRow), None)
         step_began = None if first is None else first.time - (first.step_time_s or 0.0)
         known = [moment for moment in (launched, self.trace.origin, step_began) if moment is not None]
         self._first_started = min(known, default=None)
@@ -169,10 +169,10 @@ class Telemetry:
         """Set the functions that report roles of processes, sites behind links and numbers of instances."""
         self.processes, self.sites, self.scaling = processes, sites, scaling
 
-    def resume_at(self, step: int, rows: Sequence[MetricsRow]) -> None:
-        """Continue after `step` optimizer steps, of which these are the metrics."""
+    def resume_at(self, step: int, step_times: Iterable[float | None]) -> None:
+        """Continue after `step` optimizer steps, which took these seconds; None: not known."""
         self.step = step
-        self._step_times.extend(row.step_time_s for row in rows if row.step_time_s is not None)
+        self._step_times.extend(seconds for seconds in step_times if seconds is not None)
 
     def watch(self, batch: StepBatch, pool: GroupPool) -> None:
         """Report the progress of this step from now on."""

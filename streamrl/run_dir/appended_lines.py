@@ -14,21 +14,20 @@ from typing import Any, Generic
 
 from streamrl.plain_files import open_plain
 from streamrl.run_dir.jsonl import AnyRow, last_lines, parse_row
+from streamrl.run_dir.layout import LARGEST_ROWS
 
 READ_AT_ONCE = 16 << 20
 """Most bytes that are read at one look, so that a huge file does not fill the memory."""
 COMPARED = 4096
 """Bytes before the place of the last look that must be what they were, more than the ends of two rows have in common: a
 file that was replaced twice between two looks may have its first inode again."""
-LARGEST_FOLLOWED = 1 << 30
-"""Most bytes of a file that is followed, all of whose rows may be held."""
 
 
 class AppendedLines:
     """The complete lines of a file, each returned once; a last line without its end waits until it has one."""
 
     def __init__(
-        self, path: Path, last_line: bytes = b"", below: Path | None = None, largest: int = LARGEST_FOLLOWED
+        self, path: Path, last_line: bytes = b"", below: Path | None = None, largest: int = LARGEST_ROWS
     ) -> None:
         """Take the file.
 
@@ -122,10 +121,10 @@ def newest_row(path: Path, model: type[AnyRow]) -> AnyRow | None:
     """Return the last readable row of a JSONL file, of which only the end is read; None without one.
 
     Raises:
-        NotPlainFile: the file is a link, no regular file, or has more than `LARGEST_FOLLOWED` bytes.
+        NotPlainFile: the file is a link, or no regular file.
         OSError: the file exists and cannot be read.
     """
-    lines = last_lines(path, LARGEST_FOLLOWED)
+    lines = last_lines(path)
     return next((row for line in reversed(lines) if (row := parse_row(model, line)) is not None), None)
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from io import FileIO
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, BinaryIO, Generic, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
@@ -79,39 +80,54 @@ def read_rows(path: Path, model: type[AnyRow]) -> list[AnyRow]:
     Raises:
         NotPlainFile: it is a link, no regular file, or has more than `LARGEST_ROWS` bytes.
     """
+    return list(_rows(path, model, LARGEST_ROWS))
+
+
+def iter_rows(path: Path, model: type[AnyRow]) -> Iterator[AnyRow]:
+    """Yield all complete rows in order, one at a time, of a file of any size; else like `read_rows`.
+
+    Its owner reads it so: a run must be able to go on however long it has been.
+
+    Raises:
+        NotPlainFile: it is a link, or no regular file.
+    """
+    return _rows(path, model, None)
+
+
+def _rows(path: Path, model: type[AnyRow], largest: int | None) -> Iterator[AnyRow]:
     try:
-        with open_plain(path, largest=LARGEST_ROWS) as lines:
-            return [row for line in lines if (row := parse_row(model, line)) is not None]
+        lines = open_plain(path, largest=largest)
     except FileNotFoundError:
-        return []
+        return
+    with lines:
+        yield from (row for line in lines if (row := parse_row(model, line)) is not None)
 
 
-def last_lines(path: Path, largest: int = LARGEST_ROWS) -> list[bytes]:
+def last_lines(path: Path) -> list[bytes]:
     """Return the lines in the last `TAIL_BYTES` of a file, the first perhaps cut off; none if there is no file.
 
     Raises:
-        NotPlainFile: it is a link, no regular file, or has more than `largest` bytes.
+        NotPlainFile: it is a link, or no regular file.
         OSError: it exists and cannot be read.
     """
     try:
-        with open_plain(path, largest=largest) as file:
+        with open_plain(path, largest=None) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
             return file.read().splitlines()
     except FileNotFoundError:
         return []
 
 
-def first_row(path: Path, model: type[AnyRow]) -> AnyRow | None:
-    """Return the first complete row; None: there is none.
-
-    Raises:
-        NotPlainFile: as `read_rows`.
-    """
-    try:
-        with open_plain(path, largest=LARGEST_ROWS) as lines:
-            return next((row for line in lines if (row := parse_row(model, line)) is not None), None)
-    except FileNotFoundError:
-        return None
+def _whole_lines_end(file: BinaryIO) -> int:
+    """Return how many bytes of a file its whole lines take; only its end is read."""
+    end = file.seek(0, os.SEEK_END)
+    while end:
+        begin = max(0, end - TAIL_BYTES)
+        file.seek(begin)
+        if found := file.read(end - begin).rfind(b"\n") + 1:
+            return begin + found
+        end = begin
+    return 0
 
 
 def _encode(row: StepRow) -> bytes:
@@ -146,9 +162,8 @@ class RowWriter(Generic[AnyRow]):
         if not path.exists():
             path.touch()
             sync_folder(path.parent)
-        content = path.read_bytes()
-        if content and not content.endswith(b"\n"):
-            os.truncate(path, content.rfind(b"\n") + 1)
+        with path.open("rb+") as file:
+            file.truncate(_whole_lines_end(file))
         self._file = path.open("ab", buffering=0)
 
     def append(self, row: AnyRow) -> None:
@@ -160,18 +175,29 @@ class RowWriter(Generic[AnyRow]):
     def rewind(self, step: int) -> int:
         """Drop the rows after `step`, which a run resumed from that checkpoint repeats; return how many.
 
-        The file is replaced atomically: a kill, or a power failure, leaves the old or the new one.
+        The file is replaced atomically: a kill, or a power failure, leaves the old or the new one. One line at a time
+        is held, and those that stay are copied as they are.
 
         Raises:
             RunFailed: it cannot be written.
         """
-        rows = read_rows(self.path, self._model)
-        kept = [row for row in rows if row.step <= step]
+        dropped = 0
         self._file.close()
-        with writing(self.path), replacing(self.path, lasting=True) as temporary:
-            temporary.write_bytes(b"".join(map(_encode, kept)))
+        with (
+            writing(self.path),
+            replacing(self.path, lasting=True) as temporary,
+            temporary.open("wb") as kept,
+            open_plain(self.path, largest=None) as lines,
+        ):
+            for line in lines:
+                if (row := parse_row(self._model, line)) is None:
+                    continue  # it is no row, and would be skipped for ever
+                if row.step <= step:
+                    kept.write(line)
+                else:
+                    dropped += 1
         self._file = self.path.open("ab", buffering=0)
-        return len(rows) - len(kept)
+        return dropped
 
     def close(self) -> None:
         self._file.close()

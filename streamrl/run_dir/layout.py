@@ -69,8 +69,8 @@ TRACKERS = "trackers"
 # written by `streamrl chaos`
 LAUNCHER_LOG = "launcher.log"
 
-LARGEST_ROWS = 512 << 20
-"""Most bytes that are read of a file with a row per step at once: some 200,000 steps."""
+LARGEST_ROWS = 1 << 30
+"""Most bytes of a file with a row per step whose rows may all be held: some 400,000 steps."""
 FOREIGN = (f"{TRACKERS}/wandb",)
 """What packages of others write, with links of their own; nothing here reads it."""
 

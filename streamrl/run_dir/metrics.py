@@ -67,7 +67,8 @@ class MetricsRow(StepRow):
     usd_per_1k_samples: float | None = None
     usd_by_process: dict[str, dict[str, float]] = Field(
         default_factory=dict,
-        description="`usd` by site and process; 'link': what the link to the site carried; free ones are left out",
+        description="`usd` by site and process; 'link': what the link to the site carried; free ones are left out, "
+        "and of more than 100 in a step the instances of a pool are one sum, SITE-POOL",
     )
     weight_sync_exposed_s: float | None = Field(
         None, description="time lost to new weights: making, loading and waiting for them"

@@ -20,16 +20,17 @@ from streamrl.config.run import RunConfig
 from streamrl.controller.controller import Controller
 from streamrl.controller.evaluation_runner import Evaluator
 from streamrl.controller.group_source import GroupSource
+from streamrl.controller.telemetry import Telemetry
 from streamrl.errors import RestartNeeded, RunFailed, UserError
 from streamrl.protocol.controller_rewards import ScoreAnswer
 from streamrl.protocol.operator import CheckpointNow
 from streamrl.rollouts.kept_micro_batches import KeptMicroBatches, KeptStep
 from streamrl.rollouts.ledger import Ledger
 from streamrl.rollouts.length_audit import has_limit
-from streamrl.run_dir import layout
+from streamrl.run_dir import jsonl, layout
 from streamrl.run_dir.checkpoint_sums import file_sums, write_sums
 from streamrl.run_dir.evaluations import read_evaluations
-from streamrl.run_dir.metrics import read_metrics
+from streamrl.run_dir.metrics import MetricsRow, read_metrics
 from streamrl.run_dir.status import read_status
 from tests.report.synthetic import make_row
 from tests.security.conftest import controller as controller
@@ -243,6 +244,18 @@ def test_a_run_of_an_earlier_version_whose_checkpoints_are_all_missing_is_not_re
     controller.groups = Mock()
     controller._restore()
     assert controller.ledger.steps() == controller.ledger.newest_checkpoint() == 2
+
+
+def test_a_run_with_more_metrics_than_others_read_at_once_goes_on(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resumable(controller)
+    controller.telemetry.metrics.append(make_row(3))
+    monkeypatch.setattr(jsonl, "LARGEST_ROWS", 100)
+    before = controller.telemetry
+    controller.telemetry = Telemetry(before.context, before.hub, before.lengths)
+    controller._restore()
+    assert [row.step for row in jsonl.iter_rows(before.metrics.path, MetricsRow)] == [1, 2]
 
 
 @pytest.mark.parametrize("lost", ["", layout.LEDGER, layout.METRICS])

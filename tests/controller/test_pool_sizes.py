@@ -18,7 +18,7 @@ from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.controller import pool_sizes
 from streamrl.controller.pool_sizes import Scaling
-from streamrl.controller.spending import Spending
+from streamrl.controller.spending import LINK, Spending, few_names
 from streamrl.controller.step_recorder import Recorder
 from streamrl.controller.step_times import Interval, StepTimes
 from streamrl.protocol.controller_site import FleetChanged, InstanceState
@@ -367,6 +367,16 @@ def test_steps_cost_what_was_spent_between_their_ends_however_long_they_are_said
     spending = Spending({("home", "trainer"): 36.0})
     costs = [spending.of_step(now, seconds) for now, seconds in ((150.0, 100.0), (250.0, -3600.0), (400.0, 3600.0))]
     assert costs == [{"home": {"trainer": pytest.approx(usd)}} for usd in (1.0, 1.0, 1.5)]
+
+
+def test_a_row_names_pools_instead_of_more_instances_than_it_has_room_for() -> None:
+    names = {f"far-1-tail-{index}": 0.5 for index in range(3)} | {"far-1-spot-2-0": 0.25, LINK: 2.0}
+    costs = {"home": {"trainer": 1.0, "service-home": 0.125}, "far-1": names}
+    assert few_names(costs, 7) == costs
+    assert few_names(costs, 6) == {
+        "home": {"trainer": 1.0, "service-home": 0.125},
+        "far-1": {"far-1-tail": 1.5, "far-1-spot-2": 0.25, LINK: 2.0},
+    }
 
 
 def test_a_clock_that_is_set_changes_nothing_of_what_an_instance_costs(

@@ -7,13 +7,17 @@ import json
 import math
 import os
 import re
+import tracemalloc
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from streamrl.errors import RunFailed
-from streamrl.run_dir.jsonl import RowWriter
+from streamrl.plain_files import NotPlainFile
+from streamrl.run_dir import jsonl
+from streamrl.run_dir.appended_lines import newest_row
+from streamrl.run_dir.jsonl import TAIL_BYTES, RowWriter, iter_rows
 from streamrl.run_dir.metrics import MetricsRow, read_metrics
 from tests.report.synthetic import audit_of, make_row
 from tests.run_dir.conftest import Disk, file_size_limit
@@ -140,6 +144,31 @@ def test_resuming_drops_the_rows_after_the_checkpoint_and_goes_on(tmp_path: Path
     assert [row.step for row in rows] == [1, 2, 3, 4, 5, 6]
     assert rows[-1].reward_mean == 0.99
     assert [item.name for item in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_file_of_any_size_is_begun_again_and_rewound_in_little_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    padding = " " * (TAIL_BYTES // 2)
+    lines = [json.dumps(make_row(step).model_dump() | {"newer": step}) + padding + "\n" for step in range(1, 41)]
+    path.write_text("".join(lines) + "x" * (2 * TAIL_BYTES))  # what a kill has cut takes more than one look at the end
+    monkeypatch.setattr(jsonl, "LARGEST_ROWS", size := path.stat().st_size // 4)
+    tracemalloc.start()
+    try:
+        with RowWriter(path, MetricsRow) as writer:
+            assert path.read_text() == "".join(lines)
+            tracemalloc.reset_peak()
+            assert writer.rewind(30) == 10
+        assert [row.step for row in iter_rows(path, MetricsRow)] == list(range(1, 31))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert path.read_text() == "".join(lines[:30]), "lines as they were, with what a newer version has written"
+    assert peak < size
+    with pytest.raises(NotPlainFile):
+        read_metrics(path)
+    assert newest_row(path, MetricsRow) == make_row(30)
 
 
 def test_a_missing_metrics_file_has_no_rows(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from streamrl.plain_files import NotPlainFile
 from streamrl.run_dir import trace_spans
-from streamrl.run_dir.appended_lines import LARGEST_FOLLOWED, READ_AT_ONCE
+from streamrl.run_dir.appended_lines import READ_AT_ONCE
+from streamrl.run_dir.layout import LARGEST_ROWS
 from streamrl.run_dir.trace import TraceWriter
 from streamrl.run_dir.trace_spans import OTHER, TraceSpans
 from tests.report.synthetic import START, spans_of
@@ -44,7 +45,7 @@ def test_a_trace_may_be_larger_than_other_files_that_are_followed_and_is_read_in
         tracemalloc.stop()
     assert spans.count == 2 and spans.extent == (0.0, 6.0)
     assert peak < 4 * READ_AT_ONCE
-    assert trace_spans.LARGEST_TRACE > 8 * LARGEST_FOLLOWED
+    assert trace_spans.LARGEST_TRACE > 8 * LARGEST_ROWS
     for more, fits in ((0, True), (-1, False)):
         monkeypatch.setattr(trace_spans, "LARGEST_TRACE", path.stat().st_size + more)
         with nullcontext() if fits else pytest.raises(NotPlainFile):
