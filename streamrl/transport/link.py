@@ -27,6 +27,7 @@ from streamrl.transport.delivery import Inbox, Outbox
 from streamrl.transport.endpoint_base import Endpoint, Frames, Outgoing, PeerLost, Refused, cost_of, send_now, size_of
 from streamrl.transport.flow import Flow
 from streamrl.transport.ip_addresses import needs_ipv6
+from streamrl.transport.peer import HANDSHAKE_MS
 from streamrl.transport.refusals import merged
 from streamrl.transport.wire import MAX_FRAME_BYTES, Arrays, MalformedMessage, Message, OtherVersion, decode, is_finite
 
@@ -180,6 +181,9 @@ class Link(Endpoint):
             self._socket.setsockopt(zmq.CURVE_PUBLICKEY, security.own.public)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, security.own.secret)
             self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+            self._socket.setsockopt(
+                zmq.HANDSHAKE_IVL, HANDSHAKE_MS
+            )  # libzmq's own is half of it, and a crowd's may take longer
 
     async def send(
         self,

@@ -25,8 +25,15 @@ MOST_HELD_BYTES = 1 << 28
 MOST_UNREAD = 1024
 """Messages to such a peer that wait until it reads them. It may acknowledge what it has not read, so credits alone
 bound nothing."""
-HANDSHAKE_MS = 10_000
-"""Limit of a handshake at a door that strangers reach, in milliseconds."""
+STRANGERS_HANDSHAKE_MS = 10_000
+"""Limit of a handshake at an outer door, in milliseconds: strangers reach it, and what they begin takes files and
+memory until it is closed. As many peers as there are sites come there."""
+HANDSHAKE_MS = 60_000
+"""Limit of a handshake between processes of a site, in milliseconds: of a thousand that come at once to a busy machine
+the last ones wait half a minute, and one that is cut off begins again behind the others. Who holds handshakes open
+there is in the site's own network; each costs a file, of up to 65,536 of a process."""
+BACKLOG = 4096
+"""Connections that the system holds until a door takes them; Linux drops further ones, which try again ever later."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +52,7 @@ def make_door(context: zmq.asyncio.Context, domain: str, security: ServerSecurit
     """Make a socket that is not bound yet; with `security` in a running event loop."""
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.BACKLOG, BACKLOG)
     # inside, credits bound what is in flight; a peer from outside that sends faster than it is read, or does not read
     # what it is answered, waits or goes without
     socket.setsockopt(zmq.SNDHWM, MOST_UNREAD if outside else 0)
@@ -52,7 +60,7 @@ def make_door(context: zmq.asyncio.Context, domain: str, security: ServerSecurit
     if outside or security is not None:
         # libzmq allocates memory for a frame of any announced size before it has authenticated the sender
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, STRANGERS_HANDSHAKE_MS if outside else HANDSHAKE_MS)
     if security is None:
         return Door(socket, outside)
     keys = KeyCheck(security)

@@ -273,6 +273,22 @@ def test_the_outer_door_is_opened_once_and_an_address_in_use_is_said() -> None:
     run(body)
 
 
+def test_a_crowd_has_time_to_get_in_at_a_door_of_its_own_site_and_strangers_have_little() -> None:
+    async def body() -> None:
+        sites = Sites()
+        own = ServerSecurity(sites.home, {sites.east.public: "east"})
+        hub = sites.hub().bind(address := f"tcp://127.0.0.1:{free_port()}", own)
+        peer = await link("east").connect(address, 10, sites.as_client(sites.east))
+        outer, inner = (door.socket for door in hub._doors)
+        assert inner.getsockopt(zmq.BACKLOG) == outer.getsockopt(zmq.BACKLOG) == 4096
+        limits = [socket.getsockopt(zmq.HANDSHAKE_IVL) for socket in (outer, inner, peer._socket)]
+        assert limits == [10_000, 60_000, 60_000]  # milliseconds
+        await peer.close()
+        await hub.close()
+
+    run(body)
+
+
 async def replay(port: int, recorded: bytes, step: int) -> None:
     """Sends a recording to a port: the greeting, then after its answer the rest in steps, until the port hangs up."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
