@@ -8,9 +8,9 @@ from __future__ import annotations
 import itertools
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal
 
 Loop = Literal["answers", "blocked", "none", "unknown"]
@@ -36,6 +36,8 @@ IDLE_CPU = 0.02
 """Share of a core below which a process counts as idle; heartbeats take less."""
 RECENT_STEPS = 20
 """Newest steps used for the median step time; output lengths of earlier ones differ."""
+WORD = r"[\w-]+"
+"""What a name of a process consists of, unless it has dots as well."""
 LITTLE_DISK_GB = 0.5
 """Free space, in GB, below which the run's disk is reported as full."""
 
@@ -160,10 +162,35 @@ class Facts:
         """Processes by name."""
         return {one.name: one for one in self.processes}
 
+    @cached_property
+    def names_in(self) -> Callable[[str], list[str]]:
+        """Function that returns the processes that a text names, in their order; the list is not to be changed.
+
+        It remembers its answers: of a thousand waits most have one of a few texts.
+        """
+        places = {name: place for place, name in enumerate(self.by_name)}
+        unusual = [name for name in places if not re.fullmatch(WORD, name)]
+
+        @cache
+        def names_in(text: str) -> list[str]:
+            found = set(re.findall(WORD, text)) & places.keys()
+            found |= {name for name in unusual if name in text and _stands_alone(name, text)}
+            return sorted(found, key=places.__getitem__)
+
+        return names_in
+
     @property
     def waits(self) -> tuple[WaitFacts, ...]:
         """All registered waits."""
         return self.run.waits if self.run is not None else ()
+
+    @cached_property
+    def waits_by_owner(self) -> dict[str, list[WaitFacts]]:
+        """All registered waits, by their owner."""
+        found: dict[str, list[WaitFacts]] = {}
+        for wait in self.waits:
+            found.setdefault(wait.owner, []).append(wait)
+        return found
 
     @property
     def starting(self) -> bool:
@@ -204,6 +231,11 @@ class Facts:
     def patience(self) -> float:
         """Seconds for which an idle process is not yet suspected."""
         return max(PATIENCE_S, SLOW_FACTOR * (self.usual_s or 0.0))
+
+
+def _stands_alone(name: str, text: str) -> bool:
+    """Return whether a text has a name that is not a part of a longer one."""
+    return re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text) is not None
 
 
 def innermost(threads: Sequence[str]) -> str:

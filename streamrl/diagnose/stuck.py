@@ -133,7 +133,7 @@ class WaitChain:
 
 def _first_waits(facts: Facts) -> list[WaitFacts]:
     """Return the controller's waits, or, if it has none, all others."""
-    return [wait for wait in facts.waits if wait.owner == "controller"] or list(facts.waits)
+    return facts.waits_by_owner.get("controller") or list(facts.waits)
 
 
 def _follow(wait: WaitFacts, facts: Facts, seen: tuple[str, ...]) -> WaitChain:
@@ -184,17 +184,16 @@ def _publisher_link(wait: WaitFacts, facts: Facts) -> Condition | None:
 
 def _waits_of(name: str, facts: Facts) -> list[WaitFacts]:
     """Return the waits of a process that are for other processes."""
-    return [wait for wait in facts.waits if wait.owner == name and any(t != name for t in targets(wait, facts))]
+    return [wait for wait in facts.waits_by_owner.get(name, ()) if any(t != name for t in targets(wait, facts))]
 
 
 def targets(wait: WaitFacts, facts: Facts) -> list[str]:
     """Return the names of the processes that a wait is for, by its text; empty if the text does not say."""
     text = wait.waiting_for
-    found = [name for name in facts.by_name if re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text)]
-    if found:
+    if found := facts.names_in(text):
         if text.endswith(" to start"):  # a service says hello once its instances have
             sites = {facts.by_name[name].site for name in found if facts.by_name[name].role == "service"}
-            found += [p.name for p in facts.processes if p.role == "instance" and p.site in sites]
+            return found + [p.name for p in facts.processes if p.role == "instance" and p.site in sites]
         return found
     if re.search(r"(?<![\w-])trainer-\d+(?![\w-])", text):
         return [name for name in ("trainer",) if name in facts.by_name]  # its ranks are gone, or not seen from here

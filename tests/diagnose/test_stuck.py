@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -471,6 +472,31 @@ def test_a_run_without_a_process_has_ended_as_soon_as_its_launcher_is_known_to_b
 )
 def test_the_text_of_a_wait_names_who_is_waited_for(owner: str, text: str, found: list[str]) -> None:
     assert targets(WaitFacts(owner, text, NOW, 1.0), facts()) == found
+
+
+def test_names_are_whole_words_and_may_have_dots_and_come_in_the_order_of_the_processes() -> None:
+    names = ("a.b", "west-tail-1", "west-tail-10", "b", "x", "tail")
+    seen = facts(processes=tuple(process(name, "instance", pid) for pid, name in enumerate(names, 1)))
+    for text, found in {
+        "west-tail-10 to answer, then x": ["west-tail-10", "x"],
+        "x, west-tail-1 to leave": ["west-tail-1", "x"],
+        "a.b to leave": ["a.b", "b"],
+        "xa.b, a.bc, (a.b-0) to leave": ["b"],
+    }.items():
+        assert targets(WaitFacts("controller", text, NOW, 1.0), seen) == found
+
+
+def test_the_waits_of_a_large_run_are_searched_once_for_each_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 600  # more names than Python remembers patterns
+    searches: list[str] = []
+    for name in ("search", "findall", "fullmatch"):
+        do = getattr(re, name)
+        monkeypatch.setattr(re, name, lambda *given, do=do: searches.append(given[0]) or do(*given))
+    instances = tuple(process(f"here-regular-{n}", "instance", 5000 + n, cpu=0.9) for n in range(size))
+    found = [(one.name, "service-here to answer", 2.0, 300.0) for one in instances]
+    assert judge(facts(*found, processes=(*family(), *instances))).state == "healthy"
+    assert len(searches) < 3 * size, "each name is looked at once, not once for each wait"
+    assert len(set(searches)) < 10, "no pattern of each name"
 
 
 def test_a_wait_that_names_nobody_is_reported_with_the_processes_that_compute() -> None:
