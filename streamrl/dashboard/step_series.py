@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -12,6 +11,7 @@ from streamrl.run_dir import layout
 from streamrl.run_dir.appended_lines import AppendedRows
 from streamrl.run_dir.evaluations import EvaluationRow
 from streamrl.run_dir.metrics import MetricsRow
+from streamrl.run_dir.priced_rows import PricedRows
 
 
 def _depth(figure: str) -> int:
@@ -43,7 +43,7 @@ class StepSeries:
     """The rows of `metrics.jsonl` and `evaluations.jsonl` of one run, which may still grow."""
 
     def __init__(self, folder: Path) -> None:
-        self._steps = AppendedRows(folder / layout.METRICS, MetricsRow)
+        self._steps = PricedRows(folder)
         self._evaluations = AppendedRows(folder / layout.EVALUATIONS, EvaluationRow)
 
     def skipped(self) -> set[int]:
@@ -59,7 +59,7 @@ class StepSeries:
             cursor: the answer's `cursor` of last time; empty for all.
         """
         self._evaluations.look()
-        rows = self._steps.look()
+        self._steps.look()
         new, reset = self._steps.since(cursor)
         return {
             "cursor": self._steps.cursor,
@@ -74,8 +74,8 @@ class StepSeries:
                 for name in WARNINGS
                 if (text := getattr(row, name))
             ],
-            "usd": sum(row.usd or 0.0 for row in rows) if any(row.usd is not None for row in rows) else None,
-            "costs": _costs(rows),
+            "usd": self._steps.usd,
+            "costs": _costs(self._steps.usd_by_process),
             "evaluations": [_evaluation(row) for row in self._evaluations.rows],
         }
 
@@ -86,14 +86,9 @@ def _columns(rows: Sequence[dict[str, float | None]]) -> dict[str, list[float | 
     return {name: [row.get(name) for row in rows] for name in names}
 
 
-def _costs(rows: Sequence[MetricsRow]) -> list[dict[str, Any]]:
+def _costs(usd_by_process: Mapping[tuple[str, str], float]) -> list[dict[str, Any]]:
     """Return what each process, and the link to each site, has cost in the finished steps, dearest first."""
-    found: defaultdict[tuple[str, str], float] = defaultdict(float)
-    for row in rows:
-        for site, processes in row.usd_by_process.items():
-            for process, usd in processes.items():
-                found[site, process] += usd
-    dearest = sorted(found.items(), key=lambda item: -item[1])
+    dearest = sorted(usd_by_process.items(), key=lambda item: -item[1])
     return [{"site": site, "process": process, "usd": usd} for (site, process), usd in dearest]
 
 

@@ -24,6 +24,7 @@ from streamrl.run_dir.checkpoints import CheckpointFolder
 from streamrl.run_dir.evaluations import EvaluationRow, best, evaluation_line
 from streamrl.run_dir.jsonl import AnyRow
 from streamrl.run_dir.metrics import MetricsRow
+from streamrl.run_dir.priced_rows import PricedRows
 from streamrl.run_dir.start_stages import Stage, StageReader, launched_at
 from streamrl.run_dir.status import RoleStatus, RunStatus, read_status
 
@@ -237,7 +238,7 @@ class LiveView:
         self._console = console or TextConsole(highlight=False)
         self._plain = not redraws(self._console) if plain is None else plain
         self._clock = clock
-        self._steps = AppendedRows(run_dir / layout.METRICS, MetricsRow)
+        self._steps = PricedRows(run_dir)
         self._evaluations = AppendedRows(run_dir / layout.EVALUATIONS, EvaluationRow)
         self._stages = StageReader(run_dir)
         self._lines = PlainLines(_rows(self._steps), _rows(self._evaluations))

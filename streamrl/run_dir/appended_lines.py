@@ -100,9 +100,17 @@ class AppendedRows(Generic[AnyRow]):
         for anew, lines in self._lines.read_all():
             if anew:
                 self.generation += 1
-                self.rows = []
-            self.rows += [row for line in lines if (row := parse_row(self._model, line)) is not None]
+                self.forget()
+            self.rows += [self.hold(row) for line in lines if (row := parse_row(self._model, line)) is not None]
         return self.rows
+
+    def forget(self) -> None:
+        """Forget all rows, as the file began anew."""
+        self.rows = []
+
+    def hold(self, row: AnyRow) -> AnyRow:
+        """Return what is held of a new row; a subclass may leave out what it keeps in another form."""
+        return row
 
     def since(self, cursor: str) -> tuple[list[AnyRow], bool]:
         """Return the rows that a reader with this cursor has not seen, and whether it must forget those it has."""

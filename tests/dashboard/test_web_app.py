@@ -17,6 +17,7 @@ from streamrl.dashboard.web_app import STATIC, make_app
 from streamrl.run_dir.appended_lines import AppendedRows
 from streamrl.run_dir.jsonl import RowWriter
 from streamrl.run_dir.metrics import MetricsRow
+from streamrl.run_dir.priced_rows import PricedRows
 from tests.dashboard.samples import a_sample, write_samples
 from tests.report.synthetic import make_row, write_run
 
@@ -252,10 +253,32 @@ def test_costs_are_summed_by_site_and_process_dearest_first(folder: Path) -> Non
         for step in (3, 4):
             costs = {"here": {"trainer": 0.25, "here-tail-0": 0.125}, "far": {"link": 0.5}}
             metrics.append(make_row(step, usd=0.875, usd_by_process=costs))
-    told = client_of(folder).get("/api/runs/demo/steps").json()
+    client = client_of(folder)
+    told = client.get("/api/runs/demo/steps").json()
     assert told["usd"] == 1.75
     assert told["costs"] == [
         {"site": "far", "process": "link", "usd": 1.0},
         {"site": "here", "process": "trainer", "usd": 0.5},
         {"site": "here", "process": "here-tail-0", "usd": 0.25},
     ]
+    with RowWriter(folder / "demo" / "metrics.jsonl", MetricsRow) as metrics:
+        metrics.append(make_row(5, usd=0.5, usd_by_process={"here": {"trainer": 0.5}}))
+        told = client.get(f"/api/runs/demo/steps?since={told['cursor']}").json()
+        assert (told["step"], told["usd"], [one["usd"] for one in told["costs"]]) == ([5], 2.25, [1.0, 1.0, 0.25])
+        metrics.rewind(3)
+    told = client.get(f"/api/runs/demo/steps?since={told['cursor']}").json()
+    assert (told["reset"], told["usd"], sum(one["usd"] for one in told["costs"])) == (True, 0.875, 0.875)
+
+
+def test_costs_of_processes_are_added_up_as_they_are_read_and_not_held(tmp_path: Path) -> None:
+    with RowWriter(tmp_path / "metrics.jsonl", MetricsRow) as metrics:
+        metrics.append(make_row(1))
+        rows = PricedRows(tmp_path)
+        rows.look()
+        assert (rows.usd, dict(rows.usd_by_process)) == (None, {})
+        for step in (2, 3):
+            metrics.append(make_row(step, usd=0.5, usd_by_process={"here": {"trainer": 0.5}}))
+            for _ in range(2):  # the second look finds nothing new
+                rows.look()
+            assert (rows.usd, dict(rows.usd_by_process)) == ((step - 1) * 0.5, {("here", "trainer"): (step - 1) * 0.5})
+    assert [row.usd_by_process for row in rows.rows] == [{}] * 3
