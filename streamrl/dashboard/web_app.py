@@ -138,7 +138,11 @@ def _timeline(run: WatchedRun, query: Query) -> dict[str, Any]:
     start, end = _number(query, "start", first), _number(query, "end", last)
     if end <= start:
         end = start + 1.0
-    return spans_window(run.spans, start, end, min(MOST_PIXELS, max(1, round(_number(query, "pixels", 1000)))))
+    pixels = min(MOST_PIXELS, max(1, round(_number(query, "pixels", 1000))))
+    cursor = f"{run.spans.generation} {run.spans.count + run.spans.forgotten} {start} {end} {pixels}"
+    if query.get("since") == cursor:  # the page has it: a run's whole timeline may be megabytes
+        return {"cursor": cursor, "unchanged": True}
+    return {"cursor": cursor, "unchanged": False} | spans_window(run.spans, start, end, pixels)
 
 
 def _samples(run: WatchedRun, query: Query) -> dict[str, Any]:

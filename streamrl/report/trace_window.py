@@ -8,7 +8,7 @@ computed from the spans themselves: merged bars cover the gaps between them, too
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,10 @@ from streamrl.run_dir.trace_spans import SpanTrack, TraceSpans
 
 MOST_LANED = 300
 """Most overlapping spans of a track in a window that are shown one by one."""
+MOST_BARS = 50_000
+"""Most bars of all tracks together, about: what a browser still draws, in some 5 MB."""
+COARSER = 4
+"""Factor by which pixels grow while there are more."""
 SEVERAL = "several tasks"
 """Name of a bar that stands for samples of more than one task."""
 
@@ -39,7 +43,7 @@ class TimelineBar:
 
 
 def spans_window(spans: TraceSpans, start: float, end: float, pixels: int) -> dict[str, Any]:
-    """Return the tracks with what they show of a window, for the page.
+    """Return the tracks with what they show of a window, for the page; of very many bars, more are merged.
 
     Args:
         spans: the trace.
@@ -47,14 +51,31 @@ def spans_window(spans: TraceSpans, start: float, end: float, pixels: int) -> di
         end: its end, above `start`.
         pixels: width of the picture; nothing shorter than a pixel is told apart.
     """
-    pixel = (end - start) / max(1, pixels)
-    shown = []
-    for track in sorted(spans.tracks.values(), key=lambda track: track.order):
-        bars = window_bars(track, start, end, pixel)
-        covered = covered_seconds(track, start, end)
-        shown.append({"name": track.name, "bars": [vars(bar) for bar in bars], "covered": covered})
+    tracks = sorted(spans.tracks.values(), key=lambda track: track.order)
+    shown = [
+        {"name": track.name, "bars": [vars(bar) for bar in bars], "covered": covered_seconds(track, start, end)}
+        for track, bars in zip(tracks, _limited_bars(tracks, start, end, max(1, pixels)), strict=True)
+    ]
     first, last = spans.extent
     return {"origin": spans.origin, "first": first, "last": last, "start": start, "end": end, "tracks": shown}
+
+
+def _limited_bars(tracks: Sequence[SpanTrack], start: float, end: float, pixels: int) -> list[list[TimelineBar]]:
+    """Return each track's bars of a window, with the finest of a few pixels for which there are not too many."""
+    of_track = max(1, MOST_BARS // max(1, len(tracks)))
+    most_laned = MOST_LANED
+    while True:
+        coarsest = pixels <= of_track and most_laned <= of_track
+        found, count = [], 0
+        for track in tracks:
+            found.append(bars := window_bars(track, start, end, (end - start) / pixels, most_laned))
+            count += len(bars)
+            if count > MOST_BARS and not coarsest:
+                break
+        else:
+            return found
+        pixels = min(pixels, max(of_track, pixels // COARSER))
+        most_laned = min(most_laned, of_track)
 
 
 def window_bars(

@@ -85,6 +85,8 @@ class TraceSpans:
         """Take the file, and whether the arguments of spans are kept."""
         self._lines = AppendedLines(path, last_line=b"]", largest=LARGEST_TRACE)
         self._keeps_details = details
+        self.generation = 0
+        """How often the file began anew."""
         self._clear()
 
     def _clear(self) -> None:
@@ -106,6 +108,7 @@ class TraceSpans:
         """
         for anew, lines in self._lines.read_all():
             if anew:
+                self.generation += 1
                 self._clear()
             for event in map(parse_event, lines):
                 if event is not None:

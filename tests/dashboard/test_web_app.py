@@ -18,6 +18,7 @@ from streamrl.run_dir.appended_lines import AppendedRows
 from streamrl.run_dir.jsonl import RowWriter
 from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.priced_rows import PricedRows
+from streamrl.run_dir.trace import TraceWriter
 from tests.dashboard.samples import a_sample, write_samples
 from tests.report.synthetic import make_row, write_run
 
@@ -65,6 +66,18 @@ def test_runs_and_all_views_of_a_run_are_json(folder: Path) -> None:
     timeline = client.get("/api/runs/demo/timeline?start=0&end=5&pixels=500").json()
     assert {track["name"] for track in timeline["tracks"]} == {"here-regular-0", "here-regular-1", "trainer"}
     assert all(0 < seconds <= 5 for track in timeline["tracks"] for seconds in track["covered"].values())
+
+
+def test_a_timeline_is_sent_again_only_if_it_has_changed(folder: Path) -> None:
+    client, place = client_of(folder), "/api/runs/demo/timeline?pixels=500"
+    whole = client.get(place).json()
+    assert client.get(f"{place}&since={whole['cursor']}").json() == {"cursor": whole["cursor"], "unchanged": True}
+    for other in ("&start=1", "&end=5", "0"):
+        assert client.get(f"{place}{other}&since={whole['cursor']}").json()["tracks"], "another window"
+    with TraceWriter(folder / "demo" / "trace.json") as trace:
+        trace.span("trainer", "train", whole["origin"] + 1, whole["origin"] + 2)
+        trace.span("trainer", "train", whole["origin"] + 2, whole["origin"] + 3)
+        assert len(client.get(f"{place}&since={whole['cursor']}").json()["tracks"]) == len(whole["tracks"])
 
 
 def test_a_folder_whose_name_is_not_utf_8_is_listed_and_shown_with_the_others(folder: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.report import trace_window
 from streamrl.report.trace_window import MOST_LANED, SEVERAL, spans_window
 from streamrl.run_dir.trace import TraceWriter
 from streamrl.run_dir.trace_spans import TraceSpans
@@ -83,6 +84,27 @@ def test_samples_that_overlap_are_in_lanes_of_their_own_and_many_are_one_bar_wit
     assert [bar["name"], mixed["name"], mixed["count"]] == ["sample", SEVERAL, 2]
     assert (alone["start"], alone["count"], alone["busy"]) == (5.0, 1, pytest.approx(1.0))
     assert (bar["count"], bar["busy"], bar["end"]) == (MOST_LANED + 1, pytest.approx(MOST_LANED + 1), 2.0)
+
+
+def test_a_window_of_many_tracks_has_a_limited_number_of_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_window, "MOST_BARS", 400)
+    path, tracks, steps = tmp_path / "trace.json", 20, 50
+    with TraceWriter(path) as trace:
+        for at in range(0, 10 * steps, 10):
+            for track in range(tracks):
+                trace.span(f"here-{track}", "load", ZERO + at, ZERO + at + 1)
+                trace.async_span(f"here-{track}", "sample", ZERO + at + 2, ZERO + at + 5, f"{track} {at}")
+    spans = spans_of(path)
+    whole = spans_window(spans, 0.0, 10.0 * steps, 1000)["tracks"]
+    assert sum(len(track["bars"]) for track in whole) <= 400
+    assert {sum(bar["count"] for bar in track["bars"]) for track in whole} == {2 * steps}, "no span is left out"
+    assert [track["covered"]["sample"] for track in whole] == [pytest.approx(3 * steps)] * tracks
+    part = spans_window(spans, 100.0, 139.0, 1000)["tracks"]
+    assert {bar["count"] for track in part for bar in track["bars"]} == {1}, "few enough to be told apart"
+    alone = TraceSpans(path)
+    alone.look()
+    alone.tracks = dict([*alone.tracks.items()][:1])
+    assert {bar["count"] for bar in spans_window(alone, 0.0, 10.0 * steps, 1000)["tracks"][0]["bars"]} == {1}
 
 
 def test_a_trace_that_grows_is_read_on_also_after_it_was_closed_and_resumed(tmp_path: Path) -> None:

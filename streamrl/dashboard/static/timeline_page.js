@@ -18,17 +18,20 @@ export function timelinePage(main, run) {
     about, chart.node, element("h2", {}, "Shares of this window"), busy);
 
   let told = null;
+  let drawn = null; // the cursor of what is shown
   let asked = 0;
 
   async function refresh() {
     const mine = ++asked;
     try {
-      const answer = await askRun(run, "timeline", { start: shown.start, end: shown.end, pixels: Math.round(chart.plot.clientWidth || 1000) });
+      const answer = await askRun(run, "timeline", { start: shown.start, end: shown.end, pixels: Math.round(chart.plot.clientWidth || 1000), since: drawn });
       if (mine !== asked) return; // a newer window was asked for meanwhile
+      if (answer.unchanged) return;
       told = answer;
       shown.first = told.first;
       shown.last = told.last;
       await draw();
+      drawn = answer.cursor;
     } catch (problem) {
       if (problem.status && !told) about.textContent = problem.message;
     }
