@@ -63,7 +63,7 @@ class Recorder:
     ) -> Interval:
         """Record a finished optimizer step and return its times.
 
-        The rollouts are written in a thread. The batch must not change until they are.
+        The rollouts are written in a thread, and the trace with pauses. The batch must not change until both are.
 
         The other arguments are those of `step_metrics`, whose `predictions` are the `lengths` here.
 
@@ -105,7 +105,8 @@ class Recorder:
                 "algorithm.mask_truncated leaves them out of the loss: raise sampling.max_tokens (said once)",
                 batch.step,
             )
-        self.telemetry.step_done(row, batch, self.times.ended_trainer)
+        self.telemetry.step_done(row, self.times.ended_trainer)
+        await self.telemetry.trace_samples(batch.step, groups)
         return times
 
     def _costs(self, ended: float, times: Interval, traffic: Traffic) -> Costs | None:

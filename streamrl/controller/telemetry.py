@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from streamrl.controller.length_predictor import LengthPredictor
 from streamrl.controller.process_memory import FamilyMemory, run_memory
 from streamrl.controller.step_batch import StepBatch
 from streamrl.rollouts.plain_text import shown
+from streamrl.rollouts.types import Group
 from streamrl.run_dir import layout
 from streamrl.run_dir.jsonl import RowWriter, iter_rows
 from streamrl.run_dir.metrics import MetricsRow
@@ -35,6 +36,8 @@ STATUS_EVERY_S = 0.5
 """Seconds between two writes of the status."""
 TRAINER = rank_name(0)
 """The rank that reports for the trainer."""
+TRACED_AT_ONCE = 500
+"""Samples whose spans are written before other work has its turn: some 10 ms."""
 MEMORY_EVERY_S = 5.0
 """Seconds between two measurements of the memory, if they are quick."""
 MEMORY_SHARE = 0.02
@@ -206,38 +209,57 @@ class Telemetry:
             **length_counts(lengths, np.repeat(predicted, [group.size for group in foreseen])),
         }
 
-    def step_done(self, row: MetricsRow, batch: StepBatch, trainer_spans: list[tuple[str, float, float]]) -> None:
-        """Record a finished step in metrics and trace."""
+    def step_done(self, row: MetricsRow, trainer_spans: list[tuple[str, float, float]]) -> None:
+        """Record a finished step in the metrics, and what the trainer did in the trace."""
         self.metrics.append(row)
         self._latest, self.step = row, row.step
         if row.step_time_s is not None:
             self._step_times.append(row.step_time_s)
         for name, start, end in trainer_spans:
             self.trace.span("trainer", name, start, end, step=row.step)
-        for group in batch.groups_trained:
-            for m in group.members():
-                s = m.sample
-                if group.kept and s.t_finished < self._started:
-                    continue  # the controller before this one may have told it
-                steps = s.trajectory.steps if s.trajectory is not None else ()
-                for instance, start, end in group.given_back.get(s.sample_id, ()):
-                    self.trace.async_span(instance, group.task, start, end, id=s.sample_id, step=row.step)
-                self.trace.async_span(
-                    s.instance if s.trajectory is None else f"agents-{s.site}",
-                    group.task,
-                    s.last_began,
-                    s.t_finished,
-                    id=s.sample_id,
-                    step=row.step,
-                    tokens=s.output_length,
-                    reward=m.reward,
-                )
-                for step in steps:  # inside the episode's span, which has the same id
+
+    async def trace_samples(self, step: int, groups: Sequence[Group]) -> None:
+        """Record the samples of a finished step in the trace.
+
+        Those of a large step take seconds, in which the controller goes on with its other work.
+        """
+        waiting: list[Group] = []
+        samples = 0
+        for group in groups:
+            waiting.append(group)
+            samples += group.size
+            if samples >= TRACED_AT_ONCE:
+                self._trace(step, waiting)
+                waiting, samples = [], 0
+                await asyncio.sleep(0)
+        self._trace(step, waiting)
+
+    def _trace(self, number: int, groups: Sequence[Group]) -> None:
+        with self.trace.together():
+            for group in groups:
+                for m in group.members():
+                    s = m.sample
+                    if group.kept and s.t_finished < self._started:
+                        continue  # the controller before this one may have told it
+                    for instance, start, end in group.given_back.get(s.sample_id, ()):
+                        self.trace.async_span(instance, group.task, start, end, id=s.sample_id, step=number)
                     self.trace.async_span(
-                        *(f"agents-{s.site}", f"{step.kind} {step.name}".strip(), step.started, step.finished),
+                        s.instance if s.trajectory is None else f"agents-{s.site}",
+                        group.task,
+                        s.last_began,
+                        s.t_finished,
                         id=s.sample_id,
-                        tokens=step.tokens,
+                        step=number,
+                        tokens=s.output_length,
+                        reward=m.reward,
                     )
+                    # inside the episode's span, which has the same id
+                    for step in s.trajectory.steps if s.trajectory is not None else ():
+                        self.trace.async_span(
+                            *(f"agents-{s.site}", f"{step.kind} {step.name}".strip(), step.started, step.finished),
+                            id=s.sample_id,
+                            tokens=step.tokens,
+                        )
 
     def weights_applied(self, number: int, spans: dict[str, tuple[float, float]]) -> None:
         """Record in the trace when each instance loaded a version."""

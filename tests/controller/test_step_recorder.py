@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -37,6 +38,7 @@ def record(folder: Path, *batches: StepBatch) -> list[MetricsRow]:
     unused: Any = SimpleNamespace(
         **{"train": lambda *_: 0, "end_step": lambda *_: times, "of_step": lambda *_: {}, "usd_per_hour": {}},
         **{"memory": SimpleNamespace(total_gb=1.0), "ended_trainer": [], "step_done": lambda row, *_: rows.append(row)},
+        **{"trace_samples": AsyncMock()},
     )
     recorder = Recorder(RolloutStore(folder / "rollouts"), unused, LengthAudit(128), unused, unused, unused, None)
     for batch in batches:
@@ -76,7 +78,7 @@ def test_a_step_costs_what_was_spent_up_to_its_end_however_long_it_takes_to_be_w
     writing = iter((2.0, 0.5))
     parts: Any = SimpleNamespace(
         **{"train": lambda *_: go_on(next(writing)), "memory": SimpleNamespace(total_gb=1.0)},
-        **{"step_done": lambda row, *_: rows.append(row)},
+        **{"step_done": lambda row, *_: rows.append(row), "trace_samples": AsyncMock()},
     )
     result = StepDone(rank=0, started=0.0, finished=1.0, grad_norm=0.0, learning_rate=1e-3, skipped=False)
     spending = Spending({("home", "trainer"): 3600.0})  # one USD per second

@@ -261,8 +261,7 @@ def test_each_instance_of_a_sample_that_moved_has_a_span_in_the_trace_for_the_ti
     moved = replace(one.sample, instance="tail", t_dispatched=1e9, t_last_part=1e9 + 10, t_finished=1e9 + 12)
     group.scored[sample_id] = replace(one, sample=moved)
     group.given_back[sample_id] = [("regular", 1e9, 1e9 + 10)]
-    batch: Any = SimpleNamespace(groups_trained=[group])
-    telemetry.step_done(MetricsRow(step=1, time=9.0), batch, [])
+    asyncio.run(telemetry.trace_samples(1, [group]))
     events = [event for event in events_of(tmp_path / "trace.json") if event.get("ph") in ("b", "e")]
     spans = [(event["name"].split()[0], event["ph"], event["ts"] / 1e6) for event in events]
     assert spans == [("regular", "b", 0), ("regular", "e", 10), ("tail", "b", 10), ("tail", "e", 12)]
@@ -276,7 +275,32 @@ def test_a_sample_that_an_earlier_controller_may_have_told_is_not_in_the_trace_t
     telemetry = Telemetry(context, hub, SimpleNamespace(state=dict))  # type: ignore[arg-type]
     new, old = make_group("new"), make_group("old")
     old.kept = 1
-    batch: Any = SimpleNamespace(groups_trained=[new, old])
-    telemetry.step_done(MetricsRow(step=1, time=9.0), batch, [])
+    asyncio.run(telemetry.trace_samples(1, [new, old]))
     spans = [event for event in events_of(tmp_path / "trace.json") if event.get("ph") == "b"]
     assert {str(event["id"]).partition(".")[0] for event in spans} == {"new"}
+
+
+def test_other_work_goes_on_while_the_samples_of_a_large_step_are_traced_in_a_few_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "TRACED_AT_ONCE", 8)
+    telemetry = make_telemetry(tmp_path)
+    groups = [make_group(f"g{number}", (1.0, 0.0, 1.0, 0.0)) for number in range(6)]
+    seen: list[int] = []
+
+    async def look() -> None:
+        while True:
+            seen.append(sum(event.get("ph") == "e" for event in events_of(tmp_path / "trace.json")))
+            await asyncio.sleep(0)
+
+    async def trace() -> None:
+        looking = asyncio.create_task(look())
+        await asyncio.sleep(0)
+        await telemetry.trace_samples(1, groups)
+        looking.cancel()
+
+    asyncio.run(trace())
+    assert seen[:3] == [0, 8, 16]
+    telemetry.trace.close()
+    events = json.loads((tmp_path / "trace.json").read_text())
+    assert sum(event["ph"] == "e" for event in events) == 24
