@@ -45,9 +45,9 @@ from streamrl.training.critic import Critic, load_critic
 from streamrl.training.early_copy import EarlyCopy
 from streamrl.training.hidden_states import has_own_rows
 from streamrl.training.host_offload import HostOffload
+from streamrl.training.layer_kernels import take_kernels
 from streamrl.training.learner import AnyLearner, Division, Learner, compute_type, copy_weights, reshard, shard
 from streamrl.training.learning_rate import learning_rate, warm_up
-from streamrl.training.norms_and_gates import take_kernels
 from streamrl.training.objective import (
     MicroStats,
     Objective,

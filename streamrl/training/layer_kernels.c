@@ -1,4 +1,4 @@
-/* RMS norms and gated activations, forward and backward, in fp32 from tensors in fp32 or bf16.
+/* RMS norms, rotations by positions and gated activations, forward and backward, in fp32 from tensors in fp32 or bf16.
 
    A row, or a few values of both inputs of a gate, are turned into fp32 in the caches, computed and rounded once. Work
    is divided in the same way for any number of threads, so results do not depend on it. */
@@ -18,6 +18,12 @@ typedef struct {
     float eps, offset; /* out = x / rms(x) (weight + offset), rms(x)^2 = mean(x^2) + eps */
     int bf16;
 } Norm;
+
+typedef struct {
+    long batch, heads, tokens, width, rotated; /* numbers of a head, of which the first ones are rotated */
+    long from[3], to[3];                       /* distances of batches, heads and tokens, in elements */
+    int bf16, back;                            /* back: the gradient of x from that of out */
+} Rotation;
 
 typedef struct {
     long count;
@@ -112,6 +118,47 @@ int rms_norm_backward(const Norm *n, const void *x, const void *weight, const fl
             if (of_weight) store(sum, of_weight, 0, part * width, width);
         }
         free(w);
+    }
+    return failed;
+}
+
+/* -- rotations: tensors [batch, heads, tokens, width], cosines and sines [batch, tokens, rotated] in fp32 */
+
+/* With n = rotated / 2: out[i] = x[i] cos[i] - x[i + n] sin[i], out[i + n] = x[i + n] cos[i + n] + x[i] sin[i + n] */
+static void rotate_row(const float *x, const float *cos, const float *sin, float *out, long n) {
+    for (long i = 0; i < n; i++) {
+        out[i] = x[i] * cos[i] - x[i + n] * sin[i];
+        out[i + n] = x[i + n] * cos[i + n] + x[i] * sin[i + n];
+    }
+}
+
+static void rotate_row_back(const float *grad, const float *cos, const float *sin, float *out, long n) {
+    for (long i = 0; i < n; i++) {
+        out[i] = grad[i] * cos[i] + grad[i + n] * sin[i + n];
+        out[i + n] = grad[i + n] * cos[i + n] - grad[i] * sin[i];
+    }
+}
+
+/* Compute out, or with `back` the gradient of x; returns 0, or 1: no memory */
+int rotate(const Rotation *r, const void *x, const float *cos, const float *sin, void *out, int threads) {
+    int failed = 0;
+#pragma omp parallel num_threads(threads) reduction(| : failed)
+    {
+        float *a = malloc(2 * r->width * sizeof(float)), *b = a + r->width;
+        failed = !a;
+#pragma omp for collapse(2) schedule(static)
+        for (long batch = 0; batch < r->batch; batch++)
+            for (long token = 0; token < r->tokens; token++) {
+                const float *c = cos + (batch * r->tokens + token) * r->rotated;
+                const float *s = sin + (batch * r->tokens + token) * r->rotated;
+                for (long head = 0; a && head < r->heads; head++) {
+                    load(a, x, r->bf16, batch * r->from[0] + head * r->from[1] + token * r->from[2], r->width);
+                    (r->back ? rotate_row_back : rotate_row)(a, c, s, b, r->rotated / 2);
+                    for (long i = r->rotated; i < r->width; i++) b[i] = a[i];
+                    store(b, out, r->bf16, batch * r->to[0] + head * r->to[1] + token * r->to[2], r->width);
+                }
+            }
+        free(a);
     }
     return failed;
 }

@@ -1,7 +1,8 @@
-"""Norms and gates by a CPU's own kernels: as the formulas in fp64, and only in modules that compute these formulas."""
+"""Norms, rotations and gates by a CPU's own kernels: as the formulas in fp64, and only where a model computes them."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 from transformers import PreTrainedModel
+from transformers.models.llama import modeling_llama
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from streamrl.training import norms_and_gates
-from streamrl.training.norms_and_gates import Gate, RMSNorm, take_kernels
+from streamrl.training import layer_kernels
+from streamrl.training.layer_kernels import Gate, RMSNorm, Rotate, take_kernels
 from streamrl.training.packing_proof import small_model
 from streamrl.verify.families import FAMILIES
 
@@ -110,6 +112,75 @@ def test_a_weight_that_is_not_trained_has_no_gradient() -> None:
     with_weight = torch.autograd.grad(RMSNorm.apply(x, weight, EPS, 0.0).sum(), [x, weight])
     (alone,) = torch.autograd.grad(RMSNorm.apply(x, weight.detach(), EPS, 0.0).sum(), [x])
     assert torch.equal(alone, with_weight[0])
+
+
+ANGLES = {"whole heads": 12, "parts of heads": 8}
+
+
+def rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The formula, in the tensors' own type."""
+    width = cos.shape[-1]
+    turned, rest = x[..., :width], x[..., width:]
+    half = torch.cat([-turned[..., width // 2 :], turned[..., : width // 2]], -1)
+    return torch.cat([turned * cos[:, None] + half * sin[:, None], rest], -1)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), TYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("rotated", ANGLES.values(), ids=ANGLES)
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (3, 2, 1, 0)], ids=["heads", "tokens", "columns"])
+def test_vectors_and_their_gradients_are_rotated_by_the_formula(
+    order: tuple[int, ...], rotated: int, dtype: torch.dtype, bound: float
+) -> None:
+    """Tensors lie in memory as heads of tokens, as tokens of heads as layers give them, or in any other way."""
+    torch.manual_seed(0)
+    x = torch.empty([(2, 3, 7, 12)[at] for at in order]).permute(*sorted(range(4), key=order.__getitem__))
+    x = x.normal_().to(dtype).requires_grad_()
+    cos, sin = torch.randn(2, 2, 7, rotated).to(dtype)
+    exact = x.detach().double().requires_grad_()
+    found, expected = Rotate.apply(x, cos, sin), rotation(exact, cos.double(), sin.double())
+    upstream = torch.randn(expected.shape).to(dtype)
+    assert found.dtype == dtype and relative_error(found, expected) < bound
+    assert order != (0, 2, 1, 3) or found.stride() == x.stride()
+    (ours,) = torch.autograd.grad(found, x, upstream)
+    (theirs,) = torch.autograd.grad(expected, exact, upstream.double())
+    assert relative_error(ours, theirs) < bound
+
+
+def test_a_familys_rotation_is_replaced_once_and_gives_up_what_the_kernel_does_not_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = getattr(modeling_llama.apply_rotary_pos_emb, "__wrapped__", modeling_llama.apply_rotary_pos_emb)
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", own)
+    norm = LlamaRMSNorm(16)
+    for _ in range(2):
+        take_kernels(norm)
+        assert modeling_llama.apply_rotary_pos_emb.__wrapped__ is own
+    query, key = torch.randn(2, 3, 7, 12), torch.randn(2, 1, 7, 12)
+    cos, sin = torch.randn(2, 2, 7, 12)
+    used: list[torch.Tensor] = []
+    monkeypatch.setattr(Rotate, "apply", lambda x, *_: used.append(x) or x)
+    modeling_llama.apply_rotary_pos_emb(query, key, cos, sin)
+    assert len(used) == 2
+    used.clear()
+    wide = torch.randn(2, 2, 7, 1)
+    others = [
+        (query, key, cos[:1], sin[:1]),  # the same for all rows
+        (query, key, wide[0], wide[1]),
+        (query.double(), key.double(), cos.double(), sin.double()),
+        (query.bfloat16(), key.bfloat16(), cos, sin),
+        (query, key, cos.clone().requires_grad_(), sin),
+        (query.transpose(1, 2), key.transpose(1, 2), cos, sin, 2),
+    ]
+    for given in others:
+        found, expected = modeling_llama.apply_rotary_pos_emb(*given), own(*given)
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert used == []
+
+
+def test_a_rotation_of_neighbours_keeps_its_operations() -> None:
+    model = small_model(FAMILIES["GLM-4"](), seed=0)
+    take_kernels(model)
+    assert not hasattr(sys.modules[type(model).__module__].apply_rotary_pos_emb, "takes_kernel")
 
 
 def taken(model: nn.Module) -> set[str]:
@@ -219,7 +290,7 @@ def test_rounding_once_errs_less_than_a_models_own_operations() -> None:
 
 
 def test_without_a_compiler_a_model_keeps_its_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norms_and_gates, "_library", lambda: None)
+    monkeypatch.setattr(layer_kernels, "_library", lambda: None)
     norm = LlamaRMSNorm(16)
     take_kernels(norm)
     assert taken(norm) == set()

@@ -1,11 +1,12 @@
-"""RMS norms and gated MLPs of a model on a CPU, by kernels of our own that are compiled on first use.
+"""Norms, rotations and gated MLPs of a model on a CPU, by kernels of our own that are compiled on first use.
 
-A model computes a norm by a dozen operations and the gate of an MLP by two, each of which reads and writes tensors as
-large as the layer's input or larger. A kernel reads and writes each once (`norms_and_gates.c`). All is fp32 inside and
-rounded once, as in vLLM's kernels; a model's own operations round in between.
+A model computes a norm or the rotation of queries and keys by their positions (RoPE) by a dozen operations and the gate
+of an MLP by two, each of which reads and writes tensors as large as the layer's input or larger. A kernel reads and
+writes each once (`layer_kernels.c`). All is fp32 inside and rounded once, as in vLLM's kernels; a model's own
+operations round in between.
 
-Families write these formulas in their own classes, some with changes. So each module is tried against the kernel's
-formula on random numbers before it takes the kernel, and keeps its own operations if it computes something else.
+Families write these formulas in their own classes, some with changes. So each is tried against the kernel's formula on
+random numbers before it takes the kernel, and keeps its own operations if it computes something else.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import copy
 import ctypes
 import functools
 import logging
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,6 +40,8 @@ EPSILONS = "variance_epsilon", "eps"
 """Names of what is added to the mean square, by family."""
 GATED = {"gate_proj", "up_proj", "down_proj"}
 """Names of the linear layers of a gated MLP."""
+ROTATION = "apply_rotary_pos_emb"
+"""Name of the function that rotates queries and keys in a family's Python module."""
 SCALES = 1e-3, 1.0, 30.0
 """Sizes of the numbers that a module is tried with: small ones show its epsilon, large ones its bounds."""
 CLOSE = 1e-5
@@ -60,6 +64,18 @@ class _Gate(ctypes.Structure):
     """`Gate` of the C file."""
 
     _fields_ = (("count", ctypes.c_long), ("gelu", ctypes.c_int), ("bf16", ctypes.c_int))
+
+
+class _Rotation(ctypes.Structure):
+    """`Rotation` of the C file."""
+
+    _fields_ = (
+        *((name, ctypes.c_long) for name in ("batch", "heads", "tokens", "width", "rotated")),
+        ("from", ctypes.c_long * 3),
+        ("to", ctypes.c_long * 3),
+        ("bf16", ctypes.c_int),
+        ("back", ctypes.c_int),
+    )
 
 
 class RMSNorm(torch.autograd.Function):
@@ -91,6 +107,27 @@ class RMSNorm(torch.autograd.Function):
         return of_x, None if parts is None else parts.sum(0).to(weight.dtype), None, None
 
 
+class Rotate(torch.autograd.Function):
+    """The rotation of each head's vectors by their tokens' positions; numbers of a head that have no angle stay."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Compute x [B, H, T, D] with cosines and sines [B, T, R], R <= D -> [B, H, T, D], laid out as x.
+
+        Raises:
+            MemoryError: there is no memory for a head in fp32.
+        """
+        ctx.save_for_backward(cos, sin)  # which all layers have in common
+        return _rotated(x, cos, sin, back=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradient of x."""
+        cos, sin = ctx.saved_tensors
+        return _rotated(grads[0].to(cos.dtype), cos, sin, back=True), None, None
+
+
 class Gate(torch.autograd.Function):
     """The product of an activation of one tensor, SiLU or the tanh form of GELU, and another tensor."""
 
@@ -116,10 +153,11 @@ class Gate(torch.autograd.Function):
 
 
 def take_kernels(model: nn.Module) -> None:
-    """Let the norms and gated MLPs of a model that are found to compute the kernels' formulas take the kernels.
+    """Let what computes the kernels' formulas in a model take the kernels.
 
-    Without a compiler on this machine none does. A norm or MLP whose tensors are not plain ones of a CPU in one of
-    `TYPES` takes its own operations.
+    Without a compiler on this machine nothing does. Tensors that are not plain ones of a CPU in one of `TYPES` go to
+    the model's own operations. Rotations are functions of a family's Python module, and so taken by all its models in
+    this process.
     """
     if _library() is None:
         return
@@ -133,7 +171,8 @@ def take_kernels(model: nn.Module) -> None:
         if forward is not None:
             module.forward = forward
             taken += 1
-    log.info("%d norms and MLPs take kernels that are compiled for this CPU", taken)
+    rotations = sum(map(_take_rotation, {type(module).__module__ for module in model.modules()}))
+    log.info("%d norms and MLPs and %d rotations take kernels compiled for this CPU", taken, rotations)
 
 
 def _with_norm(module: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -183,6 +222,58 @@ def _with_gate(module: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
     return forward
 
 
+def _take_rotation(name: str) -> bool:
+    """Let a family's function that rotates queries and keys take the kernel, if it computes its formula.
+
+    Args:
+        name: of the family's Python module.
+
+    Returns:
+        Whether it does now, and did not before.
+    """
+    family: Any = sys.modules[name]
+    own = getattr(family, ROTATION, None)
+    if own is None or hasattr(own, "takes_kernel"):
+        return False
+    whole, parts = _rotates(own, 12, 12), _rotates(own, 12, 8)
+    if not whole:
+        return False
+
+    @functools.wraps(own)
+    def rotate(query: torch.Tensor, key: torch.Tensor, *angles: Any, **named: Any) -> Any:
+        least = 0 if parts else query.shape[-1]
+        if named or not all(_takes_angles(x, angles, least) for x in (query, key)):
+            return own(query, key, *angles, **named)
+        return Rotate.apply(query, *angles), Rotate.apply(key, *angles)
+
+    rotate.takes_kernel = True  # type: ignore[attr-defined]
+    setattr(family, ROTATION, rotate)
+    return True
+
+
+def _takes_angles(x: torch.Tensor, angles: Sequence[Any], least: int) -> bool:
+    """Return whether the kernel rotates vectors by such cosines and sines, at least so many numbers of each head."""
+    if len(angles) != 2 or not all(isinstance(one, torch.Tensor) and _takes(x, one) for one in angles):
+        return False
+    of_rows, rotated = angles[0].shape[:-1], angles[0].shape[-1]
+    fits = x.dim() == 4 and of_rows == (len(x), x.shape[2]) and angles[1].shape == angles[0].shape
+    return (
+        fits and rotated % 2 == 0 and least <= rotated <= x.shape[-1] and not any(one.requires_grad for one in angles)
+    )
+
+
+def _rotates(own: Callable[..., Any], width: int, rotated: int) -> bool:
+    """Return whether a function rotates so many of a head's numbers as the kernel does, and leaves the others."""
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(2, heads, 5, width, generator=generator) for heads in (3, 1))
+    cos, sin = torch.randn(2, 2, 5, rotated, generator=generator)
+
+    def of_own() -> torch.Tensor:
+        return torch.cat(own(query, key, cos, sin), dim=1)
+
+    return _formula_of(of_own, {True: lambda: Rotate.apply(torch.cat([query, key], dim=1), cos, sin)}) is True
+
+
 class _Times(nn.Module):
     """A layer that multiplies by fixed factors."""
 
@@ -226,17 +317,18 @@ def _takes(x: torch.Tensor, other: torch.Tensor) -> bool:
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     """Return the compiled kernels; None: they could not be compiled."""
-    library = compiled_c.load(SOURCE, "norms and gates take operations of torch")
+    library = compiled_c.load(SOURCE, "norms, rotations and gates take operations of torch")
     if library is not None:
         for name, about, tensors in (
             ("rms_norm", _Norm, 4),
             ("rms_norm_backward", _Norm, 6),
+            ("rotate", _Rotation, 4),
             ("gate", _Gate, 3),
             ("gate_backward", _Gate, 5),
         ):
             function = getattr(library, name)
             function.argtypes = [ctypes.POINTER(about), *[ctypes.c_void_p] * tensors, ctypes.c_int]
-            function.restype = ctypes.c_int if about is _Norm else None
+            function.restype = None if about is _Gate else ctypes.c_int
     return library
 
 
@@ -245,9 +337,23 @@ def _norm(x: torch.Tensor, eps: float, offset: float) -> _Norm:
     return _Norm(x.numel() // width, width, eps, offset, x.dtype == torch.bfloat16)
 
 
-def _call(name: str, about: _Norm | _Gate, *tensors: torch.Tensor | None) -> None:
-    """Call a function of the C file."""
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) -> torch.Tensor:
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    cos, sin = cos.float().contiguous(), sin.float().contiguous()
+    out = torch.empty_like(x)
+    distances = ((ctypes.c_long * 3)(*one.stride()[:3]) for one in (x, out))
+    about = _Rotation(*x.shape, cos.shape[-1], *distances, x.dtype == torch.bfloat16, back)
+    _call("rotate", about, x, cos, sin, out)
+    return out
+
+
+def _call(name: str, about: _Norm | _Rotation | _Gate, *tensors: torch.Tensor | None) -> None:
+    """Call a function of the C file.
+
+    Raises:
+        MemoryError: there is no memory for a few rows in fp32.
+    """
     pointers = (None if x is None else x.data_ptr() for x in tensors)
     if getattr(_library(), name)(about, *pointers, torch.get_num_threads()):
-        assert isinstance(about, _Norm)
+        assert not isinstance(about, _Gate)
         raise MemoryError(f"no memory for rows of {about.width} numbers in fp32")
