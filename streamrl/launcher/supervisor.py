@@ -28,7 +28,7 @@ from streamrl.report.site_view import SiteView
 from streamrl.rollouts.void import VoidCause
 from streamrl.run_dir import layout
 from streamrl.run_dir.finished import nothing_left
-from streamrl.run_dir.launcher_lock import owner_line
+from streamrl.run_dir.launcher_lock import HeldFolder, owner_line
 from streamrl.run_dir.status import RESUME, overwrite_status, read_status, write_status
 from streamrl.runtime.stop_signals import on_stop
 from streamrl.trackers.tracker_group import PATIENCE_S, QUICK_S, TrackerGroup
@@ -50,6 +50,10 @@ class StopRequests(list[int]):
 
     interrupting = False
     """Whether the next one also raises KeyboardInterrupt, once."""
+
+
+class FolderGone(RunFailed):
+    """The run's folder has been moved or deleted while the run went on."""
 
 
 class Interrupted(RunFailed):
@@ -79,10 +83,11 @@ def run(
     Raises:
         UserError: the folder is in use by another launcher, or is not writable.
         RunFailed: a process died or the run failed; the message ends with the cause.
+        FolderGone: the folder has been moved or deleted meanwhile; nothing is written there any more.
         Interrupted: Ctrl-C, SIGTERM, or a closed terminal.
     """
     with (
-        _locked(run_dir),
+        _locked(run_dir) as held,
         _stop_requests() as stop,
         unblocked_output(stop) as output,
         prepare(cluster, run_config, run_dir, site, emulate) as share,
@@ -111,16 +116,18 @@ def run(
                     view.say("asking Ray for nodes")  # the only message while Ray looks for the trainer's nodes
                 watchdog = Watchdog(share)  # before the first process can write
                 family.start()
-                _watch(share, family, trackers, view, output, stop, watchdog)
+                _watch(share, held, family, trackers, view, output, stop, watchdog)
                 patience = PATIENCE_S
         except BaseException as error:
             family.stop()
-            if share.trains:
+            if isinstance(error, Exception) and not isinstance(error, Interrupted | FolderGone) and _is_gone(held):
+                raise _gone(held) from error
+            if share.trains and not held.is_gone:
                 _final_state(run_dir, "interrupted" if isinstance(error, Interrupted) else "failed", error, started)
             raise
         finally:
             family.stop()
-            if share.trains:
+            if share.trains and not held.is_gone:
                 for line in _report(run_dir, stop):
                     view.say(line)
             for line in trackers.finish(patience, stop):
@@ -130,6 +137,7 @@ def run(
 
 def _watch(
     share: Share,
+    held: HeldFolder,
     family: ProcessGroup,
     trackers: TrackerGroup,
     view: LiveView | SiteView,
@@ -141,12 +149,15 @@ def _watch(
 
     Raises:
         RunFailed: a process died and cannot be restarted.
+        FolderGone: the run's folder is gone.
     """
     shown = float("-inf")
     while True:
         first = family.first
         if stop:
             raise _interrupted(stop, share)
+        if _is_gone(held):  # before anything is written there, or judged by what is missing
+            raise _gone(held)
         if first.exit_code == 0:
             view.refresh()
             return _check_end(share)
@@ -177,6 +188,21 @@ def _watch(
 
 def _interrupted(stop: list[int], share: Share) -> Interrupted:
     return Interrupted(f"stopped by {signal.Signals(stop[0]).name}{_how_to_resume(share)}")
+
+
+def _is_gone(held: HeldFolder) -> bool:
+    """Return whether the run's folder is gone; a network file system may miss it for a moment."""
+    if held.look():
+        time.sleep(POLL_S)
+        held.look()
+    return held.is_gone
+
+
+def _gone(held: HeldFolder) -> FolderGone:
+    return FolderGone(
+        f"run folder {held.path} is gone (moved or deleted?), the run has ended; from where it has been moved to, it "
+        "can be resumed"
+    )
 
 
 @contextlib.contextmanager
@@ -257,7 +283,7 @@ def _nothing_left(share: Share) -> int | None:
 
 
 @contextlib.contextmanager
-def _locked(run_dir: Path) -> Iterator[None]:
+def _locked(run_dir: Path) -> Iterator[HeldFolder]:
     """Create the run's folder and hold its lock, so that no second launcher replaces keys and addresses there."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -279,7 +305,7 @@ def _locked(run_dir: Path) -> Iterator[None]:
         lock.truncate(0)
         lock.write(owner_line())
         lock.flush()
-        yield
+        yield HeldFolder(run_dir, lock.fileno())
 
 
 @contextlib.contextmanager

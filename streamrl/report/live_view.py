@@ -287,7 +287,9 @@ class LiveView:
                 elapsed += f" ({duration(status.updated_at - launched)} since it was resumed)"
             self.say(f"{status.run}: {status.state} after {elapsed}, step {status.step}/{status.steps}")
         if not rows:
-            self.say("  no optimizer step has finished")
+            has_steps = status is not None and status.step > 0
+            missing = f"no figures: {self.run_dir / layout.METRICS} has no rows"
+            self.say(f"  {missing if has_steps else 'no optimizer step has finished'}")
         else:
             for what, value in headline_figures(rows):
                 self.say(f"  {what:<28}{value}")

@@ -112,7 +112,7 @@ class KeptMicroBatches:
         ]
         facts = {"step": kept.step, "normalizer": kept.normalizer, "cause": kept.cause, "not_finite": kept.not_finite}
         table = pa.Table.from_pylist(rows, schema=SCHEMA.with_metadata({FACTS: json.dumps(facts).encode()}))
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir(exist_ok=True)
         target = self.path(kept.step)
         with replacing(target) as partial:
             pq.write_table(table, partial, compression="zstd")

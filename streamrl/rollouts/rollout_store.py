@@ -94,7 +94,7 @@ class RolloutStore:
         target = self.path(step)
         with writing(target):
             if not self.directory.is_dir():
-                self.directory.mkdir(parents=True, exist_ok=True)
+                self.directory.mkdir(exist_ok=True)  # a run's folder that has been moved is not made anew
                 sync_folder(self.directory.parent)
             with (
                 replacing(target, lasting=True) as partial,

@@ -119,7 +119,9 @@ class CheckpointFolder:
         for left in self._abandoned():
             shutil.rmtree(left, ignore_errors=True)
         partial = self.partial(step)
-        partial.mkdir(parents=True)
+        with suppress(FileExistsError):
+            self.directory.mkdir()  # a run's folder that has been moved is not made anew
+        partial.mkdir()
         return partial
 
     def has(self, step: int) -> bool:
@@ -191,7 +193,7 @@ class CheckpointFolder:
                     (self.directory / BEST_FILE).unlink()
                     sync_folder(self.directory)
                 return
-            self.directory.mkdir(parents=True, exist_ok=True)
+            self.directory.mkdir(exist_ok=True)
             replace_json(self.directory / BEST_FILE, {"step": step, "score": score}, lasting=True)
 
     def best(self) -> tuple[int, float] | None:

@@ -56,6 +56,38 @@ def has_launcher(folder: Path) -> bool:
     return False
 
 
+class HeldFolder:
+    """The folder whose lock this process holds, and whether it is still there under its name."""
+
+    def __init__(self, folder: Path, lock: int) -> None:
+        """
+        Args:
+            folder: the folder.
+            lock: descriptor of its lock.
+        """
+        self.path, self._lock = folder, lock
+        self._missed = 0
+
+    def look(self) -> bool:
+        """Look for the folder; return whether it is missing at this moment.
+
+        A file system that does not answer says nothing about it.
+        """
+        try:
+            there = os.path.samestat(os.stat(self.path / layout.LOCK), os.fstat(self._lock))
+        except (FileNotFoundError, NotADirectoryError):
+            there = False
+        except OSError:
+            there = True
+        self._missed = 0 if there else self._missed + 1
+        return not there
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the folder has been moved or deleted: the last two looks missed it, as one may on a network."""
+        return self._missed > 1
+
+
 def _text(lock: BinaryIO) -> str:
     return lock.read(MOST_TEXT).decode(errors="replace")
 

@@ -252,7 +252,7 @@ class WeightStore:
 
     def _own_folder(self) -> None:
         """Make the folder if there is none, and let nobody else enter it; raises like `_check_folder`."""
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.directory.mkdir(mode=0o700, exist_ok=True)
         self._check_folder()
         if os.lstat(self.directory).st_mode & 0o077:
             descriptor = os.open(self.directory, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

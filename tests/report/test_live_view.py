@@ -482,6 +482,16 @@ def test_a_summary_without_a_step_says_so(make_run: RunMaker) -> None:
     assert any("no optimizer step has finished" in line for line in screen.take())
 
 
+def test_a_summary_of_steps_without_a_row_does_not_deny_them(make_run: RunMaker) -> None:
+    run_dir = make_run(2, rollouts=False, trace=False, state="done")
+    (run_dir / "metrics.jsonl").unlink()
+    screen = Screen(terminal=False)
+    screen.view(run_dir).summary()
+    lines = screen.take()
+    assert any(f"no figures: {run_dir / 'metrics.jsonl'} has no rows" in line for line in lines)
+    assert not any("no optimizer step" in line for line in lines)
+
+
 def test_figures_that_do_not_exist_are_dashes_and_do_not_count_in_means() -> None:
     rows = [
         make_row(1, reward_mean=None, process_memory_gb=None),
