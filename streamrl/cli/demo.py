@@ -11,6 +11,7 @@ import click
 
 from streamrl.errors import ErrorCode, UserError
 from streamrl.finite_float import FiniteFloat
+from streamrl.launcher.unblocked_output import unblocked
 
 MODEL = "smollm2-135m"
 PACKAGES = ("torch", "vllm", "transformers", "gguf", "reasoning_gym")
@@ -31,6 +32,7 @@ GB = 1e9
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 @click.option("--plain", is_flag=True, help="print plain lines instead of the live view")
 @click.option("--dry-run", is_flag=True, help="print the chosen size and why, and start nothing")
+@unblocked
 def command(
     cluster_file: Path | None,
     run_file: Path | None,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from streamrl.errors import ErrorCode, UserError
+from streamrl.launcher.unblocked_output import unblocked
 
 if TYPE_CHECKING:
     from streamrl.config.cluster import ClusterConfig
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 @click.option("--folder", type=click.Path(path_type=Path), hidden=True)  # of `streamrl chaos`: made for this run, empty
 @click.option("--plain", is_flag=True, help="print plain lines instead of the live view")
 @click.option("--dashboard", is_flag=True, help="show the run in a browser, too, while it runs; prints the address")
+@unblocked
 def command(
     cluster_file: Path | None,
     run_file: Path | None,

@@ -8,20 +8,23 @@ full disk behind `>> log`, a closed pipe) is dropped, and does not end the run.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import os
 import select
+import signal
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import TextIO, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import ParamSpec, TextIO, cast
 
 from streamrl.runtime.stop_signals import STANDARD_OUTPUTS, leave
 
 log = logging.getLogger(__name__)
+P = ParamSpec("P")
 
 MOST_WAITING = 10_000
 """Texts that are kept for an output that is not read; the oldest ones beyond are dropped."""
@@ -39,7 +42,7 @@ class Output:
         self._changed = threading.Condition()
         self._ended = False
         self._done = False
-        """Whether the thread has ended."""
+        """Whether the thread has ended, or is left to itself."""
         self._failed: set[int] = set()
         threading.Thread(target=self._write, name="output", daemon=True).start()
 
@@ -70,7 +73,7 @@ class Output:
         with self._changed:
             self._ended = True
             self._changed.notify_all()
-            while self._waiting or self._writing is not None:
+            while not self._done and (self._waiting or self._writing is not None):
                 self._changed.wait(0.1)  # signals that arrive meanwhile are handled in between
                 if stop and asked is None:
                     asked = time.monotonic()
@@ -80,6 +83,7 @@ class Output:
 
     def _give_up(self) -> None:
         self._waiting.clear()
+        self._done = True
         if (stuck := self._writing) is not None:  # standard output and standard error may be one terminal
             leave([stuck, *(file for file in STANDARD_OUTPUTS if os.path.sameopenfile(file, stuck))])
 
@@ -118,7 +122,7 @@ class _Stream(io.TextIOBase):
     """Takes the place of a stream, and lets `Output` write to its file."""
 
     def __init__(self, output: Output, stream: TextIO) -> None:
-        self._output, self._stream, self._file = output, stream, stream.fileno()
+        self.output, self._stream, self._file = output, stream, stream.fileno()
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -144,7 +148,7 @@ class _Stream(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Have a text written."""
-        self._output.put(self._file, text.encode(self.encoding, self.errors or "strict"))
+        self.output.put(self._file, text.encode(self.encoding, self.errors or "strict"))
         return len(text)
 
 
@@ -153,22 +157,39 @@ def unblocked_output(stop: Sequence[int]) -> Iterator[Output]:
     """Let a thread write what this process prints, so that no print waits for whoever reads it.
 
     Streams without a file descriptor, such as one in memory, stay as they are. At the end all is written, unless there
-    has been a request to stop (`Output.finish`).
+    has been a request to stop (`Output.finish`), of which KeyboardInterrupt is one. Inside another such block, the
+    thread of that one writes.
 
     Args:
         stop: the requests to stop so far.
     """
-    output = Output()
     streams = sys.stdout, sys.stderr
+    output = next((stream.output for stream in streams if isinstance(stream, _Stream)), None) or Output()
     sys.stdout, sys.stderr = (_replaced(output, stream) for stream in streams)
     try:
         yield output
+    except KeyboardInterrupt:
+        stop = [*stop, signal.SIGINT]
+        raise
     finally:
         output.finish(stop)
         sys.stdout, sys.stderr = streams
 
 
+def unblocked(command: Callable[P, None]) -> Callable[P, None]:
+    """Let a command print in this way from its first line on; one with `dry_run` prints as any other does."""
+
+    @functools.wraps(command)
+    def call(*args: P.args, **options: P.kwargs) -> None:
+        with contextlib.nullcontext() if options["dry_run"] else unblocked_output([]):
+            command(*args, **options)
+
+    return call
+
+
 def _replaced(output: Output, stream: TextIO) -> TextIO:
+    if isinstance(stream, _Stream):
+        return stream
     try:
         stream.flush()
         return cast(TextIO, _Stream(output, stream))

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from streamrl.launcher import supervisor
+from streamrl.launcher import preflight, supervisor
 from streamrl.launcher import unblocked_output as module
 from streamrl.launcher.unblocked_output import unblocked_output
 from streamrl.report.live_view import LiveView
@@ -110,6 +110,40 @@ def test_what_cannot_be_written_is_dropped_and_said_once(why: str, caplog: pytes
     os.close(writes)
     (record,) = caplog.records
     assert "the run goes on" in record.getMessage() and why in record.getMessage()
+
+
+@pytest.mark.parametrize("full", ["stdout", "stderr"])
+def test_a_launch_whose_output_cannot_be_written_runs_from_its_first_line_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], full: str
+) -> None:
+    place = Place(tmp_path, monkeypatch, capfd)
+    ran = tmp_path / "ran"
+    redirected = contextlib.redirect_stdout if full == "stdout" else contextlib.redirect_stderr
+    if full == "stderr":  # nor can it be said why it ends
+        monkeypatch.setattr(preflight, "check", lambda *arguments: ["a warning"])
+    with contextlib.suppress(OSError), open("/dev/full", "w") as nowhere, redirected(nowhere):
+        printed = place.supervise({"controller": f"open({str(ran)!r}, 'w').close(); raise SystemExit(3)"})
+        assert "error: controller ended with exit code 3" in printed
+    assert ran.exists()
+
+
+def test_a_block_inside_another_writes_in_the_same_order_and_a_closed_terminal_holds_up_none(
+    pipe: Pipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe.fill()
+    with contextlib.redirect_stdout(pipe.stream), unblocked_output([]) as outer:
+        print("outside", flush=True)
+        with unblocked_output([signal.SIGTERM]) as inner:
+            assert inner is outer
+            print("inside", flush=True)
+            os.read(pipe.reads, pipe.filled)
+        print("after it", flush=True)
+    assert os.read(pipe.reads, 1 << 16) == b"outside\ninside\nafter it\n"
+    monkeypatch.setattr(module, "GIVE_UP_S", 0.1)
+    pipe.fill()
+    with contextlib.redirect_stdout(pipe.stream), pytest.raises(KeyboardInterrupt), unblocked_output([]):
+        print("this is not read", flush=True)
+        raise KeyboardInterrupt
 
 
 def test_after_a_request_to_stop_an_output_that_is_not_read_is_given_up(
