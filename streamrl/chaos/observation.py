@@ -149,7 +149,8 @@ def _position(run_dir: Path) -> tuple[int, frozenset[int]]:
 
 def _ledger(path: Path) -> tuple[list[LedgerRow], dict[int, int]]:
     """Return all rows, and the number of samples of each step, from one snapshot."""
-    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)) as db:
+    address = f"{path.absolute().as_uri()}?mode=ro"
+    with contextlib.closing(sqlite3.connect(address, uri=True, isolation_level=None)) as db:
         db.execute("BEGIN")
         rows = [LedgerRow(*row) for row in db.execute("SELECT sample_id, group_id, state, void_cause FROM samples")]
         sizes = {int(step): int(count) for step, count in db.execute("SELECT step, samples FROM steps")}

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from streamrl.chaos.audit import audit
 from streamrl.chaos.observation import Logs, interrupted, look, processes_of, read_account
@@ -32,7 +33,10 @@ def group(prompt: int, step: int) -> Group:
     return found
 
 
-def test_a_whole_folder_gives_an_account_that_is_clean(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["run", "a#b", "what?", "50%25"])
+def test_a_whole_folder_gives_an_account_that_is_clean(tmp_path: Path, name: str) -> None:
+    tmp_path /= name
+    tmp_path.mkdir()
     ledger, store = Ledger(tmp_path / "ledger.sqlite"), RolloutStore(tmp_path / "rollouts")
     metrics = RowWriter(tmp_path / "metrics.jsonl", MetricsRow)
     for step, prompts in ((1, (0, 1)), (2, (3,))):
@@ -54,6 +58,7 @@ def test_a_whole_folder_gives_an_account_that_is_clean(tmp_path: Path) -> None:
     found = audit(account)
     assert not found.faults
     assert (found.samples, found.open) == (6, 1)
+    assert [folder.name for folder in tmp_path.parent.iterdir()] == [name]
 
 
 def test_logs_are_followed_from_now_on_and_by_whole_lines(tmp_path: Path) -> None:
