@@ -145,11 +145,15 @@ def _made(planned: Path, name: str) -> Path:
 
 @contextmanager
 def _kept_unless_empty(run_dir: Path) -> Iterator[None]:
-    """Delete a folder in which nothing is yet when the launch fails or is stopped: it would take the run's name."""
+    """Delete a folder with at most a lock in it when the launch fails or is stopped: it would take the run's name."""
+    from streamrl.run_dir.layout import LOCK
+
     try:
         yield
     except BaseException:
-        with suppress(OSError):  # it holds something
+        with suppress(OSError):  # it holds something, or is gone
+            if [path.name for path in run_dir.iterdir()] == [LOCK]:
+                (run_dir / LOCK).unlink()
             run_dir.rmdir()
         raise
 

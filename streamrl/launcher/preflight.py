@@ -36,6 +36,7 @@ from streamrl.launcher.resume_check import check_checkpoint, check_newest, check
 from streamrl.launcher.router_check import check_router_replay
 from streamrl.launcher.run_warnings import run_warnings
 from streamrl.launcher.sequence_check import check_sequence_parallel
+from streamrl.launcher.site_setup import check_sockets
 from streamrl.launcher.speculation_check import check_speculation
 from streamrl.launcher.untried_paths import untried_warning
 from streamrl.launcher.version_folder import check_semaphores, shared_memory_warnings
@@ -87,6 +88,7 @@ def check(
         check_this_machine(cluster, run, site, resumed is not None),
         check_folder(runs_root, resumed),
         check_semaphores(cluster, site),
+        check_sockets(),
         check_ray(cluster, run, site),
     ]
     trains = site in (None, cluster.trainer_site)

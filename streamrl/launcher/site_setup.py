@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -273,6 +274,17 @@ def _unix_socket(path: Path) -> str:
     if len(str(path).encode()) > LONGEST_SOCKET_PATH:
         raise RunFailed(f"{path} is too long for a socket ({LONGEST_SOCKET_PATH} bytes): set TMPDIR to a shorter path")
     return f"ipc://{path}"
+
+
+def check_sockets() -> Iterable[str]:
+    """Check that the launcher's folder for sockets can be made, and that its path is short enough."""
+    try:
+        with ScratchFolder() as folder:
+            _unix_socket(folder / SOCKET_OF_VLLM)
+    except RunFailed as error:
+        yield str(error)
+    except OSError as error:
+        yield f"cannot make a temporary folder in {tempfile.gettempdir()}: {error.strerror}; set TMPDIR to another one"
 
 
 def _with_relays(addresses: Addresses, cluster: ClusterConfig, site: str) -> Addresses:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import pytest
 
 from streamrl.cli import chaos
-from streamrl.launcher import site_setup, supervisor
+from streamrl.launcher import preflight, site_setup, supervisor
 from streamrl.report.live_view import LiveView
 from streamrl.run_dir.status import read_status, write_status
 from streamrl.runtime.stop_signals import on_stop
@@ -263,3 +263,18 @@ def test_other_signals_leave_the_terminal_as_it_is(monkeypatch: pytest.MonkeyPat
     assert not os.isatty(theirs)
     os.close(ours)
     os.close(theirs)
+
+
+def test_a_launch_that_fails_before_anything_is_written_leaves_no_folder(place: Place) -> None:
+    """It would take the run's name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(site_setup, "ScratchFolder", full)
+        patch.setattr(preflight, "check_sockets", lambda: [])
+        with pytest.raises(OSError, match="No space left"):
+            place.supervise({}, code=1)
+    assert not list((place.folder / "runs").iterdir())
+
+
+def test_a_temporary_folder_that_cannot_be_used_is_found_before_a_launch(place: Place) -> None:
+    place.monkeypatch.setattr(site_setup, "ScratchFolder", full)
+    assert "cannot make a temporary folder in" in place.launch()

@@ -18,7 +18,7 @@ from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.errors import RunFailed, UserError
 from streamrl.launcher import preflight, site_setup
-from streamrl.launcher.site_setup import LONGEST_SOCKET_PATH, prepare
+from streamrl.launcher.site_setup import LONGEST_SOCKET_PATH, check_sockets, prepare
 from streamrl.launcher.version_folder import (
     check_semaphores,
     fits_into_shared_memory,
@@ -164,6 +164,8 @@ def test_a_temporary_folder_whose_path_is_too_long_for_vllms_sockets_is_refused(
         deep.mkdir()
         (tmp_path / "run").mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(deep))
+        problems = list(check_sockets())
+        assert (len(problems), "is too long for a socket" in "".join(problems)) == (-spare, bool(spare))
         refused = pytest.raises(RunFailed, match="is too long for a socket") if spare else contextlib.nullcontext()
         with refused, prepare(cluster(), run, tmp_path / "run"):
             pass
