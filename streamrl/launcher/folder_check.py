@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import sqlite3
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,6 +21,9 @@ CHECKPOINT_BYTES_PER_WEIGHT_BYTE = 7
 """Size of a checkpoint relative to the bf16 weights: those (2 bytes per parameter), and fp32 weights with two AdamW
 moments (12)."""
 
+PART_BYTES = 200
+"""Bytes of each part of a path that is tried; file systems take 255 in a name."""
+
 
 def check_folder(runs_root: Path, resumed: Path | None = None) -> Iterable[str]:
     """Check that a run's folder can be made, or that of a run that is continued be written to."""
@@ -28,6 +34,42 @@ def check_folder(runs_root: Path, resumed: Path | None = None) -> Iterable[str]:
         yield f"{_named(runs_root, resumed)}: cannot write to {existing}"
     elif resumed is not None and not _usable(checkpoints := resumed / layout.CHECKPOINTS):
         yield f"{_named(runs_root, resumed)}: cannot read and write in {checkpoints}"
+
+
+def check_database_paths(
+    run: RunConfig, runs_root: Path, resumed: Path | None = None, emulated: Iterable[str] = ()
+) -> Iterable[str]:
+    """Check that SQLite takes the paths of the run's databases: it has a limit of its own.
+
+    Args:
+        run: the resolved run file.
+        runs_root: parent of a new run's folder.
+        resumed: folder of the run that is continued; None: a new run.
+        emulated: the sites that have a folder inside the run's.
+    """
+    folder = (resumed or runs_root / run.name).resolve()
+    folders = [folder, *(folder / layout.SITES / name for name in emulated)]
+    names = (layout.LEDGER, layout.TOKEN_JOURNAL, layout.TURN_JOURNAL)
+    longest = max(len(os.fsencode(one / name)) for one in folders for name in names)
+    if not _takes_database(longest):
+        yield (
+            f"{_named(runs_root, resumed)}: a database of the run would have a path of {longest} bytes, more than "
+            "SQLite takes; expected a shorter path"
+        )
+
+
+def _takes_database(length: int) -> bool:
+    """Return whether SQLite opens a database whose path has so many bytes, by trying in a temporary folder."""
+    with tempfile.TemporaryDirectory() as name:
+        parts = "x" * (length - len(os.fsencode(place := Path(name).resolve())) - 1)
+        path = place.joinpath(*(parts[at : at + PART_BYTES - 1] for at in range(0, len(parts), PART_BYTES)))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.closing(sqlite3.connect(path)) as database:
+                database.execute("PRAGMA journal_mode=WAL")
+        except (OSError, sqlite3.Error):
+            return path == place  # it is shorter than that of the temporary folder
+    return True
 
 
 def check_disk(run: RunConfig, runs_root: Path, resumed: Path | None = None) -> Iterable[str]:

@@ -25,7 +25,7 @@ from streamrl.launcher.capacity_check import (
     thread_warnings,
 )
 from streamrl.launcher.cluster_warnings import cluster_warnings, unused_here
-from streamrl.launcher.folder_check import check_disk, check_folder, disk_warnings
+from streamrl.launcher.folder_check import check_database_paths, check_disk, check_folder, disk_warnings
 from streamrl.launcher.generation_check import check_eight_bits, check_generation, check_head_size, check_kv_cache
 from streamrl.launcher.gpu_checks import check_this_machine, sites_here, warnings_here
 from streamrl.launcher.model_check import check_critic, check_heads, check_model, critic_warnings
@@ -87,6 +87,7 @@ def check(
         check_weight_path(cluster, run),
         check_this_machine(cluster, run, site, resumed is not None),
         check_folder(runs_root, resumed),
+        check_database_paths(run, runs_root, resumed, cluster.remote_sites if emulate else ()),
         check_semaphores(cluster, site),
         check_sockets(),
         check_ray(cluster, run, site),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import sqlite3
 from collections import namedtuple
 from pathlib import Path
 
 import pytest
 
 from streamrl.config.run import RunConfig
-from streamrl.launcher.folder_check import check_disk, disk_warnings
+from streamrl.launcher.folder_check import check_database_paths, check_disk, disk_warnings
 from streamrl.run_dir import layout
 from tests.launcher.test_preflight import GIB, make_model
 
@@ -40,3 +42,28 @@ def test_the_best_checkpoint_and_those_in_evaluation_are_warned_of_and_refuse_no
         assert f"checkpoints may take {free}.0 GiB more" in warning and "the best one stays" in warning
         assert list(check_disk(run, tmp_path, resumed)) == []
         assert list(disk_warnings(RunConfig.model_validate(values), tmp_path, resumed)) == []
+
+
+@pytest.mark.parametrize("emulated", [(), ("a-site-of-the-cluster",)])
+def test_a_path_is_refused_exactly_where_sqlite_refuses_it(tmp_path: Path, emulated: tuple[str, ...]) -> None:
+    run = RunConfig(name="run")
+    refused = []
+    for length in range(380, 520, 4):
+        runs = tmp_path / "a" / ("x" * 200)
+        runs /= "y" * (length - len(str(runs)) - 1)
+        folder = runs.joinpath("run", *(part for site in emulated for part in ("sites", site)))
+        folder.mkdir(parents=True)
+        opened = False
+        with (
+            contextlib.suppress(sqlite3.OperationalError),
+            contextlib.closing(sqlite3.connect(folder / layout.TOKEN_JOURNAL)) as database,
+        ):
+            database.execute("PRAGMA journal_mode=WAL")
+            opened = True
+        problems = list(check_database_paths(run, runs, None, emulated))
+        assert bool(problems) != opened
+        refused += problems
+        shutil.rmtree(tmp_path / "a")
+    assert "more than SQLite takes; expected a shorter path" in refused[0]
+    assert not list(check_database_paths(run, Path("/"))), "one shorter than that of the temporary folder"
+    assert "--resume " in next(iter(check_database_paths(run, tmp_path, tmp_path.joinpath(*["z" * 250] * 9))))
