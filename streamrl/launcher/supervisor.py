@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import logging
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +41,8 @@ VIEW_S = 0.5
 """Seconds between two refreshes of the view; the controller writes as often."""
 SETTLE_S = 1.0
 """Seconds to wait after a death: other processes that die of the same cause may explain it better."""
+REPORT_S = 2.0
+"""Seconds for the report after a request to stop, so that a stop takes less than 10 s in all."""
 
 UNCHANGED = ErrorCode.RESUME, ErrorCode.CONFIGURATION, ErrorCode.CONTEXT
 """Codes of errors that a resume meets again as long as nothing is mended."""
@@ -187,7 +190,7 @@ def _watch(
 
 
 def _interrupted(stop: list[int], share: Share) -> Interrupted:
-    return Interrupted(f"stopped by {signal.Signals(stop[0]).name}{_how_to_resume(share)}")
+    return Interrupted(f"stopped by {_name(stop[0])}{_how_to_resume(share)}")
 
 
 def _is_gone(held: HeldFolder) -> bool:
@@ -342,9 +345,21 @@ def _final_state(run_dir: Path, state: str, error: BaseException, started: float
 
 
 def _report(run_dir: Path, stop: StopRequests) -> list[str]:
-    """Write report.html, and return what to say of it; neither a failure nor a request to stop fails the run."""
+    """Write report.html, and return what to say of it; neither a failure nor a request to stop fails the run.
+
+    After a request to stop it has `REPORT_S`.
+    """
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        signal.pthread_kill(main, signal.SIGINT)
+
+    main, timer = threading.get_ident(), threading.Timer(REPORT_S, end)
     try:
         stop.interrupting = True
+        if stop:
+            timer.start()
         try:
             write_report(run_dir)
         except OSError as error:
@@ -353,7 +368,13 @@ def _report(run_dir: Path, stop: StopRequests) -> list[str]:
             log.exception("cannot write the report of %s", run_dir)
         stop.interrupting = False
     except KeyboardInterrupt:
-        name = signal.Signals(stop[-1]).name
+        why = f"would take more than {REPORT_S:g} s" if late.is_set() else f"was stopped by {_name(stop[-1])}"
         how = as_typed("streamrl", "report", run_dir)
-        return [f"the report was stopped by {name} and is not written: `{how}` writes it"]
+        return [f"the report {why} and is not written: `{how}` writes it"]
+    finally:
+        timer.cancel()
     return []
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -79,6 +80,27 @@ def test_a_report_that_is_being_written_is_stopped_and_says_how_it_is_made(
         signal.raise_signal(signal.SIGTERM)
         assert stop == [signal.SIGTERM, signal.SIGINT, signal.SIGTERM]
     assert line == f"the report was stopped by SIGINT and is not written: `streamrl report {tmp_path}` writes it"
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_report_that_takes_long_does_not_hold_up_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    written: list[Path] = []
+
+    def writes(run_dir: Path) -> None:
+        threading.Event().wait(scaled(10))
+        written.append(run_dir)
+
+    monkeypatch.setattr(supervisor, "write_report", writes)
+    monkeypatch.setattr(supervisor, "REPORT_S", 0.01, raising=False)
+    with supervisor._stop_requests() as stop:
+        signal.raise_signal(number)
+        said = supervisor._report(tmp_path, stop)
+    assert not written
+    assert said == [
+        f"the report would take more than 0.01 s and is not written: `streamrl report {tmp_path}` writes it"
+    ]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
