@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,6 +61,19 @@ class RestartNeeded(RunFailed):
     """Failure of a process that a restarted one can overcome."""
 
 
+PROCESSES = re.compile("can't start new thread|Resource temporarily unavailable")
+"""What Python and libraries in C++ say if the system gives them no further thread or process."""
+
+
+def with_limit(error: BaseException) -> str:
+    """Return the text of an error; if the system's limit on processes or on files is the cause, with its name."""
+    number, text = getattr(error, "errno", None), str(error)
+    if number == errno.EFBIG:
+        return f"{text}; raise the limit on the size of a file (`ulimit -f`)"
+    no_more = number == errno.EAGAIN or (isinstance(error, RuntimeError) and PROCESSES.search(text))
+    return f"{text}; raise the limit on processes and threads (`ulimit -u`, a cgroup's `pids.max`)" if no_more else text
+
+
 @contextmanager
 def writing(path: object) -> Iterator[None]:
     """Write to a file that the run cannot do without; the system's own error often does not name it.
@@ -72,7 +86,7 @@ def writing(path: object) -> Iterator[None]:
     except OSError as error:
         # without the name of a temporary file, and what a library has added
         why = OSError(error.errno, os.strerror(error.errno)) if error.errno else error
-        text = f"cannot write {path}: {why}"
+        text = f"cannot write {path}: {with_limit(why)}"
         raise RunFailed(ErrorCode.DISK.refer(text) if error.errno in FULL else text) from error
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from streamrl.diagnose.stacks import answer_requests
-from streamrl.errors import RestartNeeded, UserError, cause, is_final
+from streamrl.errors import RestartNeeded, UserError, cause, is_final, with_limit
 from streamrl.imports import importing
 from streamrl.machine.open_files import raise_open_files
 from streamrl.machine.user_folders import settle_caches
@@ -187,7 +187,7 @@ def _last_words(text: str) -> str:
 
 
 def _unexpected(error: BaseException) -> str:
-    return UNEXPECTED + " ".join(f"{type(error).__name__}: {error}".split())
+    return UNEXPECTED + " ".join(f"{type(error).__name__}: {with_limit(error)}".split())
 
 
 def main() -> int:

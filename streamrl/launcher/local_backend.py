@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from streamrl.emulation.namespaces import enter
-from streamrl.errors import RunFailed, UserError
+from streamrl.errors import RunFailed, UserError, with_limit
 from streamrl.launcher.started_process import RunProcess
 from streamrl.machine.gpus import BY_BUS, ORDER, VISIBLE, devices_of_user
 from streamrl.run_dir.jsonl import append_whole
@@ -76,7 +76,7 @@ def begin_log(spec: ProcessSpec, log_dir: Path) -> tuple[Path, int]:
             with contextlib.suppress(RunFailed):  # on a full disk; the process will know whether it can do without
                 append_whole(output, f"--- started {time.strftime('%Y-%m-%d %H:%M:%S')} by {os.getpid()}\n".encode())
     except OSError as error:
-        raise RunFailed(f"cannot start {spec.name}: {error}") from error
+        raise RunFailed(f"cannot start {spec.name}: {with_limit(error)}") from error
     return log, begin
 
 
@@ -125,5 +125,5 @@ def start(
             env.setdefault(ORDER, BY_BUS)
         process = spawn(spec.command, log, env, namespace)
     except (OSError, UserError) as error:
-        raise RunFailed(f"cannot start {spec.name}: {error}") from error
+        raise RunFailed(f"cannot start {spec.name}: {with_limit(error)}") from error
     return LocalProcess(spec, log, number, begin, process=process)

@@ -36,7 +36,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from streamrl.errors import RunFailed
+from streamrl.errors import RunFailed, with_limit
 from streamrl.machine.own_share import free_memory
 from streamrl.runtime.processes import this_host
 from streamrl.weights.finite import first_not_finite, whole
@@ -320,7 +320,7 @@ def shared_buffer(nbytes: int, near: Sequence[int], files: list[int]) -> np.ndar
             try:
                 descriptor = files.pop() if files else _anonymous_file(nbytes)
             except (OSError, MemoryError) as error:
-                problem = f"no shared memory for {nbytes / 2**20:.0f} MiB of weights: {error}"
+                problem = f"no shared memory for {nbytes / 2**20:.0f} MiB of weights: {with_limit(error)}"
         paths = [f"/proc/{os.getpid()}/fd/{descriptor}"]
         dist.broadcast_object_list(paths)
         path, mapped = paths[0], np.zeros(0, np.uint8)

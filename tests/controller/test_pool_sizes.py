@@ -147,7 +147,8 @@ def test_a_scaling_that_the_disk_has_no_room_for_is_refused_and_changes_nothing(
     before, file = dict(scaling.status()["wanted"]), tmp_path / layout.REPLICAS
     with file_size_limit(8):
         answer = ask(scaling, "regular", 1)
-    assert answer == {"error": f"cannot write {file}: [Errno 27] File too large (see docs: E1007)"}
+    limit = "raise the limit on the size of a file (`ulimit -f`)"
+    assert answer == {"error": f"cannot write {file}: [Errno 27] File too large; {limit} (see docs: E1007)"}
     assert scaling.status()["wanted"] == before and sites.asked == [] and not file.exists()
     assert ask(scaling, "regular", 1)["after"] == 1
 

@@ -251,7 +251,8 @@ def test_rollouts_are_on_disk_before_the_ledger_forgets_them(tmp_path: Path, mon
 
 def test_rollouts_that_the_disk_has_no_room_for_are_named(tmp_path: Path) -> None:
     store = RolloutStore(tmp_path / "rollouts")
-    words = re.escape(f"cannot write {store.path(1)}: [Errno 27] File too large (see docs: E1007)")
+    limit = "raise the limit on the size of a file (`ulimit -f`)"
+    words = re.escape(f"cannot write {store.path(1)}: [Errno 27] File too large; {limit} (see docs: E1007)")
     with file_size_limit(8), pytest.raises(RunFailed, match=f"^{words}$"):
         store.write(1, [make_group("g")])
     assert list(store.directory.iterdir()) == []

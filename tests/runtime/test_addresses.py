@@ -17,7 +17,10 @@ from tests.run_dir.conftest import file_size_limit
 def test_addresses_that_the_disk_has_no_room_for_are_named_and_the_old_ones_stay(tmp_path: Path) -> None:
     addresses = Addresses("tcp://one", "tcp://two", {"here": "tcp://three"})
     addresses.save(tmp_path)
-    words = re.escape(f"cannot write {tmp_path / layout.ADDRESSES}: [Errno 27] File too large (see docs: E1007)")
+    limit = "raise the limit on the size of a file (`ulimit -f`)"
+    words = re.escape(
+        f"cannot write {tmp_path / layout.ADDRESSES}: [Errno 27] File too large; {limit} (see docs: E1007)"
+    )
     with file_size_limit(8), pytest.raises(RunFailed, match=f"^{words}$"):
         replace(addresses, publisher="tcp://four").save(tmp_path)
     assert Addresses.load(tmp_path) == addresses
