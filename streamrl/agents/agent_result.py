@@ -10,7 +10,7 @@ from typing import Any
 
 from streamrl.rollouts.plain_text import plain_text
 from streamrl.rollouts.trajectory import MOST_METRICS, MOST_NAME
-from streamrl.rollouts.void import wrong_with_reward
+from streamrl.rollouts.void import python_number, wrong_with_reward
 from streamrl.tasks.void_reward import VoidReward
 
 
@@ -42,6 +42,7 @@ def _reward(value: Any) -> float:
 
 
 def _finite(name: str, value: Any) -> float:
+    value = python_number(value)
     if not isinstance(value, numbers.Real):
         raise VoidReward(text=f"{name} must be a number, got {type(value).__name__} {reprlib.repr(value)}")
     try:

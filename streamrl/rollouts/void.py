@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from decimal import Decimal
 from enum import StrEnum
+from typing import Any
 
 MOST_REWARD = 1e12
 """Largest reward, above and below 0; the squares of far larger ones overflow, which would make advantages 0."""
@@ -58,3 +60,12 @@ class Void:
     def __post_init__(self) -> None:
         """Cut the text."""
         object.__setattr__(self, "text", self.text[:LONGEST_TEXT])
+
+
+def python_number(value: Any) -> Any:
+    """Return the Python number of a scalar of numpy or torch, or of a `Decimal`; anything else as it is."""
+    if isinstance(value, Decimal):
+        return float(value)
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item()
+    return value

@@ -9,12 +9,11 @@ import numbers
 import reprlib
 import shutil
 from collections.abc import Callable, Sequence
-from decimal import Decimal
 from typing import Any, Protocol
 
 from streamrl.config.tasks import PYTHON_TESTS, AgentTask, FileTask, Task
 from streamrl.errors import UserError
-from streamrl.rollouts.void import wrong_with_reward
+from streamrl.rollouts.void import python_number, wrong_with_reward
 from streamrl.tasks.answers import full, tagged
 from streamrl.tasks.extras import import_extra
 from streamrl.tasks.math_reward import as_text, math_verify_score
@@ -64,7 +63,7 @@ class Scorer:
             VoidReward: the reward is void, or what was returned is no number, or none that a reward can be.
             Exception: whatever the verifier raises.
         """
-        reward = _plain(self._scores[task](completion, reward_input))
+        reward = python_number(self._scores[task](completion, reward_input))
         if reward is None:
             raise VoidReward(text="the reward function returned None", retry=False)
         if not isinstance(reward, numbers.Real):
@@ -74,15 +73,6 @@ class Scorer:
         if (wrong := wrong_with_reward(value)) is not None:
             raise VoidReward(text=f"the reward {wrong}", retry=False)
         return value
-
-
-def _plain(reward: Any) -> Any:
-    """Return the Python number of a scalar of numpy or torch, or of a `Decimal`; anything else as it is."""
-    if isinstance(reward, Decimal):
-        return float(reward)
-    if getattr(reward, "shape", None) == () and hasattr(reward, "item"):
-        return reward.item()
-    return reward
 
 
 def _score_of(task: Task, seed: int) -> Score:
