@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +31,7 @@ from streamrl.machine import compiled_c
 
 log = logging.getLogger(__name__)
 
-Kind = TypeVar("Kind")
+T = TypeVar("T")
 
 SOURCE = Path(__file__).with_suffix(".c")
 TYPES = torch.float32, torch.bfloat16
@@ -169,55 +170,53 @@ def take_kernels(model: nn.Module) -> None:
         elif {name for name, _ in module.named_children()} >= GATED:
             forward = _with_gate(module)
         if forward is not None:
-            module.forward = forward
+            module.forward = MethodType(forward, module)  # which a copy of the module has as its own
             taken += 1
     rotations = sum(map(_take_rotation, {type(module).__module__ for module in model.modules()}))
     log.info("%d norms and MLPs and %d rotations take kernels compiled for this CPU", taken, rotations)
 
 
-def _with_norm(module: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def _with_norm(module: Any) -> Callable[[Any, torch.Tensor], torch.Tensor] | None:
     """Return a norm's forward pass by the kernel; None: it computes another formula."""
     eps = next((getattr(module, name) for name in EPSILONS if hasattr(module, name)), None)
     weights = dict(module.named_parameters())
     if not isinstance(eps, float) or set(weights) != {"weight"} or weights["weight"].dim() != 1:
         return None
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(weights["weight"].shape, generator=generator)
-    x = _numbers((32, len(weight)), generator)
-    kernels = {at: partial(RMSNorm.apply, x, weight, eps, at) for at in (0.0, 1.0)}
-    offset = _formula_of(partial(functional_call, module, {"weight": weight}, (x,)), kernels)
+    x, weight = _numbers(len(weights["weight"])), _numbers(len(weights["weight"]))[1]
+    kernels = {at: partial(_with_last, RMSNorm.apply, eps, at) for at in (0.0, 1.0)}
+    offset = _formula_of(lambda x, weight: functional_call(module, {"weight": weight}, (x,)), kernels, x, weight)
     if offset is None:
         return None
-    own = module.forward
+    own = type(module).forward
 
-    def forward(hidden_states: torch.Tensor) -> torch.Tensor:
-        if not _takes(hidden_states, module.weight) or hidden_states.shape[-1:] != module.weight.shape:
-            return own(hidden_states)
-        return RMSNorm.apply(hidden_states, module.weight, eps, offset)
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not _takes(hidden_states, self.weight) or hidden_states.shape[-1:] != self.weight.shape:
+            return own(self, hidden_states)
+        return RMSNorm.apply(hidden_states, self.weight, eps, offset)
 
     return forward
 
 
-def _with_gate(module: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def _with_gate(module: Any) -> Callable[[Any, torch.Tensor], torch.Tensor] | None:
     """Return a gated MLP's forward pass by the kernel; None: it computes another formula."""
-    generator = torch.Generator().manual_seed(0)
-    x, factors = _numbers((32, 64), generator), torch.randn(2, 64, generator=generator)
-    twin = copy.copy(module)  # with other linear layers: the formula in between is tried, whatever the weights
-    twin._modules = module._modules | {
-        "gate_proj": _Times(factors[0]),
-        "up_proj": _Times(factors[1]),
-        "down_proj": nn.Identity(),
-    }
-    kernels = {kind: partial(Gate.apply, x * factors[0], x * factors[1], kind) for kind in (False, True)}
-    gelu = _formula_of(partial(twin, x), kernels)
+
+    def own(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        twin = copy.copy(module)  # with other linear layers: the formula in between is tried, whatever the weights
+        given = {"gate_proj": _Times(gate), "up_proj": _Times(up), "down_proj": nn.Identity()}
+        twin._modules = module._modules | given
+        return twin(torch.ones_like(up))
+
+    gate = _numbers(64)
+    kernels = {kind: partial(_with_last, Gate.apply, kind) for kind in (False, True)}
+    gelu = _formula_of(own, kernels, gate, gate.roll(1, 0))
     if gelu is None:
         return None
 
-    def forward(hidden_states: torch.Tensor) -> torch.Tensor:
-        gate, up = module.gate_proj(hidden_states), module.up_proj(hidden_states)
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
         if not _takes(gate, up):
-            return module.down_proj(module.act_fn(gate) * up)
-        return module.down_proj(Gate.apply(gate, up, gelu))
+            return self.down_proj(self.act_fn(gate) * up)
+        return self.down_proj(Gate.apply(gate, up, gelu))
 
     return forward
 
@@ -255,11 +254,10 @@ def _takes_angles(x: torch.Tensor, angles: Sequence[Any], least: int) -> bool:
     """Return whether the kernel rotates vectors by such cosines and sines, at least so many numbers of each head."""
     if len(angles) != 2 or not all(isinstance(one, torch.Tensor) and _takes(x, one) for one in angles):
         return False
+    if x.dim() != 4 or any(one.requires_grad for one in angles) or angles[1].shape != angles[0].shape:
+        return False
     of_rows, rotated = angles[0].shape[:-1], angles[0].shape[-1]
-    fits = x.dim() == 4 and of_rows == (len(x), x.shape[2]) and angles[1].shape == angles[0].shape
-    return (
-        fits and rotated % 2 == 0 and least <= rotated <= x.shape[-1] and not any(one.requires_grad for one in angles)
-    )
+    return of_rows == (len(x), x.shape[2]) and rotated % 2 == 0 and least <= rotated <= x.shape[-1]
 
 
 def _rotates(own: Callable[..., Any], width: int, rotated: int) -> bool:
@@ -268,14 +266,17 @@ def _rotates(own: Callable[..., Any], width: int, rotated: int) -> bool:
     query, key = (torch.randn(2, heads, 5, width, generator=generator) for heads in (3, 1))
     cos, sin = torch.randn(2, 2, 5, rotated, generator=generator)
 
-    def of_own() -> torch.Tensor:
-        return torch.cat(own(query, key, cos, sin), dim=1)
+    def both(rotate: Callable[..., Any], query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return torch.cat(rotate(query, key, cos, sin), dim=1)
 
-    return _formula_of(of_own, {True: lambda: Rotate.apply(torch.cat([query, key], dim=1), cos, sin)}) is True
+    def kernel(query: torch.Tensor, key: torch.Tensor, *angles: torch.Tensor) -> list[torch.Tensor]:
+        return [Rotate.apply(x, *angles) for x in (query, key)]
+
+    return _formula_of(partial(both, own), {True: partial(both, kernel)}, query, key) is True
 
 
 class _Times(nn.Module):
-    """A layer that multiplies by fixed factors."""
+    """A layer that multiplies its input by fixed factors."""
 
     def __init__(self, factors: torch.Tensor) -> None:
         super().__init__()
@@ -285,27 +286,54 @@ class _Times(nn.Module):
         return x * self.factors
 
 
-def _numbers(shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
-    """Return random numbers of all `SCALES`, a row after the other."""
-    scales = torch.tensor(SCALES)[torch.arange(shape[0]) % len(SCALES)]
-    return torch.randn(shape, generator=generator) * scales[:, None]
+def _with_last(function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+    """Call a function with the last two arguments, which are tensors, before the others."""
+    return function(*arguments[-2:], *arguments[:-2])
 
 
-@torch.no_grad()
-def _formula_of(own: Callable[[], torch.Tensor], kernels: Mapping[Kind, Callable[[], Any]]) -> Kind | None:
-    """Return which of the kernels computes what a module does; None: none, or the module refuses its arguments."""
+def _numbers(width: int) -> torch.Tensor:
+    """Return rows of random numbers, [48, width], of all `SCALES` in turn."""
+    scales = torch.tensor(SCALES).repeat(16)
+    return torch.randn(len(scales), width, generator=torch.Generator().manual_seed(0)) * scales[:, None]
+
+
+def _formula_of(
+    own: Callable[..., torch.Tensor], kernels: Mapping[T, Callable[..., torch.Tensor]], *tensors: torch.Tensor
+) -> T | None:
+    """Return which of the kernels computes what a model does, and its gradients.
+
+    Args:
+        own: the model's operations on these tensors.
+        kernels: by kind.
+        tensors: fp32.
+
+    Returns:
+        The kind; None: none, or the model refuses such tensors.
+    """
+    given = [one.clone().requires_grad_() for one in tensors]
     try:
-        found = own()
+        found = _with_gradients(own, given)
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return None
-    for kind, kernel in kernels.items():
-        expected = kernel()
-        if found.shape != expected.shape or found.dtype != expected.dtype:
-            continue
-        error, size = (found - expected).abs().amax(-1), expected.abs().amax(-1)
-        if (error <= CLOSE * size).all():
-            return kind
-    return None
+    return next((kind for kind, one in kernels.items() if _alike(found, _with_gradients(one, given))), None)
+
+
+def _with_gradients(function: Callable[..., torch.Tensor], given: list[torch.Tensor]) -> list[torch.Tensor]:
+    with torch.enable_grad():
+        out = function(*given)
+        upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+        return [out.detach(), *torch.autograd.grad(out, given, upstream)]
+
+
+def _alike(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    """Return whether outputs and gradients are the same, row by row, but for rounding."""
+    for one, other in zip(found, expected, strict=True):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        error, size = (one - other).abs().amax(-1), other.abs().amax(-1)
+        if not (error <= CLOSE * size).all():
+            return False
+    return True
 
 
 def _takes(x: torch.Tensor, other: torch.Tensor) -> bool:

@@ -34,6 +34,7 @@ from streamrl.machine.cpu import this_cpu
 from streamrl.rollouts.micro_batch import TrainGroup, TrainSequence
 from streamrl.rollouts.types import SampleRequest
 from streamrl.runtime.processes import end_with_parent
+from streamrl.training.layer_kernels import take_kernels
 from streamrl.training.packing import pack
 from streamrl.training.policy_model import load_policy
 from streamrl.transport.deadlines import WaitRegistry
@@ -115,8 +116,10 @@ def _trainer_logprobs(model: str, samples: Sequence[Any], attention: str) -> lis
         TrainGroup("verify", request.prompt_tokens, [TrainSequence(one.completion_tokens, one.logprobs, 0.0)])
         for request, one in zip(_requests(TOKENS), samples, strict=True)
     ]
+    policy = load_policy(model, attention=attention)
+    take_kernels(policy)
     with torch.no_grad():
-        values: np.ndarray = load_policy(model, attention=attention)(pack(groups), 1.0)[0].numpy()
+        values: np.ndarray = policy(pack(groups), 1.0)[0].numpy()
     return np.split(values, np.cumsum([len(one.completion_tokens) for one in samples])[:-1])
 
 

@@ -12,6 +12,7 @@ from scheduler.cost.model_shapes import undivided_heads
 from streamrl.errors import RunFailed, UserError
 from streamrl.training.checkpoint_writing import kept_in_fp32
 from streamrl.training.decoder_layers import decoder_layers, decoder_of
+from streamrl.training.layer_kernels import take_kernels
 from streamrl.training.packing import PackedBatch, pack
 from streamrl.training.packing_choice import Packing, choose_packing
 from streamrl.training.packing_proof import proof_groups, small_model, vocabulary_of
@@ -47,6 +48,7 @@ def check_settings(config: PretrainedConfig, packing: Packing) -> list[Finding]:
     """
     model = small_model(config, attention=packing.attention)
     policy = Policy(model, packing.kind == "separate")
+    take_kernels(policy)  # as a trainer on a CPU, where these checks run
     batch = pack(proof_groups(vocabulary_of(model)))
     logprobs, gradient = _passed(policy, batch)
     with torch.no_grad():

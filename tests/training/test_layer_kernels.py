@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from typing import Any
 
@@ -224,6 +225,11 @@ class _Scaled(LlamaMLP):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * 0.5  # type: ignore[no-any-return]
 
 
+class _OfScaled(LlamaMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(0.5 * x)  # type: ignore[no-any-return]
+
+
 class _NeedsMore(LlamaMLP):
     def forward(self, x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) + more  # type: ignore[no-any-return]
@@ -232,6 +238,12 @@ class _NeedsMore(LlamaMLP):
 class _CenteredRMSNorm(LlamaRMSNorm):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return super().forward(hidden_states - hidden_states.mean(-1, keepdim=True))
+
+
+class _DetachedRMSNorm(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        square = hidden_states.square().mean(-1, keepdim=True).detach()
+        return self.weight * (hidden_states * (square + self.variance_epsilon).rsqrt())
 
 
 class _LargerRMSNorm(LlamaRMSNorm):
@@ -249,10 +261,12 @@ def llama(**changes: Any) -> LlamaConfig:
     [
         _Bounded(llama()),
         _Scaled(llama()),
+        _OfScaled(llama()),
         _NeedsMore(llama()),
         LlamaMLP(llama(hidden_act="relu")),
         LlamaMLP(llama(hidden_act="gelu")),  # not its tanh form
         _CenteredRMSNorm(16),
+        _DetachedRMSNorm(16),
         _LargerRMSNorm(16),
         nn.RMSNorm(16),  # whose epsilon is that of its input's type
     ],
@@ -274,6 +288,18 @@ def test_tensors_that_a_kernel_does_not_take_go_to_the_modules_own_operations() 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         assert norm(mode.from_tensor(x)).shape == mlp(mode.from_tensor(x)).shape == (3, 16)
     assert norm(x.float()).dtype == torch.float64  # the product of two types
+
+
+def test_a_copy_of_a_model_computes_with_its_own_weights() -> None:
+    model = nn.ModuleList([LlamaRMSNorm(16), LlamaMLP(llama())])
+    x = torch.randn(3, 16)
+    take_kernels(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(2.0)
+    for one, twin in zip(model, other, strict=True):
+        assert taken(twin) and not torch.allclose(one(x), twin(x))
 
 
 def test_rounding_once_errs_less_than_a_models_own_operations() -> None:
