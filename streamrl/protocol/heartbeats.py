@@ -7,6 +7,8 @@ whole site the heartbeat. They are made fit to be shown as it arrives, since the
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -27,6 +29,8 @@ MOST_WAITS, MOST_OF_A_WAIT = 1_000, 1_000
 """Waits that are kept of a heartbeat, and characters of each of their texts; the rest is left out."""
 MOST_REFUSED = 1_000
 """Most peers for each cause of its refusals."""
+MOST_PASSED_ON = 2**21
+"""Bytes of all texts that a site's service passes on: half of what a heartbeat may have."""
 
 Count = Annotated[int, Meta(ge=-MOST, le=MOST)]
 Number = Annotated[float, Meta(ge=-MOST, le=MOST)]
@@ -93,6 +97,7 @@ class ServiceState(ProcessState, frozen=True):
     """Seconds since it has heard the trainer's publisher; None: it is at the trainer's site, or not connected yet."""
 
 
+FIELDS = frozenset(one.name for one in msgspec.structs.fields(ProcessState))
 TEXTS = tuple(one.name for one in msgspec.structs.fields(ProcessState) if isinstance(one.default, str))
 
 
@@ -116,6 +121,43 @@ def read_state(speaker: Speaker, state: dict[str, Any]) -> dict[str, Any]:
             for cause, counts in process["refused"].items()
         }
     return found
+
+
+def passed_on(states: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return what a site's service tells the controller of its processes, by their names.
+
+    No state that the service takes can make the controller refuse the whole site's heartbeat: fields that the
+    controller doesn't know are left out, and texts are cut to a length at which all of them fit in together.
+
+    Args:
+        states: their own states, each of which is a `ProcessState`.
+    """
+    told = {name: {key: state[key] for key in FIELDS & state.keys()} for name, state in states.items()}
+    waits_left, refused_left = MOST_WAITS, MOST_REFUSED
+    for process in told.values():
+        if waits := process.get("waits"):
+            process["waits"] = [
+                {key: wait[key] for key in ReportedWait.__struct_fields__} for wait in waits[:waits_left]
+            ]
+            waits_left -= len(process["waits"])
+        if refused := process.get("refused"):
+            process["refused"] = kept = {}
+            for cause, counts in refused.items():
+                kept[cause] = {peer[:MAX_NAME]: count for peer, count in itertools.islice(counts.items(), refused_left)}
+                refused_left -= len(kept[cause])
+    for most in (MOST_TEXT, MOST_OF_A_WAIT, 100, 10):
+        for process in told.values():
+            process |= {key: process[key][:most] for key in process.keys() & TEXTS}
+            for wait in process.get("waits", ()):
+                wait |= {key: wait[key][:most] for key in ("owner", "waiting_for")}
+        if sum(map(_text_bytes, told.values())) <= MOST_PASSED_ON:
+            break
+    return told
+
+
+def _text_bytes(process: dict[str, Any]) -> int:
+    waits = (wait[key] for wait in process.get("waits", ()) for key in ("owner", "waiting_for"))
+    return sum(len(text.encode()) for text in (*(process[key] for key in process.keys() & TEXTS), *waits))
 
 
 def _shown_wait(wait: dict[str, Any]) -> dict[str, Any]:

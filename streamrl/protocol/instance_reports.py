@@ -2,7 +2,7 @@
 
 The service works with it, and no process may end its service: a hello that does not fit is refused, and the process
 learns why; a heartbeat that does not fit is refused and counted, and what the one before said still holds. Further
-fields are allowed, and kept.
+fields are allowed; the controller gets those that it knows (`heartbeats.passed_on`).
 """
 
 from __future__ import annotations

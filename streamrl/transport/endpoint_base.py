@@ -18,7 +18,7 @@ from streamrl.transport.deadlines import WaitRegistry
 from streamrl.transport.delivery import Inbox, Outbox
 from streamrl.transport.flow import Flow
 from streamrl.transport.refusals import Refusals
-from streamrl.transport.wire import Arrays, MalformedMessage, Message, encode, is_plain
+from streamrl.transport.wire import Arrays, MalformedMessage, Message, encode, is_finite, is_plain
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +120,13 @@ def take_state(message: Message) -> tuple[dict[str, Any], dict[str, Any]]:
     if not isinstance(times, dict) or not is_plain(state):
         raise MalformedMessage("a heartbeat's state is not plain")
     return state, times
+
+
+def echo_of(heartbeat: Message, now: float) -> dict[str, Any]:
+    """Return the times in the answer to a heartbeat, by which its sender compares clocks; {}: it tells no time."""
+    times = heartbeat.body.get("clock")
+    sent = times.get("sent") if isinstance(times, dict) else None
+    return {"clock": {"sent": sent, "hub": now}} if is_finite(sent) else {}
 
 
 class Endpoint:

@@ -332,17 +332,17 @@ class Hub(Endpoint):
             self._accept(peer.inbox, peer.speaker, message, cost_of(frames), lambda answer: self._to(peer, answer))
 
     def _heartbeat(self, peer: Peer, message: Message, size: int) -> None:
-        if size > MAX_STATE_BYTES:
-            raise MalformedMessage(f"heartbeat of {size} bytes, at most {MAX_STATE_BYTES}")
-        if peer.site is not None and not self.covered("heartbeat", peer.site, size):
+        """Take a heartbeat, and answer it even if it is refused: its sender would take this end for dead."""
+        kept = size <= MAX_STATE_BYTES
+        if kept and peer.site is not None and not self.covered("heartbeat", peer.site, size):
             self.refusals.count("too many", peer.name, f"a heartbeat of {size} bytes so soon after others")
             return
-        state, times = endpoint_base.take_state(message)
-        peer.state = state if self.read_state is None else self.read_state(peer.speaker, state)
+        self._to(peer, self._control("heartbeat", self.state() | endpoint_base.echo_of(message, self._clock())))
+        if not kept:
+            raise MalformedMessage(f"heartbeat of {size} bytes, at most {MAX_STATE_BYTES}")
         peer.inbox.begin_at(message.session, _first(message))
-        sent = times.get("sent")
-        echo = {"clock": {"sent": sent, "hub": self._clock()}} if is_finite(sent) else {}
-        self._to(peer, self._control("heartbeat", self.state() | echo))
+        state, _ = endpoint_base.take_state(message)
+        peer.state = state if self.read_state is None else self.read_state(peer.speaker, state)
 
     def _may_unpack(self, frames: list[Any], site: str | None) -> bool:
         """Charge the envelope of a message of another site; return whether it may be unpacked now.

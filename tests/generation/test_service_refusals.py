@@ -16,15 +16,18 @@ from scheduler.cost.decode import StepCurve
 from streamrl.controller.arrivals import read_sample
 from streamrl.generation.site.instance_life import InstanceLife, Life
 from streamrl.protocol.controller_site import IssuedEpisode
+from streamrl.protocol.heartbeats import read_state
 from streamrl.protocol.message import kind_of
 from streamrl.protocol.samples import IncomingGroup
 from streamrl.protocol.site_agents import EpisodeDone
 from streamrl.rollouts.trajectory import RowExtent, Trajectory
 from streamrl.rollouts.types import SampleRequest
 from streamrl.transport.endpoint import Delivery, Speaker
+from streamrl.transport.endpoint_base import take_state
 from streamrl.transport.peer import Peer
-from streamrl.transport.wire import Arrays, MalformedMessage
+from streamrl.transport.wire import MAX_STATE_BYTES, Arrays, MalformedMessage, Message, decode, encode
 from tests.generation.test_service import PROMPT, service_in, tokens
+from tests.transport.test_malformed import nested
 
 CURVE = StepCurve((1, 8), (0.01, 0.02)).to_json()
 HELLO = {"pool": "main", "slots": 8, "world_size": 1, "curve": CURVE, "doubts": "", "process": 1}
@@ -92,6 +95,50 @@ def test_a_heartbeat_of_nonsense_to_a_service_is_refused(role: str, state: dict[
                 read(speaker, sound | state)
 
     asyncio.run(play())
+
+
+def far_future(since: float) -> dict[str, Any]:
+    return {"owner": "é" * 5_000, "waiting_for": "b" * 5_000, "since": since, "limit_s": 1.0, "x": nested(12)}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"x": nested(30)},
+        {"x": [0] * 499_900},
+        {"busy_since": 1e12},
+        {"detail": "x" * 4_100_000},
+        {"drafts": "é" * 2_000_000},
+        {"waits": [far_future(1e12)] * 300},
+        {"refused": {"malformed": {f"{number}" + "x" * 3_000: 1 for number in range(1_000)}}},
+    ],
+    ids=["deep", "many values", "future", "long", "long in bytes", "waits", "refused"],
+)
+def test_no_state_of_an_instance_or_of_agents_costs_its_site_the_heartbeat(
+    state: dict[str, Any], tmp_path: Path
+) -> None:
+    async def play() -> dict[str, Any]:
+        async with service_in(tmp_path) as service:
+            read = service.hub.read_state
+            assert read is not None
+            others = {f"far-regular-{number}": {"detail": f"y{number} " * 30_000} for number in range(1, 60)}
+            for name, told in ({"far-regular-0": state, "far-regular-60": {"running": 3}} | others).items():
+                service.fleet.lives[name] = InstanceLife(name, "regular", 0, state=Life.READY)
+                kept = read(Speaker(name, "instance", None), told)
+                service.hub.peers[name] = cast(Peer, SimpleNamespace(state=kept, meta={"slots": 8}))
+            agents = SimpleNamespace(state=state, name="agents-far", session="s", last_seen=0.0)
+            service.hub.peers["agents-far"] = cast(Peer, agents)
+            service.controller.clock.add(1.0, 6.0, 1.0)
+            own = {"clock": {}, "waits": [], "refused": {}}
+            frames = encode(Message("heartbeat", "s", 0, service.site_state.heartbeat() | own))
+            service.hub.peers.clear()
+            assert sum(map(len, frames)) <= MAX_STATE_BYTES
+            told, _ = take_state(decode(frames))
+            return read_state(Speaker("service-far", "service", "far"), told)
+
+    seen = asyncio.run(play())
+    assert seen["instances"]["far-regular-60"]["running"] == 3
+    assert seen["instances"]["far-regular-1"]["detail"].startswith("y1 y1 ")
 
 
 def test_an_end_of_an_episode_that_cannot_be_read_makes_it_void_and_ends_nothing_else(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from streamrl.transport.deadlines import WaitRegistry
-from streamrl.transport.endpoint import Hub, Refused
+from streamrl.transport.endpoint import Hub, Refused, Speaker
 from streamrl.transport.peer import PeerRoute
 from streamrl.transport.wire import (
     MAX_STATE_BYTES,
@@ -223,6 +223,29 @@ def test_a_huge_or_odd_heartbeat_leaves_the_state_as_it_was() -> None:
         assert hub.malformed == len(odd)
         hub._arrived(route, encode(Message("heartbeat", "life", 0, {"x": 2, "clock": {"sent": float("nan")}})), None)
         assert hub.peers["peer"].state == {"x": 2}  # a time that is none is not echoed, the rest holds
+        await hub.close()
+
+    run(body)
+
+
+def test_a_heartbeat_that_is_refused_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sender would take the hub for dead, and its clock and messages would not go on."""
+
+    def refuse(speaker: Speaker, state: dict[str, Any]) -> dict[str, Any]:
+        raise MalformedMessage("no such state")
+
+    async def body() -> None:
+        hub = Hub("hub", WaitRegistry("hub")).bind(f"tcp://127.0.0.1:{free_port()}")
+        hub.read_state = refuse
+        answered: list[Message] = []
+        monkeypatch.setattr(hub, "_answer", lambda route, frames: answered.append(decode(frames)))
+        route = PeerRoute(hub._doors[0], b"known")
+        hub._arrived(route, hello("peer", "life"), None)
+        for number, state in enumerate(({"x": 1}, {"x": "y" * MAX_STATE_BYTES}, {"x": b"bytes"}), start=1):
+            body = {"clock": {"sent": float(number)}, "first": number}
+            hub._arrived(route, encode(Message("heartbeat", "life", 0, state | body)), None)
+        assert [one.body["clock"]["sent"] for one in answered[1:]] == [1.0, 2.0, 3.0]
+        assert hub.malformed == 3 and hub.peers["peer"].inbox.committed_to == 2
         await hub.close()
 
     run(body)

@@ -12,6 +12,7 @@ from streamrl.generation.site.fleet import SiteFleet
 from streamrl.generation.site.instance_life import Life
 from streamrl.generation.site.site_weights import SiteWeights
 from streamrl.generation.site.uplink import Uplink
+from streamrl.protocol.heartbeats import MOST, passed_on
 from streamrl.run_dir.site_status import STARTING, starting, touch_site, write_site
 from streamrl.runtime.process_context import RoleContext
 from streamrl.transport.endpoint import Hub
@@ -105,15 +106,13 @@ class SiteState:
         }
 
     def _instances(self) -> dict[str, dict[str, Any]]:
-        """Return every instance's last heartbeat, without its requests' progress, which stays here."""
+        """Return every instance's last heartbeat, as far as it is passed on: its requests' progress stays here."""
         states, of_fleet = {}, self._fleet.states()
         for name, life in self._fleet.lives.items():
             state = dict(self._hub.peers[name].state) if name in self._hub.peers else {}
-            state.pop("produced", None)
-            state.pop("curve", None)
-            state.pop("doubtful", None)
             if state.get("busy_since"):
-                state["busy_since"] = self._uplink.link.clock.to_hub_time(state["busy_since"])
+                since = self._uplink.link.clock.to_hub_time(state["busy_since"])
+                state["busy_since"] = max(-MOST, min(since, MOST))
             if life.state is not Life.READY:
                 state |= {"state": str(life.state), "detail": of_fleet[name]["detail"]}
                 state["running"] = len(self._dispatcher.works_on(name))
@@ -122,10 +121,11 @@ class SiteState:
             elif note := self._fleet.curves.note(life.pool):
                 state["detail"] = state.get("detail") or note
             states[name] = state
-        return states
+        return passed_on(states)
 
     def _agents_state(self) -> dict[str, dict[str, Any]]:
         """Return the agents process's last heartbeat, silence and session, by its name; {}: it has not connected."""
         if (peer := self._hub.peers.get(self._agents)) is None:
             return {}
-        return {self._agents: peer.state | {"silent_s": self._hub.silent_for(peer.name), "session": peer.session}}
+        own = {"silent_s": self._hub.silent_for(peer.name), "session": peer.session}
+        return passed_on({self._agents: peer.state | own})
