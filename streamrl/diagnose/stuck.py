@@ -96,9 +96,8 @@ def _judge(facts: Facts) -> Verdict:
     if (over := _ended(facts)) is not None:
         return over
     details = _details(facts)
-    if facts.run is not None and not _started(facts) and facts.age > SILENT_AFTER_S:
-        where = "its processes cannot be seen from here (another container, or another machine)"
-        return Verdict("slow", f"slow: no sign of the run for {seconds(facts.age)}; {where}", [], details)
+    if facts.run is not None and (unseen := _unseen(facts, facts.age, "the run")) is not None:
+        return Verdict("slow", unseen, [], details)
     if (silent := _controller_silent(facts)) is not None:
         return Verdict("stuck", silent, [], details)
     chains = [_follow(wait, facts, ()) for wait in _first_waits(facts)]
@@ -255,6 +254,24 @@ def _started(facts: Facts) -> list[ProcessFacts]:
     return [p for p in facts.processes if p.pid is not None and p.role not in ("launcher", "proxy")]
 
 
+def _silently_gone(facts: Facts, age: float) -> bool:
+    """Return whether all own processes are gone, and what should be written all the time is `age` seconds old.
+
+    A run or a site of another container shows no process here: only what it writes says that it lives.
+    """
+    started = _started(facts)
+    silent = age > (SILENT_AFTER_S if started else STARTING_SILENT_S) or facts.launcher_gone
+    return silent and all(p.exit_code is not None or p.alive in ("gone", "zombie") for p in started)
+
+
+def _unseen(facts: Facts, age: float, what: str) -> str | None:
+    """Return the sentence for a run or a site that is silent, and none of whose processes is known here; else None."""
+    if _started(facts) or age <= SILENT_AFTER_S:
+        return None
+    where = "its processes cannot be seen from here (another container, or another machine)"
+    return f"slow: no sign of {what} for {seconds(age)}; {where}"
+
+
 def _ended(facts: Facts) -> Verdict | None:
     """Return the verdict on a run that is over, whether or not it has recorded its end; None if it is not over."""
     run = facts.run
@@ -265,15 +282,11 @@ def _ended(facts: Facts) -> Verdict | None:
         cause, *more = (run.error or "").splitlines() or [""]
         details = [*more, f"still there: {', '.join(left)}"] if left else more
         return Verdict("ended", f"{how}: {cause}" if cause else how, [], details, run.state != "done")
-    gone = [p for p in started if p.exit_code is not None or p.alive in ("gone", "zombie")]
-    # a run of another container shows no process here: only its status says that it lives
-    allowed_s = SILENT_AFTER_S if started else STARTING_SILENT_S
-    silent = facts.age > allowed_s or facts.launcher_gone
-    if not silent or len(gone) < len(started) or (run is None and not started):
+    if not _silently_gone(facts, facts.age) or (run is None and not started):
         return None
     at = "before the controller had written" if run is None else f"at step {run.step} of {run.steps}"
     when = "" if run is None else f", {seconds(facts.age)} ago"
-    words = [p.last_words.splitlines()[0] for p in gone if p.last_words]
+    words = [p.last_words.splitlines()[0] for p in started if p.last_words]
     who = f"none of its {len(started)} processes is there" if started else "none of its processes is known here"
     sentence = f"ended: {at}{when}, without saying so: {who}" + (f"; {words[0]}" if words else "")
     return Verdict("ended", sentence, [], words[1:], failed=True)
@@ -317,12 +330,12 @@ def _judge_site(facts: Facts, site: SiteFacts) -> Verdict:
     details = [*_details(facts), *later]
     if site.state in FINAL:
         return Verdict("ended", f"ended: {here} is {site.state}", [], details, site.state != "done")
-    started = [p for p in facts.processes if p.pid is not None and p.role != "launcher"]
-    silent = age > SILENT_AFTER_S or facts.launcher_gone
-    if silent and all(p.exit_code is not None or p.alive == "gone" for p in started):
+    if _silently_gone(facts, age):
         return Verdict(
             "ended", f"ended: {seconds(age)} ago, without saying so: no process of {here} is there", [], later, True
         )
+    if (unseen := _unseen(facts, age, here)) is not None:
+        return Verdict("slow", unseen, [], details)
     if (unable := _unable(facts)) is not None:
         return Verdict("stuck", f"stuck: {here}: {unable}", [], details)
     if age > SILENT_AFTER_S:

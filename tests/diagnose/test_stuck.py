@@ -514,6 +514,18 @@ def test_a_site_with_a_launcher_of_its_own_is_judged_by_what_it_hears() -> None:
     assert "kill -CONT 51" in judge(Facts(NOW, None, stopped, site=site)).sentence
 
 
+def test_a_site_that_cannot_be_seen_is_ended_only_after_long_silence() -> None:
+    hidden = (replace(process("service-b", "service", 51, alive="unknown"), pid=None),)
+    site = SiteFacts("b", "serving", NOW - 0.5, 0.2, 3)
+    assert judge(Facts(NOW, None, hidden, site=site)).state == "healthy"
+    for silent_s, state in ((15.0, "slow"), (115.0, "slow"), (125.0, "ended")):
+        verdict = judge(Facts(NOW, None, hidden, site=replace(site, updated_at=NOW - silent_s)))
+        assert (verdict.state, verdict.failed) == (state, state == "ended")
+        assert state == "ended" or "no sign of site b for" in verdict.sentence
+    zombie = (process("service-b", "service", 51, alive="zombie"),)
+    assert judge(Facts(NOW, None, zombie, site=replace(site, updated_at=NOW - 15.0))).state == "ended"
+
+
 def test_a_site_that_does_not_serve_yet_is_not_judged_by_what_it_hears(tmp_path: Path) -> None:
     write_site(tmp_path, starting("b"))
     assert collect(tmp_path).site is None
