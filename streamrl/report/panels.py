@@ -34,9 +34,11 @@ ESS_SHOWN_BELOW = 0.999
 
 
 def stale_message(status: RunStatus, now: float) -> str | None:
-    """Return a warning if the controller has stopped writing its status, else None."""
+    """Return a warning if there is no sign of the controller's writing its status, else None."""
     age = status.stale_for(now)
-    return None if age is None else f"no update for {duration(age)}: the controller hangs or was killed"
+    if age is None:
+        return None
+    return f"no update for {duration(age)}: the controller hangs, was killed, or cannot be seen from here"
 
 
 def header(status: RunStatus, now: float) -> Text:

@@ -89,7 +89,7 @@ def test_the_picture_names_a_long_wait_and_a_silent_controller(make_run: RunMake
     shown = picture(run_dir, updated + 1)
     assert "controller waits for group g7 of here: 1m17s of 15m00s" in shown
     assert "no update" not in shown
-    assert "no update for 23s" in picture(run_dir, updated + 23)
+    assert "no update for 23s: the controller hangs, was killed, or cannot be seen" in picture(run_dir, updated + 23)
 
 
 def test_the_picture_says_how_far_predictions_are_trusted(make_run: RunMaker) -> None:
