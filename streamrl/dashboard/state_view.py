@@ -196,7 +196,7 @@ def _together(rows: list[dict[str, Any]]) -> dict[str, Any]:
         name: max((row[name] for row in rows if row.get(name) is not None), default=None)
         for name in ("for_s", "silent_s")
     }
-    told = ["; ".join(filter(None, (row["detail"], row.get("last_words")))) for row in rows]
+    told = {row["name"]: "; ".join(filter(None, (row["detail"], row.get("last_words")))) for row in rows}
     return {
         "name": label_of([row["name"] for row in rows]),
         **{name: rows[0][name] for name in ("role", "state", "bad")},

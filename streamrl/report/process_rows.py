@@ -66,7 +66,7 @@ def process_rows(status: RunStatus) -> list[ProcessRow]:
         roles = [status.roles[name] for name in names]
         rows.append(
             ProcessRow(
-                label_of(names), _together(roles), len(roles), versions_of(role.weight_version for role in roles)
+                label_of(names), _together(names, roles), len(roles), versions_of(role.weight_version for role in roles)
             )
         )
     return rows
@@ -197,13 +197,13 @@ def label_of(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{pool_of(names[0])}: {len(names)}"
 
 
-def _together(roles: Sequence[RoleStatus]) -> RoleStatus:
+def _together(names: Sequence[str], roles: Sequence[RoleStatus]) -> RoleStatus:
     """Return one status for processes in one state."""
     if len(roles) == 1:
         return roles[0]
     return roles[0].model_copy(
         update={
-            "detail": details_of([role.detail for role in roles]),
+            "detail": details_of({name: role.detail for name, role in zip(names, roles, strict=True)}),
             "since": min(role.since for role in roles),
             "running": sum_of(role.running for role in roles),
             "waiting": sum_of(role.waiting for role in roles),
@@ -213,10 +213,28 @@ def _together(roles: Sequence[RoleStatus]) -> RoleStatus:
     )
 
 
-def details_of(details: Sequence[str]) -> str:
-    """Return the most frequent details of processes ('': one has none), each with its number unless all have it."""
-    found = Counter(filter(None, details)).most_common(MOST_DETAILS)
-    return ", ".join(f"{count} {text}" if count < len(details) else text for text, count in found)
+def details_of(details: Mapping[str, str]) -> str:
+    """Return the most frequent details of processes, and of how many each is, unless all have it.
+
+    Those of few name them: which process is slow or has crashed is what one looks for.
+
+    Args:
+        details: by the names of the processes; '': one has none.
+    """
+    names = defaultdict(list)
+    for name, text in details.items():
+        if text:
+            names[text].append(name)
+    shown = sorted(names, key=lambda text: -len(names[text]))[:MOST_DETAILS]
+    told = []
+    for text in shown:
+        some = names[text]
+        if len(some) == len(details):
+            told.append(text)
+        else:
+            told.append(f"{', '.join(some)}: {text}" if len(some) <= FEW_ALIKE else f"{len(some)} {text}")
+    left = sum(map(len, names.values())) - sum(len(names[text]) for text in shown)
+    return "; ".join([*told, f"and {left} more"] if left else told)
 
 
 def versions_of(versions: Iterable[int | None]) -> str:

@@ -233,3 +233,15 @@ def test_instances_of_a_large_pool_that_are_alike_share_a_row(tmp_path: Path) ->
         "dtype": "bfloat16",
         "for_s": 185.0,
     }
+
+
+def test_a_row_of_many_that_have_crashed_names_some_and_counts_the_others(tmp_path: Path) -> None:
+    usual = {"role": "instance", "state": "generating", "since": START}
+    names = [f"here-regular-{number}" for number in range(30)]
+    roles = {name: usual | {"detail": "slow" if name == names[2] else ""} for name in names}
+    write_status(tmp_path, make_status(8, 20, START + 184, roles=roles))
+    ended = [StartedProcess(name, "instance", 9, exit_code=1, last_words=f"error of {name}") for name in names[6:]]
+    write_started(tmp_path, ended)
+    rows = {row["name"]: row["detail"] for row in state_view(tmp_path, START + 185)["processes"]}
+    errors = "; ".join(f"{name}: error of {name}" for name in names[6:9])
+    assert rows == {"here-regular: 6": "here-regular-2: slow", "here-regular: 24": f"{errors}; and 21 more"}

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from streamrl.report.panels import render, render_start
-from streamrl.report.process_rows import process_rows, stage_rows
+from streamrl.report.process_rows import details_of, process_rows, stage_rows
 from streamrl.report.start_lines import joined
 from streamrl.run_dir.start_stages import READY, Stage
 from streamrl.run_dir.status import RunStatus
@@ -68,12 +68,24 @@ def test_a_row_of_several_has_their_sums_their_range_of_versions_and_the_longest
     states["here-regular-5"] |= {"memory_gb": None, "tokens_per_s": None}
     (_, _, row) = process_rows(of_instances(states))
     together = row.role
-    assert (row.versions, together.since, together.detail) == ("2-3", START - 60, "1 long prompts")
+    assert (row.versions, together.since, together.detail) == ("2-3", START - 60, "here-regular-4: long prompts")
     assert (together.running, together.waiting, together.tokens_per_s) == (42, 21, 2000.0)
     assert together.memory_gb == 10.0
     none = {name: {"weight_version": None, "detail": "waking up"} for name in states}
     (_, _, row) = process_rows(of_instances(none))
     assert (row.versions, row.role.running, row.role.memory_gb, row.role.detail) == ("", None, None, "waking up")
+
+
+def test_a_row_of_several_names_those_with_a_rare_detail_and_counts_those_that_it_leaves_out() -> None:
+    names = [f"here-regular-{number}" for number in range(30)]
+    details = dict.fromkeys(names, "")
+    assert details_of(details) == ""
+    details |= dict.fromkeys(names[:20], "step times guessed") | {names[20]: "slow"}
+    assert details_of(details) == "20 step times guessed; here-regular-20: slow"
+    details |= {name: f"error {name}" for name in names[21:]} | dict.fromkeys(names[21:23], "no memory")
+    assert details_of(details) == (
+        "20 step times guessed; here-regular-21, here-regular-22: no memory; here-regular-20: slow; and 7 more"
+    )
 
 
 def test_up_to_twenty_instances_have_a_row_each_and_many_dead_ones_share_one() -> None:
