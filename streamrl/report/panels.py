@@ -81,7 +81,7 @@ def length_histogram(status: RunStatus) -> Text:
         if found is not None:
             scale = f"0..{found.width * len(found.counts)}, p50 {found.median}, max {found.longest}"
             text = Text.assemble(text, f"{label:<11}", (_blocks(found.counts), colour), f"  {scale}\n")
-    if lengths is None:
+    if lengths is None and not status.progress.samples_finished:
         text.append("lengths    none finished in this step yet", style="dim")
     text.rstrip()
     return text

@@ -120,6 +120,13 @@ def test_predicted_lengths_are_shown_above_those_that_came_on_one_scale(make_run
     assert below.index("█") == above.index("█")
 
 
+@pytest.mark.parametrize("finished", [0, 3])
+def test_no_sample_is_said_to_have_finished_only_where_none_has(make_run: RunMaker, finished: int) -> None:
+    progress = {"samples_total": 4, "samples_finished": finished}  # of another version: without lengths
+    run_dir = make_run(1, rollouts=False, trace=False, progress=progress)
+    assert ("none finished" in picture(run_dir, START + 60)) == (finished == 0)
+
+
 def test_a_log_tells_each_change_of_trust_once(tmp_path: Path) -> None:
     screen = Screen(terminal=False)
     RowWriter(tmp_path / "metrics.jsonl", MetricsRow)
