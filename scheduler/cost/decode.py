@@ -115,7 +115,7 @@ class StepCurve:
         try:
             measured = {int(batch): float(seconds) for batch, seconds in points.items()}
             rates = [float(values.get(key, 0.0)) for key in ("per_context_token", "per_prefill_token")]
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"a calibration holds numbers: {error}") from error
         if all(seconds > 0 for seconds in measured.values()) and (fall := steepest_fall(measured)) is not None:
             raise ValueError(

@@ -46,6 +46,7 @@ HELLO = {"pool": "main", "slots": 8, "world_size": 1, "curve": CURVE, "doubts": 
         ({"curve": None}, "curve"),
         ({"curve": {"step_seconds": {"1": -0.01}}}, "times"),
         ({"curve": {"step_seconds": {"1": "soon"}}}, "numbers"),
+        ({"curve": {"step_seconds": {float("inf"): 0.01}}}, "numbers"),
         ({"curve": {"step_seconds": {"1": 1e-300}}}, "step times"),
         ({"doubts": 7}, "doubts"),
     ],
