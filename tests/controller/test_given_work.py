@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock, Mock
 
+import msgspec
 import numpy as np
+import pytest
 
 from scheduler.cost.length_forecast import Forecast
 from streamrl.controller.given_work import GivenWork, parking, resuming, sendable, wire_bytes
 from streamrl.controller.group_source import samples_of
-from streamrl.protocol.controller_site import Resume
+from streamrl.controller.issuer import Issuer
+from streamrl.controller.site_services import Services
+from streamrl.controller.site_trust import SiteTrust
+from streamrl.protocol.controller_site import Park, Resume
 from streamrl.protocol.message import wire
 from streamrl.protocol.samples import groups_to_wire
 from streamrl.rollouts.types import Group
@@ -72,3 +82,56 @@ def test_orders_that_name_a_million_samples_take_messages_that_are_read() -> Non
 
 def test_a_round_begins_without_any_sample_to_continue() -> None:
     assert resuming([], None, 3) == [Resume(sample_ids=[], budget=None, round=3)]
+
+
+WORK = work_of(1, samples=7)
+NAMES = [draw[0] for draw in WORK.draws]
+ROOM = 3 * len(msgspec.msgpack.encode(NAMES[0]))
+
+
+@pytest.fixture
+def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orders have room for three names in a message."""
+    for module in ("issuer", "site_services", "site_trust"):
+        monkeypatch.setattr(f"streamrl.controller.{module}.parking", partial(parking, most=ROOM))
+    for module in ("issuer", "site_services"):
+        monkeypatch.setattr(f"streamrl.controller.{module}.resuming", partial(resuming, most=ROOM))
+
+
+def named(sent: AsyncMock, kind: type[Park] | type[Resume]) -> list[tuple[int, bool]]:
+    """The number of names in each message of a kind that was sent, and whether another one follows."""
+    orders = [order for call in sent.await_args_list for order in call.args if isinstance(order, kind)]
+    return [(len(order.sample_ids), order.more) for order in orders]
+
+
+def test_a_restarted_service_hears_of_all_samples_that_are_parked(in_parts: None) -> None:
+    services: Any = SimpleNamespace(_send=AsyncMock())
+    asyncio.run(Services.park_resting(services, "service-far", 3, NAMES))
+    assert named(services._send, Park) == [(3, True), (3, True), (1, False)]
+    assert named(services._send, Resume) == [(0, False)]
+
+
+def test_all_parked_samples_that_are_given_again_stay_parked(in_parts: None) -> None:
+    services: Any = SimpleNamespace(give=AsyncMock(), tell=AsyncMock())
+    rounds: Any = SimpleNamespace(budget=9, resting_samples=lambda: NAMES)
+    unused: Any = None
+    trust = SiteTrust(services, unused, unused, unused, rounds, unused, 0)
+    asyncio.run(trust._give([WORK]))
+    assert named(services.tell, Park) == [(3, True), (3, True), (1, False)]
+
+
+def test_a_round_ends_and_begins_with_all_of_its_samples(in_parts: None) -> None:
+    run: Any = SimpleNamespace(steps=1, schedule=SimpleNamespace(name="sync", max_staleness=None, sync_every=1))
+    run.schedule.rounds, run.batch = None, SimpleNamespace(prompts_per_step=1)
+    services: Any = SimpleNamespace(version=0, tell=AsyncMock())
+    pool: Any = SimpleNamespace(unfinished=lambda groups: NAMES if groups else [])
+    issuer = Issuer(run, pool, services, Mock(), AsyncMock())
+    ends, begins = [["a group"], [], []], [True, False]
+    begun = SimpleNamespace(new=0, resumed=["a group"], budget=9)
+    rounds: Any = SimpleNamespace(
+        active=True, number=2, begin=lambda version: begun, started=list, end_if_over=lambda: ends.pop(0)
+    )
+    rounds.may_begin = lambda version, step: begins.pop(0)
+    issuer.rounds = rounds
+    asyncio.run(issuer.issue(0, 0))
+    assert named(services.tell, Park) == named(services.tell, Resume) == [(3, True), (3, True), (1, False)]
