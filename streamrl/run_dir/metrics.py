@@ -30,7 +30,10 @@ class MetricsRow(StepRow):
     reward_std: float | None = Field(None, description="standard deviation of the rewards over the same samples")
     loss: float | None = None
     grad_norm: float | None = Field(None, description="gradient norm before clipping")
-    entropy: float | None = Field(None, description="entropy of the policy, nats per completion token")
+    entropy: float | None = Field(
+        None,
+        description="entropy of the policy, nats per completion token; of one in 8 without entropy_coef",
+    )
     output_length_mean: float | None = Field(
         None,
         description="tokens of a completion, over the samples of the step's groups, void ones included; p50, p90 "

@@ -26,7 +26,7 @@ from streamrl.training.router_replay import RouterReplay
 from streamrl.training.sequence_parallel import SequenceRanks, TokenShares, check_heads
 from streamrl.training.sliced_loading import empty_model, empty_twin, fill, is_empty
 from streamrl.training.tensor_parallel import plain_tensor
-from streamrl.training.token_logprobs import ENTROPY_STRIDE, HeadOutput, TokenDistribution, token_logprobs
+from streamrl.training.token_logprobs import HeadOutput, TokenDistribution, marked, measured_tokens, token_logprobs
 from streamrl.training.truncation import ALL_TOKENS, Truncation
 
 log = logging.getLogger(__name__)
@@ -86,6 +86,9 @@ class Policy(nn.Module):
         states = predicting_states(self.model.base_model, batch, self.separate, experts, self.ranks)
         head = self.model.get_output_embeddings()
         bias = getattr(head, "bias", None)
+        measured = None
+        if states.shares is not None and not every_entropy:
+            measured = marked(measured_tokens(batch.targets), len(batch.targets))
         output = token_logprobs(
             states.hidden,
             plain_tensor(head.weight),
@@ -93,15 +96,18 @@ class Policy(nn.Module):
             states.own(batch.targets),
             TokenDistribution(self.transform, temperature, truncation),
             every_entropy,
-            None if states.shares is None else states.shares.mine % ENTROPY_STRIDE == 0,
+            None if measured is None else states.own(measured),
             fused=self.fused,
         )
-        return output if states.shares is None else _of_all_tokens(output, states.shares, every_entropy)
+        return output if states.shares is None else _of_all_tokens(output, states.shares, measured)
 
 
-def _of_all_tokens(output: HeadOutput, shares: TokenShares, every_entropy: bool) -> HeadOutput:
-    """Return the head's results of all tokens from those of each rank's own. A collective of these ranks."""
-    with_entropy = shares if every_entropy else shares.every(ENTROPY_STRIDE)
+def _of_all_tokens(output: HeadOutput, shares: TokenShares, measured: torch.Tensor | None) -> HeadOutput:
+    """Return the head's results of all tokens from those of each rank's own. A collective of these ranks.
+
+    With `measured`, bool [N], there are entropies of these tokens alone.
+    """
+    with_entropy = shares if measured is None else shares.some(measured)
     outside = shares.whole(output.outside.byte()).bool()
     return HeadOutput(shares.whole(output.logprobs), with_entropy.whole(output.entropy), outside)
 

@@ -138,9 +138,10 @@ class TokenShares:
         """Numbers of this rank's tokens, int64 [n]."""
         return self.numbers[self.ranks.rank]
 
-    def every(self, stride: int) -> TokenShares:
-        """Return the shares of tokens 0, stride, 2 stride, .. alone, numbered 0, 1, 2, .."""
-        return TokenShares(self.ranks, tuple(one[one % stride == 0] // stride for one in self.numbers))
+    def some(self, chosen: torch.Tensor) -> TokenShares:
+        """Return the shares of the chosen tokens alone, bool [N], numbered 0, 1, 2, .."""
+        places = chosen.cumsum(0) - 1
+        return TokenShares(self.ranks, tuple(places[one[chosen[one]]] for one in self.numbers))
 
     def whole(self, own: torch.Tensor) -> torch.Tensor:
         """Return the values of all tokens from those of each rank's own. A collective.

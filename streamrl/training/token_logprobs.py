@@ -47,13 +47,16 @@ KEPT_BYTES = 2**30
 CACHED_TOKENS = 32
 """Tokens whose logits a CPU works on at once: those of 32 fit its caches."""
 
-ENTROPY_STRIDE = 8
-"""Distance of the completion tokens whose entropy is measured; this diagnostic costs as much as the log-softmax.
+ENTROPY_BLOCK = 8
+"""Completion tokens of which one has its entropy measured; this diagnostic costs as much as the log-softmax.
 
 With an entropy bonus it is measured at every token.
 """
 
-EVERY_TOKEN, SOME_TOKENS = slice(None), slice(None, None, ENTROPY_STRIDE)
+EVERY_TOKEN, NO_TOKEN = slice(None), slice(0)
+
+SCRAMBLERS = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+"""Step and factors of splitmix64 (Steele, Lea and Flood, OOPSLA 2014), as int64."""
 
 LEAST_LOGPROB = -200.0
 """Bound of log p_v in the gradient of the entropy, where p_v is 0 in fp32 and so p_v log p_v."""
@@ -84,8 +87,8 @@ class HeadOutput(NamedTuple):
     logprobs: torch.Tensor
     """fp32 [N], with gradient."""
     entropy: torch.Tensor
-    """Entropy of the distribution, nats, fp32: of every 8th token, [ceil(N / 8)], without gradient; with
-    `every_entropy` of all, [N], with gradient."""
+    """Entropy of the distribution, nats, fp32: of the measured tokens (`measured_tokens`), [ceil(N / 8)], without
+    gradient; with `every_entropy` of all, [N], with gradient."""
     outside: torch.Tensor
     """Whether a target lies outside of what the truncation keeps, bool [N]; the distribution then has it as well."""
 
@@ -109,7 +112,7 @@ def token_logprobs(
         targets: token ids [N].
         distribution: what the logits become before a token is drawn.
         every_entropy: whether the entropies of all tokens are returned, with gradient.
-        measured: tokens whose entropy is returned otherwise, bool [N]; None: every 8th.
+        measured: tokens whose entropy is returned otherwise, bool [N]; None: those of `measured_tokens`.
         fused: whether kernels are compiled for it, where they can be (`fused_logprobs.py`).
     """
     if fused and fuses(weight) and not every_entropy and not distribution.truncation:
@@ -117,11 +120,49 @@ def token_logprobs(
         changes = Changes(transform.scale, transform.softcap, temperature)
         tokens = 2 * _slab_tokens(weight)  # of half the bytes
         logprobs, entropy = FusedTokenLogprobs.apply(hidden, weight, bias, targets, changes, tokens)
-        rows = SOME_TOKENS if measured is None else measured
+        rows = measured_tokens(targets) if measured is None else measured
         return HeadOutput(logprobs, entropy[rows], torch.zeros_like(targets, dtype=torch.bool))
+    if measured is None and not every_entropy:
+        measured = marked(measured_tokens(targets), len(targets))
     has_backward = torch.is_grad_enabled()  # never so in the function below
     rest = distribution, every_entropy, measured, has_backward
     return HeadOutput(*TokenLogprobs.apply(hidden, weight, bias, targets, *rest))
+
+
+def measured_tokens(targets: torch.Tensor) -> torch.Tensor:
+    """Return which of N tokens have their entropy measured: one of each of ceil(N / 8) blocks of about equal size.
+
+    Completions of equal length put the same place of an answer at regular distances, and micro-batches of equal size at
+    the same numbers. So the token is drawn from its block by a hash of the block's number and of all targets. Ranks
+    that share the rows agree without a message, and no place in a completion is preferred.
+
+    Args:
+        targets: token ids of the whole batch, [N].
+
+    Returns:
+        Their numbers, ascending, int64 [ceil(N / 8)].
+    """
+    count = len(targets)
+    blocks = -(-count // ENTROPY_BLOCK)
+    step, *_ = SCRAMBLERS
+    numbers = torch.arange(count + 1, device=targets.device)
+    seed = _scrambled(targets.long() + numbers[:-1] * step).sum()
+    firsts = numbers[: blocks + 1] * count // max(1, blocks)
+    drawn = (_scrambled(seed + numbers[:blocks] * step) >> 32) & 0x7FFFFFFF  # of 2^31
+    return firsts[:-1] + (drawn * firsts.diff() >> 31)
+
+
+def marked(numbers: torch.Tensor, count: int) -> torch.Tensor:
+    """Return which of `count` tokens have one of these numbers, bool [count]."""
+    return torch.zeros(count, dtype=torch.bool, device=numbers.device).index_fill_(0, numbers, True)
+
+
+def _scrambled(numbers: torch.Tensor) -> torch.Tensor:
+    """Return a hash of each number, int64; products wrap."""
+    _, first, second = SCRAMBLERS
+    numbers = (numbers ^ (numbers >> 30)) * first
+    numbers = (numbers ^ (numbers >> 27)) * second
+    return numbers ^ (numbers >> 31)
 
 
 class TokenLogprobs(torch.autograd.Function):
@@ -139,7 +180,7 @@ class TokenLogprobs(torch.autograd.Function):
         measured: torch.Tensor | None,
         has_backward: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Compute (logprobs [N], entropy [ceil(N / 8)] or [N], outside [N]); see `token_logprobs`."""
+        """Compute (logprobs [N], entropy of the measured tokens or [N], outside [N]); see `token_logprobs`."""
         hidden = hidden.to(weight.dtype)
         count = len(targets)
         logprobs = torch.empty(count, dtype=torch.float32, device=hidden.device)
@@ -154,10 +195,7 @@ class TokenLogprobs(torch.autograd.Function):
                 _transform_(here, distribution)
                 if distribution.truncation:
                     outside[part] = truncate_(here, targets[part], distribution.truncation)
-                if every_entropy:
-                    rows: slice | torch.Tensor = EVERY_TOKEN
-                else:
-                    rows = SOME_TOKENS if measured is None else measured[part]
+                rows = EVERY_TOKEN if every_entropy or measured is None else measured[part]
                 logprobs[part], totals[part], entropy = _exponentials_(here, targets[part], rows)
                 entropies.append(entropy)
                 del here
@@ -194,7 +232,7 @@ class TokenLogprobs(torch.autograd.Function):
                     slope = _transform_(here, distribution)
                     if distribution.truncation:
                         truncate_(here, targets[part], distribution.truncation)
-                    _exponentials_(here, targets[part], SOME_TOKENS)
+                    _exponentials_(here, targets[part], NO_TOKEN)
                 slopes.apply_(here, part)
                 if slope is not None:
                     here.mul_(slope)
@@ -265,7 +303,7 @@ def _parts(start: int, stop: int, size: int) -> Iterator[slice]:
 def _slab_tokens(weight: torch.Tensor) -> int:
     """Return how many tokens' fp32 logits may exist at once."""
     blocks = SLAB_BYTES[weight.device.type] // (4 * len(weight) * CACHED_TOKENS)
-    return max(1, blocks) * CACHED_TOKENS  # a multiple of the entropies' stride
+    return max(1, blocks) * CACHED_TOKENS
 
 
 def _may_keep(count: int, weight: torch.Tensor, distribution: TokenDistribution) -> bool:

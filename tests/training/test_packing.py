@@ -23,6 +23,7 @@ from streamrl.training.attention import OWN_ROWS, PLAIN_SCORES, SHARED_PREFIX
 from streamrl.training.hidden_states import own_rows, padded_rows
 from streamrl.training.packing import ROW_MULTIPLE, GroupLayout, pack
 from streamrl.training.policy_model import in_training, load_policy
+from streamrl.training.token_logprobs import measured_tokens
 from tests.training.conftest import random_groups, relative_error, with_masks
 
 
@@ -78,7 +79,9 @@ def test_entropy_is_that_of_the_full_distribution(tiny_model: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     first = groups[0]
     ids = torch.tensor(np.concatenate([first.prompt_tokens, first.sequences[0].completion_tokens]))[None].long()
-    logits = plain(input_ids=ids).logits[0, len(first.prompt_tokens) - 1]
+    place = int(measured_tokens(batch.targets)[0])
+    assert place < len(first.sequences[0].completion_tokens)
+    logits = plain(input_ids=ids).logits[0, len(first.prompt_tokens) - 1 + place]
     p = torch.softmax(logits.detach().float(), -1)
     assert float(entropy[0]) == pytest.approx(float(-(p * p.log()).sum()), rel=1e-4)
     assert len(entropy) == -(-batch.loss_tokens // 8)

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamrl.training import token_logprobs as head
-from streamrl.training.token_logprobs import LogitTransform, TokenDistribution, token_logprobs
+from streamrl.training.token_logprobs import LogitTransform, TokenDistribution, measured_tokens, token_logprobs
 from streamrl.training.truncation import Truncation
 from tests.training.conftest import head_inputs, relative_error
 from tests.training.test_truncation import kept_tokens
@@ -59,7 +59,8 @@ def test_values_and_gradients_are_those_of_a_plain_log_softmax(distribution: Tok
     every = plain(exact, targets, distribution)
     expected = every.gather(-1, targets[:, None])[:, 0]
     torch.testing.assert_close(output.logprobs.double(), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(output.entropy.double(), -(every.exp() * every).sum(-1)[::8], rtol=1e-5, atol=1e-5)
+    entropy = -(every.exp() * every).sum(-1)[measured_tokens(targets)]
+    torch.testing.assert_close(output.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
         torch.testing.assert_close(token_logprobs(*values, targets, distribution), output, rtol=1e-5, atol=1e-5)
 
@@ -252,3 +253,23 @@ def test_the_gradient_is_exact_to_rounding_at_any_confidence(
     assert relative_error(weight.grad.double(), of_weight) < bound
     if dtype == torch.float32:  # also of the surest token
         assert float(((hidden.grad - of_hidden).norm(dim=-1) / of_hidden.norm(dim=-1)).max()) < bound
+
+
+@pytest.mark.parametrize("length", [3, 4, 8, 9, 12, 16])
+@pytest.mark.parametrize("together", [1, 6])
+def test_entropies_are_measured_at_all_places_of_completions_alike(length: int, together: int) -> None:
+    """Whether completions of one length come in a micro-batch each or six at a time."""
+    drawn, places = torch.Generator().manual_seed(0), torch.zeros(length)
+    for _ in range(6_000 // together):
+        numbers = measured_tokens(torch.randint(3, 320, (length * together,), generator=drawn))
+        assert len(numbers) == -(-length * together // 8) and bool((numbers.diff() > 0).all())
+        places += torch.bincount(numbers % length, minlength=length)
+    assert places.min() > 0.8 * places.mean() and places.max() < 1.25 * places.mean(), places
+
+
+def test_the_tokens_to_measure_follow_from_the_targets_alone() -> None:
+    targets = torch.arange(5_000) % 50
+    numbers = measured_tokens(targets)
+    assert torch.equal(numbers, measured_tokens(targets.int())) and torch.equal(numbers // 8, torch.arange(625))
+    assert not torch.equal(numbers, measured_tokens(targets.index_fill(0, torch.tensor([4_999]), 7)))
+    assert measured_tokens(targets[:0]).shape == (0,) and measured_tokens(targets[:1]).tolist() == [0]
