@@ -96,7 +96,9 @@ class StepBatch:
     @property
     def held_back(self) -> list[Group]:
         """Taken groups whose advantages depend on groups still to come, or on estimates still to be made."""
-        return [group for group in self.groups.values() if not group.advantages or self.awaits_estimates]
+        if self._has_critic:
+            return list(self.groups.values()) if self.awaits_estimates else []
+        return [group for group in self.groups.values() if not group.advantages]
 
     @property
     def awaits_estimates(self) -> bool:
@@ -228,8 +230,8 @@ class StepBatch:
         kind = self.run.algorithm.advantage
         if self.run.needs_estimates:
             self._await_estimates(group)
-        elif kind == "gae":  # the trainer computes the advantages, with its critic
-            self._enqueue(group, self.rewards(group))
+        elif self._has_critic:
+            self._queue_pieces(group)
         elif kind == "batch" or kind == "batch_group_baseline":
             groups = list(self.groups.values()) if self.full else []
             values = batch_advantages([self.rewards(one) for one in groups], kind == "batch_group_baseline")
@@ -243,8 +245,6 @@ class StepBatch:
             self._fill()
 
     def _await_estimates(self, group: Group) -> None:
-        rewards = self.rewards(group)
-        group.advantages = {m.sample.sample_id: r for m, r in zip(group.survivors(), rewards, strict=True)}
         self.pieces[group.group_id] = self._pieces(group)
         self.estimation.add(self.pieces[group.group_id])
         self._use_estimates()
@@ -267,7 +267,16 @@ class StepBatch:
 
     def _pieces(self, group: Group, estimates: Mapping[str, FloatArray] | None = None) -> list[TrainGroup]:
         counted = {m.sample.sample_id for m in self.counted(group)}
-        return train_groups(group, counted, self.run.algorithm.needs_trajectories, estimates) if counted else []
+        rewards: dict[str, float] | None = None
+        if self._has_critic:
+            rewards = {m.sample.sample_id: r for m, r in zip(group.survivors(), self.rewards(group), strict=True)}
+        together = self.run.algorithm.needs_trajectories
+        return train_groups(group, counted, together, estimates, rewards) if counted else []
+
+    @property
+    def _has_critic(self) -> bool:
+        """Whether the trainer computes the advantages, with its critic, from the rewards that it gets."""
+        return self.run.algorithm.advantage == "gae"
 
     @property
     def _streams(self) -> bool:
@@ -313,10 +322,14 @@ class StepBatch:
     def _enqueue(self, group: Group, advantages: Sequence[float]) -> None:
         group.advantages = {m.sample.sample_id: a for m, a in zip(group.survivors(), advantages, strict=True)}
         flat = self.run.algorithm.skips_flat_groups and not any(advantages)
-        if not flat and (pieces := self._pieces(group)):
+        if not flat:
+            self._queue_pieces(group)
+
+    def _queue_pieces(self, group: Group) -> None:
+        if pieces := self._pieces(group):
             self.pieces[group.group_id] = pieces
             if self._streams:
-                self.queue += self.pieces[group.group_id]
+                self.queue += pieces
 
     def micro_batch_done(self, stats: Sequence[dict[str, float]]) -> None:
         """Record that all ranks have finished their shares of the oldest micro-batch."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from streamrl.config.algorithm import Algorithm
 from streamrl.dashboard.sample_table import SampleFilter, SampleTable
 from streamrl.report.run_decoder import Decoder
 from streamrl.rollouts.parquet_files import open_parquet
@@ -87,7 +88,7 @@ def read_rows_at(path: Path, first: int, sample_id: str) -> list[dict[str, Any]]
 
 
 def sample_view(
-    table: SampleTable, sample_id: str, decode: Decoder | None, everything: bool, skips_flat: bool
+    table: SampleTable, sample_id: str, decode: Decoder | None, everything: bool, algorithm: Algorithm | None
 ) -> dict[str, Any] | None:
     """Return a sample with its tokens or its conversation, ready for JSON; None: there is no such sample.
 
@@ -96,7 +97,7 @@ def sample_view(
         sample_id: its id.
         decode: from token ids to text; None: ids are all there is.
         everything: all tokens and whole texts, not only the first `MOST_TOKENS` of a row and `MOST_CHARACTERS`.
-        skips_flat: whether groups of equal rewards have no gradient (`Algorithm.skips_flat_groups`).
+        algorithm: the run's; None: it cannot be read.
 
     Raises:
         OSError, pa.ArrowException: its file cannot be read.
@@ -118,7 +119,7 @@ def sample_view(
         "messages": told.get("messages") if told else None,
         "steps": told.get("steps") if told else None,
         "rows": [token_columns(record, decode, None if everything else MOST_TOKENS) for record in records],
-        "why": why_not_trained(light, _rewarded(table, light["group_id"]), skips_flat),
+        "why": why_not_trained(light, _rewarded(table, light["group_id"]), algorithm),
         "notes": [odd] if odd else [],
     }
 
@@ -134,7 +135,9 @@ def _rewarded(table: SampleTable, group_id: str) -> list[tuple[float, float | No
     return [(one["reward"], one["advantage"]) for one in members if one["reward"] is not None]
 
 
-def group_view(table: SampleTable, group_id: str, decode: Decoder | None, skips_flat: bool) -> dict[str, Any] | None:
+def group_view(
+    table: SampleTable, group_id: str, decode: Decoder | None, algorithm: Algorithm | None
+) -> dict[str, Any] | None:
     """Return the samples of a group with their texts, ready for JSON; None: there is no such group.
 
     The last arguments are those of `sample_view`.
@@ -157,7 +160,7 @@ def group_view(table: SampleTable, group_id: str, decode: Decoder | None, skips_
         prompt = prompt or _text(first, "prompt", decode, shorten)
         told, _ = _conversation(first.get("conversation"), shorten)
         text = _last_answer(told) if told else _text(first, "completion", decode, shorten)
-        members.append(light | {"text": text, "why": why_not_trained(light, rewarded, skips_flat)})
+        members.append(light | {"text": text, "why": why_not_trained(light, rewarded, algorithm)})
     others = table.groups_beside(int(chosen[0]))
     view = {"group_id": group_id, "step": members[0]["step"], "samples": len(every)}
     return view | {"prompt": prompt, "members": members, "others": others}
@@ -206,15 +209,22 @@ def _column(values: Sequence[Any] | None, count: int, total: int) -> list[Any]:
     return [values[0]] * count if len(values) == 1 else list(values[:count])
 
 
-def why_not_trained(sample: dict[str, Any], rewarded: Sequence[tuple[float, float | None]], skips_flat: bool) -> str:
+def why_not_trained(
+    sample: dict[str, Any], rewarded: Sequence[tuple[float, float | None]], algorithm: Algorithm | None
+) -> str:
     """Say why a sample was not trained, or what is special about its gradient; '' if it was trained as usual.
 
     Args:
         sample: its columns, `outcome` among them.
         rewarded: (reward, advantage) of the samples of its group that have a reward; None: no advantage is known.
-        skips_flat: as of `sample_view`.
+        algorithm: as of `sample_view`.
     """
     equal = len(rewarded) > 1 and len({reward for reward, _ in rewarded}) == 1
+    skips_flat = algorithm is not None and algorithm.skips_flat_groups
+    # a group of a step has advantages, unless the trainer computes them; where samples are not compared within their
+    # group, another takes its place only if it has no reward
+    in_step = any(advantage is not None for _, advantage in rewarded)
+    in_step |= algorithm is not None and not algorithm.compares_siblings
     match sample["outcome"]:
         case "void":
             cause = sample.get("void_cause") or "no reward"
@@ -223,7 +233,7 @@ def why_not_trained(sample: dict[str, Any], rewarded: Sequence[tuple[float, floa
             return "not trained: it was cut by the token limit, and algorithm.mask_truncated leaves it out of the loss"
         case "skipped":
             return "not trained: its step was refused as not finite, or too far off-policy, and changed no weights"
-        case "dropped" if any(advantage is not None for _, advantage in rewarded):  # only a group of a step has them
+        case "dropped" if in_step:
             return "dropped: the loss or the gradient of its group was not finite"
         case "dropped" if len(rewarded) < 2:
             return "dropped: too few samples of its group have a reward, so another group took its place"

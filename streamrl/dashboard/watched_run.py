@@ -76,16 +76,11 @@ class WatchedRun:
                 self._decoder, self._places = find_decoder(self.folder, text), places
         return self._decoder
 
-    def skips_flat_groups(self) -> bool:
-        """Whether groups of equal rewards have no gradient in this run; no if that cannot be read."""
-        algorithm = self._algorithm()
-        return algorithm is not None and algorithm.skips_flat_groups
-
     def _masks_truncated(self) -> bool:
-        algorithm = self._algorithm()
+        algorithm = self.algorithm()
         return algorithm is not None and algorithm.mask_truncated
 
-    def _algorithm(self) -> Algorithm | None:
+    def algorithm(self) -> Algorithm | None:
         """Return the run's algorithm; None if its configuration cannot be read."""
         with contextlib.suppress(ConfigError):
             return _algorithm_of(read_resolved(self.folder))

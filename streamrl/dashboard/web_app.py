@@ -164,7 +164,7 @@ def _sample(run: WatchedRun, query: Query) -> dict[str, Any] | None:
     _must_exist(run)
     run.samples.look()
     decode, why_not = run.decoder()
-    found = sample_view(run.samples, query.get("id", ""), decode, query.get("all") == "true", run.skips_flat_groups())
+    found = sample_view(run.samples, query.get("id", ""), decode, query.get("all") == "true", run.algorithm())
     if found is not None and why_not:
         found["notes"].append(why_not)
     return found
@@ -173,7 +173,7 @@ def _sample(run: WatchedRun, query: Query) -> dict[str, Any] | None:
 def _group(run: WatchedRun, query: Query) -> dict[str, Any] | None:
     _must_exist(run)
     run.samples.look()
-    return group_view(run.samples, query.get("id", ""), run.decoder()[0], run.skips_flat_groups())
+    return group_view(run.samples, query.get("id", ""), run.decoder()[0], run.algorithm())
 
 
 def _must_exist(run: WatchedRun) -> None:

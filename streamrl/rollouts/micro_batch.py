@@ -95,15 +95,17 @@ def train_groups(
     kept: Set[str] | None = None,
     trajectories: bool = False,
     estimates: Mapping[str, FloatArray] | None = None,
+    rewards: Mapping[str, float] | None = None,
 ) -> list[TrainGroup]:
     """Convert a complete group to the trainer's form; samples are in the order of their ids.
 
     Args:
-        group: group in which every sample has its advantage.
+        group: group in which every sample has its advantage, unless `rewards` are given.
         kept: ids of the samples that are trained on; None: all.
         trajectories: whether the rows of an episode must stay together (`Algorithm.needs_trajectories`); those of
             episodes with several then share prompts among each other only.
         estimates: `TrainSequence.estimates` by row id; None: none are known.
+        rewards: by sample id, from which the trainer computes advantages; None: those of the group are trained on.
 
     Returns:
         One group of single completions; of episodes, one for each prompt that some rows share.
@@ -113,11 +115,13 @@ def train_groups(
     together = list(several.values()) if trajectories else []
     apart = [one for one in members if not trajectories or one.sample_id not in several]
 
+    values = group.advantages if rewards is None else rewards
+
     def sequence(part: RowPart) -> TrainSequence:
         return TrainSequence(
             part.tokens,
             part.logprobs,
-            group.advantages[part.sample_id],
+            values[part.sample_id],
             group.reference_logprobs.get(part.row_id),
             None if estimates is None else estimates.get(part.row_id),
             part.row_id,

@@ -225,7 +225,7 @@ class Group:
     scored: dict[str, Scored] = field(default_factory=dict)
     """Samples whose reward is known, or known to be void, by id."""
     advantages: dict[str, float] = field(default_factory=dict)
-    """Advantage of each sample that has a reward, by id."""
+    """Advantage of each sample that has a reward, by id; none with `advantage: gae`, which the trainer computes."""
     reference_logprobs: dict[str, FloatArray] = field(default_factory=dict)
     """Log-probabilities under the frozen reference at the sampling temperature, each [C].
 

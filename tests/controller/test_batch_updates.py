@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from streamrl.config.run import RunConfig
@@ -17,6 +18,7 @@ from streamrl.controller.step_times import Interval, Traffic
 from streamrl.protocol.controller_trainer import Refusal, StepDone
 from streamrl.rollouts.kept_micro_batches import KeptMicroBatches
 from streamrl.rollouts.length_audit import LengthAudit
+from streamrl.rollouts.rollout_store import RolloutStore
 from tests.controller.test_pool_and_batch import taken
 
 REWARDS = {"a": [0.0, 1.0], "b": [1.0, 0.0], "c": [0.0, 4.0], "d": [1.0, 1.0]}
@@ -225,3 +227,16 @@ def test_a_skipped_update_ends_the_step() -> None:
     send(batch)
     batch.given_up = True
     assert not batch.next_update()
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_critics_trainer_gets_rewards_which_are_recorded_as_no_advantages(epochs: int, tmp_path: Path) -> None:
+    batch = batch_of(epochs, 1, name="ppo", critic={})
+    rewards = {one.sample.sample_id: one.reward for group in batch.groups.values() for one in group.members()}
+    sent = {row.sample_id: row.advantage for pieces in batch.pieces.values() for one in pieces for row in one.sequences}
+    assert sent == rewards and len(set(rewards.values())) > 1
+    rows = pq.read_table(RolloutStore(tmp_path).write(1, list(batch.groups.values()))).to_pylist()
+    assert {row["sample_id"]: (row["reward"], row["advantage"]) for row in rows} == {
+        sample: (reward, None) for sample, reward in rewards.items()
+    }
+    assert bool(batch.held_back) == batch.awaits_estimates == (epochs > 1)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
+from streamrl.config.algorithm import Algorithm, CriticConfig, GRPOConfig, PPOConfig
 from streamrl.dashboard.sample_detail import (
     MOST_CHARACTERS,
     MOST_MEMBERS,
@@ -21,6 +22,8 @@ from streamrl.dashboard.sample_detail import (
 )
 from streamrl.dashboard.sample_table import SampleTable
 from tests.dashboard.samples import a_sample, write_samples
+
+GRPO, WITH_ENTROPY = GRPOConfig(name="grpo"), GRPOConfig(name="grpo", entropy_coef=0.1)
 
 
 def table_of(folder: Path, rows: list[dict[str, Any]], **options: Any) -> SampleTable:
@@ -37,7 +40,7 @@ def words(tokens: list[int]) -> str:
 def test_a_sample_has_a_log_probability_version_and_mask_for_each_token(tmp_path: Path) -> None:
     rows = [a_sample("a.0", completion_tokens=[7]), a_sample("a.1", mask=[True, False, True, True])]
     rows[1]["weight_versions"] = [4, -1, 5, 5]
-    view = sample_view(table_of(tmp_path, rows), "a.1", words, False, True)
+    view = sample_view(table_of(tmp_path, rows), "a.1", words, False, GRPO)
     assert view is not None
     (tokens,) = view["rows"]
     assert tokens["ids"] == [10, 11, 12, 13]
@@ -50,7 +53,7 @@ def test_a_sample_has_a_log_probability_version_and_mask_for_each_token(tmp_path
 
 
 def test_without_a_tokenizer_ids_are_all_there_is(tmp_path: Path) -> None:
-    view = sample_view(table_of(tmp_path, [a_sample("a.0", completion=None)]), "a.0", None, False, True)
+    view = sample_view(table_of(tmp_path, [a_sample("a.0", completion=None)]), "a.0", None, False, GRPO)
     assert view is not None and view["completion"] is None and view["rows"][0]["texts"] is None
 
 
@@ -92,7 +95,7 @@ def test_long_texts_are_cut_where_they_say_so_unless_all_is_asked_for(tmp_path: 
     table = table_of(tmp_path, [plain, ids, a_sample("a.2", conversation=json.dumps(told)), a_sample("a.3")])
 
     def view(sample_id: str, everything: bool) -> dict[str, Any]:
-        return sample_view(table, sample_id, words, everything, True) or {}
+        return sample_view(table, sample_id, words, everything, GRPO) or {}
 
     cut = view("a.0", False)
     assert cut["prompt"] == "p" * MOST_CHARACTERS + "\n[... 1,000 more characters]"
@@ -104,7 +107,7 @@ def test_long_texts_are_cut_where_they_say_so_unless_all_is_asked_for(tmp_path: 
     assert whole[0]["prompt"] == plain["prompt"] and whole[1]["completion"] == "<7>" * (MOST_TOKENS + 1)
     assert whole[2]["messages"][0]["content"] == "m" * (MOST_CHARACTERS + 2)
     assert not any(one["cut"] for one in whole)
-    group = group_view(table, "a", words, True)
+    group = group_view(table, "a", words, GRPO)
     assert group is not None and group["prompt"] == cut["prompt"]
 
 
@@ -121,7 +124,7 @@ def test_an_episode_has_its_conversation_and_all_its_rows_and_no_others(tmp_path
     first = a_sample("a.1", conversation=json.dumps(told))
     rows = [a_sample("a.0"), first, a_sample("a.1#1", completion_tokens=[8]), a_sample("a.2")]
     table = table_of(tmp_path, rows, row_group_size=2)
-    view = sample_view(table, "a.1", None, False, True)
+    view = sample_view(table, "a.1", None, False, GRPO)
     assert view is not None
     assert [row["row_id"] for row in view["rows"]] == ["a.1", "a.1#1"]
     assert [(one["role"], one["calls"]) for one in view["messages"]] == [
@@ -131,22 +134,22 @@ def test_an_episode_has_its_conversation_and_all_its_rows_and_no_others(tmp_path
     ]
     assert '"text": "2"' in view["messages"][2]["content"]
     assert view["steps"][0]["name"] == "add"
-    group = group_view(table, "a", None, True)
+    group = group_view(table, "a", None, GRPO)
     assert group is not None
     assert [one["text"] for one in group["members"]] == ["It is 2", 'add({"a": 1})', "It is 2"]
 
 
 @pytest.mark.parametrize("told", ["no json", "[]", '{"messages": [{}], "steps": []}', '{"messages": 3}', "[" * 9999])
 def test_a_conversation_that_cannot_be_read_is_said_and_the_tokens_stay(tmp_path: Path, told: str) -> None:
-    view = sample_view(table_of(tmp_path, [a_sample("a.0", conversation=told)]), "a.0", None, False, True)
+    view = sample_view(table_of(tmp_path, [a_sample("a.0", conversation=told)]), "a.0", None, False, GRPO)
     assert view is not None and view["messages"] is None and len(view["rows"][0]["ids"]) == 4
     assert view["notes"] == ["The conversation of this sample cannot be read."]
 
 
 def test_what_is_not_there_is_none(tmp_path: Path) -> None:
     table = table_of(tmp_path, [a_sample("a.0")])
-    assert sample_view(table, "../../etc/passwd", None, False, True) is None
-    assert group_view(table, "z", None, True) is None
+    assert sample_view(table, "../../etc/passwd", None, False, GRPO) is None
+    assert group_view(table, "z", None, GRPO) is None
 
 
 def test_rows_are_found_in_any_row_group(tmp_path: Path) -> None:
@@ -176,8 +179,15 @@ def test_it_is_said_why_a_sample_was_not_trained(
     outcome: str, rewards: list[float], advantage: float | None, expected: str
 ) -> None:
     sample = {"outcome": outcome, "void_cause": "timeout", "reward_error": "no answer"}
-    why = why_not_trained(sample, [(reward, advantage) for reward in rewards], True)
+    why = why_not_trained(sample, [(reward, advantage) for reward in rewards], GRPO)
     assert (why == "") if not expected else (expected in why)
+
+
+@pytest.mark.parametrize("rewards", [[1.0], [0.0, 0.0], [0.0, 1.0]])
+def test_a_group_that_a_critics_run_dropped_was_not_finite(rewards: list[float]) -> None:
+    """It has no advantages there, and none is replaced that has a reward."""
+    ppo = PPOConfig(name="ppo", critic=CriticConfig())
+    assert "was not finite" in why_not_trained({"outcome": "dropped"}, [(one, None) for one in rewards], ppo)
 
 
 def test_equal_rewards_mean_no_gradient_only_where_the_run_has_none_for_them(tmp_path: Path) -> None:
@@ -187,14 +197,14 @@ def test_equal_rewards_mean_no_gradient_only_where_the_run_has_none_for_them(tmp
     older = [a_sample(f"c.{number}", advantage=None) for number in range(2)]
     table = table_of(tmp_path, [*flat, void, *penalised, *older])
 
-    def whys(skips_flat: bool) -> list[str]:
-        views = [sample_view(table, name, None, False, skips_flat) for name in ("a.0", "b.0", "c.0")]
+    def whys(algorithm: Algorithm) -> list[str]:
+        views = [sample_view(table, name, None, False, algorithm) for name in ("a.0", "b.0", "c.0")]
         return [view["why"] for view in views if view]
 
     equal = "trained; all rewards of its group are equal"
-    assert whys(False) == [equal] * 3
-    assert whys(True) == ["trained, but all rewards of its group are equal: its gradient is zero", equal, equal]
-    group = group_view(table, "a", None, True)
+    assert whys(WITH_ENTROPY) == [equal] * 3
+    assert whys(GRPO) == ["trained, but all rewards of its group are equal: its gradient is zero", equal, equal]
+    group = group_view(table, "a", None, GRPO)
     assert group is not None and "gradient is zero" in group["members"][0]["why"]
 
 
@@ -205,7 +215,7 @@ def test_groups_of_the_same_prompt_and_of_the_same_step_are_offered_beside_a_gro
     write_samples(tmp_path, 2, [a_sample("c.0", step=2, prompt_id="p", reward=0.25), a_sample("d.0", step=2)])
     table = SampleTable(tmp_path)
     table.look()
-    view = group_view(table, "a", None, True)
+    view = group_view(table, "a", None, GRPO)
     assert view is not None and view["step"] == 1
     assert view["others"] == {
         "prompt": [{"group_id": "c", "step": 2, "reward": 0.25}],
@@ -216,6 +226,6 @@ def test_groups_of_the_same_prompt_and_of_the_same_step_are_offered_beside_a_gro
 def test_a_group_says_how_many_samples_it_has_beside_those_that_are_shown(tmp_path: Path) -> None:
     sizes = {"a": MOST_MEMBERS + 6, "b": 3}
     table = table_of(tmp_path, [a_sample(f"{name}.{n:03}") for name, size in sizes.items() for n in range(size)])
-    views = [group_view(table, name, None, True) for name in sizes]
+    views = [group_view(table, name, None, GRPO) for name in sizes]
     counts = [(view["samples"], len(view["members"])) for view in views if view]
     assert counts == [(MOST_MEMBERS + 6, MOST_MEMBERS), (3, 3)]
