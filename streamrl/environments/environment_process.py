@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import itertools
 import json
+import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +22,7 @@ from streamrl.errors import UserError
 from streamrl.rollouts.void import VoidCause
 from streamrl.runtime.output_pipe import OutputLog
 from streamrl.runtime.piped_process import PipedProcess
-from streamrl.runtime.processes import exit_text, kill_with_children
+from streamrl.runtime.processes import exit_text, kill_with_children, kill_with_setting
 from streamrl.runtime.proxies import beside_proxies
 
 MOST_LINE = 64 * 2**20
@@ -29,7 +31,10 @@ CLOSE_S = 30.0
 """Seconds in which an episode must be closed, and in which a process that answers `at_once` must answer anything."""
 QUIET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "SDL_VIDEODRIVER": "dummy", "MPLBACKEND": "Agg"}
 """Variables of every process: one core each, and no window."""
+MARK = "STREAMRL_ENVIRONMENT_PROCESS"
+"""Variable with a random value, by which all that a process has started is found."""
 
+log = logging.getLogger(__name__)
 
 NOBODY = ""
 """The episode of a request that only looks whether there is an answer."""
@@ -87,10 +92,13 @@ class EnvironmentProcess:
 
     What takes too long ends a process that answers one at a time. In one that answers at once it ends its own episode,
     unless the process does not answer at all.
+
+    What it has started ends with it, however it ends. What is no child of it any more, such as a daemon or a browser
+    whose starter has ended, is found by the variable `MARK`, which a process that gets another environment lacks.
     """
 
-    def __init__(self, process: PipedProcess, name: str, resets: asyncio.Semaphore) -> None:
-        self.process, self.name, self._resets = process, name, resets
+    def __init__(self, process: PipedProcess, name: str, resets: asyncio.Semaphore, mark: str) -> None:
+        self.process, self.name, self._resets, self._mark = process, name, resets, mark
         self.plays = False
         """Whether its episodes call the model themselves."""
         self.at_once = False
@@ -142,10 +150,11 @@ class EnvironmentProcess:
             UserError: the environment cannot be loaded, or not within `seconds`; the message is its own.
         """
         left_out = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-        variables = {name: value for name, value in os.environ.items() if name not in left_out} | QUIET
+        mark = secrets.token_hex(16)
+        variables = {name: value for name, value in os.environ.items() if name not in left_out} | QUIET | {MARK: mark}
         command = [str(installed.python), "-I", str(environment_main.__file__), str(os.getpid())]
         process = await PipedProcess.start(command, beside_proxies(variables), log, MOST_LINE)
-        one = cls(process, installed.name, resets)
+        one = cls(process, installed.name, resets, mark)
         one._send({"make": installed.make, "paths": installed.paths, "config": installed.config | config})
         try:
             async with asyncio.timeout(seconds):
@@ -307,6 +316,7 @@ class EnvironmentProcess:
         self.accepts = False
         for event in (self.ended, self.no_more, self.idle):
             event.set()
+        await self._end_the_rest()
         await self.process.last_words(taking)
         several = sum(episode != NOBODY for episode, _ in self._owed.values()) > 1
         for number, (_, future) in list(self._owed.items()):
@@ -316,6 +326,16 @@ class EnvironmentProcess:
         if not self._began.done():
             self._began.set_exception(EnvironmentEnded(self._ended_text(), self._cause, again=False))
             self._began.exception()
+
+    async def _end_the_rest(self) -> None:
+        """Kill what the ended process has started."""
+        try:
+            names = await asyncio.to_thread(kill_with_setting, f"{MARK}={self._mark}")
+        except (OSError, RuntimeError) as error:  # there is no file number or thread for it now
+            log.warning("what a process of environment %r has started may live on: %s", self.name, error)
+            return
+        if names:
+            log.warning("ended with a process of environment %r: %s", self.name, ", ".join(names))
 
     async def _take_all(self) -> None:
         try:

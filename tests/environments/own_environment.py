@@ -7,7 +7,7 @@ from pathlib import Path
 from streamrl.environments.installed import InstalledEnvironment, add_environment
 
 CODE = """
-import os, socket, sys, time
+import os, socket, subprocess, sys, time
 
 KEPT = []
 
@@ -42,6 +42,11 @@ class Room:
                 os._exit(0)
             with open(item["path"], "w") as file:
                 file.write(str(child))
+            os._exit(9)
+        if self.kind == "dies beside a daemon":
+            daemon = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True)
+            with open(item["path"], "w") as file:
+                file.write(str(daemon.pid))
             os._exit(9)
         if self.kind == "resets to a number":
             return 7

@@ -32,7 +32,7 @@ from streamrl.environments.installed import InstalledEnvironment
 from streamrl.errors import UserError
 from streamrl.rollouts.void import VoidCause
 from streamrl.runtime.output_pipe import OutputLog
-from streamrl.runtime.processes import kill_with_children
+from streamrl.runtime.processes import is_alive, kill_with_children
 from tests.environments.own_environment import install
 from tests.waiting import scaled, settled, until, wait_for
 
@@ -159,23 +159,26 @@ def test_the_episode_that_ends_its_process_is_void_and_others_are_played_again(
     asyncio.run(scenario())
 
 
-def test_a_process_that_dies_beside_a_child_of_its_own_ends_its_episode_and_is_replaced(
-    room: InstalledEnvironment, tmp_path: Path
+@pytest.mark.parametrize("kind", ["dies beside a child", "dies beside a daemon"])
+def test_what_a_process_that_dies_has_started_ends_with_it(
+    room: InstalledEnvironment, kind: str, tmp_path: Path
 ) -> None:
-    child = tmp_path / "child"
+    started_pid = tmp_path / "pid"
 
     async def scenario() -> None:
         async with started(room) as pool, pool.place("bad") as bad:
-            try:
-                with pytest.raises(EnvironmentEnded, match="exit code 9"):
-                    reset = bad.reset({"prompt": "dies beside a child", "path": str(child)})
-                    await asyncio.wait_for(reset, scaled(15))  # less than a reset may take
-                async with pool.place("good") as good:
-                    await good.reset({"prompt": "plain"})
-            finally:
-                os.kill(int(child.read_text()), signal.SIGKILL)
+            with pytest.raises(EnvironmentEnded, match="exit code 9"):
+                reset = bad.reset({"prompt": kind, "path": str(started_pid)})
+                await asyncio.wait_for(reset, scaled(15))  # less than a reset may take
+            await until(lambda: not is_alive(int(started_pid.read_text())), 10)
+            async with pool.place("good") as good:
+                await good.reset({"prompt": "plain"})
 
-    asyncio.run(scenario())
+    try:
+        asyncio.run(scenario())
+    finally:
+        if is_alive(pid := int(started_pid.read_text())):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_an_episode_waits_as_long_as_a_process_may_take_to_start(

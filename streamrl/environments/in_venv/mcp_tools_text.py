@@ -37,6 +37,8 @@ import threading
 from typing import Any
 
 KEYS = {"arguments", "variables", "headers", "tools", "instructions", "reward"}
+MARK = "STREAMRL_ENVIRONMENT_PROCESS"
+"""Variable by which the owner of this process finds all that it has started."""
 MOST_PAGES = 100
 MOST_TEXT = 16_384
 """Most characters of a tool's result; the rest is cut, and said to be."""
@@ -303,8 +305,9 @@ def _over_pipes(name: str, config: dict[str, Any]) -> Any:
         raise ValueError(f"there is no program {name!r}, neither in {own} nor in PATH")
     stdio = importlib.import_module("mcp.client.stdio")
     arguments = [str(one) for one in config.get("arguments") or []]
-    variables = {str(key): str(value) for key, value in (config.get("variables") or {}).items()} or None
-    parameters = stdio.StdioServerParameters(command=program, args=arguments, env=variables)
+    variables = {name: os.environ[name] for name in (MARK,) if name in os.environ}
+    variables |= {str(key): str(value) for key, value in (config.get("variables") or {}).items()}
+    parameters = stdio.StdioServerParameters(command=program, args=arguments, env=variables or None)
     return lambda: stdio.stdio_client(parameters)
 
 
