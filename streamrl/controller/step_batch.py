@@ -230,7 +230,7 @@ class StepBatch:
         kind = self.run.algorithm.advantage
         if self.run.needs_estimates:
             self._await_estimates(group)
-        elif self._has_critic:
+        elif kind == "gae":
             self._queue_pieces(group)
         elif kind == "batch" or kind == "batch_group_baseline":
             groups = list(self.groups.values()) if self.full else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ async def greedy(task, client, tools): return 1.0
 def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "some_agents.py").write_text(AGENTS)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # without the folders of other tests
+    monkeypatch.delitem(sys.modules, "some_agents", raising=False)
 
 
 def task(**changes: Any) -> AgentTask:

@@ -26,7 +26,7 @@ from streamrl.protocol.operator import ScalePool
 from streamrl.run_dir import layout
 from streamrl.runtime.process_plan import plan_processes
 from streamrl.transport.endpoint import Delivery
-from tests.run_dir.conftest import Disk, file_size_limit
+from tests.run_dir.conftest import FILE_LIMIT, Disk, file_size_limit
 from tests.run_dir.conftest import disk as disk
 
 POOLS = [
@@ -147,8 +147,7 @@ def test_a_scaling_that_the_disk_has_no_room_for_is_refused_and_changes_nothing(
     before, file = dict(scaling.status()["wanted"]), tmp_path / layout.REPLICAS
     with file_size_limit(8):
         answer = ask(scaling, "regular", 1)
-    limit = "raise the limit on the size of a file (`ulimit -f`)"
-    assert answer == {"error": f"cannot write {file}: [Errno 27] File too large; {limit} (see docs: E1007)"}
+    assert answer == {"error": f"cannot write {file}: [Errno 27] File too large; {FILE_LIMIT} (see docs: E1007)"}
     assert scaling.status()["wanted"] == before and sites.asked == [] and not file.exists()
     assert ask(scaling, "regular", 1)["after"] == 1
 

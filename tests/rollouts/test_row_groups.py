@@ -28,6 +28,8 @@ def test_a_step_in_several_row_groups_is_read_as_one(
     tmp_path: Path, groups: list[Group], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = [tmp_path / name / layout.ROLLOUTS for name in ("whole", "parts")]
+    for folder in folders:
+        folder.parent.mkdir()
     whole = RolloutStore(folders[0]).write(1, groups)
     monkeypatch.setattr(rollout_store, "ROW_GROUP_BYTES", most)
     parts = RolloutStore(folders[1]).write(1, groups)

@@ -224,6 +224,7 @@ def test_conversations_are_written_with_all_letters_as_they_are_which_a_search_c
 
 def test_a_report_shows_the_numbers_of_an_episode_and_reads_files_without_them(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
+    run_dir.mkdir()
     path = RolloutStore(run_dir / layout.ROLLOUTS).write(4, [agent_group([TWO_TURNS, FORK])])
     (run_dir / layout.METRICS).touch()
     data = load_run(run_dir)

@@ -12,6 +12,9 @@ import pytest
 
 from tests.report.conftest import make_run as make_run
 
+FILE_LIMIT = "raise the limit on the size of a file (`ulimit -f`)"
+"""What an error says of a write that `file_size_limit` fails."""
+
 
 @contextmanager
 def file_size_limit(size: int) -> Iterator[None]:

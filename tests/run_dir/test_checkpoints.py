@@ -14,7 +14,7 @@ import pytest
 
 from streamrl.errors import RunFailed, is_final
 from streamrl.run_dir.checkpoints import CheckpointFolder, CheckpointsUnseen
-from tests.run_dir.conftest import Disk, file_size_limit
+from tests.run_dir.conftest import FILE_LIMIT, Disk, file_size_limit
 
 
 def save(folder: CheckpointFolder, step: int, keep: int = 1, **spared: object) -> None:
@@ -68,7 +68,9 @@ def test_a_best_without_its_checkpoint_is_none(tmp_path: Path) -> None:
 
 
 def test_a_best_that_the_disk_has_no_room_for_is_named(tmp_path: Path) -> None:
-    words = re.escape(f"cannot write {tmp_path / 'best.json'}: [Errno 27] File too large (see docs: E1007)")
+    words = re.escape(
+        f"cannot write {tmp_path / 'best.json'}: [Errno 27] File too large; {FILE_LIMIT} (see docs: E1007)"
+    )
     with file_size_limit(8), pytest.raises(RunFailed, match=words):
         CheckpointFolder(tmp_path).mark_best(5, 0.5)
 

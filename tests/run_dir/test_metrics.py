@@ -20,7 +20,7 @@ from streamrl.run_dir.appended_lines import newest_row
 from streamrl.run_dir.jsonl import TAIL_BYTES, RowWriter, iter_rows
 from streamrl.run_dir.metrics import MetricsRow, read_metrics
 from tests.report.synthetic import audit_of, make_row
-from tests.run_dir.conftest import Disk, file_size_limit
+from tests.run_dir.conftest import FILE_LIMIT, Disk, file_size_limit
 
 CONTRACT_KEYS = [
     "step",
@@ -116,7 +116,7 @@ def test_a_row_that_the_disk_has_no_room_for_is_no_part_of_the_next_one(tmp_path
     path = tmp_path / "metrics.jsonl"
     with RowWriter(path, MetricsRow) as writer:
         writer.append(make_row(1))
-        words = re.escape(f"cannot write {path}: [Errno 27] File too large (see docs: E1007)")
+        words = re.escape(f"cannot write {path}: [Errno 27] File too large; {FILE_LIMIT} (see docs: E1007)")
         with file_size_limit(path.stat().st_size + 40), pytest.raises(RunFailed, match=words):
             writer.append(make_row(2))
         writer.append(make_row(3))
@@ -126,7 +126,7 @@ def test_a_row_that_the_disk_has_no_room_for_is_no_part_of_the_next_one(tmp_path
 def test_rows_that_the_disk_has_no_room_to_rewind_are_named(tmp_path: Path) -> None:
     writer = RowWriter(path := tmp_path / "metrics.jsonl", MetricsRow)
     writer.append(make_row(1))
-    words = re.escape(f"cannot write {path}: [Errno 27] File too large (see docs: E1007)")
+    words = re.escape(f"cannot write {path}: [Errno 27] File too large; {FILE_LIMIT} (see docs: E1007)")
     with file_size_limit(40), pytest.raises(RunFailed, match=words):
         writer.rewind(1)
     assert [row.step for row in read_metrics(path)] == [1]

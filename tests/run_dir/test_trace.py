@@ -14,7 +14,7 @@ import pytest
 from streamrl.errors import RunFailed
 from streamrl.run_dir.trace import Event, TraceWriter
 from tests.report.synthetic import START, spans_of
-from tests.run_dir.conftest import file_size_limit
+from tests.run_dir.conftest import FILE_LIMIT, file_size_limit
 from tests.run_dir.trace_events import events_of
 
 
@@ -94,7 +94,7 @@ def test_an_event_that_the_disk_has_no_room_for_is_no_part_of_the_next_one(tmp_p
     path = tmp_path / "trace.json"
     with TraceWriter(path) as trace:
         trace.span("trainer", "first", START, START + 1)
-        words = re.escape(f"cannot write {path}: [Errno 27] File too large (see docs: E1007)")
+        words = re.escape(f"cannot write {path}: [Errno 27] File too large; {FILE_LIMIT} (see docs: E1007)")
         with file_size_limit(path.stat().st_size + 30), pytest.raises(RunFailed, match=words):
             trace.span("trainer", "second", START, START + 1)
         trace.span("trainer", "third", START, START + 1)
