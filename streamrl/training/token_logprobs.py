@@ -123,7 +123,7 @@ def token_logprobs(
         rows = measured_tokens(targets) if measured is None else measured
         return HeadOutput(logprobs, entropy[rows], torch.zeros_like(targets, dtype=torch.bool))
     if measured is None and not every_entropy:
-        measured = marked(measured_tokens(targets), len(targets))
+        measured = measured_tokens(targets)
     has_backward = torch.is_grad_enabled()  # never so in the function below
     rest = distribution, every_entropy, measured, has_backward
     return HeadOutput(*TokenLogprobs.apply(hidden, weight, bias, targets, *rest))
@@ -186,7 +186,7 @@ class TokenLogprobs(torch.autograd.Function):
         logprobs = torch.empty(count, dtype=torch.float32, device=hidden.device)
         totals = torch.empty_like(logprobs)
         outside = torch.zeros(count, dtype=torch.bool, device=hidden.device)
-        entropies: list[torch.Tensor] = []
+        entropies = torch.empty_like(logprobs)  # measured ones alone are ever read
         keeps = has_backward and any(ctx.needs_input_grad[:3]) and _may_keep(count, weight, distribution)
         products: torch.Tensor | None = None
         for slab in _parts(0, count, count if keeps else _slab_tokens(weight)):
@@ -195,13 +195,12 @@ class TokenLogprobs(torch.autograd.Function):
                 _transform_(here, distribution)
                 if distribution.truncation:
                     outside[part] = truncate_(here, targets[part], distribution.truncation)
-                rows = EVERY_TOKEN if every_entropy or measured is None else measured[part]
-                logprobs[part], totals[part], entropy = _exponentials_(here, targets[part], rows)
-                entropies.append(entropy)
+                rows = EVERY_TOKEN if every_entropy or measured is None else _rows_of(measured, part, count)
+                logprobs[part], totals[part], entropies[part][rows] = _exponentials_(here, targets[part], rows)
                 del here
             if not keeps:
                 products = None  # before the next slab's exist
-        entropy = torch.cat(entropies) if entropies else logprobs.new_zeros(0)
+        entropy = entropies if every_entropy or measured is None else entropies[measured]
         of_all = entropy if every_entropy else None
         ctx.save_for_backward(hidden, weight, bias, targets, logprobs, totals, of_all, products if keeps else None)
         ctx.distribution, ctx.is_used = distribution, False
@@ -298,6 +297,19 @@ def _parts(start: int, stop: int, size: int) -> Iterator[slice]:
     """Yield slices of at most `size` entries that cover start to stop."""
     for first in range(start, stop, max(1, size)):
         yield slice(first, min(first + size, stop))
+
+
+def _rows_of(measured: torch.Tensor, part: slice, count: int) -> torch.Tensor:
+    """Return the rows of a part to measure: of a mask, or of the numbers of `measured_tokens` of `count` tokens.
+
+    Of numbers they are those of all blocks that have tokens in the part, so that no device waits for its host to learn
+    how many; a block's token that lies in another part gives the nearest one of this.
+    """
+    if measured.dtype == torch.bool:
+        return measured[part]
+    blocks = len(measured)  # block k begins at k count / blocks, rounded down
+    first, last = ((part.start + 1) * blocks - 1) // count, (part.stop * blocks - 1) // count
+    return (measured[first : last + 1] - part.start).clamp(0, part.stop - part.start - 1)
 
 
 def _slab_tokens(weight: torch.Tensor) -> int:

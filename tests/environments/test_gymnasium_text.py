@@ -13,6 +13,7 @@ import pytest
 from streamrl.config.tasks import EnvironmentUse
 from streamrl.environments.environment_pool import EnvironmentPool
 from streamrl.environments.environment_trial import try_environment
+from streamrl.environments.in_venv import gymnasium_text
 from streamrl.environments.in_venv.gymnasium_text import GymnasiumEpisode, make
 from streamrl.environments.installed import add_environment
 from streamrl.errors import UserError
@@ -85,7 +86,24 @@ class Illegal(Cliff):
     def step(self, action):
         raise RuntimeError("illegal move")
 
+class Quits(Cliff):
+    def step(self, action):
+        raise SystemExit("no more")
+
+class Alone(Cliff):
+    opened = 0
+    def __init__(self):
+        super().__init__()
+        if Alone.opened:
+            raise BlockingIOError("the port is taken")
+        Alone.opened = 1
+
+    def close(self):
+        Alone.opened = 0
+
 gymnasium.register("Cliff-v0", Cliff)
+gymnasium.register("Quits-v0", Quits)
+gymnasium.register("Alone-v0", Alone)
 gymnasium.register("Illegal-v0", Illegal)
 """
 OWN_NUMBERS = """
@@ -254,6 +272,15 @@ def test_an_answer_without_an_action_is_never_better_than_acting() -> None:
 def test_a_random_player_that_fails_ends_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert say(make("own_games:Illegal-v0", {}).new(), "well") == 0
     assert "the random player ended after 0 steps: RuntimeError: illegal move" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_random_player_holds_up_no_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert say(make("own_games:Alone-v0", {}).new(), "well") == -7  # one at a time
+    assert say(make("own_games:Quits-v0", {}).new(), "well") == 0
+    assert "the random player ended after 0 steps: SystemExit: no more" in capsys.readouterr().err
+    monkeypatch.setattr(gymnasium_text, "TRIED_S", -1.0)
+    assert say(make("own_games:Cliff-v0", {}).new(), "well") == 0
 
 
 def test_a_trial_reports_an_answer_without_an_action_that_is_better_than_acting(folder: Path) -> None:

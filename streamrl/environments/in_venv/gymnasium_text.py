@@ -23,11 +23,14 @@ import math
 import random
 import re
 import sys
+import time
 from typing import Any
 
 KEYS = {"kwargs", "actions", "instructions", "digits", "unreadable"}
 TRIED_STEPS = 256
 """Steps of the random player at the start."""
+TRIED_S = 5.0
+"""Seconds after which it takes no further one."""
 COLOURED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m")
 """What a rendering marks, such as the place of the player."""
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
@@ -59,30 +62,37 @@ class GymnasiumEnvironment:
 
     def new(self) -> GymnasiumEpisode:
         """Make one environment; before the first, find out what its steps cost at most."""
+        if self._lowest is None and self._config.get("unreadable") is None:
+            self._lowest = min(_random_rewards(self._make()))  # closed before the next one, which may need its port
         one = GymnasiumEpisode(self._make(), self._name, self._config)
-        if one.unreadable is None:
-            if self._lowest is None:
-                self._lowest = min(_random_rewards(self._make()))
+        if self._lowest is not None:
             one.rewards_before = [self._lowest]
         return one
 
 
 def _random_rewards(env: Any) -> list[float]:
-    """Return 0 and the rewards of `TRIED_STEPS` random steps, or of those before one that fails; close the environment.
+    """Return 0 and the rewards of `TRIED_STEPS` random steps, or of those before one that fails or after `TRIED_S`;
+    close the environment.
 
-    Seeds are fixed: every process of a run finds the same.
+    Seeds are fixed: every process of a run finds the same, unless steps are slow.
     """
     rewards, episode, done = [0.0], 0, True
-    env.action_space.seed(0)
+    until = time.monotonic() + TRIED_S
     try:
+        env.action_space.seed(0)
         for _ in range(TRIED_STEPS):
+            if time.monotonic() > until:
+                break
             if done:
                 env.reset(seed=episode)
                 episode += 1
             _, reward, terminated, truncated, _ = env.step(env.action_space.sample())
             rewards.append(float(reward))
             done = bool(terminated) or bool(truncated)
-    except Exception as error:  # an episode that fails says so; a random action may be one that no player takes
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # an episode that fails says so; a random action may be one that no player takes
         print(
             f"the random player ended after {len(rewards) - 1} steps: {type(error).__name__}: {error}", file=sys.stderr
         )
