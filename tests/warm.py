@@ -235,8 +235,7 @@ def _begin(request: Request, files: list[int], begun: int, path: list[str], vari
     os.environ.clear()
     os.environ.update(variables | request.environment)
     of_environment = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
-    own = [] if "-P" in request.command[:2] else [os.getcwd()]
-    sys.path[:] = [*own, *of_environment, *path]
+    sys.path[:] = [os.getcwd(), *of_environment, *path]
     importlib.invalidate_caches()
     if request.is_test_worker and OF_VLLM[0] in sys.modules:
         _own.append(_copy(path, variables, new_session=True))  # it still shows the template's command line
@@ -414,8 +413,7 @@ def _request(values: dict[str, Any]) -> Request | None:
     environment = dict(os.environ if values["env"] is None else values["env"])
     if len(words) < 3 or words[0] != sys.executable or not _has_settings(environment):
         return None
-    module = words[2:] if words[1] == "-P" else words[1:]
-    if words[-2:] != ["-c", WORKER] and not (module[0] == "-m" and module[1].startswith(MODULES)):
+    if words[-2:] != ["-c", WORKER] and not (words[1] == "-m" and words[2].startswith(MODULES)):
         return None
     folder = os.getcwd() if values["cwd"] is None else os.fspath(values["cwd"])
     return Request(words, environment, folder, bool(values["start_new_session"]), values["preexec_fn"])

@@ -60,7 +60,7 @@ class WorkerProcess:
     @classmethod
     async def start(cls, log: OutputLog, suspects: set[str]) -> WorkerProcess:
         """Start a process; it imports the agents once it has got `Begin`."""
-        command = [sys.executable, "-P", "-m", "streamrl.agents.worker", str(os.getpid())]
+        command = [sys.executable, "-m", "streamrl.agents.worker", str(os.getpid())]
         variables = beside_proxies(os.environ) | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         return cls(await PipedProcess.start(command, variables, log), suspects)
 

@@ -62,7 +62,7 @@ class Launcher:
         final = self.run_dir / layout.LOGS / layout.LAUNCHER_LOG
         self._output = final if resumes else early
         self._output.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-P", "-m", "streamrl.cli.main", "launch", "--plain", *arguments, *self._emulate]
+        command = [sys.executable, "-m", "streamrl.cli.main", "launch", "--plain", *arguments, *self._emulate]
         self._process = spawn(command, self._output, os.environ)  # Ctrl-C reaches only the process that injects faults
         end = time.monotonic() + self._begin_s
         while not (self.run_dir / layout.LOGS).is_dir():

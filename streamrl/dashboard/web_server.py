@@ -136,7 +136,7 @@ def beside_run(run_dir: Path) -> Iterator[str]:
     except UserError:
         listener = bind(LOOPBACK, 0)
     with listener:
-        command = [sys.executable, "-P", "-m", "streamrl.dashboard.web_server", str(run_dir), str(listener.fileno())]
+        command = [sys.executable, "-m", "streamrl.dashboard.web_server", str(run_dir), str(listener.fileno())]
         child = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,  # its end ends the child, however this process dies

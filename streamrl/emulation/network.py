@@ -163,7 +163,7 @@ class EmulatedNetwork:
         return ("127.0.0.1", 0) if self._layout is None else (self._layout.wan_address(site), port)
 
     def _start(self) -> None:
-        command = [sys.executable, "-P", "-m", "streamrl.emulation.proxy"]
+        command = [sys.executable, "-m", "streamrl.emulation.proxy"]
         command += ["--config", str((self.folder / CONFIG_FILE).absolute()), "--parent", str(os.getpid())]
         with (self.folder / LOG_FILE).open("wb") as log:
             self._process = subprocess.Popen(

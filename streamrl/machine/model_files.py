@@ -462,7 +462,7 @@ def _convert(gguf: Path, target: Path, progress: Say) -> None:
         UserError: the conversion failed or took too long; the message has its last words.
     """
     progress("converting the 4-bit weights to bfloat16 safetensors")
-    command = [sys.executable, "-P", "-m", "streamrl.machine.gguf_conversion", str(gguf), str(target)]
+    command = [sys.executable, "-m", "streamrl.machine.gguf_conversion", str(gguf), str(target)]
     try:
         subprocess.run(command, capture_output=True, text=True, timeout=CONVERSION_LIMIT_S, check=True)
     except subprocess.TimeoutExpired as error:

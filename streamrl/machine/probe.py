@@ -167,7 +167,7 @@ def _measured_apart(model_folder: Path) -> Probe:
     """
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "streamrl.machine.probe", str(model_folder)],
+            [sys.executable, "-m", "streamrl.machine.probe", str(model_folder)],
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,

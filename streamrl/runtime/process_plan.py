@@ -161,8 +161,7 @@ def possible_instances(cluster: ClusterConfig, run: RunConfig, site_name: str, r
 
 
 def _role_command(run_dir: Path, role: Role, *extra: str) -> list[str]:
-    # -P: a file of the working folder, such as a scheduler.py, must not replace a module of the same name
-    return [sys.executable, "-P", "-m", "streamrl.launcher.entry_point", role, "--run-dir", str(run_dir), *extra]
+    return [sys.executable, "-m", "streamrl.launcher.entry_point", role, "--run-dir", str(run_dir), *extra]
 
 
 def _home_processes(cluster: ClusterConfig, run_dir: Path) -> list[ProcessSpec]:
@@ -183,15 +182,7 @@ def _home_processes(cluster: ClusterConfig, run_dir: Path) -> list[ProcessSpec]:
                 site=home,
                 pool=None,
                 command=[
-                    *[
-                        sys.executable,
-                        "-P",
-                        "-m",
-                        "streamrl.launcher.trainer_ranks",
-                        f"--ranks={ranks}",
-                        *several,
-                        "--",
-                    ],
+                    *[sys.executable, "-m", "streamrl.launcher.trainer_ranks", f"--ranks={ranks}", *several, "--"],
                     *_role_command(run_dir, "trainer"),
                 ],
                 env=_computing(trainer, trainer.cores or (), cuda),

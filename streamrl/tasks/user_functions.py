@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import inspect
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from streamrl.errors import ErrorCode, UserError
@@ -27,8 +26,7 @@ def import_function(spec: str, whose: str, expected: str = "'module:function'") 
     if not (colon and module_name and name):
         raise UserError(f"{whose}: expected {expected}")
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # behind all others: a file here must not replace a module that the run imports
-    _check_name(module_name.partition(".")[0], whose)
+        sys.path.insert(0, os.getcwd())
     try:
         function: Any = importlib.import_module(module_name)
         for part in name.split("."):
@@ -37,27 +35,6 @@ def import_function(spec: str, whose: str, expected: str = "'module:function'") 
         reason = f"{whose}: cannot be imported: {type(error).__name__}: {error}"
         raise UserError(ErrorCode.REWARD.refer(reason)) from error
     return function
-
-
-def _check_name(module: str, whose: str) -> None:
-    """Check that a module in the current folder is the one of its name that is imported.
-
-    Raises:
-        UserError: another one comes before it.
-    """
-    places = (Path(f"{module}.py").absolute(), Path(module, "__init__.py").absolute())
-    if (own := next((place for place in places if place.is_file()), None)) is None:
-        return
-    try:
-        found = importlib.util.find_spec(module)
-    except (ImportError, ValueError):  # it is imported, and says not from where
-        return
-    if found is None or (found.has_location and os.path.samefile(str(found.origin), own)):
-        return
-    where = found.origin if found.has_location else "a module of Python or a folder without __init__.py"
-    raise UserError(
-        ErrorCode.REWARD.refer(f"{whose}: the name {module!r} is taken by {where}: give {own} another name")
-    )
 
 
 def import_ordinary(

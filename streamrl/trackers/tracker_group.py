@@ -48,7 +48,7 @@ class TrackerGroup:
         logs.mkdir(exist_ok=True)
         with (logs / f"tracker-{name}.log").open("ab") as log:
             child = subprocess.Popen(
-                [sys.executable, "-P", "-m", "streamrl.trackers.tracker_process", str(self._run_dir), name],
+                [sys.executable, "-m", "streamrl.trackers.tracker_process", str(self._run_dir), name],
                 stdin=subprocess.PIPE,  # its end asks the child to finish, however this process dies
                 stdout=subprocess.PIPE,
                 stderr=log,

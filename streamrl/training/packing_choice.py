@@ -174,7 +174,7 @@ def _prove_here(folder: Path) -> str:
 
 
 def _prove_apart(folder: Path) -> str:
-    command = [sys.executable, "-P", "-m", "streamrl.training.packing_choice", str(folder)]
+    command = [sys.executable, "-m", "streamrl.training.packing_choice", str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)

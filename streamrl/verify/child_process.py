@@ -28,7 +28,7 @@ def run_module(
         (What it printed, the ended process; None: it was killed).
     """
     with subprocess.Popen(
-        [sys.executable, "-P", "-m", module, *arguments],
+        [sys.executable, "-m", module, *arguments],
         stdin=None if given is None else subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

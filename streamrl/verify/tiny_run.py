@@ -66,7 +66,7 @@ def tiny_run() -> tuple[list[Measurement], str]:
         command = ["launch", "--cluster", "cluster.yaml", "--run", "run.yaml"]
         try:
             done = subprocess.run(
-                [sys.executable, "-P", "-m", "streamrl.cli.main", *command],
+                [sys.executable, "-m", "streamrl.cli.main", *command],
                 cwd=folder,
                 capture_output=True,
                 text=True,

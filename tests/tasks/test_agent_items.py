@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +51,6 @@ async def later(index, seed): return {"prompt": "p"}
 def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "episode_items.py").write_text(ITEMS)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))  # without the folders of other tests
-    monkeypatch.delitem(sys.modules, "episode_items", raising=False)
 
 
 def agent(**settings: Any) -> AgentTask:

@@ -87,7 +87,7 @@ def probe_products(model_folder: Path, dtype: str) -> StepProducts | None:
         return _read(json.loads(path.read_text()))
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", __name__, str(model_folder), dtype],
+            [sys.executable, "-m", __name__, str(model_folder), dtype],
             env=os.environ | {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
             capture_output=True,
             text=True,

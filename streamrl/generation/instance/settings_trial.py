@@ -79,7 +79,7 @@ def _try(settings: EngineSettings, pool: GenerationPool, run: RunConfig, site: s
         env |= {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", __name__],
+            [sys.executable, "-m", __name__],
             input=json.dumps(order | {"site": site}),
             env=env,
             capture_output=True,
