@@ -17,11 +17,11 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from streamrl.machine import compiled_c
+from streamrl.training.cpu_tensors import kernels_take, with_rows
 from streamrl.training.packing import GroupLayout, numbers_of
 from streamrl.training.plain_attention import ScoreRule
 
 SOURCE = Path(__file__).with_suffix(".c")
-TYPES = torch.float32, torch.bfloat16
 
 
 class _Tensor(ctypes.Structure):
@@ -49,10 +49,7 @@ def has_cpu_kernel(
 
     A key-value head of a group is one thread's work. Without a compiler on this machine there is no kernel.
     """
-    tensors = query, key, value
-    if sinks is not None or any(type(x) not in (torch.Tensor, torch.nn.Parameter) for x in tensors):
-        return False  # others have no memory of their own: `FakeTensor`, `DTensor`
-    if query.dtype not in TYPES or any(x.dtype != query.dtype or x.device.type != "cpu" for x in tensors):
+    if sinks is not None or not kernels_take(query, key, value):
         return False
     return groups * len(key) >= torch.get_num_threads() and _library() is not None
 
@@ -80,7 +77,7 @@ class GroupAttention(torch.autograd.Function):
             ValueError: the tensors' sizes do not fit together, or the layout has more rows.
         """
         _check(query, key, value, layout)
-        query, key, value = map(_with_rows, (query, key, value))
+        query, key, value = map(with_rows, (query, key, value))
         heads, tokens = query.shape[:2]
         out = value.new_empty(tokens, heads, value.shape[-1]).transpose(0, 1)
         _call("group_attention", (query, key, value, out), layout, rule)
@@ -94,7 +91,7 @@ class GroupAttention(torch.autograd.Function):
         """Return the gradients of query, key and value."""
         query, key, value = ctx.saved_tensors
         found = [torch.empty_like(one) for one in (query, key, value)]
-        tensors = query, key, value, _with_rows(grads[0].to(query.dtype)), *found
+        tensors = query, key, value, with_rows(grads[0].to(query.dtype)), *found
         _call("group_attention_backward", tensors, *ctx.about)
         return *found, None, None
 
@@ -117,11 +114,6 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: 
     if not fits or max(group.stop for group in layout) > tokens:
         sizes = ", ".join(str(list(x.shape)) for x in (query, key, value))
         raise ValueError(f"queries, keys and values of sizes {sizes} do not fit together, or their layout {layout}")
-
-
-def _with_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose rows' elements are next to each other: this one, or a copy."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _call(

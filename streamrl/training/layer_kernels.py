@@ -28,13 +28,13 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from streamrl.machine import compiled_c
+from streamrl.training.cpu_tensors import kernels_take, with_rows
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 SOURCE = Path(__file__).with_suffix(".c")
-TYPES = torch.float32, torch.bfloat16
 ROWS = 64
 """Rows whose shares of a weight's gradient the C file adds up."""
 EPSILONS = "variance_epsilon", "eps"
@@ -84,7 +84,7 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
-        """Compute x [..., D] and weight [D], of one of `TYPES`, -> [..., D].
+        """Compute x [..., D] and weight [D], of one of `cpu_tensors.TYPES`, -> [..., D].
 
         Raises:
             MemoryError: there is no memory for a row in fp32.
@@ -134,7 +134,7 @@ class Gate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, gelu: bool) -> torch.Tensor:
-        """Compute two tensors of one shape, of one of `TYPES`, -> one of the same."""
+        """Compute two tensors of one shape, of one of `cpu_tensors.TYPES`, -> one of the same."""
         gate, up = gate.contiguous(), up.contiguous()
         out = torch.empty_like(up)
         _call("gate", _Gate(up.numel(), gelu, up.dtype == torch.bfloat16), gate, up, out)
@@ -156,9 +156,9 @@ class Gate(torch.autograd.Function):
 def take_kernels(model: nn.Module) -> None:
     """Let what computes the kernels' formulas in a model take the kernels.
 
-    Without a compiler on this machine nothing does. Tensors that are not plain ones of a CPU in one of `TYPES` go to
-    the model's own operations. Rotations are functions of a family's Python module, and so taken by all its models in
-    this process.
+    Without a compiler on this machine nothing does. Tensors that are not plain ones of a CPU, in one of
+    `cpu_tensors.TYPES`, go to the model's own operations. Rotations are functions of a family's Python module, and so
+    taken by all its models in this process.
     """
     if _library() is None:
         return
@@ -190,7 +190,7 @@ def _with_norm(module: Any) -> Callable[[Any, torch.Tensor], torch.Tensor] | Non
     own = type(module).forward
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        if not _takes(hidden_states, self.weight) or hidden_states.shape[-1:] != self.weight.shape:
+        if not kernels_take(hidden_states, self.weight) or hidden_states.shape[-1:] != self.weight.shape:
             return own(self, hidden_states)
         return RMSNorm.apply(hidden_states, self.weight, eps, offset)
 
@@ -214,7 +214,7 @@ def _with_gate(module: Any) -> Callable[[Any, torch.Tensor], torch.Tensor] | Non
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
-        if not _takes(gate, up):
+        if not kernels_take(gate, up):
             return self.down_proj(self.act_fn(gate) * up)
         return self.down_proj(Gate.apply(gate, up, gelu))
 
@@ -252,7 +252,7 @@ def _take_rotation(name: str) -> bool:
 
 def _takes_angles(x: torch.Tensor, angles: Sequence[Any], least: int) -> bool:
     """Return whether the kernel rotates vectors by such cosines and sines, at least so many numbers of each head."""
-    if len(angles) != 2 or not all(isinstance(one, torch.Tensor) and _takes(x, one) for one in angles):
+    if len(angles) != 2 or not all(isinstance(one, torch.Tensor) and kernels_take(x, one) for one in angles):
         return False
     if x.dim() != 4 or any(one.requires_grad for one in angles) or angles[1].shape != angles[0].shape:
         return False
@@ -336,12 +336,6 @@ def _alike(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     return True
 
 
-def _takes(x: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether the kernels take such tensors: plain ones with memory of their own, of a CPU."""
-    plain = all(type(one) in (torch.Tensor, nn.Parameter) for one in (x, other))
-    return plain and x.device.type == other.device.type == "cpu" and x.dtype == other.dtype and x.dtype in TYPES
-
-
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     """Return the compiled kernels; None: they could not be compiled."""
@@ -366,7 +360,7 @@ def _norm(x: torch.Tensor, eps: float, offset: float) -> _Norm:
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) -> torch.Tensor:
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    x = with_rows(x)
     cos, sin = cos.float().contiguous(), sin.float().contiguous()
     out = torch.empty_like(x)
     distances = ((ctypes.c_long * 3)(*one.stride()[:3]) for one in (x, out))

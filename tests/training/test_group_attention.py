@@ -14,6 +14,7 @@ from streamrl.training import attention, group_attention
 from streamrl.training.group_attention import GroupAttention, has_cpu_kernel
 from streamrl.training.packing import GroupLayout, numbers_of
 from streamrl.training.plain_attention import PlainAttention, ScoreRule
+from tests.training.thread_bits import check_same_bits
 
 LAYOUT = (GroupLayout(0, 50, (1, 47, 48, 49)), GroupLayout(195, 1, (130,)), GroupLayout(326, 97, ()))
 ROW = 423
@@ -81,21 +82,14 @@ def test_outputs_and_gradients_are_the_formulas(
 
 
 def test_any_order_of_memory_and_any_number_of_threads_give_the_same_bits() -> None:
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads, contiguous in ((1, False), (2, False), (1, True)):
-            torch.set_num_threads(threads)
-            tensors = [one.detach() for one in inputs(SIZES["small"])]
-            if contiguous:  # first by rows, then by columns, which are copied
-                tensors = [tensors[0].contiguous(), tensors[1].transpose(1, 2).contiguous().transpose(1, 2), tensors[2]]
-            tensors = [one.requires_grad_() for one in tensors]
-            out = GroupAttention.apply(*tensors, LAYOUT, ScoreRule(1.0))
-            upstream = torch.ones(1).expand(out.shape)  # a gradient without memory of its own
-            results.append([out.detach(), *torch.autograd.grad(out, tensors, upstream)])
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(*pair) for pair in zip(results[0], other, strict=True))
+    def make(ordered_otherwise: bool) -> list[torch.Tensor]:
+        query, key, value = inputs(SIZES["small"])
+        if not ordered_otherwise:
+            return [query, key, value]
+        # first by rows, then by columns, which are copied
+        return [query.contiguous(), key.transpose(1, 2).contiguous().transpose(1, 2), value]
+
+    check_same_bits(lambda tensors: GroupAttention.apply(*tensors, LAYOUT, ScoreRule(1.0)), make)
 
 
 @pytest.mark.parametrize("scale", [1e3, 1e-30])

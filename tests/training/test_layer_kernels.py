@@ -20,6 +20,7 @@ from streamrl.training import layer_kernels
 from streamrl.training.layer_kernels import Gate, RMSNorm, Rotate, take_kernels
 from streamrl.training.packing_proof import small_model
 from streamrl.verify.families import FAMILIES
+from tests.training.thread_bits import check_same_bits
 
 EPS = 1e-2
 TYPES = [(torch.float32, 2e-6), (torch.bfloat16, 4e-3)]
@@ -73,21 +74,11 @@ def test_outputs_and_gradients_are_the_formulas(kind: str, width: int, dtype: to
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_order_of_memory_and_any_number_of_threads_give_the_same_bits(kind: str) -> None:
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads, transposed in ((1, False), (2, False), (1, True)):
-            torch.set_num_threads(threads)
-            tensors = [one.detach() for one in inputs(kind, 24, torch.float32)]
-            if transposed:
-                tensors[0] = tensors[0].transpose(0, 2).contiguous().transpose(0, 2)
-            tensors = [one.requires_grad_() for one in tensors]
-            out = kernel(kind, *tensors)
-            upstream = torch.ones(1).expand(out.shape)  # a gradient without memory of its own
-            results.append([out.detach(), *torch.autograd.grad(out, tensors, upstream)])
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(*pair) for pair in zip(results[0], other, strict=True))
+    def make(ordered_otherwise: bool) -> list[torch.Tensor]:
+        x, other = inputs(kind, 24, torch.float32)
+        return [x.transpose(0, 2).contiguous().transpose(0, 2) if ordered_otherwise else x, other]
+
+    check_same_bits(lambda tensors: kernel(kind, *tensors), make)
 
 
 @pytest.mark.parametrize("kind", KINDS)
