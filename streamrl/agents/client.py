@@ -18,11 +18,10 @@ import pydantic_core
 
 from streamrl.agents.episode import POLICY
 from streamrl.agents.live_episode import LiveEpisode
+from streamrl.environments.in_venv.mcp_tools_text import cut_text
 from streamrl.rollouts.void import VoidCause
 from streamrl.tasks.void_reward import VoidReward, failures_of, one_line
 
-MOST_TEXT = 16_384
-"""Most characters of a tool's text; the rest is cut, and said to be."""
 ATTEMPTS = 3
 """Most tries of a call whose connection fails; the endpoint answers a repeated call with the recorded turn."""
 PAUSE_S = 0.2
@@ -113,7 +112,7 @@ class AgentClient:
         return {name: value for name, value in choice["message"].items() if value is not None or name == "content"}
 
     async def tool(self, name: str, function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-        """Call a tool and return its result; texts of more than `MOST_TEXT` characters are cut.
+        """Call a tool and return its result; a long text is cut (`cut_text`).
 
         A coroutine runs in the event loop, an ordinary function in a thread of its own; what has to be awaited of its
         result (a decorator may hide a coroutine) runs in the event loop as well.
@@ -122,7 +121,7 @@ class AgentClient:
             BadToolInput: the tool cannot use what it was given.
             ToolFailed: it raised something else.
         """
-        return await self._tool(name, function, args, named, cut_text)
+        return await self._tool(name, function, args, named, _cut)
 
     async def tool_text(self, name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
         """Call a tool, and return what the model is told: a text as it is, anything else as JSON, cut as by `tool`.
@@ -295,11 +294,8 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"its result holds an object of type {type(value).__name__}, which JSON cannot hold: return a text")
 
 
-def cut_text(found: Any) -> Any:
-    """Return a text without what exceeds `MOST_TEXT` characters, which it says; anything else as it is."""
-    if isinstance(found, str) and len(found) > MOST_TEXT:
-        return f"{found[:MOST_TEXT]}\n[cut: the first {MOST_TEXT:,} of {len(found):,} characters]"
-    return found
+def _cut(found: Any) -> Any:
+    return cut_text(found) if isinstance(found, str) else found
 
 
 def _refusal(response: httpx2.Response) -> tuple[str | None, str]:

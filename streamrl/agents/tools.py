@@ -17,8 +17,9 @@ from typing import Any
 
 import pydantic
 
-from streamrl.agents.client import AgentClient, BadToolInput, cut_text
+from streamrl.agents.client import AgentClient, BadToolInput
 from streamrl.config.tasks import Sandbox
+from streamrl.environments.in_venv.mcp_tools_text import cut_text
 from streamrl.tasks.sandbox_script import Language, run_script
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from streamrl.environments.in_venv import environment_main
+from streamrl.environments.in_venv.mcp_tools_text import MARK
 from streamrl.environments.installed import InstalledEnvironment
 from streamrl.errors import UserError
 from streamrl.rollouts.void import VoidCause
@@ -31,8 +32,6 @@ CLOSE_S = 30.0
 """Seconds in which an episode must be closed, and in which a process that answers `at_once` must answer anything."""
 QUIET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "SDL_VIDEODRIVER": "dummy", "MPLBACKEND": "Agg"}
 """Variables of every process: one core each, and no window."""
-MARK = "STREAMRL_ENVIRONMENT_PROCESS"
-"""Variable with a random value, by which all that a process has started is found."""
 
 log = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ class InstanceHello(msgspec.Struct, frozen=True):
     slots: Annotated[int, Meta(ge=1, lt=MOST_SLOTS)]
     world_size: Annotated[int, Meta(ge=1, le=MOST_WORKERS)]
     curve: dict[str, Any]
-    """As `StepCurve.to_json`."""
+    """Step times, in the form of `StepCurve.to_json`."""
     doubts: str
     process: Annotated[int, Meta(ge=1, le=MOST)]
     caches_prefixes: bool = False

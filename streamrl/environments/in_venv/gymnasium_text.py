@@ -89,10 +89,7 @@ def _random_rewards(env: Any) -> list[float]:
             _, reward, terminated, truncated, _ = env.step(env.action_space.sample())
             rewards.append(float(reward))
             done = bool(terminated) or bool(truncated)
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # an episode that fails says so; a random action may be one that no player takes
+    except (Exception, SystemExit) as error:  # a random action may be one that no player takes; episodes say so
         print(
             f"the random player ended after {len(rewards) - 1} steps: {type(error).__name__}: {error}", file=sys.stderr
         )

@@ -38,7 +38,7 @@ from typing import Any
 
 KEYS = {"arguments", "variables", "headers", "tools", "instructions", "reward"}
 MARK = "STREAMRL_ENVIRONMENT_PROCESS"
-"""Variable by which the owner of this process finds all that it has started."""
+"""Variable with a random value, by which the owner of this process finds all that it has started."""
 MOST_PAGES = 100
 MOST_TEXT = 16_384
 """Most characters of a tool's result; the rest is cut, and said to be."""
@@ -195,9 +195,7 @@ class _Episode:
             found = calling.result()
         except _either(mcp, "MCPError", "McpError") as error:
             return f"error: {of_the_call(error)[:MOST_TEXT]}", True
-        text = text_of_result(found)
-        if len(text) > MOST_TEXT:
-            text = f"{text[:MOST_TEXT]}\n[cut: the first {MOST_TEXT:,} of {len(text):,} characters]"
+        text = cut_text(text_of_result(found))
         failed = bool(_either(found, "is_error", "isError"))
         return (f"error: {text or 'the server reports an error'}" if failed else text), failed
 
@@ -373,6 +371,13 @@ def of_the_call(error: Any) -> str:
     if told.code in BROKEN or told.message == NO_ANSWER:
         raise error
     return str(told.message or "the server refuses the call")
+
+
+def cut_text(text: str) -> str:
+    """Return a text without what exceeds `MOST_TEXT` characters, which it says."""
+    if len(text) <= MOST_TEXT:
+        return text
+    return f"{text[:MOST_TEXT]}\n[cut: the first {MOST_TEXT:,} of {len(text):,} characters]"
 
 
 def text_of_result(found: Any) -> str:
