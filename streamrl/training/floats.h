@@ -13,6 +13,28 @@ static inline uint16_t to_bf16(float value) {
     return (one.bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded;
 }
 
+/* Turn `count` numbers of x from `at` on into fp32, times a factor */
+static inline void load(float *to, const void *x, int bf16, long at, long count, float factor) {
+    if (!bf16) {
+        const float *from = (const float *)x + at;
+        for (long i = 0; i < count; i++) to[i] = from[i] * factor;
+        return;
+    }
+    const uint16_t *from = (const uint16_t *)x + at;
+    for (long i = 0; i < count; i++) to[i] = from_bf16(from[i]) * factor;
+}
+
+/* The other way */
+static inline void store(const float *from, void *x, int bf16, long at, long count, float factor) {
+    if (!bf16) {
+        float *to = (float *)x + at;
+        for (long i = 0; i < count; i++) to[i] = from[i] * factor;
+        return;
+    }
+    uint16_t *to = (uint16_t *)x + at;
+    for (long i = 0; i < count; i++) to[i] = to_bf16(from[i] * factor);
+}
+
 /* exp(x) for x <= 0, as 2^n 2^f with |f| <= 1/2: the polynomial is Cephes' expf */
 static inline float exponential(float x) {
     float bounded = x < -87.0f ? -87.0f : x;

@@ -39,28 +39,14 @@ static long up(long n) { return (n + WIDE - 1) / WIDE * WIDE; }
 static long least(long a, long b) { return a < b ? a : b; }
 static long most(long a, long b) { return a > b ? a : b; }
 
-/* -- fp32 and bf16 */
+/* -- rows of tensors */
 
-static void load(float *to, const Tensor *x, int bf16, long head, long row, long width, float factor) {
-    long at = head * x->head + row * x->row;
-    if (!bf16) {
-        const float *from = (const float *)x->data + at;
-        for (long i = 0; i < width; i++) to[i] = from[i] * factor;
-        return;
-    }
-    const uint16_t *from = (const uint16_t *)x->data + at;
-    for (long i = 0; i < width; i++) to[i] = from_bf16(from[i]) * factor;
+static void load_row(float *to, const Tensor *x, int bf16, long head, long row, long width, float factor) {
+    load(to, x->data, bf16, head * x->head + row * x->row, width, factor);
 }
 
-static void store(const float *from, const Tensor *x, int bf16, long head, long row, long width, float factor) {
-    long at = head * x->head + row * x->row;
-    if (!bf16) {
-        float *to = (float *)x->data + at;
-        for (long i = 0; i < width; i++) to[i] = from[i] * factor;
-        return;
-    }
-    uint16_t *to = (uint16_t *)x->data + at;
-    for (long i = 0; i < width; i++) to[i] = to_bf16(from[i] * factor);
+static void store_row(const float *from, const Tensor *x, int bf16, long head, long row, long width, float factor) {
+    store(from, x->data, bf16, head * x->head + row * x->row, width, factor);
 }
 
 /* -- C [m, n] = A B or C + A B: n is a multiple of WIDE; element (i, k) of A is at i * ra + k * ca */
@@ -156,8 +142,8 @@ static int make_space(Space *p, const Shape *s, const Group *g, const Tensor *ke
     p->out = cut(&at, QUERIES * most(p->width, p->value_width));
     p->scores = cut(&at, QUERIES * p->scores_width), p->slopes = cut(&at, QUERIES * p->scores_width);
     for (long i = 0; i < p->tokens; i++) {
-        load(p->keys + i * p->width, key, s->bf16, kv, g->start + i, s->width, 1.0f);
-        load(p->values + i * p->value_width, value, s->bf16, kv, g->start + i, s->value_width, 1.0f);
+        load_row(p->keys + i * p->width, key, s->bf16, kv, g->start + i, s->width, 1.0f);
+        load_row(p->values + i * p->value_width, value, s->bf16, kv, g->start + i, s->value_width, 1.0f);
     }
     transpose(p, p->keys, p->width, s->width, p->keys_t);
     if (!backward) return 0;
@@ -280,13 +266,13 @@ typedef struct {
 static void forward_piece(const Shape *s, const Group *g, Space *w, const Piece *p, const Work *work, long head) {
     long row = g->start + p->own + p->first;
     for (long i = 0; i < p->rows; i++)
-        load(w->query + i * w->width, work->query, s->bf16, head, row + i, s->width, s->scale);
+        load_row(w->query + i * w->width, work->query, s->bf16, head, row + i, s->width, s->scale);
     with_keys(w, p, w->query, s->width, w->width, w->keys_t, w->scores);
     float sums[QUERIES];
     for (long i = 0; i < p->rows; i++) sums[i] = weigh(s, g, p, w->scores + i * w->scores_width, i);
     over_keys(w, p, w->scores, w->values, w->value_width, w->out, w->value_width);
     for (long i = 0; i < p->rows; i++)
-        store(w->out + i * w->value_width, work->out, s->bf16, head, row + i, s->value_width, 1.0f / sums[i]);
+        store_row(w->out + i * w->value_width, work->out, s->bf16, head, row + i, s->value_width, 1.0f / sums[i]);
 }
 
 /* Largest scores and sums are computed again: a log-sum-exp in their place is rounded, so that the weights of large
@@ -295,8 +281,8 @@ static void forward_piece(const Shape *s, const Group *g, Space *w, const Piece 
 static void backward_piece(const Shape *s, const Group *g, Space *w, const Piece *p, const Work *work, long head) {
     long row = g->start + p->own + p->first, own = p->own_column;
     for (long i = 0; i < p->rows; i++) {
-        load(w->query + i * w->width, work->query, s->bf16, head, row + i, s->width, s->scale);
-        load(w->grad + i * w->value_width, work->grad, s->bf16, head, row + i, s->value_width, 1.0f);
+        load_row(w->query + i * w->width, work->query, s->bf16, head, row + i, s->width, s->scale);
+        load_row(w->grad + i * w->value_width, work->grad, s->bf16, head, row + i, s->value_width, 1.0f);
     }
     with_keys(w, p, w->query, s->width, w->width, w->keys_t, w->scores);
     with_keys(w, p, w->grad, s->value_width, w->value_width, w->values_t, w->slopes);
@@ -311,7 +297,7 @@ static void backward_piece(const Shape *s, const Group *g, Space *w, const Piece
     to_keys(w, p, w->slopes, w->query, w->width, w->of_keys);
     over_keys(w, p, w->slopes, w->keys, w->width, w->out, w->width);
     for (long i = 0; i < p->rows; i++)
-        store(w->out + i * w->width, work->of_query, s->bf16, head, row + i, s->width, s->scale);
+        store_row(w->out + i * w->width, work->of_query, s->bf16, head, row + i, s->width, s->scale);
 }
 
 /* All queries of one key-value head of one group; returns 1 if there is no memory for it */
@@ -331,8 +317,8 @@ static int task(const Shape *s, const Work *work, long number) {
         own += length;
     }
     for (long i = 0; backward && i < w.tokens; i++) {
-        store(w.of_keys + i * w.width, work->of_key, s->bf16, kv, g.start + i, s->width, 1.0f);
-        store(w.of_values + i * w.value_width, work->of_value, s->bf16, kv, g.start + i, s->value_width, 1.0f);
+        store_row(w.of_keys + i * w.width, work->of_key, s->bf16, kv, g.start + i, s->width, 1.0f);
+        store_row(w.of_values + i * w.value_width, work->of_value, s->bf16, kv, g.start + i, s->value_width, 1.0f);
     }
     free(w.memory);
     return 0;

@@ -31,26 +31,6 @@ typedef struct {
     int bf16;
 } Gate;
 
-static void load(float *to, const void *x, int bf16, long at, long count) {
-    if (!bf16) {
-        const float *from = (const float *)x + at;
-        for (long i = 0; i < count; i++) to[i] = from[i];
-        return;
-    }
-    const uint16_t *from = (const uint16_t *)x + at;
-    for (long i = 0; i < count; i++) to[i] = from_bf16(from[i]);
-}
-
-static void store(const float *from, void *x, int bf16, long at, long count) {
-    if (!bf16) {
-        float *to = (float *)x + at;
-        for (long i = 0; i < count; i++) to[i] = from[i];
-        return;
-    }
-    uint16_t *to = (uint16_t *)x + at;
-    for (long i = 0; i < count; i++) to[i] = to_bf16(from[i]);
-}
-
 static float product_sum(const float *x, const float *y, long count) {
     float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
@@ -61,7 +41,7 @@ static float product_sum(const float *x, const float *y, long count) {
 /* -- norms: tensors [rows, width], weight [width], inverse [rows]: 1 / rms */
 
 static void load_weight(const Norm *n, float *to, const void *weight) {
-    load(to, weight, n->bf16, 0, n->width);
+    load(to, weight, n->bf16, 0, n->width, 1.0f);
     for (long i = 0; i < n->width; i++) to[i] += n->offset;
 }
 
@@ -77,11 +57,11 @@ int rms_norm(const Norm *n, const void *x, const void *weight, void *out, float 
 #pragma omp for schedule(static)
         for (long row = 0; row < n->rows; row++) {
             if (!w) continue;
-            load(a, x, n->bf16, row * width, width);
+            load(a, x, n->bf16, row * width, width, 1.0f);
             float factor = 1.0f / sqrtf(product_sum(a, a, width) / width + n->eps);
             inverse[row] = factor;
             for (long i = 0; i < width; i++) a[i] = a[i] * factor * w[i];
-            store(a, out, n->bf16, row * width, width);
+            store(a, out, n->bf16, row * width, width, 1.0f);
         }
         free(w);
     }
@@ -104,8 +84,8 @@ int rms_norm_backward(const Norm *n, const void *x, const void *weight, const fl
             if (!w) continue;
             for (long i = 0; i < width; i++) sum[i] = 0.0f;
             for (long row = part * ROWS; row < n->rows && row < (part + 1) * ROWS; row++) {
-                load(a, x, n->bf16, row * width, width);
-                load(g, grad, n->bf16, row * width, width);
+                load(a, x, n->bf16, row * width, width, 1.0f);
+                load(g, grad, n->bf16, row * width, width, 1.0f);
                 float factor = inverse[row];
                 for (long i = 0; i < width; i++) {
                     sum[i] += g[i] * (a[i] * factor);
@@ -113,9 +93,9 @@ int rms_norm_backward(const Norm *n, const void *x, const void *weight, const fl
                 }
                 float mean = product_sum(g, a, width) * factor * factor / width;
                 for (long i = 0; i < width; i++) a[i] = factor * (g[i] - a[i] * mean);
-                store(a, of_x, n->bf16, row * width, width);
+                store(a, of_x, n->bf16, row * width, width, 1.0f);
             }
-            if (of_weight) store(sum, of_weight, 0, part * width, width);
+            if (of_weight) store(sum, of_weight, 0, part * width, width, 1.0f);
         }
         free(w);
     }
@@ -152,10 +132,10 @@ int rotate(const Rotation *r, const void *x, const float *cos, const float *sin,
                 const float *c = cos + (batch * r->tokens + token) * r->rotated;
                 const float *s = sin + (batch * r->tokens + token) * r->rotated;
                 for (long head = 0; a && head < r->heads; head++) {
-                    load(a, x, r->bf16, batch * r->from[0] + head * r->from[1] + token * r->from[2], r->width);
+                    load(a, x, r->bf16, batch * r->from[0] + head * r->from[1] + token * r->from[2], r->width, 1.0f);
                     (r->back ? rotate_row_back : rotate_row)(a, c, s, b, r->rotated / 2);
                     for (long i = r->rotated; i < r->width; i++) b[i] = a[i];
-                    store(b, out, r->bf16, batch * r->to[0] + head * r->to[1] + token * r->to[2], r->width);
+                    store(b, out, r->bf16, batch * r->to[0] + head * r->to[1] + token * r->to[2], r->width, 1.0f);
                 }
             }
         free(a);
@@ -195,7 +175,7 @@ GATE backward(int gelu, float *a, float *b, const float *grad) {
 static long least(long x, long y) { return x < y ? x : y; }
 
 static void load_values(float *to, const void *x, int bf16, long at, long count) {
-    load(to, x, bf16, at, count);
+    load(to, x, bf16, at, count, 1.0f);
     if (count < VALUES) memset(to + count, 0, (VALUES - count) * sizeof(float));
 }
 
@@ -208,7 +188,7 @@ void gate(const Gate *g, const void *a, const void *b, void *out, int threads) {
         load_values(x, a, g->bf16, at, count);
         load_values(y, b, g->bf16, at, count);
         g->gelu ? forward(1, x, y) : forward(0, x, y);
-        store(x, out, g->bf16, at, count);
+        store(x, out, g->bf16, at, count, 1.0f);
     }
 }
 
@@ -222,7 +202,7 @@ void gate_backward(const Gate *g, const void *a, const void *b, const void *grad
         load_values(y, b, g->bf16, at, count);
         load_values(z, grad, g->bf16, at, count);
         g->gelu ? backward(1, x, y, z) : backward(0, x, y, z);
-        store(x, of_a, g->bf16, at, count);
-        store(y, of_b, g->bf16, at, count);
+        store(x, of_a, g->bf16, at, count, 1.0f);
+        store(y, of_b, g->bf16, at, count, 1.0f);
     }
 }
