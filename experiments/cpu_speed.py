@@ -48,8 +48,10 @@ MEDIAN_LENGTH, SPREAD = 50, 0.6
 """Of completions before they are cut: log-normal, as the demo's are (their mean is 52 to 62 tokens)."""
 OPTIMIZER = "optimizer"
 KINDS = {
-    "TokenLogprobs": "head",
-    "TokenLogprobsBackward": "head",
+    **dict.fromkeys(("TokenLogprobs", "FusedTokenLogprobs"), "head"),
+    **dict.fromkeys(("TokenLogprobsBackward", "FusedTokenLogprobsBackward"), "head"),
+    **dict.fromkeys(("RMSNorm", "Rotate", "Gate"), "elementwise"),
+    **dict.fromkeys(("RMSNormBackward", "RotateBackward", "GateBackward"), "elementwise"),
     "GroupAttention": "attention",
     "GroupAttentionBackward": "attention",
     "PlainAttention": "attention",

@@ -33,7 +33,7 @@ from streamrl.machine.cpu import this_cpu
 PROMPT = 32
 STEPS, PROFILED = 16, 4
 KINDS = {
-    "products": ("_C::onednn_mm", "aten::addmm", "aten::mm", "few_rows"),
+    "products": ("_C::onednn_mm", "_C::weight_packed_linear", "aten::addmm", "aten::mm", "few_rows"),
     "attention": ("_C::cpu_attention_with_kv_cache", "_C::cpu_attn_reshape_and_cache"),
     "sampling": ("sampling",),
 }

@@ -60,7 +60,7 @@ def run_config(steps: int, model: str, dtype: str, seed: int = 0) -> RunConfig:
             "steps": steps,
             "seed": seed,
             "model": {"path": model, "dtype": dtype},
-            "batch": {"prompts_per_step": PROMPTS, "samples_per_prompt": SIZE, "micro_batch_tokens": 1024},
+            "batch": {"prompts_per_step": PROMPTS, "samples_per_prompt": SIZE},
             "sampling": {"max_tokens": 96},
             "schedule": {"name": "stream"},
             "optimizer": {"lr": 1e-5},

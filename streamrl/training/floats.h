@@ -35,10 +35,10 @@ static inline void store(const float *from, void *x, int bf16, long at, long cou
     for (long i = 0; i < count; i++) to[i] = to_bf16(from[i] * factor);
 }
 
-/* exp(x) for x <= 0, as 2^n 2^f with |f| <= 1/2: the polynomial is Cephes' expf */
-static inline float exponential(float x) {
+/* exp(x) = 2^n (1 + what is returned) for -87 <= x <= 0, |x - n log 2| <= log(2) / 2: the polynomial is Cephes' expf */
+static inline float exponential_parts(float x, float *power) {
     float bounded = x < -87.0f ? -87.0f : x;
-    bounded = bounded != bounded ? 0.0f : bounded; /* no integer is NaN; what is returned is */
+    bounded = bounded != bounded ? 0.0f : bounded; /* no integer is NaN */
     float n = __builtin_rintf(bounded * 1.44269504088896341f);
     float r = bounded - n * 0.693359375f + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
@@ -47,7 +47,19 @@ static inline float exponential(float x) {
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    union { int32_t bits; float value; } power = {(int32_t)((uint32_t)((int32_t)n + 127) << 23)};
-    return x < -87.0f ? 0.0f : x != x ? x : p * power.value;
+    union { int32_t bits; float value; } two_to_n = {(int32_t)((uint32_t)((int32_t)n + 127) << 23)};
+    *power = two_to_n.value;
+    return p * r * r + r;
+}
+
+/* exp(x) for x <= 0 */
+static inline float exponential(float x) {
+    float power, part = exponential_parts(x, &power);
+    return x < -87.0f ? 0.0f : x != x ? x : (part + 1.0f) * power;
+}
+
+/* exp(x) - 1 for x <= 0 */
+static inline float exponential_less_1(float x) {
+    float power, part = exponential_parts(x, &power);
+    return x != x ? x : part * power + (power - 1.0f);
 }

@@ -1,37 +1,26 @@
-"""Log-probabilities of target tokens on GPUs, from logits that exist in bf16 or fp16 only.
+"""Log-probabilities of target tokens by kernels that read the head's product in its own type.
 
 The formulas are those of `token_logprobs.py`. There, each operation writes its fp32 result of the size of the logits;
-here torch compiles them into kernels that read the product of the head once or twice and write either a few numbers
-per token or the logits' gradient, in the type of the product. The arithmetic in between is fp32.
+here kernels read the product once or twice and write either a few numbers per token or the logits' gradient, in the
+type of the product. The arithmetic in between is fp32. For GPUs torch compiles the formulas below into kernels, for
+products in bf16 or fp16; CPUs have those of `head_kernels.py`, for bf16 and fp32.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses import FakeTensor
 
+from streamrl.training import head_kernels
 from streamrl.training.compiled_formulas import compiled_on_gpus
+from streamrl.training.head_kernels import Changes
+from streamrl.training.packing import filled_rows
 
 LEAST_SHIFTED = -1e4
 """Bound of logits below the largest, in the entropy: there the exponential is 0, and 0 times -inf is not."""
-
-
-@dataclass(frozen=True)
-class Changes:
-    """What becomes of the output projection before a token is drawn: softcap tanh(scale z / softcap) / temperature."""
-
-    scale: float
-    softcap: float | None
-    temperature: float
-
-
-def fuses(weight: torch.Tensor) -> bool:
-    """Return whether the kernels can be compiled for a head's weight: on a GPU, in a type of 16 bits."""
-    half = weight.dtype in (torch.bfloat16, torch.float16)
-    return weight.device.type == "cuda" and half and not isinstance(weight, FakeTensor)
 
 
 @compiled_on_gpus((1,), ())
@@ -88,6 +77,34 @@ def slopes(
     return gradient.to(products.dtype)
 
 
+class Kernels(NamedTuple):
+    """What reduces products and computes their gradient: functions like `log_sums` and `slopes`.
+
+    Products may have more rows than there are targets. What `slopes` returns has as many, with zeros in the others, and
+    may be the products themselves.
+    """
+
+    log_sums: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
+    slopes: Callable[..., torch.Tensor]
+
+
+COMPILED = Kernels(log_sums, slopes)
+OF_CPUS = Kernels(head_kernels.log_sums, head_kernels.slopes_)
+
+
+def kernels_for(weight: torch.Tensor) -> Kernels | None:
+    """Return the kernels for products with a head's weight; None: there are none."""
+    if weight.device.type == "cuda":
+        half = weight.dtype in (torch.bfloat16, torch.float16)
+        return COMPILED if half and not isinstance(weight, FakeTensor) else None
+    return OF_CPUS if head_kernels.has_kernels(weight) else None
+
+
+def product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return the output projection of hidden [n, d] in the weight's type, [n, V], also under autocast."""
+    return torch.nn.functional.linear(hidden, weight, bias).to(weight.dtype)
+
+
 def _changed(products: torch.Tensor, changes: Changes) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the logits z in fp32, and the slope of the soft cap (None: there is none)."""
     logits = products.float() * changes.scale
@@ -102,17 +119,29 @@ def _is_target(products: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return torch.arange(products.shape[-1], device=products.device) == targets[:, None]
 
 
-def _add_product(total: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Add gradient^T hidden to the total [V, d], which is fp32, by one kernel where there is one: on GPUs."""
-    if total.device.type == "cuda":
+def _sum_of_products(
+    total: torch.Tensor | None, gradient: torch.Tensor, hidden: torch.Tensor, is_only: bool
+) -> torch.Tensor:
+    """Return the total [V, d], which is fp32, plus gradient^T hidden; on GPUs one kernel adds it.
+
+    The only product of a CPU has the type of its factors.
+    """
+    if total is None and is_only and not gradient.is_cuda:
+        return gradient.t() @ hidden
+    if total is None:
+        total = torch.zeros(gradient.shape[1], hidden.shape[1], dtype=torch.float32, device=hidden.device)
+    if total.is_cuda:
         about = total, gradient.t(), hidden, total.dtype
         torch.ops.aten.addmm.dtype_out(*about, out=total)
+    elif gradient.dtype == total.dtype:
+        total.addmm_(gradient.t(), hidden)
     else:
         total += gradient.t() @ hidden
+    return total
 
 
 class FusedTokenLogprobs(torch.autograd.Function):
-    """The autograd function behind `token_logprobs` on GPUs."""
+    """The autograd function behind `token_logprobs` where there are kernels."""
 
     @staticmethod
     def forward(
@@ -122,50 +151,70 @@ class FusedTokenLogprobs(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         changes: Changes,
+        kernels: Kernels,
         at_once: int,
+        keeps: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute (log-probabilities, entropies), fp32 [N]; products of `at_once` tokens exist at a time."""
+        """Compute (log-probabilities, entropies), fp32 [N].
+
+        Products of `at_once` tokens exist at a time. With `keeps` there is one, of all tokens, which stays in memory
+        for the backward pass; that replaces it, and so can run once.
+        """
         hidden = hidden.to(weight.dtype)
+        products: torch.Tensor | None = None
         found = torch.empty(4, len(targets), dtype=torch.float32, device=hidden.device)
-        for first in range(0, len(targets), at_once):
-            part = slice(first, first + at_once)
-            products = torch.nn.functional.linear(hidden[part], weight, bias)
-            sums = log_sums(products, targets[part], changes)
+        for part in _parts(len(targets), at_once, keeps):
+            products = product(filled_rows(hidden[part]), weight, bias)
+            sums = kernels.log_sums(products, targets[part], changes)
             for row, values in zip(found, sums, strict=True):
                 row[part] = values
-            del products
+            if not keeps:
+                products = None  # before the next part's exist
         logprobs, totals, largest, entropy = found.unbind()
-        ctx.save_for_backward(hidden, weight, bias, targets, logprobs, totals, largest)
-        ctx.changes, ctx.at_once = changes, at_once
+        ctx.save_for_backward(hidden, weight, bias, targets, logprobs, totals, largest, products)
+        ctx.about, ctx.is_used = (changes, kernels, at_once, keeps), False
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients by d logp_n / d z_nv = 1[v = target_n] - softmax(z_n)_v."""
-        hidden, weight, bias, targets, logprobs, totals, largest = ctx.saved_tensors
+        changes, kernels, at_once, keeps = ctx.about
+        if ctx.is_used and keeps:
+            raise RuntimeError("a second backward pass through the head, whose logits the first one has replaced")
+        ctx.is_used = True
+        hidden, weight, bias, targets, logprobs, totals, largest, kept = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        inner = grads[0] * (ctx.changes.scale / ctx.changes.temperature)
+        inner = grads[0] * (changes.scale / changes.temperature)
         of_others, of_targets = -inner / totals, inner * -torch.expm1(logprobs)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        grad_weight: torch.Tensor | None = None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
-        for first in range(0, len(targets), ctx.at_once):
-            part = slice(first, first + ctx.at_once)
-            products = torch.nn.functional.linear(hidden[part], weight, bias)
+        parts = _parts(len(targets), at_once, keeps)
+        for part in parts:
+            inputs = filled_rows(hidden[part])
+            products = product(inputs, weight, bias) if kept is None else kept
             about = targets[part], largest[part], of_others[part], of_targets[part]
-            gradient = slopes(products, *about, ctx.changes)
+            gradient = kernels.slopes(products, *about, changes)
             del products
             if grad_hidden is not None:
-                torch.mm(gradient, weight, out=grad_hidden[part])
-            if grad_weight is not None:
-                _add_product(grad_weight, gradient, hidden[part])
+                grad_hidden[part] = (gradient @ weight)[: part.stop - part.start]
+            if needs_weight:
+                grad_weight = _sum_of_products(grad_weight, gradient, inputs, len(parts) == 1)
             if grad_bias is not None:
                 grad_bias += gradient.sum(0, dtype=torch.float32)
             del gradient
+        if needs_weight and grad_weight is None:
+            grad_weight = torch.zeros_like(weight)
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            *(None, None, None),
+            *(None, None, None, None, None),
         )
+
+
+def _parts(count: int, at_once: int, keeps: bool) -> list[slice]:
+    """Return slices of `count` tokens: one of all, or of at most `at_once`."""
+    size = count if keeps else at_once
+    return [slice(first, min(first + size, count)) for first in range(0, count, max(1, size))]

@@ -29,6 +29,7 @@ from torch.func import functional_call
 
 from streamrl.machine import compiled_c
 from streamrl.training.cpu_tensors import kernels_take, with_rows
+from streamrl.training.policy_model import Policy
 
 log = logging.getLogger(__name__)
 
@@ -158,8 +159,10 @@ def take_kernels(model: nn.Module) -> None:
 
     Without a compiler on this machine nothing does. Tensors that are not plain ones of a CPU, in one of
     `cpu_tensors.TYPES`, go to the model's own operations. Rotations are functions of a family's Python module, and so
-    taken by all its models in this process.
+    taken by all its models in this process. A policy's head has kernels of its own (`head_kernels.py`).
     """
+    if isinstance(model, Policy):
+        model.fused = True
     if _library() is None:
         return
     taken = 0

@@ -303,3 +303,10 @@ def _packed_experts(groups: list[TrainGroup], filler: int) -> tuple[torch.Tensor
     rows = [part for some, none in parts for part in (some, np.zeros((none, width), dtype=np.uint8))]
     known = [part for some, none in parts for part in (np.ones(len(some), dtype=bool), np.zeros(none, dtype=bool))]
     return torch.from_numpy(np.concatenate(rows)), torch.from_numpy(np.concatenate(known))
+
+
+def filled_rows(x: torch.Tensor) -> torch.Tensor:
+    """Fill x [n, k] up to a multiple of `ROW_MULTIPLE` rows with zeros, where a kernel is made for every shape."""
+    if x.device.type != "cpu" or x.dtype == torch.float32:
+        return x
+    return torch.nn.functional.pad(x, (0, 0, 0, -len(x) % ROW_MULTIPLE))

@@ -54,7 +54,7 @@ class Policy(nn.Module):
         self.copies: ComputeCopies | None = None
         """Copies of the weights in the type that it computes in; None: it computes with the weights themselves."""
         self.fused = False
-        """Whether the head's sums are compiled (`fused_logprobs.py`)."""
+        """Whether the head takes kernels where there are some (`fused_logprobs.py`)."""
 
     @torch.no_grad()
     def fill(self, device: torch.device) -> None:

@@ -6,7 +6,7 @@ The distribution is the one that tokens are drawn from: hidden states h [N, d], 
 
 and the sum is over the tokens that a truncation keeps (`training/truncation.py`).
 
-On GPUs `fused_logprobs.py` reads the logits in their own type where it can.
+`fused_logprobs.py` does the same by kernels that read the logits in their own type, where there are such kernels.
 
 Logits of at most `SLAB_BYTES` exist at a time, in fp32, and the backward pass computes them again: memory is
 O(slab), whatever N. In fp32, and on CPUs in any type, that second product is saved where all logits fit into
@@ -31,8 +31,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from streamrl.training.fused_logprobs import Changes, FusedTokenLogprobs, fuses
-from streamrl.training.packing import ROW_MULTIPLE
+from streamrl.training.fused_logprobs import FusedTokenLogprobs, kernels_for, product
+from streamrl.training.head_kernels import Changes
+from streamrl.training.packing import filled_rows
 from streamrl.training.truncation import ALL_TOKENS, Truncation, truncate_
 
 SLAB_BYTES = {"cpu": 2**27, "cuda": 2**28}
@@ -113,18 +114,19 @@ def token_logprobs(
         distribution: what the logits become before a token is drawn.
         every_entropy: whether the entropies of all tokens are returned, with gradient.
         measured: tokens whose entropy is returned otherwise, bool [N]; None: those of `measured_tokens`.
-        fused: whether kernels are compiled for it, where they can be (`fused_logprobs.py`).
+        fused: whether kernels do it, where there are some (`fused_logprobs.py`).
     """
-    if fused and fuses(weight) and not every_entropy and not distribution.truncation:
-        transform, temperature = distribution.transform, distribution.temperature
-        changes = Changes(transform.scale, transform.softcap, temperature)
-        tokens = 2 * _slab_tokens(weight)  # of half the bytes
-        logprobs, entropy = FusedTokenLogprobs.apply(hidden, weight, bias, targets, changes, tokens)
-        rows = measured_tokens(targets) if measured is None else measured
-        return HeadOutput(logprobs, entropy[rows], torch.zeros_like(targets, dtype=torch.bool))
     if measured is None and not every_entropy:
         measured = measured_tokens(targets)
-    has_backward = torch.is_grad_enabled()  # never so in the function below
+    has_backward = torch.is_grad_enabled()  # never so in the functions below
+    kernels = kernels_for(weight) if fused and not every_entropy and not distribution.truncation else None
+    if kernels is not None:
+        transform, temperature = distribution.transform, distribution.temperature
+        changes = Changes(transform.scale, transform.softcap, temperature)
+        keeps = has_backward and weight.device.type == "cpu" and _fits(len(targets), weight)
+        tokens = _slab_tokens(weight) * torch.float32.itemsize // weight.element_size()
+        logprobs, entropy = FusedTokenLogprobs.apply(hidden, weight, bias, targets, changes, kernels, tokens, keeps)
+        return HeadOutput(logprobs, entropy[measured], torch.zeros_like(targets, dtype=torch.bool))
     rest = distribution, every_entropy, measured, has_backward
     return HeadOutput(*TokenLogprobs.apply(hidden, weight, bias, targets, *rest))
 
@@ -190,7 +192,7 @@ class TokenLogprobs(torch.autograd.Function):
         keeps = has_backward and any(ctx.needs_input_grad[:3]) and _may_keep(count, weight, distribution)
         products: torch.Tensor | None = None
         for slab in _parts(0, count, count if keeps else _slab_tokens(weight)):
-            products = _product(_filled(hidden[slab]), weight, bias)
+            products = product(filled_rows(hidden[slab]), weight, bias)
             for part, here in _cached(slab, products):
                 _transform_(here, distribution)
                 if distribution.truncation:
@@ -223,8 +225,8 @@ class TokenLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
         slabs = [*_parts(0, len(targets), _slab_tokens(weight) if kept is None else len(targets))]
         for slab in slabs:
-            inputs = _filled(hidden[slab])
-            products = _product(inputs, weight, bias) if kept is None else kept
+            inputs = filled_rows(hidden[slab])
+            products = product(inputs, weight, bias) if kept is None else kept
             for part, here in _cached(slab, products):
                 slope = None
                 if kept is None or kept.dtype != torch.float32:  # else these are the exponentials
@@ -323,11 +325,14 @@ def _may_keep(count: int, weight: torch.Tensor, distribution: TokenDistribution)
 
     In fp32 they become exponentials in place, whose soft cap has no slope any more; a GPU's memory is planned without.
     """
-    if weight.element_size() * count * len(weight) > KEPT_BYTES:
-        return False
     if weight.dtype == torch.float32:
-        return distribution.transform.softcap is None
-    return weight.device.type == "cpu"
+        return _fits(count, weight) and distribution.transform.softcap is None
+    return _fits(count, weight) and weight.device.type == "cpu"
+
+
+def _fits(count: int, weight: torch.Tensor) -> bool:
+    """Return whether the logits of `count` tokens, in the type of the weight, may stay in memory."""
+    return weight.element_size() * count * len(weight) <= KEPT_BYTES
 
 
 def _cached(slab: slice, products: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -344,18 +349,6 @@ def _cached(slab: slice, products: torch.Tensor) -> Iterator[tuple[slice, torch.
     for part in _parts(slab.start, slab.stop, most):
         here = products[part.start - slab.start : part.stop - slab.start]
         yield part, here.float() if space is None else space[: len(here)].copy_(here)
-
-
-def _product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return the output projection of hidden [n, d] in the weight's type, [n, V], also under autocast."""
-    return torch.nn.functional.linear(hidden, weight, bias).to(weight.dtype)
-
-
-def _filled(rows: torch.Tensor) -> torch.Tensor:
-    """Fill rows [n, k] up to a multiple of `ROW_MULTIPLE` with zeros, where a kernel is made for every shape."""
-    if rows.device.type != "cpu" or rows.dtype == torch.float32:
-        return rows
-    return torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % ROW_MULTIPLE))
 
 
 def _transform_(logits: torch.Tensor, distribution: TokenDistribution) -> torch.Tensor | None:
