@@ -30,6 +30,8 @@ FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-m
 COMPILE_S = 60
 LAST_WORDS = 500
 """Characters of what a compiler says that are logged."""
+DIGEST_BYTES = 16
+"""Bytes at the end of a library, which loaders leave alone, with the digest of all others."""
 
 
 def load(source: Path, instead: str) -> ctypes.CDLL | None:
@@ -90,7 +92,7 @@ def _compiler() -> list[str]:
 
 
 def _loaded(name: str, command: list[str]) -> ctypes.CDLL:
-    """Return the library of this name in the cache; without it, or if it cannot be loaded, compile it.
+    """Return the library of this name in the cache; without it, or if it is damaged or cannot be loaded, compile it.
 
     Raises:
         OSError: no file could be written, or the library cannot be loaded.
@@ -98,9 +100,9 @@ def _loaded(name: str, command: list[str]) -> ctypes.CDLL:
     """
     with _own_folder(cache_directory() / "compiled", name) as folder:
         library = folder / name
-        for is_damaged in (False, True):
+        for is_again in (False, True):
             try:
-                if is_damaged or not is_own(library):
+                if is_again or not _is_whole(library):
                     _compile(command, library)
                 return ctypes.CDLL(str(library))
             except subprocess.CalledProcessError:
@@ -115,7 +117,27 @@ def _loaded(name: str, command: list[str]) -> ctypes.CDLL:
 def _compile(command: list[str], library: Path) -> None:
     with replacing(library, lasting=True) as part:
         subprocess.run([*command, "-o", str(part)], check=True, capture_output=True, timeout=COMPILE_S)
+        with part.open("ab") as file:
+            file.write(_digest(part.read_bytes()))
         part.chmod(0o700)
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether a library is there, is this user's, and has the content that it was compiled with.
+
+    One that is cut off or damaged may load, and then end the process by a signal, or compute something else.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if not is_own(library):
+        return False
+    content = library.read_bytes()
+    return content[-DIGEST_BYTES:] == _digest(content[:-DIGEST_BYTES])
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
 
 
 @contextmanager

@@ -6,12 +6,15 @@ import _ctypes
 import ctypes
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from streamrl.machine import compiled_c
 from streamrl.machine.compiled_c import library_name, load
+from tests.waiting import scaled
 
 
 @pytest.fixture
@@ -86,6 +89,21 @@ def test_one_that_cannot_be_loaded_is_compiled_again(content: bytes, source: Pat
     library = load(source, "slow")
     assert library is not None and library.half(6) == 3
     assert in_cache(source) == [file] and file.read_bytes()[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize("damage", ["cut off", "changed"])
+def test_one_that_is_damaged_but_loads_is_compiled_again(damage: str, source: Path) -> None:
+    source.write_text("int values[4096] = {0x0a0b0c0d}; int first(void) { return values[0]; }")
+    loads = f"from pathlib import Path\nfrom {load.__module__} import load\nlibrary = load(Path({str(source)!r}), '')\n"
+    command = [sys.executable, "-c", f"{loads}assert library.first() == 0x0a0b0c0d"]  # apart: it may end by a signal
+    environment = os.environ | {"STREAMRL_CACHE": str(source.parent / "cache")}
+    subprocess.run(command, env=environment, check=True, timeout=scaled(60))
+    (file,) = in_cache(source)
+    whole = file.read_bytes()
+    changed = whole.replace(bytes.fromhex("0d0c0b0a"), bytes.fromhex("0d0c0b0b"))
+    file.write_bytes(whole[: len(whole) // 2] if damage == "cut off" else changed)
+    subprocess.run(command, env=environment, check=True, timeout=scaled(60))
+    assert in_cache(source) == [file] and file.read_bytes() == whole
 
 
 def test_a_cache_from_which_nothing_may_be_executed_is_replaced_by_a_temporary_folder(
