@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from streamrl.errors import ErrorCode, UserError
+from streamrl.launcher.shadowing_check import check_shadowing
 from streamrl.launcher.unblocked_output import unblocked
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def command(
       streamrl launch --cluster cluster_configs/heterogeneous.yaml --site generate
       streamrl launch --cluster cluster_configs/heterogeneous.yaml --emulate
     """
+    check_shadowing()
     if not dry_run:
         click.echo("reading the configuration and checking this machine")  # at once: the imports take seconds
     from streamrl.config.load import load_cluster, load_resolved, load_run
@@ -129,6 +131,7 @@ def start(cluster: ClusterConfig, run: RunConfig, runs_dir: Path, plain: bool) -
     from streamrl.launcher import supervisor
     from streamrl.run_dir.layout import make_folder
 
+    check_shadowing()
     _check(cluster, run, runs_dir)
     supervisor.run(cluster, run, make_folder(runs_dir, run.name), False, plain)
 
