@@ -86,7 +86,7 @@ def run(
     Raises:
         UserError: the folder is in use by another launcher, or is not writable.
         RunFailed: a process died or the run failed; the message ends with the cause.
-        FolderGone: the folder has been moved or deleted meanwhile; nothing is written there any more.
+        FolderGone: the folder has been moved, deleted or taken meanwhile; nothing is written there any more.
         Interrupted: Ctrl-C, SIGTERM, or a closed terminal.
     """
     with (
@@ -202,6 +202,11 @@ def _is_gone(held: HeldFolder) -> bool:
 
 
 def _gone(held: HeldFolder) -> FolderGone:
+    if held.is_taken():
+        return FolderGone(
+            f"run folder {held.path} belongs to another launcher, which was started after {layout.LOCK} had been "
+            "removed there: this one has ended"
+        )
     return FolderGone(
         f"run folder {held.path} is gone (moved or deleted?), the run has ended; from where it has been moved to, it "
         "can be resumed"
@@ -308,7 +313,8 @@ def _locked(run_dir: Path) -> Iterator[HeldFolder]:
         lock.truncate(0)
         lock.write(owner_line())
         lock.flush()
-        yield HeldFolder(run_dir, lock.fileno())
+        with contextlib.closing(HeldFolder(run_dir, lock.fileno())) as held:
+            yield held
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 from typing import BinaryIO
 
-from streamrl.plain_files import open_plain
+from streamrl.plain_files import SEARCH, open_plain
 from streamrl.run_dir import layout
 
 MOST_TEXT = 1000
@@ -57,34 +57,58 @@ def has_launcher(folder: Path) -> bool:
 
 
 class HeldFolder:
-    """The folder whose lock this process holds, and whether it is still there under its name."""
+    """The folder whose lock this process holds, and whether it is still there under its name, and nobody else's."""
 
     def __init__(self, folder: Path, lock: int) -> None:
         """
         Args:
             folder: the folder.
             lock: descriptor of its lock.
+
+        Raises:
+            OSError: the folder is not there.
         """
         self.path, self._lock = folder, lock
+        self._folder = os.open(folder, SEARCH)
         self._missed = 0
+
+    def close(self) -> None:
+        """Let go of the folder itself; its lock is the caller's."""
+        os.close(self._folder)
 
     def look(self) -> bool:
         """Look for the folder; return whether it is missing at this moment.
 
-        A file system that does not answer says nothing about it.
+        A file system that does not answer says nothing about it. Nor does a lock that somebody has removed or replaced,
+        unless the logs are gone as well, as in a folder that is being deleted, or another launcher has the new one.
         """
         try:
-            there = os.path.samestat(os.stat(self.path / layout.LOCK), os.fstat(self._lock))
+            there = os.path.samestat(os.stat(self.path), os.fstat(self._folder))
+            there = there and ((self.path / layout.LOCK).exists() or (self.path / layout.LOGS).exists())
         except (FileNotFoundError, NotADirectoryError):
             there = False
         except OSError:
             there = True
+        there = there and not self.is_taken()
         self._missed = 0 if there else self._missed + 1
         return not there
 
+    def is_taken(self) -> bool:
+        """Return whether another launcher has made and locked a new lock, in the place of the one that was removed."""
+        try:
+            with open_plain(self.path / layout.LOCK) as lock:
+                if os.path.samestat(os.fstat(lock.fileno()), os.fstat(self._lock)):
+                    return False
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, as in `has_launcher`: those do not exclude
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
     @property
     def is_gone(self) -> bool:
-        """Whether the folder has been moved or deleted: the last two looks missed it, as one may on a network."""
+        """Whether the folder is moved, deleted or taken: the last two looks missed it, as one may on a network."""
         return self._missed > 1
 
 

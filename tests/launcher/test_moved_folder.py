@@ -63,6 +63,21 @@ def test_a_folder_is_gone_if_two_looks_miss_it_and_the_file_system_answers(
         assert not held.look() and not held.is_gone
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_run_goes_on_without_its_lock_but_not_beside_another_launcher(tmp_path: Path, replaced: bool) -> None:
+    folder = tmp_path / "tiny"
+    with supervisor._locked(folder) as held:
+        (folder / "logs").mkdir()
+        (folder / ".lock").unlink()
+        if replaced:
+            (folder / ".lock").touch()
+        assert not held.look() and not held.look() and not held.is_gone
+        with supervisor._locked(folder):
+            assert held.look() and held.look() and held.is_gone
+            assert "belongs to another launcher" in str(supervisor._gone(held))
+        assert not held.look() and not held.is_gone
+
+
 def test_what_a_run_writes_does_not_make_its_folder_anew(tmp_path: Path) -> None:
     run_dir = tmp_path / "tiny"
     checkpoints = CheckpointFolder(run_dir / "checkpoints")
