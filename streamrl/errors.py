@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -61,8 +62,13 @@ class RestartNeeded(RunFailed):
     """Failure of a process that a restarted one can overcome."""
 
 
-PROCESSES = re.compile("can't start new thread|Resource temporarily unavailable")
-"""What Python and libraries in C++ say if the system gives them no further thread or process."""
+NO_THREAD = re.compile(r"can't start new thread|(thread[^:]*: )?Resource temporarily unavailable")
+"""What Python and libraries in C++ say, and no more than that, if the system gives them no further thread."""
+STARTS = {
+    *(("subprocess", "_execute_child"), ("subprocess", "_posix_spawn")),
+    *(("multiprocessing.popen_fork", "_launch"), ("multiprocessing.util", "spawnv_passfds")),
+}
+"""(Module, function) of Python's own calls that start a process."""
 
 
 def with_limit(error: BaseException) -> str:
@@ -70,8 +76,17 @@ def with_limit(error: BaseException) -> str:
     number, text = getattr(error, "errno", None), str(error)
     if number == errno.EFBIG:
         return f"{text}; raise the limit on the size of a file (`ulimit -f`)"
-    no_more = number == errno.EAGAIN or (isinstance(error, RuntimeError) and PROCESSES.search(text))
-    return f"{text}; raise the limit on processes and threads (`ulimit -u`, a cgroup's `pids.max`)" if no_more else text
+    # sockets, pipes and locks say EAGAIN as well, for reasons of their own
+    no_process = number == errno.EAGAIN and _is_of_start(error)
+    if no_process or (isinstance(error, RuntimeError) and NO_THREAD.fullmatch(text)):
+        return f"{text}; raise the limit on processes and threads (`ulimit -u`, a cgroup's `pids.max`)"
+    return text
+
+
+def _is_of_start(error: BaseException) -> bool:
+    """Return whether an error was raised in the start of a process."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any((frame.f_globals.get("__name__"), frame.f_code.co_name) in STARTS for frame in frames)
 
 
 @contextmanager
