@@ -124,7 +124,9 @@ class AgentClient:
         return await self._tool(name, function, args, named, _cut)
 
     async def tool_text(self, name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
-        """Call a tool, and return what the model is told: a text as it is, anything else as JSON, cut as by `tool`.
+        """Call a tool, and return what the model is told, cut as by `tool`: a text as it is, anything else as JSON.
+
+        In place of what JSON has not, such as a date, a path or a `range`, is its text.
 
         Args:
             name: name of the tool.
@@ -284,13 +286,16 @@ def _told(found: Any) -> str:
     """
     if isinstance(found, str):
         return found
-    return json.dumps(pydantic_core.to_jsonable_python(found, fallback=_plain), ensure_ascii=False)
+    plain = pydantic_core.to_jsonable_python(found, fallback=_plain)
+    return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)  # such as that of a date
 
 
 def _plain(value: Any) -> Any:
-    """Return what a scalar or an array of numpy or torch holds."""
+    """Return what a scalar or an array of numpy or torch holds; the text of anything else that has one of its own."""
     if not isinstance(value, type) and callable(plain := getattr(value, "tolist", None)):
         return plain()
+    if not (text := str(value)).startswith("<"):  # as that of a generator or a function, which says nothing
+        return text
     raise TypeError(f"its result holds an object of type {type(value).__name__}, which JSON cannot hold: return a text")
 
 

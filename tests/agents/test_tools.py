@@ -8,7 +8,8 @@ import json
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from datetime import date
+from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,27 @@ def within_itself() -> list[Any]:
     ],
 )
 def test_what_a_tool_returns_is_told_as_json(found: Any, told: str) -> None:
+    assert answers(("get", ""), tools=[returning(found)]) == [told]
+
+
+class Price:
+    def __str__(self) -> str:
+        return "3 euros"
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        (Decimal("1.50"), "1.50"),
+        (datetime(2026, 1, 2, 3, 4), "2026-01-02T03:04:00"),
+        (Path("a/b"), "a/b"),
+        (range(3), "range(0, 3)"),
+        (Price(), "3 euros"),
+        ({"price": Price(), "of": [range(2)]}, '{"price": "3 euros", "of": ["range(0, 2)"]}'),
+    ],
+    ids=str,
+)
+def test_what_json_has_not_is_told_by_its_text(found: Any, told: str) -> None:
     assert answers(("get", ""), tools=[returning(found)]) == [told]
 
 
