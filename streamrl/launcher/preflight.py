@@ -74,6 +74,7 @@ def check(
     Raises:
         UserError: one line per problem.
     """
+    refuse([check_sockets()])  # alone and at once: others take minutes, and may need the temporary folder themselves
     checks = [
         check_packages(cluster),
         check_model(run),
@@ -89,7 +90,6 @@ def check(
         check_folder(runs_root, resumed),
         check_database_paths(run, runs_root, resumed, cluster.remote_sites if emulate else ()),
         check_semaphores(cluster, site),
-        check_sockets(),
         check_ray(cluster, run, site),
     ]
     trains = site in (None, cluster.trainer_site)

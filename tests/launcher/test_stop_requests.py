@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import termios
 import threading
 import time
@@ -300,3 +301,14 @@ def test_a_launch_that_fails_before_anything_is_written_leaves_no_folder(place: 
 def test_a_temporary_folder_that_cannot_be_used_is_found_before_a_launch(place: Place) -> None:
     place.monkeypatch.setattr(site_setup, "ScratchFolder", full)
     assert "cannot make a temporary folder in" in place.launch()
+
+
+def test_a_temporary_folder_whose_path_is_too_long_is_refused_before_slow_checks(place: Place) -> None:
+    deep = place.folder / ("d" * 100)
+    deep.mkdir()
+    place.monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    asked: list[str] = []
+    for name in ("check_packing", "check_tasks", "check_packages", "check_kv_cache"):
+        place.monkeypatch.setattr(preflight, name, lambda *_, name=name, **__: asked.append(name) or [])
+    assert "is too long for a socket (107 bytes): set TMPDIR to a shorter path" in place.launch()
+    assert not asked
