@@ -9,7 +9,7 @@ from typing import Any
 
 from streamrl.agents.client import BadToolInput, ToolFailed
 from streamrl.agents.tools import Tool
-from streamrl.environments.in_venv.mcp_tools_text import UnreadAnswers, of_the_call, text_of_result
+from streamrl.environments.in_venv.mcp_tools_text import UnreadAnswers, of_the_call, speaking, text_of_result
 from streamrl.errors import cause
 from streamrl.tasks.extras import import_extra
 
@@ -34,7 +34,7 @@ async def mcp_tools(server: Sequence[str] | str) -> AsyncIterator[list[Tool]]:
     where: Any = server
     if not isinstance(server, str):
         command, *arguments = server
-        where = mcp.StdioServerParameters(command=command, args=arguments)
+        where = speaking(mcp.StdioServerParameters(command=command, args=arguments))
     raised: BaseException | None = None
     tools: list[Tool] | None = None
     try:

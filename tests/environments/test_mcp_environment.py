@@ -18,6 +18,7 @@ import psutil
 import pytest
 import uvicorn
 
+from streamrl.agents.client import ToolFailed
 from streamrl.agents.environment_player import EnvironmentPlayer
 from streamrl.agents.episode import EpisodeOrder
 from streamrl.agents.live_episode import LiveEpisode
@@ -147,6 +148,13 @@ RESULTS = [
 ]
 """The content of a result, each with `STRUCTURED` beside it, and what the model is told."""
 STRUCTURED = {"x": "\u2603"}
+NO_ANSWERS = [
+    '{"id": 3, "result": {}}',
+    '{"jsonrpc": "2.0", "id": 3}',
+    '{"jsonrpc": "2.0", "id": 3, "error": "no code"}',
+    '[{"jsonrpc": "2.0", "id": 3, "result": {}}]',
+]
+"""Lines that are meant to answer a call, and are JSON."""
 ITEM = {"prompt": "What do two teas cost?", "answer": 6}
 
 
@@ -224,19 +232,30 @@ HALF = '{"jsonrpc": "2.0", "id": 4, "result": {"content": [{"type": "text", "tex
 def test_an_answer_that_cannot_be_read_fails_its_call_and_other_lines_do_not(shop: InstalledEnvironment) -> None:
     banner = {"a": 1, "line": "serving"}
 
+    make = f"mcp:{sys.executable}"
+
     async def environment() -> None:
-        async with started(shop, f"mcp:{sys.executable}", arguments=[str(STRICT)]) as pool, pool.place("a") as place:
+        async with started(shop, make, arguments=[str(STRICT)]) as pool, pool.place("a") as place:
             await place.reset(ITEM)
             found = (await place.step(calls(("add", json.dumps(banner))))).result
             assert [one["content"] for one in found["messages"]] == ["2"]
             with pytest.raises(EnvironmentFailed, match=r"an answer of the MCP server cannot be read: .*hex escape"):
                 await place.step(calls(("add", json.dumps({"line": HALF}))))
+        for line in NO_ANSWERS:
+            async with started(shop, make, arguments=[str(STRICT)]) as pool, pool.place("a") as place:
+                await place.reset(ITEM)
+                with pytest.raises(EnvironmentFailed, match=r"cannot be read: it is no JSON-RPC 2.0"):
+                    await place.step(calls(("add", json.dumps({"line": line}))))
 
     async def agent() -> None:
         async with mcp_tools([sys.executable, str(STRICT)]) as tools:
             assert await tools[0].call(**banner) == "2"
             with pytest.raises(ConnectionError, match=r"an answer of the MCP server cannot be read: .*hex escape"):
                 await tools[0].call(line=HALF)
+            for line in NO_ANSWERS:
+                with pytest.raises(ConnectionError, match=r"cannot be read: it is no JSON-RPC 2.0"):
+                    await tools[0].call(line=line)
+            assert await tools[0].call(a=1, line='{"level": "info", "msg": "a log"}') == "2"
             assert await tools[0].call(a=1) == "2"
 
     asyncio.run(environment())
@@ -467,6 +486,24 @@ def test_what_cannot_work_is_told_at_the_start(
 
     with pytest.raises(UserError, match=text):
         asyncio.run(scenario())
+
+
+def test_the_last_words_of_a_server_that_ends_at_its_start_are_told(shop: InstalledEnvironment) -> None:
+    ends = "import sys; print('x' * 999, file=sys.stderr); sys.exit('no key:\\nset SHOP_KEY')"
+    told = r"the MCP server cannot be used: .*onnection.*; its last words: x{50,200} no key: set SHOP_KEY"
+
+    async def environment() -> None:
+        async with started(shop, f"mcp:{sys.executable}", arguments=["-c", ends]):
+            pass
+
+    async def agent() -> None:
+        async with mcp_tools([sys.executable, "-c", ends]):
+            pass
+
+    with pytest.raises(UserError, match=told):
+        asyncio.run(environment())
+    with pytest.raises(ToolFailed, match=told.partition("; ")[2]):
+        asyncio.run(agent())
 
 
 def test_an_item_that_nothing_could_score_fails(shop: InstalledEnvironment) -> None:

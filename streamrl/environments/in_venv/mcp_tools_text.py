@@ -45,6 +45,8 @@ MOST_TEXT = 16_384
 BROKEN = {-32000, -32001, 408, -32600, 32600, -32700}
 """Codes of errors of the connection: it is closed, it took too long, the session is over, the answer is no JSON.
 A server's own errors, such as -32602 for wrong arguments, have others."""
+MOST_WORDS = 200
+"""Most bytes of what a server has printed last that an error tells."""
 NO_ANSWER = "Server returned an error response"
 """What mcp says in the code of an internal error if HTTP fails."""
 DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|(?<!\.)\.\d+)(?:[eE][-+]?\d{1,3})?"
@@ -252,7 +254,7 @@ class _Episode:
 
 
 class UnreadAnswers:
-    """Notices answers of a server that cannot be read, such as one with half a surrogate pair.
+    """Notices answers of a server that cannot be read: with half a surrogate pair, or that are no JSON-RPC.
 
     The clients of mcp leave them out, so that their calls would never end. It is not known whose answer it was, so all
     calls that wait for one fail. Other lines that cannot be read are no answers: servers print things.
@@ -264,10 +266,9 @@ class UnreadAnswers:
     async def __call__(self, message: Any) -> None:
         """Take what a session of mcp passes to its `message_handler`: an exception, or a message of the server."""
         details = message.errors() if isinstance(message, ValueError) and hasattr(message, "errors") else []
-        line = details[0].get("input") if details else None
-        if not (isinstance(line, str) and line.lstrip().startswith("{") and '"id"' in line):
+        told = next(filter(None, map(_unread, details)), "")
+        if not told:
             return
-        told = f"an answer of the MCP server cannot be read: {details[0].get('msg')}: {line!r:.200}"
         for one in self._waiting:
             if not one.done():
                 one.set_exception(ConnectionError(told))
@@ -292,6 +293,78 @@ class UnreadAnswers:
             broken.cancel()
 
 
+def _unread(detail: dict[str, Any]) -> str:
+    """Return what to say of a line that was to be an answer; '': it was none.
+
+    Args:
+        detail: one of pydantic's errors about the line: it has the line if that is no JSON, else parts of it.
+    """
+    found = detail.get("input")
+    if isinstance(found, str):
+        if not (detail.get("type") == "json_invalid" and found.lstrip().startswith("{") and '"id"' in found):
+            return ""
+        return f"an answer of the MCP server cannot be read: {detail.get('msg')}: {found!r:.200}"
+    batch = found if isinstance(found, list) and not detail.get("loc", ())[1:] else [found]
+    if any(map(_is_answer, batch)):
+        return f"an answer of the MCP server cannot be read: it is no JSON-RPC 2.0: {found!r:.200}"
+    return ""
+
+
+def _is_answer(found: Any) -> bool:
+    """Return whether a JSON value is meant to answer a request: others are logs, or messages that mcp does not know."""
+    if not isinstance(found, dict) or "method" in found:
+        return False
+    return "jsonrpc" in found or ("id" in found and ("result" in found or "error" in found))
+
+
+class _LastWords(asyncio.Protocol):
+    """Passes what a program prints on to this process's standard error, and keeps the end of it."""
+
+    def __init__(self) -> None:
+        self._end = b""
+
+    def data_received(self, data: bytes) -> None:
+        self._end = (self._end + data)[-MOST_WORDS:]
+        with contextlib.suppress(OSError):
+            os.write(2, data)
+
+    def __str__(self) -> str:
+        return " ".join(self._end.decode(errors="replace").split())
+
+
+@contextlib.asynccontextmanager
+async def speaking(parameters: Any) -> Any:
+    """Start a server that speaks over pipes, and yield the streams to it; an error of the block has its last words.
+
+    Args:
+        parameters: `StdioServerParameters` of mcp.
+
+    Raises:
+        ConnectionError: the block failed, which ends the server, or it could not be started.
+    """
+    client = importlib.import_module("mcp.client.stdio").stdio_client
+    words = _LastWords()
+    reads, writes = os.pipe()
+    with open(writes, "w") as errors, open(reads, "rb", 0) as ours:
+        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: words, ours)
+        try:
+            async with client(parameters, errlog=errors) as streams:
+                yield streams
+        except Exception as error:
+            _rest(reads, words)
+            raise ConnectionError(f"{_innermost(error)}; its last words: {str(words) or 'none'}") from error
+        finally:
+            _rest(reads, words)
+            pipe.close()
+
+
+def _rest(reads: int, words: _LastWords) -> None:
+    """Read what is left in a pipe, without waiting for more."""
+    with contextlib.suppress(OSError):
+        while data := os.read(reads, 65_536):
+            words.data_received(data)
+
+
 def _over_pipes(name: str, config: dict[str, Any]) -> Any:
     """Return what starts a program and connects to it.
 
@@ -306,7 +379,7 @@ def _over_pipes(name: str, config: dict[str, Any]) -> Any:
     variables = {name: os.environ[name] for name in (MARK,) if name in os.environ}
     variables |= {str(key): str(value) for key, value in (config.get("variables") or {}).items()}
     parameters = stdio.StdioServerParameters(command=program, args=arguments, env=variables or None)
-    return lambda: stdio.stdio_client(parameters)
+    return lambda: speaking(parameters)
 
 
 def _over_http(url: str, config: dict[str, Any]) -> Any:
