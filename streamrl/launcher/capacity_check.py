@@ -12,7 +12,7 @@ from streamrl.errors import ErrorCode
 from streamrl.launcher.gpu_checks import sites_here
 from streamrl.machine.model_files import in_slices, resolve_model, weight_bytes
 from streamrl.runtime.device_turns import takes_turns
-from streamrl.runtime.process_plan import plan_processes
+from streamrl.runtime.process_plan import ON_RAY, plan_processes
 
 TRAINING_BYTES_PER_WEIGHT_BYTE = 10
 """Trainer memory relative to the bf16 weights: bf16 weights and gradients, fp32 weights, gradients and two AdamW
@@ -25,6 +25,8 @@ AdamW moments, 12 bytes per parameter."""
 LOADING_BYTES_PER_WEIGHT_BYTE = 2
 """Memory of a rank that loads a whole model in fp32, relative to the bf16 weights: one alone does, as each of several
 does whose files cannot be read in slices."""
+WITH_WARDEN = 2
+"""Threads of a process of a run that do not compute: its own main one, and its warden."""
 FURTHER_FILES = 256
 """Files that a process which others connect to has open besides: journals, libraries, connections that are replaced."""
 PROCESS_BYTES = 1.0 * 2**30
@@ -103,6 +105,26 @@ def thread_warnings(cluster: ClusterConfig, run: RunConfig, cores: int, site: st
         return []
     return [
         f"the cluster file asks for {threads} computing threads, this machine has {cores} cores: expect it to be slow"
+    ]
+
+
+def task_warnings(cluster: ClusterConfig, run: RunConfig, free: float, site: str | None = None) -> list[str]:
+    """Warn if the run's processes and computing threads are more than this user or container may still start.
+
+    Workers of rewards and agents, and threads of libraries, are not counted, so that a run needs some more.
+
+    Args:
+        free: threads, of all processes together, that may still be started.
+        site: the only site started here; None: all.
+    """
+    specs = plan_processes(cluster, run, Path(), None if site is None else [site])
+    here = [spec for spec in specs if not (cluster.sites[spec.site].on_ray and spec.role in ON_RAY)]
+    needed = sum(WITH_WARDEN + spec.ranks * max(1, spec.threads) for spec in here)
+    if needed <= free:
+        return []
+    return [
+        f"the run starts {needed} processes and computing threads at least, {free:.0f} more may be started here: raise "
+        "the limit on processes and threads (`ulimit -u`, a cgroup's `pids.max`, --pids-limit in docker)"
     ]
 
 

@@ -22,6 +22,7 @@ from streamrl.launcher.capacity_check import (
     memory_warnings,
     numa_nodes,
     numa_warnings,
+    task_warnings,
     thread_warnings,
 )
 from streamrl.launcher.cluster_warnings import cluster_warnings, unused_here
@@ -43,7 +44,7 @@ from streamrl.launcher.version_folder import check_semaphores, shared_memory_war
 from streamrl.machine.installed_packages import package_problems
 from streamrl.machine.model_files import resolve_model
 from streamrl.machine.open_files import most_open_files
-from streamrl.machine.own_share import core_numbers, free_memory, usable_cores
+from streamrl.machine.own_share import core_numbers, free_memory, free_tasks, usable_cores
 from streamrl.runtime.process_plan import plan_processes
 from streamrl.tasks.sandbox import isolation_of
 from streamrl.trackers.backends.opener import missing_packages
@@ -121,6 +122,7 @@ def check(
         *ray_warnings(cluster, os.environ, site),
         *thread_warnings(cluster, run, usable_cores(), site),
         *memory_warnings(cluster, run, free_memory(), site),
+        *task_warnings(cluster, run, free_tasks(), site),
         *numa_warnings(cluster, numa_nodes(), site),
         *shared_memory_warnings(cluster, run, len(sites_here(cluster, site))),
         *(disk_warnings(run, runs_root, resumed) if trains else []),

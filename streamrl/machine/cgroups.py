@@ -1,8 +1,9 @@
-"""Limits that Linux's control groups set to this process's memory and CPU time: those of containers, jobs and services.
+"""Limits that Linux's control groups set to this process's memory, CPU time and threads.
 
-Both versions are read, as both may be mounted. A group's limit holds for all groups below it, so the process's own
-group and those above it count, as far as they can be seen: a container sees its own only. `memory_limits` and
-`core_limit` parse files of groups and are pure; `read_limits` finds and reads the files.
+They are those of containers, jobs and services. Both versions are read, as both may be mounted. A group's limit holds
+for all groups below it, so the process's own group and those above it count, as far as they can be seen: a container
+sees its own only. `memory_limits`, `core_limit` and `tasks_left` parse files of groups and are pure; `read_limits`
+finds and reads the files.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from pathlib import Path, PurePosixPath
 FILES = (
     *("memory.max", "memory.current", "memory.stat", "cpu.max"),  # version 2
     *("memory.limit_in_bytes", "memory.usage_in_bytes", "cpu.cfs_quota_us", "cpu.cfs_period_us"),  # version 1
+    *("pids.max", "pids.current"),  # both
 )
 """Files of a group that are read; both versions have memory.stat."""
-CONTROLLERS = frozenset({"memory", "cpu"})
+CONTROLLERS = frozenset({"memory", "cpu", "pids"})
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class GroupLimits:
     """Bytes that they may still use, those included that the kernel would free for them."""
     cores: float = math.inf
     """Cores whose time they may use; may be a fraction."""
+    tasks_left: float = math.inf
+    """Threads, of all processes together, that they may still start."""
 
 
 def read_limits(root: Path = Path("/")) -> GroupLimits:
@@ -45,7 +49,7 @@ def read_limits(root: Path = Path("/")) -> GroupLimits:
 
 def smallest(groups: Iterable[Mapping[str, str]]) -> GroupLimits:
     """Return the smallest limits of several groups, each given by the texts of its files."""
-    found = [(*memory_limits(files), core_limit(files)) for files in groups]
+    found = [(*memory_limits(files), core_limit(files), tasks_left(files)) for files in groups]
     return GroupLimits(*(min(values) for values in zip(*found, strict=True))) if found else GroupLimits()
 
 
@@ -71,8 +75,14 @@ def core_limit(files: Mapping[str, str]) -> float:
     return quota / period if quota and period else math.inf
 
 
+def tasks_left(files: Mapping[str, str]) -> float:
+    """Return how many threads a group may still start; arguments as for `memory_limits`."""
+    limit, used = (_number(files.get(name)) for name in ("pids.max", "pids.current"))
+    return math.inf if limit is None else max(0.0, limit - (used or 0.0))
+
+
 def group_folders(own: str, mounts: str) -> list[PurePosixPath]:
-    """Return the folders of a process's groups of memory and CPU time, each followed by those above it.
+    """Return the folders of a process's groups of memory, CPU time and threads, each followed by those above it.
 
     Args:
         own: text of /proc/self/cgroup.

@@ -1,9 +1,10 @@
-"""Memory and cores that this process may use: those of the machine, or of its container if that has less."""
+"""Memory, cores and threads that this process may use: those of the machine, or of its container if that has less."""
 
 from __future__ import annotations
 
 import math
 import os
+import resource
 
 import psutil
 
@@ -29,3 +30,20 @@ def free_memory() -> float:
 def total_memory() -> float:
     """Return the bytes of memory that this process and those beside it may use together."""
     return min(float(psutil.virtual_memory().total), read_limits().memory)
+
+
+def free_tasks() -> float:
+    """Return how many threads, of all processes together, this user and container may still start; infinite: any.
+
+    Users who may pass over limits, such as root, are not counted by them.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    own = math.inf if limit == resource.RLIM_INFINITY or os.geteuid() == 0 else max(0, limit - _tasks_of_user())
+    return min(own, read_limits().tasks_left)
+
+
+def _tasks_of_user() -> int:
+    """Count the threads of this user that can be seen."""
+    processes = psutil.process_iter(["uids", "num_threads"])
+    found = (one.info for one in processes if one.info["uids"] and one.info["uids"].real == os.getuid())
+    return sum(info["num_threads"] or 1 for info in found)

@@ -83,6 +83,15 @@ def test_computing_threads_far_above_the_cores_are_warned_of() -> None:
     )
 
 
+def test_more_processes_and_threads_than_may_be_started_are_warned_of() -> None:
+    one = cluster(threads=3)
+    (warning,) = capacity_check.task_warnings(one, RunConfig(), 5)
+    needed = int(warning.split()[3])
+    assert needed > 2 * 3 + 2 * 3 and "5 more may be started here: raise the limit on processes" in warning
+    assert capacity_check.task_warnings(one, RunConfig(), needed) == []
+    assert capacity_check.task_warnings(one, RunConfig(), needed - 1) != []
+
+
 def test_instances_that_would_share_the_memory_of_one_numa_node_are_warned_of() -> None:
     free, pinned = cluster(), cluster(cores=[0, 1])
     (warning,) = capacity_check.numa_warnings(free, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 from collections import namedtuple
 from pathlib import Path
 
@@ -11,7 +12,15 @@ import psutil
 import pytest
 
 from streamrl.machine import own_share
-from streamrl.machine.cgroups import GroupLimits, core_limit, group_folders, memory_limits, read_limits, smallest
+from streamrl.machine.cgroups import (
+    GroupLimits,
+    core_limit,
+    group_folders,
+    memory_limits,
+    read_limits,
+    smallest,
+    tasks_left,
+)
 
 GIB = 2**30
 DOCKER_V2 = ("0::/\n", "652 641 0:28 / /sys/fs/cgroup ro,nosuid,nodev - cgroup2 cgroup rw,nsdelegate\n")
@@ -199,3 +208,25 @@ def test_without_a_set_of_cores_those_of_the_machine_count(monkeypatch: pytest.M
     monkeypatch.setattr(os, "cpu_count", lambda: 12)
     monkeypatch.setattr(own_share, "read_limits", GroupLimits)
     assert own_share.usable_cores() == 12
+
+
+def test_threads_that_may_still_be_started_are_the_less_of_group_and_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = read_limits(write(tmp_path, DOCKER_V2, {"pids.max": "100\n", "pids.current": "30\n"}))
+    assert limits == GroupLimits(tasks_left=70)
+    assert tasks_left({"pids.max": "max\n", "pids.current": "30\n"}) == math.inf
+    v1 = ("5:pids:/docker/3f9a\n", "7 5 0:3 /docker/3f9a /sys/fs/cgroup/pids ro - cgroup cgroup rw,pids\n")
+    v1_files = {"pids/pids.max": "8\n", "pids/pids.current": "9\n"}
+    assert read_limits(write(tmp_path / "v1", v1, v1_files)) == GroupLimits(tasks_left=0)
+
+    monkeypatch.setattr(own_share, "read_limits", lambda: limits)
+    monkeypatch.setattr(own_share, "_tasks_of_user", lambda: 40)
+    for user, limit, free in ((1000, 100, 60), (1000, 500, 70), (1000, resource.RLIM_INFINITY, 70), (0, 50, 70)):
+        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        assert own_share.free_tasks() == free
+
+
+def test_the_threads_of_this_user_are_counted() -> None:
+    assert own_share._tasks_of_user() >= psutil.Process().num_threads()
