@@ -24,7 +24,8 @@ def cells(column: Any) -> list[Any]:
     """Return a column's values as they were written.
 
     Numbers of 16 and 32 bits become the shortest decimals, so that 0.1 is 0.1; JSON texts, as which `datasets` keeps
-    values of mixed types, become what they say; and times that are all the first second of their day, dates.
+    values of mixed types, become what they say; times that are all the first second of their day, dates; and maps,
+    which are lists of pairs in `to_pylist`, mappings, in which the last of equal keys counts.
 
     Args:
         column: `pyarrow.Array` or `pyarrow.ChunkedArray`, whose lists and mappings are looked into.
@@ -60,7 +61,8 @@ def _converter(kind: Any, values: Values) -> Convert | None:
         kinds = kind.key_type, kind.item_type
         parts = [_converter(part, partial(_of_pairs, values, index)) for index, part in enumerate(kinds)]
         first, second = (part or _same for part in parts)
-        return _unless_null(lambda pairs: [(first(k), second(v)) for k, v in pairs]) if any(parts) else None
+        into = list if types.is_nested(kind.key_type) else dict  # a mapping has no lists and mappings as keys
+        return _unless_null(lambda pairs: into((first(k), second(v)) for k, v in pairs))
     if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
         return _converter(kind.value_type, values)
     if not hasattr(kind, "value_type"):

@@ -214,8 +214,22 @@ def test_numbers_of_few_bits_in_lists_and_mappings_are_what_was_written(tmp_path
     value = {"list": [0.1, None], "map": [("k", 0.3)], "one": {"x": -0.7}}
     pq.write_table(pa.table({"prompt": ["p"], "answer": pa.array([value], kind)}), tmp_path / "a.parquet")
     (row,) = load_rows(file_task(tmp_path / "a.parquet", reward="mine:function"))
-    assert row.answer == value | {"map": [["k", 0.3]]}
+    assert row.answer == value | {"map": {"k": 0.3}}
     assert cells(pa.array([0.1, None], short).dictionary_encode()) == [0.1, None]
+
+
+def test_map_columns_are_mappings_wherever_they_are(tmp_path: Path) -> None:
+    inner = pa.map_(pa.string(), pa.int64())
+    kind = pa.map_(pa.string(), pa.list_(pa.struct({"m": inner})))
+    answers = pa.array([[("a", [{"m": [("x", 1), ("y", None)]}, {"m": None}])], []], kind)
+    numbers = pa.array([[(7, "seven")], None], pa.map_(pa.int64(), pa.string()))
+    pq.write_table(pa.table({"prompt": ["p", "q"], "answer": answers, "n": numbers}), tmp_path / "a.parquet")
+    rows = load_rows(file_task(tmp_path / "a.parquet", reward="mine:function"))
+    assert [row.answer for row in rows] == [{"a": [{"m": {"x": 1, "y": None}}, {"m": None}]}, {}]
+    agent = AgentTask(kind="agent", name="a", run="m:f", path=str(tmp_path / "a.parquet"))
+    assert [row["n"] for row in load_records(agent)] == [{"7": "seven"}, None]
+    lists = pa.map_(pa.list_(pa.int64()), pa.string())
+    assert cells(pa.array([[([1], "v")]], lists)) == [[([1], "v")]]
 
 
 MIXED: list[dict[str, Any]] = [
