@@ -8,6 +8,7 @@ import decimal
 import importlib
 import json
 import math
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,7 +150,9 @@ def _file_records(task: RowsTask, name: str) -> Iterator[Record]:
             return _jsonl_records(task, path)
         case ".parquet":
             return _parquet_records(task, path)
-    raise UserError(f"task {task.key!r}: path: {path} must end in .jsonl or .parquet")
+    hint = "; kind: hf_dataset reads the folder of a CSV file" if path.suffix.lower() in (".csv", ".tsv") else ""
+    hint = "" if isinstance(task, AgentTask) else hint
+    raise UserError(f"task {task.key!r}: path: {path} must end in .jsonl or .parquet{hint}")
 
 
 def _jsonl_records(task: RowsTask, path: Path) -> Iterator[Record]:
@@ -206,12 +209,15 @@ def _hf_table(task: FileTask) -> Any:
         raise UserError(f"{cannot}: there is no such folder")
     hub = importlib.import_module("huggingface_hub.utils.logging")
     verbosity = hub.get_verbosity()
+    untyped: frozenset[str] = frozenset()
     try:
         hub.set_verbosity_error()  # without a line for each time that it asks the Hub again
         if not subset and ((folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()):
             data = datasets.load_from_disk(name)  # as save_to_disk wrote it
         else:
-            data = datasets.load_dataset(name, name=subset or None)
+            untyped = _untyped(datasets, name, subset) if here else untyped
+            as_texts = {"converters": dict.fromkeys(sorted(untyped), str), "na_filter": False} if untyped else {}
+            data = datasets.load_dataset(name, name=subset or None, **as_texts)
     except Exception as error:  # the library raises its own, the hub's, and the file system's errors
         reason = (str(error) or type(error).__name__).splitlines()[0]
         tried = "" if here else f"there is no folder {name} here, and as a data set of the Hub: "
@@ -229,7 +235,30 @@ def _hf_table(task: FileTask) -> Any:
             "out, or save a `DatasetDict` of all splits"
         )
     _check_columns(task, task.path, data.column_names)
-    return data.with_format("arrow")[:]  # a table with the rows in the data set's own order
+    table = data.with_format("arrow")[:]  # a table with the rows in the data set's own order
+    for place, column in enumerate(table.column_names):
+        if column in untyped:
+            table = table.set_column(place, column, _empty_as_null(table.column(column)))
+    return table
+
+
+def _untyped(datasets: Any, folder: str, subset: str) -> frozenset[str]:
+    """Return the columns of a folder of CSV files whose card declares no types; none: it is another folder, or empty.
+
+    Left alone, pandas would make 7.0 of 007, and null of NA and None.
+    """
+    with tempfile.TemporaryDirectory() as empty:  # in its own cache, types that were guessed count as the card's
+        builder = datasets.load_dataset_builder(folder, name=subset or None, cache_dir=empty)
+        csv = importlib.import_module("datasets.packaged_modules.csv.csv")
+        if not isinstance(builder.config, csv.CsvConfig) or builder.info.features is not None:
+            return frozenset()
+        rows = [row for split in builder.as_streaming_dataset().values() for row in split.take(1)]
+    return frozenset(column for row in rows for column in row)
+
+
+def _empty_as_null(texts: Any) -> Any:
+    compute = importlib.import_module("pyarrow.compute")
+    return compute.if_else(compute.equal(texts, ""), None, texts)
 
 
 def _is_split(asked: str | None, held: object) -> bool:

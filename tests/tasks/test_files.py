@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import datetime
 import decimal
 import json
@@ -265,6 +266,27 @@ def test_dates_in_a_folder_of_jsonl_stay_dates(tmp_path: Path) -> None:
     assert [row.answer for row in rows] == answers
 
 
+def test_cells_of_a_folder_of_csv_are_the_texts_that_were_written(tmp_path: Path) -> None:
+    texts = ["007", "NA", "None", "1e400", "true", "2024-01-02", 'x, "y"\nz', "12345678901234567890"]
+    (tmp_path / "a").mkdir()
+    with (tmp_path / "a" / "train.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["prompt", "answer", "in train alone"], *(["p", text, ""] for text in texts)])
+    (tmp_path / "a" / "test.csv").write_text("prompt,answer\np,7\np,\n")
+    datasets.load_dataset(str(tmp_path / "a"))  # what it has guessed is in its cache
+    task = file_task(tmp_path / "a", kind="hf_dataset", reward="mine:function")
+    assert [row.answer for row in load_rows(task)] == texts
+    with pytest.raises(UserError, match=r"split test\), row 2: column 'answer' is null; every prompt needs its answer"):
+        load_rows(task.model_copy(update={"split": "test"}))
+
+
+def test_types_that_the_card_of_a_folder_of_csv_declares_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "train.csv").write_text("prompt,answer\np,007\n")
+    features = "  - {name: prompt, dtype: string}\n  - {name: answer, dtype: int64}\n"
+    (tmp_path / "a" / "README.md").write_text(f"---\ndataset_info:\n  features:\n{features}---\n")
+    assert load_rows(file_task(tmp_path / "a", kind="hf_dataset")) == [TaskRow("p", 7)]
+
+
 def test_midnight_among_times_stays_a_time(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     path = tmp_path / "a" / "train.jsonl"
@@ -460,7 +482,7 @@ def test_unreadable_places_are_explained(tmp_path: Path) -> None:
     for name, kind, says in [
         ("missing.jsonl", "file", "task 'mine': path: no file"),
         ("broken.parquet", "file", "not a readable Parquet file"),
-        ("a.csv", "file", "must end in .jsonl or .parquet"),
+        ("a.csv", "file", "must end in .jsonl or .parquet; kind: hf_dataset reads the folder of a CSV file"),
         ("", "file", "kind: hf_dataset reads folders"),
         ("nowhere", "hf_dataset", "cannot load the data set .*: there is no such folder"),
         ("broken.parquet", "hf_dataset", r"path: .*broken\.parquet is a file; kind: file reads it"),
