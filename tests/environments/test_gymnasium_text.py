@@ -101,6 +101,16 @@ class Alone(Cliff):
     def close(self):
         Alone.opened = 0
 
+class Old(Cliff):
+    def __init__(self, observation):
+        super().__init__()
+        self.observation = observation
+
+    def reset(self, seed):
+        super().reset(seed)
+        return self.observation
+
+gymnasium.register("Old-v0", Old)
 gymnasium.register("Cliff-v0", Cliff)
 gymnasium.register("Quits-v0", Quits)
 gymnasium.register("Alone-v0", Alone)
@@ -266,6 +276,16 @@ def test_an_answer_without_an_action_is_never_better_than_acting() -> None:
     assert [say(one, "well"), say(made.new(), "well")] == [-7, -7]  # another episode's cost is not known
     assert say(make("Counted-v1", {}).new(), "well") == 0  # each step gives 1
     assert say(make("own_games:Cliff-v0", {"unreadable": -2}).new(), "well") == -2
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("observation", ["ab", (1.5, 2.5), [3, 4], {"at": 1, "to": 2}, "a", (0, {}, {})])
+def test_a_reset_that_returns_the_observation_alone_is_refused(observation: object) -> None:
+    one = make("own_games:Old-v0", {"kwargs": {"observation": observation}}).new()
+    with pytest.raises(
+        TypeError, match=r"reset must return \(observation, info\), info a dict, got .*the observation alone"
+    ):
+        one.reset({"seed": 1})
 
 
 @pytest.mark.usefixtures("folder")

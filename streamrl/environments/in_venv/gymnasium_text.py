@@ -158,10 +158,15 @@ class GymnasiumEpisode:
         self._instructions = str(config.get("instructions") or f"You act in {name}. Answer with {self._wanted}.")
 
     def reset(self, item: dict[str, Any]) -> dict[str, Any]:
-        """Begin an episode with the item's seed."""
+        """Begin an episode with the item's seed.
+
+        Raises:
+            TypeError: the environment's `reset` returns the observation alone, as before gymnasium 0.26.
+            ValueError: the item has no seed.
+        """
         if not isinstance(item.get("seed"), int):
             raise ValueError("the item has no whole number `seed`, from which the environment begins")
-        observation, _ = self._env.reset(seed=item["seed"] % 2**31)
+        observation = _observed(self._env.reset(seed=item["seed"] % 2**31))
         self._rewards = []
         return _said(f"{self._instructions}\n{self._shown(observation)}")
 
@@ -252,6 +257,20 @@ class _Spoken:
         for found in self._pattern.finditer(answer):
             place = self._places[(found.lastindex or 0) - 1]
         return place
+
+
+def _observed(found: Any) -> Any:
+    """Return the observation of what `reset` returned.
+
+    Raises:
+        TypeError: it is no (observation, info); an observation alone may have two parts as well.
+    """
+    if isinstance(found, (tuple, list)) and len(found) == 2 and hasattr(found[1], "keys"):
+        return found[0]
+    raise TypeError(
+        f"reset must return (observation, info), info a dict, got {type(found).__name__} {found!r:.80}: an environment "
+        "written for gym, or gymnasium before 0.26, returns the observation alone; add the info to it"
+    )
 
 
 def _fits(action: Any, dtype: Any) -> bool:
