@@ -149,7 +149,7 @@ class Price:
         (Price(), "3 euros"),
         ({"price": Price(), "of": [range(2)]}, '{"price": "3 euros", "of": ["range(0, 2)"]}'),
     ],
-    ids=str,
+    ids=["Decimal", "datetime", "Path", "range", "own text", "inside others"],
 )
 def test_what_json_has_not_is_told_by_its_text(found: Any, told: str) -> None:
     assert answers(("get", ""), tools=[returning(found)]) == [told]
