@@ -23,6 +23,9 @@ from streamrl.rollouts.trajectory import MOST_METRICS, EpisodeStep
 from streamrl.rollouts.types import Group, IntArray, Sample
 from streamrl.run_dir.metrics import MetricsRow
 
+LEAST_VARIANCE = 1e-10
+"""Variance of the returns, as a share of their mean square, below which it may be rounding in 32 bits."""
+
 
 def step_metrics(
     batch: StepBatch,
@@ -225,12 +228,17 @@ def _agent_metrics(groups: Iterable[Group]) -> dict[str, dict[str, float | None]
 
 
 def _explained_variance(stats: Mapping[str, float]) -> float | None:
-    """Return 1 - Var(return - value) / Var(return) over the batch's tokens; the error's mean is taken as 0."""
+    """Return 1 - Var(return - value) / Var(return) over the batch's tokens; the error's mean is taken as 0.
+
+    None: the returns are equal, as far as their rounding lets one say.
+    """
     tokens = stats["tokens"]
     if not tokens:
         return None
-    variance = stats["return_sq_sum"] / tokens - (stats["return_sum"] / tokens) ** 2
-    return 1.0 - stats["value_sq_error_sum"] / tokens / variance if variance > 0 else None
+    mean_square = stats["return_sq_sum"] / tokens
+    variance = mean_square - (stats["return_sum"] / tokens) ** 2
+    known = variance > LEAST_VARIANCE * mean_square
+    return 1.0 - stats["value_sq_error_sum"] / tokens / variance if known else None
 
 
 def _drafts(generated: Sequence[Sample], run: RunConfig) -> dict[str, Any]:

@@ -187,7 +187,9 @@ class MetricsRow(StepRow):
         None, description="share of tokens whose new value algorithm.critic.value_clip has cut; None without a critic"
     )
     explained_variance: float | None = Field(
-        None, description="share of the returns' variance that the critic explains; None without a critic"
+        None,
+        description="share of the returns' variance that the critic explains; None without a critic, or if the "
+        "returns are all but equal",
     )
     step_skipped: bool | None = Field(
         None,

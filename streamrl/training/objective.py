@@ -201,12 +201,13 @@ def value_objective(
     else:
         token_loss = clipped_value_loss(values, returns, old_values, distance)
     loss_sum = (token_loss.loss * weights).sum()
+    exact = returns.double()  # the variance is a difference of these sums, which may be much larger
     sums = {
         "value_loss_sum": loss_sum.detach(),
-        "value_sq_error_sum": (returns - values.detach()).square().sum(),
+        "value_sq_error_sum": (exact - values.detach().double()).square().sum(),
         "value_clipped": token_loss.clipped.sum(),
-        "return_sum": returns.sum(),
-        "return_sq_sum": returns.square().sum(),
+        "return_sum": exact.sum(),
+        "return_sq_sum": exact.square().sum(),
     }
     return Objective(loss_sum, sums)
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from streamrl.config.algorithm import Algorithm, AlgorithmConfig, PPOConfig
+from streamrl.controller.step_metrics import _explained_variance
 from streamrl.training.corrections import correct, importance_weights
 from streamrl.training.objective import MicroStats, policy_objective, value_objective
 from tests.training.test_losses import IDS, KL, clipped, spans, vector
@@ -178,6 +179,24 @@ def test_the_sums_by_hand() -> None:
         "return_sq_sum": 3.0,
     }
     assert set(values) | set(value) <= set(MicroStats.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("mean", [0.0, 1.0, -1000.0])
+def test_the_explained_variance_of_returns_far_from_zero_is_known(mean: float) -> None:
+    ppo = algorithm("ppo", critic={})
+    assert isinstance(ppo, PPOConfig)
+    spread = torch.linspace(-1.0, 1.0, 8192)
+    returns, values = mean + spread, mean + 0.5 * spread
+    ids = torch.full((8192,), 8192)
+
+    def explained(values: torch.Tensor, returns: torch.Tensor) -> float | None:
+        sums = value_objective(ppo, values, returns, ids).sums
+        return _explained_variance({"tokens": 8192, **{name: float(one.double()) for name, one in sums.items()}})
+
+    assert explained(values, returns) == pytest.approx(0.75, abs=1e-3)
+    same = torch.full((8192,), mean + 0.1)
+    same[::2] += mean * 1e-6  # rounding
+    assert explained(values, same) is None
 
 
 def test_a_sequence_without_a_token_with_a_loss_counts_in_no_sum() -> None:
