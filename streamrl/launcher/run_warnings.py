@@ -28,6 +28,8 @@ def run_warnings(run: RunConfig) -> Iterable[str]:
             f"optimizer.decay: {run.optimizer.decay} never begins: optimizer.warmup_steps is as many as the run has "
             f"steps, {run.steps}"
         )
+    elif run.steps * run.batch.updates == 1 and run.optimizer.decay != "constant":
+        yield f"optimizer.decay: {run.optimizer.decay} never begins: the run has a single update, with optimizer.lr"
     if isinstance(run.algorithm, PPOConfig) and run.algorithm.critic.warmup_steps > run.steps:
         yield _never_reached("algorithm.critic", run.algorithm.critic.warmup_steps, run.steps)
 

@@ -22,7 +22,8 @@ def warm_up(step: int, warmup_steps: int, update: int = 0, updates: int = 1) -> 
 def learning_rate(step: int, total_steps: int, config: OptimizerConfig, update: int = 0, updates: int = 1) -> float:
     """Return the learning rate of an update of a step (both 0-based).
 
-    Behind the warm-up, a decay leads from `lr` to `lr * min_lr_fraction` at the last step:
+    Behind the warm-up, a decay leads from `lr` to `lr * min_lr_fraction` at the last step, also if only that is left;
+    a run of a single update has `lr`:
 
         constant   no decay
         linear     a straight line
@@ -45,6 +46,7 @@ def learning_rate(step: int, total_steps: int, config: OptimizerConfig, update: 
     last, first = total_steps * updates - 1, warmup_updates
     if config.decay == "wsd":
         first = max(first, last - config.decay_length(total_steps) * updates)
-    progress = min(1.0, max(0.0, (position - first) / max(1, last - first)))
+    # with no more than the last update behind a warm-up, which has reached `lr`, that is the decay's end
+    progress = min(1.0, max(0.0, (position - first) / (last - first))) if last > first else float(last > 0)
     left = 0.5 * (1.0 + math.cos(math.pi * progress)) if config.decay == "cosine" else 1.0 - progress
     return config.lr * (config.min_lr_fraction + (1.0 - config.min_lr_fraction) * left)

@@ -74,6 +74,9 @@ def test_a_learning_rate_that_is_never_reached_is_told() -> None:
     (warning,) = warnings(steps=20, optimizer={"warmup_steps": 20, "decay": "cosine"})
     assert warning.startswith("optimizer.decay: cosine never begins")
     assert warnings(steps=20, optimizer={"warmup_steps": 19, "decay": "cosine"}) == []
+    (warning,) = warnings(steps=1, optimizer={"decay": "linear"})
+    assert warning == "optimizer.decay: linear never begins: the run has a single update, with optimizer.lr"
+    assert warnings(steps=1, schedule={"name": "sync"}, batch={"mini_batches": 2}, optimizer={"decay": "linear"}) == []
     (warning,) = warnings(steps=20, algorithm={"name": "ppo", "critic": {"warmup_steps": 30}})
     assert warning.startswith("algorithm.critic.lr is never reached: algorithm.critic.warmup_steps is 30")
 

@@ -87,6 +87,14 @@ def test_a_decay_over_one_step_or_none_divides_by_no_zero() -> None:
     assert [learning_rate(step, 2, options) for step in range(2)] == pytest.approx([2.0, 0.2])
 
 
+@pytest.mark.parametrize("decay", ["linear", "cosine", "wsd"])
+def test_a_decay_for_which_the_warm_up_leaves_the_last_update_alone_reaches_its_end(decay: str) -> None:
+    keys = {"lr": 2.0, "warmup_steps": 3, "decay": decay, "min_lr_fraction": 0.1}
+    options = OptimizerConfig.model_validate(keys | ({"decay_steps": 1} if decay == "wsd" else {}))
+    assert [learning_rate(step, 4, options) for step in range(2, 5)] == pytest.approx([2.0, 0.2, 0.2])
+    assert learning_rate(2, 3, options) == 2.0  # it never begins, which the checks before a launch say
+
+
 def test_a_resumed_trainer_and_a_step_tried_again_have_the_rate_of_their_step(
     tiny_model: Path, one_rank: None, tmp_path: Path
 ) -> None:
