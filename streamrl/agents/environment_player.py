@@ -6,6 +6,7 @@
     a sum is not finite, or it has too many metrics -> void, cause environment
     a reset or step exceeds `deadlines.tool_s`      -> void, cause timeout
     its process ends                                -> void for the episode that it stepped; others are played again
+    a metric of its own has the name of one of ours -> recorded as `own_NAME`
 
 Each episode steps as soon as its own turn has ended, while the model generates turns of other episodes.
 """
@@ -16,7 +17,7 @@ import asyncio
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +35,9 @@ from streamrl.environments.installed import find_environment
 from streamrl.rollouts.void import VoidCause
 from streamrl.runtime.output_pipe import OutputLog
 from streamrl.tasks.void_reward import VoidReward, one_line, text_of
+
+OURS = ("environment_s", "environment_wait_s", "environment_steps", "model_s")
+"""Numbers of an episode that the player adds up."""
 
 
 class EnvironmentPlayer:
@@ -113,7 +117,9 @@ class _Game:
         assert task.environment is not None
         self._name, self._turns, self._episode_s = task.environment.name, task.max_turns, task.deadlines.episode_s
         self._live, self._client = live, client
-        self._metrics: defaultdict[str, float] = defaultdict(float)
+        self._ours = dict.fromkeys(OURS, 0.0)
+        self._own: defaultdict[str, float] = defaultdict(float)
+        """The environment's own numbers."""
 
     async def play(self, place: EnvironmentPlace, order: EpisodeOrder) -> EpisodeOutcome:
         """Play until the environment is over, or turns or context are used up.
@@ -133,41 +139,58 @@ class _Game:
             except EpisodeOver:
                 break
             finally:
-                self._metrics["model_s"] += time.monotonic() - called
+                self._ours["model_s"] += time.monotonic() - called
             found = self._took("step", await place.step(messages[-1]))
             reward += found["reward"]
             for name, value in found["metrics"].items():
-                self._metrics[name] += value
+                self._own[name] += value
             if found["done"]:
                 cut = 0.0
                 break
             messages += found["messages"]
-        return _outcome(reward, {**self._metrics, "cut": cut})
+        return _outcome(reward, {**self._ours, "cut": cut}, self._own)
 
     async def _have_played(self, place: EnvironmentPlace, order: EpisodeOrder) -> EpisodeOutcome:
         """Let an environment that calls the model itself play; as it takes `base_url`, turns have no limit."""
         answer = await place.play(order.item, self._client.base_url, self._client.api_key, self._episode_s)
         self._live.step("environment", self._name, answer.started, "played")
-        return _outcome(answer.result["reward"], answer.result.get("metrics") or {})
+        return _outcome(answer.result["reward"], {}, answer.result.get("metrics") or {})
 
     def _took(self, what: str, answer: EnvironmentAnswer) -> dict[str, Any]:
         """Record what the environment did, and return its result."""
         told = f"{1000 * answer.took_s:.1f} ms, after waiting {1000 * answer.waited_s:.1f} ms for its process"
         self._live.step("environment", f"{self._name} {what}", answer.started, told)
-        self._metrics["environment_s"] += answer.took_s
-        self._metrics["environment_wait_s"] += answer.waited_s
-        self._metrics["environment_steps"] += what == "step"
+        self._ours["environment_s"] += answer.took_s
+        self._ours["environment_wait_s"] += answer.waited_s
+        self._ours["environment_steps"] += what == "step"
         return answer.result
 
 
-def _outcome(reward: Any, metrics: Mapping[str, Any]) -> EpisodeOutcome:
+def _outcome(reward: Any, ours: Mapping[str, float], own: Mapping[str, Any]) -> EpisodeOutcome:
     """Return the outcome of an episode that was played, with what can be recorded of its metrics' names.
+
+    Args:
+        reward: the episode's.
+        ours: numbers of the player.
+        own: numbers of the environment.
 
     Raises:
         VoidReward: a number is not finite, or there are too many.
     """
     try:
-        number, recorded = outcome_of({**metrics, "reward": reward})
+        number, recorded = outcome_of({**_beside(own, {*ours, "reward"}), **ours, "reward": reward})
     except VoidReward as error:
         raise VoidReward(VoidCause.ENVIRONMENT, f"environment: {error}", retry=False) from error
     return EpisodeOutcome(number, None, metrics=recorded)
+
+
+def _beside(own: Mapping[str, Any], taken: Collection[str]) -> dict[str, Any]:
+    """Return an environment's numbers under names that are not taken, `own_NAME` where one is."""
+    found = {name: value for name, value in own.items() if name not in taken}
+    for name in own:
+        if name in taken:
+            free = f"own_{name}"
+            while free in own:
+                free = f"own_{free}"
+            found[free] = own[name]
+    return found

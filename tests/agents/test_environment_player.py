@@ -128,13 +128,18 @@ def test_numbers_that_cannot_be_recorded_void_their_episode(room: InstalledEnvir
     asyncio.run(scenario())
 
 
-def test_names_of_numbers_are_cut_and_none_takes_the_place_of_the_reward(room: InstalledEnvironment) -> None:
+def test_names_of_numbers_are_cut_and_none_takes_the_place_of_ours(room: InstalledEnvironment) -> None:
     async def scenario() -> None:
         async with started(task(room)) as (owner, server):
-            numbers = {"n" * (MOST_NAME + 1): 2.0, "reward": 7.0, "\ud83d": 3.0}
+            own = {"reward": 7.0, "cut": 8.0, "model_s": 1e6, "environment_steps": 9.0, "own_cut": 6.0}
+            numbers = {"n" * (MOST_NAME + 1): 2.0, "\ud83d": 3.0, **own}
             played = await play(owner, server, "a", "echo", steps=1, numbers=numbers)
             assert played.reward == 0.5 and played.void is None
-            assert len(played.metrics) == OWN + 2
+            assert len(played.metrics) == OWN + len(numbers)
+            assert (played.metrics["cut"], played.metrics["environment_steps"]) == (0.0, 1.0)
+            assert 0 < played.metrics["model_s"] < 1e6 == played.metrics["own_model_s"]
+            kept = {name: played.metrics[f"own_{name}"] for name in ("reward", "cut", "own_cut", "environment_steps")}
+            assert kept == {"reward": 7.0, "cut": 6.0, "own_cut": 8.0, "environment_steps": 9.0}
             assert (played.metrics["n" * MOST_NAME], played.metrics["\ufffd"]) == (2.0, 3.0)
 
     asyncio.run(scenario())
@@ -145,6 +150,7 @@ def test_names_of_numbers_are_cut_and_none_takes_the_place_of_the_reward(room: I
     [
         (0.5, None, None),
         (0.5, {"solved": 1.0}, None),
+        (0.5, {"own_reward": 1.0, "cut": 1.0}, None),
         (float("inf"), {}, "the reward must be finite, got inf"),
         (1e13, {}, r"the reward must be between -1e\+12 and 1e\+12, got 1e\+13"),
         (0.5, {str(n): 0.0 for n in range(MOST_METRICS + 1)}, "101 numbers beside the reward"),

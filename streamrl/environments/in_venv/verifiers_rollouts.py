@@ -124,6 +124,8 @@ class VerifiersEnvironment:
         metrics = {str(name): float(value) for name, value in traces[0].metrics.items()}
         last = [trace.calls[-1].error for trace in episode.traces if trace.calls]
         cut = any(_limit_of(error.type, error.message) for error in last if error is not None)
+        if "cut" in metrics:  # the taskset's own; as the player names it
+            metrics["own_cut"] = metrics.pop("cut")
         return {"reward": float(traces[0].reward), "metrics": {**metrics, "cut": float(cut)}}
 
 
