@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import shutil
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from typing import Any, Protocol
 
 from streamrl.config.tasks import AgentTask
@@ -56,3 +56,24 @@ def load_agent(task: AgentTask) -> AgentFunction | None:
     require_callable(function, whose, "f(task, client)", {}, None)
     found: AgentFunction = function
     return found
+
+
+def check_seeds(task: AgentTask, items: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+    """Check that items of a gymnasium environment have the seed from which it begins.
+
+    Args:
+        task: the task, whose environment is installed.
+        items: each item with the id of its prompt.
+
+    Raises:
+        UserError: one has none, or one that is no whole number.
+    """
+    if task.environment is None or not find_environment(task.environment.name).make.startswith("gymnasium:"):
+        return
+    for name, item in items:
+        if not isinstance(item.get("seed"), int):
+            got = f"{item['seed']!r:.40}" if "seed" in item else "none"
+            raise UserError(
+                f"task {task.key!r}: item {name} needs a whole number `seed`, from which environment "
+                f"{task.environment.name!r} begins, got {got}"
+            )

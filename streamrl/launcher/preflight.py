@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from scheduler.schedule.schedules import KINDS
 from streamrl.config.cluster import ClusterConfig
@@ -47,6 +48,7 @@ from streamrl.machine.open_files import most_open_files
 from streamrl.machine.own_share import core_numbers, free_memory, free_tasks, usable_cores
 from streamrl.runtime.process_plan import plan_processes
 from streamrl.tasks.sandbox import isolation_of
+from streamrl.tasks.source import PromptSource
 from streamrl.trackers.backends.opener import missing_packages
 from streamrl.training.packing_choice import decide_packing
 from streamrl.transport.ip_addresses import family_of, host_port, resolve
@@ -299,9 +301,8 @@ def check_tasks(run: RunConfig, rendered: bool = True, resumed: bool = False) ->
         resumed: whether a run is continued, which may have found prompts that fit after many that do not, and was begun
             without some checks.
     """
-    from streamrl.agents.agent_function import load_agent
+    from streamrl.agents.agent_function import check_seeds, load_agent
     from streamrl.tasks.rewards import Scorer
-    from streamrl.tasks.source import PromptSource
 
     held_out = run.evaluation.tasks if run.evaluation else []
     named = [(f"tasks.{index}", task) for index, task in enumerate(run.tasks)]
@@ -319,6 +320,8 @@ def check_tasks(run: RunConfig, rendered: bool = True, resumed: bool = False) ->
             Scorer([task], run.seed)
             if isinstance(task, AgentTask):
                 load_agent(task)
+                if not resumed:  # a function may take long for each of its items
+                    check_seeds(task, _items(source, all_of_them=task.path is not None))
         except UserError as error:
             yield f"{key}: {error}"
     if rendered:
@@ -337,6 +340,15 @@ def check_tasks(run: RunConfig, rendered: bool = True, resumed: bool = False) ->
                         text = text.replace(repr(task.key), repr(plain_name(task.key)))
                     yield f"evaluation: {text}"
         yield from check_prompts(run, sources, fitting, evaluated)
+
+
+def _items(source: PromptSource, all_of_them: bool) -> Iterable[tuple[str, dict[str, Any]]]:
+    """Yield the items of a source with their prompts' ids, in the order of the first epoch; or the first one."""
+    for number in itertools.count():
+        prompt = source.prompt(number)
+        if prompt.epoch > 0 or (number and not all_of_them):
+            return
+        yield prompt.prompt_id, prompt.reward_input
 
 
 def _trained_under_other_names(run: RunConfig) -> Iterable[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from streamrl.agents.agent_function import load_agent
 from streamrl.config.load import load_run
 from streamrl.config.run import RunConfig
 from streamrl.config.tasks import AgentTask
+from streamrl.environments.installed import add_environment
 from streamrl.errors import UserError
 from streamrl.launcher.preflight import check_tasks
 
@@ -102,6 +105,31 @@ def test_the_check_before_a_run_names_the_task_that_is_wrong(tmp_path: Path) -> 
     (tmp_path / "run.yaml").write_text(text)
     (problem,) = check_tasks(load_run(tmp_path / "run.yaml"))
     assert problem.startswith("tasks.1: task 'b': run 'some_agents:ordinary' must be a coroutine")
+
+
+@pytest.mark.parametrize(
+    ("make", "source", "got"),
+    [
+        ("gymnasium:Lake-v1", {"path": "seeded.jsonl"}, None),
+        ("gymnasium:Lake-v1", {"path": "partly.jsonl"}, "item game/2 needs a whole number `seed`, .* got none"),
+        ("gymnasium:Lake-v1", {"path": "floats.jsonl"}, "item game/0 needs .* environment '.*lake' begins, got 3.0"),
+        ("gymnasium:Lake-v1", {"items": "some_agents:items"}, "item game/.* got none"),
+        ("gymnasium:Lake-v1", {}, None),
+        ("some_lake:make", {"path": "floats.jsonl"}, None),
+    ],
+)
+def test_items_of_gymnasium_without_a_seed_are_refused_before_anything_starts(
+    tmp_path: Path, make: str, source: dict[str, str], got: str | None
+) -> None:
+    add_environment(tmp_path / "venvs" / "lake", make)
+    for name, values in {"seeded": [1, 2**40], "partly": [1, 2, None], "floats": [3.0]}.items():
+        rows = [{"prompt": "p"} | ({} if value is None else {"seed": value}) for value in values]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    played = {"kind": "agent", "name": "game", "environment": {"name": str(tmp_path / "venvs" / "lake")}, **source}
+    run = RunConfig.model_validate({"model": {"path": "m"}, "tasks": [played]})
+    problems = "".join(check_tasks(run, rendered=False))
+    assert re.fullmatch("" if got is None else f"tasks.0: task 'game': {got}", problems)
+    assert list(check_tasks(run, rendered=False, resumed=True)) == []
 
 
 @pytest.mark.parametrize(
