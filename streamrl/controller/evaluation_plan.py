@@ -300,6 +300,10 @@ def choose_prompts(
         else:
             skipped, in_a_row = skipped + 1, in_a_row + 1
             if in_a_row == (MAX_SKIPPED_IN_A_ROW if chosen else most_at_first):
-                raise UserError(ErrorCode.CONTEXT.refer(f"evaluation.prompts: {in_a_row} in a row have {too_long}"))
+                which = f"all of the first {in_a_row} held-out prompts, the most that are looked at,"
+                if chosen:
+                    which = f"{in_a_row} held-out prompts in a row, after the first {index + 1 - in_a_row},"
+                reason = f"evaluation.prompts: {which} have {too_long}: leave more, or leave such prompts out"
+                raise UserError(ErrorCode.CONTEXT.refer(reason))
         index += 1
     return chosen

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from streamrl.config.evaluation import EvaluationConfig, plain_name
 from streamrl.config.tasks import AgentTask, FileTask, ReasoningGymTask, Task, default_tasks
+from streamrl.controller import evaluation_plan
 from streamrl.controller.evaluation_plan import Evaluations, choose_prompts, pass_at
 from streamrl.errors import UserError
 from streamrl.rollouts.types import Group, IntArray
@@ -55,6 +56,24 @@ def finish_all(
             row = evaluations.finish(sample_id, reward, length, np.full(length, group.step), 120.0)
     assert row is not None
     return row
+
+
+def test_prompts_that_do_not_fit_are_refused_with_how_many_were_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation_plan, "MAX_SKIPPED_IN_A_ROW", 3)
+    source = cast(PromptSource, Held())
+
+    def first_two_fit(prompt: Prompt) -> IntArray:
+        return np.zeros(9 if prompt.reward_input["index"] else 1, np.int32)
+
+    assert len(choose_prompts(2, source, first_two_fit, 5)) == 2
+    few = "^evaluation.prompts: 3 held-out prompts in a row, after the first 2, have more than 5 tokens"
+    with pytest.raises(UserError, match=few):
+        choose_prompts(4, source, first_two_fit, 5)
+    none = (
+        "^evaluation.prompts: all of the first 2 held-out prompts, the most that are looked at, have more than 0 tokens"
+    )
+    with pytest.raises(UserError, match=none):
+        choose_prompts(1, source, first_two_fit, 0, most_at_first=2)
 
 
 def test_an_evaluation_is_due_every_so_many_steps_at_the_start_and_at_the_end() -> None:
