@@ -7,6 +7,7 @@ mapping that lacks a key.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from streamrl.atomic_files import replace_text
 from streamrl.config.cluster import ClusterConfig
-from streamrl.config.mistakes import ConfigProblem, explain
+from streamrl.config.mistakes import ConfigProblem, dotted, explain
 from streamrl.config.run import RunConfig
 from streamrl.config.unused_keys import unused_cluster_keys, unused_keys
 from streamrl.errors import ErrorCode, UserError, why_unusable
@@ -30,6 +31,9 @@ LARGEST_RESOLVED, MOST_BRACKETS = 1 << 20, 10_000
 DEEPEST = 100
 """Most levels of a file; Python recurses to check, show and write them."""
 TOO_DEEP = "nested too deeply"
+NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+ODD_NUMBER = re.compile(r"[-+]?0[0-9_]|.*:")
+"""Numbers in base 60 and with a leading 0: YAML reads neither as the decimal number that it looks like."""
 
 ModelType = TypeVar("ModelType", bound=BaseModel)
 
@@ -91,7 +95,7 @@ def load_plain(path: Path) -> Any:
     """Read a YAML file of another kind, whose keys the caller checks; None: it is empty.
 
     Raises:
-        ConfigError: it cannot be read, is not valid YAML, has a key twice, or no keys.
+        ConfigError: it cannot be read, is not valid YAML, has a key twice, a number like 010 or 2:30, or no keys.
     """
     return _read(path).data
 
@@ -172,7 +176,7 @@ def _read_run(path: Path | str | None, overrides: Sequence[str]) -> Document:
 def _read_both(run_dir: Path, overrides: Sequence[str]) -> tuple[Document, Document]:
     """Return the parts of the cluster file and of the run file in a run's resolved configuration."""
     path = Path(run_dir) / RESOLVED_NAME
-    document = _parse(path, read_resolved(run_dir), above=-1)  # both files are one level deeper here
+    document = _parse(path, read_resolved(run_dir), levels=-1)  # both files are one level deeper here
     data = document.data
     if not isinstance(data, dict) or set(data) != {"cluster", "run"}:
         raise ConfigError(f"{path}: expected exactly the top-level keys 'cluster' and 'run'")
@@ -199,10 +203,10 @@ def _read(path: Path) -> Document:
     return _parse(path, text)
 
 
-def _parse(path: Path, text: str, above: int = 0) -> Document:
+def _parse(path: Path, text: str, levels: int = 0) -> Document:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-        _refuse_duplicates(str(path), node, above)
+        _refuse_misread(str(path), node, levels)
         data = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -227,44 +231,68 @@ def _near_files(path: Path) -> str:
     return f"; did you mean {', '.join(str(folder / name) for name in close)}?" if close else ""
 
 
-def _refuse_duplicates(name: str, root: yaml.Node | None, above: int) -> None:
-    """Refuse duplicate keys, of which YAML parsers silently keep the last one."""
-    if problems := _duplicates(root, above):
+def _refuse_misread(name: str, root: yaml.Node | None, levels: int) -> None:
+    """Refuse what YAML parsers silently read as something else."""
+    if problems := _misread(root, (), levels):
         raise ConfigError("\n".join(f"{name}:{line}: {text}" for line, text in problems))
 
 
-def _duplicates(root: yaml.Node | None, levels: int) -> list[tuple[int, str]]:
-    """Return the line of each key that its mapping has before it already, and what is wrong, in the text's order.
+def _misread(root: yaml.Node | None, path: Sequence[str | int], levels: int = 0) -> list[tuple[int, str]]:
+    """Return the lines of keys that their mapping has before them already and of odd numbers, with what is wrong.
 
     Args:
         root: the text.
-        levels: levels of the file above it.
+        path: where its value is in the file.
+        levels: levels of the file above it, besides those of the path.
 
     Raises:
         ValueError: these and the text's are more than `DEEPEST`.
     """
     problems = []
-    pending: list[tuple[yaml.Node | None, int]] = [(root, levels)]
+    pending: list[tuple[yaml.Node | None, tuple[str | int, ...]]] = [(root, tuple(path))]
     seen = set()
     while pending:
         node, above = pending.pop()
         if node is None or id(node) in seen:  # an alias can lead back to its own anchor
             continue
         seen.add(id(node))
-        if above >= DEEPEST:
+        if levels + len(above) >= DEEPEST:
             raise ValueError(TOO_DEEP)
+        below: list[tuple[yaml.Node | None, tuple[str | int, ...]]] = []
         if isinstance(node, yaml.SequenceNode):
-            pending += [(value, above + 1) for value in node.value]
+            below = [(value, (*above, i)) for i, value in enumerate(node.value)]
         elif isinstance(node, yaml.MappingNode):
             first: dict[str, int] = {}
-            for key, value in node.value:
+            for key, _ in node.value:
                 line = key.start_mark.line + 1
                 if isinstance(key, yaml.ScalarNode):
                     if key.value in first:
                         problems.append((line, f"key '{key.value}' again, first on line {first[key.value]}"))
                     first.setdefault(key.value, line)
-                pending.append((value, above + 1))
+                    if _is_odd_number(key):
+                        problems.append((line, f"the key {_odd_number(key)}"))
+            below = [
+                (value, (*above, key.value if isinstance(key, yaml.ScalarNode) else "?")) for key, value in node.value
+            ]
+        elif isinstance(node, yaml.ScalarNode) and _is_odd_number(node):
+            of = f"'{dotted(above)}'" if above else "the file"
+            problems.append((node.start_mark.line + 1, f"{of} is {_odd_number(node)}"))
+        pending += reversed(below)  # the text's order, so that an anchor is met before its aliases
     return sorted(problems)
+
+
+def _is_odd_number(node: yaml.ScalarNode) -> bool:
+    """Whether a scalar is a number in base 60 (2:30 is 150) or with a leading 0 (010 is 8), as YAML 1.1 has them."""
+    return node.tag in NUMBER_TAGS and ODD_NUMBER.match(node.value) is not None
+
+
+def _odd_number(node: yaml.ScalarNode) -> str:
+    """Return what was written there, what YAML makes of it, and what to write instead."""
+    try:
+        read = f"which YAML reads as {yaml.constructor.SafeConstructor().construct_object(node)}"
+    except (ValueError, OverflowError):  # 60 to the power of the number of colons, or no number despite its tag
+        read = "which is no plain number"
+    return f"{node.value}, {read}: write a number in plain decimals, without ':' or a leading 0, a text in quotes"
 
 
 def _override(document: Document, overrides: Sequence[str]) -> Document:
@@ -278,7 +306,7 @@ def _override(document: Document, overrides: Sequence[str]) -> Document:
             if not (equals and key and all(part for part in key.split("."))):
                 raise ValueError("expected key=value, e.g. batch.prompts_per_step=4")
             path: list[str | int] = [int(part) if part.isdecimal() else part for part in key.split(".")]
-            value = _override_value(raw, len(path))
+            value = _override_value(raw, path)
             if path[0] == "tasks" and len(path) > 1 and "tasks" not in data:
                 data = {**data, "tasks": _plain(RunConfig())["tasks"]}
             data = _put(data, path, value)
@@ -290,14 +318,14 @@ def _override(document: Document, overrides: Sequence[str]) -> Document:
     return Document(document.name, data, document.node, tuple(done))
 
 
-def _override_value(raw: str, levels: int) -> Any:
-    """Return the value of an override, below so many levels of the file.
+def _override_value(raw: str, path: Sequence[str | int]) -> Any:
+    """Return the value of an override of the key at `path`.
 
     Raises:
-        ValueError: it is not valid YAML, is nested too deeply, or a mapping in it has a key twice.
+        ValueError: it is not valid YAML, is nested too deeply, a mapping in it has a key twice, or a number is odd.
     """
     try:
-        problems = _duplicates(yaml.compose(raw, Loader=yaml.SafeLoader), levels)
+        problems = _misread(yaml.compose(raw, Loader=yaml.SafeLoader), path)
         value = yaml.safe_load(raw)
     except yaml.YAMLError as error:
         raise ValueError(f"the value is not valid YAML: {str(error).splitlines()[0]}") from error
