@@ -318,16 +318,20 @@ def devices_from(values: Any) -> dict[str, Device]:
         values: {name: {bf16_tflops, memory_gb, ..., usd_per_hour, source}}.
 
     Raises:
-        ValueError: the value is not of this form, a key is unknown or missing, or a number is not positive.
+        ValueError: the value is not of this form, a device is there in two spellings, a key is unknown or missing, or
+            a number is not positive.
     """
     if not isinstance(values, Mapping) or not values:
         raise ValueError("expected devices by name, like {H100: {usd_per_hour: 2.1}}")
     allowed = [entry.name for entry in fields(Device) if entry.name not in ("name", "price")]
     allowed += ["usd_per_hour", "price_date", "price_source"]
     found, made = known_devices(), {}
+    spellings: dict[str, str] = {}
     for name, given in values.items():
         if not isinstance(name, str) or not isinstance(given, Mapping):
             raise ValueError(f"device {name!r}: expected figures by key, like {{usd_per_hour: 2.1}}, got {given!r}")
+        if (other := spellings.setdefault(_plain(name), name)) != name:
+            raise ValueError(f"device {name} is {other} in another spelling: write all its figures below {other}")
         for key in given:
             if key not in allowed:
                 close = difflib.get_close_matches(str(key), allowed, n=1)

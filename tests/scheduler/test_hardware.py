@@ -118,6 +118,11 @@ def test_a_users_file_adds_a_device() -> None:
         ({"H100": {"network_gbit_s": -5}}, "network_gbit_s"),
         ({"H100": {"memory": 80}}, "did you mean memory_gb"),
         ({"Z1": {"memory_gb": 80}}, "also needs bf16_tflops"),
+        (
+            {"H100": {"usd_per_hour": 1}, "L40S": {"usd_per_hour": 2}, "nvidia h-100": {"memory_gb": 60}},
+            "device nvidia h-100 is H100 in another spelling: write all its figures below H100",
+        ),
+        ({"Z1": RATES, "z1": RATES}, "device z1 is Z1 in another spelling"),
     ],
 )
 def test_mistakes_in_a_users_file_are_refused(values: Any, word: str) -> None:
