@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 OF_SLURM = ("partition", "account", "time", "setup", "gres", "shared_head")
 OF_KUBERAY = ("image", "volume_claim", "node_selector", "keys", "resume")
 SLURM_WORD = re.compile(r"[A-Za-z0-9_.,+@:-]+")
-SLURM_TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
+SLURM_TIME = re.compile(r"\d+:\d{1,2}:\d{1,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
+SLURM_MINUTES = re.compile(r"(\d+)(?::(\d{1,2}))?")
+"""What Slurm reads as minutes, or minutes and seconds, and one writes for hours."""
 OF_SHELL = re.compile(r"[\s\"'`$\\&;|<>()*?!\[\]{}]")
 """Characters that a script's shell does not take as they are."""
 KUBE_NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
@@ -58,7 +60,11 @@ KUBE_NODES = "--node-selector TYPE=LABEL=VALUE"
 )
 @click.option("--gres", multiple=True, metavar="TYPE=NAME", help="slurm: Slurm's name of a GPU type")
 @click.option("--account", help="slurm: account to charge")
-@click.option("--time", help="slurm: time limit of the job  [default: 24:00:00]")
+@click.option(
+    "--time",
+    metavar="TIME",
+    help="slurm: time limit of the job, hours:minutes:seconds or days-hours  [default: 24:00:00]",
+)
 @click.option(
     "--setup",
     multiple=True,
@@ -166,7 +172,11 @@ def _slurm(job: Job, groups: Sequence[NodeGroup], options: Mapping[str, Any]) ->
             )
     time = options["time"] or "24:00:00"
     if not SLURM_TIME.fullmatch(time):
-        raise UserError(f"--time {time}: expected hours:minutes:seconds or days-hours, such as 24:00:00 or 3-0")
+        read = ""
+        if minutes := SLURM_MINUTES.fullmatch(time):
+            seconds = f" and {minutes[2]} seconds" if minutes[2] else ""
+            read = f"Slurm reads {minutes[1]} minutes{seconds}; "
+        raise UserError(f"--time {time}: {read}expected hours:minutes:seconds or days-hours, such as 24:00:00 or 3-0")
     runs_dir = str(Path(job.runs_dir).resolve())
     if OF_SHELL.search(runs_dir):
         plain = "expected a path without spaces, quotes, $, backslashes and the like"

@@ -102,6 +102,13 @@ def changed(values: dict[str, Any], site: str, **to: Any) -> dict[str, Any]:
         ),
         ("slurm", one_type(), ("--cpus-per-node", "1"), r"--cpus-per-node 1: a node with 2 H100 needs 4"),
         ("slurm", one_type(), ("--time", "soon"), r"--time soon: expected"),
+        (
+            "slurm",
+            one_type(),
+            ("--time", "24"),
+            r"--time 24: Slurm reads 24 minutes; expected hours:minutes:seconds or days-hours, such as 24:00:00 or 3-0",
+        ),
+        ("slurm", one_type(), ("--time", "24:30"), r"--time 24:30: Slurm reads 24 minutes and 30 seconds; expected"),
         ("slurm", one_type(), ("--name", "two words"), r"--name 'two words': expected letters"),
         ("slurm", one_type(), ("--runs-dir", "my runs"), r"--runs-dir 'my runs': expected"),
         ("slurm", one_type(), ("--gres", "H20=h20"), r"--gres H20=h20: expected TYPE=VALUE, with a type of: H100"),
