@@ -312,7 +312,8 @@ class ClusterConfig(StrictModel):
 
     name: str = Field("cluster", pattern=r"^[A-Za-z0-9_.-]{1,60}$")
     hardware: Literal["cpu", "cuda"] = Field(description="device type of the trainer and the instances")
-    sites: dict[PoolName, Site] = Field(min_length=1)
+    # the keys' pattern alone would leave a schema's checker free to accept other names
+    sites: dict[PoolName, Site] = Field(min_length=1, json_schema_extra={"additionalProperties": False})
     links: list[SiteLink] = Field(
         default_factory=list,
         description="one link between the trainer's site and each other site; further ones where sites pass on weights",
