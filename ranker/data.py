@@ -400,13 +400,14 @@ def _cast(file: Path, name: str, column: Any) -> Any:
 
 
 def read_jsonl(file: Path, opened: Callable[[], BinaryIO]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line, row) of each sample's first row in a JSONL file of rollouts.
+    """Yield (line, row) of each sample's first row in a JSONL file of rollouts, with a byte order mark or without.
 
     Raises:
         RankerError: it cannot be read, or a line is no JSON object.
     """
     try:
-        with opened() as content, io.TextIOWrapper(content, encoding="utf-8") as lines:
+        # editors of Windows write a byte order mark, which no JSON has
+        with opened() as content, io.TextIOWrapper(content, encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue

@@ -61,6 +61,12 @@ def test_samples_without_a_group_have_one_each(tmp_path: Path) -> None:
     assert len({request.group_id for request in batch}) == 3
 
 
+def test_a_jsonl_file_with_a_byte_order_mark_is_replayed(tmp_path: Path) -> None:
+    file = tmp_path / "y.jsonl"
+    file.write_text('{"prompt": "a", "output_length": 5}\n', encoding="utf-8-sig")
+    assert lengths(replay(file, None, 0.0, 0)) == [5]
+
+
 def test_a_jsonl_file_and_a_folder_of_both_kinds_are_replayed(tmp_path: Path) -> None:
     file = tmp_path / "y.jsonl"
     rows = [{"prompt": "e", "output_length": 50, "prompt_tokens": 4}, {"prompt": None, "output_length": 60}]

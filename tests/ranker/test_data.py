@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ranker.data import read_rollouts
+from ranker.data import read_jsonl, read_rollouts
 from ranker.errors import RankerError
 from ranker.history import simulate
 from ranker.train import train_and_hold_out
@@ -26,6 +27,14 @@ def write_parquet(path: Path, columns: dict[str, Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table(columns), path)
     return path
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "x.jsonl", [{"prompt": "\ufeffp", "output_length": 5}, {"prompt": "q"}])
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    rows = list(read_jsonl(file, partial(file.open, "rb")))
+    assert rows == [(1, {"prompt": "\ufeffp", "output_length": 5}), (2, {"prompt": "q"})]
+    assert read_rollouts([file]).output_length.tolist() == [5]
 
 
 def test_folders_files_and_mixed_schemas_are_read_together(tmp_path: Path) -> None:
