@@ -125,7 +125,8 @@ class PlacementPlan:
     @property
     def shares(self) -> list[float]:
         """Share of the batch of each generation pool."""
-        steady = KINDS[self.schedule].continuous
+        # few samples may end sooner as a batch by itself: no replica then generates any at its rate across steps
+        steady = KINDS[self.schedule].continuous and self.steady_s < self.makespan_s
         deadline = self.steady_s if steady else self.makespan_s
         parts = [one.count * one.kind.share(deadline, steady) for one in self.split.generation]
         return [part / sum(parts) for part in parts]

@@ -76,3 +76,11 @@ def test_samples_of_a_better_plan_get_over_a_narrow_link_within_its_step(h800: i
     best = plans(one, "async", "throughput")[0]
     over = sum(share for share, pool in zip(best.shares, best.split.generation, strict=True) if pool.offer == 1)
     assert over * one.sample_bytes <= 1.02 * best.chosen.seconds * 3e5, best.text
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3])
+def test_a_batch_of_few_samples_is_shared_among_the_pools(samples: int) -> None:
+    one = problem(8, 32)
+    few = replace(one, batch=Batch.of(LENGTHS, samples, 512))
+    for best in plans(few, "async", "throughput"):
+        assert sum(best.shares) == pytest.approx(1.0) and max(best.shares) > 0
