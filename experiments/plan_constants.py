@@ -11,7 +11,8 @@ import numpy as np
 
 from scheduler.capacity import allocation, gpu_memory
 from scheduler.capacity.allocation import Offer, Problem, Route
-from scheduler.capacity.placement_plan import PlacementPlan, colocated, plans
+from scheduler.capacity.placement_plan import PlacementPlan, colocated
+from scheduler.capacity.plan_search import plans
 from scheduler.cost import decode, generation_cost, training_cost
 from scheduler.cost.generation_cost import Batch
 from scheduler.cost.hardware import Device, device

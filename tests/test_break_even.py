@@ -13,7 +13,8 @@ import pytest
 
 from scheduler.capacity.allocation import Allocator, Offer, Problem, Route, Split
 from scheduler.capacity.covering import Replicas
-from scheduler.capacity.placement_plan import evaluate, plans
+from scheduler.capacity.placement_plan import evaluate
+from scheduler.capacity.plan_search import plans
 from scheduler.cost.generation_cost import Batch
 from scheduler.cost.hardware import device
 from scheduler.cost.model_shapes import MODELS

@@ -86,7 +86,8 @@ def command(
       streamrl plan --cluster cluster_configs/cross_datacenter.yaml --objective cost --budget 40
       streamrl plan --cluster my.yaml --run my_run.yaml --lengths runs/demo --hardware prices.yaml --json plan.json
     """
-    from scheduler.capacity.placement_plan import colocated, plans
+    from scheduler.capacity.placement_plan import colocated
+    from scheduler.capacity.plan_search import plans
     from streamrl.config.load import load_cluster, load_run
     from streamrl.planning.planning_inputs import gather
     from streamrl.report.terminal import terminal
@@ -215,7 +216,7 @@ def _show(
 
 def _kept(best: PlacementPlan, other: PlacementPlan) -> str:
     """Say what a plan that moves the trainer would reach, and why that is not enough."""
-    from scheduler.capacity.placement_plan import MOVE
+    from scheduler.capacity.plan_search import MOVE
 
     there, (now, moved) = other.problem.offers[other.split.trainer].site, (best.chosen, other.chosen)
     better = "a step more than {:.0%} shorter" if best.objective == "throughput" else "samples more than {:.0%} cheaper"

@@ -23,7 +23,8 @@ from scheduler.capacity.allocation import (
     Split,
     following_seconds,
 )
-from scheduler.capacity.placement_plan import colocated, evaluate, plans
+from scheduler.capacity.placement_plan import colocated, evaluate
+from scheduler.capacity.plan_search import plans
 from scheduler.cost import generation_cost
 from scheduler.cost.decode import replica_ends
 from scheduler.cost.generation_cost import Batch, replica_kind, requests_of_share, slots_of

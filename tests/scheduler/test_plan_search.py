@@ -18,7 +18,8 @@ from scheduler.capacity.allocation import (
     Split,
     most_replicas,
 )
-from scheduler.capacity.placement_plan import PlacementPlan, evaluate, plans
+from scheduler.capacity.placement_plan import PlacementPlan, evaluate
+from scheduler.capacity.plan_search import plans
 from scheduler.cost.generation_cost import Batch
 from scheduler.cost.hardware import device
 from scheduler.cost.model_shapes import MODELS
