@@ -111,13 +111,26 @@ def plans(problem: Problem, schedule: str, objective: PlanObjective, simulated: 
     if here is not None and here.worth[0] <= made[0].worth[0] * (1 + MOVE):
         made.remove(here)
         made.insert(0, here)
-    shown = made[:1]
+    return _shown(made)
+
+
+def _shown(made: Sequence[PlacementPlan]) -> list[PlacementPlan]:
+    """Return the first plan and the next ones that differ from it and each other and have something to offer."""
+    shown = list(made[:1])
     for one in made[1:]:
         if len(shown) > ALTERNATIVES:
             break
-        if all(_roles(one) != _roles(other) or one.worth[0] > other.worth[0] * (1 + ALIKE) for other in shown):
+        differs = (_roles(one) != _roles(other) or one.worth[0] > other.worth[0] * (1 + ALIKE) for other in shown)
+        if all(differs) and not any(_beaten(one, other) for other in shown):
             shown.append(one)
     return shown
+
+
+def _beaten(one: PlacementPlan, other: PlacementPlan) -> bool:
+    """Return whether a plan is slower or dearer than another and not the other way round; `NOISE` counts as equal."""
+    slower = one.chosen.seconds / other.chosen.seconds
+    dearer = one.chosen.usd_per_hour / other.chosen.usd_per_hour
+    return min(slower, dearer) >= 1 - NOISE and max(slower, dearer) > 1 + NOISE
 
 
 def _first_at(site: str, made: Sequence[PlacementPlan]) -> PlacementPlan | None:

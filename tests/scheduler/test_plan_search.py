@@ -85,3 +85,15 @@ def test_a_batch_of_few_samples_is_shared_among_the_pools(samples: int) -> None:
     few = replace(one, batch=Batch.of(LENGTHS, samples, 512))
     for best in plans(few, "async", "throughput"):
         assert sum(best.shares) == pytest.approx(1.0) and max(best.shares) > 0
+
+
+@pytest.mark.parametrize("objective", ["throughput", "cost"])
+def test_no_plan_is_shown_that_another_shown_one_beats_in_seconds_and_price(objective: PlanObjective) -> None:
+    one = problem(8, 32)
+    shape = replace(one.batch, environment_s=1.0, environment_processes=64)
+    free = replace(one, offers=tuple(replace(offer, trains=True) for offer in one.offers))
+    for asked in (free, replace(free, batch=shape)):
+        shown = [plan.chosen for plan in plans(asked, "async", objective)]
+        for number, worse in enumerate(shown):
+            for better in shown[:number]:
+                assert worse.seconds <= 1.01 * better.seconds or worse.usd_per_hour <= 1.01 * better.usd_per_hour
