@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from streamrl.errors import UserError
+from streamrl.errors import RunFailed, UserError
 
 if TYPE_CHECKING:
     from streamrl.protocol.operator import PoolScaled
@@ -58,14 +58,19 @@ def command(directory: Path, pool: str, site: str, replicas: int, wait: bool) ->
 
 
 def _follow(directory: Path, answer: PoolScaled) -> None:
-    """Report progress until the pool has its new size and every new instance has produced a sample."""
+    """Report progress until the pool has its new size and every new instance has produced a sample.
+
+    Raises:
+        RunFailed: the launcher is gone: nothing will change any more.
+    """
     import time
 
+    from streamrl.report.gone_launcher import launcher_gone
     from streamrl.run_dir.status import read_status
     from streamrl.runtime.operator_link import ANSWER_S
 
     told: set[str] = set()
-    started = time.time()
+    started, asked = time.time(), time.monotonic()  # instances are dated by the clock, which may be set meanwhile
     pool = answer.pool
     try:
         while True:
@@ -75,7 +80,7 @@ def _follow(directory: Path, answer: PoolScaled) -> None:
                     click.echo(f"  {line}")
                     told.add(line)
             wanted = status.scaling.wanted.get(pool)
-            if wanted != answer.after and time.time() - started > ANSWER_S:
+            if wanted != answer.after and time.monotonic() - asked > ANSWER_S:
                 click.echo(f"  another command or the run itself has changed the target since: it is {wanted} now")
                 return
             working = all(one.first_sample_at for one in status.scaling.coming if one.requested_at >= started - 1)
@@ -86,6 +91,8 @@ def _follow(directory: Path, answer: PoolScaled) -> None:
             if status.final:
                 click.echo(f"  the run is {status.state}")
                 return
+            if over := launcher_gone(directory, status):
+                raise RunFailed(over)
             time.sleep(LOOK_EVERY_S)
     except KeyboardInterrupt:
         click.echo("Stopped watching; the change continues.")

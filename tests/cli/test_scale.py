@@ -1,0 +1,78 @@
+"""`streamrl scale` waits for the pool's new size, and no longer than there is a launcher that could bring it about."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from streamrl.launcher import supervisor
+from streamrl.protocol.operator import PoolScaled
+from streamrl.run_dir.status import write_status
+from streamrl.runtime import operator_link
+from tests.cli.calling import streamrl
+from tests.report.synthetic import make_status
+
+POOL = "here/regular"
+Captured = pytest.CaptureFixture[str]
+NOW = time.time()
+
+
+@pytest.fixture(autouse=True)
+def _controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer: the pool has a new target."""
+
+    async def answers(*_: object) -> PoolScaled:
+        return PoolScaled(pool=POOL, before=1, after=2)
+
+    monkeypatch.setattr(operator_link, "ask_controller", answers)
+
+
+def show(folder: Path, wanted: int, ready: int, updated_at: float) -> None:
+    scaling = {"wanted": {POOL: wanted}, "ready": {POOL: ready}, "there": {POOL: ready}, "coming": []}
+    write_status(folder, make_status(3, 20, updated_at, scaling=scaling))
+
+
+def scale(monkeypatch: pytest.MonkeyPatch, folder: Path, *meanwhile: Callable[[], None]) -> int:
+    """Calls the command, at whose pauses these things happen, one at each; its exit code."""
+    left = list(meanwhile)
+
+    def sleep(_: float) -> None:
+        if not left:
+            raise AssertionError("it waits on")
+        left.pop(0)()
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    return streamrl(monkeypatch, "scale", folder, "--pool", "regular", "--replicas", "2")
+
+
+def test_waiting_ends_with_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    """All processes were killed at once: nobody wrote how the run ended."""
+    show(tmp_path, 2, 1, time.time())
+    assert scale(monkeypatch, tmp_path, lambda: show(tmp_path, 2, 1, NOW - 600)) == 1
+    error = f"error: no launcher runs {tmp_path} any more; streamrl launch --resume continues it\n"
+    assert capsys.readouterr().err == error
+
+
+def test_waiting_goes_on_while_a_launcher_starts_a_silent_controller_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    show(tmp_path, 2, 1, NOW - 600)
+    with supervisor._locked(tmp_path):
+        assert scale(monkeypatch, tmp_path, lambda: show(tmp_path, 2, 2, time.time())) == 0
+    assert capsys.readouterr().out.endswith(f"pool {POOL} has 2 instances\n")
+
+
+def test_a_clock_that_is_set_meanwhile_changes_no_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    def set_clock() -> None:
+        monkeypatch.setattr(time, "time", lambda: NOW + 3600)
+
+    show(tmp_path, 1, 1, time.time())  # written before the controller had the order
+    with supervisor._locked(tmp_path):
+        assert scale(monkeypatch, tmp_path, set_clock, lambda: show(tmp_path, 2, 2, NOW + 3600)) == 0
+    shown = capsys.readouterr().out
+    assert "changed the target" not in shown and shown.endswith(f"pool {POOL} has 2 instances\n")
