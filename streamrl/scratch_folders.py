@@ -83,7 +83,7 @@ def _hold(folder: str) -> int | None:
 def _kernel() -> str:
     """Return six characters that differ between running kernels: only processes of one see each other's locks."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
     except OSError:
         boot = platform.node()
     return hashlib.blake2b(boot.encode(), digest_size=3).hexdigest()

@@ -140,7 +140,7 @@ def _position(run_dir: Path) -> tuple[int, frozenset[int]]:
         if (step := checkpoints.latest()) is None:
             return 0, frozenset()
         try:
-            found = json.loads((checkpoints.path(step) / STATE_FILE).read_text())["prompts"]
+            found = json.loads((checkpoints.path(step) / STATE_FILE).read_bytes())["prompts"]
             return int(found["next_index"]), frozenset(map(int, found.get("again", ())))
         except FileNotFoundError:
             continue

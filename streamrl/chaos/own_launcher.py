@@ -82,7 +82,7 @@ class Launcher:
 
     def last_words(self) -> str:
         """Return the last error in the launcher's output, else its last lines."""
-        lines = self._output.read_text(errors="replace").splitlines()
+        lines = self._output.read_text(encoding="utf-8", errors="replace").splitlines()
         errors = [line for line in lines if line.startswith("error: ")]
         return "\n".join(errors[-1:] or lines[-LAST_LINES:]).removeprefix("error: ")
 

@@ -147,7 +147,7 @@ def command(
 
     values = asyncio.run(work())
     try:
-        out.write_text(json.dumps(values, indent=1) + "\n")
+        out.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"--out {out}: {error}") from error
     click.echo(f"calibration written to {out}")

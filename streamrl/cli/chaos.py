@@ -222,7 +222,7 @@ def _write_results(run_dir: Path, study: Study, left_out: dict[FaultKind, str], 
     for one in (*sentences, *(f"NOT PASSED: {one}" for one in wrong)):
         console.print(one, soft_wrap=True, markup=False)
     about = f"{len(study.results)} faults with seed {seed} in `{run_dir}`, within {minutes:g} minutes."
-    (run_dir / MARKDOWN_FILE).write_text(markdown(study.results, left_out, sentences, wrong, about))
+    (run_dir / MARKDOWN_FILE).write_text(markdown(study.results, left_out, sentences, wrong, about), encoding="utf-8")
     written = {
         "seed": seed,
         "minutes": minutes,
@@ -234,6 +234,6 @@ def _write_results(run_dir: Path, study: Study, left_out: dict[FaultKind, str], 
         "audit": asdict(found) if found is not None else None,
         "reward": {"steps": rewards, "ends": asdict(curve) if curve is not None else None},
     }
-    (run_dir / JSON_FILE).write_text(json.dumps(written, indent=1) + "\n")
+    (run_dir / JSON_FILE).write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     console.print(f"written: {run_dir / MARKDOWN_FILE}, {run_dir / JSON_FILE}", soft_wrap=True)
     return 1 if wrong else 0

@@ -85,7 +85,7 @@ def command(
             )
         ) from error
     types = choose(run.model, cuda=False)
-    model = Transformer.from_config(MODEL, json.loads((folder / "config.json").read_text()))
+    model = Transformer.from_config(MODEL, json.loads((folder / "config.json").read_bytes()))
     rate = found.bf16_gflops if types.dtype == "bfloat16" else found.fp32_gflops
     gflops = rate * min(2, cores)  # the cluster file gives trainer and instances this many threads
     left = 60.0 * minutes - (time.monotonic() - began)

@@ -79,7 +79,7 @@ def add(
     folder = folder_of(name, directory)
     click.echo(f"{name}: making a venv" + (f" with {', '.join(packages)}" if packages else ""))
     found = add_environment(folder, make, packages, given, paths, python, lock)
-    count = len((found.folder / LOCK).read_text().splitlines())
+    count = len((found.folder / LOCK).read_text(encoding="utf-8").splitlines())
     click.echo(f"{name}: installed in {found.folder}, {count} packages")
     if make:
         click.echo(f"try it: streamrl env test {_as_given(found, directory)}")
@@ -105,7 +105,7 @@ def show(directory: Path | None) -> None:
         return
     table = Table("name", "makes", "config", "packages", "state", title=str(folder), title_justify="left")
     for one in found:
-        count = len((one.folder / LOCK).read_text().splitlines()) if (one.folder / LOCK).exists() else 0
+        count = len((one.folder / LOCK).read_text(encoding="utf-8").splitlines()) if (one.folder / LOCK).exists() else 0
         state = "ok" if one.python.exists() else "its Python is gone"
         table.add_row(one.name, one.make or "programs", json.dumps(one.config), str(count), state)
     TextConsole(highlight=False).print(table)

@@ -137,7 +137,7 @@ def command(
         click.echo(text, nl=False)
         return
     try:
-        out.write_text(text)
+        out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"--out {out}: {error.strerror or error}") from error
     click.echo(f"{out}: {', '.join(f'{group.most} x {group.name}' for group in groups)}", err=True)

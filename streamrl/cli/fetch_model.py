@@ -26,7 +26,8 @@ def command(name: str, out: Path | None) -> None:
     from streamrl.machine.model_files import CHECKSUMS
 
     folder = fetch_with_progress(name, out)
-    weights = next(line for line in (folder / CHECKSUMS).read_text().splitlines() if line.endswith("model.safetensors"))
+    lines = (folder / CHECKSUMS).read_text(encoding="utf-8").splitlines()
+    weights = next(line for line in lines if line.endswith("model.safetensors"))
     click.echo(f"sha256 {weights}")
 
 

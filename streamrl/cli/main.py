@@ -150,7 +150,7 @@ def _open_closed() -> None:
     while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(file, True)
     os.close(file)
-    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w", encoding="utf-8") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
 
 
 def _without_hidden(error: click.ClickException) -> click.ClickException:

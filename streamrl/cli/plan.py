@@ -117,7 +117,9 @@ def command(
     _show(terminal(), inputs, found, together, objective, "asked for" if named else "default")
     if json_file is not None:
         try:
-            json_file.write_text(json.dumps(_plain(inputs, found, together, objective), indent=1) + "\n")
+            json_file.write_text(
+                json.dumps(_plain(inputs, found, together, objective), indent=1) + "\n", encoding="utf-8"
+            )
         except OSError as error:
             raise UserError(f"--json {json_file}: {error.strerror or error}") from error
         click.echo(f"plans written to {json_file}")

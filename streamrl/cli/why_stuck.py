@@ -124,7 +124,7 @@ def _raised_priority() -> Iterator[None]:
 def _waits_for_disk(thread: threading.Thread) -> bool:
     """Whether a thread of this process is in an uninterruptible wait (Linux; False elsewhere)."""
     try:
-        text = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
+        text = Path(f"/proc/self/task/{thread.native_id}/stat").read_text(encoding="utf-8")
     except OSError:
         return False
     return text.rpartition(")")[2].split()[0] == "D"

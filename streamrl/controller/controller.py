@@ -322,7 +322,7 @@ class Controller:
             self.ledger.found_checkpoint(step)  # which may be newer than known, and damaged: it is given up by its name
             try:
                 check_files(folder, read_sums(folder), [STATE_FILE])
-                state = json.loads((folder / STATE_FILE).read_text())
+                state = json.loads((folder / STATE_FILE).read_bytes())
                 if (saved := state["step"]) != step:
                     raise DamagedFile(f"{STATE_FILE} is of step {saved}")
                 self.groups.restore(state["prompts"])

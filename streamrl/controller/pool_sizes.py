@@ -237,7 +237,7 @@ class Scaling:
         Bare numbers are left out, and the log says so: earlier versions recorded all pools once one was scaled.
         """
         try:
-            found = json.loads(self._file.read_text())
+            found = json.loads(self._file.read_bytes())
             try:
                 targets = msgspec.convert(found, dict[str, int | _Target])
             except msgspec.ValidationError as error:

@@ -58,7 +58,7 @@ def answer_requests(run_dir: Path, name: str) -> None:
     with contextlib.suppress(OSError):
         folder.mkdir(exist_ok=True)
         tasks.unlink(missing_ok=True)
-        file = (folder / f"{name}.txt").open("w")  # faulthandler keeps it open
+        file = (folder / f"{name}.txt").open("w", encoding="utf-8")  # faulthandler keeps it open
         file.write(f"pid {os.getpid()} at {time.time():.3f}\n")
         file.flush()
         faulthandler.register(THREADS, file=file, all_threads=True, chain=False)
@@ -212,7 +212,7 @@ def _prepared(pid: int, path: Path, below: Path, number: int) -> bool:
             return False
         if word != "pid" or int(written) != pid or psutil.Process(pid).create_time() > float(at) + CLOCK_S:
             return False
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
         caught = next(line for line in lines if line.startswith("SigCgt:"))
         return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
     except (OSError, ValueError, StopIteration, psutil.Error):

@@ -217,7 +217,7 @@ class EmulatedNetwork:
         """
         if self._process is None or (code := self._process.poll()) is None:
             return
-        lines = self._log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:]
         tail = "\n".join(f"    {line}" for line in lines)
         raise RunFailed(f"the emulated network's proxy ended with exit code {code}; the end of {self._log}:\n{tail}")
 
@@ -272,7 +272,7 @@ def _settings_of(folder: Path, site: str) -> tuple[ProxySettings, LinkSettings]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values: dict[str, Any] = json.loads(path.read_text())
+        values: dict[str, Any] = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise RunFailed(f"{path}: {error}") from error
     return values
@@ -282,7 +282,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _changing(folder: Path) -> Iterator[None]:
     """Hold the lock that lets only one process at a time change a network."""
     try:
-        lock = (folder / LOCK_FILE).open("w")
+        lock = (folder / LOCK_FILE).open("w", encoding="utf-8")
     except OSError as error:
         raise RunFailed(f"no emulated network runs in {folder}: {error}") from error
     with lock:

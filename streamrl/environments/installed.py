@@ -130,7 +130,7 @@ def list_environments(folder: Path) -> list[InstalledEnvironment]:
 
 def _read(folder: Path) -> InstalledEnvironment:
     """Read the record of an environment; OSError, ValueError or TypeError if it cannot be."""
-    return InstalledEnvironment(folder, **json.loads((folder / MANIFEST).read_text()))
+    return InstalledEnvironment(folder, **json.loads((folder / MANIFEST).read_bytes()))
 
 
 def _something_else(folder: Path) -> str:
@@ -217,7 +217,7 @@ def _install(
     if paths and not make.startswith(("gymnasium:", "verifiers:", "mcp:")) and make:
         module, _, function = make.partition(":")
         _run([str(found.python), "-I", "-c", IMPORT, module, function, *found.paths], f"the import of {make}")
-    (folder / LOCK).write_text(frozen)
+    (folder / LOCK).write_text(frozen, encoding="utf-8")
     told = {name: value for name, value in asdict(found).items() if name != "folder"}
     replace_text(folder / MANIFEST, json.dumps(told, indent=2) + "\n")
     return found
@@ -286,7 +286,7 @@ def _locked(folder: Path) -> Iterator[None]:
         OSError: the folder cannot be made, or not be written to.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f".{folder.name}.lock").open("w") as file:
+    with (folder.parent / f".{folder.name}.lock").open("w", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -52,7 +52,7 @@ def read_token(endpoint: MetricsEndpoint, key: str) -> str | None:
         )
     path = Path(endpoint.token_file)
     try:
-        mode, token = path.stat().st_mode, path.read_text().strip()
+        mode, token = path.stat().st_mode, path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{key}.token_file: {path} cannot be read: {error}") from error
     if mode & 0o077:

@@ -33,7 +33,7 @@ def check_model(run: RunConfig) -> Iterable[str]:
     except UserError as error:
         yield str(error)
         return
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_bytes())
     # an instance would be built for the file's codes and scales, and every version has full weights
     if (kind := _quantized(config)) is not None:
         yield f"model.path: {_needs_full(run.model.path, kind)}"

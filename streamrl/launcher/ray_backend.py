@@ -185,7 +185,7 @@ class RaySite:
         self.host = str(ray.util.get_node_ip_address())
         """Address at which other nodes reach this machine."""
         self.token = secrets.token_hex(8)
-        (self.run_dir / TOKEN).write_text(self.token)
+        (self.run_dir / TOKEN).write_text(self.token, encoding="utf-8")
         self._group: Any = None
         self.meeting = ""
         """Rendezvous of the trainer's nodes, host:port."""

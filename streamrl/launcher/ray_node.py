@@ -59,7 +59,7 @@ class NodeProcess:
                 why = f"node {address} has {name} {ours}, the launcher's has {other}: install the same on all nodes"
                 return address, why
         with contextlib.suppress(OSError):
-            if (Path(run_dir) / TOKEN).read_text() == token:
+            if (Path(run_dir) / TOKEN).read_text(encoding="utf-8") == token:
                 return address, ""
         return address, (
             f"node {address} does not see the run's folder {run_dir}: put it (--runs-dir) on a file system that all "

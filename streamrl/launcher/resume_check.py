@@ -70,7 +70,7 @@ def has_critic(checkpoint: Path) -> bool | None:
 def _reference_of(checkpoint: Path) -> str:
     """Return the digest of the reference's weights that a checkpoint names; '': it names none."""
     try:
-        return str(json.loads((checkpoint / STATE_FILE).read_text()).get("reference", ""))
+        return str(json.loads((checkpoint / STATE_FILE).read_bytes()).get("reference", ""))
     except (OSError, ValueError, AttributeError):  # damaged, of which the controller tells
         return ""
 

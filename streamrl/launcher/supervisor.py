@@ -295,7 +295,7 @@ def _locked(run_dir: Path) -> Iterator[HeldFolder]:
     """Create the run's folder and hold its lock, so that no second launcher replaces keys and addresses there."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = (run_dir / layout.LOCK).open("a+")
+        lock = (run_dir / layout.LOCK).open("a+", encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write the run folder {run_dir}: {error}") from error
     with lock:

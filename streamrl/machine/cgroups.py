@@ -128,7 +128,7 @@ def _files(root: Path, folder: PurePosixPath) -> dict[str, str]:
 
 def _text(path: Path) -> str | None:
     try:
-        return path.read_text(errors="replace")
+        return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
 

@@ -67,8 +67,8 @@ def library_name(source: Path) -> str:
 
 def _name(source: Path, compiler: list[str]) -> str:
     cpu = this_cpu()
-    headers = [file.read_text() for file in sorted(source.parent.glob("*.h"))]
-    facts = [source.read_text(), *headers, *FLAGS, *compiler, platform.machine(), cpu.name, *sorted(cpu.flags)]
+    code = [file.read_text(encoding="utf-8") for file in (source, *sorted(source.parent.glob("*.h")))]
+    facts = [*code, *FLAGS, *compiler, platform.machine(), cpu.name, *sorted(cpu.flags)]
     digest = hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
     return f"{source.stem.replace('_', '-')}-{digest}.so"
 

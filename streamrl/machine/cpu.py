@@ -97,7 +97,7 @@ def parse_cpuinfo(text: str, machine: str, environ: Mapping[str, str]) -> Cpu:
 def this_cpu() -> Cpu:
     """Return the CPU of this machine."""
     try:
-        text = CPUINFO.read_text(errors="replace")
+        text = CPUINFO.read_text(encoding="utf-8", errors="replace")
     except OSError:
         text = ""
     return parse_cpuinfo(text, platform.machine(), os.environ)

@@ -137,7 +137,7 @@ def settings_note(model_folder: Path, dtype: str, threads: int) -> str:
     """
     why = NOT_MEASURED
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        why = str(json.loads(_path(model_folder, dtype, threads).read_text())["why"])
+        why = str(json.loads(_path(model_folder, dtype, threads).read_bytes())["why"])
     return f"vLLM: {DEFAULT} ({why})"
 
 

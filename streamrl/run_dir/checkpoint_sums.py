@@ -45,7 +45,7 @@ def write_sums(checkpoint: Path, step: int, sums: FileSums) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    (checkpoint / SUMS_FILE).write_text(json.dumps({"step": step, "files": sums}))
+    (checkpoint / SUMS_FILE).write_text(json.dumps({"step": step, "files": sums}), encoding="utf-8")
 
 
 def read_sums(checkpoint: Path) -> FileSums:

@@ -66,7 +66,7 @@ def write_wanted(folder: Path, instances: Iterable[WantedInstance]) -> None:
 def read_wanted(folder: Path) -> list[WantedInstance] | None:
     """Read the instances that the service requests; None: it has not written them yet."""
     try:
-        return [WantedInstance(**one) for one in json.loads((folder / layout.WANTED_INSTANCES).read_text())]
+        return [WantedInstance(**one) for one in json.loads((folder / layout.WANTED_INSTANCES).read_bytes())]
     except FileNotFoundError:
         return None
 

@@ -57,7 +57,8 @@ def _bind(probe: socket.socket, host: str, below: range) -> None:
 def first_port_of_system() -> int:
     """Return the first of the ports that the system gives away by itself."""
     try:
-        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])  # IPv6 uses it too
+        ports = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8")  # IPv6 uses them too
+        return int(ports.split()[0])
     except (OSError, ValueError, IndexError):
         return IANA_DYNAMIC_PORTS
 

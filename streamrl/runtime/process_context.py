@@ -68,7 +68,7 @@ class Addresses:
     @staticmethod
     def load(run_dir: Path) -> Addresses:
         """Read the addresses from a run folder."""
-        return Addresses(**json.loads((run_dir / layout.ADDRESSES).read_text()))
+        return Addresses(**json.loads((run_dir / layout.ADDRESSES).read_bytes()))
 
 
 @dataclass(frozen=True)

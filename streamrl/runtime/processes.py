@@ -92,7 +92,7 @@ def kill_with_setting(setting: str) -> list[str]:
         for pid in psutil.pids():
             with contextlib.suppress(OSError):  # it is another user's, has ended, or this is no Linux
                 if setting.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                    name = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+                    name = Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip()
                     elsewhere = os.getsid(pid) != os.getsid(0)
                     os.kill(pid, signal.SIGKILL)
                     found = True
@@ -143,6 +143,7 @@ def this_host() -> str:
     It is equal for two processes that can open each other's files through /proc.
     """
     try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""

@@ -457,7 +457,7 @@ def isolate(parent: int, hidden: list[str]) -> None:
     check(libc.unshare(NEW_NAMESPACES))
     maps = (f"{number} {number} 1" for number in ids)
     for name, text in zip(("setgroups", "uid_map", "gid_map"), ("deny", *maps), strict=True):
-        with open(f"/proc/self/{name}", "w") as file:
+        with open(f"/proc/self/{name}", "w", encoding="utf-8") as file:
             file.write(text)
     check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL))  # the kernel forgets it with other credentials
     if os.getppid() != parent:

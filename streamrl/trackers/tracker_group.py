@@ -52,7 +52,7 @@ class TrackerGroup:
                 stdin=subprocess.PIPE,  # its end asks the child to finish, however this process dies
                 stdout=subprocess.PIPE,
                 stderr=log,
-                text=True,
+                encoding="utf-8",
                 start_new_session=True,  # Ctrl-C is for the run
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )

@@ -162,7 +162,7 @@ def _notice_hangs(delivery: PatientDelivery, say: Callable[[str], None]) -> None
 def main() -> int:
     """Follow a run as its launcher asks; return the exit code."""
     run_dir, name = Path(sys.argv[1]), sys.argv[2]
-    words: IO[str] = os.fdopen(os.dup(1), "w", buffering=1)
+    words: IO[str] = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)  # packages print as they like; it is all for the log
     os.nice(NICENESS)
     log_to_stderr()

@@ -161,7 +161,7 @@ def write_model(
         model.generation_config = writable(model.generation_config)
     model.save_pretrained(directory, state_dict=full)
     config = directory / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": dtype}, indent=2) + "\n")
+    config.write_text(json.dumps(json.loads(config.read_bytes()) | {"dtype": dtype}, indent=2) + "\n", encoding="utf-8")
 
 
 class StateWriter(FileSystemWriter):

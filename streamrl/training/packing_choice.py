@@ -131,7 +131,7 @@ def packing_proof(folder: Path) -> PackingProof | None:
         return None
     path = cache_directory() / "machine" / f"packing-{_key(folder)}.json"
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        return _read(path.read_text())
+        return _read(path.read_text(encoding="utf-8"))
     text = _prove_here(folder) if "torch" in sys.modules else _prove_apart(folder)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -345,7 +345,7 @@ class TrainerProcess:
             if self.rank == 0:
                 read_tokenizer(resolve_model(self.run_config.model.path)).save_pretrained(partial)
                 (partial / STATE_FILE).write_text(
-                    json.dumps(state | {"step": step, "reference": self.reference_digest})
+                    json.dumps(state | {"step": step, "reference": self.reference_digest}), encoding="utf-8"
                 )
             sums = gathered_sums(partial)
             if self.rank == 0:

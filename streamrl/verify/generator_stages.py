@@ -275,10 +275,10 @@ def _in_child(body: Body, order: Order, log: Path, deadline: float) -> tuple[str
         try:
             end_with_parent(signal.SIGKILL)  # nobody else would keep to the deadline
             os.close(read)
-            with log.open("a") as file:
+            with log.open("a", encoding="utf-8") as file:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
-            with os.fdopen(write, "w") as out:
+            with os.fdopen(write, "w", encoding="utf-8") as out:
                 asyncio.run(body(order, _say_to(out)))  # type: ignore[arg-type]
         except BaseException:
             sys.excepthook(*sys.exc_info())
@@ -334,7 +334,8 @@ def answer(order: Order) -> dict[str, Any]:
             or (body is _updated_in_int8 and "samples" not in stages.get(IN_INT8, {}))
         ):
             break
-    return {"stages": stages, "errors": log.read_text()[-END_OF_LOG:], "in_time": in_time}
+    errors = log.read_text(encoding="utf-8", errors="replace")
+    return {"stages": stages, "errors": errors[-END_OF_LOG:], "in_time": in_time}
 
 
 def main() -> None:

@@ -94,4 +94,4 @@ def as_json(results: Sequence[StageResult]) -> dict[str, Any]:
 
 def write_json(path: Path, results: Sequence[StageResult]) -> None:
     """Write the results as a JSON file."""
-    path.write_text(json.dumps(as_json(results), indent=1) + "\n")
+    path.write_text(json.dumps(as_json(results), indent=1) + "\n", encoding="utf-8")

@@ -151,7 +151,7 @@ def collectives() -> Iterator[Measurement]:
         mp.start_processes(
             _all_reduce, (ranks, megabytes, f"file://{folder}/meet", str(results)), nprocs=ranks, start_method="spawn"
         )
-        seconds = float(results.read_text())
+        seconds = float(results.read_text(encoding="utf-8"))
     moved = 2 * (ranks - 1) / ranks * megabytes * 2**20
     backend = "NCCL" if gpus else "gloo"
     yield Measurement("all-reduce", moved / seconds / 1e9, "GB/s", f"bus bandwidth of {ranks} ranks, {backend}")
@@ -171,7 +171,7 @@ def _all_reduce(rank: int, ranks: int, megabytes: int, meeting: str, results: st
         _wait()
         best = min(best, time.perf_counter() - began)
     if rank == 0:
-        Path(results).write_text(str(best))
+        Path(results).write_text(str(best), encoding="utf-8")
     dist.destroy_process_group()
 
 

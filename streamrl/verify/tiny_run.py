@@ -37,7 +37,7 @@ def tiny_files(folder: Path, gpus: int) -> None:
     config = Qwen2Config(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
     model, _ = save_small_models(config, folder)
     rows = [{"prompt": f"say {word}", "answer": word} for word in ("one", "two", "three", "four")]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     site: dict[str, Any] = {"trainer": {"ranks": 1}, "generation": [{"name": "regular", "replicas": 1}]}
     if not gpus:
         site["generation"][0] |= {"max_batch": 8, "kv_cache_gb": 0.05}
@@ -51,8 +51,8 @@ def tiny_files(folder: Path, gpus: int) -> None:
         "sampling": {"max_tokens": 16},
         "schedule": {"name": "colocated" if gpus == 1 else "stream"},
     }
-    (folder / "cluster.yaml").write_text(json.dumps(cluster))
-    (folder / "run.yaml").write_text(json.dumps(run))
+    (folder / "cluster.yaml").write_text(json.dumps(cluster), encoding="utf-8")
+    (folder / "run.yaml").write_text(json.dumps(run), encoding="utf-8")
 
 
 def tiny_run() -> tuple[list[Measurement], str]:

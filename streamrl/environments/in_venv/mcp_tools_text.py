@@ -345,7 +345,7 @@ async def speaking(parameters: Any) -> Any:
     client = importlib.import_module("mcp.client.stdio").stdio_client
     words = _LastWords()
     reads, writes = os.pipe()
-    with open(writes, "w") as errors, open(reads, "rb", 0) as ours:
+    with open(writes, "w", encoding="utf-8") as errors, open(reads, "rb", 0) as ours:
         pipe, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: words, ours)
         try:
             async with client(parameters, errlog=errors) as streams:

