@@ -13,7 +13,7 @@ import click
 
 from streamrl.errors import RunFailed, UserError
 from streamrl.finite_float import FiniteFloat
-from streamrl.runtime.stop_signals import on_stop
+from streamrl.runtime.stop_signals import TERMINALS_OWN, on_stop
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -96,7 +96,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def _hold() -> None:
     """Ignore further signals while the run is ended and its results are written."""
-    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for each in (signal.SIGTERM, signal.SIGINT, *TERMINALS_OWN):
         signal.signal(each, signal.SIG_IGN)
 
 

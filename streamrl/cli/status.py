@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
@@ -36,15 +38,25 @@ def command(directory: Path, watch: bool) -> None:
     """
     from streamrl.report.gone_launcher import run_status
     from streamrl.report.terminal import terminal
+    from streamrl.runtime.stop_signals import on_stop
 
     status = run_status(directory)
     if not watch:
         _show(directory, status, terminal())
         return
+    previous = on_stop(_stop, signal.SIGTERM)
     try:
         _watch(directory, terminal())
     except KeyboardInterrupt:
         click.echo("Stopped watching; the run goes on.")
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, old)
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    """End a picture as Ctrl-C does: the terminal gets its cursor back."""
+    raise KeyboardInterrupt
 
 
 def _show(directory: Path, status: RunStatus | None, console: Console) -> None:

@@ -319,7 +319,7 @@ def _locked(run_dir: Path) -> Iterator[HeldFolder]:
 
 @contextlib.contextmanager
 def _stop_requests() -> Iterator[StopRequests]:
-    """Collect SIGINT, SIGTERM and SIGHUP in a list instead of raising; a second one does not disturb the shutdown."""
+    """Collect requests to stop in a list instead of raising; a second one does not disturb the shutdown."""
     received = StopRequests()
 
     def handler(number: int, frame: FrameType | None) -> None:

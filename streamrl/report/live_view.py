@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from io import UnsupportedOperation
 from pathlib import Path
 from typing import Self
 
@@ -13,6 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from streamrl.errors import UserError
+from streamrl.report.job_control import JobControl
 from streamrl.report.panels import render, render_start, stale_message, step_line
 from streamrl.report.process_rows import BAD_STATES
 from streamrl.report.start_lines import StartLines, begun_at, present
@@ -243,14 +246,21 @@ class LiveView:
         self._stages = StageReader(run_dir)
         self._lines = PlainLines(_rows(self._steps), _rows(self._evaluations))
         self._live: Live | None = None
+        self._job: JobControl | None = None
 
     def __enter__(self) -> Self:
         if not self._plain:
             self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="ellipsis")
+            with contextlib.suppress(UnsupportedOperation):  # it has no file descriptor
+                self._job = JobControl(self._console.file.fileno()).__enter__()  # before the cursor is hidden
             self._live.start()
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self._job is not None:
+            self._job.__exit__()
+            if self._job.is_away():
+                self._job.take_page()
         if self._live is not None:
             self._show(None)  # the last picture is left standing, and may scroll
             self._live.stop()
@@ -263,6 +273,8 @@ class LiveView:
     def _show(self, height: int | None) -> RunStatus | None:
         """Show what has changed, in a picture of at most `height` lines; None: of any, which `Live.stop` draws."""
         now, status = self._clock(), self._status()
+        if self._is_away():
+            return status
         rows, evaluations = _rows(self._steps), _rows(self._evaluations)
         stages = self._stages.read()
         if self._live is None:
@@ -318,10 +330,15 @@ class LiveView:
         except UserError:
             return None
 
+    def _is_away(self) -> bool:
+        return self._job is not None and self._job.is_away()
+
     def say(self, line: str) -> None:
         """Print a line of the launcher."""
         width = None if self._console.file.isatty() else PLAIN_WIDTH
-        self._console.print(Text(line), soft_wrap=True, width=width)
+        # while the terminal is the shell's, the picture isn't drawn again below the line
+        console = TextConsole(file=self._console.file, highlight=False) if self._is_away() else self._console
+        console.print(Text(line), soft_wrap=True, width=width)
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:

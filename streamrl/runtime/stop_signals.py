@@ -1,18 +1,24 @@
-"""The signals that ask a command to stop and clean up, a closed terminal's SIGHUP among them."""
+"""The signals that ask a command to stop and clean up, among them those of a closed terminal and of Ctrl-\\."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
 STANDARD_OUTPUTS = (1, 2)
+TERMINALS_OWN = (signal.SIGHUP, signal.SIGQUIT)
+"""Sent by a terminal that is closed, and at Ctrl-\\."""
 
 
 def on_stop(handler: Callable[[int, FrameType | None], None], *numbers: int) -> dict[int, Any]:
-    """Call a handler at some signals, and at SIGHUP unless that is ignored (`nohup`); return the previous handlers.
+    """Call a handler at some signals; return the previous handlers.
+
+    SIGHUP and SIGQUIT are among them, unless they are ignored (`nohup`). A thread other than the main one gets no
+    signals: there, nothing is changed.
 
     After SIGHUP, outputs of this process that are terminals go nowhere: they are gone, or soon will be, and writing to
     one would fail in the middle of the handler's clean-up.
@@ -24,7 +30,9 @@ def on_stop(handler: Callable[[int, FrameType | None], None], *numbers: int) -> 
             leave(terminals)
         handler(number, frame)
 
-    heeded = [*numbers, *([] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP])]
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    heeded = [*numbers, *(one for one in TERMINALS_OWN if signal.getsignal(one) != signal.SIG_IGN)]
     return {number: signal.signal(number, handle) for number in heeded}
 
 

@@ -32,7 +32,7 @@ from tests.troubled_place import Place
 from tests.waiting import scaled
 
 ROOT = Path(__file__).parents[2]
-NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 TELLS_LAUNCHER = "import os, time; os.kill(os.getppid(), {number}); time.sleep(3600)"
 
 
