@@ -43,7 +43,7 @@ def _curve(path: Path | None, device: str) -> StepCurve:
         except ValueError as error:
             raise UserError(f"--device {device}: {error}") from error
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(path.read_text(encoding="utf-8"))
         curve = StepCurve.from_json(values)
     except (OSError, ValueError) as error:
         raise UserError(f"--curve {path}: {why_unusable(error)}; streamrl calibrate writes such a file") from error
