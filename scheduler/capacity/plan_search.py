@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from scheduler.capacity.allocation import Allocator, PlanObjective, Problem, Split, most_replicas
+from scheduler.capacity.allocation import Allocator, Offer, PlanObjective, Problem, Split, most_replicas
 from scheduler.capacity.covering import Replicas
 from scheduler.capacity.placement_plan import PlacementPlan, evaluate
+from scheduler.cost.training_cost import TrainerTime
 from scheduler.schedule.schedules import KINDS
 
 ALTERNATIVES = 3
@@ -18,6 +19,12 @@ SIMULATED = 3
 types to roles that may be shown."""
 NOISE = 0.01
 """Share by which a simulated split must be better for GPUs that cost more: some of a difference is chance."""
+TRIALS = 32
+"""Most cheaper splits that are simulated in the place of a fast one: a plan should take seconds."""
+SMALLER = (1 / 4, 1 / 2, 3 / 4, 7 / 8)
+"""Shares of a pool's GPUs that are tried, besides one replica fewer."""
+PACES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)
+"""Shares of a step's time by which the stages of cheaper splits end, by rates alone; the rest is for waiting."""
 MOVE = 0.01
 """Share by which a plan that moves the trainer to another site must be better: moving it has a price of its own."""
 ROUNDING = 1e-9
@@ -84,7 +91,8 @@ def plans(problem: Problem, schedule: str, objective: PlanObjective, simulated: 
     Args:
         problem: what to plan for.
         schedule: determines which stages overlap.
-        objective: `throughput`: the shortest step, of equal ones the cheapest; `cost`: the fewest USD per sample.
+        objective: `throughput`: the shortest step, of equal ones (simulated: within `NOISE`) the cheapest; `cost`: the
+            fewest USD per sample.
         simulated: whether `async` is simulated (a second or so); without, a study of many plans goes by rates alone.
 
     Raises:
@@ -101,14 +109,15 @@ def plans(problem: Problem, schedule: str, objective: PlanObjective, simulated: 
             made = _worth_simulating(made, schedule, objective)
         made = [replace(one, simulated=True) for one in made]
     made.sort(key=lambda one: one.worth)
-    here = _first_at(problem.home, made)
     if simulated and KINDS[schedule].continuous:
-        allocator = Allocator(problem, schedule)
+        allocator, here = Allocator(problem, schedule), _first_at(problem.home, made)
         begin = [one for one in made if one is made[0] or one is here]
         made = [_improved(one, allocator) if one in begin else one for one in made]
         made.sort(key=lambda one: one.worth)
-        here = _first_at(problem.home, made)
-    if here is not None and here.worth[0] <= made[0].worth[0] * (1 + MOVE):
+        if objective == "throughput":
+            made = _cheapest_first(made, allocator)
+    here = _first_at(problem.home, made)
+    if here is not None and here.worth[0] <= min(one.worth[0] for one in made) * (1 + MOVE):
         made.remove(here)
         made.insert(0, here)
     return _shown(made)
@@ -162,6 +171,79 @@ def _improved(best: PlacementPlan, allocator: Allocator) -> PlacementPlan:
 def _better(one: PlacementPlan, other: PlacementPlan) -> bool:
     dearer = one.split.rent(one.problem.offers) > other.split.rent(one.problem.offers)
     return one.worth[0] < other.worth[0] * (1 - NOISE) if dearer else one.worth < other.worth
+
+
+def _cheapest_first(made: Sequence[PlacementPlan], allocator: Allocator) -> list[PlacementPlan]:
+    """Return plans with those first that are as fast as the fastest, by price; the fastest and home's made cheaper."""
+    limit = made[0].chosen.seconds * (1 + NOISE)
+    begin = made[0], _first_at(allocator.problem.home, made)
+    found = [_cheaper(one, allocator, limit) if one in begin else one for one in made]
+    fast = [one for one in found if one.chosen.seconds <= limit]
+    fast.sort(key=lambda one: (one.chosen.usd_per_hour, one.chosen.seconds))
+    return fast + [one for one in found if one.chosen.seconds > limit]
+
+
+def _cheaper(plan: PlacementPlan, allocator: Allocator, limit: float) -> PlacementPlan:
+    """Return the cheapest plan found with the same site's trainer whose step is no longer than a limit, in seconds.
+
+    First splits that are the cheapest by rates; from the best so far, each pool is left out or gets fewer GPUs, and the
+    trainer as few as its own work allows.
+    """
+    if plan.chosen.seconds > limit:
+        return plan
+    offers, best, tried = plan.problem.offers, plan, 0
+
+    def accepted(split: Split) -> bool:
+        nonlocal best, tried
+        if tried >= TRIALS or split.rent(offers) >= best.split.rent(offers):
+            return False
+        one = evaluate(allocator, split, plan.objective)
+        if one.chosen.seconds > limit:  # no simulated step is shorter than one by rates
+            return False
+        tried += 1
+        one = replace(one, simulated=True)
+        if one.chosen.seconds > limit or one.chosen.usd_per_hour >= best.chosen.usd_per_hour or not _allowed(one):
+            return False
+        best = one
+        return True
+
+    for pace in PACES:
+        found = allocator.split(plan.split.trainer, pace * limit)
+        if found is not None and accepted(found[1]):
+            break
+    before = None
+    while before is not best:
+        before = best
+        time = allocator.smallest(best.split.trainer, limit)
+        if time is not None and _fits_beside(time, best.split, offers):
+            accepted(replace(best.split, time=time))
+        for pool in sorted(best.split.generation, key=lambda one: -one.gpus * offers[one.offer].usd_per_hour):
+            split = best.split
+            rest = tuple(one for one in split.generation if one is not pool)
+            fewer = [(*rest, one) for one in _smaller(pool, split, allocator)]
+            any(accepted(replace(split, generation=pools)) for pools in ([rest] if rest else []) + fewer)
+    return best
+
+
+def _fits_beside(time: TrainerTime, split: Split, offers: Sequence[Offer]) -> bool:
+    """Return whether a split's replicas on the trainer's offer have room beside another trainer there."""
+    same = [pool for pool in split.generation if pool.offer == split.trainer]
+    return all(pool.count <= most_replicas(offers[pool.offer], pool.kind.tensor_parallel, time) for pool in same)
+
+
+def _smaller(pool: Replicas, split: Split, allocator: Allocator) -> list[Replicas]:
+    """Return pools of the same offer with fewer GPUs, the fewest first.
+
+    These are some sizes and not a bisection: steps are shorter where samples divide well among replicas.
+    """
+    trainer = split.time if pool.offer == split.trainer else None
+    found = []
+    for kind in allocator.kinds[pool.offer]:
+        most = most_replicas(allocator.problem.offers[pool.offer], kind.tensor_parallel, trainer)
+        fewer = (pool.gpus - 1) // kind.tensor_parallel
+        sizes = {int(share * pool.gpus) // kind.tensor_parallel for share in SMALLER} | {fewer}
+        found += [Replicas(pool.offer, count, kind) for count in sizes if 0 < count <= min(most, fewer)]
+    return sorted(found, key=lambda one: (one.gpus, one.count))
 
 
 def _beside(plan: PlacementPlan, allocator: Allocator) -> Iterator[Split]:

@@ -75,10 +75,10 @@ def command(
     """Choose which GPUs of a cluster train and which generate; nothing is started, and no GPU is needed.
 
     Any GPU of the cluster file may train or generate, whatever pool it is in. The objective throughput minimises the
-    step time, then the price of the GPUs for it, and releases the others; cost minimises the USD per sample. The
-    trainer moves to another site than the cluster file's only if that is more than 1 % better. Times are predicted
-    from data sheets, not measured: docs/explanation/cost_model.md names every assumption. Prices are the cluster
-    file's, else dated defaults.
+    step time, then the price of the GPUs for it (under async among steps within 1 %), and releases the others; cost
+    minimises the USD per sample. The trainer moves to another site than the cluster file's only if that is more than
+    1 % better. Times are predicted from data sheets, not measured: docs/explanation/cost_model.md names every
+    assumption. Prices are the cluster file's, else dated defaults.
 
     \b
     Examples:
@@ -202,7 +202,7 @@ def _show(
     trainer = offers[best.split.trainer]
     if trainer.site != inputs.trains_now:
         say(f"moved: the cluster file trains in {inputs.trains_now}, this plan in {trainer.site}")
-    elif len(found) > 1 and found[1].worth < best.worth:
+    elif len(found) > 1 and offers[found[1].split.trainer].site != trainer.site and found[1].worth < best.worth:
         say(f"kept in {trainer.site}: {_kept(best, found[1])}")
     say(f"released: {', '.join(released) or 'none'}")
     for text in dict.fromkeys(

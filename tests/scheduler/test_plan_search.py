@@ -28,6 +28,7 @@ from scheduler.cost.training_cost import GRPO
 RNG = np.random.default_rng(0)
 LENGTHS = np.concatenate([RNG.lognormal(7.7, 0.45, 3520), RNG.uniform(4_000, 20_000, 480)])
 LINK = Route(1e9, 0.01)
+AIMS: tuple[PlanObjective, ...] = ("throughput", "cost")
 
 
 def problem(h800: int, h20: int) -> Problem:
@@ -97,3 +98,38 @@ def test_no_plan_is_shown_that_another_shown_one_beats_in_seconds_and_price(obje
         for number, worse in enumerate(shown):
             for better in shown[:number]:
                 assert worse.seconds <= 1.01 * better.seconds or worse.usd_per_hour <= 1.01 * better.usd_per_hour
+
+
+def big_site(gpus: int) -> Problem:
+    """One site with more GPUs than a step can use."""
+    offers = (Offer("a", device("H100"), gpus, 2.0),)
+    return Problem(MODELS["7b"], Batch.of(LENGTHS, 1024, 512), GRPO, offers, home="a")
+
+
+@pytest.mark.parametrize("gpus", [108, 208])
+def test_no_plan_with_fewer_replicas_is_faster(gpus: int) -> None:
+    best = plans(big_site(gpus), "async", "throughput")[0]
+    allocator, split = Allocator(best.problem, "async"), best.split
+    for place, pool in enumerate(split.generation):
+        rest = split.generation[:place] + split.generation[place + 1 :]
+        fewer = [(*rest, replace(pool, count=count)) for count in range(pool.count // 2, pool.count)]
+        for pools in [rest] * bool(rest) + fewer:
+            other = replace(evaluate(allocator, replace(split, generation=pools)), simulated=True)
+            assert other.chosen.seconds > best.chosen.seconds, (best.text, other.text)
+
+
+def test_gpus_that_hardly_shorten_a_step_are_not_rented() -> None:
+    one = big_site(24)
+    slow = replace(one, batch=replace(one.batch, environment_s=1.0))  # which limits the step, whatever generates
+    fast, cheap = (plans(slow, "async", objective)[0].chosen for objective in AIMS)
+    assert cheap.seconds <= 1.01 * fast.seconds
+    assert fast.usd_per_hour <= 1.01 * cheap.usd_per_hour
+
+
+def test_a_budget_binds_plans_that_are_made_cheaper() -> None:
+    one = big_site(108)
+    free = plans(one, "async", "throughput")[0].chosen
+    for budget in (free.usd_per_hour, 0.8 * free.usd_per_hour):
+        best = plans(replace(one, budget=budget), "async", "throughput")[0]
+        assert best.chosen.usd_per_hour <= budget * 1.001
+        assert all(gpus >= 0 for _, gpus in best.released)
