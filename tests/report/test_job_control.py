@@ -34,6 +34,8 @@ class Shell:
         own = {"PS1": PROMPT.decode(), "TERM": "xterm-256color", "PYTHONPATH": str(ROOT), "COLUMNS": "110"}
         self.pid, self._terminal = pty.fork()
         if self.pid == 0:
+            for one in (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP):  # ignored where tests run in the background
+                signal.signal(one, signal.SIG_DFL)
             os.chdir(folder)
             os.execve(BASH, [BASH, "--norc", "--noprofile", "--noediting", "-i"], os.environ | own)
         self.shown = b""
