@@ -38,9 +38,10 @@ TELLS_LAUNCHER = "import os, time; os.kill(os.getppid(), {number}); time.sleep(3
 
 @pytest.fixture(autouse=True)
 def _own_signals() -> Iterator[None]:
-    """Keeps pytest's handlers, and makes SIGHUP one that nobody ignores yet."""
+    """Keeps pytest's handlers, and makes SIGHUP and SIGQUIT ones that nobody ignores yet."""
     with own_handlers(*NUMBERS):
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        for number in (signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
         yield
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from streamrl.cli.verify import command
 from streamrl.config.load import load_cluster, load_run
-from streamrl.training import merged_attention
+from streamrl.training import fused_logprobs, merged_attention, token_logprobs
 from streamrl.training.host_offload import HostOffload
 from streamrl.verify import hardware_attention, hardware_checks, hardware_stages, tiny_run
 from streamrl.verify.hardware_checks import StageResult, as_json, check_hardware, table_of
@@ -131,7 +131,11 @@ def test_the_head_is_compared_with_exact_arithmetic() -> None:
 
 
 def test_a_head_that_is_wrong_fails_its_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "expm1", lambda x: 1.01 * x.exp() - 1.0)
+    def wrong(*arguments: Any) -> tuple[torch.Tensor, ...]:
+        logprobs, *others = fused_logprobs.OF_CPUS.log_sums(*arguments)
+        return 1.01 * logprobs, *others
+
+    monkeypatch.setattr(token_logprobs, "kernels_for", lambda _: fused_logprobs.OF_CPUS._replace(log_sums=wrong))
     with pytest.raises(ValueError, match="the output head on cpu is wrong: a log-probability differs by"):
         measured("head")
 
