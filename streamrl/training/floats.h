@@ -1,5 +1,7 @@
-/* fp32 and bf16, and exp(), in forms that compilers turn into vector instructions. */
+/* What the kernels of CPUs share: fp32 and bf16, and exp(), in forms that compilers turn into vector instructions. */
 #include <stdint.h>
+
+static inline long least(long x, long y) { return x < y ? x : y; }
 
 static inline float from_bf16(uint16_t bits) {
     union { uint32_t bits; float value; } one = {(uint32_t)bits << 16};

@@ -8,7 +8,7 @@ products in bf16 or fp16; CPUs have those of `head_kernels.py`, for bf16 and fp3
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -105,6 +105,12 @@ def product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return torch.nn.functional.linear(hidden, weight, bias).to(weight.dtype)
 
 
+def parts_of_rows(start: int, stop: int, most: int) -> Iterator[slice]:
+    """Yield slices of at most `most` rows that cover start to stop."""
+    for first in range(start, stop, max(1, most)):
+        yield slice(first, min(first + most, stop))
+
+
 def _changed(products: torch.Tensor, changes: Changes) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the logits z in fp32, and the slope of the soft cap (None: there is none)."""
     logits = products.float() * changes.scale
@@ -163,7 +169,7 @@ class FusedTokenLogprobs(torch.autograd.Function):
         hidden = hidden.to(weight.dtype)
         products: torch.Tensor | None = None
         found = torch.empty(4, len(targets), dtype=torch.float32, device=hidden.device)
-        for part in _parts(len(targets), at_once, keeps):
+        for part in parts_of_rows(0, len(targets), len(targets) if keeps else at_once):
             products = product(filled_rows(hidden[part]), weight, bias)
             sums = kernels.log_sums(products, targets[part], changes)
             for row, values in zip(found, sums, strict=True):
@@ -190,7 +196,7 @@ class FusedTokenLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight: torch.Tensor | None = None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
-        parts = _parts(len(targets), at_once, keeps)
+        parts = [*parts_of_rows(0, len(targets), len(targets) if keeps else at_once)]
         for part in parts:
             inputs = filled_rows(hidden[part])
             products = product(inputs, weight, bias) if kept is None else kept
@@ -212,9 +218,3 @@ class FusedTokenLogprobs(torch.autograd.Function):
             None if grad_bias is None else grad_bias.to(bias.dtype),
             *(None, None, None, None, None),
         )
-
-
-def _parts(count: int, at_once: int, keeps: bool) -> list[slice]:
-    """Return slices of `count` tokens: one of all, or of at most `at_once`."""
-    size = count if keeps else at_once
-    return [slice(first, min(first + size, count)) for first in range(0, count, max(1, size))]

@@ -36,7 +36,6 @@ typedef struct {
 } Shape;
 
 static long up(long n) { return (n + WIDE - 1) / WIDE * WIDE; }
-static long least(long a, long b) { return a < b ? a : b; }
 static long most(long a, long b) { return a > b ? a : b; }
 
 /* -- rows of tensors */

@@ -38,8 +38,6 @@ static void load_logits(const Head *h, const void *x, long at, long count, float
         for (long i = 0; i < count; i++) z[i] /= temperature;
 }
 
-static long least(long x, long y) { return x < y ? x : y; }
-
 /* Compute, each [rows]: log p of the targets, sum(exp(z - max z)), max z and the entropy in nats */
 void log_sums(const Head *h, const void *x, const int64_t *targets, float *logprobs, float *totals, float *largest,
               float *entropy, int threads) {

@@ -172,8 +172,6 @@ GATE backward(int gelu, float *a, float *b, const float *grad) {
     }
 }
 
-static long least(long x, long y) { return x < y ? x : y; }
-
 static void load_values(float *to, const void *x, int bf16, long at, long count) {
     load(to, x, bf16, at, count, 1.0f);
     if (count < VALUES) memset(to + count, 0, (VALUES - count) * sizeof(float));

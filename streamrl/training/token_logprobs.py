@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from streamrl.training.fused_logprobs import FusedTokenLogprobs, kernels_for, product
+from streamrl.training.fused_logprobs import FusedTokenLogprobs, kernels_for, parts_of_rows, product
 from streamrl.training.head_kernels import Changes
 from streamrl.training.packing import filled_rows
 from streamrl.training.truncation import ALL_TOKENS, Truncation, truncate_
@@ -191,7 +191,7 @@ class TokenLogprobs(torch.autograd.Function):
         entropies = torch.empty_like(logprobs)  # measured ones alone are ever read
         keeps = has_backward and any(ctx.needs_input_grad[:3]) and _may_keep(count, weight, distribution)
         products: torch.Tensor | None = None
-        for slab in _parts(0, count, count if keeps else _slab_tokens(weight)):
+        for slab in parts_of_rows(0, count, count if keeps else _slab_tokens(weight)):
             products = product(filled_rows(hidden[slab]), weight, bias)
             for part, here in _cached(slab, products):
                 _transform_(here, distribution)
@@ -223,7 +223,7 @@ class TokenLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight: torch.Tensor | None = None  # sums of several slabs are fp32
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
-        slabs = [*_parts(0, len(targets), _slab_tokens(weight) if kept is None else len(targets))]
+        slabs = [*parts_of_rows(0, len(targets), _slab_tokens(weight) if kept is None else len(targets))]
         for slab in slabs:
             inputs = filled_rows(hidden[slab])
             products = product(inputs, weight, bias) if kept is None else kept
@@ -295,12 +295,6 @@ class _Slopes:
         exponentials.scatter_(-1, self._targets[part], self._target[part])
 
 
-def _parts(start: int, stop: int, size: int) -> Iterator[slice]:
-    """Yield slices of at most `size` entries that cover start to stop."""
-    for first in range(start, stop, max(1, size)):
-        yield slice(first, min(first + size, stop))
-
-
 def _rows_of(measured: torch.Tensor, part: slice, count: int) -> torch.Tensor:
     """Return the rows of a part to measure: of a mask, or of the numbers of `measured_tokens` of `count` tokens.
 
@@ -346,7 +340,7 @@ def _cached(slab: slice, products: torch.Tensor) -> Iterator[tuple[slice, torch.
     space = None
     if is_cpu and products.dtype != torch.float32:
         space = products.new_empty(min(most, count), products.shape[-1], dtype=torch.float32)
-    for part in _parts(slab.start, slab.stop, most):
+    for part in parts_of_rows(slab.start, slab.stop, most):
         here = products[part.start - slab.start : part.stop - slab.start]
         yield part, here.float() if space is None else space[: len(here)].copy_(here)
 
