@@ -159,7 +159,7 @@ def gpu_ways() -> Iterator[None]:
     whole = patch.object(token_logprobs, "_cached", lambda slab, products: iter([(slab, products.float())]))
     made_again = patch.object(token_logprobs, "_may_keep", lambda count, weight, distribution: False)
     kernels = patch.object(merged_attention, "on_gpu", lambda x: True)
-    filled = patch.object(token_logprobs, "_filled", lambda rows: rows)
+    filled = patch.object(token_logprobs, "filled_rows", lambda rows: rows)
     with slabs, whole, made_again, filled, kernels, patch.object(attention, "PLAIN_SCORES", -1):
         yield
 
