@@ -2,8 +2,8 @@
 
 FSDP2 keeps such copies, too (`MixedPrecisionPolicy`). With a single shard it copies every weight and gradient twice
 more than needed, and takes a host longer to do so than to launch the layers: at 2,048 tokens of a model of 1.5 billion
-parameters a third of a step. Here one operation copies all weights, and another adds up the gradients of many. The bits
-are those of FSDP2.
+parameters a third of a step. Here one operation copies all weights, and another adds up the gradients of many (on CPUs
+`gradient_sums.py`). The bits are those of FSDP2.
 
     forward pass       the model's parameters become the copies
     backward pass      the copies' gradients are added to those of the weights, in fp32
@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
+
+from streamrl.training.gradient_sums import add_all
 
 PENDING_BYTES = 2**28
 """Bytes of the copies' gradients that wait, until one operation adds them to those of the weights."""
@@ -72,7 +74,7 @@ class _Gradients:
                 first.append((weight.grad, gradient))
             else:
                 further.append((weight.grad, gradient))
-        for operation, pairs in ((torch._foreach_copy_, first), (torch._foreach_add_, further)):
+        for operation, pairs in ((torch._foreach_copy_, first), (add_all, further)):
             if pairs:
                 totals, gradients = zip(*pairs, strict=True)
                 operation(totals, gradients)

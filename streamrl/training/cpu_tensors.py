@@ -1,5 +1,5 @@
 """Which tensors the kernels of our own for CPUs take, and how (`group_attention.py`, `layer_kernels.py`,
-`head_kernels.py`)."""
+`head_kernels.py`, `gradient_sums.py`)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ def kernels_take(*tensors: torch.Tensor) -> bool:
     Others have no memory of their own: `FakeTensor`, `DTensor`.
     """
     dtype = tensors[0].dtype
-    return dtype in TYPES and all(
-        type(one) in (torch.Tensor, torch.nn.Parameter) and one.dtype == dtype and one.device.type == "cpu"
-        for one in tensors
-    )
+    return dtype in TYPES and all(is_plain(one) and one.dtype == dtype for one in tensors)
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """Return whether a tensor has memory of its own that a CPU reads."""
+    return type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu"
 
 
 def with_rows(x: torch.Tensor) -> torch.Tensor:
