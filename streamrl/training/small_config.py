@@ -61,6 +61,8 @@ LARGEST: Mapping[str, float] = {
     "hidden_size_per_layer_input": 32,
     "sliding_window": WINDOW,
     "attention_chunk_size": WINDOW + 1,
+    "index_topk": WINDOW,
+    "floor_scale": WINDOW + 1,
     "attn_logit_softcapping": 0.5,
     "final_logit_softcapping": 2.0,
 }

@@ -164,6 +164,8 @@ def test_a_small_model_has_every_kind_of_layer_and_windows_that_bite() -> None:
     small = small_config(config)
     assert small.layer_types == ["full_attention"] * 3 + ["sliding_attention"]
     assert small.num_hidden_layers == 4 and small.sliding_window == 7
+    assert small_config(AutoConfig.for_model("deepseek_v32")).index_topk == 7  # tokens that its attention sees
+    assert small_config(AutoConfig.for_model("llama4_text")).floor_scale == 8  # positions from which it scales queries
     assert kept_layers({"num_hidden_layers": 61, "first_k_dense_replace": 3}) == 4
     assert kept_layers({"num_hidden_layers": 32, "attn_layer_period": 8}) == 8
     assert kept_layers({"num_hidden_layers": 1}) == 1
