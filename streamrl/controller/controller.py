@@ -444,7 +444,7 @@ class Controller:
         self.canary.loaded(answer.number, answer.applied)
         self.times.loading += [(instance, *span) for instance, span in spans.items()]
         if await self.services.ready(service, answer):
-            self.times.weights_served(time.time())
+            self.times.weights_served(time.time(), time.monotonic())
 
     async def _handle(self, delivery: Delivery) -> None:
         """Handle a message other than samples and rewards."""

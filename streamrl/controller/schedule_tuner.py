@@ -216,7 +216,7 @@ class Auto:
     def step_done(self, batch: StepBatch, times: Interval, trainer: Sequence[tuple[str, float, float]]) -> None:
         """Record a finished step; `trainer`: (command, start, end) of the trainer's work in it, unix seconds.
 
-        A step in which nothing took time is no measurement: a clock was set back in it.
+        A step in which nothing took time is no measurement: a clock was set in it.
         """
         on_policy = self.setup.schedule.max_staleness == 0  # then exactly a step's samples are generated in it
         if not times.seconds or (on_policy and not times.generate_s):

@@ -159,7 +159,7 @@ class SiteTrust:
         await self._give(work)
         self._rewarders.exclude(self.services.site_of(service))
         if not self.services.updating:  # it may have been the last one that was loading weights
-            self._times.weights_served(time.time())
+            self._times.weights_served(time.time(), time.monotonic())
         return True
 
     async def _give(self, work: list[GivenWork], avoid: Collection[str] = ()) -> None:

@@ -80,7 +80,7 @@ def step_metrics(
             of_task.setdefault(group.task, []).extend(values(group))
         return {task: float(np.mean(of_task[task])) for task in sorted(of_task)}
 
-    seconds = times.seconds or math.inf  # 0: the clock was set back
+    seconds = times.seconds or math.inf  # 0: the clock was set
     environments = environment_time(_episodes(groups))
     return MetricsRow(
         step=batch.step,

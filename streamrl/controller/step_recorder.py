@@ -79,7 +79,7 @@ class Recorder:
         # a large step takes minutes, and the watchdog would take a controller that reports nothing for one that hangs
         await asyncio.to_thread(self.rollouts.write, batch.step, [*groups, *dropped])
         self.ledger.train(batch.step, batch.step, groups, now, dropped)
-        times = self.times.end_step(now, result.finished if publishes else None)
+        times = self.times.end_step(now, clock, result.finished if publishes else None)
         audit = self._audit_lengths(batch)
         memory_gb = self.telemetry.memory.total_gb
         row = step_metrics(

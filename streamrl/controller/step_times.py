@@ -1,7 +1,7 @@
 """Timing of a step: when the trainer and the instances worked between the ends of two optimizer steps. Pure.
 
-All times are unix seconds; a span is (start, end). In overlapping schedules, samples and weight updates cross the ends
-of steps; each step counts the part that lies in it.
+Times are unix seconds, if nothing else is said; a span is (start, end). In overlapping schedules, samples and weight
+updates cross the ends of steps; each step counts the part that lies in it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 Span = tuple[float, float]
+CLOCK_SET_S = 1.0
+"""Seconds by which the clock may differ from monotonic seconds over a step; if by more, it was set."""
 
 
 def covered(spans: Iterable[Span], start: float, end: float) -> float:
@@ -38,7 +40,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Interval:
-    """Times of one step."""
+    """Times of one step; one in which a clock was set has taken no time, which is no measurement."""
 
     started: float
     """End of the previous step."""
@@ -145,6 +147,8 @@ class StepTimes:
     """All instances, including idle ones, each with the time since which it can work."""
     started: float | None = None
     """End of the previous step; None until the first weights are served."""
+    clock: float | None = None
+    """`started` in monotonic seconds, which nobody sets and a suspended machine does not count."""
     trainer: list[tuple[str, float, float]] = field(default_factory=list)
     """(command, start, end) of the trainer's commands."""
     generating: list[tuple[str, float, float]] = field(default_factory=list)
@@ -162,10 +166,10 @@ class StepTimes:
     _syncs: list[Span] = field(default_factory=list)
     _sync_began: float | None = None
 
-    def weights_served(self, now: float) -> None:
-        """Record that every instance serves the newest weights."""
+    def weights_served(self, now: float, clock: float) -> None:
+        """Record that every instance serves the newest weights; `clock` is `now` in monotonic seconds."""
         if self.started is None:
-            self.started, self.trainer, self.loading = now, [], []
+            self.started, self.clock, self.trainer, self.loading = now, clock, [], []
         if self._sync_began is not None:
             self._syncs.append((self._sync_began, now))
             self._sync_began = None
@@ -178,17 +182,20 @@ class StepTimes:
         for name in names - self.instances.keys():
             self.instances[name] = now
 
-    def end_step(self, now: float, weights_due: float | None) -> Interval:
-        """Close the step and return its times.
+    def end_step(self, now: float, clock: float, weights_due: float | None) -> Interval:
+        """Close the step and return its times; it has taken none if the clock was set, or the machine suspended, in it.
 
         Args:
-            now: its end; its start counts if that is later, because a clock was set back. The next step begins now.
+            now: its end; its start counts if that is later. The next step begins now.
+            clock: its end in monotonic seconds.
             weights_due: time from which its weights could be published; None: they will not be published.
         """
         started = now if self.started is None else self.started
-        if now < started:
-            self._set_back(now)
+        took_s = 0.0 if self.clock is None else clock - self.clock
         begins, now = now, max(now, started)
+        if begins < started or abs(begins - started - took_s) > CLOCK_SET_S:
+            self._forget(begins)
+            started = now
 
         def of(entries: Iterable[tuple[str, float, float]], name: str) -> tuple[Span, ...]:
             return tuple((start, end) for key, start, end in entries if key == name)
@@ -210,7 +217,7 @@ class StepTimes:
             None if self._sync_began is None else (self._sync_began, now),
             tuple(self.rewarding),
         )
-        self.started = begins
+        self.started, self.clock = begins, clock
         self.ended_trainer, self.trainer = self.trainer, []
         self.generating = [entry for entry in self.generating if entry[2] > now]
         self.loading = [entry for entry in self.loading if entry[2] > now]
@@ -219,7 +226,7 @@ class StepTimes:
             self._sync_began = weights_due
         return interval
 
-    def _set_back(self, now: float) -> None:
+    def _forget(self, now: float) -> None:
         """Forget the times that a clock which has been set back would reach once more."""
         self.instances = {name: min(since, now) for name, since in self.instances.items()}
         self.generating = [entry for entry in self.generating if entry[2] <= now]

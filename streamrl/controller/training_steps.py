@@ -280,7 +280,7 @@ class TrainingSteps:
                 self._published = published.number
                 self._publish_due, self._canary_due, self._canary_ahead = False, not self._canary_ahead, False
                 if await self.services.spread(published):
-                    self.times.weights_served(time.time())
+                    self.times.weights_served(time.time(), time.monotonic())
             case CanaryDone():
                 self._canary_due, self._canary_ahead = False, self._publish_due
                 measured = Measured(first.dtype, answers[0].arrays["logprobs"])

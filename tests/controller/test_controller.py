@@ -156,7 +156,7 @@ def test_a_resumed_run_knows_the_time_left_at_the_pace_of_before_and_counts_it_d
     pace, left = 18.15, controller.config.steps - 2
     controller.telemetry.write()
     assert read_status(controller.context.run_dir).eta_s == pytest.approx(left * pace)
-    controller.times.weights_served(time.time() - 10.0)
+    controller.times.weights_served(time.time() - 10.0, time.monotonic() - 10.0)
     controller.telemetry.write()
     eta_s = read_status(controller.context.run_dir).eta_s
     assert eta_s is not None and (left - 1) * pace <= eta_s <= left * pace - 10.0

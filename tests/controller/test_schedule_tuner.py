@@ -302,7 +302,7 @@ def test_a_resumed_run_with_other_cores_profiles_anew(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_a_step_in_which_the_clock_was_set_back_is_no_measurement(later: bool) -> None:
+def test_a_step_in_which_the_clock_was_set_is_no_measurement(later: bool) -> None:
     auto = make_auto()
     if later:
         play(auto, 50, 5.0, 4.8)

@@ -73,7 +73,7 @@ def test_a_step_costs_what_was_spent_up_to_its_end_however_long_it_takes_to_be_w
         for name in ticks:
             ticks[name] += seconds
 
-    times = StepTimes(started=ticks["time"])
+    times = StepTimes(started=ticks["time"], clock=ticks["monotonic"])
     rows: list[MetricsRow] = []
     writing = iter((2.0, 0.5))
     parts: Any = SimpleNamespace(
