@@ -147,7 +147,7 @@ class Controller:
         self.recorder = Recorder(self.rollouts, self.ledger, self.audit, self.times, self.telemetry, spending, peak)
         self.canary = WeightCanary(context.run, context.wire_type if context.cluster.remote_sites else "float32")
         self.telemetry.verified = self.canary.state
-        self.telemetry.step_began = lambda: self.times.started
+        self.telemetry.step_began = lambda: self.times.clock
 
     async def run(self) -> None:
         """Run all steps.

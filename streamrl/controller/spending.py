@@ -62,7 +62,7 @@ class Spending:
                     of_site[process] = of_site.get(process, 0.0) + price * hours
         return costs
 
-    def of_step(self, now: float, seconds: float) -> Costs:
-        """Return the USD spent on the step that ends now: since the last one, on the first one in its `seconds`."""
-        start, self._counted = now - seconds if self._counted is None else self._counted, now
+    def of_step(self, began: float, now: float) -> Costs:
+        """Return the USD spent on the step that ends now: since the last one, on the first one since it `began`."""
+        start, self._counted = began if self._counted is None else self._counted, now
         return self.between(start, now)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -80,19 +79,12 @@ def step_metrics(
             of_task.setdefault(group.task, []).extend(values(group))
         return {task: float(np.mean(of_task[task])) for task in sorted(of_task)}
 
-    seconds = times.seconds or math.inf  # 0: the clock was set
+    tokens = sum(m.sample.output_length for m in everything)
     environments = environment_time(_episodes(groups))
     return MetricsRow(
         step=batch.step,
         time=times.ended,
-        step_time_s=times.seconds,
-        generate_time_s=times.generate_s,
-        train_time_s=times.train_s,
-        instances=times.instances,
-        bubble_fraction_generation=times.generation_bubble,
-        bubble_fraction_training=times.training_bubble,
-        samples_per_s=len(samples) / seconds,
-        tokens_per_s=sum(m.sample.output_length for m in everything) / seconds,
+        **_of_times(times, len(samples), tokens),
         reward_mean=float(rewards.mean()),
         reward_std=float(rewards.std()),
         **_of_objective(stats, batch.earlier_normalizer + batch.normalizer, batch.run),
@@ -106,7 +98,6 @@ def step_metrics(
         usd=usd,
         usd_by_process=costs or {},
         usd_per_1k_samples=None if usd is None else 1000 * usd / len(samples),
-        weight_sync_exposed_s=times.exposed_sync_s,
         groups_total=len(groups),
         groups_no_gradient=batch.no_gradient,
         samples_total=len(samples),
@@ -145,6 +136,23 @@ def step_metrics(
         dispatch_saved=predictions.saving.saved if predictions.saving else None,
         dispatch_captured=predictions.saving.captured if predictions.saving else None,
     )
+
+
+def _of_times(times: Interval, samples: int, tokens: int) -> dict[str, Any]:
+    """Return the figures of a step's times; none of one in which the clock was set."""
+    if not times.seconds:
+        return {}
+    return {
+        "step_time_s": times.seconds,
+        "generate_time_s": times.generate_s,
+        "train_time_s": times.train_s,
+        "instances": times.instances,
+        "bubble_fraction_generation": times.generation_bubble,
+        "bubble_fraction_training": times.training_bubble,
+        "samples_per_s": samples / times.seconds,
+        "tokens_per_s": tokens / times.seconds,
+        "weight_sync_exposed_s": times.exposed_sync_s,
+    }
 
 
 def _of_lengths(lengths: IntArray) -> dict[str, Any]:

@@ -79,6 +79,7 @@ class Recorder:
         # a large step takes minutes, and the watchdog would take a controller that reports nothing for one that hangs
         await asyncio.to_thread(self.rollouts.write, batch.step, [*groups, *dropped])
         self.ledger.train(batch.step, batch.step, groups, now, dropped)
+        began = clock if self.times.clock is None else self.times.clock
         times = self.times.end_step(now, clock, result.finished if publishes else None)
         audit = self._audit_lengths(batch)
         memory_gb = self.telemetry.memory.total_gb
@@ -92,7 +93,7 @@ class Recorder:
             lengths,
             audit,
             deferred,
-            self._costs(clock, times, traffic),
+            self._costs(began, clock, traffic),
             self.peak_tflops,
             gap_bound,
         )
@@ -109,9 +110,9 @@ class Recorder:
         await self.telemetry.trace_samples(batch.step, groups)
         return times
 
-    def _costs(self, ended: float, times: Interval, traffic: Traffic) -> Costs | None:
-        """Return the cost of the step that ended at `ended`, in monotonic seconds; None: there are no prices."""
-        costs = self.spending.of_step(ended, times.seconds)
+    def _costs(self, began: float, ended: float, traffic: Traffic) -> Costs | None:
+        """Return the cost of the step between two times in monotonic seconds; None: there are no prices."""
+        costs = self.spending.of_step(began, ended)
         for site, usd in traffic.usd.items():
             costs.setdefault(site, {})[LINK] = usd
         return few_names(costs) if costs or self.spending.usd_per_hour else None

@@ -66,7 +66,7 @@ class Telemetry:
         self.verified: Callable[[], dict[str, Any]] = dict
         """Function that returns how many weight versions are verified end to end."""
         self.step_began: Callable[[], float | None] = lambda: None
-        """Function that returns when the current step began, in unix seconds; None: no weights are served yet."""
+        """Function that returns when the current step began, in monotonic seconds; None: no weights are served yet."""
         self.batch: StepBatch | None = None
         self.pool: GroupPool | None = None
         self.memory = FamilyMemory()
@@ -160,8 +160,8 @@ class Telemetry:
         if not self._step_times or left <= 0:
             return None
         pace, began = sum(self._step_times) / len(self._step_times), self.step_began()
-        done = 0.0 if began is None else time.time() - began
-        return left * pace - min(pace, max(0.0, done))
+        done = 0.0 if began is None else time.monotonic() - began
+        return left * pace - min(pace, done)
 
     def watch_processes(
         self,

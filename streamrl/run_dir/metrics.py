@@ -18,7 +18,11 @@ class MetricsRow(StepRow):
 
     step: int = Field(ge=1, description="optimizer steps completed, including this one (the first row is 1)")
     time: float = Field(description="unix seconds at which the step ended")
-    step_time_s: float | None = Field(None, description="wall time since the previous step ended")
+    step_time_s: float | None = Field(
+        None,
+        description="wall time since the previous step ended; none, like each figure that is made of the step's times, "
+        "if the clock was set or the machine suspended in it",
+    )
     generate_time_s: float | None = Field(None, description="time during which at least one sample was being generated")
     train_time_s: float | None = Field(None, description="time during which the trainer computed")
     instances: float | None = Field(None, description="available vLLM instances, mean over the step")

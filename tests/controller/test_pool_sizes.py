@@ -20,7 +20,7 @@ from streamrl.controller import pool_sizes
 from streamrl.controller.pool_sizes import Scaling
 from streamrl.controller.spending import LINK, Spending, few_names
 from streamrl.controller.step_recorder import Recorder
-from streamrl.controller.step_times import Interval, StepTimes
+from streamrl.controller.step_times import StepTimes
 from streamrl.protocol.controller_site import FleetChanged, InstanceState
 from streamrl.protocol.operator import ScalePool
 from streamrl.run_dir import layout
@@ -365,7 +365,7 @@ def test_what_is_spent_follows_the_price_over_time() -> None:
 
 def test_steps_cost_what_was_spent_between_their_ends_however_long_they_are_said_to_be() -> None:
     spending = Spending({("home", "trainer"): 36.0})
-    costs = [spending.of_step(now, seconds) for now, seconds in ((150.0, 100.0), (250.0, -3600.0), (400.0, 3600.0))]
+    costs = [spending.of_step(began, now) for began, now in ((50.0, 150.0), (3850.0, 250.0), (-3200.0, 400.0))]
     assert costs == [{"home": {"trainer": pytest.approx(usd)}} for usd in (1.0, 1.0, 1.5)]
 
 
@@ -393,10 +393,9 @@ def test_a_clock_that_is_set_changes_nothing_of_what_an_instance_costs(
     for real, shown in ((3600, 3600), (3600, -7200), (1800, 1800), (1800, 7200)):
         if shown == -7200:
             told(scaling, **START, home_regular_2="starting")
-        began = ticks["time"]
-        ticks = {"time": began + shown, "monotonic": ticks["monotonic"] + real}
-        interval = Interval(began, max(began, ticks["time"]), (), (), {}, {}, (), {})
-        costs = Recorder._costs(recorder, ticks["monotonic"], interval, traffic)
+        began = ticks["monotonic"]
+        ticks = {"time": ticks["time"] + shown, "monotonic": began + real}
+        costs = Recorder._costs(recorder, began, ticks["monotonic"], traffic)
         assert costs is not None
         steps.append(costs["home"].get("home-regular-2"))
     assert steps == [None, pytest.approx(3.0), pytest.approx(1.5), pytest.approx(1.5)]

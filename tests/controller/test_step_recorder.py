@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from streamrl.controller.step_recorder import Recorder
 from streamrl.controller.step_times import Interval, StepTimes, Traffic
 from streamrl.errors import RunFailed
 from streamrl.protocol.controller_trainer import StepDone
+from streamrl.report.summary import headline_figures
 from streamrl.rollouts.length_audit import LengthAudit
 from streamrl.rollouts.rollout_store import RolloutStore
 from streamrl.rollouts.types import Group
@@ -37,6 +39,7 @@ def record(folder: Path, *batches: StepBatch) -> list[MetricsRow]:
     rows: list[MetricsRow] = []
     unused: Any = SimpleNamespace(
         **{"train": lambda *_: 0, "end_step": lambda *_: times, "of_step": lambda *_: {}, "usd_per_hour": {}},
+        **{"clock": 0.0},
         **{"memory": SimpleNamespace(total_gb=1.0), "ended_trainer": [], "step_done": lambda row, *_: rows.append(row)},
         **{"trace_samples": AsyncMock()},
     )
@@ -62,9 +65,10 @@ def test_a_step_without_a_token_is_recorded_without_staleness_and_said(
     assert caplog.messages == ["step 1 trained nothing: no sample of it with a reward has a sampled token"]
 
 
-def test_a_step_costs_what_was_spent_up_to_its_end_however_long_it_takes_to_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def timed_rows(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, steps: Sequence[tuple[float, float]], writing_s: float
+) -> list[MetricsRow]:
+    """Rows of steps that cost one USD per second: (seconds, those by which the clock is set in it) of each."""
     ticks = {"time": 1e9, "monotonic": 1000.0}
     for name in ticks:
         monkeypatch.setattr(time, name, lambda name=name: ticks[name])
@@ -75,20 +79,45 @@ def test_a_step_costs_what_was_spent_up_to_its_end_however_long_it_takes_to_be_w
 
     times = StepTimes(started=ticks["time"], clock=ticks["monotonic"])
     rows: list[MetricsRow] = []
-    writing = iter((2.0, 0.5))
     parts: Any = SimpleNamespace(
-        **{"train": lambda *_: go_on(next(writing)), "memory": SimpleNamespace(total_gb=1.0)},
+        **{"train": lambda *_: go_on(writing_s), "memory": SimpleNamespace(total_gb=1.0)},
         **{"step_done": lambda row, *_: rows.append(row), "trace_samples": AsyncMock()},
     )
     result = StepDone(rank=0, started=0.0, finished=1.0, grad_norm=0.0, learning_rate=1e-3, skipped=False)
-    spending = Spending({("home", "trainer"): 3600.0})  # one USD per second
-    recorder = Recorder(RolloutStore(tmp_path), parts, LengthAudit(128), times, parts, spending, None)
-    for seconds in (3.0, 5.0):
+    spending = Spending({("home", "trainer"): 3600.0})
+    recorder = Recorder(RolloutStore(folder), parts, LengthAudit(128), times, parts, spending, None)
+    for seconds, jump in steps:
         go_on(seconds)
+        ticks["time"] += jump
         batch = taken(config(2), {"a": (1.0, 0.0), "b": (0.0, 1.0)})
         asyncio.run(recorder.step_done(batch, result, StepLengths(None, None), True, Traffic(), 0, 0))
+    return rows
+
+
+def test_a_step_costs_what_was_spent_up_to_its_end_however_long_it_takes_to_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = timed_rows(tmp_path, monkeypatch, [(3.0, 0.0), (5.0, 0.0)], writing_s=2.0)
     assert [row.step_time_s for row in rows] == [pytest.approx(3.0), pytest.approx(2.0 + 5.0)]
     assert [row.usd for row in rows] == [pytest.approx(3.0), pytest.approx(2.0 + 5.0)]
+
+
+@pytest.mark.parametrize("jump", [-3600.0, 3600.0])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_step_in_which_the_clock_was_set_has_its_cost_and_no_figures_of_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, jump: float
+) -> None:
+    steps = [(4.0, jump if step == number else 0.0) for step in range(3)]
+    rows = timed_rows(tmp_path, monkeypatch, steps, writing_s=0.0)
+    assert [row.usd for row in rows] == [pytest.approx(4.0)] * 3
+    assert [row.samples_total for row in rows] == [4] * 3
+    for row in rows:
+        times = row.step_time_s, row.generate_time_s, row.train_time_s, row.weight_sync_exposed_s
+        shares = row.instances, row.bubble_fraction_generation, row.bubble_fraction_training
+        unknown = {value is None for value in (*times, *shares, row.samples_per_s, row.tokens_per_s)}
+        assert unknown == {row is rows[number]}
+    figures = dict(headline_figures(rows))
+    assert figures["samples/s"] == "1.00" and figures["mean step time"].startswith("4.0 s")
 
 
 def test_that_all_samples_are_cut_and_masked_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -155,7 +155,7 @@ def test_the_time_left_falls_during_a_step_and_is_known_after_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     telemetry = make_telemetry(tmp_path)
-    monkeypatch.setattr(time, "time", lambda: 5000.0)
+    monkeypatch.setattr(time, "monotonic", lambda: 5000.0)
 
     def left(in_step: float | None) -> float | None:
         telemetry.step_began = lambda: None if in_step is None else 5000.0 - in_step
@@ -165,8 +165,8 @@ def test_the_time_left_falls_during_a_step_and_is_known_after_a_resume(
     assert left(None) is None and left(7.0) is None  # no step is done
     telemetry.resume_at(8, [900.0, *[90.0, None, 110.0] * 3])  # the last five known ones count
     assert left(None) == pytest.approx(204.0)
+    monkeypatch.setattr(time, "time", lambda: 1e6)  # the clock was set forward
     assert [left(30.0), left(102.0), left(500.0)] == pytest.approx([174.0, 102.0, 102.0])
-    assert left(-5.0) == pytest.approx(204.0)  # the clock was set back
     telemetry.step = 10  # the last evaluation may still run
     assert left(1.0) is None
 
