@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -17,13 +18,14 @@ from streamrl.controller.length_counts import length_counts
 from streamrl.controller.length_predictor import LengthPredictor
 from streamrl.controller.process_memory import FamilyMemory, run_memory
 from streamrl.controller.step_batch import StepBatch
+from streamrl.errors import UserError
 from streamrl.rollouts.plain_text import shown
 from streamrl.rollouts.types import Group
 from streamrl.run_dir import layout
 from streamrl.run_dir.jsonl import RowWriter, iter_rows
 from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.start_stages import launched_at
-from streamrl.run_dir.status import ABSENT_AFTER_S, touch_status, write_status
+from streamrl.run_dir.status import ABSENT_AFTER_S, read_status, touch_status, write_status
 from streamrl.run_dir.trace import TraceWriter
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.process_plan import rank_name
@@ -82,6 +84,10 @@ class Telemetry:
         step_began = None if first is None else first.time - (first.step_time_s or 0.0)
         known = [moment for moment in (launched, self.trace.origin, step_began) if moment is not None]
         self._first_started = min(known, default=None)
+        self._clock = time.monotonic()
+        """`_started` in monotonic seconds."""
+        self._elapsed_s = self._elapsed_before()
+        """Seconds from the run's first start to this controller's."""
         self._step_times: deque[float] = deque(maxlen=5)
         self._states: dict[str, tuple[str, float]] = {}
         self._reported: dict[str, RefusedCounts] = {}
@@ -131,6 +137,7 @@ class Telemetry:
                 "started_at": self._started,
                 "first_started_at": self._first_started,
                 "updated_at": time.time(),
+                "elapsed_s": self._elapsed_s + time.monotonic() - self._clock,
                 "eta_s": self._left_s(),
                 "schedule": self.schedule,
                 "schedule_note": self.schedule_note,
@@ -150,6 +157,15 @@ class Telemetry:
                 "error": self.error,
             },
         )
+
+    def _elapsed_before(self) -> float:
+        """Return the seconds from the run's first start to this controller's; one before it in this launch has counted.
+
+        The launcher has removed the status of an earlier launch.
+        """
+        with contextlib.suppress(UserError):
+            return read_status(self.context.run_dir).elapsed(self._started)
+        return 0.0 if self._first_started is None else max(0.0, self._started - self._first_started)
 
     def _left_s(self) -> float | None:
         """Return the seconds left at the mean time of the last steps; None: unknown, or no step is left to do.

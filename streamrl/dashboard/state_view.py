@@ -82,7 +82,7 @@ def state_view(folder: Path, now: float) -> dict[str, Any]:
         shown = ("step", "steps", "updated_at", "eta_s", "schedule", "schedule_note", "model", "hardware")
         view |= {key: getattr(status, key) for key in shown}
         view |= {
-            "started_at": status.first_start,
+            "elapsed_s": status.elapsed(seen),
             "progress": status.progress.model_dump(),
             "ranker": status.ranker.model_dump(),
             "scaling": status.scaling.model_dump(),

@@ -105,6 +105,8 @@ class RunFacts:
     updated_at: float
     first_started_at: float | None = None
     """Start of the run's first process; None: unknown."""
+    elapsed_s: float | None = None
+    """Seconds from that start to `updated_at`; None: unknown."""
     error: str | None = None
     cuda: bool = False
     waits: tuple[WaitFacts, ...] = ()
@@ -120,9 +122,11 @@ class RunFacts:
     """Seconds for which each site behind a link has heard nothing of the trainer's publisher, as of `updated_at`."""
 
     @property
-    def first_start(self) -> float:
-        """Start of the run."""
-        return self.started_at if self.first_started_at is None else self.first_started_at
+    def lasted_s(self) -> float:
+        """Seconds from the run's first start to `updated_at`."""
+        if self.elapsed_s is not None:
+            return self.elapsed_s
+        return self.updated_at - (self.started_at if self.first_started_at is None else self.first_started_at)
 
 
 @dataclass(frozen=True)

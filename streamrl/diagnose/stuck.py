@@ -277,7 +277,7 @@ def _ended(facts: Facts) -> Verdict | None:
     run = facts.run
     started = _started(facts)
     if run is not None and run.state in FINAL:
-        how = f"ended: {run.state} at step {run.step} of {run.steps} after {seconds(run.updated_at - run.first_start)}"
+        how = f"ended: {run.state} at step {run.step} of {run.steps} after {seconds(run.lasted_s)}"
         left = [p.name for p in started if p.exit_code is None and p.alive not in ("gone", "unknown", "zombie")]
         cause, *more = (run.error or "").splitlines() or [""]
         details = [*more, f"still there: {', '.join(left)}"] if left else more

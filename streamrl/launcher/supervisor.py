@@ -338,12 +338,14 @@ def _stop_requests() -> Iterator[StopRequests]:
 
 def _final_state(run_dir: Path, state: str, error: BaseException, started: float) -> None:
     """Write the cause into status.json: the controller may have died without doing so."""
+    now = time.time()
     try:
-        status = read_status(run_dir).model_dump()
+        last = read_status(run_dir)
+        status = last.model_dump() | {"elapsed_s": last.elapsed(now)}
     except UserError:
         status = {"run": run_dir.name, "step": 0, "steps": 0, "started_at": started}
     cause = None if state == "interrupted" else str(error)
-    status |= {"state": state, "error": cause, "updated_at": time.time()}
+    status |= {"state": state, "error": cause, "updated_at": now}
     try:
         write_status(run_dir, status)
     except OSError:

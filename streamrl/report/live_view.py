@@ -95,8 +95,7 @@ class PlainLines:
         self._begun = min(self._begun, begun_at(stages or {}, math.inf))
         found: list[str] = []
         if status is not None:
-            seen = status.as_of(now)
-            found += self._state_lines(status, seen, self._since(status))
+            found += self._state_lines(status, self._lasted(status, status.as_of(now)))
         found += self._start_lines(status, rows, now, doing)
         # a row that was written since this status is shown with the next one, after what the start has to say
         is_starting = status is not None and status.state == "starting"
@@ -182,13 +181,14 @@ class PlainLines:
         begun, self._start = self._start.begun, None
         if not begun or status.final:
             return []
-        return [f"[{duration(now - self._since(status))}] the first sample is finished"]
+        return [f"[{self._lasted(status, now)}] the first sample is finished"]
 
-    def _since(self, status: RunStatus) -> float:
-        """Return the time from which the lines count, which stays when the first process is replaced."""
-        return self._begun if math.isfinite(self._begun) else status.started_at
+    def _lasted(self, status: RunStatus, now: float) -> str:
+        """Return how long the launch has lasted, in words; the start stays when the first process is replaced."""
+        begun = self._begun if math.isfinite(self._begun) else status.started_at
+        return duration(status.elapsed(now, begun))
 
-    def _state_lines(self, status: RunStatus, now: float, since: float) -> list[str]:
+    def _state_lines(self, status: RunStatus, lasted: str) -> list[str]:
         found, roles = [], self._roles
         self._roles = roles | {name: role.state for name, role in status.roles.items()}
         lost = {name for name, role in status.roles.items() if _starts_again(role)}
@@ -200,10 +200,10 @@ class PlainLines:
         ]
         self._lost = lost
         if changed:
-            found.append(f"[{duration(now - since)}] " + "  ".join(changed))
+            found.append(f"[{lasted}] " + "  ".join(changed))
         if status.state != self._state:
             self._state = status.state
-            found.append(f"[{duration(now - since)}] {status.run}: {status.state}")
+            found.append(f"[{lasted}] {status.run}: {status.state}")
             if status.error:
                 found.append(f"error: {status.short_error}")
         return found
@@ -293,10 +293,10 @@ class LiveView:
         rows, status = _rows(self._steps), self._status()
         self.say("")
         if status is not None:
-            elapsed = duration(status.updated_at - status.first_start)
+            elapsed = duration(status.elapsed(status.updated_at))
             first, launched = status.first_started_at, launched_at(self.run_dir)
             if first is not None and launched is not None and launched > first:  # the lines above count from there
-                elapsed += f" ({duration(status.updated_at - launched)} since it was resumed)"
+                elapsed += f" ({duration(status.elapsed(status.updated_at, launched))} since it was resumed)"
             self.say(f"{status.run}: {status.state} after {elapsed}, step {status.step}/{status.steps}")
         if not rows:
             has_steps = status is not None and status.step > 0

@@ -46,7 +46,7 @@ def header(status: RunStatus, now: float) -> Text:
     about = (status.model, status.types, status.schedule, status.hardware)
     text = Text.assemble((status.run, "bold"), *(f"  {part}" for part in about if part), "\n")
     text.append(status.state, style=colour_of(status.state))
-    text.append(f"  step {status.step}/{status.steps}  elapsed {duration(status.as_of(now) - status.first_start)}")
+    text.append(f"  step {status.step}/{status.steps}  elapsed {duration(status.elapsed(status.as_of(now)))}")
     if status.is_live(now) and status.eta_s is not None:
         text.append(f"  left {duration(status.eta_s)}")
     for trouble in (status.short_error, stale_message(status, now)):

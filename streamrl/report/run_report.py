@@ -85,7 +85,7 @@ def _head(data: RunData, now: float) -> str:
         facts = (status.model, status.types, f"schedule {status.schedule}", status.hardware)
         parts.append(f'<p class="facts">{" · ".join(escape(fact) for fact in facts if fact)}</p>')
         sentence = f"{status.state} at step {status.step} of {status.steps}, "
-        sentence += f"{duration(ended - status.first_start)} after its start"
+        sentence += f"{duration(status.elapsed(ended))} after its start"
         if not status.final:
             sentence += " (the run has not ended: this page shows it so far)"
         started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(status.first_start))

@@ -225,6 +225,11 @@ class RunStatus(StatusModel):
         None, description="start of the run's first process, by its first launch as far as known; none: `started_at`"
     )
     updated_at: float
+    elapsed_s: float | None = Field(
+        None,
+        description="seconds from the run's first start to `updated_at`, by a clock that nobody sets since the launch; "
+        "none: unknown, as in runs of earlier versions",
+    )
     eta_s: float | None = Field(
         None, description="seconds left at the pace of the last steps; none: unknown, or no step is left to do"
     )
@@ -301,6 +306,19 @@ class RunStatus(StatusModel):
         """Start of the run by its first launch, in unix seconds."""
         return self.started_at if self.first_started_at is None else self.first_started_at
 
+    def elapsed(self, until: float, since: float | None = None) -> float:
+        """Return the seconds between two times; a clock that is set during the launch changes them by nothing.
+
+        Args:
+            until: unix seconds.
+            since: unix seconds, not after the controller's start; None: the run's first start.
+        """
+        if self.elapsed_s is None:
+            whole = until - self.first_start
+        else:
+            whole = self.elapsed_s + max(0.0, until - self.updated_at)
+        return whole if since is None else whole - (since - self.first_start)
+
     @property
     def final(self) -> bool:
         """Whether the run has ended, successfully or not."""
@@ -335,7 +353,7 @@ def step_began(state: str, running_since: float | None, last_ended: float | None
     return None if state == "starting" else max(began, default=None)
 
 
-KEPT = {"run", "state", "step", "steps", "started_at", "first_started_at", "updated_at", "model", "error"}
+KEPT = {"run", "state", "step", "steps", "started_at", "first_started_at", "updated_at", "elapsed_s", "model", "error"}
 """Keys of a status that is written in place of another when there is no room for a new file."""
 
 

@@ -187,6 +187,33 @@ def test_a_run_counts_from_the_first_process_of_its_first_launch(tmp_path: Path)
     assert read_status(tmp_path).first_start == pytest.approx(first, abs=1e-3)
 
 
+@pytest.mark.parametrize("jump", [-1800.0, 3600.0])
+def test_the_time_of_a_run_does_not_change_with_the_clock_and_goes_on_with_a_restarted_controller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    say(tmp_path, "controller", "starting Python")
+    ticks = {"time": (launched_at(tmp_path) or 0.0) + 5.0, "monotonic": 50.0}
+    for name in ticks:
+        monkeypatch.setattr(time, name, lambda name=name: ticks[name])
+
+    def elapsed(telemetry: Telemetry, *lasted: float) -> list[float]:
+        found = []
+        for seconds in lasted:
+            for name in ticks:
+                ticks[name] += seconds
+            telemetry.write()
+            found.append(read_status(tmp_path).elapsed(time.time()))
+        return found
+
+    telemetry = make_telemetry(tmp_path)
+    assert elapsed(telemetry, 0.0, 10.0) == pytest.approx([5.0, 15.0])
+    ticks["time"] += jump
+    assert elapsed(telemetry, 0.0, 10.0) == pytest.approx([15.0, 25.0])
+    for name in ticks:
+        ticks[name] += 20.0
+    assert elapsed(make_telemetry(tmp_path), 0.0, 1.0) == pytest.approx([45.0, 46.0])
+
+
 def test_a_run_that_is_done_warns_of_no_full_disk(tmp_path: Path) -> None:
     telemetry = make_telemetry(tmp_path)
     telemetry.disk.warning = "the disk will be full"

@@ -83,7 +83,9 @@ def test_a_run_that_is_silent_says_so_and_its_times_stand_still(tmp_path: Path) 
 
 def test_a_run_that_was_continued_is_as_old_as_its_first_start(tmp_path: Path) -> None:
     write_state(tmp_path, first_started_at=100.0)
-    assert state_view(tmp_path, NOW)["started_at"] == 100.0
+    assert state_view(tmp_path, NOW)["elapsed_s"] == NOW - 100.0
+    write_state(tmp_path, first_started_at=100.0, elapsed_s=60.0)  # the clock was set since
+    assert state_view(tmp_path, NOW)["elapsed_s"] == 61.0
 
 
 def test_the_cause_of_a_failed_run_is_trouble(tmp_path: Path) -> None:

@@ -418,6 +418,8 @@ def test_a_run_that_has_ended_says_how(state: str, code: int) -> None:
 def test_a_run_that_was_continued_and_has_ended_took_all_its_time() -> None:
     verdict = judge(facts(state="done", step=40, started_at=NOW - 10, first_started_at=NOW - 500))
     assert verdict.sentence == "ended: done at step 40 of 40 after 500 s"
+    verdict = judge(facts(state="done", step=40, started_at=NOW - 10, elapsed_s=60.0))  # the clock was set since
+    assert verdict.sentence == "ended: done at step 40 of 40 after 60 s"
 
 
 def test_a_run_that_was_killed_as_a_whole_has_ended() -> None:

@@ -13,6 +13,8 @@ from rich.console import Console
 from streamrl.controller.length_counts import length_counts
 from streamrl.report.live_view import LiveView, PlainLines
 from streamrl.report.panels import render, step_line
+from streamrl.report.run_data import load_run
+from streamrl.report.run_report import build_report
 from streamrl.report.summary import bars, duration, headline_figures, number
 from streamrl.report.terminal import TextConsole
 from streamrl.run_dir.evaluations import EvaluationRow, read_evaluations
@@ -476,6 +478,27 @@ def test_both_ends_of_a_log_count_from_the_start_of_the_launch_and_a_resumed_run
     assert shown(launched) == ["[1m11s] demo: done", "demo: done after 1m11s, step 2/2"]
     resumed = "demo: done after 2m43s (1m11s since it was resumed), step 2/2"
     assert shown(launched - 92) == ["[1m11s] demo: done", resumed]
+
+
+@pytest.mark.parametrize("jump", [-1800.0, 3600.0])
+def test_a_clock_that_was_set_changes_no_time_of_the_run(make_run: RunMaker, jump: float) -> None:
+    run_dir = make_run(2, rollouts=False, trace=False)
+    say(run_dir, "controller", "starting Python")
+    launched = launched_at(run_dir)
+    assert launched is not None
+    updated = launched + 71 + jump
+    times = {"started_at": launched + 5, "first_started_at": launched - 92, "elapsed_s": 163.0}
+    write_status(run_dir, make_status(2, 2, updated, roles={}) | times)
+    assert "elapsed 2m43s" in picture(run_dir, updated)
+    write_status(run_dir, make_status(2, 2, updated, state="done", roles={}) | times)
+    screen = Screen(terminal=False)
+    screen.now = updated
+    with screen.view(run_dir) as view:
+        view.refresh()
+    view.summary()
+    ended = "demo: done after 2m43s (1m11s since it was resumed), step 2/2"
+    assert [line for line in screen.take() if "demo: " in line] == ["[1m11s] demo: done", ended]
+    assert "2m43s after its start" in build_report(load_run(run_dir), updated)
 
 
 def test_a_run_whose_steps_are_done_and_that_is_not_over_claims_no_end(make_run: RunMaker) -> None:

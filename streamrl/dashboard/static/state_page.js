@@ -53,7 +53,7 @@ function view(state, series) {
       ["state", element("span", { class: stateClass(state.state) }, state.state)],
       ["step", state.steps ? `${state.step} of ${state.steps}` : series.step.at(-1)],
       ["time left", state.live && state.eta_s !== null ? duration(state.eta_s) : null],
-      ["elapsed", state.started_at ? duration((state.live ? state.now : state.updated_at) - state.started_at) : null],
+      ["elapsed", state.elapsed_s === undefined ? null : duration(state.elapsed_s)],
       ["reward", series.has("reward_mean") ? number(series.last("reward_mean")) : null],
       ["output length", series.has("output_length_mean") ? `${number(series.last("output_length_mean"))} tokens` : null],
       ["time per step", series.has("step_time_s") ? duration(series.last("step_time_s")) : null],
