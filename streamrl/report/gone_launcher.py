@@ -45,7 +45,8 @@ def site_status(directory: Path) -> SiteStatus | None:
 def launcher_gone(directory: Path, status: RunStatus | None) -> str:
     """Describe that the launcher is gone and that nothing will change here any more; '': it lives, or the run is over.
 
-    It is only looked for where it seems to be gone: no status is written, or none for a while.
+    It is only looked for where it seems to be gone: no status is written, none for a while, or one
+    that is dated in the future.
 
     Args:
         directory: the folder of the run, or of a site's own launcher.

@@ -38,6 +38,11 @@ def stale_message(status: RunStatus, now: float) -> str | None:
     age = status.stale_for(now)
     if age is None:
         return None
+    if age < 0:
+        return (
+            f"the last update is dated {duration(-age)} from now, so its age is unknown: a clock was set back, or "
+            "differs from that of the run's machine"
+        )
     return f"no update for {duration(age)}: the controller hangs, was killed, or cannot be seen from here"
 
 

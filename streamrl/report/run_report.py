@@ -81,11 +81,10 @@ def _head(data: RunData, now: float) -> str:
     status = data.status
     parts = [f"<h1>{escape(status.run if status else data.run_dir.name)}</h1>"]
     if status is not None:
-        ended = status.updated_at if status.final or status.stale_for(now) else now
         facts = (status.model, status.types, f"schedule {status.schedule}", status.hardware)
         parts.append(f'<p class="facts">{" · ".join(escape(fact) for fact in facts if fact)}</p>')
         sentence = f"{status.state} at step {status.step} of {status.steps}, "
-        sentence += f"{duration(status.elapsed(ended))} after its start"
+        sentence += f"{duration(status.elapsed(status.as_of(now)))} after its start"
         if not status.final:
             sentence += " (the run has not ended: this page shows it so far)"
         started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(status.first_start))

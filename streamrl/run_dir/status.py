@@ -325,9 +325,13 @@ class RunStatus(StatusModel):
         return self.state in FINAL_STATES
 
     def stale_for(self, now: float) -> float | None:
-        """Return the seconds since the last update if that is too long for a live run, else None."""
+        """Return the seconds since the last update if they do not speak for a live run, else None.
+
+        They are too many, or negative: a clock was set back, or that of the run's machine is ahead, and the age of the
+        update is unknown.
+        """
         age = now - self.updated_at
-        return age if not self.final and age > STALE_AFTER_S else None
+        return age if not self.final and abs(age) > STALE_AFTER_S else None
 
     def is_live(self, now: float) -> bool:
         """Whether the status says what the run does now: it has not ended, and the controller still writes."""
@@ -335,7 +339,7 @@ class RunStatus(StatusModel):
 
     def as_of(self, now: float) -> float:
         """Return the time of which the status tells: now, but that of its last update if it is not live."""
-        return now if self.is_live(now) else min(now, self.updated_at)
+        return now if self.is_live(now) else self.updated_at
 
 
 def step_began(state: str, running_since: float | None, last_ended: float | None) -> float | None:

@@ -128,6 +128,19 @@ def test_a_site_that_does_not_serve_yet_starts(folder: Path, monkeypatch: pytest
     assert "starting Python" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("watch", [(), ("--watch",)])
+def test_a_launcher_is_gone_whose_last_status_is_dated_in_the_future(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured, watch: tuple[str, ...]
+) -> None:
+    write_status(folder, make_status(3, 20, time.time() + 3600 + 30))
+    assert streamrl(monkeypatch, "status", folder, *watch) == 0
+    shown = capsys.readouterr().out
+    assert shown.endswith(f"no launcher runs {folder} any more; streamrl launch --resume continues it\n")
+    if not watch:
+        assert "the last update is dated 1h00m from now, so its age is unknown" in " ".join(shown.split())
+        assert "last state" in shown and "left 5m10s" not in shown
+
+
 def test_a_run_whose_launcher_is_gone_says_that_it_can_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.launcher import supervisor
 from streamrl.run_dir.status import write_status
 from tests.report.synthetic import make_status
 from tests.waiting import scaled
@@ -78,8 +79,8 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     if BASH is None:
         pytest.skip("needs bash")
     (tmp_path / "demo").mkdir()
-    write_status(tmp_path / "demo", make_status(3, 20, time.time() + scaled(3600)))  # live for all of the test
-    with contextlib.closing(Shell(tmp_path)) as made:
+    write_status(tmp_path / "demo", make_status(3, 20, time.time()))
+    with supervisor._locked(tmp_path / "demo"), contextlib.closing(Shell(tmp_path)) as made:  # watched while it is held
         made.until(PROMPT)
         made.type(f"'{sys.executable}' -m streamrl.cli.main status demo --watch\n")
         made.until(HIDE, HEAD)

@@ -370,8 +370,8 @@ def test_a_log_gets_start_up_changes_then_one_line_per_step(tmp_path: Path) -> N
         write_status(tmp_path, ended)
         view.refresh()
         assert screen.take() == [
-            "[12s] trainer: dead (exit code 9)",
-            "[12s] demo: failed",
+            "[13s] trainer: dead (exit code 9)",
+            "[13s] demo: failed",
             "error: trainer died",
         ]
 
@@ -397,6 +397,9 @@ def test_a_log_is_told_when_updates_stop_at_doubling_ages_and_when_they_are_back
         write_status(run_dir, make_status(2, 20, screen.now))
         view.refresh()
         assert screen.take() == ["updates are back after 44s or more"]
+        write_status(run_dir, make_status(2, 20, screen.now + 3600))  # the clock has been set back since
+        view.refresh()
+        assert screen.take() == []
 
 
 def test_a_resumed_run_does_not_tell_old_steps_again_but_tells_redone_ones(make_run: RunMaker) -> None:

@@ -195,7 +195,8 @@ def test_a_log_tells_stages_until_the_first_sample_and_again_when_everything_sta
     assert lines.lines(None, [], START, stages=stages) == ["[0s] a: importing vLLM"]
     stages = {"a": stage(READY, START + 20)}
     begun = status(roles={"a": role("stale")}, progress=none)
-    assert lines.lines(begun, [], START + 20, stages=stages) == [
+    first = begun.model_copy(update={"updated_at": START + 20})
+    assert lines.lines(first, [], START + 20, stages=stages) == [
         "[20s] demo: running",
         "[20s] a: waiting for the first weights",
     ]

@@ -120,6 +120,8 @@ def test_only_a_run_that_has_not_ended_can_be_stale(tmp_path: Path) -> None:
     write_status(tmp_path, make_status(3, 20, START))
     assert read_status(tmp_path).stale_for(START + 9) is None
     assert read_status(tmp_path).stale_for(START + 42) == 42
+    assert read_status(tmp_path).stale_for(START - 9) is None
+    assert read_status(tmp_path).stale_for(START - 42) == -42 and not read_status(tmp_path).is_live(START - 42)
     write_status(tmp_path, make_status(3, 20, START, state="done"))
     assert read_status(tmp_path).stale_for(START + 42) is None
 
