@@ -91,7 +91,7 @@ class Scaling:
         self._buried: set[str] = set()
         """Those that are not waited for any more."""
         self._short_since: dict[str, tuple[int, float]] = {}
-        """Target that a pool falls short of, and since when, unix seconds."""
+        """Target that a pool falls short of, and since when, monotonic seconds: nobody sets them."""
         limits_s = run.deadlines
         self._patience_s = limits_s.startup_s + limits_s.training_s + limits_s.weights_s
         """Seconds in which an added instance starts and gets weights, maybe after a step of the trainer."""
@@ -332,7 +332,7 @@ class Scaling:
             await self._scale(change.pool, change.after)
         self._kinds |= {pool: one for one in self.services.fleet() if (pool := self._pool_of(one.name)) is not None}
         replicas = {key: count for key, count in self._ready().items() if key in self.elasticity.limits}
-        await self._give_up(replicas, time.time())
+        await self._give_up(replicas, time.monotonic())
         if any(count != self._wanted[key] for key, count in replicas.items()):
             return  # a change is in flight
         if (waiting := self.elasticity.waiting) is not None:

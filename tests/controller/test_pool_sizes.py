@@ -328,8 +328,11 @@ def test_an_added_instance_that_is_overdue_is_given_up_but_none_in_place_of_one_
     asyncio.run(steps(scaling, 2, 40.0, 10.0))
     told(scaling, **START, home_regular_2="starting")
     asyncio.run(steps(scaling, 1, 40.0, 10.0))
-    now = time.time()
-    monkeypatch.setattr(pool_sizes.time, "time", lambda: now + 100 + 900 + 300 + 1)
+    unix, now = time.time(), time.monotonic()
+    monkeypatch.setattr(pool_sizes.time, "time", lambda: unix + 36_000)  # the clock was set forward
+    asyncio.run(steps(scaling, 1, 40.0, 10.0))
+    assert sites.asked == [("home", "regular", 3)], "it is not overdue"
+    monkeypatch.setattr(pool_sizes.time, "monotonic", lambda: now + 100 + 900 + 300 + 1)
     told(scaling, **(START | {"home_regular_0": "starting"}), home_regular_2="ready")
     asyncio.run(steps(scaling, 1, 40.0, 10.0))
     assert sites.asked == [("home", "regular", 3)], "the last one would leave, which works"
