@@ -190,20 +190,20 @@ class Study:
         """
         before = self._look()
         self._logs.lines.clear()
-        at = time.time()
+        at, began = time.time(), time.monotonic()
         injected = self.injector.inject(fault, before)
         rate = sum(max(self._rates[name]) for name in injected.replaced & self._rates.keys())
         following = Following(fault, before, injected.replaced, at)
         hang = ended = ""
         try:
-            ended = self._follow(following, injected, at)
+            ended = self._follow(following, injected, began)
             if not following.done:
                 hang = self._sentence()
         finally:
             injected.undo()
         if hang:
             following.over = True
-            self._follow(following, injected, time.time())
+            self._follow(following, injected, time.monotonic())
             if not following.done:
                 self.ended = f"the run hangs: {hang}"
         return self._result(following, injected, rate, hang, ended)
@@ -212,14 +212,14 @@ class Study:
         """Observe until the run has recovered and done a step, or the limit is over; resume it if it ends.
 
         Args:
-            since: start of the limit, unix seconds.
+            since: start of the limit, and of a fault that is not over, in monotonic seconds.
 
         Returns:
             Why the run has ended meanwhile; '': it has not.
         """
         ended = ""
-        while not following.done and time.time() - since < self.recovery_s:
-            if not following.over and time.time() - following.at >= injected.lasts_s:
+        while not following.done and time.monotonic() - since < self.recovery_s:
+            if not following.over and time.monotonic() - since >= injected.lasts_s:
                 if injected.lasts_s:
                     injected.undo()
                 following.over = True

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+
+from streamrl.chaos import study
 from streamrl.chaos.faults import OF_AGENT_WORKERS, REPLACED_BY_OWNER, Fault, FaultKind
 from streamrl.chaos.follow import Following, Observation, SeenProcess
+from streamrl.chaos.inject import Injected
 from streamrl.chaos.observation import TELLING
 from streamrl.run_dir.status import RemoteSite, RoleStatus
 
@@ -174,3 +182,24 @@ def test_damaged_weights_are_noticed_by_what_a_log_says() -> None:
     seen = following(FaultKind.WEIGHTS_CORRUPT, "a-0")
     seen.see(at(104.0, said=("CorruptTensors: version 3: tensor 'x' is corrupt",)))
     assert seen.noticed == 4.0
+
+
+@pytest.mark.parametrize("jump", [-3600.0, 3600.0])
+def test_a_clock_that_is_set_ends_neither_a_fault_nor_the_time_for_recovery(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    now, undone = 0.0, list[float]()
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += 1.0
+
+    clock = SimpleNamespace(monotonic=lambda: now, time=lambda: 1e9 + now + (jump if now >= 3 else 0.0), sleep=sleep)
+    monkeypatch.setattr(study, "time", clock)
+    faults: Iterator[Fault] = iter(())
+    injector: Any = None
+    one = study.Study(tmp_path, injector, faults, None, 1.0, None, 60.0, print)
+    followed = Following(Fault(1, FaultKind.INSTANCE_KILL, "a-0", 1.0), BEFORE, frozenset({"a-0"}), 1e9)
+    injected = Injected(frozenset({"a-0"}), 20.0, lambda: undone.append(now))
+    assert one._follow(followed, injected, 0.0) == ""
+    assert (undone, now) == ([20.0], 60.0)
