@@ -1,4 +1,4 @@
-"""A working folder whose files would replace modules that a run imports is refused before anything starts."""
+"""A folder whose files would replace modules that a run imports is refused before anything starts."""
 
 from __future__ import annotations
 
@@ -15,21 +15,27 @@ from tests.waiting import scaled
 REPOSITORY = Path(__file__).parents[2]
 
 
-def launch(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Start as the installed command does, which has not the working folder in its path."""
+def launch(folder: Path, *options: str, path: Path | str = "") -> subprocess.CompletedProcess[str]:
+    """Start as the installed command does, which has not the working folder in its path, with one on PYTHONPATH."""
     command = [sys.executable, "-P", "-m", "streamrl.cli.main", "launch", *options]
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    environment = os.environ | {"PYTHONPATH": f"{path}{os.pathsep}{REPOSITORY}" if path else str(REPOSITORY)}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=scaled(60))
 
 
 def put(folder: Path, *names: str) -> None:
     for name in names:
         path = folder / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("raise AssertionError\n")
 
 
-@pytest.mark.parametrize("name", ["scheduler.py", "ranker/__init__.py", "streamrl.py", "queue.py", "json/__init__.py"])
+FILES = (
+    *("scheduler.py", "ranker/__init__.py", "streamrl.py", "queue.py", "json/__init__.py"),
+    *("numpy.py", "torch/__init__.py", "yaml.py", "tokenizers.py", "filelock/__init__.py"),
+)
+
+
+@pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("options", [("--dry-run",), ()])
 def test_a_launch_names_the_file_and_starts_nothing(tmp_path: Path, name: str, options: tuple[str, ...]) -> None:
     put(tmp_path, name)
@@ -57,3 +63,38 @@ def test_each_file_is_named(tmp_path: Path) -> None:
     assert [path.name for path in found] == ["logging", "scheduler.py", "types.py"]
     assert "a package of StreamRL, 'scheduler'" in found[tmp_path / "scheduler.py"]
     assert "a module of Python's standard library, 'types'" in found[tmp_path / "types.py"]
+    put(tmp_path / "w", "numpy.py", "yaml.py")
+    found = dict(shadowing(tmp_path / "w"))
+    assert "a module of the installed library PyYAML, 'yaml'" in found[tmp_path / "w" / "yaml.py"]
+    assert [path.name for path in found] == ["numpy.py", "yaml.py"]
+
+
+def test_data_tools_of_developers_and_unused_libraries_are_let_through(tmp_path: Path) -> None:
+    put(tmp_path, "datasets/rows.txt", "torch/weights.bin", "numpy.txt", "hypothesis.py", "trl/__init__.py", "tests.py")
+    put(tmp_path, "supervisor.py", "anthropic/__init__.py")
+    assert shadowing(tmp_path) == []
+
+
+def test_files_on_pythonpath_are_named(tmp_path: Path) -> None:
+    put(tmp_path / "lib", "wave.py", "ranker.py")
+    (tmp_path / "work").mkdir()
+    done = launch(tmp_path / "work", "--dry-run", path=tmp_path / "lib")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert all(f"{tmp_path / 'lib' / name}: processes of a run" in done.stderr for name in ("wave.py", "ranker.py"))
+    assert "give it another name, or take its folder off PYTHONPATH" in done.stderr
+
+
+def test_a_library_on_pythonpath_is_the_users_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, "torch/__init__.py")
+    (tmp_path / "work").mkdir()
+    assert "missing.yaml" in launch(tmp_path / "work", "--cluster", "missing.yaml", "--dry-run", path=tmp_path).stderr
+    assert "missing.yaml" in launch(tmp_path, "--cluster", "missing.yaml", "--dry-run", path=tmp_path).stderr
+    # only processes that start in the folder would find it
+    assert f"{tmp_path / 'torch'}: processes of a run" in launch(tmp_path, "--dry-run", path=".").stderr
+
+
+def test_the_standard_library_on_pythonpath_is_let_through(tmp_path: Path) -> None:
+    assert (
+        "missing.yaml"
+        in launch(tmp_path, "--cluster", "missing.yaml", "--dry-run", path=Path(os.__file__).parent).stderr
+    )
