@@ -9,6 +9,8 @@ import io
 import os
 import sys
 from collections.abc import Iterator
+from errno import EPIPE
+from typing import Any
 
 import click
 
@@ -95,6 +97,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):  # a character that the terminal does not have ends no run
             with contextlib.suppress(OSError):  # its file has become a pipe since; it replaces characters all the same
                 stream.reconfigure(errors="replace")
+    _name_errors_of_output()
     try:
         with error_lines():
             cli(standalone_mode=False, prog_name="streamrl")
@@ -151,6 +154,42 @@ def _open_closed() -> None:
         os.set_inheritable(file, True)
     os.close(file)
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w", encoding="utf-8") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
+
+
+class OutputError(RunFailed, OSError):
+    """Standard output cannot be written: a full disk, a limit on the size of files."""
+
+
+class _Output(io.FileIO):
+    """Standard output, whose errors say so: those of other files that are written name no file either."""
+
+    _failed = False
+
+    def write(self, text: Any, /) -> int:
+        """Write, or after an error nothing: Python would write the rest, and fail, again at its end."""
+        if self._failed or not text:  # click writes nothing to find out whether it can
+            return len(text)
+        try:
+            return super().write(text)
+        except OSError as error:
+            if error.errno == EPIPE:  # whoever reads has seen enough, which click ends a command for
+                raise
+            self._failed = True
+            raise OutputError(f"cannot write the output: {error.strerror}") from error
+
+
+def _name_errors_of_output() -> None:
+    """Let errors of standard output be `OutputError`s; one that is no file of the system's stays as it is."""
+    stream = sys.stdout
+    if stream is sys.__stdout__ and isinstance(stream, io.TextIOWrapper):
+        output = _Output(stream.fileno(), "wb", closefd=False)
+        sys.stdout = io.TextIOWrapper(
+            output if stream.write_through else io.BufferedWriter(output),  # as Python itself does
+            encoding=stream.encoding,
+            errors=stream.errors,
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        )
 
 
 def _without_hidden(error: click.ClickException) -> click.ClickException:
