@@ -310,7 +310,7 @@ class Emulation(StrictModel):
 class ClusterConfig(StrictModel):
     """The cluster file."""
 
-    name: str = Field("cluster", pattern=r"^[A-Za-z0-9_.-]{1,60}$")
+    name: str = Field("cluster", pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,59}$")
     hardware: Literal["cpu", "cuda"] = Field(description="device type of the trainer and the instances")
     # the keys' pattern alone would leave a schema's checker free to accept other names
     sites: dict[PoolName, Site] = Field(min_length=1, json_schema_extra={"additionalProperties": False})

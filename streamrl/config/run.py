@@ -39,7 +39,9 @@ class RunConfig(StrictModel):
     """The run file; every key has a default, so an empty file is a valid run."""
 
     name: str = Field(
-        "run", pattern=r"^[A-Za-z0-9_.-]{1,60}$", description="name of the run and of its folder under --runs-dir"
+        "run",
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,59}$",
+        description="name of the run and of its folder under --runs-dir",
     )
     steps: int = Field(20, ge=1, description="total optimizer steps")
     seed: int = Field(0, ge=0, lt=2**31)
