@@ -1,7 +1,7 @@
 """Loading of the cluster file and the run file; a mistake is reported with file, line, key, value and expectation.
 
-One `ConfigError` holds all mistakes of a file. Line numbers are those of the YAML node that pydantic rejects, or of the
-mapping that lacks a key.
+One `ConfigError` holds all mistakes of a file, up to a number. Line numbers are those of the YAML node that pydantic
+rejects, or of the mapping that lacks a key.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ from streamrl.plain_files import NotPlainFile, read_plain
 
 RESOLVED_NAME = "config.yaml"
 """File name of the resolved configuration in a run's folder."""
-LARGEST_RESOLVED, MOST_BRACKETS = 1 << 20, 10_000
-"""Most bytes that are read of it, and opening brackets in it: a hundred thousand keep YAML busy for seconds."""
+LARGEST, MOST_BRACKETS = 1 << 20, 10_000
+"""Most bytes (of a user's file: characters), and opening brackets; a hundred thousand keep YAML busy for seconds."""
+MOST_VALUES = 20_000
+"""Most keys and values of a user's file, lists and mappings included: YAML reads some ten thousand in a second. A
+resolved configuration has more than the files that it was made from."""
 DEEPEST = 100
 """Most levels of a file; Python recurses to check, show and write them."""
 TOO_DEEP = "nested too deeply"
@@ -153,7 +156,7 @@ def read_resolved(run_dir: Path) -> str:
     """
     path = Path(run_dir) / RESOLVED_NAME
     try:
-        text = read_plain(path, largest=LARGEST_RESOLVED).decode()
+        text = read_plain(path, largest=LARGEST).decode()
     except (FileNotFoundError, NotADirectoryError) as error:
         missing = f"{run_dir} is not a run's folder: it holds no {RESOLVED_NAME}"
         raise ConfigError(ErrorCode.RESUME.refer(missing)) from error
@@ -161,9 +164,13 @@ def read_resolved(run_dir: Path) -> str:
         raise ConfigError(str(error)) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {why_unusable(error)}") from error
-    if text.count("[") + text.count("{") > MOST_BRACKETS:
-        raise ConfigError(f"{path}: more than {MOST_BRACKETS:,} brackets, which no resolved configuration has")
+    _refuse_brackets(path, text)
     return text
+
+
+def _refuse_brackets(path: Path, text: str) -> None:
+    if text.count("[") + text.count("{") > MOST_BRACKETS:
+        raise ConfigError(f"{path}: more than {MOST_BRACKETS:,} brackets, which no configuration has")
 
 
 def _read_run(path: Path | str | None, overrides: Sequence[str]) -> Document:
@@ -193,19 +200,40 @@ def _plain(model: BaseModel) -> dict[str, Any]:
 
 def _read(path: Path) -> Document:
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(LARGEST + 1)
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such file{_near_files(path)}") from error
     except IsADirectoryError as error:
         raise ConfigError(f"{path}: this is a folder, expected a YAML file") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {why_unusable(error)}") from error
-    return _parse(path, text)
+    if len(text) > LARGEST:
+        raise ConfigError(f"{path}: more than {LARGEST:,} characters, which no configuration has")
+    _refuse_brackets(path, text)
+    return _parse(path, text, loader=_Counting)
 
 
-def _parse(path: Path, text: str, levels: int = 0) -> Document:
+class _TooMany(ValueError):
+    """A text has more than `MOST_VALUES`."""
+
+
+class _Counting(yaml.SafeLoader):
+    """Ends before it has read a text of too many keys and values."""
+
+    _read = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Read the next key or value."""
+        self._read += 1
+        if self._read > MOST_VALUES:
+            raise _TooMany(f"more than {MOST_VALUES:,} keys and values, which no configuration has")
+        return super().compose_node(parent, index)
+
+
+def _parse(path: Path, text: str, levels: int = 0, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Document:
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        node = yaml.compose(text, Loader=loader)
         _refuse_misread(str(path), node, levels)
         data = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
@@ -213,6 +241,8 @@ def _parse(path: Path, text: str, levels: int = 0) -> Document:
         line = f":{mark.line + 1}" if mark else ""
         reason = ", ".join(part for part in (error.context, error.problem) if part)
         raise ConfigError(f"{path}{line}: not valid YAML: {reason}") from error
+    except _TooMany as error:
+        raise ConfigError(f"{path}: {error}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = TOO_DEEP if isinstance(error, RecursionError) else str(error).splitlines()[0]
         raise ConfigError(f"{path}: not valid YAML: {reason}") from error

@@ -43,6 +43,8 @@ EXPECTED = {
 JSON_TAGS: dict[str | int, Any] = {"list": list[JsonValue], "dict": dict[str, JsonValue]}
 """Types of the values that hold others, by the tag that pydantic puts into the location of what they hold."""
 
+MOST_TOLD = 20
+"""Most mistakes of a file that are explained; the others are counted."""
 BOUNDS = {
     "greater_than_equal": ("ge", "at least"),
     "greater_than": ("gt", "more than"),
@@ -54,12 +56,23 @@ BOUNDS = {
 def explain(model: type[BaseModel], error: ValidationError) -> list[ConfigProblem]:
     """Turn pydantic's errors into `ConfigProblem`s, in the same order; a value that is of none of several types is one.
 
+    Those beyond `MOST_TOLD` are one `ConfigProblem` of the whole file, with their number.
+
     Args:
         model: the model that the data was validated against.
         error: pydantic's error.
     """
-    problems = [_problem(model, dict(item)) for item in error.errors(include_url=False)]
-    return list(dict.fromkeys(problems))
+    items = iter(error.errors(include_url=False))
+    problems: dict[ConfigProblem, None] = {}
+    for item in items:
+        problems[_problem(model, dict(item))] = None
+        if len(problems) == MOST_TOLD:
+            break
+    told = {one.path for one in problems}
+    if others := {locate(model, item["loc"])[0] for item in items} - told:
+        what = f"{len(told) + len(others):,} keys with mistakes, of which {len(told)} are told"
+        problems[ConfigProblem((), what)] = None
+    return list(problems)
 
 
 def _problem(model: type[BaseModel], item: dict[str, Any]) -> ConfigProblem:

@@ -1,0 +1,73 @@
+"""A file that would keep the loader busy is refused, and one of many mistakes is told in some lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from streamrl.config.load import LARGEST, MOST_BRACKETS, MOST_VALUES, ConfigError, load_cluster, load_plain, load_run
+from streamrl.config.mistakes import MOST_TOLD
+
+CLUSTER = "hardware: cpu\nsites: {here: {trainer: {}, generation: [{}]}}\n"
+
+
+def refused(path: Path, text: str) -> str:
+    """Return why all that read a user's file refuse one with this text."""
+    path.write_text(text)
+    told = set()
+    for load in (load_run, load_cluster, load_plain):
+        with pytest.raises(ConfigError) as caught:
+            load(path)
+        told.add(str(caught.value).replace(str(path), "F"))
+    (one,) = told
+    return one
+
+
+def test_a_long_text_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yaml, "compose", None)
+    long = refused(tmp_path / "f", "#" + "x" * LARGEST + "\nsteps: 3\n")
+    assert long == "F: more than 1,048,576 characters, which no configuration has"
+    brackets = refused(tmp_path / "f", "steps: " + "[" * (MOST_BRACKETS // 2 + 1) + "{" * (MOST_BRACKETS // 2))
+    assert brackets == "F: more than 10,000 brackets, which no configuration has"
+
+
+@pytest.mark.parametrize("text", ["a:\n{}", "{}"])
+@pytest.mark.parametrize("lines", ["- b\n" * MOST_VALUES, "".join(f"k{i}: 1\n" for i in range(MOST_VALUES))])
+def test_a_text_of_many_values_is_not_read_to_its_end(tmp_path: Path, text: str, lines: str) -> None:
+    indented = "".join(f" {line}\n" for line in lines.splitlines())
+    last = "}\t: what a parser that got here would refuse\n"
+    assert refused(tmp_path / "f", text.format(indented) + last) == (
+        "F: more than 20,000 keys and values, which no configuration has"
+    )
+
+
+def test_a_file_within_the_limits_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("#" + "x" * (LARGEST - 100) + "\nsteps: 3\n")
+    assert load_run(path).steps == 3
+    (tmp_path / "link").symlink_to(path)
+    assert load_run(tmp_path / "link").steps == 3
+
+
+def test_the_first_mistakes_are_told_and_the_others_counted(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("stepps: 1\n" + "".join(f"k{i}: 1\n" for i in range(2000)) + "seed: -1\n")
+    with pytest.raises(ConfigError) as caught:
+        load_run(path)
+    lines = str(caught.value).replace(str(path), "F").splitlines()
+    assert lines[0] == f"F: 2,002 keys with mistakes, of which {MOST_TOLD} are told"
+    assert "unknown key 'stepps'; did you mean 'steps'?" in lines[1]
+    assert len(lines) == MOST_TOLD + 1 and lines[-1].startswith("F:2002: 'seed' is -1, expected at least 0")
+    path.write_text("tasks: [" + "1," * 500 + "]\n" + "seed: -1\n")
+    with pytest.raises(ConfigError, match=f"501 keys with mistakes, of which {MOST_TOLD} are told"):
+        load_run(path)
+
+
+def test_as_many_mistakes_as_are_told_are_not_counted(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(CLUSTER + "".join(f"k{i}: 1\n" for i in range(MOST_TOLD)))
+    with pytest.raises(ConfigError) as caught:
+        load_cluster(path)
+    assert len(str(caught.value).splitlines()) == MOST_TOLD
