@@ -35,6 +35,8 @@ DEEPEST = 100
 """Most levels of a file; Python recurses to check, show and write them."""
 TOO_DEEP = "nested too deeply"
 NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+BYTES_TAG = "tag:yaml.org,2002:binary"
+"""Of bytes in base 64, which pydantic takes for the text or the number that they spell."""
 ODD_NUMBER = re.compile(r"[-+]?0[0-9_]|.*:")
 """Numbers in base 60 and with a leading 0: YAML reads neither as the decimal number that it looks like."""
 
@@ -98,7 +100,7 @@ def load_plain(path: Path) -> Any:
     """Read a YAML file of another kind, whose keys the caller checks; None: it is empty.
 
     Raises:
-        ConfigError: it cannot be read, is not valid YAML, has a key twice, a number like 010 or 2:30, or no keys.
+        ConfigError: it cannot be read, is not valid YAML, or has a key twice, bytes, a number like 010, or no keys.
     """
     return _read(path).data
 
@@ -268,7 +270,7 @@ def _refuse_misread(name: str, root: yaml.Node | None, levels: int) -> None:
 
 
 def _misread(root: yaml.Node | None, path: Sequence[str | int], levels: int = 0) -> list[tuple[int, str]]:
-    """Return the lines of keys that their mapping has before them already and of odd numbers, with what is wrong.
+    """Return the lines of keys that their mapping has before them already and of odd values, with what is wrong.
 
     Args:
         root: the text.
@@ -299,25 +301,27 @@ def _misread(root: yaml.Node | None, path: Sequence[str | int], levels: int = 0)
                     if key.value in first:
                         problems.append((line, f"key '{key.value}' again, first on line {first[key.value]}"))
                     first.setdefault(key.value, line)
-                    if _is_odd_number(key):
-                        problems.append((line, f"the key {_odd_number(key)}"))
+                    if odd := _odd_scalar(key):
+                        problems.append((line, f"the key {odd}"))
             below = [
                 (value, (*above, key.value if isinstance(key, yaml.ScalarNode) else "?")) for key, value in node.value
             ]
-        elif isinstance(node, yaml.ScalarNode) and _is_odd_number(node):
+        elif isinstance(node, yaml.ScalarNode) and (odd := _odd_scalar(node)):
             of = f"'{dotted(above)}'" if above else "the file"
-            problems.append((node.start_mark.line + 1, f"{of} is {_odd_number(node)}"))
+            problems.append((node.start_mark.line + 1, f"{of} is {odd}"))
         pending += reversed(below)  # the text's order, so that an anchor is met before its aliases
     return sorted(problems)
 
 
-def _is_odd_number(node: yaml.ScalarNode) -> bool:
-    """Whether a scalar is a number in base 60 (2:30 is 150) or with a leading 0 (010 is 8), as YAML 1.1 has them."""
-    return node.tag in NUMBER_TAGS and ODD_NUMBER.match(node.value) is not None
+def _odd_scalar(node: yaml.ScalarNode) -> str:
+    """Return what was written there, what YAML makes of it, and what to write instead; '': it is what it looks like.
 
-
-def _odd_number(node: yaml.ScalarNode) -> str:
-    """Return what was written there, what YAML makes of it, and what to write instead."""
+    Odd are bytes, and numbers in base 60 (2:30 is 150) or with a leading 0 (010 is 8), as YAML 1.1 has them.
+    """
+    if node.tag == BYTES_TAG:
+        return "!!binary, which YAML reads as bytes: write it as text or a number, without a tag"
+    if node.tag not in NUMBER_TAGS or not ODD_NUMBER.match(node.value):
+        return ""
     try:
         read = f"which YAML reads as {yaml.constructor.SafeConstructor().construct_object(node)}"
     except (ValueError, OverflowError):  # 60 to the power of the number of colons, or no number despite its tag
@@ -352,7 +356,7 @@ def _override_value(raw: str, path: Sequence[str | int]) -> Any:
     """Return the value of an override of the key at `path`.
 
     Raises:
-        ValueError: it is not valid YAML, is nested too deeply, a mapping in it has a key twice, or a number is odd.
+        ValueError: it is not valid YAML, is nested too deeply, a mapping in it has a key twice, or a value is odd.
     """
     try:
         problems = _misread(yaml.compose(raw, Loader=yaml.SafeLoader), path)

@@ -43,7 +43,7 @@ class RunConfig(StrictModel):
         pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,59}$",
         description="name of the run and of its folder under --runs-dir",
     )
-    steps: int = Field(20, ge=1, description="total optimizer steps")
+    steps: int = Field(20, ge=1, lt=2**31, description="total optimizer steps")
     seed: int = Field(0, ge=0, lt=2**31)
     model: ModelConfig = Field(default_factory=ModelConfig)
     tasks: list[Task] = Field(default_factory=default_tasks, min_length=1)

@@ -9,7 +9,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from streamrl.config.load import ConfigError, load_cluster, load_run
+from streamrl.config.load import ConfigError, load_cluster, load_plain, load_run
 from tests.cli.calling import streamrl
 
 CLUSTER = "hardware: cpu\nsites: {here: {trainer: {}, generation: [{}]}}\n"
@@ -33,3 +33,33 @@ def test_the_name_of_a_run_is_no_other_folder_hidden_file_or_option(
     assert streamrl(monkeypatch, "schema", "run") == 0
     checker = jsonschema.Draft202012Validator(json.loads(capsys.readouterr().out))
     assert checker.is_valid({"name": name}) is valid
+
+
+def test_the_number_of_steps_has_a_bound(tmp_path: Path) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text("steps: 99999999999999999999\n")
+    with pytest.raises(ConfigError, match=r":1: 'steps' is 99999999999999999999, expected less than 2147483648"):
+        load_run(path)
+    assert load_run(None, ["steps=2147483647"]).steps == 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("name: !!binary aGVsbG8=\n", "'name' is"),
+        ("steps: !!binary Mw==\n", "'steps' is"),
+        ("model:\n  path: !!binary aGVsbG8=\n", "'model.path' is"),
+        ("!!binary aGVsbG8=: 3\n", "the key"),
+    ],
+)
+def test_bytes_are_no_text_and_no_number(tmp_path: Path, text: str, what: str) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text(text)
+    for load in (load_run, load_plain):
+        with pytest.raises(ConfigError, match=f":[12]: {what} !!binary, which YAML reads as bytes: write it as text"):
+            load(path)
+
+
+def test_bytes_in_an_override_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--set name=!!binary aGVsbG8=: 'name' is !!binary"):
+        load_run(None, ["name=!!binary aGVsbG8="])
