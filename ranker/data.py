@@ -34,6 +34,9 @@ COLUMNS = (*TEXT, *NUMBERS, EPISODE)
 the same prompt, also across runs.
 """
 
+ROLLOUT_ENDINGS = (".parquet", ".jsonl")
+"""Endings of files of rollouts."""
+
 FileOpener = Callable[[Path, Path], BinaryIO]
 """Opens a file for reading, given also the folder that it was found in or below, or itself."""
 
@@ -326,14 +329,14 @@ def rollout_files(path: Path) -> Iterator[Path]:
         RankerError: there are none.
     """
     if path.is_dir():
-        found = sorted(p for p in path.rglob("*") if p.suffix in (".parquet", ".jsonl") and not p.is_dir())
+        found = sorted(p for p in path.rglob("*") if p.suffix in ROLLOUT_ENDINGS and not p.is_dir())
         runs = {folder.parent for folder in path.rglob(ROLLOUTS) if _is_run(folder.parent)}
         if not (kept := [p for p in found if not _is_beside_rollouts(p, runs)]):
             raise RankerError(f"{path}: no .parquet or .jsonl file in this folder or below it")
         yield from kept
     elif not path.exists():
         raise RankerError(f"{path}: no such file or folder; expected rollouts (.parquet or .jsonl)")
-    elif path.suffix not in (".parquet", ".jsonl"):
+    elif path.suffix not in ROLLOUT_ENDINGS:
         raise RankerError(f"{path}: expected a file that ends in .parquet or .jsonl, or a folder of such files")
     else:
         yield path

@@ -77,6 +77,7 @@ def command(
     if out.is_dir():
         raise UserError(f"--out {out}: is a folder; expected a file's name")
     try:
+        refuse_overwriting(out, report_path, paths)
         written_by = models or writers(paths)
         trained = train_and_hold_out(read_rollouts(paths, open_found), seed, threads, written_by)
         report = trained.report
@@ -102,6 +103,30 @@ def command(
             report_path.write_text(text, encoding="utf-8")
         except OSError as error:
             raise UserError(f"--report {report_path}: cannot be written: {error}") from error
+
+
+def refuse_overwriting(out: Path, report: Path | None, rollouts: Sequence[str | Path]) -> None:
+    """Refuse to write over the rollouts that are read, which a glob behind --out makes easy to ask for.
+
+    Args:
+        out: file of the ranker.
+        report: file of the report, if one is written.
+        rollouts: files and folders of rollouts.
+
+    Raises:
+        UserError: a file to write is one of the rollouts, looks like one, or is to hold both ranker and report.
+        RankerError: as for `rollout_files`.
+    """
+    from ranker.data import ROLLOUT_ENDINGS, rollout_files
+
+    if out.suffix.lower() in ROLLOUT_ENDINGS:
+        raise UserError(f"--out {out}: {out.suffix} is an ending of rollouts; expected a name like ranker.lgb")
+    if report is not None and report.resolve() == out.resolve():
+        raise UserError(f"--report {report}: is the file of --out, too; expected another name")
+    read = {file.resolve() for path in map(Path, rollouts) for file in rollout_files(path)}
+    for option, path in (("--out", out), ("--report", report)):
+        if path is not None and path.resolve() in read:
+            raise UserError(f"{option} {path}: is one of the rollouts that are read; expected another file's name")
 
 
 def writers(paths: Sequence[str | Path]) -> tuple[str, ...]:

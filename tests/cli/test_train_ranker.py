@@ -124,6 +124,37 @@ def test_bad_input_is_one_message_and_no_file(
     assert not (tmp_path / "r").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["mine.jsonl", "--out", "mine.jsonl"], "--out mine.jsonl: .jsonl is an ending of rollouts"),
+        (["--out", "mine.jsonl", "also.jsonl"], "--out mine.jsonl: .jsonl is an ending of rollouts"),  # a glob
+        (["mine.jsonl", "--out", "new.parquet"], "--out new.parquet: .parquet is an ending of rollouts"),
+        (["mine.jsonl", "--out", "link.lgb"], "--out link.lgb: is one of the rollouts"),
+        ([".", "--out", "r", "--report", "link.html"], "--report link.html: is one of the rollouts"),
+        (["mine.jsonl", "--out", "r.json", "--report", "./r.json"], "--report r.json: is the file of --out, too"),
+    ],
+)
+def test_rollouts_are_not_written_over(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = "".join(json.dumps({"prompt": "p", "output_length": n}) + "\n" for n in range(10, 20))
+    for name in ("mine.jsonl", "also.jsonl"):
+        (tmp_path / name).write_text(rows)
+    for name in ("link.lgb", "link.html"):
+        (tmp_path / name).symlink_to("mine.jsonl")
+    there = sorted(tmp_path.iterdir())
+    assert streamrl(monkeypatch, "train-ranker", *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert (tmp_path / "mine.jsonl").read_text() == (tmp_path / "also.jsonl").read_text() == rows
+    assert sorted(tmp_path.iterdir()) == there
+
+
 def test_a_single_distinct_prompt_is_reported_and_still_gives_a_ranker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
