@@ -44,7 +44,8 @@ def test_a_tracker_that_hangs_is_ended_with_the_run_and_the_rest_can_be_sent_lat
 ) -> None:
     (tmp_path / "tensorboardX.py").write_text(HANGS_AT_STEP_TWO)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    folder = make_run(tmp_path / "run")
+    # its process takes its keys from the run: samples would be marked a moment after their step, or not before the end
+    folder = make_run(tmp_path / "run", "[{name: tensorboard, samples: 0}]")
     train(folder, range(1, 4))
     group = TrackerGroup(folder, [TensorBoardTracker(samples=0)])
     record = folder / "trackers" / "tensorboard.jsonl"
