@@ -43,7 +43,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from rich.progress import track
-from running import HERE, ROOT, Sheet, terminal
+from running import HERE, ROOT, Sheet, save_plot, terminal
 
 from scheduler.capacity.allocation import DELTA_RATIO
 from scheduler.cost.generation_cost import Batch
@@ -376,7 +376,7 @@ def draw_curves(found: Sequence[dict[str, Any]], title: str, path: Path) -> None
     figure.suptitle(f"{title}. Circles: break-even, Gbit/s; a line begins where the placement keeps up", fontsize=10)
     handles, labels = grid[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
-    figure.savefig(path, metadata={"Date": None})
+    save_plot(figure, path)
 
 
 def draw_map(found: Sequence[dict[str, Any]], title: str, path: Path) -> None:
@@ -407,7 +407,7 @@ def draw_map(found: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     figure.suptitle(
         f"{title}. Colour: the cheapest; figure: best two sites / best single site (-: cannot keep up)", fontsize=10
     )
-    figure.savefig(path, metadata={"Date": None})
+    save_plot(figure, path)
 
 
 LEFT_OUT = """
@@ -469,7 +469,6 @@ def main(model: str, gpus: int, egress: float, hardware: Path | None, quick: boo
     text += "![the cheapest placement](cross_datacenter_cost_map.svg)\n\n"
     text += "\n".join(sheet.markdown() for sheet in made) + f"\n## Left out\n{LEFT_OUT}"
     (out / "cross_datacenter_cost.md").write_text(text)
-    matplotlib.rcParams["svg.hashsalt"] = "cross_datacenter_cost"  # the same file from the same figures
     draw_curves(lines, f"{study.model.name}, {base.lengths}", out / "cross_datacenter_cost.svg")
     draw_map(points, f"{study.model.name}, {base.gbit_s:g} Gbit/s", out / "cross_datacenter_cost_map.svg")
     console.print(f"written to {kept}, .md and .svg beside", highlight=False)

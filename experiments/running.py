@@ -21,6 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import click
+import matplotlib
+from click.core import ParameterSource
+from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -246,6 +250,19 @@ def terminal() -> Console:
 def shown(value: float | None, form: str = ".2f") -> str:
     """A figure; a dash where there is none."""
     return "-" if value is None else format(value, form)
+
+
+def given_options(*names: str) -> list[str]:
+    """Those of these parameters of the running command that stand on the command line, as options."""
+    context = click.get_current_context()
+    options = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+    return [options[name] for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+
+
+def save_plot(figure: Figure, path: Path) -> None:
+    """Writes a plot as SVG: the same file from the same figures."""
+    with matplotlib.rc_context({"svg.hashsalt": "streamrl"}):
+        figure.savefig(path, metadata={"Date": None})
 
 
 def write_results(target: Path, record: dict[str, Any], title: str, sheets: Sequence[Sheet]) -> None:

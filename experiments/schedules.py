@@ -27,7 +27,20 @@ from pathlib import Path
 import click
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from running import HERE, ROOT, Job, Outcome, Sheet, machine, run_all, runs_folder, shown, terminal
+from running import (
+    HERE,
+    ROOT,
+    Job,
+    Outcome,
+    Sheet,
+    given_options,
+    machine,
+    run_all,
+    runs_folder,
+    save_plot,
+    shown,
+    terminal,
+)
 
 from streamrl.run_dir.metrics import MetricsRow
 
@@ -209,11 +222,11 @@ class Study:
         self.steps, self.warmup, self.drain, self.runs, self.on = steps, warmup, drain, list(runs), on or machine()
 
     @classmethod
-    def load(cls, path: Path, warmup: int, drain: int) -> Study:
-        """From the JSON that `save` wrote."""
+    def load(cls, path: Path) -> Study:
+        """From the JSON that `save` wrote, with its own window of steps."""
         values = json.loads(path.read_text())
         runs = [Run.from_json(run) for run in values["runs"]]
-        return cls(values["steps"], warmup, drain, runs, values["machine"])
+        return cls(values["steps"], values["warmup"], values["drain"], runs, values["machine"])
 
     def of(self, workload: str, schedule: str) -> list[Run]:
         """All repeats."""
@@ -302,7 +315,7 @@ def draw(study: Study, path: Path) -> None:
     for row in grid:
         if row[0].get_legend_handles_labels()[0]:
             row[0].legend(fontsize=8)
-    figure.savefig(path)
+    save_plot(figure, path)
 
 
 def _bars(upper: Axes, lower: Axes, by_arm: dict[str, Figures]) -> None:
@@ -348,9 +361,9 @@ def about_schedule(run_dir: Path) -> list[str]:
 
 
 @click.command(help=__doc__)
-@click.option("--steps", default=12, show_default=True, help="Optimizer steps of each run.")
-@click.option("--warmup", default=3, show_default=True, help="First steps that are left out.")
-@click.option("--drain", default=2, show_default=True, help="Last steps that are left out.")
+@click.option("--steps", default=12, show_default=True, type=click.IntRange(1), help="Optimizer steps of each run.")
+@click.option("--warmup", default=3, show_default=True, type=click.IntRange(0), help="First steps that are left out.")
+@click.option("--drain", default=2, show_default=True, type=click.IntRange(0), help="Last steps that are left out.")
 @click.option("--repeats", default=1, show_default=True, type=click.IntRange(1))
 @click.option("--workload", "workloads", multiple=True, type=click.Choice(WORKLOADS), default=WORKLOADS)
 @click.option("--schedule", "schedules", multiple=True, type=click.Choice(tuple(ARMS)), default=tuple(ARMS))
@@ -374,9 +387,11 @@ def main(
 ) -> None:
     console = terminal()
     kept = out / "schedules.json"
-    study = Study.load(kept, warmup, drain) if summary_only else Study(steps, warmup, drain)
-    if warmup < 0 or drain < 0 or warmup + drain >= study.steps:
-        raise click.UsageError(f"of {study.steps} steps, warmup {warmup} and drain {drain} leave none")
+    if summary_only and (given := given_options("steps", "warmup", "drain")):
+        raise click.UsageError(f"{given[0]} does not go with --summary-only, which takes what the JSON was made with")
+    if warmup + drain >= steps:
+        raise click.UsageError(f"of {steps} steps, warmup {warmup} and drain {drain} leave none")
+    study = Study.load(kept) if summary_only else Study(steps, warmup, drain)
     if not summary_only:
         jobs = jobs_of(workloads, schedules, repeats, steps, overrides)
         with runs_folder(runs_dir) as folder:
