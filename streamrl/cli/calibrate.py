@@ -14,6 +14,7 @@ from click.core import ParameterSource
 
 from streamrl.errors import UserError
 from streamrl.finite_float import FiniteFloat
+from streamrl.output_files import check_output
 
 if TYPE_CHECKING:
     from streamrl.config.cluster import ClusterConfig, GenerationPool
@@ -75,8 +76,8 @@ def command(
 
     cluster, run = load_cluster(cluster_file), load_run(run_file, overrides)
     its_site, chosen = _chosen(cluster, cluster_file, pool, site)
-    if not out.parent.is_dir():
-        raise UserError(f"--out {out}: its folder does not exist")
+    if not engine:
+        check_output("--out", out)
     cluster = with_one_pool(cluster, its_site, chosen)
     checks = [check_heads(cluster, run), check_speculation(cluster, run), check_generation(cluster, run, its_site)]
     with naming_files(cluster_file, run_file, overrides):

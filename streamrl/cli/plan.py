@@ -12,6 +12,7 @@ import click
 from scheduler.schedule.schedules import KINDS, SEPARATE
 from streamrl.errors import UserError
 from streamrl.finite_float import FiniteFloat
+from streamrl.output_files import check_output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -92,6 +93,8 @@ def command(
     from streamrl.planning.planning_inputs import gather
     from streamrl.report.terminal import terminal
 
+    if json_file is not None:
+        check_output("--json", json_file)
     cluster = load_cluster(cluster_file)
     run = None if run_file is None else load_run(run_file)
     of_run = None if run is None else run.schedule.name

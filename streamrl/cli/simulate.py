@@ -14,6 +14,7 @@ from click.core import ParameterSource
 from scheduler.schedule.schedules import NAMES
 from streamrl.errors import UserError
 from streamrl.finite_float import FiniteFloat
+from streamrl.output_files import check_output
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -177,6 +178,7 @@ def command(
     from streamrl.planning.workload import draw, replay
 
     _refuse_conflicts(click.get_current_context().params)
+    check_output("--out", out)
     in_rounds = {"--over-issue": over_issue, "--round-tokens": round_tokens}
     drafts = None if acceptance is None else Speculation(acceptance, most_drafts)
 

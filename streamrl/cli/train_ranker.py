@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from streamrl.errors import UserError
+from streamrl.output_files import check_output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,10 +73,8 @@ def command(
     if report_path is not None and report_path.suffix not in (".html", ".json"):
         raise UserError(f"--report {report_path}: expected a file that ends in .html or .json")
     for option, path in (("--out", out), ("--report", report_path)):
-        if path is not None and not path.parent.is_dir():
-            raise UserError(f"{option} {path}: its folder does not exist")
-    if out.is_dir():
-        raise UserError(f"--out {out}: is a folder; expected a file's name")
+        if path is not None:
+            check_output(option, path)
     try:
         refuse_overwriting(out, report_path, paths)
         written_by = models or writers(paths)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from streamrl.errors import RunFailed, UserError
+from streamrl.output_files import check_output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 @click.option("--hardware", is_flag=True, help="Check this machine instead of a model.")
 @click.option(
     "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=click.Path(path_type=Path),
     help="With --hardware: write the figures to this JSON file as well.",
 )
 def command(model: str | None, full: bool, variables: str, hardware: bool, out: Path | None) -> None:
@@ -49,8 +50,8 @@ def command(model: str | None, full: bool, variables: str, hardware: bool, out: 
     """
     if hardware == (model is not None) or (out is not None and not hardware):
         raise click.UsageError("expected a MODEL, or --hardware (with --out, if wanted)")
-    if out is not None and not out.parent.is_dir():
-        raise UserError(f"--out {out}: its folder does not exist")
+    if out is not None:
+        check_output("--out", out)
     missing = [name for name in ("torch", "transformers", "vllm") if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"not installed: {', '.join(missing)}; install with: pip install 'streamrl[cpu,tasks]'")

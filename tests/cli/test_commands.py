@@ -460,6 +460,12 @@ def test_all_problems_are_told_at_once_and_nothing_starts(terminal: Terminal) ->
         ),
         (["verify", "nomodel"], "error: MODEL: nomodel is neither a folder, nor a hub id"),
         (["verify", "--hardware", "--out", "nowhere/x.json"], "--out nowhere/x.json: its folder does not exist"),
+        (["verify", "--hardware", "--out", "."], "--out .: is a folder"),
+        (["calibrate", "--cluster", "cluster.yaml", "--out", "."], "--out .: is a folder"),
+        (["simulate", "--out", "."], "--out .: is a folder"),
+        (["plan", "--cluster", "cluster.yaml", "--json", "."], "--json .: is a folder"),
+        (["plan", "--cluster", "cluster.yaml", "--json", "no/plan.json"], "--json no/plan.json: its folder does not"),
+        (["train-ranker", "x", "--out", "r", "--report", "no/r.html"], "--report no/r.html: its folder does not exist"),
     ],
 )
 def test_bad_input_gets_one_message_and_exit_code_2(terminal: Terminal, arguments: list[str], words: str) -> None:

@@ -189,7 +189,7 @@ ITERATIONS = ["--iterations", "3", "--train-rate", "9"]
         (["--trace", "none.parquet", "--ranker", "no.lgb"], "error: --ranker no.lgb: no such ranker file"),
         (
             ["--requests", "8", "--out", "no/plot.svg"],
-            "--out no/plot.svg: cannot be written: No such file or directory",
+            "--out no/plot.svg: its folder does not exist",
         ),
         (["--ranker", "r.lgb"], "--ranker needs --trace"),
         (["--trace", "nowhere"], "--trace nowhere: no rollouts"),

@@ -1,0 +1,34 @@
+"""Files that commands are to write, checked before the work that fills them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from streamrl.errors import UserError
+
+
+def check_output(option: str, path: Path) -> None:
+    """Check that a file can be written at a path; nothing is left there, and a file that is there stays as it is.
+
+    Args:
+        option: the option that names the file, for the message.
+        path: the file, which need not exist.
+
+    Raises:
+        UserError: it is a folder, its folder does not exist, or this user cannot write it.
+    """
+    try:
+        if path.is_dir():
+            raise UserError(f"{option} {path}: is a folder; expected a file's name")
+        folder = path.resolve().parent  # of a link's target, which may be elsewhere
+        if not folder.is_dir():
+            raise UserError(f"{option} {path}: its folder does not exist")
+        if not path.exists():
+            tempfile.TemporaryFile(dir=folder).close()  # permissions do not say whether root may, nor what /proc takes
+        elif not os.access(path, os.W_OK):
+            raise UserError(f"{option} {path}: this file is not writable")
+    except (OSError, RuntimeError) as error:  # RuntimeError: a link to itself
+        why = getattr(error, "strerror", None) or error
+        raise UserError(f"{option} {path}: cannot be written: {why}") from error
