@@ -35,7 +35,7 @@ import click
 import httpx2
 import numpy as np
 import uvicorn
-from running import HERE, ROOT, Sheet, machine, terminal, write_results
+from running import HERE, ROOT, Sheet, machine, results_folder, terminal, write_results
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -240,6 +240,7 @@ def main(
     sessions: int, turns: int, rate: float, slots: int, turn_s: float, tool_s: float, beside: str, model: str
 ) -> None:
     """Measure the endpoint."""
+    target = results_folder(None, "sessions", "turns", "rate", "slots", "turn_s", "tool_s", "model") / OUT.name
     resolve_model(model)  # whether it has been fetched, before anything is started
     os.chdir(ROOT)  # agents are imported from there
     ours, theirs = multiprocessing.Pipe()
@@ -259,7 +260,7 @@ def main(
     tables = sheets(found)
     for table in tables:
         table.show(terminal())
-    write_results(OUT, found, "The endpoint of agents", tables)
+    write_results(target, found, "The endpoint of agents", tables)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any
 import click
 import pyarrow.parquet as pq
 from matplotlib.figure import Figure
-from running import HERE, ROOT, Sheet, machine, terminal, write_results
+from running import HERE, ROOT, Sheet, machine, results_folder, terminal, write_results
 
 from streamrl.config.load import RESOLVED_NAME
 from streamrl.run_dir import layout
@@ -121,14 +121,15 @@ def draw(record: dict[str, Any], path: Path) -> None:
 @click.option("--beside", default="", help="a remark about the machine, for the table")
 @click.option("--summary-only", is_flag=True, help="run nothing")
 def main(steps: int, run_dir: Path, beside: str, summary_only: bool) -> None:
+    target = results_folder(None, "steps") / OUT.name
     if not summary_only:
         launch(run_dir, steps)
     record = read(run_dir) | {"beside": beside}
     tables = sheets(record)
     for table in tables:
         table.show(terminal())
-    write_results(OUT, record, "An agent learns", tables)
-    draw(record, OUT.with_suffix(".svg"))
+    write_results(target, record, "An agent learns", tables)
+    draw(record, target.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

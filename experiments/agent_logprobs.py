@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 from agent_logprobs_task import TURNS
-from running import HERE, ROOT, Job, Sheet, machine, run_job, terminal, write_results
+from running import HERE, ROOT, Job, Sheet, machine, results_folder, run_job, terminal, write_results
 
 from streamrl.cli.main import error_lines
 from streamrl.machine.model_files import resolve_model
@@ -97,6 +97,7 @@ def row_of(name: str, gap: np.ndarray) -> list[str]:
 @click.option("--prompts", default=6, show_default=True, type=click.IntRange(1))
 @click.option("--samples", default=4, show_default=True, type=click.IntRange(2))
 def main(prompts: int, samples: int) -> None:
+    target = results_folder(None, "prompts", "samples") / OUT.name
     rows = play(prompts, samples)
     found = gaps(rows)
     gap, turn = (np.concatenate([one[part] for one in found]) for part in (0, 1))
@@ -125,7 +126,7 @@ def main(prompts: int, samples: int) -> None:
         "above": float((gap > AIM).mean()),
         "by_turn": {int(one): float(gap[turn == one].mean()) for one in sorted(set(turn.tolist()))},
     }
-    write_results(OUT, record, "Exactness over the turns of an episode", [sheet])
+    write_results(target, record, "Exactness over the turns of an episode", [sheet])
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any
 
 import click
 import pyarrow.parquet as pq
-from running import HERE, ROOT, Job, Sheet, machine, run_job, terminal, write_results
+from running import HERE, ROOT, Job, Sheet, machine, results_folder, run_job, terminal, write_results
 
 from streamrl.rollouts.ledger import Ledger
 from streamrl.run_dir import layout
@@ -65,6 +65,7 @@ def play(run_file: Path, steps: int, folder: Path) -> dict[str, Any]:
 @click.command(help=__doc__)
 @click.option("--steps", default=3, show_default=True, type=click.IntRange(1))
 def main(steps: int) -> None:
+    target = results_folder(None, "steps") / OUT.name
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the example calls `python`
     with tempfile.TemporaryDirectory() as folder:
         found = {
@@ -90,7 +91,7 @@ def main(steps: int) -> None:
     notes = ["SmolLM2-135M; gap: mean difference of log-probabilities, trainer's from engine's, of the worst step"]
     sheet = Sheet("Programs that were trained unchanged", heads, rows, notes)
     sheet.show(terminal())
-    write_results(OUT, {"machine": machine(), "programs": found}, "Agents that are programs", [sheet])
+    write_results(target, {"machine": machine(), "programs": found}, "Agents that are programs", [sheet])
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ import click
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from running import results_folder
+
 from streamrl.agents.rendering import ChatRenderer
 from streamrl.cli.main import error_lines
 from streamrl.machine.model_files import resolve_model
@@ -33,6 +35,7 @@ OUT = Path(__file__).parent / "results" / "agent_tokens.json"
 @click.option("--model", default="smollm2-135m", show_default=True, help="a model whose template is ChatML")
 def main(sessions: int, first: int, model: str) -> None:
     """Play random sessions, and compare."""
+    target = results_folder(None, "sessions", "first", "model") / OUT.name
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(model))
@@ -62,7 +65,7 @@ def main(sessions: int, first: int, model: str) -> None:
         **counts,
         "seconds": round(time.perf_counter() - started, 1),
     }
-    OUT.write_text(json.dumps(found, indent=2) + "\n")
+    target.write_text(json.dumps(found, indent=2) + "\n")
     click.echo(json.dumps(found, indent=2))
     sys.exit(counts["sessions_wrong"] > 0)
 

@@ -29,7 +29,7 @@ import click
 import numpy as np
 from dispatch_workloads import QUALITIES, REQUESTS, SIBLINGS, Workload, made_up, recorded, step
 from rich.progress import track
-from running import Sheet, machine, terminal, write_results
+from running import Sheet, machine, results_folder, terminal, write_results
 
 from scheduler.dispatch.baselines import LeastLoaded
 from scheduler.dispatch.policy import Assignment, DispatchPolicy, Request, TokenProgress
@@ -162,6 +162,7 @@ def run(workload: Workload, steps: int) -> dict[str, dict[str, tuple[float, floa
 @click.command(help=__doc__)
 @click.option("--steps", default=12, show_default=True, type=click.IntRange(2), help="steps of a run")
 def main(steps: int) -> None:
+    target = results_folder(None, "steps") / OUT.name
     console = terminal()
     workloads = [one for one in (*made_up(), *recorded()) if one.name.startswith(SHAPES)]
     with ProcessPoolExecutor() as pool:
@@ -182,8 +183,8 @@ def main(steps: int) -> None:
     )
     sheet.show(console)
     values: dict[str, Any] = {"machine": machine(), "steps": steps, "workloads": list(found), "ways": record}
-    write_results(OUT, values, "Dispatch under async", [sheet])
-    console.print(f"written to {OUT} and .md beside", highlight=False)
+    write_results(target, values, "Dispatch under async", [sheet])
+    console.print(f"written to {target} and .md beside", highlight=False)
 
 
 if __name__ == "__main__":

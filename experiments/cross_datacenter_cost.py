@@ -1,7 +1,7 @@
 """Compute when a second site pays: USD per 1,000 samples in one and in two sites, by link, price, lengths, schedule.
 
     .venv/bin/python experiments/cross_datacenter_cost.py              # a minute of one core
-    .venv/bin/python experiments/cross_datacenter_cost.py --quick      # a coarse grid, half a minute
+    .venv/bin/python experiments/cross_datacenter_cost.py --quick      # coarse, half a minute, into the current folder
     .venv/bin/python experiments/cross_datacenter_cost.py --model 32b --gpus 64 --hardware my_prices.yaml
 
 Nothing is measured: everything is from the cost model of `streamrl plan` (docs/explanation/cost_model.md). PPO,
@@ -43,16 +43,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from rich.progress import track
-from running import HERE, ROOT, Sheet, save_plot, terminal
+from running import OUT_HELP, ROOT, Sheet, results_folder, save_plot, terminal
 
 from scheduler.capacity.allocation import DELTA_RATIO
 from scheduler.cost.generation_cost import Batch
 from scheduler.cost.hardware import device
 from scheduler.cost.training_cost import PPO
 from streamrl.errors import UserError
+from streamrl.finite_float import FiniteFloat
 from streamrl.planning.planning_inputs import PROMPT_TOKENS, SAMPLES, find_lengths, find_model, load_devices
 
-OUT = HERE / "results"
 TRAINS, PARTNERS = "H800", ("H20", "L40S", "RTX4090")
 ALL = (TRAINS, *PARTNERS)
 SWEPT = ("H20", "RTX4090")
@@ -429,12 +429,19 @@ LEFT_OUT = """
 
 @click.command(help=__doc__)
 @click.option("--model", default="7b", show_default=True, help="A name of the planner's table, or a folder.")
-@click.option("--gpus", default=16, show_default=True, help="H800 in one site that set the pace and the money.")
-@click.option("--egress", default=EGRESS, show_default=True, help="USD per GB at the base point.")
+@click.option(
+    "--gpus",
+    default=16,
+    show_default=True,
+    type=click.IntRange(1),
+    help="H800 in one site that set the pace and the money.",
+)
+@click.option("--egress", default=EGRESS, show_default=True, type=FiniteFloat(0), help="USD per GB at the base point.")
 @click.option("--hardware", type=click.Path(path_type=Path, exists=True), help="Prices and GPU types of your own.")
 @click.option("--quick", is_flag=True, help="A coarse grid.")
-@click.option("--out", type=click.Path(path_type=Path), default=OUT, help="Where results go.")
-def main(model: str, gpus: int, egress: float, hardware: Path | None, quick: bool, out: Path) -> None:
+@click.option("--out", type=click.Path(path_type=Path), help=OUT_HELP)
+def main(model: str, gpus: int, egress: float, hardware: Path | None, quick: bool, out: Path | None) -> None:
+    out = results_folder(out, "model", "gpus", "egress", "hardware", "quick")
     console = terminal()
 
     def progress(items: Sequence[Any], what: str) -> Any:
@@ -453,7 +460,6 @@ def main(model: str, gpus: int, egress: float, hardware: Path | None, quick: boo
     for sheet in made:
         sheet.show(console)
     console.print("\n".join(f"- {line}" for line in says), LEFT_OUT, highlight=False, markup=False, soft_wrap=True)
-    out.mkdir(parents=True, exist_ok=True)
     kept = out / "cross_datacenter_cost.json"
     tables = [{"title": one.title, "columns": one.columns, "rows": one.rows, "notes": one.notes} for one in made]
     values = {"model": study.model.name, "delta_ratio": DELTA_RATIO, "base": asdict(base), "reading": says}

@@ -20,7 +20,7 @@ from typing import Any
 import click
 import psutil
 from playwright.sync_api import Browser, sync_playwright
-from running import HERE, ROOT, Job, Sheet, machine, terminal, write_results
+from running import HERE, ROOT, Job, Sheet, machine, results_folder, terminal, write_results
 from served_dashboard import served_dashboard
 
 from streamrl.run_dir import layout
@@ -98,12 +98,13 @@ def stretches(
 @click.command(help=__doc__)
 @click.option("--steps", default=8, show_default=True, type=click.IntRange(1), help="of a stretch; there are four")
 def main(steps: int) -> None:
+    target = results_folder(None, "steps") / OUT.name
     with tempfile.TemporaryDirectory() as name, sync_playwright() as driver:
         folder = Path(name)
         run_file = ROOT / "examples" / "small_reasoner.yaml"
         job = Job("watched", ROOT / "cluster_configs" / "local.yaml", run_file, WARM + 4 * steps + 2)
         log = (folder / "log").open("wb")
-        launched = subprocess.Popen(job.command(folder), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        launched = subprocess.Popen(job.command(folder), cwd=ROOT, stdout=log, stderr=subprocess.STDtarget)
         run_dir = folder / job.name
         try:
             while not (run_dir / layout.STATUS).exists() and launched.poll() is None:
@@ -131,7 +132,7 @@ def main(steps: int) -> None:
     watched = [one for one in found if one["watched"]]
     share = sum(one["server_cpu_s"] for one in watched) / sum(one["seconds"] for one in watched)
     record = {"machine": machine(), "opening_cpu_s": opening, "stretches": found, "server_share": share}
-    write_results(OUT, record, "A dashboard beside a run", [sheet])
+    write_results(target, record, "A dashboard beside a run", [sheet])
 
 
 if __name__ == "__main__":

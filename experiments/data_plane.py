@@ -1,7 +1,7 @@
 """Measure the path of a finished sample from instance to trainer, samples/s, MB/s, memory, back-pressure; and a peer's.
 
-    .venv/bin/python experiments/data_plane.py --peer-python PATH     # 12 minutes; PATH: see below
-    .venv/bin/python experiments/data_plane.py --seconds 12 --arm ceiling
+    .venv/bin/python experiments/data_plane.py --peer-python PATH     # 6 minutes; PATH: see below
+    .venv/bin/python experiments/data_plane.py --seconds 12 --arm ceiling   # into the current folder
     .venv/bin/python experiments/data_plane.py --summary-only         # tables and plot from the JSON again
 
 Processes of their own, over ZeroMQ on loopback, made of the system's own parts: synthetic instances (`Link`), a
@@ -42,9 +42,9 @@ from typing import Any
 
 import click
 from data_plane_figures import ceiling_sheet, draw, pressure_sheet, steady_sheets
-from data_plane_measure import OUT, PHASES, RATE, measure
+from data_plane_measure import PHASES, RATE, measure
 from data_plane_peer import measure_peer
-from running import ROOT, machine, terminal
+from running import OUT_HELP, ROOT, machine, results_folder, terminal
 
 from streamrl.generation.site.uplink import MIN_MARK
 
@@ -79,15 +79,21 @@ def measured(arm: str, seconds: float, instances: int, peer_python: Path | None)
 
 
 @click.command(help=__doc__)
-@click.option("--seconds", default=60.0, show_default=True, type=click.FloatRange(min=5), help="Of each measurement.")
+@click.option("--seconds", default=30.0, show_default=True, type=click.FloatRange(min=5), help="Of each measurement.")
 @click.option("--instances", default=4, show_default=True, type=click.IntRange(min=1), help="Synthetic ones.")
 @click.option("--arm", "arms", multiple=True, type=click.Choice(ARMS), default=ARMS, help="Several.")
 @click.option("--peer-python", type=click.Path(path_type=Path), help="Python that has TransferQueue.")
-@click.option("--out", type=click.Path(path_type=Path), default=OUT, help="Where results go.")
+@click.option("--out", type=click.Path(path_type=Path), help=OUT_HELP)
 @click.option("--summary-only", is_flag=True, help="Measure nothing: tables and plot from the JSON.")
 def main(
-    seconds: float, instances: int, arms: tuple[str, ...], peer_python: Path | None, out: Path, summary_only: bool
+    seconds: float,
+    instances: int,
+    arms: tuple[str, ...],
+    peer_python: Path | None,
+    out: Path | None,
+    summary_only: bool,
 ) -> None:
+    out = results_folder(out, "seconds", "instances")
     console = terminal()
     kept = out / "data_plane.json"
     values: dict[str, Any] = json.loads(kept.read_text()) if kept.is_file() else {"on": {}}
@@ -95,7 +101,6 @@ def main(
         values["on"][arm] = surroundings(seconds, instances)
         console.print(f"{arm}: {values['on'][arm]}", highlight=False)
         values[arm] = measured(arm, seconds, instances, peer_python)
-        out.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(values, indent=1) + "\n")
     sheets = steady_sheets(values["steady"]) if "steady" in values else []
     if "ceiling" in values or "peer" in values:

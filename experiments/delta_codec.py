@@ -53,11 +53,10 @@ from delta_codec_weights import (
 )
 from matplotlib.figure import Figure
 from rich.console import Console
-from running import HERE, ROOT, Sheet, machine, shown, terminal
+from running import OUT_HELP, ROOT, Sheet, machine, results_folder, shown, terminal
 
 from streamrl.cli.main import error_lines
 
-OUT = HERE / "results"
 BOUND_TARGET, RATIO_TARGET, SPEED_TARGET = 1.25, 100.0, 0.5
 """Times the bound; times smaller than the full model, with 1 % changed; GB/s."""
 
@@ -220,14 +219,15 @@ def measure(steps: int, console: Console, kept: Path) -> None:
 
 @click.command(help=__doc__)
 @click.option("--steps", default=6, show_default=True, help="Real optimizer steps at each learning rate.")
-@click.option("--out", type=click.Path(path_type=Path), default=OUT, help="Where results go.")
+@click.option("--out", type=click.Path(path_type=Path), help=OUT_HELP)
 @click.option("--summary-only", is_flag=True, help="Measure nothing: tables and plot from the JSON.")
 @click.option(
     "--live",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Measure only what the versions of this run cost; the rest is taken from the JSON.",
 )
-def main(steps: int, out: Path, summary_only: bool, live: Path | None) -> None:
+def main(steps: int, out: Path | None, summary_only: bool, live: Path | None) -> None:
+    out = results_folder(out, "steps")
     console = terminal()
     torch.set_num_threads(1)
     kept = out / "delta_codec.json"

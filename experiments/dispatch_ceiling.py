@@ -18,7 +18,7 @@ from pathlib import Path
 import click
 import numpy as np
 from rich.progress import track
-from running import Sheet, machine, terminal, write_results
+from running import Sheet, machine, results_folder, terminal, write_results
 
 from ranker.data import Rollouts, read_rollouts
 from ranker.segments import Array
@@ -74,6 +74,7 @@ def on_fleet(some: Sequence[dict[str, list]], slots: int, limit: float) -> dict[
 @click.command(help=__doc__)
 @click.option("--batches", "count", default=8, show_default=True, type=click.IntRange(min=1))
 def main(count: int) -> None:
+    target = results_folder(None, "count") / OUT.name
     console = terminal()
     rollouts = read_rollouts([DATA])
     prompts = np.flatnonzero(np.bincount(rollouts.prompt) >= MANY)
@@ -100,8 +101,8 @@ def main(count: int) -> None:
     sheet = Sheet(f"{count} batches of {len(prompts)} prompts x {ISSUED}: time against least-loaded", columns, rows)
     sheet.show(console)
     record = {"machine": machine(), "batches": count, "slots": values}
-    write_results(OUT, record, "What of the oracle's saving can be captured", [sheet])
-    console.print(f"written to {OUT} and .md beside", highlight=False)
+    write_results(target, record, "What of the oracle's saving can be captured", [sheet])
+    console.print(f"written to {target} and .md beside", highlight=False)
 
 
 if __name__ == "__main__":

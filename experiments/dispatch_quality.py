@@ -48,7 +48,7 @@ from dispatch_workloads import (
     step,
 )
 from rich.progress import track
-from running import Sheet, machine, terminal, write_results
+from running import Sheet, machine, results_folder, terminal, write_results
 
 from scheduler.cost.recalibration import Recalibration
 from scheduler.dispatch.dispatch_objective import DispatchObjective, Streamed
@@ -193,6 +193,7 @@ def sheets(cells: dict[str, dict[str, Figures]], single: dict[str, dict[str, Fig
 @click.option("--steps", default=8, show_default=True, type=click.IntRange(2), help="counted steps of a run")
 @click.option("--family", "chosen", multiple=True, type=click.Choice(FAMILIES), help="measure only these again")
 def main(steps: int, chosen: tuple[str, ...]) -> None:
+    target = results_folder(None, "steps") / OUT.name
     console = terminal()
     kept: dict[str, Any] = json.loads(OUT.read_text()) if chosen else {}
     cells: dict[str, dict[str, Figures]] = kept.get("cells", {})
@@ -217,8 +218,8 @@ def main(steps: int, chosen: tuple[str, ...]) -> None:
     for sheet in made:
         sheet.show(console)
     record = {"machine": machine(), "steps": steps, "workloads": counts, "cells": cells, "single": single}
-    write_results(OUT, record, "Dispatch by forecasts of any quality", made)
-    console.print(f"written to {OUT} and .md beside", highlight=False)
+    write_results(target, record, "Dispatch by forecasts of any quality", made)
+    console.print(f"written to {target} and .md beside", highlight=False)
 
 
 if __name__ == "__main__":

@@ -33,14 +33,25 @@ import pyarrow.parquet as pq
 import reasoning_gym
 import yaml
 from matplotlib.figure import Figure
-from running import HERE, ROOT, Job, Sheet, machine, run_job, runs_folder, terminal, write_results
+from running import (
+    HERE,
+    OUT_HELP,
+    ROOT,
+    Job,
+    Sheet,
+    machine,
+    results_folder,
+    run_job,
+    runs_folder,
+    terminal,
+    write_results,
+)
 
 from streamrl.rollouts.ledger import Ledger
 from streamrl.run_dir import layout
 from streamrl.run_dir.metrics import MetricsRow, read_metrics
 from streamrl.run_dir.status import read_status
 
-OUT = HERE / "results"
 CLUSTER, RUN_FILE = HERE / "clusters" / "elastic.yaml", HERE / "runs" / "elastic.yaml"
 TERMS = (*[2] * 6, *[6] * 4, *[8] * 4, *[10] * 8, *[8] * 2, *[6] * 4, *[2] * 36)
 """Of the sums of each step."""
@@ -223,9 +234,10 @@ def draw(results: dict[str, Any], path: Path) -> None:
 @click.option(
     "--runs-dir", type=click.Path(path_type=Path), help="Where runs are kept; one that is done is not run again."
 )
-@click.option("--out", type=click.Path(path_type=Path), default=OUT, help="Where results go.")
+@click.option("--out", type=click.Path(path_type=Path), help=OUT_HELP)
 @click.option("--summary-only", is_flag=True, help="Run nothing: tables and plot from the JSON.")
-def main(runs_dir: Path | None, out: Path, summary_only: bool) -> None:
+def main(runs_dir: Path | None, out: Path | None, summary_only: bool) -> None:
+    out = results_folder(out)
     console = terminal()
     target = out / "elastic.json"
     if summary_only:

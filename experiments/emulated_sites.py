@@ -41,7 +41,20 @@ import click
 import numpy as np
 import yaml
 from matplotlib.figure import Figure
-from running import HERE, ROOT, Job, Outcome, Sheet, machine, run_all, runs_folder, shown, terminal, write_results
+from running import (
+    OUT_HELP,
+    ROOT,
+    Job,
+    Outcome,
+    Sheet,
+    machine,
+    results_folder,
+    run_all,
+    runs_folder,
+    shown,
+    terminal,
+    write_results,
+)
 from site_calibration import (
     PROMPTS,
     SAMPLES,
@@ -58,7 +71,6 @@ from site_calibration import (
     transfer_s,
 )
 
-OUT = HERE / "results"
 RUN_FILE = ROOT / "examples" / "demo.yaml"
 WITHIN, CONFIGURATIONS = 0.10, 8
 """What is asked for: the median error, and over how many."""
@@ -207,9 +219,10 @@ def draw(compared: Sequence[Compared], path: Path) -> None:
 @click.option("--arm", "arms", multiple=True, type=click.Choice(tuple(ARMS)), default=tuple(ARMS), help="Several.")
 @click.option("--warmup", default=2, show_default=True, type=click.IntRange(1, 4), help="First steps left out.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), help="Where runs are kept, and not run again.")
-@click.option("--out", type=click.Path(path_type=Path), default=OUT, help="Where results go.")
+@click.option("--out", type=click.Path(path_type=Path), help=OUT_HELP)
 @click.option("--summary-only", is_flag=True, help="Run nothing: tables and plot from the JSON.")
-def main(arms: tuple[str, ...], warmup: int, runs_dir: Path | None, out: Path, summary_only: bool) -> None:
+def main(arms: tuple[str, ...], warmup: int, runs_dir: Path | None, out: Path | None, summary_only: bool) -> None:
+    out = results_folder(out, "arms", "warmup")
     console = terminal()
     target = out / "emulated_sites.json"
     runs: list[Run] = []

@@ -23,7 +23,7 @@ from typing import Any
 
 import click
 import psutil
-from running import HERE, ROOT, Sheet, machine, runs_folder, terminal, write_results
+from running import HERE, ROOT, Sheet, machine, results_folder, runs_folder, terminal, write_results
 
 from streamrl.chaos.audit import audit
 from streamrl.chaos.observation import read_account
@@ -121,6 +121,7 @@ def sheets(record: dict[str, Any]) -> list[Sheet]:
 @click.option("--runs-dir", type=click.Path(path_type=Path), help="where the run is kept")
 @click.option("--beside", default="", help="a remark about the machine, for the table")
 def main(minutes: tuple[float, float], seed: int, runs_dir: Path | None, beside: str) -> None:
+    target = results_folder(None, "minutes") / OUT.name
     draw, phases = random.Random(seed), []
     console = terminal()
     with runs_folder(runs_dir) as folder, console.status("") as tell:
@@ -130,7 +131,7 @@ def main(minutes: tuple[float, float], seed: int, runs_dir: Path | None, beside:
         files = ["--cluster", str(CLUSTER), "--run", str(RUN_FILE), "--runs-dir", str(folder), "--set", "name=killed"]
         command = [sys.executable, "-m", "streamrl.cli.main", "launch", "--plain", "--steps", str(MANY_STEPS), *files]
         with (folder / "killed.log").open("w") as log:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDtarget)
         try:
             wait_for_steps(run_dir, 1, process)
             for rate, length in zip(RATES, minutes, strict=True):
@@ -149,7 +150,7 @@ def main(minutes: tuple[float, float], seed: int, runs_dir: Path | None, beside:
         record["replaced"] = replaced(run_dir)
     for table in (tables := sheets(record)):
         table.show(console)
-    write_results(OUT, record, "Processes of environments are killed", tables)
+    write_results(target, record, "Processes of environments are killed", tables)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 import click
 import pyarrow.parquet as pq
 from matplotlib.figure import Figure
-from running import HERE, ROOT, Sheet, machine, terminal, write_results
+from running import HERE, ROOT, Sheet, machine, results_folder, terminal, write_results
 
 from streamrl.config.load import RESOLVED_NAME
 from streamrl.run_dir import layout
@@ -106,6 +106,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
 @click.option("--beside", default="", help="a remark about the machine, for the table")
 @click.option("--summary-only", is_flag=True, help="run nothing")
 def main(seeds: int, steps: int, folder: Path, beside: str, summary_only: bool) -> None:
+    target = results_folder(None, "seeds", "steps") / OUT.name
     folders = {seed: folder.absolute() / f"seed-{seed}" for seed in range(seeds)}
     if not summary_only:
         for seed, run_dir in folders.items():
@@ -114,8 +115,8 @@ def main(seeds: int, steps: int, folder: Path, beside: str, summary_only: bool) 
     record = {"machine": machine(), "run": RUN_FILE.name, "beside": beside, "runs": runs}
     for table in (tables := sheets(record)):
         table.show(terminal())
-    write_results(OUT, record, "An environment is learnt", tables)
-    draw(record, OUT.with_suffix(".svg"))
+    write_results(target, record, "An environment is learnt", tables)
+    draw(record, target.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from running import HERE, Sheet, machine, terminal, write_results
+from running import OUT_HELP, Sheet, machine, results_folder, terminal, write_results
 from transformers import AutoTokenizer
 
 from streamrl.cli.main import error_lines
@@ -158,8 +158,9 @@ def gradient(mean: float) -> dict[str, float]:
 @click.command()
 @click.option("--model", default="smollm2-135m", help="Model of the ratios.")
 @click.option("--tokens", default=24, help="Most tokens in a sample.")
-@click.option("--out", type=click.Path(path_type=Path), default=HERE / "results" / "exact_logprobs.json")
-def main(model: str, tokens: int, out: Path) -> None:
+@click.option("--out", type=click.Path(path_type=Path), help=OUT_HELP.replace("Where results go", "JSON file"))
+def main(model: str, tokens: int, out: Path | None) -> None:
+    out = out or results_folder(None, "model", "tokens") / "exact_logprobs.json"
     """Measure both tables."""
     console = terminal()
     gradients = [gradient(mean) for mean in MEANS]

@@ -43,7 +43,7 @@ import click
 import numpy as np
 import torch
 import zmq
-from running import HERE, Sheet, machine, terminal
+from running import Sheet, machine, results_folder, terminal
 
 from streamrl.runtime.interfaces import free_ports
 from streamrl.transport.curve import ClientSecurity, KeyPair, ServerSecurity
@@ -54,7 +54,6 @@ from streamrl.weights.site_relay import WeightRelay
 from streamrl.weights.version import Manifest, lay_out
 from streamrl.weights.version_store import WeightStore
 
-OUT = HERE / "results"
 WAYS = {False: "without keys", True: "with keys"}
 TOKENS = 1000
 """Tokens of a sample."""
@@ -360,7 +359,8 @@ def spread(ratios: list[float]) -> str:
 @click.option("--summary-only", is_flag=True, help="write the tables from the JSON again")
 def main(turns: int, summary_only: bool) -> None:
     """Measure, and write the tables."""
-    path = OUT / "inside_keys.json"
+    out = results_folder(None, "turns")
+    path = out / "inside_keys.json"
     if not summary_only:
         public, secret = zmq.curve_keypair()
         ports = free_ports(6, "127.0.0.1")
@@ -387,7 +387,7 @@ def main(turns: int, summary_only: bool) -> None:
     about = (__doc__ or "").partition("One process binds")
     text = ["# Keys inside a site", f"Written by `experiments/inside_keys.py`. {values['machine']}."]
     text.append("".join(about[1:]).strip())
-    (OUT / "inside_keys.md").write_text("\n\n".join([*text, *(sheet.markdown() for sheet in made)]) + "\n")
+    (out / "inside_keys.md").write_text("\n\n".join([*text, *(sheet.markdown() for sheet in made)]) + "\n")
     for sheet in made:
         sheet.show(terminal())
 

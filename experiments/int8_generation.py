@@ -29,7 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import click
 import numpy as np
 import torch
-from running import HERE, Sheet, machine, terminal, write_results
+from running import HERE, Sheet, machine, results_folder, terminal, write_results
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from streamrl.cli.main import error_lines
@@ -166,6 +166,7 @@ async def study(model: Path, repeats: int, each: int) -> tuple[list[dict[str, fl
 @click.option("--samples", default=8, show_default=True, type=click.IntRange(1), help="of each prompt, for the gap")
 @click.option("--beside", default="", help="a remark about the machine, for the table")
 def main(repeats: int, samples: int, beside: str) -> None:
+    target = results_folder(None, "repeats", "samples") / OUT.name
     small = Path(resolve_model("smollm2-135m"))
     speed: dict[str, Any] = {}
     gaps: dict[str, Any] = {}
@@ -210,7 +211,7 @@ def main(repeats: int, samples: int, beside: str) -> None:
     for sheet in sheets:
         sheet.show(terminal())
     record = {"machine": machine(), "speed": speed, "gaps": gaps, "clip": CLIP, "beside": beside}
-    write_results(OUT, record, "Generation in 8 bits", sheets)
+    write_results(target, record, "Generation in 8 bits", sheets)
 
 
 if __name__ == "__main__":

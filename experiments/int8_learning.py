@@ -17,7 +17,19 @@ from typing import Any
 
 import click
 from matplotlib.figure import Figure
-from running import HERE, ROOT, Job, Outcome, Sheet, machine, run_all, runs_folder, terminal, write_results
+from running import (
+    HERE,
+    ROOT,
+    Job,
+    Outcome,
+    Sheet,
+    machine,
+    results_folder,
+    run_all,
+    runs_folder,
+    terminal,
+    write_results,
+)
 
 OUT = HERE / "results" / "int8_learning.json"
 KINDS = ("same", "int8")
@@ -92,8 +104,9 @@ def draw(record: dict[str, Any], path: Path) -> None:
 @click.option("--beside", default="", help="a remark about the machine, for the table")
 @click.option("--summary-only", is_flag=True, help="run nothing")
 def main(seeds: int, steps: int, runs_dir: Path | None, beside: str, summary_only: bool) -> None:
+    target = results_folder(None, "seeds", "steps") / OUT.name
     if summary_only:
-        record = json.loads(OUT.read_text())
+        record = json.loads(target.read_text())
     else:
         done: dict[str, list[dict[str, Any]]] = {}
 
@@ -109,8 +122,8 @@ def main(seeds: int, steps: int, runs_dir: Path | None, beside: str, summary_onl
         record = {"machine": machine(), "beside": beside, "runs": runs}
     table = sheet(record)
     table.show(terminal())
-    write_results(OUT, record, "Learning with generation in 8 bits", [table])
-    draw(record, OUT.with_suffix(".svg"))
+    write_results(target, record, "Learning with generation in 8 bits", [table])
+    draw(record, target.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

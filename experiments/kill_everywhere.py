@@ -1,6 +1,6 @@
 """Compare a run whose every process is killed at random instants and resumed with the same run undisturbed.
 
-    .venv/bin/python experiments/kill_everywhere.py --kills 10     # some 15 minutes on 2 cores
+    .venv/bin/python experiments/kill_everywhere.py     # some 15 minutes on 2 cores
 
 The small reasoner, `async` with staleness 1, one machine. All processes get SIGKILL at the same moment, as when a
 machine is switched off; then `streamrl launch --resume`. What is compared: which samples are trained, and in which
@@ -24,14 +24,13 @@ from pathlib import Path
 import click
 import psutil
 import pyarrow.parquet as pq
-from running import HERE, ROOT, Sheet, machine, runs_folder, terminal, write_results
+from running import OUT_HELP, ROOT, Sheet, machine, results_folder, runs_folder, terminal, write_results
 
 from streamrl.rollouts.ledger import Ledger
 from streamrl.run_dir import layout
 from streamrl.run_dir.layout import METRICS
 from streamrl.run_dir.metrics import read_metrics
 
-OUT = HERE / "results"
 CLUSTER, RUN_FILE = ROOT / "cluster_configs" / "local.yaml", ROOT / "examples" / "small_reasoner.yaml"
 SETS = (
     *("schedule={name: async, max_staleness: 1}", "batch.prompts_per_step=8", "batch.samples_per_prompt=4"),
@@ -128,8 +127,9 @@ def outcome(run_dir: Path, seconds: float, starts: int, at: list[int]) -> Outcom
 @click.option("--steps", default=40, show_default=True, type=click.IntRange(2))
 @click.option("--seed", default=0, show_default=True, help="Of the instants.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), help="Where the runs are kept.")
-@click.option("--out", type=click.Path(path_type=Path), default=OUT, help="Where results go.")
-def main(kills: int, steps: int, seed: int, runs_dir: Path | None, out: Path) -> None:
+@click.option("--out", type=click.Path(path_type=Path), help=OUT_HELP)
+def main(kills: int, steps: int, seed: int, runs_dir: Path | None, out: Path | None) -> None:
+    out = results_folder(out, "kills", "steps")
     console = terminal()
     with runs_folder(runs_dir) as folder, console.status("") as tell:
         folder = folder.resolve()

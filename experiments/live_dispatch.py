@@ -28,6 +28,7 @@ import matplotlib.pyplot as plt
 from live_bench import WORKLOADS, Bench, LiveWorkload, Played
 from rich.console import Console
 from rich.table import Table
+from running import OUT_HELP, results_folder
 
 from ranker.data import read_rollouts
 from ranker.model import LengthModel
@@ -121,10 +122,11 @@ def agreement(results: Sequence[Result], in_every_repeat: bool = False) -> tuple
 
 
 @click.command(help=__doc__)
-@click.option("--repeats", default=2, show_default=True)
+@click.option("--repeats", default=2, show_default=True, type=click.IntRange(1))
 @click.option("--only", multiple=True, help="Part of a workload's name; several.")
-@click.option("--out", type=click.Path(path_type=Path), default=OUT)
-def main(repeats: int, only: tuple[str, ...], out: Path) -> None:
+@click.option("--out", type=click.Path(path_type=Path), help=OUT_HELP)
+def main(repeats: int, only: tuple[str, ...], out: Path | None) -> None:
+    out = out or results_folder(None, "repeats", "only") / OUT.name
     os.environ.update(PASSIVE_WAITING | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
     console = Console()
     models: dict[str, LengthModel] = {}

@@ -21,7 +21,7 @@ import click
 from live_bench import WORKLOADS, Bench, LiveWorkload, Played
 from live_dispatch import CLOSE
 from rich.console import Console
-from running import Sheet, machine, terminal, write_results
+from running import Sheet, machine, results_folder, terminal, write_results
 
 from ranker.data import read_rollouts
 from ranker.model import LengthModel
@@ -100,6 +100,7 @@ def agreement(turns: list[Turn]) -> tuple[int, int]:
 @click.option("--repeats", default=2, show_default=True, type=click.IntRange(1))
 @click.option("--only", multiple=True, help="Part of a workload's name; several.")
 def main(repeats: int, only: tuple[str, ...]) -> None:
+    target = results_folder(None, "repeats", "only") / OUT.name
     os.environ.update(PASSIVE_WAITING | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
     console, turns = terminal(), []
     for workload in (one for one in WORKLOADS if one.name in CHOSEN):
@@ -119,7 +120,7 @@ def main(repeats: int, only: tuple[str, ...]) -> None:
     sheet = Sheet("Whole steps on two real instances", columns, rows, [note])
     sheet.show(console)
     record = {"machine": machine(), "same_order": same, "pairs": pairs, "turns": [asdict(one) for one in turns]}
-    write_results(OUT, record, "Dispatch under `stream` and `async` on real instances", [sheet])
+    write_results(target, record, "Dispatch under `stream` and `async` on real instances", [sheet])
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from typing import Any
 
 import click
 import psutil
-from running import HERE, Sheet, machine, terminal
+from running import Sheet, machine, results_folder, terminal
 
 from streamrl.config.cluster import ClusterConfig
 from streamrl.launcher.process_group import STOP_S, ProcessGroup
@@ -38,7 +38,6 @@ from streamrl.launcher.started_process import KILL_S
 from streamrl.run_dir import layout
 from streamrl.runtime.process_plan import ProcessSpec
 
-OUT = HERE / "results"
 OBEDIENT = "import time; time.sleep(3600)"
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3600)"
 START_S = 600.0
@@ -147,7 +146,8 @@ def sheet(values: dict[str, Any]) -> Sheet:
 @click.option("--summary-only", is_flag=True, help="write the table from the JSON again")
 def main(counts: str, summary_only: bool) -> None:
     """Measure, and write the table."""
-    path = OUT / "ray_stop.json"
+    out = results_folder(None, "counts")
+    path = out / "ray_stop.json"
     if not summary_only:
         numbers = [int(one) for one in counts.split(",")]
         stops = measure_all(numbers)
@@ -158,7 +158,7 @@ def main(counts: str, summary_only: bool) -> None:
     about = (__doc__ or "").partition("A Ray cluster of")
     text = ["# Stopping processes on Ray", f"Written by `experiments/ray_stop.py`. {values['machine']}."]
     text += ["".join(about[1:]).strip(), made.markdown()]
-    (OUT / "ray_stop.md").write_text("\n\n".join(text) + "\n")
+    (out / "ray_stop.md").write_text("\n\n".join(text) + "\n")
     made.show(terminal())
 
 

@@ -35,6 +35,8 @@ from streamrl.run_dir.metrics import MetricsRow, read_metrics
 
 HERE = Path(__file__).parent.resolve()
 ROOT = HERE.parent
+RESULTS = HERE / "results"
+OUT_HELP = "Where results go (default: experiments/results; with options that change the study, the current folder)."
 POLL_S = 2.0
 STOP_S = 20.0
 LIMIT_S = 3600
@@ -257,6 +259,31 @@ def given_options(*names: str) -> list[str]:
     context = click.get_current_context()
     options = {parameter.name: parameter.opts[0] for parameter in context.command.params}
     return [options[name] for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+
+
+def results_folder(out: Path | None, *fixed: str) -> Path:
+    """The folder of a study's files, which is made: `--out`, or experiments/results; see `OUT_HELP`.
+
+    Published figures are those of studies without these options: others do not replace them.
+
+    Args:
+        out: the value of `--out`; None: it was not given, or the study has no such option.
+        fixed: parameters of the running command that change what its figures mean.
+
+    Raises:
+        UsageError: nothing can be written there.
+    """
+    if out is None and (given := given_options(*fixed)):
+        out = Path()
+        others = ", ".join(given)
+        click.echo(f"with {others} this is not the published study: its files go to {Path.cwd()}", err=True)
+    out = out or RESULTS
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise click.UsageError(f"--out {out}: cannot be written: {error.strerror or error}") from error
+    return out
 
 
 def save_plot(figure: Figure, path: Path) -> None:

@@ -29,12 +29,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from running import (
     HERE,
+    OUT_HELP,
     ROOT,
     Job,
     Outcome,
     Sheet,
     given_options,
     machine,
+    results_folder,
     run_all,
     runs_folder,
     save_plot,
@@ -44,7 +46,6 @@ from running import (
 
 from streamrl.run_dir.metrics import MetricsRow
 
-OUT = HERE / "results"
 WORKLOADS = ("generation", "balanced", "training")
 """Names of run files, by what they are bound by."""
 
@@ -361,8 +362,8 @@ def about_schedule(run_dir: Path) -> list[str]:
 
 
 @click.command(help=__doc__)
-@click.option("--steps", default=12, show_default=True, type=click.IntRange(1), help="Optimizer steps of each run.")
-@click.option("--warmup", default=3, show_default=True, type=click.IntRange(0), help="First steps that are left out.")
+@click.option("--steps", default=10, show_default=True, type=click.IntRange(1), help="Optimizer steps of each run.")
+@click.option("--warmup", default=2, show_default=True, type=click.IntRange(0), help="First steps that are left out.")
 @click.option("--drain", default=2, show_default=True, type=click.IntRange(0), help="Last steps that are left out.")
 @click.option("--repeats", default=1, show_default=True, type=click.IntRange(1))
 @click.option("--workload", "workloads", multiple=True, type=click.Choice(WORKLOADS), default=WORKLOADS)
@@ -371,7 +372,7 @@ def about_schedule(run_dir: Path) -> list[str]:
 @click.option(
     "--runs-dir", type=click.Path(path_type=Path), help="Where runs are kept, and not run again (default: nowhere)."
 )
-@click.option("--out", type=click.Path(path_type=Path), default=OUT, help="Where results go.")
+@click.option("--out", type=click.Path(path_type=Path), help=OUT_HELP)
 @click.option("--summary-only", is_flag=True, help="Run nothing: tables and plot from the JSON.")
 def main(
     steps: int,
@@ -382,9 +383,10 @@ def main(
     schedules: tuple[str, ...],
     overrides: tuple[str, ...],
     runs_dir: Path | None,
-    out: Path,
+    out: Path | None,
     summary_only: bool,
 ) -> None:
+    out = results_folder(out, "steps", "warmup", "drain", "repeats", "workloads", "schedules", "overrides")
     console = terminal()
     kept = out / "schedules.json"
     if summary_only and (given := given_options("steps", "warmup", "drain")):

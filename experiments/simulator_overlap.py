@@ -19,7 +19,7 @@ from typing import Any
 
 import click
 import pyarrow.parquet as pq
-from running import HERE, Job, Sheet, machine, run_job, runs_folder, terminal, write_results
+from running import HERE, Job, Sheet, machine, results_folder, run_job, runs_folder, terminal, write_results
 
 from streamrl.controller.environment_time import environment_time
 from streamrl.rollouts.trajectory import EpisodeStep
@@ -105,6 +105,7 @@ def sheets(record: dict[str, Any]) -> list[Sheet]:
 @click.option("--runs-dir", type=click.Path(path_type=Path), help="where the runs are kept")
 @click.option("--beside", default="", help="a remark about the machine, for the table")
 def main(rounds: int, steps: int, runs_dir: Path | None, beside: str) -> None:
+    target = results_folder(None, "rounds", "steps") / OUT.name
     console, runs = terminal(), []
     with runs_folder(runs_dir) as folder, console.status("") as tell:
         for number in range(rounds):
@@ -118,7 +119,7 @@ def main(rounds: int, steps: int, runs_dir: Path | None, beside: str) -> None:
     record = {"machine": machine(), "beside": beside, "runs": runs}
     for table in (tables := sheets(record)):
         table.show(console)
-    write_results(OUT, record, "A simulator behind generation", tables)
+    write_results(target, record, "A simulator behind generation", tables)
 
 
 if __name__ == "__main__":

@@ -212,6 +212,8 @@ if __name__ == "__main__":
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--temperature", type=float, default=1.0, help="2: noise, of which nothing recurs")
     parser.add_argument("--max-tokens", type=int, default=MOST)
-    parser.add_argument("--out", type=Path, default=RESULTS / "speculation.json")
+    parser.add_argument("--out", type=Path, help="default: speculation.json in results; with other options, here")
     options = parser.parse_args()
+    published = (options.temperature, options.max_tokens, options.quick) == (1.0, MOST, False)
+    options.out = options.out or (RESULTS if published else Path()) / "speculation.json"
     asyncio.run(main(options.quick, options.temperature, options.max_tokens, options.out))

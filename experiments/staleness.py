@@ -24,9 +24,8 @@ from pathlib import Path
 import click
 import numpy as np
 from matplotlib.figure import Figure
-from running import HERE, ROOT, Job, Outcome, Sheet, machine, run_all, shown, terminal
+from running import HERE, OUT_HELP, ROOT, Job, Outcome, Sheet, machine, results_folder, run_all, shown, terminal
 
-OUT = HERE / "results"
 RUN_FILE = ROOT / "examples" / "small_reasoner.yaml"
 CLUSTER = HERE / "clusters" / "ahead.yaml"
 COMMON = (
@@ -198,7 +197,7 @@ def save(path: Path, steps: int, on: str, runs: Sequence[Run]) -> None:
 @click.option("--arms", multiple=True, type=click.Choice(tuple(ARMS)), default=tuple(ARMS), help="Several.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of the run file.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=ROOT / "runs" / "staleness", show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), default=OUT, help="Where results go.")
+@click.option("--out", type=click.Path(path_type=Path), help=OUT_HELP)
 @click.option("--summary-only", is_flag=True, help="Run nothing: table and plot from the JSON.")
 def main(
     seeds: int,
@@ -206,9 +205,10 @@ def main(
     arms: tuple[str, ...],
     overrides: tuple[str, ...],
     runs_dir: Path,
-    out: Path,
+    out: Path | None,
     summary_only: bool,
 ) -> None:
+    out = results_folder(out, "seeds", "steps", "arms", "overrides")
     console = terminal()
     kept = out / "staleness.json"
     runs: list[Run] = []

@@ -243,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Count all contexts and recomputations of the shape that the kit trains on a GPU."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--contexts", type=int, nargs="+", default=list(GPU.contexts))
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--out", type=Path, help=f"default: {RESULT.name} in results; with --contexts here")
     parser.add_argument("--parts", action="store_true", help="print what the memory consists of")
     given = parser.parse_args(arguments)
     found = []
@@ -256,7 +256,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if given.parts:
                 for name, size in sorted(storages.parts.items(), key=lambda item: -item[1])[:12]:
                     print(f"  {size / 2**30:.3f} {name}")
-    given.out.write_text(json.dumps({"model": asdict(GPU), "counts": found}, indent=1) + "\n")
+    # those of other contexts do not replace the published counts
+    out = given.out or (RESULT if given.contexts == list(GPU.contexts) else Path(RESULT.name))
+    out.write_text(json.dumps({"model": asdict(GPU), "counts": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

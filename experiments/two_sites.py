@@ -27,11 +27,24 @@ from typing import Any
 import click
 import yaml
 from matplotlib.figure import Figure
-from running import HERE, ROOT, Job, Outcome, Sheet, machine, run_all, runs_folder, shown, terminal, write_results
+from running import (
+    HERE,
+    OUT_HELP,
+    ROOT,
+    Job,
+    Outcome,
+    Sheet,
+    machine,
+    results_folder,
+    run_all,
+    runs_folder,
+    shown,
+    terminal,
+    write_results,
+)
 
 from streamrl.emulation.network import read_stats
 
-OUT = HERE / "results"
 CLUSTER = HERE / "clusters" / "two_sites.yaml"
 RUN_FILE = ROOT / "examples" / "demo.yaml"
 SLOW, FAST = 0.05, 100.0
@@ -230,11 +243,12 @@ def draw(runs: Sequence[Run], path: Path, warmup: int) -> None:
 @click.option("--repeats", default=2, show_default=True, type=click.IntRange(1), help="Of the async arms, in turns.")
 @click.option("--warmup", default=3, show_default=True, type=click.IntRange(1), help="First steps left out.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), help="Where runs are kept, and not run again.")
-@click.option("--out", type=click.Path(path_type=Path), default=OUT, help="Where results go.")
+@click.option("--out", type=click.Path(path_type=Path), help=OUT_HELP)
 @click.option("--summary-only", is_flag=True, help="Run nothing: tables and plot from the JSON.")
 def main(
-    arms: tuple[str, ...], repeats: int, warmup: int, runs_dir: Path | None, out: Path, summary_only: bool
+    arms: tuple[str, ...], repeats: int, warmup: int, runs_dir: Path | None, out: Path | None, summary_only: bool
 ) -> None:
+    out = results_folder(out, "arms", "repeats", "warmup")
     console = terminal()
     runs: list[Run] = []
     target = out / "two_sites.json"

@@ -30,11 +30,10 @@ import pyarrow.parquet as pq
 import reasoning_gym
 import yaml
 from matplotlib.figure import Figure
-from running import HERE, ROOT, Job, Outcome, Sheet, machine, run_all, terminal, write_results
+from running import OUT_HELP, ROOT, Job, Outcome, Sheet, machine, results_folder, run_all, terminal, write_results
 
 from streamrl.run_dir import layout
 
-OUT = HERE / "results"
 RUN_FILE = ROOT / "examples" / "smollm2_easy.yaml"
 CLUSTER = ROOT / "cluster_configs" / "local.yaml"
 UNDISTURBED = "undisturbed"
@@ -250,9 +249,10 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 @click.command(help=__doc__)
 @click.option("--only", multiple=True, help="Carry out only these runs (killed_5-0), and write nothing.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=ROOT / "runs" / "void_rewards", show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), default=OUT, help="Where results go.")
+@click.option("--out", type=click.Path(path_type=Path), help=OUT_HELP)
 @click.option("--summary-only", is_flag=True, help="Run nothing: tables and plot from the JSON.")
-def main(only: tuple[str, ...], runs_dir: Path, out: Path, summary_only: bool) -> None:
+def main(only: tuple[str, ...], runs_dir: Path, out: Path | None, summary_only: bool) -> None:
+    out = results_folder(out)
     console, kept = terminal(), out / "void_rewards.json"
     runs: list[Run] = []
     record: dict[str, Any] = {"machine": machine(), "steps": STEPS, "settings": COMMON}

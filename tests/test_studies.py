@@ -5,14 +5,17 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
+import click
+import pytest
 from click.testing import CliRunner
 
 sys.path.append(str(Path(__file__).parents[1] / "experiments"))
+import cross_datacenter_cost
+import dispatch_ceiling
 import schedules
-from running import HERE
-
-RESULTS = HERE / "results"
+from running import RESULTS, results_folder
 
 
 def test_a_summary_of_schedules_keeps_the_window_of_steps_of_its_file(tmp_path: Path) -> None:
@@ -29,3 +32,61 @@ def test_a_summary_of_schedules_keeps_the_window_of_steps_of_its_file(tmp_path: 
 def test_a_summary_of_schedules_takes_no_other_window(tmp_path: Path) -> None:
     refused = CliRunner().invoke(schedules.main, ["--summary-only", "--warmup", "1", "--out", str(tmp_path)])
     assert refused.exit_code == 2 and "--warmup does not go with --summary-only" in refused.output
+
+
+@click.command()
+@click.option("--steps", default=12, type=click.IntRange(1))
+@click.option("--minutes", default=(8.0, 3.0), nargs=2, type=float)
+@click.option("--arm", "arms", multiple=True, type=click.Choice(("one", "two")), default=("one", "two"))
+@click.option("--only", multiple=True)
+@click.option("--quick", is_flag=True)
+@click.option("--beside", default="")
+@click.option("--out", type=click.Path(path_type=Path))
+def study(out: Path | None, **options: object) -> None:
+    click.echo(f"writes to {results_folder(out, 'steps', 'minutes', 'arms', 'only', 'quick').resolve()}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "published"),
+    [
+        ([], True),
+        (["--beside", "a remark"], True),
+        (["--steps", "1"], False),
+        (["--minutes", "8", "1"], False),
+        (["--arm", "two"], False),
+        (["--only", "a part"], False),
+        (["--quick"], False),
+    ],
+)
+def test_only_the_whole_study_goes_to_the_published_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], published: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(study, arguments)
+    assert done.exit_code == 0 and f"writes to {RESULTS if published else tmp_path}\n" in done.output
+    assert published == (f"its files go to {tmp_path}" not in done.output)
+    done = CliRunner().invoke(study, [*arguments, "--out", "new/mine"])
+    assert done.output == f"writes to {tmp_path / 'new' / 'mine'}\n" and (tmp_path / "new" / "mine").is_dir()
+
+
+def test_a_folder_of_results_that_cannot_be_written_is_refused() -> None:
+    refused = CliRunner().invoke(study, ["--out", "/proc/results"])
+    assert refused.exit_code == 2 and "--out /proc/results: cannot be written: " in refused.output
+
+
+@pytest.mark.parametrize("egress", ["nan", "inf", "-1"])
+def test_prices_of_traffic_are_finite(egress: str, tmp_path: Path) -> None:
+    refused = CliRunner().invoke(cross_datacenter_cost.main, ["--egress", egress, "--out", str(tmp_path)])
+    assert refused.exit_code == 2 and "'--egress'" in refused.output and not list(tmp_path.iterdir())
+
+
+def test_fewer_batches_do_not_replace_the_published_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Path] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(dispatch_ceiling, "SLOTS", ())
+    monkeypatch.setattr(dispatch_ceiling, "train_and_hold_out", MagicMock())
+    monkeypatch.setattr(dispatch_ceiling, "batches", MagicMock())
+    monkeypatch.setattr(dispatch_ceiling, "write_results", lambda target, *record: written.append(target.resolve()))
+    for arguments in (["--batches", "1"], []):
+        assert CliRunner().invoke(dispatch_ceiling.main, arguments).exit_code == 0
+    assert written == [tmp_path / "dispatch_ceiling.json", RESULTS / "dispatch_ceiling.json"]
