@@ -113,7 +113,13 @@ OF_ITERATIONS = (
 )
 @click.option("--trainer-price", default=0.0, type=FiniteFloat(0), help="USD per hour for the trainer.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
-@click.option("--out", type=click.Path(path_type=Path), default=Path("simulation.svg"), show_default=True, help="Plot.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("simulation.svg"),
+    show_default=True,
+    help="Plot; .svg is added to a name without an ending.",
+)
 def command(
     trace: Path | None,
     lengths: str,
@@ -178,7 +184,7 @@ def command(
     from streamrl.planning.workload import draw, replay
 
     _refuse_conflicts(click.get_current_context().params)
-    check_output("--out", out)
+    out = _plot_file(out)
     in_rounds = {"--over-issue": over_issue, "--round-tokens": round_tokens}
     drafts = None if acceptance is None else Speculation(acceptance, most_drafts)
 
@@ -256,6 +262,19 @@ def _refuse_conflicts(params: Mapping[str, Any]) -> None:
         raise UserError("--most-drafts needs --acceptance: without it instances do not speculate")
     if params["ranker"] is not None and _given("noise"):
         raise UserError("--noise does not go with --ranker: the forecasts are the ranker's own")
+
+
+def _plot_file(out: Path) -> Path:
+    """Return the file of the plot, an SVG unless its name has another ending; matplotlib would silently add its own.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    check_output("--out", out)
+    if not out.suffix:
+        out = out.with_name(f"{out.name}.svg")
+        check_output("--out", out)
+    return out
 
 
 def _given(*names: str) -> list[str]:

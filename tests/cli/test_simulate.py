@@ -236,3 +236,26 @@ def test_bad_input_gets_one_message(
     assert streamrl(monkeypatch, "simulate", *arguments) == 2
     error = capsys.readouterr().err
     assert complaint in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(("name", "written"), [("plot", "plot.svg"), ("plot.pdf", "plot.pdf")])
+def test_the_plot_has_the_name_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, written: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    some = ["--requests", "4", "--instances", "2", "--policy", "least-loaded"]
+    assert streamrl(monkeypatch, "simulate", *some, "--out", name) == 0
+    assert capsys.readouterr().out.endswith(f"plot written to {written}\n")
+    assert [path.name for path in tmp_path.iterdir()] == [written]
+
+
+@pytest.mark.parametrize("name", ["d", "e"])
+def test_a_folder_is_no_name_of_a_plot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("d", "e.svg"):
+        Path(folder).mkdir()
+    assert streamrl(monkeypatch, "simulate", "--requests", "4", "--out", name) == 2
+    assert "is a folder; expected a file's name" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d", "e.svg"]
