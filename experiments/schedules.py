@@ -401,9 +401,13 @@ def main(
             def done(job: Job, outcome: Outcome) -> None:
                 said = about_schedule(folder / job.name)
                 study.runs.append(Run(outcome.rows, outcome.seconds, outcome.error, *jobs[job], said))
-                study.save(kept)
+                if not all(run.error for run in study.runs):  # else older results stay
+                    study.save(kept)
 
             run_all(list(jobs), folder, console, done, STEP_S)
+    failed = [run for run in study.runs if run.error]
+    if len(failed) == len(study.runs):
+        raise click.ClickException(f"none of {len(failed)} runs succeeded: {kept} is not written")
     study.save(kept)
     sheets = [study.sheet(workload) for workload in study.workloads()]
     for sheet in sheets:
@@ -413,6 +417,8 @@ def main(
     (out / "schedules.md").write_text(head + "\n".join(sheet.markdown() for sheet in sheets))
     draw(study, out / "schedules.svg")
     console.print(f"written to {kept}, .md and .svg beside", highlight=False)
+    if failed and not summary_only:
+        raise click.ClickException(f"{len(failed)} of {len(study.runs)} runs failed")
 
 
 if __name__ == "__main__":

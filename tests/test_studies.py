@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock
 
 import click
@@ -15,7 +16,7 @@ sys.path.append(str(Path(__file__).parents[1] / "experiments"))
 import cross_datacenter_cost
 import dispatch_ceiling
 import schedules
-from running import RESULTS, results_folder
+from running import RESULTS, Outcome, results_folder
 
 
 def test_a_summary_of_schedules_keeps_the_window_of_steps_of_its_file(tmp_path: Path) -> None:
@@ -90,3 +91,32 @@ def test_fewer_batches_do_not_replace_the_published_figures(tmp_path: Path, monk
     for arguments in (["--batches", "1"], []):
         assert CliRunner().invoke(dispatch_ceiling.main, arguments).exit_code == 0
     assert written == [tmp_path / "dispatch_ceiling.json", RESULTS / "dispatch_ceiling.json"]
+
+
+def run_schedules(folder: Path, monkeypatch: pytest.MonkeyPatch, errors: list[str | None]) -> Any:
+    """Runs `sync` of a workload so many times, each with its error."""
+    old = schedules.Study.load(RESULTS / "schedules.json").of("balanced", "sync")[0]
+
+    def run_all(jobs: list[Any], folder: Path, console: object, done: Any, step_s: float) -> None:
+        for job, error in zip(jobs, errors, strict=True):
+            done(job, Outcome([] if error else old.rows, 1.0, error))
+
+    monkeypatch.setattr(schedules, "run_all", run_all)
+    some = ["--workload", "balanced", "--schedule", "sync", "--repeats", str(len(errors)), "--out", str(folder)]
+    return CliRunner().invoke(schedules.main, some)
+
+
+def test_a_study_of_schedules_whose_runs_all_fail_leaves_older_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "schedules.json").write_text("older")
+    ended = run_schedules(tmp_path, monkeypatch, ["no vLLM", "no vLLM"])
+    assert ended.exit_code == 1 and "none of 2 runs succeeded" in ended.output
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["older"]
+
+
+def test_a_failed_run_of_schedules_is_an_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = run_schedules(tmp_path, monkeypatch, ["no vLLM", None])
+    assert ended.exit_code == 1 and "1 of 2 runs failed" in ended.output
+    assert "FAILED: no vLLM" in (tmp_path / "schedules.md").read_text()
+    assert run_schedules(tmp_path, monkeypatch, [None]).exit_code == 0
