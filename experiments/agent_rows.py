@@ -13,7 +13,6 @@ Each way is warmed up once, on a shorter conversation. Writes experiments/result
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import time
@@ -24,7 +23,7 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from running import HERE, Sheet, machine, terminal, write_results
+from running import HERE, Sheet, machine, read_record, terminal, write_results
 
 from streamrl.cli.main import error_lines
 from streamrl.machine.model_files import resolve_model
@@ -189,7 +188,7 @@ def main(
 ) -> None:
     console = terminal()
     if summary_only:
-        record = json.loads(OUT.read_text())
+        record = read_record(OUT)
     else:
         torch.set_num_threads(threads)
         load = os.getloadavg()[0]

@@ -53,7 +53,7 @@ from delta_codec_weights import (
 )
 from matplotlib.figure import Figure
 from rich.console import Console
-from running import OUT_HELP, ROOT, Sheet, machine, results_folder, shown, terminal
+from running import OUT_HELP, ROOT, Sheet, machine, read_record, results_folder, shown, terminal
 
 from streamrl.cli.main import error_lines
 
@@ -218,7 +218,9 @@ def measure(steps: int, console: Console, kept: Path) -> None:
 
 
 @click.command(help=__doc__)
-@click.option("--steps", default=6, show_default=True, help="Real optimizer steps at each learning rate.")
+@click.option(
+    "--steps", default=6, show_default=True, type=click.IntRange(0), help="Real optimizer steps at each learning rate."
+)
 @click.option("--out", type=click.Path(path_type=Path), help=OUT_HELP)
 @click.option("--summary-only", is_flag=True, help="Measure nothing: tables and plot from the JSON.")
 @click.option(
@@ -233,7 +235,7 @@ def main(steps: int, out: Path | None, summary_only: bool, live: Path | None) ->
     kept = out / "delta_codec.json"
     if not summary_only and not live:
         measure(steps, console, kept)
-    values = json.loads(kept.read_text())
+    values = read_record(kept)
     rows = [Coded(**row) for row in values["made"]]
     done = [Step(**step | {"coded": Coded(**step["coded"])}) for step in values["steps"]]
     left = values.get("live")

@@ -40,6 +40,7 @@ from running import (
     Job,
     Sheet,
     machine,
+    read_record,
     results_folder,
     run_job,
     runs_folder,
@@ -241,7 +242,7 @@ def main(runs_dir: Path | None, out: Path | None, summary_only: bool) -> None:
     console = terminal()
     target = out / "elastic.json"
     if summary_only:
-        results = json.loads(target.read_text())
+        results = read_record(target)
     else:
         with runs_folder(runs_dir) as folder, console.status("starting") as shown:
             folder = folder.resolve()

@@ -31,7 +31,6 @@ Writes experiments/results/emulated_sites.json, .md and .svg.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -48,6 +47,7 @@ from running import (
     Outcome,
     Sheet,
     machine,
+    read_record,
     results_folder,
     run_all,
     runs_folder,
@@ -229,7 +229,7 @@ def main(arms: tuple[str, ...], warmup: int, runs_dir: Path | None, out: Path | 
     facts: list[StepFacts] = []
     on, raw_bytes = machine(), 0
     if summary_only:
-        values = json.loads(target.read_text())
+        values = read_record(target)
         on, raw_bytes, runs = values["machine"], values["raw_bytes"], [Run.from_json(run) for run in values["runs"]]
         facts = [StepFacts(**step) for step in values["facts"]]
     else:

@@ -43,7 +43,7 @@ import click
 import numpy as np
 import torch
 import zmq
-from running import Sheet, machine, results_folder, terminal
+from running import Sheet, machine, read_record, results_folder, terminal
 
 from streamrl.runtime.interfaces import free_ports
 from streamrl.transport.curve import ClientSecurity, KeyPair, ServerSecurity
@@ -382,7 +382,7 @@ def main(turns: int, summary_only: bool) -> None:
             )
             + "\n"
         )
-    values = json.loads(path.read_text())
+    values = read_record(path)
     made = sheets(values)
     about = (__doc__ or "").partition("One process binds")
     text = ["# Keys inside a site", f"Written by `experiments/inside_keys.py`. {values['machine']}."]

@@ -10,7 +10,6 @@ seeds are from each other. Writes experiments/results/int8_learning.json, .md an
 
 from __future__ import annotations
 
-import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from running import (
     Outcome,
     Sheet,
     machine,
+    read_record,
     results_folder,
     run_all,
     runs_folder,
@@ -106,7 +106,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
 def main(seeds: int, steps: int, runs_dir: Path | None, beside: str, summary_only: bool) -> None:
     target = results_folder(None, "seeds", "steps") / OUT.name
     if summary_only:
-        record = json.loads(target.read_text())
+        record = read_record(target)
     else:
         done: dict[str, list[dict[str, Any]]] = {}
 

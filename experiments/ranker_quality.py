@@ -21,12 +21,12 @@ prompts for both.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import click
 import numpy as np
 from running import HERE, Sheet, machine, shown, terminal, write_results
 
@@ -46,10 +46,11 @@ TABLES = ("task_mean", "task_at_limit")
 NAMES = {MODEL: "ranker"} | IN_WORDS | {NEW_TASKS: "ranker, tasks left out", LIMIT: "bound by ties at the limit"}
 
 
-def main() -> None:
-    """Measures the data sets and writes their tables."""
+@click.command(help=__doc__)
+@click.argument("names", nargs=-1, type=click.Choice(DATA), metavar="[NAME]...")
+def main(names: tuple[str, ...]) -> None:
     console = terminal()
-    for name in sys.argv[1:] or DATA:
+    for name in names or DATA:
         values, sheets = measure(name, read_rollouts([HERE / "data" / f"{name}.parquet"]))
         for sheet in sheets:
             sheet.show(console)

@@ -30,7 +30,7 @@ from typing import Any
 
 import click
 import psutil
-from running import Sheet, machine, results_folder, terminal
+from running import Sheet, machine, read_record, results_folder, terminal
 
 from streamrl.config.cluster import ClusterConfig
 from streamrl.launcher.process_group import STOP_S, ProcessGroup
@@ -153,7 +153,7 @@ def main(counts: str, summary_only: bool) -> None:
         stops = measure_all(numbers)
         about = f"{machine()}, load average {os.getloadavg()[1]:.0f}"
         path.write_text(json.dumps({"machine": about, "counts": numbers, "stops": stops}, indent=1) + "\n")
-    values = json.loads(path.read_text())
+    values = read_record(path)
     made = sheet(values)
     about = (__doc__ or "").partition("A Ray cluster of")
     text = ["# Stopping processes on Ray", f"Written by `experiments/ray_stop.py`. {values['machine']}."]

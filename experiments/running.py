@@ -273,17 +273,35 @@ def results_folder(out: Path | None, *fixed: str) -> Path:
     Raises:
         UsageError: nothing can be written there.
     """
+    context = click.get_current_context()
     if out is None and (given := given_options(*fixed)):
         out = Path()
         others = ", ".join(given)
         click.echo(f"with {others} this is not the published study: its files go to {Path.cwd()}", err=True)
     out = out or RESULTS
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out).close()
+        if not context.params.get("summary_only"):  # it reads what is there
+            out.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=out).close()
     except OSError as error:
         raise click.UsageError(f"--out {out}: cannot be written: {error.strerror or error}") from error
     return out
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Reads the JSON that an earlier run of a study left.
+
+    Raises:
+        UsageError: there is none.
+    """
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or f"not valid JSON: {error}"
+        raise click.UsageError(f"{path}: {why}; expected what this study wrote, without --summary-only") from error
+    if not isinstance(values, dict) or not values:
+        raise click.UsageError(f"{path}: has no results; expected what this study wrote, without --summary-only")
+    return values
 
 
 def save_plot(figure: Figure, path: Path) -> None:

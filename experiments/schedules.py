@@ -36,6 +36,7 @@ from running import (
     Sheet,
     given_options,
     machine,
+    read_record,
     results_folder,
     run_all,
     runs_folder,
@@ -225,7 +226,7 @@ class Study:
     @classmethod
     def load(cls, path: Path) -> Study:
         """From the JSON that `save` wrote, with its own window of steps."""
-        values = json.loads(path.read_text())
+        values = read_record(path)
         runs = [Run.from_json(run) for run in values["runs"]]
         return cls(values["steps"], values["warmup"], values["drain"], runs, values["machine"])
 

@@ -24,7 +24,20 @@ from pathlib import Path
 import click
 import numpy as np
 from matplotlib.figure import Figure
-from running import HERE, OUT_HELP, ROOT, Job, Outcome, Sheet, machine, results_folder, run_all, shown, terminal
+from running import (
+    HERE,
+    OUT_HELP,
+    ROOT,
+    Job,
+    Outcome,
+    Sheet,
+    machine,
+    read_record,
+    results_folder,
+    run_all,
+    shown,
+    terminal,
+)
 
 RUN_FILE = ROOT / "examples" / "small_reasoner.yaml"
 CLUSTER = HERE / "clusters" / "ahead.yaml"
@@ -214,7 +227,7 @@ def main(
     runs: list[Run] = []
     on = machine()
     if summary_only:
-        values = json.loads(kept.read_text())
+        values = read_record(kept)
         runs, steps, on = [Run.from_json(run) for run in values["runs"]], values["steps"], values["machine"]
     else:
         jobs = {

@@ -17,7 +17,6 @@ Writes experiments/results/two_sites.json, .md and .svg.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from running import (
     Outcome,
     Sheet,
     machine,
+    read_record,
     results_folder,
     run_all,
     runs_folder,
@@ -254,7 +254,7 @@ def main(
     target = out / "two_sites.json"
     on = machine()
     if summary_only:
-        values = json.loads(target.read_text())
+        values = read_record(target)
         on, runs = values["machine"], [Run.from_json(run) for run in values["runs"]]
     else:
         with runs_folder(runs_dir) as folder:

@@ -30,7 +30,19 @@ import pyarrow.parquet as pq
 import reasoning_gym
 import yaml
 from matplotlib.figure import Figure
-from running import OUT_HELP, ROOT, Job, Outcome, Sheet, machine, results_folder, run_all, terminal, write_results
+from running import (
+    OUT_HELP,
+    ROOT,
+    Job,
+    Outcome,
+    Sheet,
+    machine,
+    read_record,
+    results_folder,
+    run_all,
+    terminal,
+    write_results,
+)
 
 from streamrl.run_dir import layout
 
@@ -257,7 +269,7 @@ def main(only: tuple[str, ...], runs_dir: Path, out: Path | None, summary_only: 
     runs: list[Run] = []
     record: dict[str, Any] = {"machine": machine(), "steps": STEPS, "settings": COMMON}
     if summary_only:
-        record = json.loads(kept.read_text())
+        record = read_record(kept)
         runs = [Run.from_json(run) for run in record["runs"]]
     else:
         questions = runs_dir.resolve() / "questions.jsonl"

@@ -14,8 +14,11 @@ from click.testing import CliRunner
 
 sys.path.append(str(Path(__file__).parents[1] / "experiments"))
 import cross_datacenter_cost
+import delta_codec
 import dispatch_ceiling
+import ranker_quality
 import schedules
+import staleness
 from running import RESULTS, Outcome, results_folder
 
 
@@ -120,3 +123,27 @@ def test_a_failed_run_of_schedules_is_an_exit_code(tmp_path: Path, monkeypatch: 
     assert ended.exit_code == 1 and "1 of 2 runs failed" in ended.output
     assert "FAILED: no vLLM" in (tmp_path / "schedules.md").read_text()
     assert run_schedules(tmp_path, monkeypatch, [None]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "main", [schedules.main, delta_codec.main, staleness.main], ids=("schedules", "delta", "stale")
+)
+def test_a_summary_without_results_is_refused_in_words(
+    main: click.Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    for name in ("schedules", "delta_codec", "staleness"):
+        (tmp_path / "empty" / f"{name}.json").touch()
+    for folder, why in (("new.json", "No such file or directory"), ("empty", "not valid JSON")):
+        refused = CliRunner().invoke(main, ["--summary-only", "--out", folder])
+        assert refused.exit_code == 2 and why in refused.output and "without --summary-only" in refused.output
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+
+
+def test_options_of_studies_have_types() -> None:
+    refused = CliRunner().invoke(delta_codec.main, ["--steps", "-1"])
+    assert refused.exit_code == 2 and "-1 is not in the range x>=0" in refused.output
+    refused = CliRunner().invoke(ranker_quality.main, ["nope"])
+    assert refused.exit_code == 2 and "'nope' is not one of 'smollm2', 'small_reasoner'" in refused.output
+    assert CliRunner().invoke(ranker_quality.main, ["--help"]).exit_code == 0
