@@ -43,6 +43,11 @@ FileOpener = Callable[[Path, Path], BinaryIO]
 MOST = 1e9
 """Greatest plausible length, tokens."""
 
+MISSING = "without a prompt or a length"
+OUT_OF_RANGE = f"with a length that is negative or above {MOST:,.0f} tokens"
+CUT_SHORT = "of void episodes, or cut off before their first token,"
+"""Why rows are left out, in words."""
+
 CUT = ("length", "max_tokens", "max_new_tokens", "max_output_tokens", "max_length", "token_limit", "truncated")
 """Reasons that say, in any case of letters, that a sample was cut off at a limit: ours, and those of other systems."""
 ENDED = (
@@ -126,7 +131,7 @@ def read_rollouts(paths: Iterable[str | Path], open_file: FileOpener = _open) ->
     """Read files, and all .parquet and .jsonl files in and below folders.
 
     Rows without a prompt or without a length in 0..`MOST`, and those that `says_length` refuses, are left out, and
-    counted in `notes`.
+    counted in `notes` by these reasons.
 
     Args:
         paths: files and folders.
@@ -202,7 +207,7 @@ class Builder:
         self._groups: dict[tuple[int, str], int] = {}
         self._runs: dict[str, int] = {}
         self._parts: dict[str, list[Array]] = {}
-        self._dropped = 0
+        self._dropped = dict.fromkeys((MISSING, OUT_OF_RANGE, CUT_SHORT), 0)
         self._told: set[int] = set()  # runs of which a row says how its sample ended
         self._steps: dict[int, set[float]] = {}  # steps of each run, NaN where a row has none
         self._notes: list[str] = []
@@ -212,12 +217,16 @@ class Builder:
         prompts, lengths = columns["prompt"], columns["output_length"]
         assert prompts is not None and lengths is not None
         length = _floats(lengths, len(prompts))
-        usable = np.array([text is not None for text in prompts], dtype=bool) & np.isfinite(length)
-        usable &= (length >= 0) & (length <= MOST)
         ends = (columns.get(name) or repeat(None) for name in ("finish_reason", "void_cause", EPISODE))
-        usable &= np.array([*map(says_length, length, *ends)], dtype=bool)
+        usable = np.ones(len(prompts), dtype=bool)
+        for why, fits in {
+            MISSING: np.array([text is not None for text in prompts], dtype=bool) & ~np.isnan(length),
+            OUT_OF_RANGE: (length >= 0) & (length <= MOST),
+            CUT_SHORT: np.array([*map(says_length, length, *ends)], dtype=bool),
+        }.items():  # a row counts for the first reason alone
+            self._dropped[why] += int((usable & ~fits).sum())
+            usable &= fits
         count = int(usable.sum())
-        self._dropped += len(prompts) - count
         # before anything is numbered: a text, a task or a group without a sample would count for nothing
         columns = {name: None if values is None else list(compress(values, usable)) for name, values in columns.items()}
         reasons = columns.get("finish_reason") or [None] * count
@@ -269,7 +278,7 @@ class Builder:
         if not parts:
             names = ("prompt", "output_length", "task", "run", "step", "group", "finished")
             parts = {name: empty for name in names} | {"capped": empty.astype(bool), "unsaid": empty.astype(bool)}
-        notes = [f"{self._dropped} rows without a prompt or a length were left out"] if self._dropped else []
+        notes = [f"{count} rows {why} were left out" for why, count in self._dropped.items() if count]
         notes += [*self._notes, *self._guess_limits(parts.pop("unsaid"), **parts)]
         return Rollouts(texts=list(self._texts), tasks=list(self._tasks), notes=notes, **parts)
 
@@ -460,7 +469,7 @@ def _value(file: Path, number: int, name: str, value: Any) -> Any:
         try:
             return value if math.isfinite(value) else None
         except OverflowError:  # an integer that no float can hold
-            return None
+            return (-math.inf if value < 0 else math.inf) if name == "output_length" else None
     if isinstance(value, str) or (name != "prompt" and isinstance(value, int)):
         return str(value)
     raise RankerError(f"{file}, line {number}: column '{name}' is {value!r:.60}; expected text")

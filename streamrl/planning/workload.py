@@ -178,7 +178,7 @@ def replay(trace: Path, ranker: Path | None, noise: float, seed: int) -> Workloa
     steps = [step for file in found if (step := [sample for sample in file if sample is not None])]
     left_out = sum(map(len, found)) - sum(map(len, steps))
     if not steps:
-        usable = " with a prompt and a length" if left_out else ""
+        usable = " with a prompt and a usable length" if left_out else ""
         raise UserError(f"--trace {trace}: its rollouts have no rows{usable}; expected those of a step at least")
     batches = []
     longest = max(sample.length for step in steps for sample in step)
@@ -195,7 +195,7 @@ def replay(trace: Path, ranker: Path | None, noise: float, seed: int) -> Workloa
             ]
         batches.append(batch)
     source = f"{trace}, {len(batches)} steps"
-    source += f", {left_out} rows without a prompt or a length left out" if left_out else ""
+    source += f", {left_out} rows without a prompt or a usable length left out" if left_out else ""
     return Workload(source, batches, longest)
 
 

@@ -47,7 +47,7 @@ def test_rows_that_the_ranker_leaves_out_are_left_out_and_counted(
 ) -> None:
     workload = replay(parquet(tmp_path, **columns), None, 0.0, 0)
     assert lengths(workload) == expected and workload.longest == max(expected)
-    assert f"1 steps, {4 - len(expected)} rows without a prompt or a length left out" in workload.source
+    assert f"1 steps, {4 - len(expected)} rows without a prompt or a usable length left out" in workload.source
 
 
 def test_prompts_count_by_their_tokens_or_by_the_number_of_them(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_jsonl_file_and_a_folder_of_both_kinds_are_replayed(tmp_path: Path) ->
         ({"prompt": [1, 2, 3, 4]}, "x.parquet, row 1: prompt is 1; expected text"),
         ({"prompt_tokens": ["7"] * 4}, "x.parquet, row 1: prompt_tokens is '7'; expected a number"),
         ({"prompt_tokens": [1, -7, 1, 1]}, "x.parquet, row 2: prompt_tokens is -7"),
-        ({"output_length": pa.nulls(4)}, "no rows with a prompt and a length"),
+        ({"output_length": pa.nulls(4)}, "no rows with a prompt and a usable length"),
     ],
 )
 def test_rows_of_another_form_are_named(columns: dict[str, Any], complaint: str, tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from ranker.errors import RankerError
 from ranker.history import simulate
 from ranker.train import train_and_hold_out
 
+CUT_SHORT_ROW = "1 rows of void episodes, or cut off before their first token, were left out"
+
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -104,7 +106,10 @@ def test_nulls_are_left_out_and_counted(tmp_path: Path) -> None:
     rows += [{"prompt": "p", "output_length": length} for length in (-1, 1e300, float("nan"), 10**400)]
     file = write_jsonl(tmp_path / "x.jsonl", [{"prompt": "p", "output_length": 5}, *rows])
     rollouts = read_rollouts([file])
-    assert len(rollouts) == 1 and rollouts.notes == ["7 rows without a prompt or a length were left out"]
+    assert len(rollouts) == 1 and rollouts.notes == [
+        "4 rows without a prompt or a length were left out",
+        "3 rows with a length that is negative or above 1,000,000,000 tokens were left out",
+    ]
 
 
 def test_what_only_rows_that_are_left_out_have_is_not_counted(tmp_path: Path) -> None:
@@ -155,7 +160,7 @@ def test_other_systems_words_for_a_limit_are_known(tmp_path: Path, reason: str) 
     ]
     rows.append({"prompt": "q", "output_length": 0, "finish_reason": reason})
     rollouts = read_rollouts([write_jsonl(tmp_path / "x.jsonl", rows)])
-    assert rollouts.capped.sum() == 100 and rollouts.notes == ["1 rows without a prompt or a length were left out"]
+    assert rollouts.capped.sum() == 100 and rollouts.notes == [CUT_SHORT_ROW]
 
 
 @pytest.mark.parametrize("reason", ["limit reached", None])
@@ -186,7 +191,7 @@ def test_what_was_cut_off_before_its_first_token_says_nothing_of_a_length(tmp_pa
     ]
     rollouts = read_rollouts([write_jsonl(tmp_path / "x.jsonl", rows)])
     assert rollouts.texts == ["p", "r"] and rollouts.output_length.tolist() == [9, 1] and rollouts.cap is None
-    assert rollouts.notes == ["1 rows without a prompt or a length were left out"]
+    assert rollouts.notes == [CUT_SHORT_ROW]
 
 
 def test_void_episodes_broke_off_and_void_completions_are_whole(tmp_path: Path) -> None:
