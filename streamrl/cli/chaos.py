@@ -196,7 +196,7 @@ def _study(
 
 
 def _write_results(run_dir: Path, study: Study, left_out: dict[FaultKind, str], seed: int, minutes: float) -> int:
-    """Audit the run's samples, print and write the results; return the exit code."""
+    """Audit the run's samples, write and print the results; return the exit code."""
     import sqlite3
     from dataclasses import asdict
 
@@ -207,20 +207,17 @@ def _write_results(run_dir: Path, study: Study, left_out: dict[FaultKind, str], 
     from streamrl.run_dir import layout
     from streamrl.run_dir.metrics import read_metrics
 
+    found, failed = None, ""
     try:
         found = audit(read_account(run_dir))
     except (OSError, sqlite3.Error, ValueError) as error:
-        found = None
-        click.echo(f"the audit failed: {error}")
+        failed = f"the audit failed: {error}"
     metrics = read_metrics(run_dir / layout.METRICS)
     rewards = [(row.step, row.reward_mean) for row in metrics if row.reward_mean is not None]
     curve = reward_curve([reward for _, reward in rewards])
     wrong = problems(study.results, found, study.ended)
     sentences = summary(study.results, found, curve)
-    console = terminal(PIPED_WIDTH)
-    console.print("", rich_table(study.results), "")
-    for one in (*sentences, *(f"NOT PASSED: {one}" for one in wrong)):
-        console.print(one, soft_wrap=True, markup=False)
+    # the files come before the table: a reader that ends early (`| head`) ends the command
     about = f"{len(study.results)} faults with seed {seed} in `{run_dir}`, within {minutes:g} minutes."
     (run_dir / MARKDOWN_FILE).write_text(markdown(study.results, left_out, sentences, wrong, about), encoding="utf-8")
     written = {
@@ -235,5 +232,11 @@ def _write_results(run_dir: Path, study: Study, left_out: dict[FaultKind, str], 
         "reward": {"steps": rewards, "ends": asdict(curve) if curve is not None else None},
     }
     (run_dir / JSON_FILE).write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    if failed:
+        click.echo(failed)
+    console = terminal(PIPED_WIDTH)
+    console.print("", rich_table(study.results), "")
+    for one in (*sentences, *(f"NOT PASSED: {one}" for one in wrong)):
+        console.print(one, soft_wrap=True, markup=False)
     console.print(f"written: {run_dir / MARKDOWN_FILE}, {run_dir / JSON_FILE}", soft_wrap=True)
     return 1 if wrong else 0

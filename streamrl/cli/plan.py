@@ -117,14 +117,15 @@ def command(
     except ValueError as error:
         raise UserError(str(error)) from error
     together = colocated(inputs.problem, aim)
-    _show(terminal(), inputs, found, together, objective, "asked for" if named else "default")
-    if json_file is not None:
+    if json_file is not None:  # before anything is printed: a reader that ends early (`| head`) ends the command
         try:
             json_file.write_text(
                 json.dumps(_plain(inputs, found, together, objective), indent=1) + "\n", encoding="utf-8"
             )
         except OSError as error:
             raise UserError(f"--json {json_file}: {error.strerror or error}") from error
+    _show(terminal(), inputs, found, together, objective, "asked for" if named else "default")
+    if json_file is not None:
         click.echo(f"plans written to {json_file}")
 
 

@@ -296,6 +296,7 @@ def _compare_policies(
         name: [simulate(make_policy(name, workload.longest), batch, fleet) for batch in workload.batches]
         for name in names
     }
+    _plot(outcomes, _draw_running, out)
     total = sum(map(len, workload.batches))
     click.echo(f"{total} requests ({workload.source}) on {len(fleet)} instances")
     spans = {name: sum(outcome.makespan for outcome in some) for name, some in outcomes.items()}
@@ -314,7 +315,6 @@ def _compare_policies(
         )
     titles = ("policy", "makespan", "saved", "bubble", "moves", "tokens/s", "USD/1k")
     terminal().print(ruled_table("", titles, titles[:1], rows))
-    _plot(outcomes, _draw_running, out)
 
 
 def _schedules(names: Sequence[str], max_staleness: int, sync_every: int, colocated: bool) -> list[Schedule]:
@@ -399,9 +399,10 @@ def _run_schedules(
 def _compare_schedules(
     outcomes: dict[tuple[str, str], PipelineOutcome], workload: Workload, instances: int, price: float, out: Path
 ) -> None:
-    """Print and plot the outcomes; `price`: USD per hour for everything."""
+    """Plot the outcomes, then print them; `price`: USD per hour for everything."""
     from streamrl.report.terminal import ruled_table, terminal
 
+    _plot({f"{schedule}, {policy}": outcome for (schedule, policy), outcome in outcomes.items()}, _draw_steps, out)
     first = next(iter(outcomes.values()))
     click.echo(
         f"{len(first.stepped)} iterations of {first.samples // len(first.stepped)} requests ({workload.source}) "
@@ -422,7 +423,6 @@ def _compare_schedules(
     ]
     titles = ("schedule", "policy", "step", "bubble", "trainer", "samples/s", "staleness", "USD/1k")
     terminal().print(ruled_table("", titles, titles[:2], rows))
-    _plot({f"{schedule}, {policy}": outcome for (schedule, policy), outcome in outcomes.items()}, _draw_steps, out)
 
 
 def _draw_running(axis: Axes, name: str, some: list[Outcome]) -> None:
@@ -442,7 +442,10 @@ def _draw_steps(axis: Axes, name: str, outcome: PipelineOutcome) -> None:
 
 
 def _plot(outcomes: dict[str, Any], draw: Any, out: Path) -> None:
-    """Write a plot with one line per outcome, drawn by `draw(axis, name, outcome)`."""
+    """Write a plot with one line per outcome, drawn by `draw(axis, name, outcome)`.
+
+    It comes before anything is printed: a reader that ends early (`| head`) ends the command.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")

@@ -88,20 +88,21 @@ def command(
     except RankerError as error:
         raise UserError(str(error)) from error
     text = json.dumps(report.to_json(), indent=1)
+    if report_path is not None:  # before anything is printed: a reader that ends early (`| head`) ends the command
+        written = text
+        if report_path.suffix == ".html":
+            page = TextConsole(record=True, file=io.StringIO(), width=110)
+            _show(report, page)
+            written = page.export_html()
+        try:
+            report_path.write_text(written, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--report {report_path}: cannot be written: {error}") from error
     if as_json:
         click.echo(text)
     else:
         _show(report, TextConsole())
         click.echo(f"ranker written to {out}")
-    if report_path is not None:
-        if report_path.suffix == ".html":
-            page = TextConsole(record=True, file=io.StringIO(), width=110)
-            _show(report, page)
-            text = page.export_html()
-        try:
-            report_path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"--report {report_path}: cannot be written: {error}") from error
 
 
 def refuse_overwriting(out: Path, report: Path | None, rollouts: Sequence[str | Path]) -> None:

@@ -85,12 +85,13 @@ def _hardware(console: Console, out: Path | None) -> None:
 
     os.environ.setdefault(ORDER, BY_BUS)
     results = check_hardware(lambda text: click.echo(text, err=True))
-    console.print(table_of(results))
-    if out is not None:
+    if out is not None:  # before anything is printed: a reader that ends early (`| head`) ends the command
         try:
             write_json(out, results)
         except OSError as error:
             raise UserError(f"--out {out}: {error.strerror or error}") from error
+    console.print(table_of(results))
+    if out is not None:
         click.echo(f"written: {out}")
     if failed := [result.stage for result in results if result.error]:
         raise RunFailed(f"failed: {', '.join(failed)}")
