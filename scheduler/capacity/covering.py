@@ -78,7 +78,8 @@ class Cover:
         self._branch(0, 1.0, 0.0, (), {})
         if self.found is None:
             return None
-        return self.best, tuple(Replicas(offer, count, kind) for offer, count, kind in self.found)
+        in_order = sorted(self.found, key=lambda one: one[0])  # simulated steps differ by the order of pools
+        return self.best, tuple(Replicas(offer, count, kind) for offer, count, kind in in_order)
 
     def _branch(
         self,

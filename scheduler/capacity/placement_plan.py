@@ -79,6 +79,11 @@ class PlacementPlan:
     """Whether steps under `async` are simulated; otherwise they are those of rates alone, in which nobody waits."""
 
     @property
+    def site(self) -> str:
+        """Site that trains."""
+        return self.problem.offers[self.split.trainer].site
+
+    @property
     def training_s(self) -> float:
         """Seconds of training per step."""
         return self.split.time.seconds
