@@ -106,3 +106,15 @@ def test_a_split_is_simulated_once() -> None:
     split = next(allocator.candidates("throughput"))
     first, again = (search.simulated(evaluate(allocator, split)) for _ in range(2))
     assert first is again and first.simulated
+
+
+def test_gpus_in_reserve_are_said_to_have_been_tried() -> None:
+    limits = [
+        plan.limit
+        for samples in (64, 256, 1024)
+        for plan in plans(problem("7b", ONE_SITE, batch(samples, group=1, scale=0.3)), "async", "throughput")
+    ]
+    assert not any("would not make" in limit for limit in limits)
+    assert any("no split that was tried with" in limit and "as well is much faster" in limit for limit in limits), (
+        limits
+    )
