@@ -115,7 +115,7 @@ def _refined(made: Sequence[PlacementPlan], search: Refinement) -> list[Placemen
     kept = [search.simulated(one) for one in _worth_simulating(made, search.allocator.schedule, search.objective)]
     kept.sort(key=lambda one: one.worth)
     for site in dict.fromkeys(one.site for one in kept):
-        first = kept.index(_first_at(site, kept))
+        first = next(place for place, one in enumerate(kept) if one.site == site)
         best = kept[0].worth[0]
         # no simulated step is shorter than one by rates
         if least[site] <= best * (1 + MOVE) and kept[first].worth[0] <= best * (1 + FAR):
@@ -136,7 +136,7 @@ def _cheapest_first(kept: Sequence[PlacementPlan], search: Refinement, limit: fl
     """Return plans with those first whose steps take at most `limit` seconds, by price; each site's is made cheaper."""
     found = list(kept)
     for site in dict.fromkeys(one.site for one in kept):
-        first = kept.index(_first_at(site, kept))
+        first = next(place for place, one in enumerate(kept) if one.site == site)
         found[first] = search.cheaper(kept[first], limit)
     fast = sorted((one for one in found if one.chosen.seconds <= limit), key=price)
     return fast + sorted((one for one in found if one.chosen.seconds > limit), key=lambda one: one.worth)
