@@ -16,15 +16,19 @@ import re
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemWriter
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.planner import LoadPlan
 from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
 from streamrl.errors import FULL, ErrorCode, RunFailed
+from streamrl.run_dir.checkpoint_sums import TRAINER_STATE
 from streamrl.run_dir.checkpoints import unfitting, unreadable
 from streamrl.training.generation_defaults import writable
 from streamrl.weights.finite import first_not_finite, whole
@@ -34,8 +38,10 @@ NUMBER = re.compile(r"\(os error (\d+)\)")
 """What libraries in Rust say of the system's error."""
 PASSING = (OSError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 """Errors of reading that may not come again, except that of a file that is not there."""
-UNFITTING = ("Missing key in checkpoint", "Size mismatch between saved")
-"""How torch begins to say that a sound checkpoint lacks a tensor, or has one of another shape."""
+UNTAKEN = "Weights in checkpoint that the model does not have"
+UNFITTING = ("Missing key in checkpoint", "Size mismatch between saved", UNTAKEN)
+"""How torch, or `_WholeModels`, begins to say that a sound checkpoint lacks a tensor, has one of another shape, or has
+further ones."""
 
 
 @contextmanager
@@ -80,6 +86,20 @@ def read_in_words(checkpoint: Path) -> Iterator[None]:
             raise
         told = unfitting if str(causes[0]).startswith(UNFITTING) else unreadable
         raise told(checkpoint, causes[0]) from error
+
+
+def load_state(state: dict[str, Any], checkpoint: Path) -> None:
+    """Load what a checkpoint has of a state, into its tensors. A collective.
+
+    Args:
+        state: tensors by name under `[<prefix>]model` and `[<prefix>]optimizer`.
+        checkpoint: the checkpoint's folder.
+
+    Raises:
+        RunFailed: as `read_in_words`, also where the checkpoint has further weights of a model.
+    """
+    with read_in_words(checkpoint):
+        dcp.load(state, checkpoint_id=checkpoint / TRAINER_STATE, planner=_WholeModels())
 
 
 def system_error(error: BaseException) -> OSError | None:
@@ -188,3 +208,20 @@ class _Files(FileSystem):
             if not isinstance(cause := error.__context__, OSError):
                 raise
             raise OSError(cause.errno, cause.strerror, os.fspath(path)) from error
+
+
+class _WholeModels(DefaultLoadPlanner):
+    """torch's planner of a load, which also refuses weights of the checkpoint that a model does not have.
+
+    torch reads what it is asked for, so a model with fewer layers would lose the others without a word. A model that
+    is not asked for at all, such as a critic, is left where it is.
+    """
+
+    def create_local_plan(self) -> LoadPlan:
+        plan = super().create_local_plan()
+        assert self.metadata is not None
+        asked = tuple(f"{name}." for name in self.original_state_dict if name.endswith("model"))
+        saved = {name for name in self.metadata.state_dict_metadata if name.startswith(asked)}
+        if untaken := sorted(saved - set(self.state_dict)):
+            raise ValueError(f"{UNTAKEN}: {', '.join(untaken[:3])}{', ...' if untaken[3:] else ''}")
+        return plan

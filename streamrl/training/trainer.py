@@ -38,7 +38,7 @@ from streamrl.rollouts.types import FloatArray
 from streamrl.run_dir.checkpoint_sums import TRAINER_STATE
 from streamrl.training.agreements import agreed_packing
 from streamrl.training.checkpoint_check import check_trainer_state
-from streamrl.training.checkpoint_writing import StateWriter, checkpoint_weights, read_in_words, write_model
+from streamrl.training.checkpoint_writing import StateWriter, checkpoint_weights, load_state, write_model
 from streamrl.training.compiled_formulas import Switch
 from streamrl.training.compiled_parts import compile_parts, compiles, failures_told
 from streamrl.training.critic import Critic, load_critic
@@ -504,13 +504,12 @@ class Trainer:
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote, also by another number of ranks.
 
-        The restored weights count as published, because a resumed run generates with them. Raises as `read_in_words`
-        and `check_trainer_state`.
+        The restored weights count as published, because a resumed run generates with them. Raises as `load_state` and
+        `check_trainer_state`.
         """
         check_trainer_state(directory)
         state = self._state()
-        with read_in_words(directory):
-            dcp.load(state, checkpoint_id=directory / TRAINER_STATE)
+        load_state(state, directory)
         self.learner.restore("", state)
         if self.critic:
             self.critic.restore("critic_", state)

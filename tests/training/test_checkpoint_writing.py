@@ -200,14 +200,20 @@ def test_a_checkpoint_of_which_any_part_has_changed_is_not_loaded(worker: Simple
     [
         ("critic", "Missing key in checkpoint state_dict: critic_model.head"),
         ("model", "Size mismatch between saved "),
+        ("smaller", "Weights in checkpoint that the model does not have: model."),
     ],
 )
 def test_a_checkpoint_of_another_model_or_algorithm_is_not_called_damaged(
     worker: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, changed: str, why: str
 ) -> None:
     write(worker)
-    folder, name = worker.checkpoints.path(5), next(iter(worker.trainer._state()["model"]))
-    states = {"critic": {"critic_model": {"head": torch.zeros(2)}}, "model": {"model": {name: torch.zeros(2)}}}
+    folder, model = worker.checkpoints.path(5), worker.trainer._state()["model"]
+    name = next(iter(model))
+    states = {
+        "critic": {"critic_model": {"head": torch.zeros(2)}},
+        "model": {"model": {name: torch.zeros(2)}},
+        "smaller": {"model": {name: model[name]}},
+    }
     monkeypatch.setattr(worker.trainer, "_state", lambda: states[changed])
     with pytest.raises(RunFailed) as found:
         worker.trainer.load(folder)
@@ -224,6 +230,15 @@ def test_whether_a_checkpoint_has_a_critic_is_seen_without_loading_it(
     assert has_critic(tmp_path) is None
     Trainer(run_config(tiny_model, algorithm=kind), str(tiny_model), CPU).save(tmp_path)
     assert has_critic(tmp_path) is (kind is PPO)
+
+
+def test_an_algorithm_without_a_critic_goes_on_from_a_checkpoint_with_one(
+    tiny_model: Path, tmp_path: Path, one_rank: None
+) -> None:
+    Trainer(run_config(tiny_model, algorithm=PPO), str(tiny_model), CPU).save(tmp_path)
+    trainer = Trainer(run_config(tiny_model), str(tiny_model), CPU)
+    trainer.load(tmp_path)
+    assert trainer.critic is None
 
 
 @pytest.mark.parametrize(
