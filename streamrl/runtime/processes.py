@@ -17,6 +17,8 @@ import psutil
 
 from streamrl.runtime import warden
 
+COPY_CODE = 70
+"""Exit code of a copied process that went on where only the original may ("internal software error" of sysexits.h)."""
 PR_SET_PDEATHSIG = 1
 MOST_LOOKS = 5
 """Times that processes to be killed are looked for, as they may start others meanwhile."""
@@ -64,6 +66,24 @@ def exit_text(exit_code: int) -> str:
         return signal.Signals(-exit_code).name
     except ValueError:
         return f"signal {-exit_code}"
+
+
+def end_copy(original: int, error: BaseException | None = None) -> None:
+    """End this process if it is a copy that a user's code has made by `os.fork`; a no-op in the original.
+
+    A copy that leaves the user's code would go on as the original, with its pipes and sockets. It ends as Python would
+    end it, so that the code that waits for it finds the exit code that it expects.
+
+    Args:
+        original: process id of the original.
+        error: what the user's code has raised in this process; None: it has returned, and the code is `COPY_CODE`.
+    """
+    if os.getpid() == original:
+        return
+    code = COPY_CODE if error is None else 1
+    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+        code = (error.code or 0) & 0xFF
+    os._exit(code)
 
 
 def kill_with_children(pid: int) -> None:

@@ -10,6 +10,8 @@ Each worker builds the `Scorer` once, then takes one completion at a time. A try
     the pool itself breaks   -> a new pool scores the completion again, at most `POOL_ATTEMPTS` times (pebble gives up
                                 when an idle worker dies, as at its start)
 
+Where it returns or raises in a process that it has forked, that process ends; what happens in the worker counts.
+
 A void try is repeated after a pause, in which it holds no worker, until there were `attempts` of them.
 
 The limit covers scoring alone: a worker takes a completion only after it has started, and a completion waits here, not
@@ -45,7 +47,7 @@ from streamrl.config.tasks import Task
 from streamrl.errors import RunFailed, UserError
 from streamrl.rollouts.void import Void, VoidCause
 from streamrl.runtime.output_pipe import shorten
-from streamrl.runtime.processes import end_with_parent, exit_text
+from streamrl.runtime.processes import end_copy, end_with_parent, exit_text
 from streamrl.tasks.void_reward import VoidReward, cause_of, failures_of, one_line, text_of, traceback_of
 
 POOL_ATTEMPTS = 3
@@ -277,6 +279,8 @@ class _Worker:
 
     scorer: Any = None
     problem: str | None = "the worker was not started"
+    pid: int = 0
+    """Its process id, which a process that a reward forks has not."""
 
 
 _worker = _Worker()
@@ -289,6 +293,7 @@ def _start_worker(tasks: list[Task], seed: int, log_file: str) -> None:
     # pebble's own handler runs Python code, which would never run while a verifier hangs in C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _make_every_exit_visible()
+    _worker.pid = os.getpid()
     try:
         from streamrl.tasks.rewards import Scorer
 
@@ -311,7 +316,11 @@ def _score(task: str, completion: str, reward_input: dict[str, Any]) -> _Try:
         if _worker.problem is not None:
             raise UserError(_worker.problem)
         reward = _worker.scorer.score(task, completion, reward_input)
+        end_copy(_worker.pid)
     except BaseException as raised:  # SystemExit too: sys.exit() in a reward is an error like any other
+        if os.getpid() != _worker.pid and not isinstance(raised, SystemExit):
+            _log_exception()
+        end_copy(_worker.pid, raised)
         seconds, failed, trace = time.perf_counter() - began, failures_of(raised)[0], traceback_of(raised, OWN_FOLDER)
         if isinstance(failed, VoidReward):
             return _void(failed.cause, text_of(failed), seconds, failed.retry, trace)

@@ -72,6 +72,14 @@ def reward(completion, *, prompt, answer):
             os.system("echo noise from a child; echo to its stderr >&2")
         case "arrow": print("\N{RIGHTWARDS ARROW}")
         case "pid": return os.getpid()
+        case "child returns" | "child raises" | "child leaves" | "child leaves with 3":
+            if child := os.fork():  # whose exit code is the reward
+                return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            match completion:
+                case "child returns": return 0.5
+                case "child raises": raise RuntimeError("in the child")
+                case "child leaves": sys.exit()
+                case _: sys.exit(3)
         case "before": return float(BEFORE)
         case "nap":
             time.sleep(0.2)
@@ -274,6 +282,22 @@ def test_a_worker_that_dies_idle_is_replaced(tasks: list[Task]) -> None:
                 await until(lambda one=began_in: workers() or not one.active)  # it has been noticed
             result = await ask(pool, "fine")
             assert (result.reward, result.void) == (1.0, None)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("does", "code"),
+    [("child returns", 70), ("child raises", 1), ("child leaves", 0), ("child leaves with 3", 3)],
+)
+def test_a_process_that_a_reward_forks_ends_where_the_reward_ends(tasks: list[Task], does: str, code: int) -> None:
+    async def run() -> None:
+        async with started(RewardPool(tasks, 0, workers=1, timeout_s=NEVER_S)) as pool:
+            before = descendants()
+            for _ in range(2):
+                result = await ask(pool, does)
+                assert (result.reward, result.void) == (code, None)
+            assert descendants() == before
 
     asyncio.run(run())
 
