@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 import inspect
 import json
+import os
 import threading
 import time
 import uuid
@@ -20,6 +21,7 @@ from streamrl.agents.episode import POLICY
 from streamrl.agents.live_episode import LiveEpisode
 from streamrl.environments.in_venv.mcp_tools_text import cut_text
 from streamrl.rollouts.void import VoidCause
+from streamrl.runtime.processes import end_copy
 from streamrl.tasks.void_reward import VoidReward, failures_of, one_line
 
 ATTEMPTS = 3
@@ -210,7 +212,7 @@ class AgentClient:
     def _in_thread(self, function: Callable[..., Any], args: Any, named: Any) -> asyncio.Future[Any]:
         """Call a function in a thread of its own: one that never ends takes no thread from others."""
         loop = asyncio.get_running_loop()
-        future, context = loop.create_future(), contextvars.copy_context()
+        future, context, worker = loop.create_future(), contextvars.copy_context(), os.getpid()
 
         def settle(result: Any, error: BaseException | None) -> None:
             if future.done():
@@ -227,6 +229,7 @@ class AgentClient:
                 result = context.run(function, *args, **named)
             except BaseException as raised:
                 error = raised
+            end_copy(worker, error)
             self._episode.threads.discard(thread)
             with contextlib.suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(settle, result, error)

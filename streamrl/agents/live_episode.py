@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from streamrl.agents.episode import EpisodeOrder
@@ -20,6 +22,7 @@ from streamrl.config.tasks import EpisodeDeadlines
 from streamrl.rollouts.plain_text import plain_text
 from streamrl.rollouts.trajectory import MOST_STEPS, EpisodeStep
 from streamrl.rollouts.void import Void, VoidCause
+from streamrl.runtime.processes import end_copy
 
 CURRENT: ContextVar[LiveEpisode | None] = ContextVar("episode", default=None)
 """The episode whose agent is running."""
@@ -150,7 +153,7 @@ class EpisodeThreads(ThreadPoolExecutor):
     """
 
     def submit(self, fn: Callable[Given, Computed], /, *args: Given.args, **kwargs: Given.kwargs) -> Future[Computed]:
-        """Run a function in a thread of the current episode."""
+        """Run a function in a thread of the current episode; a process that it has forked ends where it ends."""
         if (episode := CURRENT.get()) is None:
             return super().submit(fn, *args, **kwargs)
         try:
@@ -159,4 +162,9 @@ class EpisodeThreads(ThreadPoolExecutor):
             return super().submit(fn, *args, **kwargs)
         episode.threads.add(call)
         call.add_done_callback(episode.threads.discard)
+        call.add_done_callback(partial(_end_copy_of, os.getpid()))
         return call
+
+
+def _end_copy_of(worker: int, call: Future[Any]) -> None:
+    end_copy(worker, None if call.cancelled() else call.exception())

@@ -16,13 +16,14 @@ import contextlib
 import contextvars
 import faulthandler
 import os
+import selectors
 import signal
 import sys
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,7 +52,7 @@ from streamrl.config.tasks import AgentTask
 from streamrl.errors import UserError
 from streamrl.machine.open_files import raise_open_files
 from streamrl.rollouts.void import Void, VoidCause
-from streamrl.runtime.processes import end_with_parent
+from streamrl.runtime.processes import end_copy, end_with_parent
 from streamrl.tasks.void_reward import VoidReward, cause_of, failures_of, one_line, text_of, traceback_of
 
 GRACE_S = 2.0
@@ -62,9 +63,11 @@ OWN_FOLDER = Path(__file__).parent
 
 
 async def _result_of(agent: AgentFunction, item: dict[str, Any], client: AgentClient) -> EpisodeOutcome:
-    """Run an agent to its end; whatever it raises is its outcome."""
+    """Run an agent to its end; whatever it raises is its outcome. A process that it has forked ends there."""
+    worker = os.getpid()
     try:
-        reward, metrics = outcome_of(await agent(item, client))
+        found = await _of_worker(worker, agent(item, client))
+        reward, metrics = outcome_of(found)
         return EpisodeOutcome(reward, None, metrics=metrics)
     except asyncio.CancelledError as error:
         return _void(VoidCause.VERIFIER, "the agent cancelled itself", error)
@@ -76,6 +79,34 @@ async def _result_of(agent: AgentFunction, item: dict[str, Any], client: AgentCl
             return _void(failed.cause, text_of(failed), error)
         traceback.print_exc()
         return _void(cause_of(failed), one_line(failed), error)
+
+
+async def _of_worker(worker: int, running: Awaitable[Any]) -> Any:
+    """Wait for a user's code; in a copy of the worker, which that code has forked, end the process there."""
+    try:
+        found = await running
+    except BaseException as error:
+        if os.getpid() != worker and not isinstance(error, SystemExit):
+            traceback.print_exc()
+        end_copy(worker, error)
+        raise
+    end_copy(worker)
+    return found
+
+
+class _OwnSelector(selectors.DefaultSelector):
+    """The selector of the worker's event loop, of which no copy of the process makes another round.
+
+    It would take answers and frames from the sockets and pipes that it shares with the worker.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pid = os.getpid()
+
+    def select(self, timeout: float | None = None) -> Any:
+        end_copy(self._pid)
+        return super().select(timeout)
 
 
 def _ended(playing: asyncio.Task[EpisodeOutcome]) -> EpisodeOutcome:
@@ -276,7 +307,7 @@ def main() -> None:
         pipe.send(Ready(problem=""))
         await worker.serve()
 
-    loop = asyncio.new_event_loop()
+    loop = asyncio.SelectorEventLoop(_OwnSelector())
     asyncio.set_event_loop(loop)
     serving = loop.create_task(serve())
     serving.add_done_callback(_end_process)

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from streamrl.agents.episode import EpisodeOrder, EpisodeOutcome
+from streamrl.runtime.processes import end_copy
 
 LENGTH_BYTES = 4
 MOST_BYTES = 64 * 2**20
@@ -121,7 +122,7 @@ async def next_frame(reader: asyncio.StreamReader) -> FromWorker | None:
 
 
 class FramePipe:
-    """A worker's end of both pipes; any thread may write."""
+    """A worker's end of both pipes; any thread may write, and no process that an agent has forked."""
 
     def __init__(self, read: int, write: int) -> None:
         """
@@ -131,6 +132,7 @@ class FramePipe:
         """
         self._read, self._write = read, write
         self._writing = threading.Lock()
+        self._pid = os.getpid()
 
     def next(self) -> ToWorker | None:
         """Read the next frame, blocking; None: the owner has closed the pipe."""
@@ -139,11 +141,12 @@ class FramePipe:
         return TO_WORKER.decode(body) if body else None
 
     def send(self, frame: FromWorker) -> None:
-        """Write a frame whole, blocking.
+        """Write a frame whole, blocking; a copy of the process ends instead.
 
         Raises:
             OSError: the owner has closed the pipe.
         """
+        end_copy(self._pid)
         data = memoryview(packed(frame))
         with self._writing:
             while data:

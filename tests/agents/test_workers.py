@@ -155,6 +155,12 @@ async def run(task, client):
                 os._exit(0)
             with open("child", "w") as file: file.write(str(child))
             os._exit(3)
+        case "forks": return in_child(task["does"])
+        case "forks and awaits":
+            if (child := os.fork()) == 0: await asyncio.sleep(0)
+            return exit_code(child)
+        case "forks in a tool": return await client.tool("fork", in_child, task["does"])
+        case "forks in a thread": return await asyncio.to_thread(in_child, task["does"])
         case "segfault": ctypes.string_at(0)
         case "pid": return os.getpid()
         case "noise":
@@ -162,6 +168,14 @@ async def run(task, client):
             os.system("echo noise from a child; echo to its stderr >&2")
             print("x" * 100_000)
             return 1.0
+
+def in_child(does):
+    if child := os.fork(): return exit_code(child)
+    if does == "returns": return 0.5
+    if does == "raises": raise RuntimeError("in the child")
+    sys.exit(3)
+
+def exit_code(child): return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 def blocked(seconds):
     time.sleep(seconds)
@@ -427,6 +441,31 @@ def test_a_worker_that_dies_beside_a_child_ends_its_episodes_and_is_replaced() -
                 assert (await play(owner, server, order("plain", "third"))).reward == 0.5
             finally:
                 os.kill(int(Path("child").read_text()), signal.SIGKILL)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "does", "code"),
+    [
+        ("forks", "returns", 70),
+        ("forks", "raises", 1),
+        ("forks", "leaves", 3),
+        ("forks and awaits", "", 70),
+        ("forks in a tool", "returns", 70),
+        ("forks in a tool", "leaves", 3),
+        ("forks in a thread", "returns", 70),
+        ("forks in a thread", "raises", 1),
+    ],
+)
+def test_a_process_that_an_agent_forks_ends_where_its_code_ends(prompt: str, does: str, code: int) -> None:
+    async def scenario() -> None:
+        async with ModelServer().running() as server, started() as owner:
+            other = play(owner, server, order("waits for ever", "other"))
+            outcome = await play(owner, server, order(prompt, does=does))
+            assert (outcome.reward, outcome.void) == (code, None)
+            assert not other.done() and (await play(owner, server, order("plain"))).reward == 0.5
+            other.cancel()
 
     asyncio.run(scenario())
 
