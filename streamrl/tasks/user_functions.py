@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import os
@@ -40,12 +41,23 @@ def import_function(spec: str, whose: str, expected: str = "'module:function'") 
 def import_ordinary(
     spec: str, whose: str, form: str, *args: Any, expected: str = "'module:function'", **named: Any
 ) -> Any:
-    """Import a function that is no coroutine; arguments as for `import_function` and `require_callable`."""
+    """Import a function whose call runs it; arguments as for `import_function` and `require_callable`."""
     function = import_function(spec, whose, expected)
-    if not callable(function) or inspect.iscoroutinefunction(function):
+    if not callable(function) or _is_deferred(function):
         raise UserError(f"{whose} must be an ordinary function")
     require_callable(function, whose, form, *args, **named)
     return function
+
+
+def _is_deferred(function: Any) -> bool:
+    """Whether a call returns a coroutine or a generator, whose code has yet to run.
+
+    What a decorator has wrapped is not looked at: it may well run a coroutine to its end.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    tests = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
+    return any(test(one) for test in tests for one in (function, type(function).__call__))
 
 
 def require_callable(function: Any, whose: str, form: str, *args: Any, **named: Any) -> None:

@@ -115,7 +115,7 @@ def file_task(reward: str, **settings: Any) -> FileTask:
 @pytest.fixture
 def my_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_rewards.py").write_text(
-        "import decimal\nimport numpy as np\n"
+        "import asyncio\nimport decimal\nimport functools\nimport numpy as np\n"
         "def length(completion, *, prompt, answer): return len(completion) + len(prompt) + answer\n"
         "def half(completion, prompt, answer, scale=0.5): return np.float32(scale)\n"
         "def yes(completion, **_): return True\n"
@@ -131,6 +131,16 @@ def my_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "def huge(completion, **_): return -1e13\n"
         "def no_prompt(completion, answer): return 0.0\n"
         "async def later(completion, **_): return 0.0\n"
+        "def one_by_one(completion, **_): yield 0.0\n"
+        "async def each_later(completion, **_): yield 0.0\n"
+        "class Judge:\n"
+        "    async def __call__(self, completion, **_): return 0.5\n"
+        "    def now(self, completion, **_): return asyncio.run(self(completion))\n"
+        "judge = Judge()\n"
+        "part = functools.partial(judge)\n"
+        "now = judge.now\n"
+        "@functools.wraps(later)\n"
+        "def run(completion, **_): return asyncio.run(later(completion))\n"
         "number = 3\n"
     )
     (tmp_path / "broken_rewards.py").write_text("import a_package_that_is_not_there\n")
@@ -143,7 +153,16 @@ def my_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("my_rewards")
 @pytest.mark.parametrize(
     ("function", "reward"),
-    [("length", 8.0), ("half", 0.5), ("yes", 1.0), ("equal", 1.0), ("exact", 0.25), ("scalar", 0.75)],
+    [
+        ("length", 8.0),
+        ("half", 0.5),
+        ("yes", 1.0),
+        ("equal", 1.0),
+        ("exact", 0.25),
+        ("scalar", 0.75),
+        ("now", 0.5),
+        ("run", 0.0),
+    ],
 )
 def test_a_function_in_the_current_folder_is_called_with_completion_prompt_answer(function: str, reward: float) -> None:
     scorer = Scorer([file_task(f"my_rewards:{function}")], SEED)
@@ -212,6 +231,10 @@ def test_an_exception_stands_for_a_cause(error: BaseException, cause: str) -> No
         ("leaving_rewards:f", "SystemExit: 3"),
         ("my_rewards:number", "must be an ordinary function"),
         ("my_rewards:later", "must be an ordinary function"),
+        ("my_rewards:one_by_one", "must be an ordinary function"),
+        ("my_rewards:each_later", "must be an ordinary function"),
+        ("my_rewards:judge", "must be an ordinary function"),
+        ("my_rewards:part", "must be an ordinary function"),
         ("my_rewards:no_prompt", "unexpected keyword argument 'prompt'"),
     ],
 )
