@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import multiprocessing
 import os
@@ -35,7 +36,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -279,6 +280,8 @@ class _Worker:
 
     scorer: Any = None
     problem: str | None = "the worker was not started"
+    given: tuple[list[Task], int] = field(default_factory=lambda: ([], 0))
+    """What the scorer is made of: the tasks and the seed."""
     pid: int = 0
     """Its process id, which a process that a reward forks has not."""
 
@@ -293,11 +296,16 @@ def _start_worker(tasks: list[Task], seed: int, log_file: str) -> None:
     # pebble's own handler runs Python code, which would never run while a verifier hangs in C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _make_every_exit_visible()
-    _worker.pid = os.getpid()
+    _worker.pid, _worker.given = os.getpid(), (tasks, seed)
+    _make_scorer()
+
+
+def _make_scorer() -> None:
+    """Make the worker's scorer, which imports what belongs to a user, or keep why it cannot be made."""
     try:
         from streamrl.tasks.rewards import Scorer
 
-        _worker.scorer, _worker.problem = Scorer(tasks, seed), None
+        _worker.scorer, _worker.problem = Scorer(*_worker.given), None
     except UserError as error:
         _worker.problem = str(error)
     except BaseException as error:
@@ -313,6 +321,9 @@ def _score(task: str, completion: str, reward_input: dict[str, Any]) -> _Try:
     """Score in the worker; exceptions become text, as some cannot be sent to another process."""
     began = time.perf_counter()
     try:
+        if _worker.problem is not None:  # it has replaced another while the user's module was edited, say
+            importlib.invalidate_caches()
+            _make_scorer()
         if _worker.problem is not None:
             raise UserError(_worker.problem)
         reward = _worker.scorer.score(task, completion, reward_input)

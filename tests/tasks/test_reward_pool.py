@@ -302,6 +302,23 @@ def test_a_process_that_a_reward_forks_ends_where_the_reward_ends(tasks: list[Ta
     asyncio.run(run())
 
 
+def test_a_replaced_worker_that_cannot_import_a_reward_tries_again_at_the_next_completion(
+    tasks: list[Task], tmp_path: Path
+) -> None:
+    async def run() -> None:
+        async with started(RewardPool(tasks, 0, workers=1, timeout_s=NEVER_S)) as pool:
+            (tmp_path / "mischief.py").write_text("def reward(:")  # saved half-way
+            await ask(pool, "exit 3")
+            for _ in range(2):
+                broken = await ask(pool, "fine")
+                assert broken.void is not None and "cannot be imported: SyntaxError" in broken.void.text
+            (tmp_path / "mischief.py").write_text(MISCHIEF)
+            result = await ask(pool, "fine")
+            assert (result.reward, result.void) == (1.0, None)
+
+    asyncio.run(run())
+
+
 def test_real_verifiers_score_in_workers(tmp_path: Path) -> None:
     tasks: list[Task] = [
         ReasoningGymTask(name="chain_sum", answer="last_number"),
