@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from streamrl.rollouts.seeds import derive_seed
 from streamrl.rollouts.types import Group
 from streamrl.tasks.prompt_tokens import PromptTokens
 from streamrl.tasks.source import Prompt, PromptSource
+from streamrl.tasks.task_items import digest_of
 
 log = logging.getLogger(__name__)
 
@@ -61,10 +63,16 @@ class GroupSource:
         """
         again = [group.prompt_index for group in open_groups] + list(self._to_reissue)
         position = {"next_index": self._next_index, "too_long": self.too_long, "again": again}
-        return position | {"contents": self._contents, "mixed_by": self._mixed_by}
+        return position | {"contents": self._contents, "mixed_by": self._mixed_by, "written_by": self._written_by}
+
+    @cached_property
+    def _written_by(self) -> dict[str, str]:
+        """What the tokens of a prompt depend on, by digests."""
+        template, words = getattr(self.tokenizer, "chat_template", None), sorted(self.tokenizer.get_vocab().items())
+        return {"chat template": digest_of([template]), "vocabulary": digest_of([words])}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint's position; what has changed the order of the prompts since is logged."""
+        """Continue from a checkpoint's position; what has changed the prompts or their order since is logged."""
         self._next_index, self.too_long = state["next_index"], state["too_long"]
         self._to_reissue = deque(state.get("again", ()))
         for what, then in state.get("mixed_by", {}).items():
@@ -73,6 +81,13 @@ class GroupSource:
                     "%s: %s now, and %s at the checkpoint: prompts that are issued again may be others, and rows "
                     "may come again or not at all in this epoch",
                     *(what, today, then),
+                )
+        for part, then in state.get("written_by", {}).items():
+            if self._written_by.get(part, then) != then:
+                log.warning(
+                    "model.path: the %s of %s is another one than at the checkpoint: from here on prompts are written "
+                    "with it, and the model was not trained with such prompts",
+                    *(part, self.run.model.path),
                 )
         for task, before in state.get("contents", {}).items():
             now = self._contents.get(task, before)

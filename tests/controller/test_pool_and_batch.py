@@ -432,7 +432,7 @@ def test_a_file_that_has_changed_since_the_checkpoint_is_named_at_a_resume(
     state = json.loads(json.dumps(source_of("abc").state([])))
     source_of(rows).restore(state)
     assert [message.split(":")[0] for message in caplog.messages if "checkpoint" in message] == [says] * bool(says)
-    del state["contents"], state["mixed_by"]  # of an earlier version
+    del state["contents"], state["mixed_by"], state["written_by"]  # of an earlier version
     caplog.clear()
     source_of(rows).restore(state)
     assert not caplog.messages
@@ -449,6 +449,26 @@ def test_a_seed_or_a_weight_that_has_changed_since_the_checkpoint_is_named_at_a_
     assert [message.partition(" at the checkpoint: ")[0] for message in caplog.messages] == [
         "seed: 5 now, and 4",
         "tasks: [['gcd', 2.0]] now, and [['gcd', 1.0]]",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [("", []), ("template", ["chat template"]), ("token", ["vocabulary"])],
+)
+def test_a_tokenizer_that_has_changed_since_the_checkpoint_is_named_at_a_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, changed: str, named: list[str]
+) -> None:
+    source = group_source(tmp_path, 100, 400)
+    state, tokenizer = json.loads(json.dumps(source.state([]))), source.tokenizer
+    if changed == "template":
+        tokenizer.chat_template += "{# another #}"
+    elif changed == "token":
+        tokenizer.add_tokens(["<|another|>"])
+    GroupSource(source.run, source.source, tokenizer).restore(state)
+    path = source.run.model.path
+    assert [message.partition(" is another one than at the checkpoint: ")[0] for message in caplog.messages] == [
+        f"model.path: the {part} of {path}" for part in named
     ]
 
 
