@@ -34,7 +34,7 @@ async def mcp_tools(server: Sequence[str] | str) -> AsyncIterator[list[Tool]]:
     where: Any = server
     if not isinstance(server, str):
         command, *arguments = server
-        where = speaking(mcp.StdioServerParameters(command=command, args=arguments))
+        where = speaking(command, arguments)
     raised: BaseException | None = None
     tools: list[Tool] | None = None
     try:

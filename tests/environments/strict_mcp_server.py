@@ -1,7 +1,7 @@
 """An MCP server that refuses calls as those of the TypeScript SDK do: with a JSON-RPC error in place of a result.
 
 It returns a `result` that it is given, and prints a `line` that it is given before it answers; if that line has an
-"id", it is the answer.
+"id", it is the answer. It writes Latin-1, so that what JSON need not escape may be a byte that is not UTF-8.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def answer(method: str, params: dict[str, Any]) -> dict[str, Any]:
     return {"error": {"code": -32601, "message": "Method not found"}}
 
 
+sys.stdout.reconfigure(encoding="latin-1", errors="backslashreplace")  # type: ignore[union-attr]
 for line in sys.stdin:
     if "id" in (asked := json.loads(line)):
         given = (asked.get("params") or {}).get("arguments") or {}
@@ -37,7 +38,5 @@ for line in sys.stdin:
             print(given["line"], flush=True)
             if '"id"' in given["line"]:
                 continue
-        print(
-            json.dumps({"jsonrpc": "2.0", "id": asked["id"], **answer(asked["method"], asked.get("params") or {})}),
-            flush=True,
-        )
+        answered = {"jsonrpc": "2.0", "id": asked["id"], **answer(asked["method"], asked.get("params") or {})}
+        print(json.dumps(answered, ensure_ascii=False), flush=True)

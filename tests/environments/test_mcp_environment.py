@@ -262,6 +262,24 @@ def test_an_answer_that_cannot_be_read_fails_its_call_and_other_lines_do_not(sho
     asyncio.run(agent())
 
 
+def test_bytes_that_are_not_utf8_cost_no_call(shop: InstalledEnvironment) -> None:
+    """The server writes Latin-1."""
+    given = [{"a": 1, "line": "d\xe9but"}, {"result": {"content": [{"type": "text", "text": "caf\xe9"}]}}]
+
+    async def environment() -> list[str]:
+        async with started(shop, f"mcp:{sys.executable}", arguments=[str(STRICT)]) as pool, pool.place("a") as place:
+            await place.reset(ITEM)
+            found = (await place.step(calls(*(("add", json.dumps(one)) for one in given)))).result
+            return [one["content"] for one in found["messages"]]
+
+    async def agent() -> list[str]:
+        async with mcp_tools([sys.executable, str(STRICT)]) as tools:
+            return [await tools[0].call(**one) for one in given]
+
+    assert asyncio.run(environment()) == ["2", "caf\ufffd"]
+    assert asyncio.run(asyncio.wait_for(agent(), scaled(30))) == ["2", "caf\ufffd"]
+
+
 def test_a_server_that_dies_fails_its_episode_alone_and_none_is_left(shop: InstalledEnvironment) -> None:
     async def scenario() -> None:
         async with started(shop, tools=["price"], reward="shop_rewards:calls") as pool:

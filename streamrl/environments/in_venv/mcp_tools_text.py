@@ -333,22 +333,24 @@ class _LastWords(asyncio.Protocol):
 
 
 @contextlib.asynccontextmanager
-async def speaking(parameters: Any) -> Any:
+async def speaking(command: str, arguments: list[str], variables: dict[str, str] | None = None) -> Any:
     """Start a server that speaks over pipes, and yield the streams to it; an error of the block has its last words.
 
-    Args:
-        parameters: `StdioServerParameters` of mcp.
+    Bytes that are not UTF-8, also in what the server prints beside its answers, are read as U+FFFD.
 
     Raises:
         ConnectionError: the block failed, which ends the server, or it could not be started.
     """
-    client = importlib.import_module("mcp.client.stdio").stdio_client
+    stdio = importlib.import_module("mcp.client.stdio")
+    parameters = stdio.StdioServerParameters(
+        command=command, args=arguments, env=variables, encoding_error_handler="replace"
+    )
     words = _LastWords()
     reads, writes = os.pipe()
     with open(writes, "w", encoding="utf-8") as errors, open(reads, "rb", 0) as ours:
         pipe, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: words, ours)
         try:
-            async with client(parameters, errlog=errors) as streams:
+            async with stdio.stdio_client(parameters, errlog=errors) as streams:
                 yield streams
         except Exception as error:
             _rest(reads, words)
@@ -374,12 +376,10 @@ def _over_pipes(name: str, config: dict[str, Any]) -> Any:
     own = os.path.dirname(sys.executable)
     if (program := shutil.which(name, path=own + os.pathsep + os.environ.get("PATH", ""))) is None:
         raise ValueError(f"there is no program {name!r}, neither in {own} nor in PATH")
-    stdio = importlib.import_module("mcp.client.stdio")
     arguments = [str(one) for one in config.get("arguments") or []]
     variables = {name: os.environ[name] for name in (MARK,) if name in os.environ}
     variables |= {str(key): str(value) for key, value in (config.get("variables") or {}).items()}
-    parameters = stdio.StdioServerParameters(command=program, args=arguments, env=variables or None)
-    return lambda: speaking(parameters)
+    return lambda: speaking(program, arguments, variables or None)
 
 
 def _over_http(url: str, config: dict[str, Any]) -> Any:
