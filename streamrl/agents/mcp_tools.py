@@ -9,7 +9,8 @@ from typing import Any
 
 from streamrl.agents.client import BadToolInput, ToolFailed
 from streamrl.agents.tools import Tool
-from streamrl.environments.in_venv.mcp_tools_text import UnreadAnswers, of_the_call, speaking, text_of_result
+from streamrl.environments.in_venv.mcp_connection import UnreadAnswers, of_the_call, speaking
+from streamrl.environments.in_venv.mcp_tools_text import text_of_result
 from streamrl.errors import cause
 from streamrl.tasks.extras import import_extra
 

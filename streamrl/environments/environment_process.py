@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from streamrl.environments.in_venv import environment_main
-from streamrl.environments.in_venv.mcp_tools_text import MARK
+from streamrl.environments.in_venv.mcp_connection import MARK
 from streamrl.environments.installed import InstalledEnvironment
 from streamrl.errors import UserError
 from streamrl.rollouts.void import VoidCause

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from streamrl.environments.in_venv.mcp_tools_text import NO_ANSWER, _has, of_the_call
+from streamrl.environments.in_venv.mcp_connection import NO_ANSWER, of_the_call
+from streamrl.environments.in_venv.mcp_tools_text import _has
 
 
 def has(answer: Any, said: str | None) -> bool:

@@ -36,6 +36,8 @@ from typing import Any
 
 ADAPTERS = {"gymnasium": "gymnasium_text", "mcp": "mcp_tools_text", "verifiers": "verifiers_rollouts"}
 """Files beside this one, by what stands before the colon of `make`."""
+PACKAGE = "streamrl_in_venv"
+"""The name of this folder as a package of the venv, which need not have streamrl, and may have another one."""
 DISPLAY_WORDS = ("DISPLAY", "display", "X11", "GLX", "xcb")
 DISPLAY_HINT = (
     " (environments run without a display: choose a render mode that needs none, such as 'ansi' or 'rgb_array', or set "
@@ -167,16 +169,22 @@ def load(begin: dict[str, Any]) -> Any:
     config = begin.get("config") or {}
     before, _, name = str(begin["make"]).partition(":")
     if before in ADAPTERS:
-        file = os.path.join(os.path.dirname(os.path.abspath(__file__)), ADAPTERS[before] + ".py")
-        spec = importlib.util.spec_from_file_location(ADAPTERS[before], file)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module.make(name, config)
+        return _beside(ADAPTERS[before]).make(name, config)
     found = importlib.import_module(before)
     for part in name.split("."):
         found = getattr(found, part)
     return TextEnvironment(found, config)
+
+
+def _beside(name: str) -> Any:
+    """Import a file of this folder as one of a package, so that it may import others of them."""
+    folder = os.path.dirname(os.path.abspath(__file__))
+    spec = importlib.util.spec_from_file_location(
+        PACKAGE, os.path.join(folder, "__init__.py"), submodule_search_locations=[folder]
+    )
+    assert spec is not None and spec.loader is not None
+    sys.modules[PACKAGE] = importlib.util.module_from_spec(spec)
+    return importlib.import_module(f"{PACKAGE}.{name}")
 
 
 class Server:

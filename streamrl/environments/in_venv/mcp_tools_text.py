@@ -29,26 +29,16 @@ import decimal
 import importlib
 import json
 import math
-import os
 import re
-import shutil
-import sys
 import threading
 from typing import Any
 
+from .mcp_connection import UnreadAnswers, either, innermost, of_the_call, over_http, over_pipes
+
 KEYS = {"arguments", "variables", "headers", "tools", "instructions", "reward"}
-MARK = "STREAMRL_ENVIRONMENT_PROCESS"
-"""Variable with a random value, by which the owner of this process finds all that it has started."""
 MOST_PAGES = 100
 MOST_TEXT = 16_384
 """Most characters of a tool's result; the rest is cut, and said to be."""
-BROKEN = {-32000, -32001, 408, -32600, 32600, -32700}
-"""Codes of errors of the connection: it is closed, it took too long, the session is over, the answer is no JSON.
-A server's own errors, such as -32602 for wrong arguments, have others."""
-MOST_WORDS = 200
-"""Most bytes of what a server has printed last that an error tells."""
-NO_ANSWER = "Server returned an error response"
-"""What mcp says in the code of an internal error if HTTP fails."""
 DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|(?<!\.)\.\d+)(?:[eE][-+]?\d{1,3})?"
 NUMBER = re.compile(rf"(?<!\w)(?<!\d\.)[-+\u2212]?{DIGITS}(?!\w|\.\d)")
 """A whole number in a text; not 5 in x5, 5th, 3.5, -5, 1.2.5 or 1,500. In 10-5 there are 10 and 5."""
@@ -74,7 +64,7 @@ class McpEnvironment:
             importlib.import_module("mcp")
         except ImportError as error:
             raise ImportError(f"{error}: add the package mcp to this environment") from None
-        self._connect = _over_http(name, config) if "://" in name else _over_pipes(name, config)
+        self._connect = over_http(name, config) if "://" in name else over_pipes(name, config)
         self._instructions = str(config.get("instructions") or "")
         self._offered = config.get("tools")
         self._reward = _reward_function(config.get("reward"))
@@ -195,10 +185,10 @@ class _Episode:
         mcp = importlib.import_module("mcp")
         try:
             found = calling.result()
-        except _either(mcp, "MCPError", "McpError") as error:
+        except either(mcp, "MCPError", "McpError") as error:
             return f"error: {of_the_call(error)[:MOST_TEXT]}", True
         text = cut_text(text_of_result(found))
-        failed = bool(_either(found, "is_error", "isError"))
+        failed = bool(either(found, "is_error", "isError"))
         return (f"error: {text or 'the server reports an error'}" if failed else text), failed
 
     async def _hold(self) -> None:
@@ -214,7 +204,7 @@ class _Episode:
                 await self._over.wait()
         except BaseException as error:
             if not self._begun.done():
-                self._begun.set_exception(ConnectionError(f"the MCP server cannot be used: {_innermost(error)}"))
+                self._begun.set_exception(ConnectionError(f"the MCP server cannot be used: {innermost(error)}"))
 
     async def _start(self) -> None:
         await self._session.initialize()
@@ -241,9 +231,9 @@ class _Episode:
             page = await (self._session.list_tools(params=params) if params else self._session.list_tools())
             for one in page.tools:
                 schema = {"name": one.name, "description": one.description or ""}
-                schema["parameters"] = _either(one, "input_schema", "inputSchema")
+                schema["parameters"] = either(one, "input_schema", "inputSchema")
                 found[one.name] = {"type": "function", "function": schema}
-            if not (cursor := _either(page, "next_cursor", "nextCursor")):
+            if not (cursor := either(page, "next_cursor", "nextCursor")):
                 break
             params = types.PaginatedRequestParams(cursor=cursor)
         if self._offered is None:
@@ -251,153 +241,6 @@ class _Episode:
         if missing := set(self._offered) - set(found):
             raise ValueError(f"it has no tool {min(missing)!r}, only {', '.join(sorted(found)) or 'none'}")
         return {name: found[name] for name in self._offered}
-
-
-class UnreadAnswers:
-    """Notices answers of a server that cannot be read: with half a surrogate pair, or that are no JSON-RPC.
-
-    The clients of mcp leave them out, so that their calls would never end. It is not known whose answer it was, so all
-    calls that wait for one fail. Other lines that cannot be read are no answers: servers print things.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: set[asyncio.Future[None]] = set()
-
-    async def __call__(self, message: Any) -> None:
-        """Take what a session of mcp passes to its `message_handler`: an exception, or a message of the server."""
-        details = message.errors() if isinstance(message, ValueError) and hasattr(message, "errors") else []
-        told = next(filter(None, map(_unread, details)), "")
-        if not told:
-            return
-        for one in self._waiting:
-            if not one.done():
-                one.set_exception(ConnectionError(told))
-
-    async def unless(self, work: Any) -> Any:
-        """Wait for calls of the server, and return what they give.
-
-        Raises:
-            ConnectionError: an answer could not be read meanwhile.
-        """
-        broken = asyncio.get_running_loop().create_future()
-        self._waiting.add(broken)
-        working = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait([working, broken], return_when=asyncio.FIRST_COMPLETED)
-            return working.result() if working.done() else broken.result()
-        finally:
-            self._waiting.discard(broken)
-            working.cancel()
-            if broken.done():
-                broken.exception()  # the work was done first: nobody else asks
-            broken.cancel()
-
-
-def _unread(detail: dict[str, Any]) -> str:
-    """Return what to say of a line that was to be an answer; '': it was none.
-
-    Args:
-        detail: one of pydantic's errors about the line: it has the line if that is no JSON, else parts of it.
-    """
-    found = detail.get("input")
-    if isinstance(found, str):
-        if not (detail.get("type") == "json_invalid" and found.lstrip().startswith("{") and '"id"' in found):
-            return ""
-        return f"an answer of the MCP server cannot be read: {detail.get('msg')}: {found!r:.200}"
-    batch = found if isinstance(found, list) and not detail.get("loc", ())[1:] else [found]
-    if any(map(_is_answer, batch)):
-        return f"an answer of the MCP server cannot be read: it is no JSON-RPC 2.0: {found!r:.200}"
-    return ""
-
-
-def _is_answer(found: Any) -> bool:
-    """Return whether a JSON value is meant to answer a request: others are logs, or messages that mcp does not know."""
-    if not isinstance(found, dict) or "method" in found:
-        return False
-    return "jsonrpc" in found or ("id" in found and ("result" in found or "error" in found))
-
-
-class _LastWords(asyncio.Protocol):
-    """Passes what a program prints on to this process's standard error, and keeps the end of it."""
-
-    def __init__(self) -> None:
-        self._end = b""
-
-    def data_received(self, data: bytes) -> None:
-        self._end = (self._end + data)[-MOST_WORDS:]
-        with contextlib.suppress(OSError):
-            os.write(2, data)
-
-    def __str__(self) -> str:
-        return " ".join(self._end.decode(errors="replace").split())
-
-
-@contextlib.asynccontextmanager
-async def speaking(command: str, arguments: list[str], variables: dict[str, str] | None = None) -> Any:
-    """Start a server that speaks over pipes, and yield the streams to it; an error of the block has its last words.
-
-    Bytes that are not UTF-8, also in what the server prints beside its answers, are read as U+FFFD.
-
-    Raises:
-        ConnectionError: the block failed, which ends the server, or it could not be started.
-    """
-    stdio = importlib.import_module("mcp.client.stdio")
-    parameters = stdio.StdioServerParameters(
-        command=command, args=arguments, env=variables, encoding_error_handler="replace"
-    )
-    words = _LastWords()
-    reads, writes = os.pipe()
-    with open(writes, "w", encoding="utf-8") as errors, open(reads, "rb", 0) as ours:
-        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: words, ours)
-        try:
-            async with stdio.stdio_client(parameters, errlog=errors) as streams:
-                yield streams
-        except Exception as error:
-            _rest(reads, words)
-            raise ConnectionError(f"{_innermost(error)}; its last words: {str(words) or 'none'}") from error
-        finally:
-            _rest(reads, words)
-            pipe.close()
-
-
-def _rest(reads: int, words: _LastWords) -> None:
-    """Read what is left in a pipe, without waiting for more."""
-    with contextlib.suppress(OSError):
-        while data := os.read(reads, 65_536):
-            words.data_received(data)
-
-
-def _over_pipes(name: str, config: dict[str, Any]) -> Any:
-    """Return what starts a program and connects to it.
-
-    Raises:
-        ValueError: there is no such program.
-    """
-    own = os.path.dirname(sys.executable)
-    if (program := shutil.which(name, path=own + os.pathsep + os.environ.get("PATH", ""))) is None:
-        raise ValueError(f"there is no program {name!r}, neither in {own} nor in PATH")
-    arguments = [str(one) for one in config.get("arguments") or []]
-    variables = {name: os.environ[name] for name in (MARK,) if name in os.environ}
-    variables |= {str(key): str(value) for key, value in (config.get("variables") or {}).items()}
-    return lambda: speaking(program, arguments, variables or None)
-
-
-def _over_http(url: str, config: dict[str, Any]) -> Any:
-    """Return what connects to a URL."""
-    module, headers = importlib.import_module("mcp.client.streamable_http"), config.get("headers")
-    if not hasattr(module, "streamable_http_client"):  # mcp before 1.24
-        return lambda: module.streamablehttp_client(url, headers=headers)
-    if not headers:
-        return lambda: module.streamable_http_client(url)
-
-    @contextlib.asynccontextmanager
-    async def connected() -> Any:
-        name = "httpx2" if hasattr(module, "httpx2") else "httpx"
-        client = importlib.import_module(name).AsyncClient(headers=headers, timeout=None)
-        async with client, module.streamable_http_client(url, http_client=client) as streams:
-            yield streams
-
-    return connected
 
 
 def _reward_function(name: Any) -> Any:
@@ -431,21 +274,6 @@ def _value(number: str) -> decimal.Decimal:
     return decimal.Decimal(number.replace(",", "").replace("\u2212", "-"))
 
 
-def of_the_call(error: Any) -> str:
-    """Return what a server says of a call that it refuses with an error in place of a result.
-
-    Args:
-        error: `MCPError` of mcp 2, `McpError` of mcp 1.
-
-    Raises:
-        Exception: that error, if it is one of the connection.
-    """
-    told = error.error
-    if told.code in BROKEN or told.message == NO_ANSWER:
-        raise error
-    return str(told.message or "the server refuses the call")
-
-
 def cut_text(text: str) -> str:
     """Return a text without what exceeds `MOST_TEXT` characters, which it says."""
     if len(text) <= MOST_TEXT:
@@ -460,7 +288,7 @@ def text_of_result(found: Any) -> str:
         found: `CallToolResult` of mcp 1 or 2.
     """
     text = "\n".join(map(_text_of_part, found.content))
-    structured = _either(found, "structured_content", "structuredContent")
+    structured = either(found, "structured_content", "structuredContent")
     return text if text or structured is None else json.dumps(structured, ensure_ascii=False)
 
 
@@ -468,17 +296,5 @@ def _text_of_part(part: Any) -> str:
     resource = getattr(part, "resource", part)  # embedded in the part, or it is the part
     if (text := getattr(resource, "text", None)) is not None:
         return str(text)
-    about = (_either(resource, "name"), _either(resource, "mime_type", "mimeType"), _either(resource, "uri"))
+    about = (either(resource, "name"), either(resource, "mime_type", "mimeType"), either(resource, "uri"))
     return f"[{' '.join([str(part.type), *(str(one) for one in about if one)])}]"
-
-
-def _either(found: Any, *names: str) -> Any:
-    """Return the first attribute that there is: mcp 2 names them otherwise than mcp 1."""
-    return next((getattr(found, name) for name in names if hasattr(found, name)), None)
-
-
-def _innermost(error: BaseException) -> str:
-    """Return what a group of exceptions is about."""
-    while getattr(error, "exceptions", None):
-        error = error.exceptions[0]  # type: ignore[attr-defined]
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
