@@ -9,7 +9,7 @@ from typing import Any
 
 from streamrl.agents.client import BadToolInput, ToolFailed
 from streamrl.agents.tools import Tool
-from streamrl.environments.in_venv.mcp_connection import UnreadAnswers, of_the_call, speaking
+from streamrl.environments.in_venv.mcp_connection import UnreadAnswers, of_the_call, over_http, speaking, watched
 from streamrl.environments.in_venv.mcp_tools_text import text_of_result
 from streamrl.errors import cause
 from streamrl.tasks.extras import import_extra
@@ -32,15 +32,16 @@ async def mcp_tools(server: Sequence[str] | str) -> AsyncIterator[list[Tool]]:
         ToolFailed: the server cannot be reached, or does not say which tools it has.
     """
     mcp = import_extra("mcp", "an MCP server")
-    where: Any = server
-    if not isinstance(server, str):
+    if isinstance(server, str):
+        connection = over_http(server, {})()
+    else:
         command, *arguments = server
-        where = speaking(command, arguments)
+        connection = speaking(command, arguments)
     raised: BaseException | None = None
     tools: list[Tool] | None = None
     try:
         unread = UnreadAnswers()
-        async with mcp.Client(where, message_handler=unread) as client:
+        async with mcp.Client(watched(connection, unread.look), message_handler=unread) as client:
             tools = await unread.unless(_tools(mcp, client, unread))
             try:
                 yield tools
@@ -51,7 +52,7 @@ async def mcp_tools(server: Sequence[str] | str) -> AsyncIterator[list[Tool]]:
         if raised is not None and not isinstance(raised, asyncio.CancelledError):
             raise raised from None
         if raised is not None or tools is None:
-            name = where if isinstance(server, str) else " ".join(server)
+            name = server if isinstance(server, str) else " ".join(server)
             raise ToolFailed(f"MCP server {name}", cause(error)) from error
 
 

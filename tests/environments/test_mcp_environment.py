@@ -262,6 +262,29 @@ def test_an_answer_that_cannot_be_read_fails_its_call_and_other_lines_do_not(sho
     asyncio.run(agent())
 
 
+NO_ID = '{"jsonrpc": "2.0", "id": null, "error": {"code": -32700, "message": "Parse error"}}'
+"""What a server answers to a request that it cannot read."""
+
+
+def test_an_error_that_names_no_call_fails_those_that_wait(shop: InstalledEnvironment) -> None:
+    told = "the MCP server reports an error, and not of which call: Parse error"
+
+    async def environment() -> None:
+        async with started(shop, f"mcp:{sys.executable}", arguments=[str(STRICT)]) as pool, pool.place("a") as place:
+            await place.reset(ITEM)
+            with pytest.raises(EnvironmentFailed, match=told):
+                await place.step(calls(("add", json.dumps({"line": NO_ID}))))
+
+    async def agent() -> None:
+        async with mcp_tools([sys.executable, str(STRICT)]) as tools:
+            with pytest.raises(ConnectionError, match=told):
+                await tools[0].call(line=NO_ID)
+            assert await tools[0].call(a=1) == "2"
+
+    asyncio.run(environment())
+    asyncio.run(asyncio.wait_for(agent(), scaled(30)))
+
+
 def test_bytes_that_are_not_utf8_cost_no_call(shop: InstalledEnvironment) -> None:
     """The server writes Latin-1."""
     given = [{"a": 1, "line": "d\xe9but"}, {"result": {"content": [{"type": "text", "text": "caf\xe9"}]}}]

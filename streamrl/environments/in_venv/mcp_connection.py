@@ -22,7 +22,7 @@ NO_ANSWER = "Server returned an error response"
 
 
 class UnreadAnswers:
-    """Notices answers of a server that cannot be read: with half a surrogate pair, or that are no JSON-RPC.
+    """Notices answers of a server that name no call: with half a surrogate pair, that are no JSON-RPC, or without id.
 
     The clients of mcp leave them out, so that their calls would never end. It is not known whose answer it was, so all
     calls that wait for one fail. Other lines that cannot be read are no answers: servers print things.
@@ -34,9 +34,22 @@ class UnreadAnswers:
     async def __call__(self, message: Any) -> None:
         """Take what a session of mcp passes to its `message_handler`: an exception, or a message of the server."""
         details = message.errors() if isinstance(message, ValueError) and hasattr(message, "errors") else []
-        told = next(filter(None, map(_unread, details)), "")
-        if not told:
-            return
+        if told := next(filter(None, map(_unread, details)), ""):
+            self._fail(told)
+
+    def look(self, found: Any) -> None:
+        """Take what comes from a server before a session of mcp does, which leaves out errors that name no request.
+
+        Args:
+            found: a `SessionMessage` of mcp 1 or 2, or an exception.
+        """
+        message = getattr(found, "message", None)
+        message = getattr(message, "root", message)  # mcp 1
+        error = getattr(message, "error", None)
+        if error is not None and message.id is None:
+            self._fail(f"the MCP server reports an error, and not of which call: {error.message:.200}")
+
+    def _fail(self, told: str) -> None:
         for one in self._waiting:
             if not one.done():
                 one.set_exception(ConnectionError(told))
@@ -45,7 +58,7 @@ class UnreadAnswers:
         """Wait for calls of the server, and return what they give.
 
         Raises:
-            ConnectionError: an answer could not be read meanwhile.
+            ConnectionError: an answer came meanwhile that cannot be read, or is an error that names no call.
         """
         broken = asyncio.get_running_loop().create_future()
         self._waiting.add(broken)
@@ -83,6 +96,43 @@ def _is_answer(found: Any) -> bool:
     if not isinstance(found, dict) or "method" in found:
         return False
     return "jsonrpc" in found or ("id" in found and ("result" in found or "error" in found))
+
+
+@contextlib.asynccontextmanager
+async def watched(connection: Any, look: Any) -> Any:
+    """Open a connection, and yield its streams; what comes from the server is shown first.
+
+    Args:
+        connection: a context manager that yields what reads from a server, and what writes to it.
+        look: function that is called with each `SessionMessage`, or exception, that comes.
+    """
+    async with connection as streams:
+        yield _Watched(streams[0], look), streams[1]
+
+
+class _Watched:
+    """A stream of mcp that shows what comes before it passes it on."""
+
+    def __init__(self, stream: Any, look: Any) -> None:
+        self._stream, self._look = stream, look
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def __aiter__(self) -> _Watched:
+        return self
+
+    async def __anext__(self) -> Any:
+        found = await self._stream.__anext__()
+        self._look(found)
+        return found
+
+    async def __aenter__(self) -> _Watched:
+        await self._stream.__aenter__()
+        return self
+
+    async def __aexit__(self, *raised: Any) -> Any:
+        return await self._stream.__aexit__(*raised)
 
 
 class _LastWords(asyncio.Protocol):

@@ -33,7 +33,7 @@ import re
 import threading
 from typing import Any
 
-from .mcp_connection import UnreadAnswers, either, innermost, of_the_call, over_http, over_pipes
+from .mcp_connection import UnreadAnswers, either, innermost, of_the_call, over_http, over_pipes, watched
 
 KEYS = {"arguments", "variables", "headers", "tools", "instructions", "reward"}
 MOST_PAGES = 100
@@ -194,7 +194,7 @@ class _Episode:
     async def _hold(self) -> None:
         try:
             async with contextlib.AsyncExitStack() as stack:
-                streams = await stack.enter_async_context(self._connect())
+                streams = await stack.enter_async_context(watched(self._connect(), self._unread.look))
                 session = importlib.import_module("mcp").ClientSession(
                     streams[0], streams[1], message_handler=self._unread
                 )
