@@ -111,7 +111,14 @@ def test_what_a_server_says_of_a_call_is_for_the_model(code: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "message"), [(-32000, "Connection closed"), (408, "Timed out"), (32600, ""), (-32603, NO_ANSWER)]
+    ("code", "message"),
+    [
+        (-32000, "Connection closed"),
+        (408, "Timed out"),
+        (32600, ""),
+        (-32603, NO_ANSWER),
+        (-32603, f"{NO_ANSWER}: HTTP 500"),
+    ],
 )
 def test_an_error_of_the_connection_is_none_of_the_call(code: int, message: str) -> None:
     with pytest.raises(McpError):

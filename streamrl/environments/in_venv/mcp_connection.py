@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import json
 import os
 import shutil
 import sys
@@ -18,7 +19,8 @@ A server's own errors, such as -32602 for wrong arguments, have others."""
 MOST_WORDS = 200
 """Most bytes of what a server has printed last that an error tells."""
 NO_ANSWER = "Server returned an error response"
-"""What mcp says in the code of an internal error if HTTP fails."""
+"""What mcp says in the code of an internal error if HTTP fails; the status follows."""
+CONNECT_S = 30.0
 
 
 class UnreadAnswers:
@@ -43,11 +45,9 @@ class UnreadAnswers:
         Args:
             found: a `SessionMessage` of mcp 1 or 2, or an exception.
         """
-        message = getattr(found, "message", None)
-        message = getattr(message, "root", message)  # mcp 1
-        error = getattr(message, "error", None)
-        if error is not None and message.id is None:
-            self._fail(f"the MCP server reports an error, and not of which call: {error.message:.200}")
+        error = _error(found)
+        if error is not None and error.id is None:
+            self._fail(f"the MCP server reports an error, and not of which call: {error.error.message:.200}")
 
     def _fail(self, told: str) -> None:
         for one in self._waiting:
@@ -89,6 +89,13 @@ def _unread(detail: dict[str, Any]) -> str:
     if any(map(_is_answer, batch)):
         return f"an answer of the MCP server cannot be read: it is no JSON-RPC 2.0: {found!r:.200}"
     return ""
+
+
+def _error(found: Any) -> Any:
+    """Return the JSON-RPC error in what comes from a server, a `SessionMessage` of mcp 1 or 2; None if it is none."""
+    message = getattr(found, "message", None)
+    message = getattr(message, "root", message)  # mcp 1
+    return message if hasattr(message, "error") else None
 
 
 def _is_answer(found: Any) -> bool:
@@ -201,21 +208,47 @@ def over_pipes(name: str, config: dict[str, Any]) -> Any:
 
 
 def over_http(url: str, config: dict[str, Any]) -> Any:
-    """Return what connects to a URL."""
+    """Return what connects to a URL.
+
+    How long an answer may take is for the caller to say; only a connection has its own limit.
+    """
     module, headers = importlib.import_module("mcp.client.streamable_http"), config.get("headers")
     if not hasattr(module, "streamable_http_client"):  # mcp before 1.24
         return lambda: module.streamablehttp_client(url, headers=headers)
-    if not headers:
-        return lambda: module.streamable_http_client(url)
+    httpx = importlib.import_module("httpx2" if hasattr(module, "httpx2") else "httpx")
 
     @contextlib.asynccontextmanager
     async def connected() -> Any:
-        name = "httpx2" if hasattr(module, "httpx2") else "httpx"
-        client = importlib.import_module(name).AsyncClient(headers=headers, timeout=None)
-        async with client, module.streamable_http_client(url, http_client=client) as streams:
+        refused = _Refused()
+        hooks = {"response": [refused.note]}
+        limits = httpx.Timeout(None, connect=CONNECT_S)
+        client = httpx.AsyncClient(headers=headers, timeout=limits, event_hooks=hooks)
+        speaking_http = module.streamable_http_client(url, http_client=client)
+        async with client, watched(speaking_http, refused.tell) as streams:
             yield streams
 
     return connected
+
+
+class _Refused:
+    """Adds to an error that mcp makes of a failed HTTP request the status of that request."""
+
+    def __init__(self) -> None:
+        self._status: dict[Any, str] = {}
+        """Statuses by the id of the JSON-RPC request."""
+
+    async def note(self, response: Any) -> None:
+        """Keep the status of a request that fails, as a hook of an HTTP client."""
+        if response.status_code >= 400 and response.request.method == "POST":
+            request = json.loads(response.request.content)
+            self._status[request.get("id")] = f"HTTP {response.status_code} {response.reason_phrase}".rstrip()
+
+    def tell(self, found: Any) -> None:
+        """Add the status to what comes from a connection."""
+        error = _error(found)
+        status = self._status.pop(error.id, None) if error is not None else None
+        if status and error.error.message == NO_ANSWER:
+            error.error.message = f"{NO_ANSWER}: {status}"
 
 
 def of_the_call(error: Any) -> str:
@@ -228,7 +261,7 @@ def of_the_call(error: Any) -> str:
         Exception: that error, if it is one of the connection.
     """
     told = error.error
-    if told.code in BROKEN or told.message == NO_ANSWER:
+    if told.code in BROKEN or told.message.startswith(NO_ANSWER):
         raise error
     return str(told.message or "the server refuses the call")
 
