@@ -9,12 +9,17 @@ from typing import Any
 
 from streamrl.agents.client import BadToolInput, ToolFailed
 from streamrl.agents.tools import Tool
-from streamrl.environments.in_venv.mcp_connection import UnreadAnswers, of_the_call, over_http, speaking, watched
+from streamrl.environments.in_venv.mcp_connection import (
+    UnreadAnswers,
+    listed,
+    of_the_call,
+    over_http,
+    speaking,
+    watched,
+)
 from streamrl.environments.in_venv.mcp_tools_text import text_of_result
 from streamrl.errors import cause
 from streamrl.tasks.extras import import_extra
-
-MOST_PAGES = 100
 
 
 @contextlib.asynccontextmanager
@@ -57,13 +62,8 @@ async def mcp_tools(server: Sequence[str] | str) -> AsyncIterator[list[Tool]]:
 
 
 async def _tools(mcp: Any, client: Any, unread: UnreadAnswers) -> list[Tool]:
-    tools, cursor = [], None
-    for _ in range(MOST_PAGES):
-        page = await client.list_tools(cursor=cursor)
-        tools += [_tool(mcp, client, unread, one) for one in page.tools]
-        if not (cursor := page.next_cursor):
-            break
-    return tools
+    found = await listed(lambda cursor: client.list_tools(cursor=cursor))
+    return [_tool(mcp, client, unread, one) for one in found]
 
 
 def _tool(mcp: Any, client: Any, unread: UnreadAnswers, one: Any) -> Tool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from streamrl.environments.in_venv.mcp_connection import NO_ANSWER, of_the_call
+from streamrl.environments.in_venv.mcp_connection import MOST_PAGES, NO_ANSWER, listed, of_the_call
 from streamrl.environments.in_venv.mcp_tools_text import _has
 
 
@@ -123,3 +125,23 @@ def test_what_a_server_says_of_a_call_is_for_the_model(code: int) -> None:
 def test_an_error_of_the_connection_is_none_of_the_call(code: int, message: str) -> None:
     with pytest.raises(McpError):
         of_the_call(McpError(code, message))
+
+
+def asked_for(cursors: Any) -> list[str | None]:
+    """Return the cursors that a server is asked for which tells these, in turn, of the next page."""
+    asked = []
+
+    async def page(cursor: str | None) -> Any:
+        asked.append(cursor)
+        return SimpleNamespace(tools=[SimpleNamespace(name="a", at=cursor)], nextCursor=next(cursors))
+
+    (one,) = asyncio.run(listed(page))
+    assert one.at == asked[-1]
+    return asked
+
+
+def test_pages_of_tools_are_asked_for_until_a_cursor_comes_again() -> None:
+    assert asked_for(iter([None])) == [None] and asked_for(iter([""])) == [None]
+    assert asked_for(iter(["b", "c", None])) == [None, "b", "c"]
+    assert asked_for(iter(["b", "c", "b"])) == [None, "b", "c"]
+    assert len(asked_for(map(str, itertools.count()))) == MOST_PAGES

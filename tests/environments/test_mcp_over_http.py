@@ -22,7 +22,7 @@ LARGE = 2 * 2**20
 async def server(scope: Any, receive: Any, send: Any) -> None:
     """Answer a call as its arguments say: with a status, without an id, or `LARGE` bytes as an event.
 
-    A path that is a number is the status of all answers.
+    A path that is a number is the status of all answers; with /again there is always another page of tools.
     """
     body, more = b"", True
     while more:
@@ -51,7 +51,8 @@ async def server(scope: Any, receive: Any, send: Any) -> None:
             version = asked["params"]["protocolVersion"]
             await answer(200, {**one, "result": {"protocolVersion": version, **told}})
         case "tools/list":
-            await answer(200, {**one, "result": {"tools": [TOOL]}})
+            more = {"nextCursor": "again"} if scope["path"] == "/again" else {}
+            await answer(200, {**one, "result": {"tools": [TOOL, TOOL], **more}})
         case "tools/call" if "status" in given:
             await answer(given["status"])
         case "tools/call" if "no_id" in given:
@@ -97,6 +98,15 @@ def test_the_status_of_a_request_that_fails_is_told(status: int, told: str) -> N
 
     with pytest.raises(ToolFailed, match=rf"MCP server .*/{status}.*: HTTP {told}$"):
         asyncio.run(refused())
+
+
+@pytest.mark.parametrize("path", ["mcp", "again"])
+def test_a_tool_that_is_listed_twice_is_offered_once(path: str) -> None:
+    async def scenario() -> None:
+        async with serving() as url, mcp_tools(f"{url}/{path}") as tools:
+            assert [tool.name for tool in tools] == ["get"]
+
+    asyncio.run(scenario())
 
 
 def test_an_error_that_names_no_call_fails_it() -> None:

@@ -16,6 +16,8 @@ MARK = "STREAMRL_ENVIRONMENT_PROCESS"
 BROKEN = {-32000, -32001, 408, -32600, 32600, -32700}
 """Codes of errors of the connection: it is closed, it took too long, the session is over, the answer is no JSON.
 A server's own errors, such as -32602 for wrong arguments, have others."""
+MOST_PAGES = 100
+"""Most pages of tools that a server is asked for; one that repeats a cursor is asked no more."""
 MOST_WORDS = 200
 """Most bytes of what a server has printed last that an error tells."""
 NO_ANSWER = "Server returned an error response"
@@ -140,6 +142,22 @@ class _Watched:
 
     async def __aexit__(self, *raised: Any) -> Any:
         return await self._stream.__aexit__(*raised)
+
+
+async def listed(page: Any) -> list[Any]:
+    """Return all tools of a server, the last of each name: models call them by name.
+
+    Args:
+        page: function that asks for a page of them, by its cursor; None: the first.
+    """
+    found: dict[str, Any] = {}
+    cursor, seen = None, set()
+    while cursor not in seen and len(seen) < MOST_PAGES:
+        seen.add(cursor)
+        told = await page(cursor)
+        found |= {one.name: one for one in told.tools}
+        cursor = either(told, "next_cursor", "nextCursor") or None
+    return list(found.values())
 
 
 class _LastWords(asyncio.Protocol):

@@ -33,10 +33,9 @@ import re
 import threading
 from typing import Any
 
-from .mcp_connection import UnreadAnswers, either, innermost, of_the_call, over_http, over_pipes, watched
+from .mcp_connection import UnreadAnswers, either, innermost, listed, of_the_call, over_http, over_pipes, watched
 
 KEYS = {"arguments", "variables", "headers", "tools", "instructions", "reward"}
-MOST_PAGES = 100
 MOST_TEXT = 16_384
 """Most characters of a tool's result; the rest is cut, and said to be."""
 DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|(?<!\.)\.\d+)(?:[eE][-+]?\d{1,3})?"
@@ -225,17 +224,17 @@ class _Episode:
         working.result()
 
     async def _list(self) -> dict[str, dict[str, Any]]:
+        types = importlib.import_module("mcp.types")
+
+        async def page(cursor: str | None) -> Any:
+            params = {} if cursor is None else {"params": types.PaginatedRequestParams(cursor=cursor)}
+            return await self._session.list_tools(**params)
+
         found: dict[str, dict[str, Any]] = {}
-        types, params = importlib.import_module("mcp.types"), None
-        for _ in range(MOST_PAGES):
-            page = await (self._session.list_tools(params=params) if params else self._session.list_tools())
-            for one in page.tools:
-                schema = {"name": one.name, "description": one.description or ""}
-                schema["parameters"] = either(one, "input_schema", "inputSchema")
-                found[one.name] = {"type": "function", "function": schema}
-            if not (cursor := either(page, "next_cursor", "nextCursor")):
-                break
-            params = types.PaginatedRequestParams(cursor=cursor)
+        for one in await listed(page):
+            schema = {"name": one.name, "description": one.description or ""}
+            schema["parameters"] = either(one, "input_schema", "inputSchema")
+            found[one.name] = {"type": "function", "function": schema}
         if self._offered is None:
             return found
         if missing := set(self._offered) - set(found):
