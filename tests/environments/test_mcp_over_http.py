@@ -112,3 +112,7 @@ def test_a_tool_that_is_listed_twice_is_offered_once(path: str) -> None:
 def test_an_error_that_names_no_call_fails_it() -> None:
     with pytest.raises(ConnectionError, match="reports an error, and not of which call: boom"):
         asked(no_id=True)
+
+
+def test_an_answer_may_be_a_large_event() -> None:
+    assert len(asked()) == LARGE

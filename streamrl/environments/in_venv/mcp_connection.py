@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import inspect
 import json
 import os
 import shutil
@@ -235,13 +236,17 @@ def over_http(url: str, config: dict[str, Any]) -> Any:
         return lambda: module.streamablehttp_client(url, headers=headers)
     httpx = importlib.import_module("httpx2" if hasattr(module, "httpx2") else "httpx")
 
+    # mcp 2 limits events to 1 MiB, and answers in JSON not at all: neither is limited here
+    limited = "max_sse_event_size" in inspect.signature(module.streamable_http_client).parameters
+    unlimited = {"max_sse_event_size": None} if limited else {}
+
     @contextlib.asynccontextmanager
     async def connected() -> Any:
         refused = _Refused()
         hooks = {"response": [refused.note]}
         limits = httpx.Timeout(None, connect=CONNECT_S)
         client = httpx.AsyncClient(headers=headers, timeout=limits, event_hooks=hooks)
-        speaking_http = module.streamable_http_client(url, http_client=client)
+        speaking_http = module.streamable_http_client(url, http_client=client, **unlimited)
         async with client, watched(speaking_http, refused.tell) as streams:
             yield streams
 
