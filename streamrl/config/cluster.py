@@ -321,7 +321,8 @@ class ClusterConfig(StrictModel):
     absence_s: float = Field(
         600.0,
         gt=0,
-        description="seconds for which a site may be unreachable, at the start or later, before the run ends",
+        description="seconds for which a site may be unreachable before the run ends; at the start at least "
+        "`deadlines.startup_s` of the run file",
     )
     security: Security = Field(default_factory=Security)
     emulation: Emulation = Field(default_factory=Emulation)
