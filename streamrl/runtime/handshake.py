@@ -65,17 +65,25 @@ def _hash(content: bytes) -> str:
     return blake3(content).hexdigest()[:16]
 
 
-def disagreement(here: Mapping[str, Any], there: object) -> str | None:
+def disagreement(own: Mapping[str, Any], other: object, site: str, other_site: str) -> str | None:
     """Describe the first differences between two sites' agreements; None if they are equal.
 
-    What the other site sent is not checked yet: anything that is not a dict is a disagreement.
+    It is read at either site, so it names both.
+
+    Args:
+        own: the agreement of the site that compares.
+        other: what the other site sent, not checked yet: anything that is not a dict is a disagreement.
+        site: name of the site that compares.
+        other_site: name of the other one.
     """
-    if not isinstance(there, dict):
+    if not isinstance(other, dict):
         return "it does not say what it was started with"
-    differing = [key for key in sorted(here.keys() | there.keys()) if here.get(key) != there.get(key)]
+    differing = [key for key in sorted(own.keys() | other.keys()) if own.get(key) != other.get(key)]
     if not differing:
         return None
-    named = [f"{key} is {there.get(key)!r} there and {here.get(key)!r} here" for key in differing[:MOST_NAMED]]
+    named = [
+        f"{key} is {other.get(key)!r} at {other_site} and {own.get(key)!r} at {site}" for key in differing[:MOST_NAMED]
+    ]
     more = f"; and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
     return ErrorCode.SITES.refer(f"it was started with other files: {'; '.join(named)}{more}")
 

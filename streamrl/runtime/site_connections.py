@@ -105,7 +105,7 @@ def _hub(context: RoleContext, name: str, waits: WaitRegistry, near: Flow, other
             return f"site {site} has no process {peer!r}"
         if role != role_at(kind, plan[peer].role):
             return f"process {peer!r} of site {site} is no {role!r:.99} here"
-        return disagreement(mine, meta.get("agreement"))
+        return disagreement(mine, meta.get("agreement"), context.site, site)
 
     hub = Hub(name, waits, flow=near, flows=flow_to)
     hub.admit = admit

@@ -190,7 +190,7 @@ def test_a_site_with_another_run_file_is_refused_and_one_with_the_same_does_its_
         wait_for(lambda: (train_dir / "status.json").exists(), 60, train)
         with started(project, "--site", "generate", "--set", "sampling.max_tokens=17", **changes) as generate:
             output = ended(generate, project, code=1)
-        assert "run sampling.max_tokens is 17 there and 16 here" in output
+        assert "run sampling.max_tokens is 17 at generate and 16 at train" in output
         assert train.poll() is None
         shutil.rmtree(generate_dir)
         # the hostile site gets work because it is there first, and floods while the other one's samples come in

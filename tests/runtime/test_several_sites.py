@@ -199,17 +199,19 @@ def test_sites_agree_on_everything_but_where_things_lie(tmp_path: Path) -> None:
         return RunConfig.model_validate({"model": {"path": str(tmp_path / "a")}} | changes)
 
     mine = agreement(cluster(), run())
-    assert disagreement(mine, agreement(cluster(), run(steps=99, name="other"))) is None
+    assert disagreement(mine, agreement(cluster(), run(steps=99, name="other")), "train", "generate") is None
     elsewhere = run(model={"path": str(tmp_path / "b")})
-    assert disagreement(mine, agreement(cluster(security={"keys": "other"}), elsewhere)) is None
-    text = disagreement(mine, agreement(cluster(), run(sampling={"max_tokens": 7})))
-    assert text is not None and "run sampling.max_tokens is 7 there and 128 here" in text
-    text = disagreement(mine, agreement(cluster(), run(model={"path": str(tmp_path / "a"), "dtype": "float32"})))
-    assert text is not None and "model.dtype is 'float32' there and 'auto' here" in text
+    assert disagreement(mine, agreement(cluster(security={"keys": "other"}), elsewhere), "train", "generate") is None
+    text = disagreement(mine, agreement(cluster(), run(sampling={"max_tokens": 7})), "train", "generate")
+    assert text is not None and "run sampling.max_tokens is 7 at generate and 128 at train" in text
+    text = disagreement(
+        mine, agreement(cluster(), run(model={"path": str(tmp_path / "a"), "dtype": "float32"})), "train", "generate"
+    )
+    assert text is not None and "model.dtype is 'float32' at generate and 'auto' at train" in text
     (tmp_path / "b" / "tokenizer.json").write_text("{}")
-    text = disagreement(mine, agreement(cluster(), elsewhere))
+    text = disagreement(mine, agreement(cluster(), elsewhere), "train", "generate")
     assert text is not None and "tokenizer.json" in text
-    assert "does not say" in (disagreement(mine, None) or "")
+    assert "does not say" in (disagreement(mine, None, "train", "generate") or "")
 
 
 def test_copies_of_a_model_with_other_end_tokens_or_another_template_differ(tmp_path: Path) -> None:
@@ -220,7 +222,7 @@ def test_copies_of_a_model_with_other_end_tokens_or_another_template_differ(tmp_
     def differs() -> str | None:
         both = (RunConfig.model_validate({"model": {"path": str(folder)}}) for folder in (mine, theirs))
         here, there = (agreement(cluster(), run) for run in both)
-        return disagreement(here, there)
+        return disagreement(here, there, "train", "generate")
 
     (mine / "chat_template.jinja").unlink()
     (mine / "generation_config.json").write_text('{"eos_token_id": [2, 7], "temperature": 1}')
@@ -230,23 +232,23 @@ def test_copies_of_a_model_with_other_end_tokens_or_another_template_differ(tmp_
     (theirs / "chat_template.jinja").write_text("{{ x }}\n")
     assert differs() is None  # written in other ways
     (theirs / "generation_config.json").write_text('{"eos_token_id": 2}')
-    assert "model's end tokens is '2' there and '2, 7' here" in (differs() or "")
+    assert "model's end tokens is '2' at generate and '2, 7' at train" in (differs() or "")
     for folder in (mine, theirs):
         (folder / "generation_config.json").unlink()  # then the model's own config has them
     assert differs() is None
     (theirs / "config.json").write_text('{"eos_token_id": [2, 7]}')
-    assert "model's end tokens is '2, 7' there and '257' here" in (differs() or "")
+    assert "model's end tokens is '2, 7' at generate and '257' at train" in (differs() or "")
     (mine / "config.json").write_text('{"text_config": {"eos_token_id": [7, 2]}}')
     assert differs() is None
     (theirs / "config.json").write_text('{"eos_token_id": 3, "text_config": {"eos_token_id": [2, 7]}}')
-    assert "model's end tokens is '3' there and '2, 7' here" in (differs() or "")
+    assert "model's end tokens is '3' at generate and '2, 7' at train" in (differs() or "")
     for folder in (mine, theirs):
         (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
     assert differs() is None
     (theirs / "chat_template.jinja").write_text("{{ y }}")
     assert "chat template" in (differs() or "")
     (theirs / "chat_template.jinja").unlink()
-    assert "chat template (BLAKE3) is None there" in (differs() or "")
+    assert "chat template (BLAKE3) is None at generate" in (differs() or "")
 
 
 class Made(Exception):
