@@ -225,7 +225,8 @@ def test_the_trainers_site_sends_what_a_relay_has_begun_and_does_not_end_and_it_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[RecordingPublisher], share: float
 ) -> None:
     async def body(home: World, near: World) -> None:
-        monkeypatch.setattr(site_weights, "SOURCE_S", scaled(0.2) if kind is Begins else scaled(60))
+        # the relay has to be connected to, and to answer, within it
+        monkeypatch.setattr(site_weights, "SOURCE_S", scaled(1.5) if kind is Begins else scaled(60))
         monkeypatch.setattr(site_weights, "SOURCE_SHARE", share)
         site, policy = await site_of(home, near, monkeypatch), Policy()
         for _ in range(2):

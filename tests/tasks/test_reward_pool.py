@@ -182,7 +182,8 @@ def test_each_kind_of_failure_makes_one_reward_void_by_its_cause_and_the_others_
     logged = (tmp_path / "workers.log").read_text()
     for text in ("noise in Python", "noise from a child", "to its stderr", "RuntimeError: first line"):
         assert text in logged
-    assert logged.startswith("[older output is removed]\nolder\n") and len(logged) < 0.9 * 2**20
+    # what a worker appends as the log is cut comes before it
+    assert "[older output is removed]\nolder\n" in logged and len(logged) < 0.9 * 2**20
     assert capfd.readouterr() == ("", "")
 
 

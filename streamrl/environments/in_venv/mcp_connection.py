@@ -152,7 +152,8 @@ async def listed(page: Any) -> list[Any]:
         page: function that asks for a page of them, by its cursor; None: the first.
     """
     found: dict[str, Any] = {}
-    cursor, seen = None, set()
+    cursor: str | None = None
+    seen: set[str | None] = set()
     while cursor not in seen and len(seen) < MOST_PAGES:
         seen.add(cursor)
         told = await page(cursor)
