@@ -23,13 +23,13 @@ from typing import Any, Self
 
 import click
 import matplotlib
-from click.core import ParameterSource
 from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from streamrl.given_options import given_options
 from streamrl.run_dir import layout
 from streamrl.run_dir.metrics import MetricsRow, read_metrics
 
@@ -252,13 +252,6 @@ def terminal() -> Console:
 def shown(value: float | None, form: str = ".2f") -> str:
     """A figure; a dash where there is none."""
     return "-" if value is None else format(value, form)
-
-
-def given_options(*names: str) -> list[str]:
-    """Those of these parameters of the running command that stand on the command line, as options."""
-    context = click.get_current_context()
-    options = {parameter.name: parameter.opts[0] for parameter in context.command.params}
-    return [options[name] for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
 
 
 def results_folder(out: Path | None, *fixed: str) -> Path:

@@ -34,7 +34,6 @@ from running import (
     Job,
     Outcome,
     Sheet,
-    given_options,
     machine,
     read_record,
     results_folder,
@@ -45,6 +44,7 @@ from running import (
     terminal,
 )
 
+from streamrl.given_options import given_options
 from streamrl.run_dir.metrics import MetricsRow
 
 WORKLOADS = ("generation", "balanced", "training")

@@ -88,7 +88,7 @@ def test_nothing_imports_the_command_line() -> None:
 ORDERS = {
     "streamrl": [
         {"errors", "atomic_files", "imports"},
-        {"plain_files", "scratch_folders", "surrogates", "finite_float", "output_files", "byte_parts"},
+        {"plain_files", "scratch_folders", "surrogates", "finite_float", "given_options", "output_files", "byte_parts"},
         {"config", "transport", "emulation"},
         {"machine", "rollouts"},
         {"run_dir", "protocol"},

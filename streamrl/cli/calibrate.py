@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from click.core import ParameterSource
 
 from streamrl.errors import UserError
 from streamrl.finite_float import FiniteFloat
+from streamrl.given_options import given_options
 from streamrl.output_files import check_output
 
 if TYPE_CHECKING:
@@ -61,10 +61,8 @@ def command(
       streamrl calibrate --cluster cluster_configs/local.yaml --run examples/demo.yaml --engine
       streamrl simulate --trace runs/demo --curve local.json --instances 2 --slots 32
     """
-    source = click.get_current_context().get_parameter_source
-    for name in ("seconds", "out"):
-        if engine and source(name) is ParameterSource.COMMANDLINE:
-            raise UserError(f"--{name} does not go with --engine, which measures and stores in its own way")
+    if engine and (given := given_options("seconds", "out")):
+        raise UserError(f"{given[0]} does not go with --engine, which measures and stores in its own way")
     from streamrl.config.load import load_cluster, load_run
     from streamrl.config.named_files import naming_files
     from streamrl.launcher.generation_check import check_generation, check_head_size, check_kv_cache

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from scheduler.schedule.schedules import NAMES
 from streamrl.errors import UserError
 from streamrl.finite_float import FiniteFloat
+from streamrl.given_options import given_options
 from streamrl.output_files import check_output
 
 if TYPE_CHECKING:
@@ -248,19 +248,19 @@ def _refuse_conflicts(params: Mapping[str, Any]) -> None:
     for name in params["policies"]:
         if name not in POLICIES:
             raise UserError(f"--policy {name}: there is no such policy; expected one of {', '.join(POLICIES)}")
-    if params["trace"] is not None and (given := _given("lengths", "requests", "limit")):
+    if params["trace"] is not None and (given := given_options("lengths", "requests", "limit")):
         raise UserError(f"{given[0]} does not go with --trace: the lengths are those of the rollouts")
-    if params["curve"] is not None and _given("device"):
+    if params["curve"] is not None and given_options("device"):
         raise UserError("--device does not go with --curve: the step times are those of the file")
     if params["ranker"] is not None and params["trace"] is None:
         raise UserError("--ranker needs --trace: it predicts from the prompts of a recorded run")
     if params["iterations"] is not None and params["train_rate"] is None:
         raise UserError("--iterations needs --train-rate: the tokens that the trainer works through per second")
-    if params["iterations"] is None and (given := _given(*OF_ITERATIONS)):
+    if params["iterations"] is None and (given := given_options(*OF_ITERATIONS)):
         raise UserError(f"{given[0]} needs --iterations: without it only generation is simulated")
-    if params["acceptance"] is None and _given("most_drafts"):
+    if params["acceptance"] is None and given_options("most_drafts"):
         raise UserError("--most-drafts needs --acceptance: without it instances do not speculate")
-    if params["ranker"] is not None and _given("noise"):
+    if params["ranker"] is not None and given_options("noise"):
         raise UserError("--noise does not go with --ranker: the forecasts are the ranker's own")
 
 
@@ -275,13 +275,6 @@ def _plot_file(out: Path) -> Path:
         out = out.with_name(f"{out.name}.svg")
         check_output("--out", out)
     return out
-
-
-def _given(*names: str) -> list[str]:
-    """Return those of these parameters that stand on the command line, as options."""
-    context = click.get_current_context()
-    options = {parameter.name: parameter.opts[0] for parameter in context.command.params}
-    return [options[name] for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
 
 
 def _compare_policies(
