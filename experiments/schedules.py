@@ -225,7 +225,7 @@ class Study:
 
     @classmethod
     def load(cls, path: Path) -> Study:
-        """From the JSON that `save` wrote, with its own window of steps."""
+        """Reads the JSON that `save` wrote, with its own window of steps."""
         values = read_record(path)
         runs = [Run.from_json(run) for run in values["runs"]]
         return cls(values["steps"], values["warmup"], values["drain"], runs, values["machine"])

@@ -36,7 +36,7 @@ DEEPEST = 100
 TOO_DEEP = "nested too deeply"
 NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 BYTES_TAG = "tag:yaml.org,2002:binary"
-"""Of bytes in base 64, which pydantic takes for the text or the number that they spell."""
+"""Tag of bytes in base 64, which pydantic takes for the text or the number that they spell."""
 ODD_NUMBER = re.compile(r"[-+]?0[0-9_]|.*:")
 """Numbers in base 60 and with a leading 0: YAML reads neither as the decimal number that it looks like."""
 
