@@ -61,6 +61,7 @@ SLOW = (
     "training/test_trainer_ranks.py",
     "weights/test_sharded_ranks.py",
     "weights/test_broadcast.py",
+    "weights/test_gloo.py",
     "weights/test_ipc.py",
     "weights/test_written_directly.py",
     "install/test_install_downloads.py",

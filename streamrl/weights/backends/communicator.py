@@ -2,6 +2,8 @@
 
 Rank 0 is the trainer's, and the only one that sends. Its store listens on one address and no other; the processes tell
 each other there that they have come, so that nobody enters a call that cannot be ended before all others are there.
+While they wait for a broadcast they ask it whether rank 0 is still in the group: gloo tells nobody that a process is
+gone whose tensor is half on its way.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
 from typing import Self, TypeVar
@@ -30,6 +33,10 @@ MEET_S = 30.0
 """Seconds for processes that have all come to connect to each other."""
 START = "start"
 """Key of the store that lets all begin."""
+LEFT = "left"
+"""Key of the store that has all know that rank 0 has left the group."""
+LOOK_S = 0.25
+"""Seconds of waiting after which another rank looks whether rank 0 is still in the group."""
 
 
 class GroupBroken(RuntimeError):
@@ -58,7 +65,12 @@ class Communicator(ABC):
     device: torch.device
     """Where tensors must be that are sent and received."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_s: float) -> None:
+        """
+        Args:
+            limit_s: seconds that one broadcast may take.
+        """
+        self._limit_s = limit_s
         self._why = ""
 
     @classmethod
@@ -106,6 +118,29 @@ class Communicator(ABC):
         """Why the group was aborted; '': it was not."""
         return self._why
 
+    def _wait_until(self, done: Callable[[], bool], rank_0_left: Callable[[], bool]) -> None:
+        """Wait for the end of a broadcast by looking, and not in a library, from which a broken one would not return.
+
+        Args:
+            done: returns whether it has ended, or failed.
+            rank_0_left: returns whether rank 0 is no longer in the group; RuntimeError says so, too.
+
+        Raises:
+            GroupBroken: the group was aborted, rank 0 has left it, or the time is over.
+        """
+        now = time.monotonic()
+        end, look = now + self._limit_s, now + LOOK_S
+        while not done():
+            if self.aborted:
+                raise GroupBroken(self.aborted)
+            if (now := time.monotonic()) > end:
+                raise GroupBroken(f"waited {self._limit_s:.0f} s for a broadcast")
+            if now > look:
+                if rank_0_left():
+                    raise GroupBroken("the trainer has left it")
+                look = now + LOOK_S
+            time.sleep(POLL_S / 10)
+
     def _guarded(self, work: Callable[[], T]) -> T:
         if self._why:
             raise GroupBroken(self._why)
@@ -115,6 +150,34 @@ class Communicator(ABC):
             raise
         except RuntimeError as error:
             raise GroupBroken(self._why or error) from error
+
+
+class RankZero:
+    """What the others know of rank 0, by the store that it keeps as long as it is in the group."""
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        """
+        Args:
+            store: what all have met through.
+            rank: rank of this process.
+        """
+        self._store: dist.Store | None = store
+        self._rank = rank
+
+    def left(self) -> bool:
+        """Return whether rank 0 has left; False at rank 0.
+
+        Raises:
+            RuntimeError: its store is gone.
+        """
+        return self._rank > 0 and self._store is not None and self._store.check([LEFT])
+
+    def leave(self) -> None:
+        """Tell the others that this process leaves, if it is rank 0."""
+        if self._rank == 0 and self._store is not None:
+            with suppress(RuntimeError):
+                self._store.set(LEFT, "")
+        self._store = None
 
 
 def open_meeting(host: str, world: int, limit_s: float) -> tuple[dist.Store, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Self
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from streamrl.runtime.interfaces import address_towards
-from streamrl.weights.backends.communicator import MEET_S, Communicator
+from streamrl.weights.backends.communicator import MEET_S, Communicator, RankZero
 
 GLOO: Any = dist.ProcessGroupGloo
 """torch's type stubs leave out most of it."""
@@ -21,10 +22,11 @@ class GlooCommunicator(Communicator):
 
     device = torch.device("cpu")
 
-    def __init__(self, group: Any, limit_s: float) -> None:
-        super().__init__()
-        self._group = group
-        self._limit = timedelta(seconds=limit_s)
+    def __init__(self, group: Any, rank_0: RankZero, limit_s: float) -> None:
+        super().__init__(limit_s)
+        self._group, self._rank_0 = group, rank_0
+        self._last: dist.Work | None = None
+        """The last broadcast; all others have ended before it has."""
 
     @classmethod
     def connect(cls, store: dist.Store, host: str, rank: int, world: int, limit_s: float) -> Self:
@@ -33,20 +35,31 @@ class GlooCommunicator(Communicator):
         options._devices = [GLOO.create_device(hostname=address_towards(host), lazy_init=False)]
         options._threads = 1  # broadcasts come one after the other
         options._timeout = timedelta(seconds=MEET_S)
-        return cls(GLOO(store, rank, world, options), limit_s)
+        return cls(GLOO(store, rank, world, options), RankZero(store, rank), limit_s)
 
     def _begin(self, tensor: torch.Tensor) -> Callable[[], None]:
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        options.timeout = self._limit
-        work = self._group.broadcast([tensor], options)
+        options.timeout = timedelta(seconds=self._limit_s)
+        self._last = work = self._group.broadcast([tensor], options)
 
         def wait() -> None:
+            self._wait_until(work.is_completed, self._rank_0.left)
             work.wait()
 
         return wait
 
     def close(self) -> None:
-        """Close all connections: gloo does as its group is freed, once what is under way has failed or ended."""
+        """Close all connections, and tell the others.
+
+        gloo closes them as its group is freed, once what is under way has ended or failed. A broadcast whose other end
+        has gone in the middle of a tensor does so after its limit alone, so it is left to a thread.
+        """
         self.abort("closed")
-        self._group = None
+        self._rank_0.leave()
+        group, last = [self._group], self._last
+        self._group = self._last = None  # a broadcast keeps the connections open, too
+        if last is None or last.is_completed():
+            group.clear()
+        else:
+            threading.Thread(target=group.clear, name="gloo ends", daemon=True).start()

@@ -116,8 +116,8 @@ class IpcCommunicator(Communicator):
             lines: connected sockets by rank of the other end: of all others at rank 0, of rank 0 at the others.
             limit_s: seconds that one broadcast may take.
         """
-        super().__init__()
-        self.device, self._slots, self._limit_s = slots.device, slots, limit_s
+        super().__init__(limit_s)
+        self.device, self._slots = slots.device, slots
         self._lines = {rank: _Line(one, f"rank {rank}" if rank else "the trainer") for rank, one in lines.items()}
         self._sends = 0 not in lines
         self._ring = Ring(len(slots.slots), lines)

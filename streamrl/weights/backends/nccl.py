@@ -6,14 +6,13 @@ it needs a trainer GPU and an instance GPU in one site.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.distributed as dist
 
-from streamrl.weights.backends.communicator import MEET_S, POLL_S, Communicator, GroupBroken, within
+from streamrl.weights.backends.communicator import MEET_S, Communicator, RankZero, within
 
 if TYPE_CHECKING:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
@@ -25,9 +24,9 @@ UNIQUE_ID = "nccl"
 class NcclCommunicator(Communicator):
     """An NCCL communicator of its own, outside torch's process groups."""
 
-    def __init__(self, nccl: PyNcclCommunicator, limit_s: float) -> None:
-        super().__init__()
-        self.device, self._nccl, self._limit_s = nccl.device, nccl, limit_s
+    def __init__(self, nccl: PyNcclCommunicator, rank_0: RankZero, limit_s: float) -> None:
+        super().__init__(limit_s)
+        self.device, self._nccl, self._rank_0 = nccl.device, nccl, rank_0
 
     @classmethod
     def connect(cls, store: dist.Store, host: str, rank: int, world: int, limit_s: float) -> Self:
@@ -50,26 +49,17 @@ class NcclCommunicator(Communicator):
             return PyNcclCommunicator.from_unique_id_bytes(unique_id, rank, world, device)
 
         with unpinned_nccl_env():  # NCCL has no limit for those that it does not reach
-            return cls(within(MEET_S, connected, f"{world - 1} others in NCCL"), limit_s)
+            nccl = within(MEET_S, connected, f"{world - 1} others in NCCL")
+        return cls(nccl, RankZero(store, rank), limit_s)
 
     def _begin(self, tensor: torch.Tensor) -> Callable[[], None]:
         self._nccl.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
         sent = torch.cuda.Event()
         sent.record()
-        end = time.monotonic() + self._limit_s
-
-        def wait() -> None:
-            # by looking and not in CUDA, from which a broadcast whose other end has died would not return
-            while not sent.query():
-                if self.aborted:
-                    raise GroupBroken(self.aborted)
-                if time.monotonic() > end:
-                    raise GroupBroken(f"waited {self._limit_s:.0f} s for a broadcast")
-                time.sleep(POLL_S / 10)
-
-        return wait
+        return lambda: self._wait_until(sent.query, self._rank_0.left)
 
     def close(self) -> None:
-        """Abort what is under way, and close all connections."""
+        """Abort what is under way, close all connections, and tell the others."""
         self.abort("closed")
+        self._rank_0.leave()
         self._nccl.destroy()
