@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import shutil
 from collections.abc import Awaitable, Iterable, Mapping
 from typing import Any, Protocol
@@ -10,7 +9,7 @@ from typing import Any, Protocol
 from streamrl.config.tasks import AgentTask
 from streamrl.environments.installed import find_environment
 from streamrl.errors import UserError
-from streamrl.tasks.user_functions import import_function, require_callable
+from streamrl.tasks.user_functions import import_function, is_async, require_callable
 
 
 class AgentFunction(Protocol):
@@ -50,8 +49,7 @@ def load_agent(task: AgentTask) -> AgentFunction | None:
     assert task.run is not None
     whose = f"task {task.key!r}: run {task.run!r}"
     function = import_function(task.run, whose)
-    called = function if inspect.isroutine(function) else getattr(function, "__call__", None)  # noqa: B004
-    if inspect.isclass(function) or not inspect.iscoroutinefunction(called):
+    if not is_async(function):
         raise UserError(f"{whose} must be a coroutine: async def f(task, client)")
     require_callable(function, whose, "f(task, client)", {}, None)
     found: AgentFunction = function

@@ -22,6 +22,7 @@ from streamrl.agents.live_episode import LiveEpisode
 from streamrl.environments.in_venv.mcp_tools_text import cut_text
 from streamrl.rollouts.void import VoidCause
 from streamrl.runtime.processes import end_copy
+from streamrl.tasks.user_functions import is_async
 from streamrl.tasks.void_reward import VoidReward, failures_of, one_line
 
 ATTEMPTS = 3
@@ -147,7 +148,7 @@ class AgentClient:
         started, detail = time.time(), "not finished"
         try:
             with self._episode.limited(f"tool {name!r}", self._episode.limits.tool_s, name):
-                result = function(*args, **named) if _is_async(function) else self._in_thread(function, args, named)
+                result = function(*args, **named) if is_async(function) else self._in_thread(function, args, named)
                 found = await result
                 if inspect.isawaitable(found):
                     found = await found
@@ -273,11 +274,6 @@ def _code_in(body: Any) -> str:
     """Return the code of an error's body as Anthropic's package keeps it."""
     error = body.get("error") if isinstance(body, dict) else None
     return str(error.get("code")) if isinstance(error, dict) else ""
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
-    return inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(function)
 
 
 def _told(found: Any) -> str:

@@ -21,6 +21,7 @@ from streamrl.agents.client import AgentClient, BadToolInput
 from streamrl.config.tasks import Sandbox
 from streamrl.environments.in_venv.mcp_tools_text import cut_text
 from streamrl.tasks.sandbox_script import Language, run_script
+from streamrl.tasks.user_functions import is_async
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def function_tool(function: Callable[..., Any], name: str = "") -> Tool:
             raise BadToolInput(f"{where}: {first['msg']}") from error
         return {key: getattr(found, key) for key in fields}
 
-    if inspect.iscoroutinefunction(function):
+    if is_async(function):
 
         async def call_later(**given: Any) -> Any:
             return await function(**checked(given))

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from streamrl.errors import ErrorCode, UserError
@@ -49,14 +50,22 @@ def import_ordinary(
     return function
 
 
+def is_async(function: Any) -> bool:
+    """Whether a call returns a coroutine, also that of an object or of a `functools.partial`."""
+    return _any_of(function, inspect.iscoroutinefunction)
+
+
 def _is_deferred(function: Any) -> bool:
     """Whether a call returns a coroutine or a generator, whose code has yet to run.
 
     What a decorator has wrapped is not looked at: it may well run a coroutine to its end.
     """
+    return _any_of(function, inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+
+
+def _any_of(function: Any, *tests: Callable[[Any], bool]) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
-    tests = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
     return any(test(one) for test in tests for one in (function, type(function).__call__))
 
 

@@ -28,6 +28,8 @@ played = Played()
 def ordinary(task, client): return 1.0
 async def lonely(task): return 1.0
 async def greedy(task, client, tools): return 1.0
+import functools
+preset = functools.partial(greedy, tools=[])
 """
 
 
@@ -75,7 +77,7 @@ def test_a_wrong_agent_task_of_a_run_file_is_named_by_its_place(tmp_path: Path) 
         load_run(tmp_path / "run.yaml")
 
 
-@pytest.mark.parametrize("run", ["some_agents:good", "some_agents:played"])
+@pytest.mark.parametrize("run", ["some_agents:good", "some_agents:played", "some_agents:preset"])
 def test_a_coroutine_is_an_agent(run: str) -> None:
     assert load_agent(task(run=run)) is not None
 
