@@ -14,9 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from streamrl.weights.backends.communicator import GroupBroken, join, lead, open_meeting
+from streamrl.runtime.processes import is_alive
+from streamrl.weights.backends import communicator, gloo, ipc
+from streamrl.weights.backends.communicator import Communicator, GroupBroken, join, lead, open_meeting
 from streamrl.weights.backends.gloo import GlooCommunicator
+from streamrl.weights.backends.ipc import IpcCommunicator
 from tests.waiting import scaled
 
 HERE = "127.0.0.1"
@@ -56,6 +60,27 @@ def trainer(orders: Connection) -> None:
     group.begin(torch.ones(SIZE, dtype=torch.uint8))()
 
 
+def stands_still(orders: Connection, after: str) -> None:
+    """Rank 0 of two, which is stopped once the other has come, or while a tensor is on its way to it."""
+    store, port = open_meeting(HERE, 2, scaled(SOON_S))
+    orders.send(port)
+    store.wait(["here/1"])
+    if after == "begun":
+        group = lead(GlooCommunicator, store, HERE, 2, LIMIT_S)
+        threading.Thread(target=group.begin(torch.ones(SIZE, dtype=torch.uint8)), daemon=True).start()
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def waits_briefly(orders: Connection) -> None:
+    """The other rank, which says what became of a tensor that rank 0 is to send."""
+    try:
+        group, _ = join(GlooCommunicator, HERE, orders.recv(), 1, 2, scaled(2))
+        group.begin(torch.zeros(SIZE, dtype=torch.uint8))()
+        group.begin(torch.zeros(SIZE, dtype=torch.uint8))()
+    except GroupBroken as error:
+        orders.send(str(error))
+
+
 class Processes:
     """Processes of a test, and what they say."""
 
@@ -80,6 +105,25 @@ def processes() -> Iterator[Processes]:
     with ExitStack() as ended:
         multiprocessing.set_forkserver_preload(["tests.weights.test_gloo"])
         yield Processes(ended)
+
+
+def leaves(orders: Connection, kind: type[Communicator], rank: int) -> None:
+    """Comes to the meeting, and kills itself once all begin to connect."""
+    store = dist.TCPStore(HERE, orders.recv(), 3, is_master=False, wait_for_workers=False)
+    store.set(f"here/{rank}", "")
+    store.wait([communicator.START])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def connects(orders: Connection, kind: type[Communicator], rank: int) -> None:
+    """Joins a group, and says why the group is broken."""
+    for module in (communicator, gloo, ipc):
+        module.MEET_S = LIMIT_S  # type: ignore[attr-defined]
+    try:
+        group, _ = join(kind, HERE, orders.recv(), rank, 3, LIMIT_S)
+        group.begin(torch.zeros(1))()
+    except GroupBroken as error:
+        orders.send(str(error))
 
 
 def answer(orders: Connection) -> str:
@@ -123,3 +167,33 @@ def test_members_notice_a_trainer_that_died_with_half_a_tensor(processes: Proces
     one.send((port, sending.pid))
     other.send((port, None))
     assert "broken" in answer(one) and "broken" in answer(other)
+
+
+@pytest.mark.parametrize("kind", [GlooCommunicator, IpcCommunicator])
+def test_a_member_that_dies_while_all_connect_holds_nobody_up(
+    processes: Processes, kind: type[Communicator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (communicator, gloo, ipc):
+        monkeypatch.setattr(module, "MEET_S", LIMIT_S)
+    (_, stays), (dying, dies) = processes.start(connects, kind, 1), processes.start(leaves, kind, 2)
+    store, port = open_meeting(HERE, 3, scaled(SOON_S))
+    for one in (stays, dies):
+        one.send(port)
+    killed = lambda: "" if is_alive(dying.pid) else "it was killed"  # noqa: E731
+    began = time.monotonic()
+    with pytest.raises(GroupBroken, match="it was killed"):
+        lead(kind, store, HERE, 3, LIMIT_S, killed)
+    del store
+    assert "broken" in answer(stays)
+    assert time.monotonic() - began < scaled(SOON_S)
+
+
+@pytest.mark.parametrize("after", ["here", "begun"])
+def test_a_trainer_that_stands_still_holds_a_member_up_until_its_limit_and_no_longer(
+    processes: Processes, after: str
+) -> None:
+    sending, orders = processes.start(stands_still, after)
+    _, waits = processes.start(waits_briefly)
+    waits.send(orders.recv())
+    assert "waited" in answer(waits)
+    assert is_alive(sending.pid)

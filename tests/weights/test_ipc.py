@@ -25,7 +25,15 @@ import torch.distributed as dist
 from torch.multiprocessing import reductions
 
 from streamrl.weights.backends import ipc
-from streamrl.weights.backends.communicator import START, Communicator, GroupBroken, join, lead, open_meeting
+from streamrl.weights.backends.communicator import (
+    START,
+    Communicator,
+    GroupBroken,
+    join,
+    lead,
+    nothing_wrong,
+    open_meeting,
+)
 from streamrl.weights.backends.ipc import DOOR, RANK, IpcCommunicator
 from streamrl.weights.backends.shared_slots import CudaHandle, HostSlots
 from tests.security.another_user import NOBODY, as_nobody
@@ -301,7 +309,7 @@ def test_nobody_but_the_members_gets_the_memory(monkeypatch: pytest.MonkeyPatch)
         stranger.sendall(RANK.pack(2))  # there is no such rank
         assert stranger.recv(1) == b""
         assert not leads.done()
-        joined = IpcCommunicator.connect(theirs, HERE, 1, 2, scaled(LIMIT_S))
+        joined = IpcCommunicator.connect(theirs, HERE, 1, 2, scaled(LIMIT_S), nothing_wrong)
         zero = leads.result()
         opened.callback(joined.close)
         opened.callback(zero.close)
@@ -323,7 +331,7 @@ def test_a_member_takes_no_memory_from_another_user(tmp_path: Path) -> None:
         finally:
             os.seteuid(0)
         with pytest.raises(GroupBroken, match=f"user {NOBODY} offers the weights; expected 0"):
-            IpcCommunicator.connect(store, HERE, 1, 2, scaled(LIMIT_S))
+            IpcCommunicator.connect(store, HERE, 1, 2, scaled(LIMIT_S), nothing_wrong)
 
 
 def test_the_fields_of_a_cuda_handle_are_those_that_torch_exports() -> None:

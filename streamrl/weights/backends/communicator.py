@@ -8,6 +8,7 @@ gone whose tensor is half on its way.
 
 from __future__ import annotations
 
+import concurrent.futures
 import socket
 import threading
 import time
@@ -16,8 +17,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -65,17 +67,21 @@ class Communicator(ABC):
     device: torch.device
     """Where tensors must be that are sent and received."""
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, limit_s: float, store: dist.Store | None = None, rank: int = 0) -> None:
         """
         Args:
             limit_s: seconds that one broadcast may take.
+            store: what all have met through; None: others notice by other means that rank 0 has left.
+            rank: rank of this process.
         """
-        self._limit_s = limit_s
-        self._why = ""
+        self._limit_s, self._rank, self._why = limit_s, rank, ""
+        self._store, self._asks = store, store and another_connection(store)
 
     @classmethod
     @abstractmethod
-    def connect(cls, store: dist.Store, host: str, rank: int, world: int, limit_s: float) -> Self:
+    def connect(
+        cls, store: dist.Store, host: str, rank: int, world: int, limit_s: float, stopped: Callable[[], str]
+    ) -> Self:
         """Connect to all others, which do the same now.
 
         Args:
@@ -84,9 +90,10 @@ class Communicator(ABC):
             rank: rank of this process.
             world: number of ranks.
             limit_s: seconds that one broadcast may take.
+            stopped: returns why to stop waiting, '' as long as there is no reason.
 
         Raises:
-            GroupBroken: a member is gone.
+            GroupBroken: they have not connected within `MEET_S`, or `stopped`.
         """
 
     @abstractmethod
@@ -118,28 +125,30 @@ class Communicator(ABC):
         """Why the group was aborted; '': it was not."""
         return self._why
 
-    def _wait_until(self, done: Callable[[], bool], rank_0_left: Callable[[], bool]) -> None:
+    def _wait_until(self, done: Callable[[], bool]) -> None:
         """Wait for the end of a broadcast by looking, and not in a library, from which a broken one would not return.
 
         Args:
             done: returns whether it has ended, or failed.
-            rank_0_left: returns whether rank 0 is no longer in the group; RuntimeError says so, too.
 
         Raises:
             GroupBroken: the group was aborted, rank 0 has left it, or the time is over.
         """
-        now = time.monotonic()
-        end, look = now + self._limit_s, now + LOOK_S
+        assert self._asks is not None
+        end = time.monotonic() + self._limit_s
+        left = left_by_rank_0(self._asks, end) if self._rank else nothing_wrong
         while not done():
-            if self.aborted:
-                raise GroupBroken(self.aborted)
-            if (now := time.monotonic()) > end:
+            if why := self.aborted or left():
+                raise GroupBroken(why)
+            if time.monotonic() > end:
                 raise GroupBroken(f"waited {self._limit_s:.0f} s for a broadcast")
-            if now > look:
-                if rank_0_left():
-                    raise GroupBroken("the trainer has left it")
-                look = now + LOOK_S
             time.sleep(POLL_S / 10)
+
+    def _leave(self) -> None:
+        """Have the others know that rank 0 leaves, if this process is rank 0."""
+        if self._rank == 0 and self._asks is not None:
+            tell_left(self._asks)
+        self._store = self._asks = None
 
     def _guarded(self, work: Callable[[], T]) -> T:
         if self._why:
@@ -152,32 +161,36 @@ class Communicator(ABC):
             raise GroupBroken(self._why or error) from error
 
 
-class RankZero:
-    """What the others know of rank 0, by the store that it keeps as long as it is in the group."""
+def another_connection(store: dist.Store) -> dist.Store:
+    """Return a store with a connection of its own, on which a request waits for none of the other's."""
+    untyped: Any = store  # torch's type stubs leave it out
+    found: dist.Store = untyped.clone()
+    return found
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
-        """
-        Args:
-            store: what all have met through.
-            rank: rank of this process.
-        """
-        self._store: dist.Store | None = store
-        self._rank = rank
 
-    def left(self) -> bool:
-        """Return whether rank 0 has left; False at rank 0.
+def tell_left(store: dist.Store) -> None:
+    """Have all know that rank 0 has left the group."""
+    with suppress(RuntimeError):
+        store.set(LEFT, "")
 
-        Raises:
-            RuntimeError: its store is gone.
-        """
-        return self._rank > 0 and self._store is not None and self._store.check([LEFT])
 
-    def leave(self) -> None:
-        """Tell the others that this process leaves, if it is rank 0."""
-        if self._rank == 0 and self._store is not None:
-            with suppress(RuntimeError):
-                self._store.set(LEFT, "")
-        self._store = None
+def left_by_rank_0(store: dist.Store, end: float) -> Callable[[], str]:
+    """Return what tells another rank that waits why to stop, '' as long as rank 0 is in the group.
+
+    It may be called as often as one likes, and asks rank 0's store every `LOOK_S`. It raises `GroupBroken` if that has
+    not answered at `end`, by `time.monotonic`, and RuntimeError if it is gone.
+    """
+    due = time.monotonic() + LOOK_S
+
+    def why() -> str:
+        nonlocal due
+        if (now := time.monotonic()) < due:
+            return ""
+        left = within(max(end - now, LOOK_S), lambda: store.check([LEFT]), "the trainer's store")
+        due = time.monotonic() + LOOK_S
+        return "the trainer has left it" if left else ""
+
+    return why
 
 
 def open_meeting(host: str, world: int, limit_s: float) -> tuple[dist.Store, int]:
@@ -210,7 +223,12 @@ def lead(
     here = [f"here/{rank}" for rank in range(1, world)]
     _wait(store, here, limit_s, stopped, f"{world - 1} workers")
     store.set(START, "")
-    return _connected(kind, store, host, 0, world, limit_s)
+    asks = another_connection(store)
+    try:
+        return _connected(kind, store, host, 0, world, limit_s, stopped)
+    except GroupBroken:
+        tell_left(asks)
+        raise
 
 
 def join(
@@ -229,31 +247,41 @@ def join(
         store.set(f"here/{rank}", "")
     except (OSError, RuntimeError) as error:
         raise GroupBroken(error) from error
-    _wait(store, [START], limit_s, nothing_wrong, "the trainer")
-    return _connected(kind, store, host, rank, world, limit_s), store
+    # a request has no limit of its own: a store on a machine that is gone neither answers nor refuses
+    wait = partial(_wait, store, [START], limit_s, nothing_wrong, "the trainer")
+    within(limit_s + LOOK_S, wait, "the trainer's store")
+    stopped = left_by_rank_0(another_connection(store), time.monotonic() + MEET_S)
+    return _connected(kind, store, host, rank, world, limit_s, stopped), store
 
 
 def _connected(
-    kind: type[Communicator], store: dist.Store, host: str, rank: int, world: int, limit_s: float
+    kind: type[Communicator],
+    store: dist.Store,
+    host: str,
+    rank: int,
+    world: int,
+    limit_s: float,
+    stopped: Callable[[], str],
 ) -> Communicator:
     try:
-        return kind.connect(store, host, rank, world, limit_s)
+        return kind.connect(store, host, rank, world, limit_s, stopped)
     except GroupBroken:
         raise
     except RuntimeError as error:
         raise GroupBroken(error) from error
 
 
-def within(limit_s: float, work: Callable[[], T], what: str) -> T:
+def within(limit_s: float, work: Callable[[], T], what: str, stopped: Callable[[], str] = nothing_wrong) -> T:
     """Do work that nothing can end, in a thread of its own, and wait for it.
 
     Args:
         limit_s: seconds to wait; the thread is left alone then, and ends with its process at the latest.
         work: what is done.
         what: what it is, in words.
+        stopped: returns why to stop waiting, '' as long as there is no reason.
 
     Raises:
-        GroupBroken: it has not ended in time.
+        GroupBroken: it has not ended in time, or `stopped`.
     """
     done: Future[T] = Future()
 
@@ -264,12 +292,13 @@ def within(limit_s: float, work: Callable[[], T], what: str) -> T:
             done.set_exception(error)
 
     threading.Thread(target=run, name=what, daemon=True).start()
-    try:
-        return done.result(limit_s)
-    except TimeoutError as error:
-        if done.done():  # just now, or it has raised this itself
-            return done.result()
-        raise GroupBroken(f"waited {limit_s:.0f} s for {what}") from error
+    end = time.monotonic() + limit_s
+    while not concurrent.futures.wait([done], max(min(end - time.monotonic(), 10 * POLL_S), 0)).done:
+        if why := stopped():
+            raise GroupBroken(why)
+        if time.monotonic() >= end:
+            raise GroupBroken(f"waited {limit_s:.0f} s for {what}")
+    return done.result()
 
 
 def _wait(store: dist.Store, keys: list[str], limit_s: float, stopped: Callable[[], str], whom: str) -> None:

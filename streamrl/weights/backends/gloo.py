@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from streamrl.runtime.interfaces import address_towards
-from streamrl.weights.backends.communicator import MEET_S, Communicator, RankZero
+from streamrl.weights.backends.communicator import MEET_S, Communicator, within
 
 GLOO: Any = dist.ProcessGroupGloo
 """torch's type stubs leave out most of it."""
@@ -22,20 +22,23 @@ class GlooCommunicator(Communicator):
 
     device = torch.device("cpu")
 
-    def __init__(self, group: Any, rank_0: RankZero, limit_s: float) -> None:
-        super().__init__(limit_s)
-        self._group, self._rank_0 = group, rank_0
+    def __init__(self, group: Any, store: dist.Store, rank: int, limit_s: float) -> None:
+        super().__init__(limit_s, store, rank)
+        self._group = group
         self._last: dist.Work | None = None
         """The last broadcast; all others have ended before it has."""
 
     @classmethod
-    def connect(cls, store: dist.Store, host: str, rank: int, world: int, limit_s: float) -> Self:
+    def connect(
+        cls, store: dist.Store, host: str, rank: int, world: int, limit_s: float, stopped: Callable[[], str]
+    ) -> Self:
         """Connect to all others by the address of this node that leads to the trainer's, and no other."""
         options = GLOO._Options()
         options._devices = [GLOO.create_device(hostname=address_towards(host), lazy_init=False)]
         options._threads = 1  # broadcasts come one after the other
         options._timeout = timedelta(seconds=MEET_S)
-        return cls(GLOO(store, rank, world, options), RankZero(store, rank), limit_s)
+        group = within(MEET_S, lambda: GLOO(store, rank, world, options), f"{world - 1} others in gloo", stopped)
+        return cls(group, store, rank, limit_s)
 
     def _begin(self, tensor: torch.Tensor) -> Callable[[], None]:
         options = dist.BroadcastOptions()
@@ -44,7 +47,7 @@ class GlooCommunicator(Communicator):
         self._last = work = self._group.broadcast([tensor], options)
 
         def wait() -> None:
-            self._wait_until(work.is_completed, self._rank_0.left)
+            self._wait_until(work.is_completed)
             work.wait()
 
         return wait
@@ -53,10 +56,11 @@ class GlooCommunicator(Communicator):
         """Close all connections, and tell the others.
 
         gloo closes them as its group is freed, once what is under way has ended or failed. A broadcast whose other end
-        has gone in the middle of a tensor does so after its limit alone, so it is left to a thread.
+        has gone in the middle of a tensor does so after its limit alone, so it is left to a thread. Its parcel stays in
+        memory until then.
         """
         self.abort("closed")
-        self._rank_0.leave()
+        self._leave()
         group, last = [self._group], self._last
         self._group = self._last = None  # a broadcast keeps the connections open, too
         if last is None or last.is_completed():

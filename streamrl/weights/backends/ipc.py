@@ -132,13 +132,15 @@ class IpcCommunicator(Communicator):
             self._poll.register(one, select.POLLIN)
 
     @classmethod
-    def connect(cls, store: dist.Store, host: str, rank: int, world: int, limit_s: float) -> Self:
+    def connect(
+        cls, store: dist.Store, host: str, rank: int, world: int, limit_s: float, stopped: Callable[[], str]
+    ) -> Self:
         """Share the slots: rank 0 makes them, the others get them over their sockets."""
         try:
             if rank:
                 return cls(*_opened(os.fsdecode(store.get(DOOR)), rank), limit_s)
             slots = kind_here().make(SLOTS, SLOT)
-            return cls(slots, _let_in(store, slots, world), limit_s)
+            return cls(slots, _let_in(store, slots, world, stopped), limit_s)
         except OSError as error:
             why = f"weights.backend: ipc needs all members on one machine, with one network and one user: {error}"
             raise GroupBroken(why) from error
@@ -233,13 +235,13 @@ class IpcCommunicator(Communicator):
         self._poll.poll(1000 * min(left_s, POLL_S))
 
 
-def _let_in(store: dist.Store, slots: SharedSlots, world: int) -> dict[int, socket.socket]:
+def _let_in(store: dist.Store, slots: SharedSlots, world: int, stopped: Callable[[], str]) -> dict[int, socket.socket]:
     """Give the slots to all other ranks, as they come; return their sockets.
 
     The socket is gone once all have come.
 
     Raises:
-        GroupBroken: they have not come in time, or one is gone again.
+        GroupBroken: they have not come in time, one is gone again, or `stopped`.
         OSError: one is gone again.
     """
     offer, descriptors = slots.offer()
@@ -256,11 +258,15 @@ def _let_in(store: dist.Store, slots: SharedSlots, world: int) -> dict[int, sock
         door.listen(world)
         store.set(DOOR, path)
         while missing := set(range(1, world)) - come.keys():
+            door.settimeout(10 * POLL_S)
             try:
-                door.settimeout(max(end - time.monotonic(), POLL_S))
                 connection, _ = door.accept()
-            except TimeoutError as error:
-                raise GroupBroken(f"waited {MEET_S:.0f} s for ranks {sorted(missing)} to connect") from error
+            except TimeoutError:
+                if why := stopped():
+                    raise GroupBroken(why) from None
+                if time.monotonic() < end:
+                    continue
+                raise GroupBroken(f"waited {MEET_S:.0f} s for ranks {sorted(missing)} to connect") from None
             undone.callback(connection.close)
             connection.settimeout(max(end - time.monotonic(), POLL_S))
             (rank,) = RANK.unpack(_exactly(connection, RANK.size))

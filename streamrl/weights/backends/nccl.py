@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 import torch.distributed as dist
 
-from streamrl.weights.backends.communicator import MEET_S, Communicator, RankZero, within
+from streamrl.weights.backends.communicator import MEET_S, Communicator, within
 
 if TYPE_CHECKING:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
@@ -24,17 +24,15 @@ UNIQUE_ID = "nccl"
 class NcclCommunicator(Communicator):
     """An NCCL communicator of its own, outside torch's process groups."""
 
-    def __init__(self, nccl: PyNcclCommunicator, rank_0: RankZero, limit_s: float) -> None:
-        super().__init__(limit_s)
-        self.device, self._nccl, self._rank_0 = nccl.device, nccl, rank_0
+    def __init__(self, nccl: PyNcclCommunicator, store: dist.Store, rank: int, limit_s: float) -> None:
+        super().__init__(limit_s, store, rank)
+        self.device, self._nccl = nccl.device, nccl
 
     @classmethod
-    def connect(cls, store: dist.Store, host: str, rank: int, world: int, limit_s: float) -> Self:
-        """Connect to all others; the id that NCCL needs comes as bytes through the store, and no pickle does.
-
-        Raises:
-            GroupBroken: they have not connected within `MEET_S`.
-        """
+    def connect(
+        cls, store: dist.Store, host: str, rank: int, world: int, limit_s: float, stopped: Callable[[], str]
+    ) -> Self:
+        """Connect to all others; the id that NCCL needs comes as bytes through the store, and no pickle does."""
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
         from vllm.utils.nccl import unpinned_nccl_env
@@ -49,17 +47,17 @@ class NcclCommunicator(Communicator):
             return PyNcclCommunicator.from_unique_id_bytes(unique_id, rank, world, device)
 
         with unpinned_nccl_env():  # NCCL has no limit for those that it does not reach
-            nccl = within(MEET_S, connected, f"{world - 1} others in NCCL")
-        return cls(nccl, RankZero(store, rank), limit_s)
+            nccl = within(MEET_S, connected, f"{world - 1} others in NCCL", stopped)
+        return cls(nccl, store, rank, limit_s)
 
     def _begin(self, tensor: torch.Tensor) -> Callable[[], None]:
         self._nccl.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
         sent = torch.cuda.Event()
         sent.record()
-        return lambda: self._wait_until(sent.query, self._rank_0.left)
+        return lambda: self._wait_until(sent.query)
 
     def close(self) -> None:
         """Abort what is under way, close all connections, and tell the others."""
         self.abort("closed")
-        self._rank_0.leave()
+        self._leave()
         self._nccl.destroy()
