@@ -2,9 +2,9 @@
 
 A session holds a tree of turns. A turn has a prompt and, once it is generated, an answer. A new call is compared with
 what the session knows: if its messages begin with those of a turn and that turn's answer, it extends the turn, and
-its prompt is the turn's tokens (prompt and output, bit for bit) with a suffix. The longest match wins. Otherwise it
-begins a new row, rendered whole. Not extended are: an answer that a token limit cut, one that came under other tools,
-and one whose turn the chat template rewrites.
+its prompt is the turn's tokens (prompt and output, bit for bit) with a suffix. The longest match wins; of turns with
+the same answer, the first that counts. Otherwise it begins a new row, rendered whole. Not extended are: an answer that
+a token limit cut, one that came under other tools, and one whose turn the chat template rewrites.
 
 A path from the root to a leaf is a row. Turns that are on several paths (a fork: two calls that go on from one
 answer) are trained in the first of these rows; in the others the same tokens are context, with mask 0. So every
@@ -22,7 +22,7 @@ Nothing here does input or output, or asks for the time.
 from __future__ import annotations
 
 import secrets
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -179,8 +179,8 @@ class Session:
         """Calls that were refused because context or turns are used up, and that no later turn has taken back."""
         self._attempt = secrets.token_hex(4)
         self._numbers = 0
-        self._answered: dict[bytes, Turn] = {}
-        """Turns that can be extended, by digest of their messages and answer."""
+        self._answered: defaultdict[bytes, list[Turn]] = defaultdict(list)
+        """Turns that can be extended, by digest of their messages and answer: several samples may have one text."""
         self._reasoned: dict[bytes, ChatMessage] = {}
         """Answers with reasoning, by digest of their messages and of the answer as libraries split it."""
         self._unmet: Counter[tuple[bytes, int]] = Counter()
@@ -264,7 +264,7 @@ class Session:
         if THOUGHT_END in turn.answer["content"]:
             self._reasoned[digest_of_split(digests(turn.call.messages, turn.call.tools)[-1], turn.answer)] = turn.answer
         if generated.finish_reason == "stop" and turn.rendered is not None:
-            self._answered[digests([*turn.call.messages, turn.answer], turn.call.tools)[-1]] = turn
+            self._answered[digests([*turn.call.messages, turn.answer], turn.call.tools)[-1]].append(turn)
 
     def fail(self, turn: Turn) -> None:
         """Forget a turn that could not be generated; the retry of each call that asked for it begins another one."""
@@ -362,9 +362,9 @@ class Session:
         found = digests(call.messages, call.tools)
         try:
             for known in range(len(call.messages), 0, -1):
-                parent = self._answered.get(found[known])
-                if parent is None:
+                if not (same := self._answered.get(found[known])):
                     continue
+                parent = min(same, key=_preference)
                 assert parent.rendered is not None and parent.generated is not None
                 answer = renderer.stand_in(parent.generated.text)
                 appended = call.messages[known:]
@@ -385,7 +385,7 @@ class Session:
     def _with_tokens(self, call: Call, now: float) -> Turn:
         assert call.prompt_tokens is not None
         parent, covered = None, 0
-        for turn in self.turns:
+        for turn in sorted(self.turns, key=_preference):
             if turn.generated is None or turn.generated.finish_reason != "stop":
                 continue
             known = turn.tokens
@@ -453,6 +453,11 @@ def _path(turn: Turn | None) -> list[Turn]:
         found.append(turn)
         turn = turn.parent
     return found
+
+
+def _preference(turn: Turn) -> tuple[bool, int]:
+    """Return a key by which turns with the same answer are sorted: a call goes on from one that its agent knows."""
+    return not turn.counts, turn.number
 
 
 def _told(messages: list[ChatMessage]) -> list[tuple[str, str]]:

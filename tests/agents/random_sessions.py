@@ -176,10 +176,10 @@ def expect(tokenizer: Any, played: Played, turn: Turn, generated: GeneratedTurn)
     """Reconstruct the prompt of a turn from what was sampled and the messages between."""
     messages, tools = turn.call.messages, turn.call.tools
     parent, covered = None, 0
-    for earlier in played.turns:  # the last one with the longest conversation that this one continues
+    for earlier in played.turns:  # the first one with the longest conversation that this one continues
         known = len(earlier.messages)
         same = earlier.tools == tools and earlier.messages == messages[:known]
-        if same and known >= covered and earlier.generated.finish_reason == "stop":
+        if same and known > covered and earlier.generated.finish_reason == "stop":
             parent, covered = earlier, known
     written: list[Any] = []
     if parent is not None and not (len(parent.generated.tokens) and parent.generated.tokens[-1] == end_id(tokenizer)):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
 
 from streamrl.agents.agent_host import NO_ANSWERS, AgentHost
 from streamrl.agents.chat_endpoint import UNSEEN, ChatEndpoint
-from streamrl.agents.episode import Episode, EpisodeOrder, EpisodeOutcome
+from streamrl.agents.episode import Episode, EpisodeOrder, EpisodeOutcome, GeneratedTurn
 from streamrl.agents.session import CallError, Session
 from streamrl.config.run import RunConfig
 from streamrl.rollouts.void import Void, VoidCause
@@ -22,6 +24,12 @@ from tests.agents.test_session import call as asked
 from tests.waiting import scaled
 
 LONG = {"role": "user", "content": "Think long."}
+
+
+def generated(logprob: float) -> GeneratedTurn:
+    tokens = np.asarray(TOKENIZER.encode("12") + TOKENIZER.encode("<|im_end|>"), np.int32)
+    size = len(tokens)
+    return GeneratedTurn(tokens, np.full(size, logprob, np.float32), np.full(size, 3, np.int32), "stop", "12")
 
 
 def trained(episode: Episode) -> list[str]:
@@ -57,6 +65,33 @@ def test_a_turn_that_nobody_got_leaves_its_row_to_the_next_one() -> None:
     again = answered(here, asked(USER, first.answer, {"role": "user", "content": "Why?"}))
     (row,) = here.rows()
     assert row.tokens.tolist() == again.tokens.tolist()
+
+
+@pytest.mark.parametrize("got", [0, 1, 2])
+@pytest.mark.parametrize("tokens", [False, True])
+def test_a_call_goes_on_from_the_answer_that_a_client_got_and_not_from_an_equal_one(got: int, tokens: bool) -> None:
+    here = session()
+    begun = [here.call(asked(USER), 1.0)[0]]
+    for _ in range(2):  # the agent asks again without having got the first answer
+        begun[-1].clients = 1
+        begun.append(here.call(asked(USER), 1.0)[0])
+    for turn in reversed(begun):
+        here.finish(turn, generated(-0.1 * (1 + turn.number)), 2.0)
+    for turn in begun[got:]:
+        turn.delivered = True
+    known = asked(USER, begun[0].answer, MORE)
+    if tokens:
+        known = replace(known, messages=[], prompt_tokens=np.append(begun[0].tokens, begun[0].tokens[:1]))
+    assert answered(here, known).parent is begun[got]
+    (row, *others) = here.rows()
+    assert len(others) == 2 - got and row.logprobs[row.sampled][0] == np.float32(-0.1 * (1 + got))
+
+
+def test_a_call_goes_on_from_an_answer_that_nobody_got_if_there_is_no_equal_one() -> None:
+    here = session()
+    lost = answered(here, asked(USER))
+    lost.delivered = False
+    assert answered(here, asked(USER, lost.answer, MORE)).parent is lost and lost.counts
 
 
 FULL = {"role": "user", "content": "x " * 600}
