@@ -38,11 +38,27 @@ def digest_of_split(digest: bytes, answer: ChatMessage) -> bytes:
 
     Libraries disagree about the line breaks around the two parts.
     """
-    text = answer["content"]
-    if answer.get("reasoning_content"):
-        text = f"{answer['reasoning_content']}{THOUGHT_END}{text}"
-    reasoning, _, rest = text.rpartition(THOUGHT_END)
+    reasoning, _, rest = _with_reasoning(answer).rpartition(THOUGHT_END)
     return digest_with(digest, [reasoning.strip().removeprefix(THOUGHT_BEGIN).strip(), rest.strip(), _calls(answer)])
+
+
+def has_reasoning(message: ChatMessage) -> bool:
+    """Whether a message has the reasoning of an answer, in a field or in its text."""
+    return message["role"] == "assistant" and bool(
+        message.get("reasoning_content") or THOUGHT_END in message["content"]
+    )
+
+
+def distance(one: ChatMessage, other: ChatMessage) -> tuple[bool, bool]:
+    """Return how far two forms of an answer are from each other; next to equal ones, one splits the other's text."""
+    texts = [_with_reasoning(message).removeprefix(THOUGHT_BEGIN) for message in (one, other)]
+    return meaning(one) != meaning(other), texts[0] != texts[1]
+
+
+def _with_reasoning(answer: ChatMessage) -> str:
+    """Return the text of an answer, behind its reasoning where that is in a field of its own."""
+    text = str(answer["content"])
+    return f"{answer['reasoning_content']}{THOUGHT_END}{text}" if answer.get("reasoning_content") else text
 
 
 def _calls(message: ChatMessage) -> list[Any]:

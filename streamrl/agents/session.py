@@ -24,12 +24,13 @@ from __future__ import annotations
 import secrets
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from streamrl.agents.episode import EpisodeOrder, GeneratedTurn, TrajectoryRow, TurnOrder
-from streamrl.agents.message_digests import digest_of_split, digest_with, digests, meaning
+from streamrl.agents.message_digests import digest_of_split, digest_with, digests, distance, has_reasoning, meaning
 from streamrl.agents.rendering import ChatMessage, ChatRenderer, HistoryRewritten, Rendered, TemplateError
 from streamrl.agents.tool_calls import THOUGHT_END, ParsedAnswer
 from streamrl.rollouts.seeds import derive_seed
@@ -181,8 +182,8 @@ class Session:
         self._numbers = 0
         self._answered: defaultdict[bytes, list[Turn]] = defaultdict(list)
         """Turns that can be extended, by digest of their messages and answer: several samples may have one text."""
-        self._reasoned: dict[bytes, ChatMessage] = {}
-        """Answers with reasoning, by digest of their messages and of the answer as libraries split it."""
+        self._reasoned: defaultdict[bytes, list[Turn]] = defaultdict(list)
+        """Turns whose answer has reasoning, by digest of their messages and of the answer as libraries split it."""
         self._unmet: Counter[tuple[bytes, int]] = Counter()
         """Calls that got no turn, by body and number of their latest attempt: retries of them get no other's turn."""
 
@@ -262,7 +263,8 @@ class Session:
                 for place, call in enumerate(turn.parsed.calls)
             ]
         if THOUGHT_END in turn.answer["content"]:
-            self._reasoned[digest_of_split(digests(turn.call.messages, turn.call.tools)[-1], turn.answer)] = turn.answer
+            before = digests(turn.call.messages, turn.call.tools)[-1]
+            self._reasoned[digest_of_split(before, turn.answer)].append(turn)
         if generated.finish_reason == "stop" and turn.rendered is not None:
             self._answered[digests([*turn.call.messages, turn.answer], turn.call.tools)[-1]].append(turn)
 
@@ -312,13 +314,18 @@ class Session:
         self._refusals = [*others, _Refusal(code, call, parent, goes_on)][-MOST_REFUSALS:]
 
     def _restored(self, call: Call) -> Call:
-        """Put answers back whose reasoning a library has split off or joined anew: they become what was sampled."""
-        if not any(map(_has_reasoning, call.messages)):
+        """Put answers back whose reasoning a library has split off or joined anew: they become what was sampled.
+
+        Answers to the same messages may differ by no more than the line breaks around the reasoning. What comes back
+        as it was sampled stays, and of the others the one that is nearest is put back.
+        """
+        if not any(map(has_reasoning, call.messages)):
             return call
         messages, digest = list[ChatMessage](), digests([], call.tools)[0]
         for message in call.messages:
-            if _has_reasoning(message):
-                message = self._reasoned.get(digest_of_split(digest, message), message)
+            if has_reasoning(message) and (likely := self._reasoned.get(digest_of_split(digest, message))):
+                likely = sorted(likely, key=_preference)
+                message = min((turn.answer for turn in likely), key=partial(distance, message))
             messages.append(message)
             digest = digest_with(digest, meaning(message))
         return replace(call, messages=messages)
@@ -463,13 +470,6 @@ def _preference(turn: Turn) -> tuple[bool, int]:
 def _told(messages: list[ChatMessage]) -> list[tuple[str, str]]:
     """Return role and text of what others than the model have said in a conversation."""
     return [(one["role"], one["content"]) for one in messages if one["role"] in ("user", "tool") and one["content"]]
-
-
-def _has_reasoning(message: ChatMessage) -> bool:
-    """Whether a message has the reasoning of an answer, in a field or in its text."""
-    return message["role"] == "assistant" and bool(
-        message.get("reasoning_content") or THOUGHT_END in message["content"]
-    )
 
 
 def _systems(messages: list[ChatMessage]) -> list[str]:

@@ -132,6 +132,37 @@ def test_an_answer_whose_reasoning_a_library_has_joined_with_other_line_breaks_i
     assert answered(here, call(USER, other, MORE)).parent is None
 
 
+SPELLINGS = ("<think>\na\n</think>\n\nyes", "<think>a</think>yes", "<think>a</think>\nyes", "a</think>yes")
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+@pytest.mark.parametrize("sent", range(len(SPELLINGS)))
+def test_an_answer_that_comes_back_as_it_was_sampled_is_no_other_one(sent: int, reason: str) -> None:
+    here = session()
+    turns = [answered(here, call(USER), text, reason) for text in SPELLINGS]
+    turns[sent].delivered = False  # it comes back, so somebody knows it
+    later = answered(here, call(USER, turns[sent].answer, MORE))
+    assert later.call.messages[1] == turns[sent].answer
+    assert later.parent is (turns[sent] if reason == "stop" else None)
+
+
+@pytest.mark.parametrize("sent", [0, 1, 2])
+def test_an_answer_whose_reasoning_was_split_off_is_the_one_with_its_line_breaks(sent: int) -> None:
+    here = session()
+    turns = [answered(here, call(USER), text) for text in SPELLINGS]
+    reasoning, rest = SPELLINGS[sent].removeprefix("<think>").split("</think>")
+    split = {"role": "assistant", "content": rest, "reasoning_content": reasoning}
+    assert answered(here, call(USER, split, MORE)).parent is turns[sent]
+
+
+def test_an_answer_with_line_breaks_of_no_sample_is_the_first_that_a_client_got() -> None:
+    here = session()
+    turns = [answered(here, call(USER), text) for text in SPELLINGS]
+    turns[0].delivered = False
+    changed = {"role": "assistant", "content": "<think>\n\na</think>\n\n\nyes"}
+    assert answered(here, call(USER, changed, MORE)).parent is turns[1]
+
+
 def test_the_reasoning_of_an_answer_ends_with_its_last_mark() -> None:
     here = session()
     first = answered(here, call(USER), "<think>\nIt ends with </think>.\n\n</think>\n\nIt is 12.")
