@@ -33,6 +33,9 @@ OVER = frozenset({"context_length_exceeded", "max_turns_exceeded"})
 WITHOUT_CAUSE = frozenset({"litellm"})
 """Packages that raise exceptions in place of a client's, without its code and without naming it as their cause."""
 
+CALLED, READ = "the agent calls the model", "the agent reads an answer of the model"
+"""What an agent may not do outside of its event loop, in words."""
+
 
 class EpisodeOver(Exception):
     """The endpoint takes no further call of this episode: the context is full, or `max_turns` are used up.
@@ -103,6 +106,7 @@ class AgentClient:
         Raises:
             EpisodeOver: the context is full, or all turns are used.
             CallRefused: the request is wrong.
+            RuntimeError: another event loop than the agent's runs here.
             VoidReward: the endpoint cannot be reached, or failed.
         """
         body: dict[str, Any] = {"model": self.model, "messages": list(messages), **options}
@@ -123,6 +127,7 @@ class AgentClient:
         Raises:
             BadToolInput: the tool cannot use what it was given.
             ToolFailed: it raised something else.
+            RuntimeError: another event loop than the agent's runs here.
         """
         return await self._tool(name, function, args, named, _cut)
 
@@ -139,12 +144,14 @@ class AgentClient:
         Raises:
             BadToolInput: the tool cannot use what it was given.
             ToolFailed: it raised something else, or JSON cannot hold its result.
+            RuntimeError: another event loop than the agent's runs here.
         """
         return str(await self._tool(name, function, (), arguments, lambda found: cut_text(_told(found))))
 
     async def _tool(
         self, name: str, function: Callable[..., Any], args: Any, named: Any, finish: Callable[[Any], Any]
     ) -> Any:
+        self._episode.require_own_loop(f"the agent calls tool {name!r}")
         started, detail = time.time(), "not finished"
         try:
             with self._episode.limited(f"tool {name!r}", self._episode.limits.tool_s, name):
@@ -318,6 +325,7 @@ class _Watched(httpx2.AsyncBaseTransport):
         self._pool, self._episode = pool, episode
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        self._episode.require_own_loop(CALLED)
         self._episode.count_call()
         held = contextlib.ExitStack()
         held.enter_context(self._episode.limited("a call of the model", self._episode.limits.call_s))
@@ -326,20 +334,23 @@ class _Watched(httpx2.AsyncBaseTransport):
         except BaseException:
             held.close()
             raise
-        response.stream = _Ending(response.stream, held)
+        response.stream = _Ending(response.stream, held, self._episode)
         return response
 
 
 class _Ending(httpx2.AsyncByteStream):
     """The body of an answer, which ends the call's time when it is closed."""
 
-    def __init__(self, stream: Any, held: contextlib.ExitStack) -> None:
-        self._stream, self._held = stream, held
+    def __init__(self, stream: Any, held: contextlib.ExitStack, episode: LiveEpisode) -> None:
+        self._stream, self._held, self._episode = stream, held, episode
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
+        self._episode.require_own_loop(READ)
         async for part in self._stream:
             yield part
+            self._episode.require_own_loop(READ)
 
     async def aclose(self) -> None:
+        self._episode.require_own_loop(READ)
         self._held.close()
         await self._stream.aclose()

@@ -33,7 +33,7 @@ Computed = TypeVar("Computed")
 
 
 class LiveEpisode:
-    """One episode; use it from one event loop."""
+    """One episode; make and use it in one event loop."""
 
     def __init__(
         self,
@@ -63,6 +63,7 @@ class LiveEpisode:
         """Calls of tools and of `pool` that have not ended."""
         self.pool = ThreadPoolExecutor(thread_name_prefix=f"call of {order.sample_id}")
         """Threads for what the agent gives to the event loop's default executor; none starts before that."""
+        self._loop = asyncio.get_running_loop()
         self._tell = tell
         self._doing: dict[object, str] = {}
         """What is waited for, in words."""
@@ -87,6 +88,25 @@ class LiveEpisode:
         """Stop the times of the episode and its turn."""
         for timer in self._timers.values():
             timer.cancel()
+
+    def require_own_loop(self, what: str) -> None:
+        """Refuse what is done in another event loop, where it would break timers and connections of other episodes.
+
+        Args:
+            what: what would be done, in words.
+
+        Raises:
+            RuntimeError: the event loop that runs here is not that of the agent, or none runs.
+        """
+        try:
+            own = asyncio.get_running_loop() is self._loop
+        except RuntimeError:  # such as under trio
+            own = False
+        if not own:
+            raise RuntimeError(
+                f"{what} outside of the agent's event loop: hand the coroutine to that loop with "
+                "asyncio.run_coroutine_threadsafe, or call the model at `client.base_url` with a client of your own"
+            )
 
     @contextlib.contextmanager
     def limited(self, what: str, seconds: float, tool: str = "") -> Iterator[None]:

@@ -1,10 +1,12 @@
-"""The client of an agent: which exceptions mean that an episode is over by rule, and whose turns have a limit."""
+"""An agent's client: which exceptions end an episode by rule, what has a limit, and in which event loop it is used."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import httpx2
+import pytest
 
 from streamrl.agents.client import AgentClient, EpisodeOver, is_over
 from streamrl.agents.episode import EpisodeOrder
@@ -71,13 +73,72 @@ def test_a_package_that_names_no_cause_wraps_the_error_of_its_client_but_never_o
     assert not is_over(hidden)
 
 
+class Pool(httpx2.AsyncBaseTransport):
+    """Connections that count what is asked of them, and answer with a stream of two parts."""
+
+    def __init__(self) -> None:
+        self.used = 0
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        self.used += 1
+        return httpx2.Response(200, stream=Parts(self))
+
+
+class Parts(httpx2.AsyncByteStream):
+    """The body of an answer."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for _ in range(2):
+            self.pool.used += 1
+            yield b"part"
+
+    async def aclose(self) -> None:
+        self.pool.used += 1
+
+
+def live_client(pool: httpx2.AsyncBaseTransport, **limits: float) -> AgentClient:
+    live = LiveEpisode(EpisodeOrder("s", "g", "t", {}, 0, None), EpisodeDeadlines(**limits))
+    return AgentClient(live, "http://127.0.0.1:9/v1", "key", pool)
+
+
+@pytest.mark.parametrize("what", ["chat", "tool", "http", "read", "read on", "close"])
+def test_nothing_is_done_in_another_event_loop_than_the_agents(what: str) -> None:
+    async def scenario() -> None:
+        client = live_client(pool := Pool())
+        answer = await client.http.send(client.http.build_request("POST", "x"), stream=True)
+        parts = answer.aiter_raw()
+        if what == "read on":
+            assert await anext(parts) == b"part"
+        used, steps = pool.used, len(client._episode.steps)
+
+        async def elsewhere() -> None:
+            match what:
+                case "chat":
+                    await client.chat([])
+                case "tool":
+                    await client.tool("add", lambda: 3)
+                case "http":
+                    await client.http.post("x")
+                case "read" | "read on":
+                    await anext(parts)
+                case "close":
+                    await answer.aclose()
+
+        with pytest.raises(RuntimeError, match="outside of the agent's event loop: hand the coroutine to that loop"):
+            await asyncio.to_thread(asyncio.run, elsewhere())
+        assert (pool.used, len(client._episode.steps), client._episode.void) == (used, steps, None)
+        calling = asyncio.run_coroutine_threadsafe(client.tool("add", lambda: 3), asyncio.get_running_loop())
+        assert await asyncio.wrap_future(calling) == 3
+
+    asyncio.run(scenario())
+
+
 def test_turns_have_a_limit_until_the_model_may_be_called_unseen() -> None:
     async def scenario() -> None:
-        def client() -> AgentClient:
-            live = LiveEpisode(EpisodeOrder("s", "g", "t", {}, 0, None), EpisodeDeadlines())
-            return AgentClient(live, "http://127.0.0.1:9/v1", "key", httpx2.AsyncHTTPTransport())
-
-        seen, unseen, other = client(), client(), client()
+        seen, unseen, other = (live_client(httpx2.AsyncHTTPTransport()) for _ in range(3))
         assert str(seen.openai().base_url) == "http://127.0.0.1:9/v1/" and seen._episode.limits_turns
         assert unseen.base_url == "http://127.0.0.1:9/v1" and not unseen._episode.limits_turns
         other.openai(http_client=httpx2.AsyncClient())

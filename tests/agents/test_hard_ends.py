@@ -15,11 +15,12 @@ from streamrl.agents import workers
 from streamrl.rollouts.void import VoidCause
 from streamrl.runtime.output_pipe import OutputLog, OutputPipe
 from streamrl.runtime.piped_process import PipedProcess
+from tests.agents.model_server import ModelServer
 from tests.agents.test_workers import agent, order, play, started
 from tests.waiting import scaled, until
 
 AGENTS = """
-import asyncio, os, sys, time
+import asyncio, openai, os, sys, time
 
 if os.path.exists("dies once"):
     os.remove("dies once")
@@ -59,7 +60,26 @@ async def run(task, client):
         case "leaves a call in a thread": asyncio.get_running_loop().run_in_executor(None, time.sleep, 1000)
         case "sets a timer": asyncio.get_running_loop().call_later(task["seconds"], look_up, task["mark"])
         case "pid": return os.getpid()
+        case "calls": return float((await client.chat(ASKED))["content"])
+        case "calls from another loop": await asyncio.to_thread(asyncio.run, client.chat(ASKED))
+        case "calls openai from another loop":
+            await asyncio.to_thread(asyncio.run, of_openai(client.openai()))
+        case "calls at the URL from another loop":
+            return await asyncio.to_thread(asyncio.run, of_openai(openai.AsyncOpenAI(
+                base_url=client.base_url, api_key=client.api_key)))
+        case "hands its call to the loop":
+            return await asyncio.to_thread(asyncio.run, handed(client, asyncio.get_running_loop()))
     return 1.0
+
+ASKED = [{"role": "user", "content": "echo 4"}]
+
+async def of_openai(made):
+    answer = await made.chat.completions.create(model="policy", messages=ASKED)
+    return float(answer.choices[0].message.content)
+
+async def handed(client, loop):
+    calling = asyncio.run_coroutine_threadsafe(client.chat(ASKED), loop)
+    return float((await asyncio.wrap_future(calling))["content"])
 
 def look_up(mark):
     asyncio.get_running_loop().run_in_executor(None, lambda: open(mark, "w").close())
@@ -138,6 +158,33 @@ def test_calls_that_hang_in_threads_take_none_from_other_episodes_and_spoil_the_
             told = "0 coroutines and 1 calls in threads of episode leaves a call in a thread do not end"
             await until(lambda: told in caplog.text)
             assert (await play(owner, None, order("uses a thread"))).reward not in (None, before)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("whose", ["", " openai"])
+def test_calls_from_another_event_loop_are_refused_and_break_no_connection_of_others(whose: str) -> None:
+    async def scenario() -> None:
+        async with ModelServer().running() as server, started() as owner:
+            for _ in range(2):  # connections are left over from the first time
+                orders = [order("calls", f"a{n}") for n in range(8)]
+                orders += [order(f"calls{whose} from another loop", f"b{n}") for n in range(8)]
+                found = await asyncio.gather(*(play(owner, server, one) for one in orders))
+                assert [one.reward for one in found[:8]] == [4.0] * 8
+                for one in found[8:]:
+                    assert one.void is not None and one.void.cause == VoidCause.VERIFIER
+                    assert "outside of the agent's event loop: hand the coroutine" in one.void.text
+                    assert one.void.text.endswith("with a client of your own")
+            assert len(server.calls) == 16
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("how", ["hands its call to the loop", "calls at the URL from another loop"])
+def test_an_agent_with_an_event_loop_of_its_own_calls_the_model_as_its_error_says(how: str) -> None:
+    async def scenario() -> None:
+        async with ModelServer().running() as server, started() as owner:
+            assert (await play(owner, server, order(how))).reward == 4.0
 
     asyncio.run(scenario())
 
