@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx2
@@ -327,30 +327,49 @@ class _Watched(httpx2.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         self._episode.require_own_loop(CALLED)
         self._episode.count_call()
-        held = contextlib.ExitStack()
-        held.enter_context(self._episode.limited("a call of the model", self._episode.limits.call_s))
-        try:
+        time_of_call = _CallTime(self._episode)
+        with time_of_call.waiting():
             response = await self._pool.handle_async_request(request)
-        except BaseException:
-            held.close()
-            raise
-        response.stream = _Ending(response.stream, held, self._episode)
+        response.stream = _Body(response.stream, self._episode, time_of_call)
         return response
 
 
-class _Ending(httpx2.AsyncByteStream):
-    """The body of an answer, which ends the call's time when it is closed."""
+class _CallTime:
+    """The time that an agent waits for one call of the model."""
 
-    def __init__(self, stream: Any, held: contextlib.ExitStack, episode: LiveEpisode) -> None:
-        self._stream, self._held, self._episode = stream, held, episode
+    def __init__(self, episode: LiveEpisode) -> None:
+        self._episode, self._spent = episode, 0.0
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time inside, and limit it together with what was counted before."""
+        began = time.monotonic()
+        with self._episode.limited("a call of the model", self._episode.limits.call_s, spent=self._spent):
+            try:
+                yield
+            finally:
+                self._spent += time.monotonic() - began
+
+
+class _Body(httpx2.AsyncByteStream):
+    """The body of an answer, for whose parts an agent waits only while it asks for one.
+
+    An agent may leave the rest of a stream unread, and keep the stream: no more of the answer is waited for then.
+    """
+
+    def __init__(self, stream: Any, episode: LiveEpisode, time_of_call: _CallTime) -> None:
+        self._stream, self._episode, self._time = stream, episode, time_of_call
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        self._episode.require_own_loop(READ)
-        async for part in self._stream:
-            yield part
+        parts = aiter(self._stream)
+        while True:
             self._episode.require_own_loop(READ)
+            with self._time.waiting():
+                part = await anext(parts, None)
+            if part is None:
+                return
+            yield part
 
     async def aclose(self) -> None:
         self._episode.require_own_loop(READ)
-        self._held.close()
         await self._stream.aclose()

@@ -109,15 +109,17 @@ class LiveEpisode:
             )
 
     @contextlib.contextmanager
-    def limited(self, what: str, seconds: float, tool: str = "") -> Iterator[None]:
+    def limited(self, what: str, seconds: float, tool: str = "", spent: float = 0.0) -> Iterator[None]:
         """Limit the time of what is awaited inside.
 
         Args:
             what: what is waited for, in words.
             seconds: until the episode ends.
             tool: name of the tool that is waited for; '': it is none.
+            spent: seconds that it was waited for before.
         """
-        timer = asyncio.get_running_loop().call_later(seconds, self.expire, f"{what} took more than {seconds:g} s")
+        text = f"{what} took more than {seconds:g} s"
+        timer = asyncio.get_running_loop().call_later(seconds - spent, self.expire, text)
         key = object()
         self._doing[key] = what
         if tool:

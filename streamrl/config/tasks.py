@@ -201,7 +201,10 @@ class EpisodeDeadlines(StrictModel):
     """Time limits of an episode of an agent task; one that expires ends the episode without a reward."""
 
     call_s: float = Field(
-        600.0, gt=0, description="seconds that one call of the model may take, from the request to the whole answer"
+        600.0,
+        gt=0,
+        description="seconds that an agent may wait for the whole answer of one call of the model; what it does "
+        "between two parts of a stream, or with the rest unread, does not count",
     )
     tool_s: float = Field(30.0, gt=0, description="seconds that one call of a tool may take")
     turn_s: float = Field(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import httpx2
 import pytest
@@ -12,6 +13,7 @@ from streamrl.agents.client import AgentClient, EpisodeOver, is_over
 from streamrl.agents.episode import EpisodeOrder
 from streamrl.agents.live_episode import LiveEpisode
 from streamrl.config.tasks import EpisodeDeadlines
+from streamrl.rollouts.void import Void, VoidCause
 
 
 class Refused(Exception):
@@ -134,6 +136,46 @@ def test_nothing_is_done_in_another_event_loop_than_the_agents(what: str) -> Non
         assert await asyncio.wrap_future(calling) == 3
 
     asyncio.run(scenario())
+
+
+def test_an_agent_waits_for_an_answer_only_while_it_asks_for_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[str] = []
+
+    async def scenario() -> None:
+        clock = SimpleNamespace(monotonic=lambda: now)
+        monkeypatch.setattr("streamrl.agents.client.time", clock)
+        now = 0.0
+
+        class Slow(httpx2.AsyncByteStream):
+            async def __aiter__(self) -> AsyncIterator[bytes]:
+                nonlocal now
+                for _ in range(3):
+                    waits.append(episode._waited_for())
+                    now += 400
+                    for _ in range(9):  # the event loop would call a timer that has expired
+                        await asyncio.sleep(0)
+                    yield b"part"
+                await asyncio.Event().wait()
+
+            async def aclose(self) -> None:
+                pass
+
+        client = live_client(httpx2.MockTransport(lambda _: httpx2.Response(200, stream=Slow())), call_s=1000)
+        episode = client._episode
+        answer = await client.http.send(client.http.build_request("POST", "x"), stream=True)
+        parts = answer.aiter_raw()
+        for _ in range(3):
+            assert episode._waited_for() == "something of its own"
+            now += 5000  # the agent works
+            assert await anext(parts) == b"part" and episode.void is None
+        assert episode._waited_for() == "something of its own"
+        asking = asyncio.ensure_future(anext(parts))
+        await episode.over.wait()
+        asking.cancel()
+        assert episode.void == Void(VoidCause.TIMEOUT, "a call of the model took more than 1000 s")
+
+    asyncio.run(scenario())
+    assert waits == ["a call of the model"] * 3
 
 
 def test_turns_have_a_limit_until_the_model_may_be_called_unseen() -> None:
