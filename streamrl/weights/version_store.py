@@ -13,6 +13,7 @@ others that they may enter.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -32,6 +33,15 @@ from streamrl.errors import RunFailed
 from streamrl.weights.version import CorruptWeights, Manifest
 
 log = logging.getLogger(__name__)
+
+
+class NoRoom(RunFailed):
+    """A store has no room for a version; the message says how much is missing."""
+
+    def __init__(self, message: str, nbytes: int) -> None:
+        super().__init__(message)
+        self.nbytes = nbytes
+        """Bytes that the version needs."""
 
 
 @dataclass(eq=False)
@@ -91,7 +101,8 @@ class WeightStore:
         host (`file`); or with zeros. The base is kept until the draft is committed or abandoned.
 
         Raises:
-            RunFailed: there is no room, or the folder belongs to another user, or others can write to it.
+            NoRoom: there is no room.
+            RunFailed: the folder belongs to another user, or others can write to it.
             FileNotFoundError: the base, or the file, does not exist.
             PermissionError: the file belongs to another user, or is no regular file.
         """
@@ -107,18 +118,37 @@ class WeightStore:
             raise
         return draft
 
+    def room(self) -> int:
+        """Return the bytes that a version may have: what is free, and the memory that it may reuse.
+
+        A spare that a process still maps, or may map as far as known, is given up first: what is left can be reused.
+        """
+        reusable = 0
+        with contextlib.suppress(FileNotFoundError):
+            if _is_free(self._spare):
+                reusable = self._spare.stat().st_blocks * 512
+            else:
+                self._spare.unlink()
+        return shutil.disk_usage(self.directory).free + reusable
+
+    def _take_spare(self, path: Path) -> bool:
+        """Give the spare another name; return whether there is one that no process has open or maps."""
+        try:
+            self._spare.rename(path)
+        except FileNotFoundError:
+            return False
+        if _is_free(path):  # looked at only now: `keep_only` may have put another file in the spare's place
+            return True
+        path.unlink()
+        return False
+
     def _write(self, draft: WeightDraft, source: str | None) -> None:
         """Allocate a draft's file, fill it from `source` (None: with zeros), and map it."""
-        nbytes, reused = draft.manifest.nbytes, False
-        if self._spare.exists() and _is_free(self._spare):
-            self._spare.rename(draft.path)
-            reused = True
-        self._spare.unlink(missing_ok=True)
+        nbytes = draft.manifest.nbytes
         # what is checked first leaves the room that others may need; what is allocated below is certain
-        held = draft.path.stat().st_blocks * 512 if reused else 0
-        if shutil.disk_usage(self.directory).free + held < nbytes:
+        if self.room() < nbytes:
             raise self._no_room(draft.manifest)
-        exclusive = 0 if reused else os.O_EXCL
+        exclusive = 0 if self._take_spare(draft.path) else os.O_EXCL
         with _opened(draft.path, os.O_RDWR | os.O_CREAT | exclusive) as file:
             if source is None:
                 file.truncate(0)
@@ -129,11 +159,11 @@ class WeightStore:
                 os.posix_fallocate(file.fileno(), 0, nbytes)
             draft.buffer = np.memmap(file, dtype=np.uint8, mode="r+", shape=(nbytes,))
 
-    def _no_room(self, manifest: Manifest) -> RunFailed:
-        free = shutil.disk_usage(self.directory).free
-        return RunFailed(
+    def _no_room(self, manifest: Manifest) -> NoRoom:
+        return NoRoom(
             f"no room for weights in {self.directory}: {manifest.nbytes / 2**20:.0f} MiB needed, "
-            f"{free / 2**20:.0f} MiB free"
+            f"{self.room() / 2**20:.0f} MiB free",
+            manifest.nbytes,
         )
 
     def commit(self, draft: WeightDraft) -> None:

@@ -20,6 +20,7 @@ from streamrl.transport.deadlines import WaitRegistry, never
 from streamrl.transport.endpoint import Hub, Link
 from streamrl.transport.endpoint_base import PeerLost
 from streamrl.weights.site_relay import NotPublished
+from streamrl.weights.version_store import NoRoom
 from tests.training.conftest import free_port
 from tests.transport.sockets import bind_again
 from tests.waiting import scaled, until
@@ -275,6 +276,21 @@ def test_a_relay_that_sends_something_else_is_left_out_although_it_has_answered(
         found = await site.fetch(manifest.version.number, manifest.version.content_hash, "near")
         assert found == (manifest.version, None)
         assert site._answered and list(site._left_out) == ["near"]
+        await link.close()
+
+    in_two_worlds(tmp_path, body)
+
+
+def test_a_store_without_room_is_not_put_down_to_the_relay_that_sends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(home: World, near: World) -> None:
+        site, (manifest, _) = await site_of(home, near, monkeypatch), Policy().step()
+        link, error = Link("site", "relay", WaitRegistry("service")), NoRoom("no room for weights", 1)
+        site._others["near"] = Mock(link=link, since_progress=0.0, fetch=Mock(side_effect=error))
+        with pytest.raises(NoRoom):
+            await site.fetch(manifest.version.number, manifest.version.content_hash, "near")
+        assert not site._left_out and list(site._others) == ["near"]
         await link.close()
 
     in_two_worlds(tmp_path, body)

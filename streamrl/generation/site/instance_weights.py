@@ -17,6 +17,7 @@ from streamrl.generation.site.step_curves import differ
 from streamrl.protocol.instance_reports import curve_of
 from streamrl.protocol.message import kind_of
 from streamrl.protocol.site_instance import ApplyWeights, InstanceAsleep, SleepInstance, WeightsApplied
+from streamrl.run_dir.instance_files import read_started
 from streamrl.transport.deadlines import DeadlineExpired, never
 from streamrl.transport.endpoint import Delivery
 from streamrl.weights.site_relay import NotPublished
@@ -40,6 +41,8 @@ class InstanceWeights:
         self._asleep = False
         self._loads: defaultdict[str, set[int]] = defaultdict(set)
         """Versions that each instance was ordered to load and has not reported on."""
+        self._ending: dict[str, int] = {}
+        """Processes that count as dead, and may have a version mapped until they have ended: their numbers, by name."""
         self.lock = asyncio.Lock()
         """Held while weights are loaded, so that no instance joins or leaves meanwhile."""
 
@@ -47,9 +50,22 @@ class InstanceWeights:
         """Return the versions that instances may still be loading; an instance that fell silent may load an old one."""
         return set().union(*self._loads.values())
 
+    def holders(self) -> list[str]:
+        """Return the sorted names of the instances that may hold the memory of an older version than the served one.
+
+        They may still be loading it, or were loading when they were declared dead and have not ended yet.
+        """
+        if self._ending:
+            started = read_started(self.fleet.context.run_dir)
+            running = {(one.name, one.process) for one in started if one.exit_code is None}
+            self._ending = {name: process for name, process in self._ending.items() if (name, process) in running}
+        served = set() if self.served is None else {self.served.number}
+        return sorted({*self._ending, *(name for name, numbers in self._loads.items() if numbers - served)})
+
     def forget(self, name: str) -> None:
-        """Forget what a dead instance was loading."""
-        self._loads.pop(name, None)
+        """Forget what a dead instance was loading; its process may not have ended yet."""
+        if self._loads.pop(name, None):
+            self._ending[name] = self.fleet.lives[name].process
 
     async def catch_up(self, life: InstanceLife) -> None:
         """Give a stale instance the served weights, then requests."""

@@ -38,6 +38,7 @@ from streamrl.generation.site.site_weights import SiteWeights
 from streamrl.generation.site.token_journal import TokenJournal, drawn_from
 from streamrl.generation.site.turn_journal import TurnJournal
 from streamrl.generation.site.uplink import make_uplink
+from streamrl.generation.site.version_room import VersionRoom
 from streamrl.generation.site.whole_orders import WholeOrder
 from streamrl.protocol import controller_site, site_agents, site_instance
 from streamrl.protocol.instance_reports import read_report, wrong_with_hello
@@ -116,6 +117,7 @@ class GenerationService:
             *(context, self.hub, self.dispatcher, self.waits, self.journal),
             *(self.weights.ensure, self._fleet_changed, self._tell_parked),
         )
+        self.room = VersionRoom(self.weights, self.fleet.weights, self.limits, self.waits)
         self.controller.reports += [self.hub, *self.weights.endpoints]
         self.pushed = PushedWeights(
             self.fleet, self.fleet.weights, self.reports.put, self._pushed, self.controller.clock.to_hub_time
@@ -467,11 +469,11 @@ class GenerationService:
     async def _update_weights(self, order: controller_site.LoadWeights) -> None:
         """Fetch a version once and have every instance of the site load it."""
         started, began, before = time.time(), time.monotonic(), self.weights.bytes_received
-        version, source = await self.weights.fetch(order.number, order.content_hash, order.source)
+        version, source = await self.room.fetch(order)
         fetched = started + time.monotonic() - began  # the clock may have been set back
         loaded = await self.fleet.weights.update(version)
         home = self.controller.clock.to_hub_time
-        self.weights.store.keep_only({version.number} | self.fleet.weights.being_loaded())
+        self.room.tidy()
         report = controller_site.WeightsReady(
             number=version.number,
             source=source,

@@ -30,6 +30,7 @@ from streamrl.weights.assembly import make_relay
 from streamrl.weights.backends.streamed import make_publisher
 from streamrl.weights.site_relay import NotPublished, WeightRelay
 from streamrl.weights.version import WeightVersion
+from streamrl.weights.version_store import NoRoom
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +119,7 @@ class SiteWeights:
 
         Raises:
             DeadlineExpired: the version did not come in time.
+            NoRoom: the store has no room for it.
             RunFailed: the version is not available, or belongs to another model.
             RestartNeeded: the trainer was restarted.
         """
@@ -126,6 +128,8 @@ class SiteWeights:
         if source is not None:
             try:
                 found = await self._fetch_in_time(source, number, content_hash)
+            except NoRoom:
+                raise  # here, whoever sends it
             except (RunFailed, UserError, MemoryError) as error:
                 log.warning("getting weights %d from the trainer's site: %s", number, error)
                 # one that has it too late, or has skipped it, may have the next version
