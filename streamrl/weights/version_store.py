@@ -29,7 +29,7 @@ from typing import BinaryIO, cast
 import numpy as np
 
 from streamrl.atomic_files import sync_folder
-from streamrl.errors import RunFailed
+from streamrl.errors import FULL, ErrorCode, RunFailed, with_limit
 from streamrl.weights.version import CorruptWeights, Manifest
 
 log = logging.getLogger(__name__)
@@ -113,8 +113,8 @@ class WeightStore:
             self._write(draft, file if base is None else str(self._path(base)))
         except BaseException as error:
             self.abandon(draft)
-            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-                raise self._no_room(manifest) from error
+            if isinstance(error, OSError) and error.errno in FULL:
+                raise self._no_room(manifest.nbytes, error) from error
             raise
         return draft
 
@@ -147,7 +147,7 @@ class WeightStore:
         nbytes = draft.manifest.nbytes
         # what is checked first leaves the room that others may need; what is allocated below is certain
         if self.room() < nbytes:
-            raise self._no_room(draft.manifest)
+            raise self._no_room(nbytes)
         exclusive = 0 if self._take_spare(draft.path) else os.O_EXCL
         with _opened(draft.path, os.O_RDWR | os.O_CREAT | exclusive) as file:
             if source is None:
@@ -159,12 +159,22 @@ class WeightStore:
                 os.posix_fallocate(file.fileno(), 0, nbytes)
             draft.buffer = np.memmap(file, dtype=np.uint8, mode="r+", shape=(nbytes,))
 
-    def _no_room(self, manifest: Manifest) -> NoRoom:
-        return NoRoom(
-            f"no room for weights in {self.directory}: {manifest.nbytes / 2**20:.0f} MiB needed, "
-            f"{self.room() / 2**20:.0f} MiB free",
-            manifest.nbytes,
-        )
+    def _no_room(
+        self, nbytes: int, error: OSError | None = None, what: str = "weights", part: int | None = None
+    ) -> NoRoom:
+        """Return the error of a version that needs so many bytes.
+
+        Args:
+            nbytes: bytes of the version.
+            error: what the system says; None: it was not asked.
+            what: what there was no room for.
+            part: bytes of that; None: it is the whole version.
+        """
+        needed, free = nbytes if part is None else part, self.room()
+        text = f"no room for {what} in {self.directory}: {_size(needed)} needed, {_size(free)} free"
+        if error is not None:
+            text += f" ({with_limit(OSError(error.errno, os.strerror(error.errno or 0)))})"
+        return NoRoom(ErrorCode.DISK.refer(text), nbytes)
 
     def commit(self, draft: WeightDraft) -> None:
         """Verify the received bytes and give their file its version's name.
@@ -172,21 +182,33 @@ class WeightStore:
         Raises:
             CorruptWeights: the bytes do not match. The draft stays, to be repaired and committed, or abandoned.
             FileNotFoundError: the draft was abandoned.
+            NoRoom: there is no room for the version's description. The draft stays, to be abandoned.
         """
         draft.manifest.verify(draft.buffer)
+        described = json.dumps(draft.manifest.to_dict()).encode()
+        try:
+            self._name(draft, described)
+        except OSError as error:
+            if error.errno in FULL:
+                nbytes, part = draft.manifest.nbytes, len(described)
+                raise self._no_room(nbytes + part, error, "the description of weights", part) from error
+            raise
+        self._drafts.discard(draft)
+        self._verified.add(draft.manifest.version.number)
+
+    def _name(self, draft: WeightDraft, described: bytes) -> None:
+        """Write a draft to disk with its description, and give both their version's name."""
         number = draft.manifest.version.number
         with _opened(draft.path, os.O_RDWR) as file:
             os.fsync(file.fileno())  # on disk; nothing to do in shared memory
-        described = draft.path.with_suffix(".json")
-        with _opened(described, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
-            file.write(json.dumps(draft.manifest.to_dict()).encode())
+        path = draft.path.with_suffix(".json")
+        with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
+            file.write(described)
             file.flush()
             os.fsync(file.fileno())
-        described.rename(self._path(number).with_suffix(".json"))
+        path.rename(self._path(number).with_suffix(".json"))
         draft.path.rename(self._path(number))
         sync_folder(self.directory)
-        self._drafts.discard(draft)
-        self._verified.add(number)
 
     def abandon(self, draft: WeightDraft) -> None:
         """Delete a draft; a no-op if it was committed. No thread may be working on it."""
@@ -307,6 +329,10 @@ class WeightStore:
         raise RunFailed(
             f"{self.directory}, for this run's weights, {what}: remove it, or start the run in another folder"
         )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.0f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.0f} KiB"
 
 
 def _opened(path: Path, flags: int) -> BinaryIO:

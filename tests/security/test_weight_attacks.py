@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import stat
 import threading
@@ -20,7 +19,7 @@ import zmq
 
 from streamrl.config.run import RunConfig
 from streamrl.controller.controller import Controller
-from streamrl.errors import RunFailed
+from streamrl.errors import FULL, RunFailed
 from streamrl.generation.site import site_weights
 from streamrl.generation.site.site_weights import SiteWeights
 from streamrl.protocol.message import wire
@@ -35,7 +34,7 @@ from streamrl.weights.description import MAX_DESCRIPTION_BYTES, MOST_PARTS, desc
 from streamrl.weights.quantize import full_precision
 from streamrl.weights.site_relay import MOST_EARLY, WeightRelay
 from streamrl.weights.version import CorruptTensors, CorruptWeights, Manifest, Part, lay_out
-from streamrl.weights.version_store import WeightStore
+from streamrl.weights.version_store import NoRoom, WeightStore
 from tests.training.conftest import free_port
 from tests.waiting import scaled, until
 from tests.weights.world import RecordingPublisher, World, fill, flip_a_bit, in_world
@@ -176,13 +175,26 @@ def test_the_space_of_a_draft_is_there_before_anything_is_written(tmp_path: Path
         store.abandon(draft)
 
 
-def test_a_full_shared_memory_is_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", FULL)
+def test_a_full_shared_memory_is_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     def full(*_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(RunFailed, match=r"no room for weights in .*MiB needed"):
-        WeightStore(tmp_path).begin(version(1)[0])
+    store, (manifest, buffer) = WeightStore(tmp_path), version(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        with pytest.raises(NoRoom, match=rf"^no room for weights in {tmp_path}: .* needed, .* free.*E1007") as found:
+            store.begin(manifest)
+        assert os.strerror(number) in str(found.value) and found.value.nbytes == manifest.nbytes
+    assert not list(tmp_path.iterdir())
+    draft = store.begin(manifest)
+    draft.buffer[:] = buffer
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(NoRoom, match=rf"^no room for the description of weights in {tmp_path}: ") as found:
+            store.commit(draft)
+        assert os.strerror(number) in str(found.value) and found.value.nbytes > manifest.nbytes
+    store.abandon(draft)
     assert not list(tmp_path.iterdir())
 
 
