@@ -12,7 +12,7 @@ import torch
 
 from streamrl.weights.backends import parcels
 from streamrl.weights.backends.communicator import Communicator
-from streamrl.weights.version import checksum, lay_out, type_name
+from streamrl.weights.version import CorruptWeights, checksum, lay_out, type_name
 
 
 class AtOnce(ThreadPoolExecutor):
@@ -43,7 +43,7 @@ class Queue(Communicator):
     device = torch.device("cpu")
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(1.0)
         self.sent: list[torch.Tensor] = []
 
     @classmethod
@@ -93,7 +93,7 @@ def test_a_parcel_is_hashed_once_the_device_has_filled_it(monkeypatch: pytest.Mo
     monkeypatch.setattr(parcels, "checksum", hashed)
     assert parcels.send(group, described, tensors) == lay_out(0, tensors)[0].version.content_hash
     assert in_time == [True] * len(tensors)
-    assert len(group.sent) == len(list(parcels.parcels(described))) + 3  # and their names, with a length, and the hash
+    assert len(group.sent) == len(list(parcels.parcels(described))) + 3  # head, description and hash
 
 
 def test_a_loader_may_write_into_what_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,3 +109,38 @@ def test_a_loader_may_write_into_what_it_gets(monkeypatch: pytest.MonkeyPatch) -
         got[name] = tensor.clone()
         tensor.zero_()
     assert all(torch.equal(got[name], tensor) for name, tensor in tensors) and len(got) == len(tensors)
+
+
+TENSORS = [("a.weight", torch.randn(100, 100)), ("b.weight", torch.arange(64.0))]
+DESCRIBED = [(name, type_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in TENSORS]
+
+
+@pytest.mark.parametrize("message", range(4))
+def test_whatever_is_damaged_on_its_way_is_a_corrupt_version(message: int) -> None:
+    group = Queue()
+    parcels.send(group, DESCRIBED, TENSORS)
+    assert len(group.sent) == 4  # head, description, parcel, hash
+    size = group.sent[message].numel()
+    places = range(size) if size < 1000 else range(0, size, 997)
+    for place in places:
+        for bit in range(8):
+            there = group.receiver()
+            there._coming[message].view(torch.uint8)[place] ^= 1 << bit
+            got = {}
+            with pytest.raises(CorruptWeights):
+                got.update({name: tensor.clone() for name, tensor in parcels.receive(there)})
+            assert len(there._coming) == (0 if message > 1 else 3 - message), "nothing is received by damaged words"
+
+
+def test_no_description_is_larger_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, asked = Queue(), []
+    parcels.send(group, DESCRIBED, TENSORS)
+    length = group.sent[1].numel()
+    monkeypatch.setattr(parcels, "MAX_DESCRIPTION_BYTES", length - 1)
+    with pytest.raises(ValueError, match=f"description of 2 tensors has {length} bytes"):
+        parcels.send(group, DESCRIBED, TENSORS)
+    there = group.receiver()
+    monkeypatch.setattr(there, "begin", lambda tensor, begin=there.begin: asked.append(tensor.numel()) or begin(tensor))
+    with pytest.raises(CorruptWeights, match="head"):
+        list(parcels.receive(there))
+    assert asked == [group.sent[0].numel()]

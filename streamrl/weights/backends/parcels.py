@@ -1,13 +1,14 @@
 """A version as a group's members send and receive it: a description, its tensors in parcels, and its content hash.
 
-    length    int64 [1]       bytes of the description
+    head      uint8 [72]      the description's length (8 bytes) and checksum (32), and the checksum of these 40 bytes
     names     uint8 [length]  msgpack: (name, type, shape) of every tensor, in their order
     parcels   uint8 [...]     tensors one after the other, each at a multiple of `ALIGNMENT`; about `PARCEL` bytes
     hash      uint8 [32]      what the sender finds in the tensors that it has sent (`version.content_hash`)
 
 Where a parcel ends follows from types and shapes, so that both ends agree on it. While one parcel is under way the
 sender fills the next, and receivers load the one before. The hash is that of any other version with these weights
-(`weights/version.py`), and a receiver that finds another one in what it has got refuses the version.
+(`weights/version.py`), and a receiver that finds another one in what it has got refuses the version. Checksums of the
+description are compared before anything is allocated by what it says.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from functools import partial
 
 import msgspec
 import torch
+from blake3 import blake3
 
 from streamrl.weights.backends.communicator import Communicator
+from streamrl.weights.description import MAX_DESCRIPTION_BYTES
 from streamrl.weights.version import (
     HASHING_THREADS,
     CorruptWeights,
@@ -35,6 +38,8 @@ from streamrl.weights.version import (
 
 PARCEL = 32 * 2**20
 """Bytes after which a parcel is full. A tensor is never cut, so one of many tensors is at most one tensor larger."""
+
+LENGTH_BYTES, CHECKSUM_BYTES = 8, 32
 
 DescribedTensors = Sequence[tuple[str, str, tuple[int, ...]]]
 """Name, type by torch's name, and shape of each tensor."""
@@ -66,12 +71,13 @@ def send(group: Communicator, described: DescribedTensors, tensors: NamedTensors
 
     Raises:
         GroupBroken: a member is gone; some tensors have not been taken from `tensors` then.
-        ValueError: `tensors` are not those described.
+        ValueError: `tensors` are not those described, or their description is too large for any receiver.
     """
     names = msgspec.msgpack.encode(described)
-    head = torch.frombuffer(bytearray(names), dtype=torch.uint8)
-    for one in (torch.tensor([len(names)]), head):
-        group.begin(one.to(group.device))()
+    if len(names) > MAX_DESCRIPTION_BYTES:
+        raise ValueError(f"the description of {len(described)} tensors has {len(names)} bytes")
+    for one in (_head(names), names):
+        group.begin(torch.frombuffer(bytearray(one), dtype=torch.uint8).to(group.device))()
     coming = iter(tensors)
     before: Callable[[], None] | None = None
     with _hashing() as sums:
@@ -109,13 +115,10 @@ def receive(group: Communicator) -> Iterator[tuple[str, torch.Tensor]]:
 
     Raises:
         GroupBroken: rank 0 is gone.
-        CorruptWeights: the tensors, which have been yielded by then, are not those that were sent.
+        CorruptWeights: the description is damaged, or the tensors, which have been yielded by then, are not those that
+            were sent.
     """
-    length = torch.empty(1, dtype=torch.int64, device=group.device)
-    group.begin(length)()
-    head = torch.empty(int(length), dtype=torch.uint8, device=group.device)
-    group.begin(head)()
-    described = msgspec.msgpack.decode(head.cpu().numpy().tobytes(), type=list[tuple[str, str, tuple[int, ...]]])
+    described = _described(group)
     with _hashing() as sums, closing(_received(group, described)) as coming:
         for entries, buffer in coming:
             views = [_view(entry, buffer) for entry in entries]
@@ -124,10 +127,38 @@ def receive(group: Communicator) -> Iterator[tuple[str, torch.Tensor]]:
                 done.result()  # a loader may write into what it gets: vLLM's for gpt-oss does
                 yield entry.name, view
         found = sums.content_hash()
-    sent = torch.empty(32, dtype=torch.uint8, device=group.device)
-    group.begin(sent)()
-    if (expected := sent.cpu().numpy().tobytes().hex()) != found:
+    if (expected := _bytes(group, CHECKSUM_BYTES).hex()) != found:
         raise CorruptWeights(f"the tensors received have the hash {found:.8}, those sent had {expected:.8}")
+
+
+def _head(names: bytes) -> bytes:
+    """Return what comes before a description."""
+    head = len(names).to_bytes(LENGTH_BYTES, "little") + blake3(names).digest()
+    return head + blake3(head).digest()
+
+
+def _bytes(group: Communicator, count: int) -> bytes:
+    """Receive so many bytes."""
+    buffer = torch.empty(count, dtype=torch.uint8, device=group.device)
+    group.begin(buffer)()
+    return buffer.cpu().numpy().tobytes()
+
+
+def _described(group: Communicator) -> DescribedTensors:
+    """Receive the description.
+
+    Raises:
+        GroupBroken: rank 0 is gone.
+        CorruptWeights: the description is not the one that was sent.
+    """
+    head = _bytes(group, LENGTH_BYTES + 2 * CHECKSUM_BYTES)
+    length = int.from_bytes(head[:LENGTH_BYTES], "little")
+    if blake3(head[:-CHECKSUM_BYTES]).digest() != head[-CHECKSUM_BYTES:] or length > MAX_DESCRIPTION_BYTES:
+        raise CorruptWeights("the head of the tensors' description is damaged")
+    names = _bytes(group, length)
+    if _head(names) != head:
+        raise CorruptWeights(f"the tensors' description, of {length} bytes, is damaged")
+    return msgspec.msgpack.decode(names, type=list[tuple[str, str, tuple[int, ...]]])
 
 
 def _received(
