@@ -52,7 +52,7 @@ from streamrl.config.tasks import AgentTask
 from streamrl.errors import UserError
 from streamrl.machine.open_files import raise_open_files
 from streamrl.rollouts.void import Void, VoidCause
-from streamrl.runtime.processes import end_copy, end_with_parent
+from streamrl.runtime.processes import end_copy, end_with_parent, forget_main
 from streamrl.tasks.void_reward import VoidReward, cause_of, failures_of, one_line, text_of, traceback_of
 
 GRACE_S = 2.0
@@ -291,6 +291,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides
     pipe = _private_pipe()
     faulthandler.enable()
+    forget_main()
     raise_open_files()  # a connection for each episode
     begin = pipe.next()
     if not isinstance(begin, Begin):

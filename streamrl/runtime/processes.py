@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -33,6 +34,18 @@ def end_with_parent(number: int = signal.SIGTERM) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def forget_main() -> None:
+    """Let `multiprocessing` start processes as it would in a plain Python, for a user's code in a process of a run.
+
+    They begin with the method of the platform, not with that by which this process was started itself, and do not
+    import this process's main module, which is none of the user's and takes seconds.
+    """
+    multiprocessing.set_start_method(None, force=True)
+    main = sys.modules["__main__"]
+    main.__spec__ = None
+    vars(main).pop("__file__", None)
 
 
 def start_warden(starters: Sequence[int]) -> None:

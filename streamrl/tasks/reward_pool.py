@@ -48,7 +48,7 @@ from streamrl.config.tasks import Task
 from streamrl.errors import RunFailed, UserError
 from streamrl.rollouts.void import Void, VoidCause
 from streamrl.runtime.output_pipe import shorten
-from streamrl.runtime.processes import end_copy, end_with_parent, exit_text
+from streamrl.runtime.processes import end_copy, end_with_parent, exit_text, forget_main
 from streamrl.tasks.void_reward import VoidReward, cause_of, failures_of, one_line, text_of, traceback_of
 
 POOL_ATTEMPTS = 3
@@ -296,6 +296,7 @@ def _start_worker(tasks: list[Task], seed: int, log_file: str) -> None:
     # pebble's own handler runs Python code, which would never run while a verifier hangs in C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _make_every_exit_visible()
+    forget_main()
     _worker.pid, _worker.given = os.getpid(), (tasks, seed)
     _make_scorer()
 

@@ -26,7 +26,7 @@ from tests.agents.model_server import ModelServer
 from tests.waiting import scaled, until, wait_for
 
 AGENTS = """
-import asyncio, ctypes, itertools, os, signal, sys, time
+import asyncio, ctypes, itertools, multiprocessing, os, signal, sys, time
 from streamrl.agents.client import BadToolInput, EpisodeOver
 from streamrl.tasks.void_reward import VoidReward
 
@@ -155,6 +155,7 @@ async def run(task, client):
                 os._exit(0)
             with open("child", "w") as file: file.write(str(child))
             os._exit(3)
+        case "spawns": return await asyncio.to_thread(in_spawned, is_worker)
         case "forks": return in_child(task["does"])
         case "forks and awaits":
             if (child := os.fork()) == 0: await asyncio.sleep(0)
@@ -168,6 +169,11 @@ async def run(task, client):
             os.system("echo noise from a child; echo to its stderr >&2")
             print("x" * 100_000)
             return 1.0
+
+def in_spawned(function):
+    with multiprocessing.get_context("spawn").Pool(1) as pool: return pool.apply(function)
+
+def is_worker(): return hasattr(sys.modules["__main__"], "AgentWorker")
 
 def in_child(does):
     if child := os.fork(): return exit_code(child)
@@ -443,6 +449,11 @@ def test_a_worker_that_dies_beside_a_child_ends_its_episodes_and_is_replaced() -
                 os.kill(int(Path("child").read_text()), signal.SIGKILL)
 
     asyncio.run(scenario())
+
+
+def test_a_process_that_an_agent_spawns_does_not_import_the_worker() -> None:
+    (spawned,) = asyncio.run(outcomes("spawns"))
+    assert (spawned.reward, spawned.void) == (0.0, None)
 
 
 @pytest.mark.parametrize(
