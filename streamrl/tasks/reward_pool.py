@@ -10,7 +10,8 @@ Each worker builds the `Scorer` once, then takes one completion at a time. A try
     the pool itself breaks   -> a new pool scores the completion again, at most `POOL_ATTEMPTS` times (pebble gives up
                                 when an idle worker dies, as at its start)
 
-Where it returns or raises in a process that it has forked, that process ends; what happens in the worker counts.
+Where it returns or raises in a process that it has forked, that process ends; what happens in the worker counts. Other
+processes that it has started end with the worker (see `reward_workers`).
 
 A void try is repeated after a pause, in which it holds no worker, until there were `attempts` of them.
 
@@ -49,13 +50,12 @@ from streamrl.errors import RunFailed, UserError
 from streamrl.rollouts.void import Void, VoidCause
 from streamrl.runtime.output_pipe import shorten
 from streamrl.runtime.processes import end_copy, end_with_parent, exit_text, forget_main
+from streamrl.tasks.reward_workers import WorkerContext
 from streamrl.tasks.void_reward import VoidReward, cause_of, failures_of, one_line, text_of, traceback_of
 
 POOL_ATTEMPTS = 3
 RESTART_S = 60.0
 """Seconds that a replaced worker may take to start (importing a user's verifier may take several)."""
-METHOD = "forkserver" if sys.platform == "linux" else "spawn"
-"""Way in which workers start. Some libraries of other systems do not survive a fork."""
 LONGEST_END_S = 10.0
 """Seconds for which `close` waits: pebble gives each worker that ignores SIGTERM 3 s before SIGKILL."""
 
@@ -128,6 +128,7 @@ class RewardPool:
         self._attempts, self._pause_s, self._longest_pause_s = attempts, pause_s, longest_pause_s
         self._slots = asyncio.Semaphore(workers)
         self._pool: ProcessPool | None = None
+        self._context = WorkerContext()
         self._waiting: set[asyncio.Future[Any]] = set()
         self._ending: list[threading.Thread] = []
         self._closed = False
@@ -195,7 +196,10 @@ class RewardPool:
             return _void(VoidCause.CRASH, text, time.monotonic() - began)
 
     def close(self) -> None:
-        """End all workers at once, even those that hang; every waiting `score` raises RuntimeError."""
+        """End all workers at once, even those that hang, with what their rewards have started.
+
+        Every waiting `score` raises RuntimeError.
+        """
         self._closed = True
         for future in list(self._waiting):
             future.cancel()
@@ -249,21 +253,28 @@ class RewardPool:
                 max_workers=self._workers,
                 initializer=_start_worker,
                 initargs=self._initargs,
-                context=multiprocessing.get_context(METHOD),
+                context=self._context,
             )
         return self._pool
 
     def _discard(self, pool: ProcessPool) -> None:
-        """End a pool's workers in the background."""
+        """End a pool's workers, and what their rewards have started, in the background."""
         if pool is not self._pool:
             return
         self._pool = None
         for future in list(self._waiting):
             future.cancel()
         pool.stop()
-        thread = threading.Thread(target=pool.join, name="end-reward-workers", daemon=True)
+        context, self._context = self._context, WorkerContext()
+        thread = threading.Thread(target=_join, args=(pool, context), name="end-reward-workers", daemon=True)
         thread.start()
         self._ending.append(thread)
+
+
+def _join(pool: ProcessPool, context: WorkerContext) -> None:
+    """Wait until a stopped pool's workers have ended, and what their rewards have started."""
+    pool.join()
+    context.join(LONGEST_END_S)
 
 
 def _imports_of(tasks: Sequence[Task]) -> list[str]:

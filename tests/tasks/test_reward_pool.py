@@ -448,7 +448,8 @@ def test_a_reward_may_print_what_the_terminals_encoding_lacks(tasks: list[Task],
 PARENT = """
 import asyncio, sys
 from streamrl.config.tasks import FileTask
-from streamrl.tasks.reward_pool import METHOD, RewardPool
+from streamrl.tasks.reward_pool import RewardPool
+from streamrl.tasks.reward_workers import METHOD
 
 async def main():
     mine = FileTask(kind="file", name="mine", path="unused.jsonl", reward="mischief:reward")
