@@ -53,7 +53,7 @@ from streamrl.errors import UserError
 from streamrl.machine.open_files import raise_open_files
 from streamrl.rollouts.void import Void, VoidCause
 from streamrl.runtime.processes import end_copy, end_with_parent, forget_main
-from streamrl.tasks.void_reward import VoidReward, cause_of, failures_of, one_line, text_of, traceback_of
+from streamrl.tasks.void_reward import VoidReward, cause_of, failures_of, one_line, traceback_of, void_text
 
 GRACE_S = 2.0
 """Seconds that a cancelled agent has to end."""
@@ -75,10 +75,9 @@ async def _result_of(agent: AgentFunction, item: dict[str, Any], client: AgentCl
         failed = next((one for one in failures_of(error) if isinstance(one, VoidReward) or not is_over(one)), None)
         if failed is None:
             return EpisodeOutcome(0.0, None)
-        if isinstance(failed, VoidReward):
-            return _void(failed.cause, text_of(failed), error)
-        traceback.print_exc()
-        return _void(cause_of(failed), one_line(failed), error)
+        if not isinstance(failed, VoidReward):
+            traceback.print_exc()
+        return _void(cause_of(failed), void_text(failed), error)
 
 
 async def _of_worker(worker: int, running: Awaitable[Any]) -> Any:

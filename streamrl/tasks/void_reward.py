@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 import traceback
 from pathlib import Path
@@ -25,7 +26,14 @@ class VoidReward(Exception):
     >>> raise VoidReward("provider", "the judge is overloaded")
     Traceback (most recent call last):
     streamrl.tasks.void_reward.VoidReward: the judge is overloaded
+
+    A subclass may have an `__init__` of its own, and need not call this one.
     """
+
+    cause: VoidCause = VoidCause.VERIFIER
+    """What failed; a subclass may name it."""
+    retry: bool = True
+    """Whether another try may succeed."""
 
     def __init__(self, cause: VoidCause | str = VoidCause.VERIFIER, text: str = "", *, retry: bool = True) -> None:
         """
@@ -47,7 +55,9 @@ def cause_of(error: BaseException) -> VoidCause:
     packages = {base.__module__.partition(".")[0] for base in type(error).__mro__}
     match error:
         case VoidReward():
-            return error.cause
+            with contextlib.suppress(ValueError):  # a subclass may have made something else of it
+                return VoidCause(error.cause)
+            return VoidCause.VERIFIER
         case TimeoutError() | subprocess.TimeoutExpired():
             return VoidCause.TIMEOUT
         case ConnectionError():
@@ -81,6 +91,11 @@ def text_of(error: BaseException) -> str:
 def one_line(error: BaseException) -> str:
     """Return an exception's class and text in one line."""
     return f"{type(error).__name__}: {text_of(error)}".removesuffix(": ")[:LONGEST_ERROR]
+
+
+def void_text(error: BaseException) -> str:
+    """Return what is told of a failure in one line: the text of a `VoidReward`, else the class and the text."""
+    return (isinstance(error, VoidReward) and text_of(error)) or one_line(error)
 
 
 CUT = "Traceback (most recent call last):\n  ...\n"

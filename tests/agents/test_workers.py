@@ -33,6 +33,9 @@ from streamrl.tasks.void_reward import VoidReward
 class Coded(Exception):
     def __init__(self, code): self.code = code
 
+class GameFails(VoidReward):
+    def __init__(self, game): self.game = game
+
 class Uncoded(Exception):
     @property
     def code(self): raise LookupError("no code")
@@ -97,6 +100,7 @@ async def run(task, client):
         case "no reward": return {"score": 1}
         case "bad metric": return {"reward": 1, "words": "three"}
         case "void": raise VoidReward("environment", "the game server is down")
+        case "own void": raise GameFails("chess")
         case "tool raises": await client.tool("divide", lambda: 1 / 0)
         case "tool exits": await client.tool("leave", lambda: sys.exit(3))
         case "broken": await client.chat(user("refuse 500 oops"))
@@ -301,6 +305,7 @@ def test_a_failure_is_void_with_its_cause_and_never_a_zero() -> None:
         "no reward": (VoidCause.VERIFIER, "a mapping without `reward`: {'score': 1}"),
         "bad metric": (VoidCause.VERIFIER, "'words' must be a number, got str 'three'"),
         "void": (VoidCause.ENVIRONMENT, "the game server is down"),
+        "own void": (VoidCause.VERIFIER, "chess"),
         "tool raises": (VoidCause.TOOL, "tool 'divide': ZeroDivisionError: division by zero"),
         "tool raises in a group": (VoidCause.TOOL, "tool 'divide': ZeroDivisionError: division by zero"),
         "fails beside the end": (VoidCause.TIMEOUT, "TimeoutError: judge"),

@@ -37,6 +37,9 @@ from streamrl.tasks.void_reward import VoidReward
 
 BEFORE = "math_verify" in sys.modules
 
+class JudgeFails(VoidReward):
+    def __init__(self, status): self.status = status
+
 class Unprintable(Exception):
     def __reduce__(self): raise TypeError("cannot be sent")
     def __str__(self): raise ValueError("no text")
@@ -60,6 +63,7 @@ def reward(completion, *, prompt, answer):
         case "raise": raise RuntimeError("first line\\nsecond")
         case "unprintable": raise Unprintable()
         case "deep": return reward_deep()
+        case "own void": raise JudgeFails("judge is down")
         case "busy": raise VoidReward("provider", "429")
         case "busy in a group": raise ExceptionGroup("of tasks", [VoidReward("provider", "both", retry=False)])
         case _ if completion.startswith("once ") and not os.path.exists(completion):
@@ -158,6 +162,7 @@ def test_each_kind_of_failure_makes_one_reward_void_by_its_cause_and_the_others_
         "deep": Void(VoidCause.VERIFIER, "RecursionError: maximum recursion depth exceeded"),
         "nan": Void(VoidCause.VERIFIER, "the reward must be finite, got nan"),
         "text": Void(VoidCause.VERIFIER, "the reward must be one number for one completion, got str '1'"),
+        "own void": Void(VoidCause.VERIFIER, "judge is down"),
         "busy": Void(VoidCause.PROVIDER, "429"),
         "busy in a group": Void(VoidCause.PROVIDER, "both"),
         "noise": None,

@@ -18,7 +18,7 @@ from streamrl.rollouts.void import LONGEST_TRACEBACK, VoidCause
 from streamrl.tasks.procedural import ProceduralItems
 from streamrl.tasks.rewards import Scorer, exact_match_score
 from streamrl.tasks.source import PromptSource
-from streamrl.tasks.void_reward import CUT, VoidReward, cause_of, traceback_of
+from streamrl.tasks.void_reward import CUT, VoidReward, cause_of, traceback_of, void_text
 
 SEED = 9
 GYM = """
@@ -196,6 +196,26 @@ def test_a_function_names_the_cause_of_its_void_reward() -> None:
     assert str(VoidReward("sandbox")) == "void: sandbox"
     with pytest.raises(ValueError, match="'weather' is not a valid VoidCause"):
         VoidReward("weather")
+
+
+class JudgeFails(VoidReward):
+    def __init__(self, status: int, **given: Any) -> None:
+        self.status = status
+        vars(self).update(given)
+
+
+@pytest.mark.parametrize(
+    ("void", "cause", "text"),
+    [
+        (JudgeFails(503), "verifier", "503"),
+        (JudgeFails(status=503), "verifier", "JudgeFails"),
+        (JudgeFails(503, cause="provider"), "provider", "503"),
+        (JudgeFails(503, cause={"code": 503}), "verifier", "503"),
+        (VoidReward("tool", "no compiler"), "tool", "no compiler"),
+    ],
+)
+def test_a_subclass_of_void_reward_need_not_call_its_init(void: VoidReward, cause: str, text: str) -> None:
+    assert (cause_of(void), void_text(void), void.retry) == (cause, text, True)
 
 
 @pytest.mark.parametrize(
