@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import numbers
 import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 from streamrl.rollouts.plain_text import plain_text
 from streamrl.rollouts.trajectory import MOST_METRICS, MOST_NAME
-from streamrl.rollouts.void import python_number, wrong_with_reward
+from streamrl.rollouts.void import real_number, wrong_with_reward
 from streamrl.tasks.void_reward import VoidReward
 
 
@@ -42,13 +41,10 @@ def _reward(value: Any) -> float:
 
 
 def _finite(name: str, value: Any) -> float:
-    value = python_number(value)
-    if not isinstance(value, numbers.Real):
-        raise VoidReward(text=f"{name} must be a number, got {type(value).__name__} {reprlib.repr(value)}")
     try:
-        number = float(value)
-    except OverflowError:  # an integer of hundreds of digits
-        number = math.inf
+        number = real_number(value)
+    except TypeError as error:
+        raise VoidReward(text=f"{name} must be a number, {error}") from None
     if not math.isfinite(number):
         raise VoidReward(text=f"{name} must be finite, got {number}")
     return number

@@ -8,6 +8,8 @@ much memory in its sandbox is scored as the task says (usually 0).
 from __future__ import annotations
 
 import math
+import numbers
+import reprlib
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import StrEnum
@@ -62,10 +64,21 @@ class Void:
         object.__setattr__(self, "text", self.text[:LONGEST_TEXT])
 
 
-def python_number(value: Any) -> Any:
-    """Return the Python number of a scalar of numpy or torch, or of a `Decimal`; anything else as it is."""
-    if isinstance(value, Decimal):
-        return float(value)
+def real_number(value: Any) -> float:
+    """Return a real number of Python, a `Decimal`, or a scalar of numpy or torch as a float.
+
+    One of hundreds of digits, which no float can be, is infinity, whatever its sign.
+
+    Raises:
+        TypeError: it is something else; the text says what, to follow what was expected.
+    """
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        return value.item()
-    return value
+        value = value.item()
+    if isinstance(value, Decimal) and value.is_nan():  # no float is a signaling one
+        return math.nan
+    if not isinstance(value, numbers.Real | Decimal):
+        raise TypeError(f"got {type(value).__name__} {reprlib.repr(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf

@@ -5,15 +5,13 @@ They run inside a reward worker (see `reward_pool`), because they may hang or cr
 
 from __future__ import annotations
 
-import numbers
-import reprlib
 import shutil
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from streamrl.config.tasks import PYTHON_TESTS, AgentTask, FileTask, Task
 from streamrl.errors import UserError
-from streamrl.rollouts.void import python_number, wrong_with_reward
+from streamrl.rollouts.void import real_number, wrong_with_reward
 from streamrl.tasks.answers import full, tagged
 from streamrl.tasks.extras import import_extra
 from streamrl.tasks.math_reward import as_text, math_verify_score
@@ -63,13 +61,13 @@ class Scorer:
             VoidReward: the reward is void, or what was returned is no number, or none that a reward can be.
             Exception: whatever the verifier raises.
         """
-        reward = python_number(self._scores[task](completion, reward_input))
+        reward = self._scores[task](completion, reward_input)
         if reward is None:
             raise VoidReward(text="the reward function returned None", retry=False)
-        if not isinstance(reward, numbers.Real):
-            got = f"{type(reward).__name__} {reprlib.repr(reward)}"
-            raise VoidReward(text=f"the reward must be one number for one completion, got {got}", retry=False)
-        value = float(reward)
+        try:
+            value = real_number(reward)
+        except TypeError as error:
+            raise VoidReward(text=f"the reward must be one number for one completion, {error}", retry=False) from None
         if (wrong := wrong_with_reward(value)) is not None:
             raise VoidReward(text=f"the reward {wrong}", retry=False)
         return value

@@ -129,6 +129,8 @@ def my_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "def many(completion, **_): return [1.0, 0.0]\n"
         "def infinite(completion, **_): return float('inf')\n"
         "def huge(completion, **_): return -1e13\n"
+        "def many_digits(completion, **_): return 10**400\n"
+        "def signaling(completion, **_): return decimal.Decimal('sNaN')\n"
         "def no_prompt(completion, answer): return 0.0\n"
         "async def later(completion, **_): return 0.0\n"
         "def one_by_one(completion, **_): yield 0.0\n"
@@ -180,6 +182,8 @@ def test_a_function_in_the_current_folder_is_called_with_completion_prompt_answe
         ("none", "returned None"),
         ("nan", "must be finite, got nan"),
         ("infinite", "must be finite, got inf"),
+        ("many_digits", "must be finite, got inf"),
+        ("signaling", "must be finite, got nan"),
         ("huge", r"the reward must be between -1e\+12 and 1e\+12, got -1e\+13"),
     ],
 )
