@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -132,6 +132,8 @@ class Problem:
     """Site that trains now; of plans that are alike, one that trains there is chosen. '': none."""
     sync_every: int = 1
     """Steps between versions of the weights."""
+    site_processes: int | None = None
+    """Processes of environments at each site that generates; None: the batch's, wherever it is generated."""
 
     def __post_init__(self) -> None:
         if not self.offers:
@@ -142,6 +144,14 @@ class Problem:
             raise ValueError(
                 f"delta_ratio must be 1 or more (deltas are not larger than weights), got {self.delta_ratio}"
             )
+        if self.site_processes is not None and self.site_processes < 1:
+            raise ValueError(f"a site needs one process of environments or more, got {self.site_processes}")
+
+    def batch_at(self, sites: int) -> Batch:
+        """Return the batch with the processes of environments that it has where so many sites generate."""
+        if self.site_processes is None:
+            return self.batch
+        return replace(self.batch, environment_processes=self.site_processes * sites)
 
     def route(self, one: str, other: str) -> Route | None:
         """Return the route between two sites; None: there is none."""

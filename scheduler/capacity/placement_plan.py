@@ -7,7 +7,7 @@
     colocated   generation + training on the same GPUs + two changes of turn
 
 Generation of samples that are played in environments ends when both are done: what generates, and the processes that
-step between turns (`Batch.played_s`).
+step between turns (`Batch.played_s`), which each site that generates has (`Problem.site_processes`).
 
 Weights: one copy over each link (a lossless delta), then from one GPU to the others of its site, then every replica
 loads them, generation paused. A stage's bubble is the share of the step in which it waits for the other one.
@@ -22,7 +22,7 @@ from functools import cached_property
 from scheduler.capacity.allocation import Allocator, PlanObjective, Problem, Split, following_seconds, most_replicas
 from scheduler.capacity.covering import Replicas, generation_seconds
 from scheduler.capacity.steady_step import SteadyStep, steady_step
-from scheduler.cost.generation_cost import replica_degrees, replica_kind
+from scheduler.cost.generation_cost import Batch, replica_degrees, replica_kind
 from scheduler.cost.hardware import Device
 from scheduler.cost.training_cost import switch_seconds, trainer_times
 from scheduler.schedule.schedules import KINDS
@@ -83,6 +83,11 @@ class PlacementPlan:
         """Site that trains."""
         return self.problem.offers[self.split.trainer].site
 
+    @cached_property
+    def batch(self) -> Batch:
+        """The batch, with the processes of environments of the sites that generate it."""
+        return self.problem.batch_at(len({self.problem.offers[one.offer].site for one in self.split.generation}))
+
     @property
     def training_s(self) -> float:
         """Seconds of training per step."""
@@ -103,7 +108,7 @@ class PlacementPlan:
     def played_s(self, schedule: str) -> float:
         """Return the seconds in which a batch is generated and played in its environments, under a schedule."""
         steady = KINDS[schedule].continuous
-        return self.problem.batch.played_s(self.steady_s if steady else self.makespan_s, steady)
+        return self.batch.played_s(self.steady_s if steady else self.makespan_s, steady)
 
     @property
     def shares(self) -> list[float]:
@@ -131,9 +136,8 @@ class PlacementPlan:
     @cached_property
     def steady(self) -> SteadyStep:
         """Simulated step of the split under `async`."""
-        problem, trainer = self.problem, self.split.time
         weights = self.transfer_s, self.load_s, self._every("async")
-        return steady_step(self.split.generation, problem.batch, trainer, *weights)
+        return steady_step(self.split.generation, self.batch, self.split.time, *weights)
 
     def step(self, schedule: str) -> Step:
         """Return the step of the same split under any schedule."""
@@ -216,10 +220,10 @@ class PlacementPlan:
         long, short = max(self.training_s, generation), min(self.training_s, generation)
         if KINDS[self.schedule].overlaps and self.transfer_s > long * self._every(self.schedule):
             return f"new weights limit it: {self.transfer_s:.1f} s to the last site; smaller deltas or a faster link"
-        batch = self.problem.batch
-        if batch.stepping_s > long:
+        if self.batch.stepping_s > long:
+            processes = self.batch.environment_processes
             return (
-                f"environments limit it: {batch.stepping_s:.1f} s a step on {batch.environment_processes} processes; "
+                f"environments limit it: {self.batch.stepping_s:.1f} s a step on {processes} processes; "
                 "more processes would help"
             )
         if self.chosen.seconds > 1.05 * self.least_seconds(self.schedule):
@@ -284,7 +288,7 @@ def _spread(problem: Problem, device: Device) -> float:
 def colocated(problem: Problem, objective: PlanObjective) -> Colocated | None:
     """Return the best single offer whose GPUs all generate and then all train; None: none fits."""
     found = []
-    batch = problem.batch
+    batch = problem.batch_at(1)
     for number, offer in enumerate(problem.offers):
         time = trainer_times(problem.model, problem.work, offer.device, offer.count, batch.step_tokens)[-1]
         usd = offer.count * offer.usd_per_hour

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from scheduler.capacity.allocation import Allocator, PlanObjective, Problem
+from scheduler.capacity.allocation import Allocator, PlanObjective, Problem, Split, most_replicas
+from scheduler.capacity.covering import Replicas
 from scheduler.capacity.placement_plan import PlacementPlan, evaluate
-from scheduler.capacity.plan_refinement import NOISE, Refinement, price, within_budget
+from scheduler.capacity.plan_refinement import NOISE, Refinement, allowed, price, within_budget
 from scheduler.schedule.schedules import KINDS
 
 ALTERNATIVES = 3
@@ -41,7 +42,12 @@ def plans_within(
         splits = {split.key: split for split in Allocator(one, schedule).candidates(aim)}
         if waiting:
             splits |= {split.key: split for split in Allocator(one, "one_step_off").candidates("throughput")}
-        return [evaluate(allocator, split, objective) for split in splits.values()]
+        made = [evaluate(allocator, split, objective) for split in splits.values()]
+        if one.site_processes is not None and one.batch.environment_s:
+            further = {more.key: more for split in splits.values() for more in _at_more_sites(allocator, split)}
+            tried = (evaluate(allocator, more, objective) for key, more in further.items() if key not in splits)
+            made += [plan for plan in tried if allowed(plan)]
+        return made
 
     def kept(some: list[PlacementPlan]) -> list[PlacementPlan]:
         return [one for one in some if within_budget(one)]
@@ -54,6 +60,25 @@ def plans_within(
     if not within and math.isfinite(problem.budget):
         within = kept(found(replace(problem, budget=math.inf), "cost"))
     return list({one.split.key: one for one in within}.values())
+
+
+def _at_more_sites(allocator: Allocator, split: Split) -> Iterator[Split]:
+    """Yield splits with a replica at one, two and more further sites, for their environments; the cheapest first."""
+    problem, home = allocator.problem, allocator.problem.offers[split.trainer].site
+    generate = {problem.offers[pool.offer].site for pool in split.generation}
+    further: dict[str, tuple[float, Replicas]] = {}
+    for number, kinds in allocator.kinds.items():
+        offer = problem.offers[number]
+        if offer.site in generate or (offer.site != home and problem.route(home, offer.site) is None):
+            continue
+        for kind in kinds:
+            usd = kind.tensor_parallel * offer.usd_per_hour
+            room = most_replicas(offer, kind.tensor_parallel, split.time if number == split.trainer else None)
+            if room and usd < further.get(offer.site, (math.inf,))[0]:
+                further[offer.site] = usd, Replicas(number, 1, kind)
+    for _, replica in sorted(further.values(), key=lambda one: one[0]):
+        split = replace(split, generation=tuple(sorted((*split.generation, replica), key=lambda one: one.offer)))
+        yield split
 
 
 def _without_paid_routes(problem: Problem) -> Problem:

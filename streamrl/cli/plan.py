@@ -61,7 +61,7 @@ DEFAULT = "async"
 @click.option(
     "--environment-processes",
     type=click.IntRange(1),
-    help="processes of environments, of all sites  [default: the run file's, else 1]",
+    help="processes of environments, of all sites  [default: the run file's at each site that generates, else 1]",
 )
 @click.option("--hardware", type=click.Path(path_type=Path), help="YAML that adds GPU types or changes their figures")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="also write the plans to this file")
@@ -234,7 +234,7 @@ def _kept(best: PlacementPlan, other: PlacementPlan) -> str:
 
 def _environment_rows(best: PlacementPlan) -> list[tuple[str, str, str]]:
     """Return the row of the environments, if samples are played in some."""
-    batch = best.problem.batch
+    batch = best.batch
     if not batch.environment_s:
         return []
     longer = best.played_s(best.schedule) - (best.steady_s if KINDS[best.schedule].continuous else best.makespan_s)
@@ -365,7 +365,7 @@ def _plain_plan(one: PlacementPlan) -> dict[str, Any]:
         ],
         "generation_s": one.makespan_s,
         "generation_across_steps_s": one.steady_s,
-        "environments_s": one.problem.batch.stepping_s,
+        "environments_s": one.batch.stepping_s,
         "training_s": one.training_s,
         "weights_s": one.transfer_s,
         "load_s": one.load_s,

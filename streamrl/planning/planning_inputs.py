@@ -278,14 +278,13 @@ def gather(
         if acceptance is not None:
             most = run.speculation.most_tokens if run else SpeculationConfig().most_tokens
             batch = replace(batch, speculation=Speculation(acceptance, most))
-        if environment_processes is None:
-            sites = sum(bool(site.generation) for site in cluster.sites.values())
-            environment_processes = max(1, sites * sum(use.processes for use in run.environments) if run else 1)
-        batch = replace(batch, environment_s=environment_s, environment_processes=environment_processes)
+        of_run = sum(use.processes for use in run.environments) if run else 0
+        batch = replace(batch, environment_s=environment_s, environment_processes=environment_processes or 1)
         problem = Problem(
             *(shape, batch, work, offers, routes_of(cluster)),
             *(math.inf if budget is None else budget, delta_ratio, cluster.trainer_site),
             sync_every=sync_every,
+            site_processes=of_run or None if environment_processes is None else None,
         )
     except ValueError as error:
         raise UserError(str(error)) from error

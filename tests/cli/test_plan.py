@@ -154,8 +154,8 @@ def test_environments_are_hidden_behind_generation_as_far_as_they_have_processes
     assert streamrl(monkeypatch, "plan", "--cluster", HETEROGENEOUS, *options) == 0
     samples = json.loads((tmp_path / "plan.json").read_text())["samples"]
     plan = json.loads((tmp_path / "plan.json").read_text())["plans"][0]
-    sites = sum(bool(site.generation) for site in load_cluster(HETEROGENEOUS).sites.values())
-    assert plan["environments_s"] == pytest.approx(samples * 3 / (3 * sites))
+    sites = {pool["site"] for pool in plan["generation"]}
+    assert plan["environments_s"] == pytest.approx(samples * 3 / (3 * len(sites)))
 
 
 def test_a_budget_is_kept_and_cost_is_not_dearer_than_throughput(
@@ -538,6 +538,17 @@ def test_weights_come_as_often_as_the_run_says_under_its_own_schedule(tmp_path: 
     assert gathered(tmp_path, run).problem.sync_every == 4
     assert gathered(tmp_path, run, "one_step_off").problem.sync_every == 1
     assert gathered(tmp_path, None).problem.sync_every == 1
+
+
+def test_environments_are_those_of_the_run_file_at_each_site_or_so_many_in_all(tmp_path: Path) -> None:
+    run = {"tasks": [{"kind": "agent", "name": "e", "environment": {"name": "e", "processes": 16}}]}
+    given = gathered(tmp_path, run, environment_s=2.0).problem
+    assert [given.batch_at(sites).environment_processes for sites in (1, 2)] == [16, 32]
+    assert given.batch_at(2).environment_s == 2.0
+    asked = gathered(tmp_path, run, environment_s=2.0, environment_processes=24).problem
+    without = gathered(tmp_path, None, environment_s=2.0).problem
+    for fixed, processes in ((asked, 24), (without, 1)):
+        assert [fixed.batch_at(sites).environment_processes for sites in (1, 2)] == [processes] * 2
 
 
 def test_without_a_run_file_a_run_of_the_default_algorithm_is_planned(tmp_path: Path) -> None:

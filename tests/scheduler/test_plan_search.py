@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -133,3 +134,29 @@ def test_a_budget_binds_plans_that_are_made_cheaper() -> None:
         best = plans(replace(one, budget=budget), "async", "throughput")[0]
         assert best.chosen.usd_per_hour <= budget * 1.001
         assert all(gpus >= 0 for _, gpus in best.released)
+
+
+@pytest.mark.parametrize("objective", AIMS)
+@pytest.mark.parametrize("schedule", ["async", "one_step_off", "stream", "sync"])
+def test_a_planned_step_has_the_environments_of_its_own_sites_only(schedule: str, objective: PlanObjective) -> None:
+    one = replace(problem(8, 8), site_processes=16)
+    one = replace(one, batch=replace(one.batch, samples=256, environment_s=20.0))
+    best = plans(one, schedule, objective)[0]
+    used = {best.split.trainer, *(pool.offer for pool in best.split.generation)}
+    sites = {one.offers[pool.offer].site for pool in best.split.generation}
+    assert best.batch.stepping_s == 256 * 20 / (16 * len(sites))
+    left = Counter(dict(best.released))
+    offers = [replace(offer, count=offer.count - left[n]) for n, offer in enumerate(one.offers) if n in used]
+    again = plans(replace(one, offers=tuple(offers)), schedule, objective)[0]
+    assert again.chosen.seconds == pytest.approx(best.chosen.seconds, rel=0.01)
+    assert again.chosen.usd_per_hour == pytest.approx(best.chosen.usd_per_hour, rel=0.01)
+
+
+def test_a_replica_at_a_further_site_is_tried_for_its_environments() -> None:
+    one = replace(problem(8, 8), site_processes=16)
+    one = replace(one, batch=replace(one.batch, samples=256, environment_s=200.0))
+    for objective in AIMS:
+        best = plans(one, "sync", objective)[0]
+        assert {one.offers[pool.offer].site for pool in best.split.generation} == {"a", "b"}, best.text
+    with pytest.raises(ValueError, match="one process of environments or more, got 0"):
+        replace(one, site_processes=0)
