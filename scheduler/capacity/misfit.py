@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from scheduler.capacity.allocation import Allocator, Problem
+from scheduler.capacity.plan_refinement import ROUNDING
 from scheduler.cost.generation_cost import GPU_MEMORY_FRACTION, free_bytes, replica_degrees, slots_of
 from scheduler.cost.hardware import machines_of
 from scheduler.cost.training_cost import (
@@ -29,9 +32,12 @@ def explain(problem: Problem, schedule: str, cheapest: tuple[float, float] | Non
         return _generation(problem)
     if cheapest is not None:
         price, traffic = cheapest
+        digits = 2 if price >= 1 else 4
+        price = math.ceil(price * (1 - ROUNDING) * 10**digits) / 10**digits  # a budget of what is shown is enough
         return (
             f"no plan for {problem.model.name} fits a budget of {problem.budget:g} USD/h; the cheapest that was found "
-            f"costs {price:.2f} USD/h, of which traffic {traffic:.2f}: {price - problem.budget:.2f} USD/h more"
+            f"costs {price:.{digits}f} USD/h, of which traffic {traffic:.{digits}f}: "
+            f"{price - problem.budget:.{digits}f} USD/h more"
         )
     return _together(problem, allocator)
 

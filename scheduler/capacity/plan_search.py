@@ -9,7 +9,8 @@ from dataclasses import replace
 from scheduler.capacity.allocation import Allocator, PlanObjective, Problem, Split, most_replicas
 from scheduler.capacity.covering import Replicas
 from scheduler.capacity.placement_plan import PlacementPlan, evaluate
-from scheduler.capacity.plan_refinement import NOISE, Refinement, allowed, price, within_budget
+from scheduler.capacity.plan_refinement import NOISE, Refinement, allowed, crosses, price, within_budget
+from scheduler.cost.training_cost import TrainerTime
 from scheduler.schedule.schedules import KINDS
 
 ALTERNATIVES = 3
@@ -59,23 +60,23 @@ def plans_within(
         within += kept(found(_without_paid_routes(problem)))
     if not within and math.isfinite(problem.budget):
         within = kept(found(replace(problem, budget=math.inf), "cost"))
+        within += kept(_leanest(problem, schedule, objective, waiting))
     return list({one.split.key: one for one in within}.values())
 
 
 def _at_more_sites(allocator: Allocator, split: Split) -> Iterator[Split]:
     """Yield splits with a replica at one, two and more further sites, for their environments; the cheapest first."""
-    problem, home = allocator.problem, allocator.problem.offers[split.trainer].site
+    problem = allocator.problem
     generate = {problem.offers[pool.offer].site for pool in split.generation}
     further: dict[str, tuple[float, Replicas]] = {}
-    for number, kinds in allocator.kinds.items():
+    for number in allocator.kinds:
         offer = problem.offers[number]
-        if offer.site in generate or (offer.site != home and problem.route(home, offer.site) is None):
+        if offer.site in generate:
             continue
-        for kind in kinds:
-            usd = kind.tensor_parallel * offer.usd_per_hour
-            room = most_replicas(offer, kind.tensor_parallel, split.time if number == split.trainer else None)
-            if room and usd < further.get(offer.site, (math.inf,))[0]:
-                further[offer.site] = usd, Replicas(number, 1, kind)
+        for replica in _single_replicas(allocator, number, split.trainer, split.time):
+            usd = replica.gpus * offer.usd_per_hour
+            if usd < further.get(offer.site, (math.inf,))[0]:
+                further[offer.site] = usd, replica
     for _, replica in sorted(further.values(), key=lambda one: one[0]):
         split = replace(split, generation=tuple(sorted((*split.generation, replica), key=lambda one: one.offer)))
         yield split
@@ -86,17 +87,60 @@ def _without_paid_routes(problem: Problem) -> Problem:
     return replace(problem, routes=free)
 
 
-def _cheapest(problem: Problem, schedule: str) -> tuple[float, float] | None:
+def _leanest(problem: Problem, schedule: str, objective: PlanObjective, waiting: bool) -> list[PlacementPlan]:
+    """Return plans with the fewest GPUs, of which one costs the fewest USD per hour.
+
+    No trainer of the offer has fewer GPUs, and one replica generates: any more is rent, and a shorter step more traffic
+    per hour. Where samples could not get over the link in time, a plan is left out.
+
+    Args:
+        problem: what to plan for; its budget limits none of them.
+        schedule: determines which stages overlap.
+        objective: what is to be small, for those that compare the plans.
+        waiting: whether steps are simulated; traffic per hour depends on them.
+    """
+    allocator, offers = Allocator(problem, schedule), problem.offers
+    splits = []
+    for trainer, times in allocator.trainers.items():
+        time = min((one for one in times if one is not None), key=lambda one: one.gpus)
+        for number in allocator.kinds:
+            splits += [Split(trainer, time, (one,)) for one in _single_replicas(allocator, number, trainer, time)]
+    found: list[PlacementPlan] = []
+    least = math.inf
+    for split in sorted(splits, key=lambda one: one.rent(offers)):
+        if split.rent(offers) >= least:
+            break
+        one = evaluate(allocator, split, objective)
+        one = replace(one, simulated=waiting and one.egress_usd > 0)
+        if crosses(one):
+            least = min(least, one.chosen.usd_per_hour)
+            found.append(one)
+    return found
+
+
+def _single_replicas(allocator: Allocator, number: int, trainer: int, time: TrainerTime) -> list[Replicas]:
+    """Return one replica of each kind that an offer holds beside a trainer; [] if no link leads there."""
+    problem = allocator.problem
+    offer, home = problem.offers[number], problem.offers[trainer].site
+    if offer.site != home and problem.route(home, offer.site) is None:
+        return []
+    beside = time if number == trainer else None
+    kinds = (kind for kind in allocator.kinds[number] if most_replicas(offer, kind.tensor_parallel, beside))
+    return [Replicas(number, 1, kind) for kind in kinds]
+
+
+def _cheapest(problem: Problem, schedule: str, waiting: bool) -> tuple[float, float] | None:
     """Return the USD per hour of the cheapest plan beyond a budget, and of its traffic; None: no budget, or no plan."""
     if math.isinf(problem.budget):
         return None
     unlimited = replace(problem, budget=math.inf)  # one within the budget would have been found
     each = (unlimited, _without_paid_routes(unlimited))
-    made = [(one.chosen.usd_per_hour, one) for some in each for one in plans_within(some, schedule, "cost")]
+    made = [one for some in each for one in plans_within(some, schedule, "cost")]
+    made += _leanest(problem, schedule, "cost", waiting)
     if not made:
         return None
-    price, plan = min(made, key=lambda one: one[0])
-    return price, price - plan.split.rent(problem.offers)
+    usd, rent = min((one.chosen.usd_per_hour, one.split.rent(problem.offers)) for one in made)
+    return usd, usd - rent
 
 
 def plans(problem: Problem, schedule: str, objective: PlanObjective, simulated: bool = True) -> list[PlacementPlan]:
@@ -116,11 +160,12 @@ def plans(problem: Problem, schedule: str, objective: PlanObjective, simulated: 
     """
     from scheduler.capacity.misfit import explain
 
-    made = plans_within(problem, schedule, objective, KINDS[schedule].continuous and simulated)
+    waiting = KINDS[schedule].continuous and simulated
+    made = plans_within(problem, schedule, objective, waiting)
     if not made:
-        raise ValueError(explain(problem, schedule, _cheapest(problem, schedule)))
+        raise ValueError(explain(problem, schedule, _cheapest(problem, schedule, waiting)))
 
-    if simulated and KINDS[schedule].continuous:
+    if waiting:
         made = _refined(made, Refinement(Allocator(problem, schedule), objective))
     else:
         made = sorted((replace(one, simulated=simulated) for one in made), key=lambda one: one.worth)
