@@ -113,23 +113,31 @@ class PlacementPlan:
     @property
     def shares(self) -> list[float]:
         """Share of the batch of each generation pool."""
+        return self.shares_under(self.schedule)
+
+    def shares_under(self, schedule: str) -> list[float]:
+        """Return the share of the batch of each generation pool under a schedule."""
         # few samples may end sooner as a batch by itself: no replica then generates any at its rate across steps
-        steady = KINDS[self.schedule].continuous and self.steady_s < self.makespan_s
+        steady = KINDS[schedule].continuous and self.steady_s < self.makespan_s
         deadline = self.steady_s if steady else self.makespan_s
         parts = [one.count * one.kind.share(deadline, steady) for one in self.split.generation]
         return [part / sum(parts) for part in parts]
 
     @cached_property
     def egress_usd(self) -> float:
-        """USD per step for traffic between sites: one copy of new weights to each site, its samples back."""
+        """USD per step for traffic between sites."""
+        return self.egress_usd_under(self.schedule)
+
+    def egress_usd_under(self, schedule: str) -> float:
+        """Return the USD per step under a schedule for one copy of new weights to each site, and its samples back."""
         problem, home = self.problem, self.problem.offers[self.split.trainer].site
         usd, seen = 0.0, set()
-        for one, share in zip(self.split.generation, self.shares, strict=True):
+        for one, share in zip(self.split.generation, self.shares_under(schedule), strict=True):
             site = problem.offers[one.offer].site
             route = None if site == home else problem.route(home, site)
             if route is not None:
                 usd += route.usd_per_gb / 1e9 * share * problem.sample_bytes
-                usd += 0.0 if site in seen else route.usd_per_gb / 1e9 * problem.sent_bytes / self._every(self.schedule)
+                usd += 0.0 if site in seen else route.usd_per_gb / 1e9 * problem.sent_bytes / self._every(schedule)
                 seen.add(site)
         return usd
 
@@ -148,7 +156,7 @@ class PlacementPlan:
         if kind.continuous and self.simulated:
             seconds = max(seconds, self.steady.seconds)
             idle = max(0.0, min(1 - generation / seconds, self.steady.generation_bubble))
-        usd = self.split.rent(self.problem.offers) + self.egress_usd * 3600 / seconds
+        usd = self.split.rent(self.problem.offers) + self.egress_usd_under(schedule) * 3600 / seconds
         rate = self.problem.batch.samples / seconds
         return Step(schedule, seconds, idle, 1 - self.training_s / seconds, rate, usd)
 
@@ -163,8 +171,10 @@ class PlacementPlan:
         return both + transfer + load
 
     def _every(self, schedule: str) -> int:
-        """Return the steps between versions of the weights under a schedule."""
+        """Return the steps between versions of the weights under a schedule; any but the chosen one has its default."""
         kind = KINDS[schedule]
+        if schedule != self.schedule:
+            return 1
         if not kind.overlaps:
             return self.problem.sync_every
         return min(self.problem.sync_every, self.problem.batch.staleness + 1) if kind.continuous else 1
