@@ -10,7 +10,8 @@ Generation of samples that are played in environments ends when both are done: w
 step between turns (`Batch.played_s`), which each site that generates has (`Problem.site_processes`).
 
 Weights: one copy over each link (a lossless delta), then from one GPU to the others of its site, then every replica
-loads them, generation paused. A stage's bubble is the share of the step in which it waits for the other one.
+loads them, generation paused. A site generates no more samples than its link takes meanwhile. A stage's bubble is the
+share of the step in which it waits for the other one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from scheduler.capacity.allocation import Allocator, PlanObjective, Problem, Split, following_seconds, most_replicas
-from scheduler.capacity.covering import Replicas, generation_seconds
+from scheduler.capacity.covering import LONGEST_STEP_S, Replicas, generation_seconds, least_time
 from scheduler.capacity.steady_step import SteadyStep, steady_step
 from scheduler.cost.generation_cost import Batch, replica_degrees, replica_kind
 from scheduler.cost.hardware import Device
@@ -119,8 +120,7 @@ class PlacementPlan:
         """Return the share of the batch of each generation pool under a schedule."""
         # few samples may end sooner as a batch by itself: no replica then generates any at its rate across steps
         steady = KINDS[schedule].continuous and self.steady_s < self.makespan_s
-        deadline = self.steady_s if steady else self.makespan_s
-        parts = [one.count * one.kind.share(deadline, steady) for one in self.split.generation]
+        parts = _parts(self.problem, self.split, self.steady_s if steady else self.makespan_s, steady)
         return [part / sum(parts) for part in parts]
 
     @cached_property
@@ -250,6 +250,9 @@ class PlacementPlan:
         else:
             head += f", {other} {short:.1f} s"
         if slower == "generation":
+            alone = generation_seconds(self.split.generation, KINDS[self.schedule].continuous)
+            if alone < 0.97 * long:
+                return f"{head}): samples take that long over the links, the replicas would take {alone:.1f} s"
             twice = [replace(one, count=2 * one.count) for one in self.split.generation]
             if generation_seconds(twice, KINDS[self.schedule].continuous) > 0.97 * long:
                 return f"{head}): the longest answers take that long, and more replicas hardly help"
@@ -272,8 +275,9 @@ class PlacementPlan:
 def evaluate(allocator: Allocator, split: Split, objective: PlanObjective = "throughput") -> PlacementPlan:
     """Time a split that was chosen for an objective."""
     problem = allocator.problem
-    makespan = generation_seconds(split.generation, False)
-    steady = min(makespan, generation_seconds(split.generation, True))
+    # a link may take no batch in any time that counts
+    makespan = min(LONGEST_STEP_S, least_time(lambda t: sum(_parts(problem, split, t, False)) >= 1))
+    steady = min(makespan, least_time(lambda t: sum(_parts(problem, split, t, True)) >= 1))
     home = problem.offers[split.trainer].site
     transfer = 0.0
     for one in split.generation:
@@ -284,6 +288,20 @@ def evaluate(allocator: Allocator, split: Split, objective: PlanObjective = "thr
         transfer = max(transfer, over + spread)
     load = max(one.kind.load_seconds(problem.model) for one in split.generation)
     return PlacementPlan(problem, allocator.schedule, objective, split, makespan, steady, load, transfer)
+
+
+def _parts(problem: Problem, split: Split, deadline: float, steady: bool) -> list[float]:
+    """Return the share of a batch that each pool generates by a deadline, and that gets over its link by then."""
+    offers, home = problem.offers, problem.offers[split.trainer].site
+    parts = [one.count * one.kind.share(deadline, steady) for one in split.generation]
+    for site in {offers[one.offer].site for one in split.generation} - {home}:
+        route = problem.route(home, site)
+        here = [number for number, one in enumerate(split.generation) if offers[one.offer].site == site]
+        generated = sum(parts[number] for number in here)
+        if route is not None and generated * problem.sample_bytes > deadline * route.bytes_per_s:
+            for number in here:
+                parts[number] *= deadline * route.bytes_per_s / problem.sample_bytes / generated
+    return parts
 
 
 def _spread(problem: Problem, device: Device) -> float:

@@ -245,18 +245,17 @@ def _better(one: PlacementPlan, other: PlacementPlan) -> bool:
 
 def allowed(one: PlacementPlan) -> bool:
     """Return whether a plan keeps to the budget, and its samples get over the links within a step."""
-    return within_budget(one) and crosses(one)
-
-
-def crosses(one: PlacementPlan) -> bool:
-    """Return whether a plan's samples get over the links within a step."""
     problem, seconds = one.problem, one.chosen.seconds
     crossing: dict[str, float] = {}
-    for pool, share in zip(one.split.generation, one.shares, strict=True):
+    steady = one.steady_s < one.makespan_s
+    # replicas that are simulated wait for no link: so much comes from each, and not what its link takes
+    parts = [pool.count * pool.kind.share(one.steady_s, steady) for pool in one.split.generation]
+    for pool, part in zip(one.split.generation, parts, strict=True):
         site = problem.offers[pool.offer].site
-        crossing[site] = crossing.get(site, 0.0) + share * problem.sample_bytes
+        crossing[site] = crossing.get(site, 0.0) + part / sum(parts) * problem.sample_bytes
     routes = [(problem.route(one.site, site), nbytes) for site, nbytes in crossing.items() if site != one.site]
-    return all(route is None or nbytes <= seconds * route.bytes_per_s for route, nbytes in routes)
+    crosses = all(route is None or nbytes <= seconds * route.bytes_per_s for route, nbytes in routes)
+    return crosses and within_budget(one)
 
 
 def within_budget(one: PlacementPlan) -> bool:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from scheduler.capacity.allocation import Allocator, PlanObjective, Problem, Split, most_replicas
-from scheduler.capacity.covering import Replicas
+from scheduler.capacity.covering import LONGEST_STEP_S, Replicas
 from scheduler.capacity.placement_plan import PlacementPlan, evaluate
-from scheduler.capacity.plan_refinement import NOISE, Refinement, allowed, crosses, price, within_budget
+from scheduler.capacity.plan_refinement import NOISE, Refinement, price, within_budget
 from scheduler.cost.training_cost import TrainerTime
 from scheduler.schedule.schedules import KINDS
 
@@ -46,8 +46,7 @@ def plans_within(
         made = [evaluate(allocator, split, objective) for split in splits.values()]
         if one.site_processes is not None and one.batch.environment_s:
             further = {more.key: more for split in splits.values() for more in _at_more_sites(allocator, split)}
-            tried = (evaluate(allocator, more, objective) for key, more in further.items() if key not in splits)
-            made += [plan for plan in tried if allowed(plan)]
+            made += [evaluate(allocator, more, objective) for key, more in further.items() if key not in splits]
         return made
 
     def kept(some: list[PlacementPlan]) -> list[PlacementPlan]:
@@ -91,7 +90,7 @@ def _leanest(problem: Problem, schedule: str, objective: PlanObjective, waiting:
     """Return plans with the fewest GPUs, of which one costs the fewest USD per hour.
 
     No trainer of the offer has fewer GPUs, and one replica generates: any more is rent, and a shorter step more traffic
-    per hour. Where samples could not get over the link in time, a plan is left out.
+    per hour.
 
     Args:
         problem: what to plan for; its budget limits none of them.
@@ -111,10 +110,11 @@ def _leanest(problem: Problem, schedule: str, objective: PlanObjective, waiting:
         if split.rent(offers) >= least:
             break
         one = evaluate(allocator, split, objective)
+        if one.makespan_s >= LONGEST_STEP_S:
+            continue
         one = replace(one, simulated=waiting and one.egress_usd > 0)
-        if crosses(one):
-            least = min(least, one.chosen.usd_per_hour)
-            found.append(one)
+        least = min(least, one.chosen.usd_per_hour)
+        found.append(one)
     return found
 
 
