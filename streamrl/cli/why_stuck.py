@@ -165,7 +165,7 @@ def _said(one: ProcessFacts, facts: Facts) -> str:
     silent = facts.run.silent_s.get(one.site, 0.0)
     working = f"{one.doing}, {one.running} requests" if one.running else one.doing
     ago = facts.age if one.name == "controller" else silent
-    return f"{working}, {ago:.1f} s ago" if ago and working else working or "-"
+    return f"{working}, {ago:.1f} s ago" if ago > 0 and working else working or "-"
 
 
 def busy_threads(lines: Sequence[str]) -> list[str]:

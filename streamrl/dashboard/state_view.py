@@ -219,7 +219,6 @@ def _sites(status: RunStatus | None, sites: dict[str, SiteStatus], now: float) -
             "name": one.site,
             **one.model_dump(exclude={"site"}),
             "away": one.away,
-            "age_s": max(0.0, now - one.updated_at),
         }
         for one in sites.values()
         if one.site not in remote

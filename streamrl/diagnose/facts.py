@@ -203,14 +203,14 @@ class Facts:
 
     @property
     def age(self) -> float:
-        """Seconds since the controller last wrote its status; infinite if it never has."""
-        return float("inf") if self.run is None else max(0.0, self.now - self.run.updated_at)
+        """Seconds since the controller last wrote its status; infinite if it never has, negative: see `age_of`."""
+        return float("inf") if self.run is None else age_of(self.now, self.run.updated_at)
 
     @property
     def elsewhere(self) -> bool:
         """Whether the run is on another machine: the status is being updated, but the controller is not here."""
         controller = self.by_name.get("controller")
-        return controller is not None and controller.alive == "gone" and self.age <= SILENT_AFTER_S
+        return controller is not None and controller.alive == "gone" and not is_silent(self.age)
 
     @property
     def usual_s(self) -> float | None:
@@ -220,8 +220,9 @@ class Facts:
 
     @property
     def elapsed_s(self) -> float | None:
-        """Seconds since the current step began."""
-        return None if self.step_began is None else max(0.0, self.now - self.step_began)
+        """Seconds since the current step began; None: unknown, as where its begin is dated in the future."""
+        since = None if self.step_began is None else age_of(self.now, self.step_began)
+        return None if since is None or since < 0 else since
 
     @property
     def late(self) -> bool:
@@ -235,6 +236,22 @@ class Facts:
     def patience(self) -> float:
         """Seconds for which an idle process is not yet suspected."""
         return max(PATIENCE_S, SLOW_FACTOR * (self.usual_s or 0.0))
+
+
+def age_of(now: float, written_at: float) -> float:
+    """Return the seconds since something was written, by the clock of the machine that wrote it.
+
+    Up to `SILENT_AFTER_S` seconds in the future count as just now, as clocks differ a little. What is dated later than
+    that has an unknown age: a clock was set back, or the two machines' clocks differ. Its date is returned, as a
+    negative number of seconds.
+    """
+    age = now - written_at
+    return age if age < -SILENT_AFTER_S else max(0.0, age)
+
+
+def is_silent(age: float, limit_s: float = SILENT_AFTER_S) -> bool:
+    """Return whether an age of `age_of` is no sign of life: it is above the limit, or unknown."""
+    return age < 0 or age > limit_s
 
 
 def _stands_alone(name: str, text: str) -> bool:

@@ -37,6 +37,8 @@ from streamrl.diagnose.facts import (
     ProcessFacts,
     SiteFacts,
     WaitFacts,
+    age_of,
+    is_silent,
 )
 
 HealthState = Literal["healthy", "slow", "stuck", "ended", "starting"]
@@ -257,19 +259,29 @@ def _started(facts: Facts) -> list[ProcessFacts]:
 def _silently_gone(facts: Facts, age: float) -> bool:
     """Return whether all own processes are gone, and what should be written all the time is `age` seconds old.
 
-    A run or a site of another container shows no process here: only what it writes says that it lives.
+    A run or a site of another container shows no process here: only what it writes says that it lives. If the age of
+    that is unknown, the run may live on a machine whose clock is ahead.
     """
     started = _started(facts)
-    silent = age > (SILENT_AFTER_S if started else STARTING_SILENT_S) or facts.launcher_gone
+    silent = (is_silent(age) if started else age > STARTING_SILENT_S) or facts.launcher_gone
     return silent and all(p.exit_code is not None or p.alive in ("gone", "zombie") for p in started)
 
 
 def _unseen(facts: Facts, age: float, what: str) -> str | None:
     """Return the sentence for a run or a site that is silent, and none of whose processes is known here; else None."""
-    if _started(facts) or age <= SILENT_AFTER_S:
+    if _started(facts) or not is_silent(age):
         return None
     where = "its processes cannot be seen from here (another container, or another machine)"
+    if age < 0:
+        return f"slow: whether {what} is alive is unknown: the last sign of it is {_dated(age)}; {where}"
     return f"slow: no sign of {what} for {seconds(age)}; {where}"
+
+
+def _dated(age: float) -> str:
+    """Describe when something was written, by an age of `age_of`."""
+    if age < 0:
+        return f"dated {seconds(-age)} from now (a clock was set back, or differs from that of its machine)"
+    return f"{seconds(age)} ago"
 
 
 def _ended(facts: Facts) -> Verdict | None:
@@ -285,7 +297,7 @@ def _ended(facts: Facts) -> Verdict | None:
     if not _silently_gone(facts, facts.age) or (run is None and not started):
         return None
     at = "before the controller had written" if run is None else f"at step {run.step} of {run.steps}"
-    when = "" if run is None else f", {seconds(facts.age)} ago"
+    when = "" if run is None else f", {_dated(facts.age)}"
     words = [p.last_words.splitlines()[0] for p in started if p.last_words]
     who = f"none of its {len(started)} processes is there" if started else "none of its processes is known here"
     sentence = f"ended: {at}{when}, without saying so: {who}" + (f"; {words[0]}" if words else "")
@@ -300,14 +312,16 @@ def _controller_silent(facts: Facts) -> str | None:
     if run is None:
         return None
     starting = run.state == "starting" and known.rank in (Rank.WORKS, Rank.CALL, Rank.DISK)
-    if not certain and facts.age <= (STARTING_SILENT_S if starting else SILENT_AFTER_S):
+    if not certain and (facts.age <= STARTING_SILENT_S if starting else not is_silent(facts.age)):
         return None
     who = "the controller" + (f" (pid {one.pid})" if one is not None and one.pid is not None else "")
     why = f"it {known.text}"
     if one is not None and one.loop == "answers" and not certain:
         why = "it answers, so it cannot write status.json: see its log and the disk"
-    if facts.age <= SILENT_AFTER_S:
+    if not is_silent(facts.age):
         return f"stuck: {who} {known.text}"
+    if facts.age < 0:
+        return f"stuck: the last update of {who} is {_dated(facts.age)}; {why}"
     return f"stuck: {who} has not written for {seconds(facts.age)}; {why}"
 
 
@@ -325,23 +339,26 @@ def _unable(facts: Facts) -> str | None:
 
 def _judge_site(facts: Facts, site: SiteFacts) -> Verdict:
     """Judge a site by its own folder: its processes, and whether it hears from the trainer's site."""
-    age, here = max(0.0, facts.now - site.updated_at), f"site {site.site}"
+    age, here = age_of(facts.now, site.updated_at), f"site {site.site}"
     later = [f"{here} was started again, in {site.later}"] if site.later else []
     details = [*_details(facts), *later]
     if site.state in FINAL:
         return Verdict("ended", f"ended: {here} is {site.state}", [], details, site.state != "done")
     if _silently_gone(facts, age):
         return Verdict(
-            "ended", f"ended: {seconds(age)} ago, without saying so: no process of {here} is there", [], later, True
+            "ended", f"ended: {_dated(age)}, without saying so: no process of {here} is there", [], later, True
         )
     if (unseen := _unseen(facts, age, here)) is not None:
         return Verdict("slow", unseen, [], details)
     if (unable := _unable(facts)) is not None:
         return Verdict("stuck", f"stuck: {here}: {unable}", [], details)
-    if age > SILENT_AFTER_S:
-        service = facts.by_name.get(f"service-{site.site}")
-        how = condition(service, facts).text
-        return Verdict("stuck", f"stuck: service-{site.site} has not written for {seconds(age)}; it {how}", [], details)
+    if is_silent(age):
+        name = f"service-{site.site}"
+        how = condition(facts.by_name.get(name), facts).text
+        silence = f"the last update of {name} is {_dated(age)}"
+        if age >= 0:
+            silence = f"{name} has not written for {seconds(age)}"
+        return Verdict("stuck", f"stuck: {silence}; it {how}", [], details)
     if site.trainer_silent_s > SILENT_AFTER_S:
         return Verdict(
             "stuck",
