@@ -66,12 +66,13 @@ def _show(directory: Path, status: RunStatus | None, console: Console) -> None:
     from streamrl.report.panels import render, render_start
     from streamrl.report.summary import duration
     from streamrl.run_dir import evaluations, layout
-    from streamrl.run_dir.metrics import read_metrics
+    from streamrl.run_dir.appended_lines import newest_rows
+    from streamrl.run_dir.metrics import MetricsRow
     from streamrl.run_dir.start_stages import read_stages
 
     now, over = time.time(), launcher_gone(directory, status)
     if status is not None:
-        rows = read_metrics(directory / layout.METRICS)
+        rows = newest_rows(directory / layout.METRICS, MetricsRow)
         evaluated = evaluations.read_evaluations(directory / layout.EVALUATIONS)
         console.print(render(status, rows, now, evaluated, read_stages(directory)))
         if status.why_types:

@@ -47,7 +47,7 @@ class StepTotals:
 
     def __init__(self, folder: Path) -> None:
         """Take the run's folder, before the launch can write a step."""
-        self._lines = AppendedLines(folder / layout.METRICS)
+        self._lines = AppendedLines(folder / layout.METRICS, largest=None)
         self._known = array("d")
         """Times of the rows that were there at first, or have been counted, at their places in the file."""
         self.priced = False
@@ -93,7 +93,7 @@ class TrackerSteps:
     """The newest step that a tracker was sent."""
 
     def __init__(self, path: Path) -> None:
-        self._lines, self._sent = AppendedLines(path, below=path.parents[1]), SentRecord()
+        self._lines, self._sent = AppendedLines(path, below=path.parents[1], largest=None), SentRecord()
 
     def look(self) -> int:
         """Read what is new and return the step."""
@@ -123,7 +123,7 @@ class RunCollector(Collector):
         self._looking = threading.Lock()
         """Held during a look: scrapes may overlap, and each continues where the last one stopped reading."""
         self._steps = StepTotals(folder)
-        self._evaluations = AppendedRows(folder / layout.EVALUATIONS, EvaluationRow)
+        self._evaluations = AppendedRows(folder / layout.EVALUATIONS, EvaluationRow, largest=None)
         self._trackers: dict[str, TrackerSteps] = {}
 
     def collect(self) -> Iterator[Metric]:

@@ -106,7 +106,7 @@ def run(
         trackers = TrackerGroup(run_dir, run_config.trackers if share.trains else [])
         patience = QUICK_S
         started = time.time()
-        view = LiveView(run_dir, plain=plain or None) if share.trains else SiteView(run_dir)
+        view = LiveView(run_dir, plain=plain or None, largest=None) if share.trains else SiteView(run_dir)
         if address:
             print(f"metrics for Prometheus at {address}", flush=True)
         if share.network is not None:

@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from streamrl.errors import UserError
+from streamrl.plain_files import NotPlainFile
 from streamrl.report.job_control import JobControl
 from streamrl.report.panels import render, render_start, stale_message, step_line
 from streamrl.report.process_rows import BAD_STATES
@@ -33,14 +34,6 @@ from streamrl.run_dir.status import RoleStatus, RunStatus, read_status
 
 PLAIN_WIDTH = 200
 """Columns assumed when the output is no terminal, so that a step's line stays one line in a log."""
-
-
-def _rows(file: AppendedRows[AnyRow]) -> list[AnyRow]:
-    """Return all rows of a file, or those read before if it cannot be read now: a view never ends a run."""
-    try:
-        return file.look()
-    except OSError:
-        return file.rows
 
 
 def _starts_again(role: RoleStatus) -> bool:
@@ -228,6 +221,7 @@ class LiveView:
         plain: bool | None = None,
         console: Console | None = None,
         clock: Callable[[], float] = time.time,
+        largest: int | None = layout.LARGEST_ROWS,
     ) -> None:
         """Prepare the view; `refresh` draws it.
 
@@ -236,17 +230,20 @@ class LiveView:
             plain: lines instead of a picture; default: lines unless on a terminal on which a picture can be redrawn.
             console: where to write; default: standard output.
             clock: returns unix seconds.
+            largest: most bytes of a file of rows; None: any number, in the run's own launcher.
         """
         self.run_dir = run_dir
         self._console = console or TextConsole(highlight=False)
         self._plain = not redraws(self._console) if plain is None else plain
         self._clock = clock
-        self._steps = PricedRows(run_dir)
-        self._evaluations = AppendedRows(run_dir / layout.EVALUATIONS, EvaluationRow)
+        self._steps = PricedRows(run_dir, largest)
+        self._evaluations = AppendedRows(run_dir / layout.EVALUATIONS, EvaluationRow, largest)
+        self._unread: set[Path] = set()
+        """Files of rows that are not read, as was said once."""
         self._stages = StageReader(run_dir)
-        self._lines = PlainLines(_rows(self._steps), _rows(self._evaluations))
         self._live: Live | None = None
         self._job: JobControl | None = None
+        self._lines = PlainLines(self._rows(self._steps), self._rows(self._evaluations))
 
     def __enter__(self) -> Self:
         if not self._plain:
@@ -275,7 +272,7 @@ class LiveView:
         now, status = self._clock(), self._status()
         if self._is_away():
             return status
-        rows, evaluations = _rows(self._steps), _rows(self._evaluations)
+        rows, evaluations = self._rows(self._steps), self._rows(self._evaluations)
         stages = self._stages.read()
         if self._live is None:
             for line in self._lines.lines(status, rows, now, evaluations, stages):
@@ -290,7 +287,7 @@ class LiveView:
 
     def summary(self) -> None:
         """Print the closing summary: steps done, figures, and where the results are."""
-        rows, status = _rows(self._steps), self._status()
+        rows, status = self._rows(self._steps), self._status()
         self.say("")
         if status is not None:
             elapsed = duration(status.elapsed(status.updated_at))
@@ -311,7 +308,7 @@ class LiveView:
             self.say(f"  {'weights':<28}{status.verified.words}")
         if status is not None and status.verified.mismatch:
             self.say(f"  warning: {status.verified.mismatch}")
-        top, checkpoints = best(_rows(self._evaluations)), self.run_dir / layout.CHECKPOINTS
+        top, checkpoints = best(self._rows(self._evaluations)), self.run_dir / layout.CHECKPOINTS
         if top is not None:
             self.say(f"  {'best evaluation':<28}{evaluation_line(top)}")
         for what, path in (
@@ -323,6 +320,18 @@ class LiveView:
                 self.say(f"  {what:<28}{path}")
         if status is not None and status.error:
             self.say(f"  error: {status.short_error}")
+
+    def _rows(self, file: AppendedRows[AnyRow]) -> list[AnyRow]:
+        """Return all rows of a file, or those read before if it cannot be read now: a view never ends a run."""
+        try:
+            return file.look()
+        except NotPlainFile as error:
+            if file.path not in self._unread:
+                self._unread.add(file.path)
+                self.say(f"new rows are not shown: {error}")
+        except OSError:
+            pass
+        return file.rows
 
     def _status(self) -> RunStatus | None:
         try:

@@ -180,8 +180,13 @@ def no_gradient(row: MetricsRow) -> str:
 def run_notes(
     status: RunStatus, rows: Sequence[MetricsRow], evaluations: Sequence[EvaluationRow]
 ) -> list[tuple[str, str, str]]:
-    """Return (label, text, colour) of each remark on the run that its figures do not show."""
+    """Return (label, text, colour) of each remark on the run that its figures do not show.
+
+    Rows that begin behind the first step are the newest ones only, and sums over them say of which steps.
+    """
     notes = []
+    whole = not rows or rows[0].step <= 1
+    rows_given = f"steps {rows[0].step} to {rows[-1].step}" if rows else ""
     if status.schedule_note:
         notes.append(("schedule", status.schedule_note, ""))
     if scaling := scaling_note(status):
@@ -198,7 +203,8 @@ def run_notes(
         spent = sum(row.usd or 0.0 for row in rows)
         each = rows[-1].usd_per_1k_samples
         of_last = f"{number(each)} per 1,000 samples in the last step"
-        notes.append(("cost", f"{spent:.4g} USD for the finished steps, {of_last}", ""))
+        steps = "the finished steps" if whole else rows_given
+        notes.append(("cost", f"{spent:.4g} USD for {steps}, {of_last}", ""))
     if status.verified.words:
         notes.append(("weights", status.verified.words, ""))
     if status.refused_words:
@@ -210,7 +216,8 @@ def run_notes(
     if rows and rows[-1].mismatch_warning:
         notes.append(("mismatch", rows[-1].mismatch_warning, WARNING))
     if refused := [row for row in rows if row.step_refused]:
-        words = f"step {refused[-1].step}: {refused[-1].step_refused} ({len(refused)} in this run)"
+        where = "this run" if whole else rows_given
+        words = f"step {refused[-1].step}: {refused[-1].step_refused} ({len(refused)} in {where})"
         notes.append(("refused", words, WARNING))
     if rows and rows[-1].length_bias_warning:
         notes.append(("warning", rows[-1].length_bias_warning, WARNING))

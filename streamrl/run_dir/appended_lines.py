@@ -18,6 +18,8 @@ from streamrl.run_dir.layout import LARGEST_ROWS
 
 READ_AT_ONCE = 16 << 20
 """Most bytes that are read at one look, so that a huge file does not fill the memory."""
+SHOWN_BYTES = 4 << 20
+"""Bytes at the end of a file whose rows are shown at once: over a thousand steps, read in a tenth of a second."""
 COMPARED = 4096
 """Bytes before the place of the last look that must be what they were, more than the ends of two rows have in common: a
 file that was replaced twice between two looks may have its first inode again."""
@@ -27,7 +29,7 @@ class AppendedLines:
     """The complete lines of a file, each returned once; a last line without its end waits until it has one."""
 
     def __init__(
-        self, path: Path, last_line: bytes = b"", below: Path | None = None, largest: int = LARGEST_ROWS
+        self, path: Path, last_line: bytes = b"", below: Path | None = None, largest: int | None = LARGEST_ROWS
     ) -> None:
         """Take the file.
 
@@ -35,7 +37,8 @@ class AppendedLines:
             path: the file.
             last_line: the line that closes it, if it has one: a writer that goes on removes it.
             below: the run's folder; default: the one that holds the file.
-            largest: most bytes that it may have.
+            largest: most bytes that it may have; None: any number, for a reader that holds few of its lines, or a
+                run's own launcher, whose file it is.
         """
         self.path, self._below, self._largest = path, below, largest
         self._last_line = last_line
@@ -90,8 +93,10 @@ class AppendedRows(Generic[AnyRow]):
     only those behind them.
     """
 
-    def __init__(self, path: Path, model: type[AnyRow]) -> None:
-        self._lines, self._model = AppendedLines(path), model
+    def __init__(self, path: Path, model: type[AnyRow], largest: int | None = LARGEST_ROWS) -> None:
+        """Take the file, its rows' class, and the most bytes that it may have (see `AppendedLines`)."""
+        self._lines, self._model = AppendedLines(path, largest=largest), model
+        self.path = path
         self.generation = 0
         self.rows: list[AnyRow] = []
 
@@ -123,6 +128,16 @@ class AppendedRows(Generic[AnyRow]):
     def cursor(self) -> str:
         """What a reader that has all rows gives to `since` next time."""
         return f"{self.generation}.{len(self.rows)}"
+
+
+def newest_rows(path: Path, model: type[AnyRow]) -> list[AnyRow]:
+    """Return the readable rows at the end of a JSONL file of any size, of which only the last `SHOWN_BYTES` are read.
+
+    Raises:
+        NotPlainFile: the file is a link, or no regular file.
+        OSError: the file exists and cannot be read.
+    """
+    return [row for line in last_lines(path, SHOWN_BYTES) if (row := parse_row(model, line)) is not None]
 
 
 def newest_row(path: Path, model: type[AnyRow]) -> AnyRow | None:

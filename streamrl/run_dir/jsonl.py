@@ -103,8 +103,8 @@ def _rows(path: Path, model: type[AnyRow], largest: int | None) -> Iterator[AnyR
         yield from (row for line in lines if (row := parse_row(model, line)) is not None)
 
 
-def last_lines(path: Path) -> list[bytes]:
-    """Return the lines in the last `TAIL_BYTES` of a file, the first perhaps cut off; none if there is no file.
+def last_lines(path: Path, tail_bytes: int = TAIL_BYTES) -> list[bytes]:
+    """Return the lines in the last `tail_bytes` of a file, the first perhaps cut off; none if there is no file.
 
     Raises:
         NotPlainFile: it is a link, or no regular file.
@@ -112,7 +112,7 @@ def last_lines(path: Path) -> list[bytes]:
     """
     try:
         with open_plain(path, largest=None) as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            file.seek(max(0, file.seek(0, os.SEEK_END) - tail_bytes))
             return file.read().splitlines()
     except FileNotFoundError:
         return []

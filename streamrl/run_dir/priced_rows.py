@@ -17,8 +17,9 @@ from streamrl.run_dir.metrics import MetricsRow
 class PricedRows(AppendedRows[MetricsRow]):
     """The rows of a run's finished steps; the `usd_by_process` of those that are held is empty."""
 
-    def __init__(self, run_dir: Path) -> None:
-        super().__init__(run_dir / layout.METRICS, MetricsRow)
+    def __init__(self, run_dir: Path, largest: int | None = layout.LARGEST_ROWS) -> None:
+        """Take the run's folder, and the most bytes that the file may have (see `AppendedLines`)."""
+        super().__init__(run_dir / layout.METRICS, MetricsRow, largest)
         self.forget()
 
     def forget(self) -> None:

@@ -46,8 +46,8 @@ class RunFollower:
     ) -> None:
         """Take the run, the tracker's keys and record, what opens it, and what shows a line to the user."""
         self._run, self._config, self._sent, self._open, self._say = run, config, sent, open_tracker, say
-        self._steps = NewRows(run.folder / layout.METRICS, MetricsRow)
-        self._evaluations = NewRows(run.folder / layout.EVALUATIONS, EvaluationRow)
+        self._steps = NewRows(run.folder / layout.METRICS, MetricsRow, largest=None)
+        self._evaluations = NewRows(run.folder / layout.EVALUATIONS, EvaluationRow, largest=None)
         self._rollouts = RolloutStore(run.folder / layout.ROLLOUTS)
         self._tracker: Tracker | None = None
         self._has_until = 0
