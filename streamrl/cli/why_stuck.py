@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 import click
 
 from streamrl.errors import ErrorCode, UserError
-from streamrl.rollouts.plain_text import shown
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from streamrl.diagnose.facts import Facts, ProcessFacts
     from streamrl.diagnose.stuck import Verdict
 
@@ -59,18 +60,32 @@ def command(directory: Path, stacks: str | None) -> None:
       streamrl why-stuck runs/demo --stacks all
     """
     from streamrl.diagnose.stuck import STUCK, judge
+    from streamrl.report.terminal import terminal
 
     with _raised_priority():
         facts = _look(directory, stacks is not None)
     if facts is None:
-        click.echo(f"stuck: {directory} cannot be read: its file system hangs, or this machine is overloaded")
+        _write(f"stuck: {directory} cannot be read: its file system hangs, or this machine is overloaded\n")
         sys.exit(STUCK)
-    verdict = judge(facts)
-    click.echo(shown(ErrorCode.HANG.refer(verdict.sentence) if verdict.exit_code == STUCK else verdict.sentence))
-    _show(facts, verdict)
-    if stacks is not None:
-        _show_stacks(facts, verdict, stacks == "all")
+    verdict, console = judge(facts), terminal()
+    with console.capture() as text:
+        sentence = ErrorCode.HANG.refer(verdict.sentence) if verdict.exit_code == STUCK else verdict.sentence
+        console.print(sentence, soft_wrap=True)
+        _show(facts, verdict, console)
+        if stacks is not None:
+            _show_stacks(facts, verdict, stacks == "all", console)
+    _write(text.get())
     sys.exit(verdict.exit_code)
+
+
+def _write(text: str) -> None:
+    """Write everything at once; a reader that has seen enough (`| head -1`) changes no exit code."""
+    try:
+        click.echo(text, nl=False, color=True)  # the console has left out colours where there are to be none
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # what is left in its buffer would fail again as Python ends
+        os.close(nowhere)
 
 
 def _look(directory: Path, threads: bool) -> Facts | None:
@@ -130,13 +145,12 @@ def _waits_for_disk(thread: threading.Thread) -> bool:
     return text.rpartition(")")[2].split()[0] == "D"
 
 
-def _show(facts: Facts, verdict: Verdict) -> None:
+def _show(facts: Facts, verdict: Verdict, console: Console) -> None:
     """Print the details, the chain of waits, and the processes."""
-    from streamrl.report.terminal import plain_table, terminal
+    from streamrl.report.terminal import plain_table
 
-    console = terminal()
     for detail in verdict.details:
-        console.print(f"  {detail}", soft_wrap=True, markup=False)
+        console.print(f"  {detail}", soft_wrap=True)
     if verdict.edges:
         table = plain_table("who waits", "for", "since", "limit", "that is")
         for edge in verdict.edges:
@@ -180,7 +194,7 @@ def busy_threads(lines: Sequence[str]) -> list[str]:
     return [line for one in busy for line in one[: FRAMES + 1]]
 
 
-def _show_stacks(facts: Facts, verdict: Verdict, everything: bool) -> None:
+def _show_stacks(facts: Facts, verdict: Verdict, everything: bool, console: Console) -> None:
     """Print the busy threads and the asyncio tasks of blocked or involved processes, or of all."""
     for one in facts.processes:
         if not everything and not (one.name in verdict.involved or one.loop == "blocked"):
@@ -190,9 +204,9 @@ def _show_stacks(facts: Facts, verdict: Verdict, everything: bool) -> None:
             lines = [*one.threads, *one.tasks]
         if not lines:
             continue
-        click.echo(f"\n{one.name} (pid {one.pid})")
+        console.print(f"\n{one.name} (pid {one.pid})", soft_wrap=True)
         printed = lines if everything else lines[:STACK_LINES]
         for line in printed:
-            click.echo(f"  {shown(line)}")
+            console.print(f"  {line}", soft_wrap=True)
         if len(lines) > len(printed):
-            click.echo(f"  ... {len(lines) - len(printed)} lines more: --stacks all")
+            console.print(f"  ... {len(lines) - len(printed)} lines more: --stacks all", soft_wrap=True)

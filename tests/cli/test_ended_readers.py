@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +17,11 @@ import pytest
 from streamrl.cli.chaos import _write_results
 from streamrl.cli.verify import _hardware
 from streamrl.report.terminal import TextConsole
+from streamrl.run_dir.status import write_status
 from streamrl.verify.hardware_checks import StageResult
 from tests.cli.calling import streamrl
 from tests.cli.test_train_ranker import two_runs
+from tests.report.synthetic import make_status
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,3 +74,25 @@ def test_results_of_faults(tmp_path: Path) -> None:
     with ended_reader(), pytest.raises((SystemExit, BrokenPipeError)):
         _write_results(tmp_path, study, {}, 0, 1.0)  # type: ignore[arg-type]
     assert len([path for path in tmp_path.iterdir() if path.stat().st_size]) == 2
+
+
+@pytest.mark.parametrize(("waited_s", "code"), [(8.0, 0), (90.0, 3)])
+def test_the_exit_code_of_a_verdict(
+    waited_s: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    wait = {"owner": "controller", "waiting_for": "3 rewards of 1 groups", "since": now - waited_s, "limit_s": 60}
+    write_status(tmp_path, make_status(3, 20, now, waits=[wait]))
+    with ended_reader():
+        assert streamrl(monkeypatch, "why-stuck", tmp_path) == code
+
+
+def test_the_exit_code_of_a_verdict_as_its_process_ends(tmp_path: Path) -> None:
+    """What a pipe without a reader has not taken is written again as Python ends, whose exit code is 120 then."""
+    write_status(tmp_path, make_status(3, 3, time.time(), state="done"))
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "streamrl.cli.main", "why-stuck", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
