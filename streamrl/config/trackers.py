@@ -42,10 +42,10 @@ class WandbTracker(TrackerBase):
     entity: str | None = Field(None, min_length=1, description="user or team; none: the default of the API key")
     group: str | None = Field(None, min_length=1, description="group of runs that it is shown in")
     tags: list[str] = Field(default_factory=list)
-    mode: Literal["online", "offline"] = Field(
-        "online",
+    mode: Literal["online", "offline"] | None = Field(
+        None,
         description="offline: write to `trackers/wandb` in the run's folder, for `wandb sync`; needs neither a network "
-        "nor a key",
+        "nor a key; none: WANDB_MODE, else online",
     )
 
 

@@ -32,7 +32,8 @@ from streamrl.trackers.follower import Opener, RunFollower
 from streamrl.trackers.sent_rows import RecordInUseError, SentRows
 from streamrl.trackers.tracker import TrackedRun
 
-log = logging.getLogger("streamrl.trackers")
+log = logging.getLogger("streamrl.trackers.process")
+log.addHandler(logging.NullHandler())  # tracebacks are for a process's log; `streamrl track` has none
 
 LOOK_S = 2.0
 """Seconds between two looks at the run's files."""
@@ -59,7 +60,11 @@ class PatientDelivery:
         """Time at which the call in progress began; None: there is none."""
 
     def look(self, now_or_never: bool = False) -> bool:
-        """Send what is new unless a failure was too recent; return whether everything is delivered."""
+        """Send what is new, and return whether everything is delivered.
+
+        Args:
+            now_or_never: this is the last try, which a recent failure does not put off.
+        """
         if self._clock() < self._next and not now_or_never:
             return False
         self.busy_since = self._clock()
@@ -68,10 +73,8 @@ class PatientDelivery:
         except Exception as error:
             log.warning("not delivered", exc_info=error)
             if not self._pause:
-                self._say(
-                    f"takes nothing now ({_first_line(error)}); what it misses stays in the run's folder and is sent "
-                    "as soon as it can be"
-                )
+                later = "" if now_or_never else " and is sent as soon as it can be"
+                self._say(f"takes nothing now ({_first_line(error)}); what it misses stays in the run's folder{later}")
             self._pause = min(LONGEST_PAUSE_S, 2 * self._pause or FIRST_PAUSE_S)
             self._next = self._clock() + self._pause
             return False

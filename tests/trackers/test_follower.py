@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +21,7 @@ from streamrl.trackers.tracker import TrackedRun
 from streamrl.trackers.tracker_process import PatientDelivery, follow
 from tests.dashboard.samples import a_sample, write_samples
 from tests.run_dir.conftest import file_size_limit
-from tests.trackers.tracked_run import KeptTracker, back_to, evaluate, make_run, train
+from tests.trackers.tracked_run import ROOT, KeptTracker, back_to, evaluate, make_run, train
 
 
 def follower(folder: Path, tracker: KeptTracker, sent: SentRows, said: list[str] | None = None) -> RunFollower:
@@ -295,3 +298,18 @@ def test_a_process_that_does_not_end_is_not_waited_for_without_end(
 def test_a_conversation_that_cannot_be_read_is_left_out_of_the_table(tmp_path: Path, told: str) -> None:
     table = rollout_table(write_samples(tmp_path / "rollouts", 1, [a_sample("a.0", conversation=told)]), 1, 1)
     assert [row[-1] for row in table.rows] == ["It is 2"]
+
+
+def test_track_says_what_a_tracker_refuses_in_a_line_and_promises_no_later_try(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", "[{name: wandb}]")
+    train(folder, range(1, 3))
+    refuses = "def init(**keys):\n    raise ValueError('no key is configured')\nTable = None\nSettings = dict\n"
+    (tmp_path / "wandb.py").write_text(refuses)
+    command = [sys.executable, "-m", "streamrl.cli.main", "track", str(folder), "wandb"]
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == [
+        "tracker wandb takes nothing now (ValueError: no key is configured); what it misses stays in the run's folder",
+        f"tracker wandb has not taken 2 rows; send them with: streamrl track {folder} wandb",
+    ]
+    assert (done.returncode, done.stderr) == (1, "error: wandb did not take everything\n")

@@ -24,6 +24,7 @@ class FakeRun:
     def __init__(self, history: dict[int, dict[str, Any]]) -> None:
         self._history, self._open = history, {}
         self.step = max(history) + 1 if history else 0
+        self.offline = False
 
     def log(self, values: Mapping[str, Any], step: int, commit: bool = False) -> None:
         if step < self.step:
@@ -109,3 +110,42 @@ def test_the_first_step_is_sent_again_if_a_kill_has_lost_it(tmp_path: Path, hist
             following.send()  # and is killed at first: step 1 was open
     following.close()
     assert steps_with(history, "train/reward_mean".__eq__) == [1]
+
+
+@pytest.mark.parametrize(
+    ("keys", "mode"), [({}, None), ({"mode": "offline"}, "offline"), ({"mode": "online"}, "online")]
+)
+def test_the_environment_chooses_the_mode_that_the_run_file_leaves_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], mode: str | None
+) -> None:
+    given: list[Any] = []
+
+    def init(**named: Any) -> FakeRun:
+        given.append(named["mode"])
+        return FakeRun({})
+
+    module: Any = SimpleNamespace(init=init, Table=None, Settings=lambda **_: None)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    make_run(tmp_path)
+    with SentRows(tmp_path, "wandb") as sent:
+        config, run = WandbTracker(**keys), TrackedRun(tmp_path, "run", {})
+        open_tracker(config, run, sent)
+        monkeypatch.setenv("WANDB_MODE", "disabled")  # nothing would be kept, and all be marked as sent
+        if mode is None:
+            with pytest.raises(RuntimeError, match="WANDB_MODE is disabled"):
+                open_tracker(config, run, sent)
+        else:
+            open_tracker(config, run, sent)
+    assert set(given) == {mode}
+
+
+def test_a_run_that_is_offline_by_the_environment_knows_nothing_of_earlier_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = FakeRun({})
+    run.offline = True
+    module: Any = SimpleNamespace(init=lambda **_: run, Table=None, Settings=lambda **_: None)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    make_run(tmp_path)
+    with SentRows(tmp_path, "wandb") as sent:
+        assert open_tracker(WandbTracker(), TrackedRun(tmp_path, "run", {}), sent).last_step is None

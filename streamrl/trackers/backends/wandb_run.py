@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Mapping
 from typing import Any
@@ -28,9 +29,12 @@ class WandbRun:
 
         Raises:
             wandb.errors.Error: the service cannot be reached, or refuses the key.
+            RuntimeError: the environment has switched W&B off.
         """
         import wandb
 
+        if config.mode is None and os.environ.get("WANDB_MODE") == "disabled":  # it takes all and keeps nothing
+            raise RuntimeError("WANDB_MODE is disabled: set it to offline or online, or `mode` in the run file")
         if not sent.id:
             sent.name(secrets.token_hex(8))  # before the service knows it: a kill in between makes no second run
         self.id = sent.id
@@ -63,7 +67,7 @@ class WandbRun:
         # the service, but no file, says where a run goes on: a process that was killed may have left a step open
         following = int(self._run.step)
         self.last_step: int | None = max(0, following - 1)
-        if config.mode == "offline" and not following:
+        if self._run.offline and not following:
             self.last_step = None  # a new file, which knows nothing of those before
         self._run.define_metric("evaluation/step", hidden=True)
         self._run.define_metric("evaluation/*", step_metric="evaluation/step")
