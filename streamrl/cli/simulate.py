@@ -268,12 +268,18 @@ def _plot_file(out: Path) -> Path:
     """Return the file of the plot, an SVG unless its name has another ending; matplotlib would silently add its own.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: it cannot be written, or its ending is no format of pictures.
     """
+    from matplotlib.backend_bases import FigureCanvasBase
+
     check_output("--out", out)
     if not out.suffix:
         out = out.with_name(f"{out.name}.svg")
         check_output("--out", out)
+    formats = sorted(FigureCanvasBase.get_supported_filetypes())
+    if out.suffix[1:].lower() not in formats:
+        known = ", ".join(f".{ending}" for ending in formats)
+        raise UserError(f"--out {out}: {out.suffix} is no format of pictures; expected one of {known}")
     return out
 
 
@@ -452,5 +458,3 @@ def _plot(outcomes: dict[str, Any], draw: Any, out: Path) -> None:
         figure.savefig(out)
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written: {error.strerror or error}") from error
-    except ValueError as error:  # an ending that is no format of pictures
-        raise UserError(f"--out {out}: {error}") from error

@@ -11,6 +11,7 @@ import pytest
 
 from ranker.data import read_rollouts
 from ranker.train import train_and_hold_out
+from streamrl.cli import simulate
 from streamrl.rollouts.rollout_store import SCHEMA
 from tests.cli.calling import streamrl
 from tests.ranker.synthetic import small_reasoner
@@ -238,7 +239,9 @@ def test_bad_input_gets_one_message(
     assert complaint in error and "Traceback" not in error
 
 
-@pytest.mark.parametrize(("name", "written"), [("plot", "plot.svg"), ("plot.pdf", "plot.pdf")])
+@pytest.mark.parametrize(
+    ("name", "written"), [("plot", "plot.svg"), ("plot.pdf", "plot.pdf"), ("plot.PNG", "plot.PNG")]
+)
 def test_the_plot_has_the_name_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, written: str
 ) -> None:
@@ -247,6 +250,17 @@ def test_the_plot_has_the_name_that_is_said(
     assert streamrl(monkeypatch, "simulate", *some, "--out", name) == 0
     assert capsys.readouterr().out.endswith(f"plot written to {written}\n")
     assert [path.name for path in tmp_path.iterdir()] == [written]
+
+
+def test_an_ending_that_is_no_format_of_pictures_is_refused_before_the_simulation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(simulate, "_compare_policies", lambda *_: pytest.fail("it simulates"))
+    assert streamrl(monkeypatch, "simulate", "--requests", "4", "--out", "fig.v2") == 2
+    error = capsys.readouterr().err
+    assert "--out fig.v2: .v2 is no format of pictures; expected one of " in error and ".png" in error
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["d", "e"])
