@@ -35,6 +35,8 @@ from streamrl.training.policy_model import Policy, load_policy
 
 OUT = HERE / "results" / "agent_rows.json"
 ADVANTAGE = 0.7
+SIZES = ("turns", "question", "answer", "result", "threads", "repeats")
+"""Parameters of a measurement that its record keeps."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ def main(
 ) -> None:
     console = terminal()
     if summary_only:
-        record = read_record(OUT)
+        record = read_record(OUT, "machine", "model", "load", "ways", *SIZES)
     else:
         torch.set_num_threads(threads)
         load = os.getloadavg()[0]
@@ -198,8 +200,7 @@ def main(
             learn(policy, pack(way(conversation(2, 16, 8, 8, vocabulary))))
         said = conversation(turns, question, answer, result, vocabulary)
         ways = measure(policy, said, repeats, lambda text: console.print(f"  {text}", highlight=False))
-        sizes = {"turns": turns, "question": question, "answer": answer, "result": result}
-        sizes |= {"threads": threads, "repeats": repeats}
+        sizes = dict(zip(SIZES, (turns, question, answer, result, threads, repeats), strict=True))
         loads = f"{load:.1f}, {os.getloadavg()[0]:.1f}"
         record = {"machine": machine(), "model": model, "load": loads, **sizes, "ways": ways}
     table = sheet(record)

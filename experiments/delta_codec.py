@@ -235,7 +235,7 @@ def main(steps: int, out: Path | None, summary_only: bool, live: Path | None) ->
     kept = out / "delta_codec.json"
     if not summary_only and not live:
         measure(steps, console, kept)
-    values = read_record(kept)
+    values = read_record(kept, "machine", "made", "steps")
     rows = [Coded(**row) for row in values["made"]]
     done = [Step(**step | {"coded": Coded(**step["coded"])}) for step in values["steps"]]
     left = values.get("live")

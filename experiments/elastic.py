@@ -242,7 +242,7 @@ def main(runs_dir: Path | None, out: Path | None, summary_only: bool) -> None:
     console = terminal()
     target = out / "elastic.json"
     if summary_only:
-        results = read_record(target)
+        results = read_record(target, "machine", "rule", "hand")
     else:
         with runs_folder(runs_dir) as folder, console.status("starting") as shown:
             folder = folder.resolve()

@@ -229,7 +229,7 @@ def main(arms: tuple[str, ...], warmup: int, runs_dir: Path | None, out: Path | 
     facts: list[StepFacts] = []
     on, raw_bytes = machine(), 0
     if summary_only:
-        values = read_record(target)
+        values = read_record(target, "machine", "raw_bytes", "runs", "facts")
         on, raw_bytes, runs = values["machine"], values["raw_bytes"], [Run.from_json(run) for run in values["runs"]]
         facts = [StepFacts(**step) for step in values["facts"]]
     else:

@@ -382,7 +382,7 @@ def main(turns: int, summary_only: bool) -> None:
             )
             + "\n"
         )
-    values = read_record(path)
+    values = read_record(path, "machine", "turns")
     made = sheets(values)
     about = (__doc__ or "").partition("One process binds")
     text = ["# Keys inside a site", f"Written by `experiments/inside_keys.py`. {values['machine']}."]

@@ -106,7 +106,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
 def main(seeds: int, steps: int, runs_dir: Path | None, beside: str, summary_only: bool) -> None:
     target = results_folder(None, "seeds", "steps") / OUT.name
     if summary_only:
-        record = read_record(target)
+        record = read_record(target, "machine", "beside", "runs")
     else:
         done: dict[str, list[dict[str, Any]]] = {}
 

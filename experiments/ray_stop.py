@@ -153,7 +153,7 @@ def main(counts: str, summary_only: bool) -> None:
         stops = measure_all(numbers)
         about = f"{machine()}, load average {os.getloadavg()[1]:.0f}"
         path.write_text(json.dumps({"machine": about, "counts": numbers, "stops": stops}, indent=1) + "\n")
-    values = read_record(path)
+    values = read_record(path, "machine", "counts", "stops")
     made = sheet(values)
     about = (__doc__ or "").partition("A Ray cluster of")
     text = ["# Stopping processes on Ray", f"Written by `experiments/ray_stop.py`. {values['machine']}."]

@@ -281,19 +281,26 @@ def results_folder(out: Path | None, *fixed: str) -> Path:
     return out
 
 
-def read_record(path: Path) -> dict[str, Any]:
+def read_record(path: Path, *keys: str) -> dict[str, Any]:
     """Reads the JSON that an earlier run of a study left.
 
+    Args:
+        path: the file.
+        keys: what the study takes from it.
+
     Raises:
-        UsageError: there is none.
+        UsageError: there is none, or it lacks a key.
     """
+    expected = "expected what this study wrote, without --summary-only"
     try:
         values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         why = getattr(error, "strerror", None) or f"not valid JSON: {error}"
-        raise click.UsageError(f"{path}: {why}; expected what this study wrote, without --summary-only") from error
+        raise click.UsageError(f"{path}: {why}; {expected}") from error
     if not isinstance(values, dict) or not values:
-        raise click.UsageError(f"{path}: has no results; expected what this study wrote, without --summary-only")
+        raise click.UsageError(f"{path}: has no results; {expected}")
+    if missing := [key for key in keys if key not in values]:
+        raise click.UsageError(f"{path}: lacks {', '.join(missing)}; {expected}")
     return values
 
 

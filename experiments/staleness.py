@@ -227,7 +227,7 @@ def main(
     runs: list[Run] = []
     on = machine()
     if summary_only:
-        values = read_record(kept)
+        values = read_record(kept, "machine", "steps", "runs")
         runs, steps, on = [Run.from_json(run) for run in values["runs"]], values["steps"], values["machine"]
     else:
         jobs = {

@@ -254,7 +254,7 @@ def main(
     target = out / "two_sites.json"
     on = machine()
     if summary_only:
-        values = read_record(target)
+        values = read_record(target, "machine", "runs")
         on, runs = values["machine"], [Run.from_json(run) for run in values["runs"]]
     else:
         with runs_folder(runs_dir) as folder:

@@ -269,7 +269,7 @@ def main(only: tuple[str, ...], runs_dir: Path, out: Path | None, summary_only: 
     runs: list[Run] = []
     record: dict[str, Any] = {"machine": machine(), "steps": STEPS, "settings": COMMON}
     if summary_only:
-        record = read_record(kept)
+        record = read_record(kept, "machine", "runs")
         runs = [Run.from_json(run) for run in record["runs"]]
     else:
         questions = runs_dir.resolve() / "questions.jsonl"

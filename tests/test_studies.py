@@ -16,9 +16,13 @@ sys.path.append(str(Path(__file__).parents[1] / "experiments"))
 import cross_datacenter_cost
 import delta_codec
 import dispatch_ceiling
+import elastic
+import emulated_sites
 import ranker_quality
 import schedules
 import staleness
+import two_sites
+import void_rewards
 from running import RESULTS, Outcome, results_folder
 
 
@@ -139,6 +143,28 @@ def test_a_summary_without_results_is_refused_in_words(
         refused = CliRunner().invoke(main, ["--summary-only", "--out", folder])
         assert refused.exit_code == 2 and why in refused.output and "without --summary-only" in refused.output
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+
+
+STUDIES = {
+    "schedules": schedules.main,
+    "delta_codec": delta_codec.main,
+    "staleness": staleness.main,
+    "two_sites": two_sites.main,
+    "emulated_sites": emulated_sites.main,
+    "elastic": elastic.main,
+    "void_rewards": void_rewards.main,
+}
+
+
+@pytest.mark.parametrize("name", list(STUDIES))
+@pytest.mark.parametrize(("text", "why"), [('{"a": 1}', "lacks machine, "), ("[" * 100_000, "not valid JSON")])
+def test_a_summary_of_what_another_program_wrote_is_refused_in_words(
+    tmp_path: Path, name: str, text: str, why: str
+) -> None:
+    (tmp_path / f"{name}.json").write_text(text)
+    refused = CliRunner().invoke(STUDIES[name], ["--summary-only", "--out", str(tmp_path)])
+    assert refused.exit_code == 2 and f"{name}.json: {why}" in refused.output
+    assert [path.name for path in tmp_path.iterdir()] == [f"{name}.json"]
 
 
 def test_options_of_studies_have_types() -> None:
