@@ -29,6 +29,6 @@ def check_output(option: str, path: Path) -> None:
             tempfile.TemporaryFile(dir=folder).close()  # permissions do not say whether root may, nor what /proc takes
         elif not os.access(path, os.W_OK):
             raise UserError(f"{option} {path}: this file is not writable")
-    except (OSError, RuntimeError) as error:  # RuntimeError: a link to itself
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a link to itself; ValueError: a null byte
         why = getattr(error, "strerror", None) or error
         raise UserError(f"{option} {path}: cannot be written: {why}") from error

@@ -29,6 +29,7 @@ def test_a_file_that_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
         ("itself", "cannot be written: "),
         ("/proc/new.json", "cannot be written: "),  # where root may write by its permissions
         ("x" * 300, "cannot be written: File name too long"),
+        ("a\0b", "cannot be written: "),
     ],
 )
 def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path, name: str, why: str) -> None:
