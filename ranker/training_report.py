@@ -21,6 +21,7 @@ class Many:
     """Ranking of the prompts that have many samples."""
 
     prompts: int
+    """Number of them, each counted once per step: groups."""
     ceiling: dict[str, float]
     """Recall of ranking by the expected length, taken from these samples (`ranker.ceiling.ceiling_of_many`)."""
     recall: dict[str, float]

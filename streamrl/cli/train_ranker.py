@@ -180,11 +180,12 @@ def _show(report: Report, console: Console) -> None:
         for name, figures in report.baselines.items():
             table.add_row(IN_WORDS[name], *_cells(figures))
         table.add_section()
-        table.add_row("limit for any ranking: ties at the length limit", *_recalls(report.limit), "")
+        ties = "ties of equal lengths" + (", as at the length limit" if report.cap else "")
+        table.add_row(f"limit for any ranking: {ties}", *_recalls(report.limit), "")
         if report.many is not None:
             table.add_section()
             for what, recall in (("noise ceiling", report.many.ceiling), ("this ranker", report.many.recall)):
-                what = f"{what}, on {report.many.prompts} prompts with many samples"
+                what = f"{what}, on {report.many.prompts} groups with many samples"
                 table.add_row(what, *_recalls(recall), "")
         console.print(table)
         for what, coverage in (("", report.coverage), (", with earlier lengths", report.coverage_with_history)):

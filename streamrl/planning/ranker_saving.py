@@ -4,7 +4,7 @@ Each batch is dispatched least-loaded, by each kind of forecast, and by the true
 saving depends on the fleet, so there are three, of instances with the published step times of a 7B model on an H800:
 
 * with slots for all requests: isolating the longest requests saves time, and the single longest one decides;
-* with slots for half of a batch with four samples per prompt: starting long requests first also saves time;
+* with slots for half of a batch with four samples per group: starting long requests first also saves time;
 * with slots for an eighth: starting long requests first saves nearly all of it, and one unforeseeable answer matters
   little.
 """
@@ -21,10 +21,11 @@ from scheduler.cost.length_forecast import Forecast
 from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest
 from scheduler.simulation.saving import Replay, Saving
 
-PROMPTS, SAMPLES = 128, 8
-"""Prompts of a batch, and most samples of each."""
-MIN_PROMPTS = 16
-"""Fewest prompts that make a batch."""
+GROUPS, SAMPLES = 128, 8
+"""Groups of a batch, and most samples of each. A prompt is one group in each step, as the policy changes between steps
+and its lengths with it."""
+MIN_GROUPS = 16
+"""Fewest groups that make a batch."""
 BATCHES = 6
 """Most batches. One alone is mostly luck, as its longest request decides; all take some 12 s on one core."""
 INSTANCES, SLOTS = 4, (256, 64, 16)
@@ -32,13 +33,13 @@ INSTANCES, SLOTS = 4, (256, 64, 16)
 
 
 def dispatch_saving(held: HeldOut, seed: int = 0) -> list[Dispatch]:
-    """Simulate batches of held-out samples under each kind of forecast; [] with fewer than `MIN_PROMPTS` prompts.
+    """Simulate batches of held-out samples under each kind of forecast; [] with fewer than `MIN_GROUPS` groups.
 
     A kind of forecast that lacks some sample is left out.
 
     Args:
         held: lengths and forecasts of samples.
-        seed: seed for the choice of prompts and samples.
+        seed: seed for the choice of groups and samples.
     """
     batches = _batches(held.unit, seed)
     return [_on_fleet(held, batches, slots) for slots in SLOTS] if batches else []
@@ -59,9 +60,9 @@ def _on_fleet(held: HeldOut, batches: list[Array], slots: int) -> Dispatch:
             found[:], sums[name] = parts, sum(parts, Saving(0.0, 0.0, 0.0))
     some = next(iter(sums.values()))
     plural = "batch" if len(batches) == 1 else "batches"
-    prompts = len(np.unique(held.unit[batches[0]]))
+    groups = len(np.unique(held.unit[batches[0]]))
     return Dispatch(
-        setting=f"{len(batches)} {plural} of {prompts} prompts ({len(chosen)} requests in all), {INSTANCES} instances "
+        setting=f"{len(batches)} {plural} of {groups} groups ({len(chosen)} requests in all), {INSTANCES} instances "
         f"with {slots} slots, step times of a 7B model on an H800",
         oracle=some.oracle / some.least_loaded,
         forecasts={name: Captured(total.policy / total.least_loaded, total.captured) for name, total in sums.items()},
@@ -69,18 +70,18 @@ def _on_fleet(held: HeldOut, batches: list[Array], slots: int) -> Dispatch:
 
 
 def _batches(unit: Array, seed: int) -> list[Array]:
-    """Return the rows of each batch, in random order; no prompt is in two batches."""
+    """Return the rows of each batch, in random order; no group is in two batches."""
     rng = np.random.default_rng(seed)
     units = rng.permutation(np.unique(unit))
-    if len(units) < MIN_PROMPTS:
+    if len(units) < MIN_GROUPS:
         return []
-    count = int(np.clip(len(units) // PROMPTS, 1, BATCHES))
+    count = int(np.clip(len(units) // GROUPS, 1, BATCHES))
     order = rng.permutation(len(unit))
     order = order[np.argsort(unit[order], kind="stable")]
     sizes = np.bincount(unit)
     rank = np.arange(len(unit)) - (np.cumsum(sizes) - sizes)[unit[order]]
     kept = order[rank < SAMPLES]
-    return [kept[np.isin(unit[kept], units[n * PROMPTS : (n + 1) * PROMPTS])] for n in range(count)]
+    return [kept[np.isin(unit[kept], units[n * GROUPS : (n + 1) * GROUPS])] for n in range(count)]
 
 
 def _requests(held: HeldOut, quantiles: Array, rows: Array) -> list[SimulatedRequest]:

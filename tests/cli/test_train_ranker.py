@@ -58,7 +58,7 @@ def test_several_runs_make_one_ranker(
         assert words in shown
     assert LengthModel.load(out).report.samples == 96
     assert "of the oracle's saving" in " ".join(shown.split()) and "least-loaded 1.00, ours with these" in shown
-    assert "ties at the length limit" in (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "ties of equal lengths" in (tmp_path / "r.html").read_text(encoding="utf-8")
 
 
 def test_the_file_says_which_model_wrote_the_rollouts(
@@ -163,3 +163,30 @@ def test_a_single_distinct_prompt_is_reported_and_still_gives_a_ranker(
     assert streamrl(monkeypatch, "train-ranker", "--rollouts", tmp_path / "x.jsonl", "--out", tmp_path / "r") == 0
     assert "1 distinct prompt: no split by prompt is possible" in " ".join(capsys.readouterr().out.split())
     assert LengthModel.load(tmp_path / "r").predict(["q"]).quantiles[0, 6] == pytest.approx(14.5, rel=0.05)
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_groups_are_not_called_prompts_and_a_limit_is_named_only_where_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], limited: bool
+) -> None:
+    """Twelve prompts, in each of four steps again."""
+    monkeypatch.setenv("COLUMNS", "200")
+    rollouts = tmp_path / "rollouts.jsonl"
+    rows = [
+        {
+            "prompt": f"question {number} {'long ' * number}",
+            "output_length": 10 + 20 * number + step + 3 * sample,
+            "step": step,
+            "finish_reason": "length" if limited and number == 11 else "stop",
+        }
+        for step in range(4)
+        for number in range(12)
+        for sample in range(4)
+    ]
+    rollouts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ("--rollouts", rollouts, "--out", tmp_path / "r.lgb", "--threads", "1")
+    assert streamrl(monkeypatch, "train-ranker", *options) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "192 samples of 12 prompts" in shown and "on average of 1 batch of 48 groups (192 requests in all)" in shown
+    assert "limit for any ranking: ties of equal lengths" in shown
+    assert ("at the length limit" in shown) == limited

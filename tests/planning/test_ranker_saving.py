@@ -8,7 +8,7 @@ import numpy as np
 
 from ranker.distribution import LEVELS
 from ranker.held_out import HeldOut
-from streamrl.planning.ranker_saving import BATCHES, PROMPTS, SAMPLES, _batches, dispatch_saving
+from streamrl.planning.ranker_saving import BATCHES, GROUPS, SAMPLES, _batches, dispatch_saving
 
 
 def held_out(prompts: int, samples: int, seed: int) -> HeldOut:
@@ -25,7 +25,7 @@ def held_out(prompts: int, samples: int, seed: int) -> HeldOut:
 
 def test_right_forecasts_capture_what_true_lengths_save() -> None:
     for fleet in dispatch_saving(held_out(40, 4, 0)):
-        assert "1 batch of 40 prompts (160 requests in all)" in fleet.setting
+        assert "1 batch of 40 groups (160 requests in all)" in fleet.setting
         assert fleet.oracle < 0.99 and set(fleet.forecasts) == {"model", "task"}
         captured = fleet.forecasts["model"].captured
         nothing = fleet.forecasts["task"].captured
@@ -35,13 +35,13 @@ def test_right_forecasts_capture_what_true_lengths_save() -> None:
 
 
 def test_batches_are_whole_and_apart() -> None:
-    held = held_out(3 * PROMPTS + 5, 10, 1)
+    held = held_out(3 * GROUPS + 5, 10, 1)
     batches = _batches(held.unit, 0)
     assert len(batches) == 3 <= BATCHES
     for rows in batches:
         assert (np.unique(held.unit[rows], return_counts=True)[1] == SAMPLES).all()
-        assert len(np.unique(held.unit[rows])) == PROMPTS and len(np.unique(rows)) == len(rows)
-    assert len(np.unique(np.concatenate([np.unique(held.unit[rows]) for rows in batches]))) == 3 * PROMPTS
+        assert len(np.unique(held.unit[rows])) == GROUPS and len(np.unique(rows)) == len(rows)
+    assert len(np.unique(np.concatenate([np.unique(held.unit[rows]) for rows in batches]))) == 3 * GROUPS
     assert [list(rows) for rows in _batches(held.unit, 0)] == [list(rows) for rows in batches]
 
 
