@@ -8,7 +8,6 @@ import decimal
 import importlib
 import json
 import math
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from streamrl.config.tasks import PYTHON_TESTS, AgentTask, FileTask, name_and_su
 from streamrl.errors import UserError, reaching, why_unusable
 from streamrl.rollouts.plain_text import plain_text
 from streamrl.tasks.arrow_values import cells
+from streamrl.tasks.csv_folder import csv_folder, no_field_lost
 from streamrl.tasks.extras import import_extra
 from streamrl.tasks.procedural import nearest
 from streamrl.tasks.task_items import PromptMessage, TaskItems, digest_of, with_suffix
@@ -209,15 +209,15 @@ def _hf_table(task: FileTask) -> Any:
         raise UserError(f"{cannot}: there is no such folder")
     hub = importlib.import_module("huggingface_hub.utils.logging")
     verbosity = hub.get_verbosity()
-    untyped: frozenset[str] = frozenset()
+    csv = None
     try:
         hub.set_verbosity_error()  # without a line for each time that it asks the Hub again
         if not subset and ((folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()):
             data = datasets.load_from_disk(name)  # as save_to_disk wrote it
         else:
-            untyped = _untyped(datasets, name, subset) if here else untyped
-            as_texts = {"converters": dict.fromkeys(sorted(untyped), str), "na_filter": False} if untyped else {}
-            data = datasets.load_dataset(name, name=subset or None, **as_texts)
+            csv = csv_folder(datasets, name, subset) if here else None
+            with no_field_lost(csv.config) if csv else contextlib.nullcontext():
+                data = datasets.load_dataset(name, name=subset or None, **(csv.settings if csv else {}))
     except Exception as error:  # the library raises its own, the hub's, and the file system's errors
         reason = (str(error) or type(error).__name__).splitlines()[0]
         tried = "" if here else f"there is no folder {name} here, and as a data set of the Hub: "
@@ -236,29 +236,7 @@ def _hf_table(task: FileTask) -> Any:
         )
     _check_columns(task, task.path, data.column_names)
     table = data.with_format("arrow")[:]  # a table with the rows in the data set's own order
-    for place, column in enumerate(table.column_names):
-        if column in untyped:
-            table = table.set_column(place, column, _empty_as_null(table.column(column)))
-    return table
-
-
-def _untyped(datasets: Any, folder: str, subset: str) -> frozenset[str]:
-    """Return the columns of a folder of CSV files whose card declares no types; none: it is another folder, or empty.
-
-    Left alone, pandas would make 7.0 of 007, and null of NA and None.
-    """
-    with tempfile.TemporaryDirectory() as empty:  # in its own cache, types that were guessed count as the card's
-        builder = datasets.load_dataset_builder(folder, name=subset or None, cache_dir=empty)
-        csv = importlib.import_module("datasets.packaged_modules.csv.csv")
-        if not isinstance(builder.config, csv.CsvConfig) or builder.info.features is not None:
-            return frozenset()
-        rows = [row for split in builder.as_streaming_dataset().values() for row in split.take(1)]
-    return frozenset(column for row in rows for column in row)
-
-
-def _empty_as_null(texts: Any) -> Any:
-    compute = importlib.import_module("pyarrow.compute")
-    return compute.if_else(compute.equal(texts, ""), None, texts)
+    return csv.null_if_empty(table) if csv else table
 
 
 def _is_split(asked: str | None, held: object) -> bool:
