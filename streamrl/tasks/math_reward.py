@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import signal
@@ -48,7 +49,12 @@ def math_verify_score(completion: str, answer: Any) -> float:
 
 
 def as_text(answer: Any) -> str:
-    """Write a value as text: a float without an exponent, and a whole one as an integer (Parquet's 72.0 means '72')."""
+    """Write a value as text: a float without an exponent, and a whole one as an integer (Parquet's 72.0 means '72').
+
+    Booleans are written as JSON does: 'true' and 'false'.
+    """
+    if isinstance(answer, bool):
+        return json.dumps(answer)
     if isinstance(answer, float) and answer.is_integer():
         return str(int(answer))
     return format(Decimal(repr(answer)), "f") if isinstance(answer, float) else str(answer)

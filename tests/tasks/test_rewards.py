@@ -102,6 +102,10 @@ def test_a_worker_that_sees_another_question_says_so_instead_of_scoring() -> Non
         ("72", 72.0, 1.0),
         ("0.00002", 2e-5, 1.0),
         ("", "Paris", 0.0),
+        ("true", True, 1.0),
+        ("<answer>false</answer>", False, 1.0),
+        ("True", True, 0.0),  # as JSON writes it, and nothing else
+        ("1", True, 0.0),
     ],
 )
 def test_exact_match(completion: str, answer: Any, reward: float) -> None:
