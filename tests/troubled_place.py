@@ -61,7 +61,7 @@ class Place:
         model = folder / "model"  # as much of one as is looked at before a run
         model.mkdir()
         (model / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 512}))
-        Tokenizer(BPE(vocab={"a": 0}, merges=[])).save(str(model / "tokenizer.json"))
+        Tokenizer(BPE(vocab={"a": 0}, merges=[], unk_token="a")).save(str(model / "tokenizer.json"))
         (model / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
         (model / "model.safetensors").write_bytes(bytes(2**20))
 

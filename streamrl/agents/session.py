@@ -224,6 +224,9 @@ class Session:
             raise TooManyRun
         turn = self._with_tokens(call, now) if call.prompt_tokens is not None else self._with_messages(call, now)
         length = len(turn.order.prompt_tokens)
+        if not length:
+            text = "the chat template makes no token of the messages: expected messages that it writes"
+            raise CallError(400, "invalid_messages", text)
         if length >= self.limits.max_context:
             self._refuse(NO_ROOM, call, turn.parent)
             raise CallError(

@@ -39,10 +39,16 @@ class PromptTokens:
         """Return the token ids of a prompt's messages, int32 of shape [P].
 
         Raises:
-            RunFailed: the chat template does not accept the messages, they are several and there is no template, or
-                the model has no row for one of the tokens.
+            RunFailed: the chat template does not accept the messages, they are several and there is no template, there
+                is no token, or the model has no row for one.
         """
         ids = self._ids(prompt)
+        if not len(ids):  # an instance would refuse it, whichever tries
+            maker = "chat template" if self._template.exists else "tokenizer"
+            raise RunFailed(
+                f"prompt {prompt.prompt_id} has no token, as the {maker} of {self._model.path} makes nothing of it: "
+                f"expected a {maker} that writes the messages"
+            )
         if self._rows is not None and (largest := int(ids.max(initial=0))) >= self._rows:
             token = self._tokenizer.convert_ids_to_tokens(largest)
             raise RunFailed(

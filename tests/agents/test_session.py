@@ -66,6 +66,16 @@ def test_a_token_that_the_model_lacks_is_refused() -> None:
         assert caught.value.code == "unknown_token"
 
 
+def test_messages_of_which_the_template_makes_no_token_are_refused() -> None:
+    tokenizer = small_tokenizer()
+    tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    limits = SessionLimits(max_context=500, max_turns=20)
+    assert Session(ORDER, ChatRenderer(tokenizer), limits).call(call(USER), 1.0)[1]
+    with pytest.raises(CallError, match="the chat template makes no token of the messages") as caught:
+        Session(ORDER, ChatRenderer(tokenizer), limits).call(call({"role": "system", "content": "Be brief."}), 1.0)
+    assert caught.value.code == "invalid_messages"
+
+
 def test_turn_ids_are_never_those_of_another_attempt() -> None:
     one, other = (answered(session(), call(USER)).order.turn_id for _ in range(2))
     assert one.startswith("s.000/") and one.endswith(".0") and one != other

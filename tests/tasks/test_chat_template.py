@@ -154,6 +154,19 @@ def test_a_conversation_that_the_template_refuses_ends_the_run_and_is_told_befor
     assert list(check_tasks(run)) == []
 
 
+def test_a_prompt_without_a_token_ends_the_run_and_is_told_before_it(model: Path, tmp_path: Path) -> None:
+    change_template(model, "{% if messages[0]['role'] == 'user' %}{{ messages[0]['content'] }}{% endif %}")
+    run = run_of(model, tmp_path / "tasks", system_prompt=None)
+    source = source_of(run, AutoTokenizer.from_pretrained(model))
+    assert len(source.tokens(source.source.prompt(1)))
+    nothing = f"prompt sums/0 has no token, as the chat template of {model} makes nothing of it: expected a chat"
+    with pytest.raises(RunFailed, match=re.escape(nothing)) as caught:
+        source.tokens(source.source.prompt(0))
+    assert is_final(caught.value)
+    (problem,) = check_tasks(run)
+    assert problem.startswith(f"tasks.0: {nothing}")
+
+
 def test_a_task_of_which_no_prompt_fits_is_refused_before_a_new_run(model: Path, tmp_path: Path) -> None:
     run = run_of(model, tmp_path / "tasks", shuffle=True)
     tokens = source_of(run, AutoTokenizer.from_pretrained(model)).tokens
