@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -109,15 +109,22 @@ def save_resolved(run_dir: Path, cluster: ClusterConfig, run: RunConfig) -> None
     """Write `<run_dir>/config.yaml` with every key of both files, atomically.
 
     Raises:
-        UserError: the folder cannot be written.
+        UserError: the folder cannot be written, or the file would be more than can be read back.
     """
-    text = yaml.safe_dump({"cluster": _plain(cluster), "run": _plain(run)}, sort_keys=False, allow_unicode=True)
+    text = _resolved_text(cluster, run)
+    for problem in _unreadable(text):
+        raise ConfigError(problem)
     target = run_dir / RESOLVED_NAME
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         replace_text(target, text, lasting=True)  # no resume does without it
     except OSError as error:
         raise UserError(f"cannot write {target}: {error.strerror or error}") from error
+
+
+def check_resolved(cluster: ClusterConfig, run: RunConfig) -> Iterator[str]:
+    """Check that what `save_resolved` would write can be read back: it may be longer than both files."""
+    yield from _unreadable(_resolved_text(cluster, run))
 
 
 def load_resolved(run_dir: Path, overrides: Sequence[str] = ()) -> tuple[ClusterConfig, RunConfig]:
@@ -170,8 +177,28 @@ def read_resolved(run_dir: Path) -> str:
     return text
 
 
+def _resolved_text(cluster: ClusterConfig, run: RunConfig) -> str:
+    return yaml.safe_dump({"cluster": _plain(cluster), "run": _plain(run)}, sort_keys=False, allow_unicode=True)
+
+
+def _unreadable(resolved: str) -> Iterator[str]:
+    """Yield why `read_resolved` would refuse this text."""
+    counts = {"bytes": (len(resolved.encode()), LARGEST), "brackets": (_brackets(resolved), MOST_BRACKETS)}
+    for what, (count, most) in counts.items():
+        if count > most:
+            yield (
+                f"run file and cluster file: with every key written out they have {count:,} {what}, and at most "
+                f"{most:,} can be read back from a run's {RESOLVED_NAME}: shorten the longest texts, such as "
+                "model.system_prompt"
+            )
+
+
+def _brackets(text: str) -> int:
+    return text.count("[") + text.count("{")
+
+
 def _refuse_brackets(path: Path, text: str) -> None:
-    if text.count("[") + text.count("{") > MOST_BRACKETS:
+    if _brackets(text) > MOST_BRACKETS:
         raise ConfigError(f"{path}: more than {MOST_BRACKETS:,} brackets, which no configuration has")
 
 

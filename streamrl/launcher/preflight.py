@@ -14,6 +14,7 @@ from typing import Any
 from scheduler.schedule.schedules import KINDS
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.evaluation import plain_name
+from streamrl.config.load import check_resolved
 from streamrl.config.run import CRITIC_KEY, RunConfig
 from streamrl.config.tasks import AgentTask, FileTask
 from streamrl.errors import ErrorCode, UserError
@@ -79,6 +80,7 @@ def check(
     """
     refuse([check_sockets()])  # alone and at once: others take minutes, and may need the temporary folder themselves
     checks = [
+        check_resolved(cluster, run),
         check_packages(cluster),
         check_model(run),
         check_heads(cluster, run),
@@ -176,7 +178,8 @@ def check_files(
     Raises:
         UserError: one line per problem of the files themselves.
     """
-    checks, missing = [check_sites(cluster, run), check_tasks(run, rendered=False, resumed=resumed)], []
+    checks, missing = [check_resolved(cluster, run), check_sites(cluster, run)], []
+    checks.append(check_tasks(run, rendered=False, resumed=resumed))
     checks.append(check_ranker(run))
     checks += [check_weight_path(cluster, run), check_speculation(cluster, run), check_eight_bits(cluster, run)]
     of_new = [*check_new_run(cluster, run), *check_critic(cluster, run)]

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
-from streamrl.config.load import LARGEST, MOST_BRACKETS, MOST_VALUES, ConfigError, load_cluster, load_plain, load_run
+from streamrl.config.load import (
+    LARGEST,
+    MOST_BRACKETS,
+    MOST_VALUES,
+    ConfigError,
+    check_resolved,
+    load_cluster,
+    load_plain,
+    load_resolved,
+    load_run,
+    save_resolved,
+)
 from streamrl.config.mistakes import MOST_TOLD
 
 CLUSTER = "hardware: cpu\nsites: {here: {trainer: {}, generation: [{}]}}\n"
@@ -71,3 +83,32 @@ def test_as_many_mistakes_as_are_told_are_not_counted(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_cluster(path)
     assert len(str(caught.value).splitlines()) == MOST_TOLD
+
+
+@pytest.mark.parametrize(
+    ("prompt", "what"),
+    [
+        ("\u4e2d" * 400_000, "bytes"),
+        ("a\\n" * 300_000, "bytes"),
+        ("[" * (MOST_BRACKETS - 1), "brackets"),
+        ("ab " * 300_000, ""),
+    ],
+)
+def test_files_whose_resolved_form_cannot_be_read_back_are_refused_before_it_is_written(
+    tmp_path: Path, prompt: str, what: str
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f'model: {{system_prompt: "{prompt}"}}\n', encoding="utf-8")
+    run = load_run(path)
+    path.write_text(CLUSTER)
+    cluster = load_cluster(path)
+    found = list(check_resolved(cluster, run))
+    if not what:
+        save_resolved(tmp_path, cluster, run)
+        assert found == [] and load_resolved(tmp_path) == (cluster, run)
+        return
+    (problem,) = found
+    assert f" {what}, and at most " in problem
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        save_resolved(tmp_path / "run", cluster, run)
+    assert not (tmp_path / "run").exists()

@@ -6,6 +6,7 @@ import json
 import shutil
 import socket
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -393,6 +394,17 @@ def test_a_model_that_is_not_there_is_told_once(tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         preflight.check(cluster(), run, tmp_path, emulate=True)
     assert sum("none" in line for line in str(error.value).splitlines()) == 1
+
+
+def test_a_configuration_that_no_process_could_read_back_is_told_before_a_run(tmp_path: Path) -> None:
+    run = RunConfig.model_validate({"model": {"path": str(tmp_path / "none"), "system_prompt": "x y " * 300_000}})
+    checks: list[Callable[[], object]] = [
+        lambda: preflight.check(cluster(), run, tmp_path, emulate=True),
+        lambda: preflight.check_files(cluster(), run),
+    ]
+    for check in checks:
+        with pytest.raises(UserError, match="bytes, and at most 1,048,576 can be read back from a run's config"):
+            check()
 
 
 def test_a_sandbox_that_does_not_hide_files_is_told_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
