@@ -118,7 +118,9 @@ PROVOKED: dict[str, Provoke] = {
     "no-room-for-prompts": lambda place: place.write_run(sampling={"max_tokens": 64}).launch(),
     "memory-warning": lambda place: place.write_cluster(generation=[{"kv_cache_gb": 1e6}]).launch(code=0),
     "context-too-long": lambda place: place.launch("--set", "model.max_context=1024"),
-    "disk-too-small": lambda place: place.launch("--set", f"checkpoint.keep={10**9}"),
+    "disk-too-small": lambda place: place.launch(
+        "--set", f"checkpoint={{every: 1, keep: {10**9}}}", "--set", f"steps={2 * 10**9}"
+    ),
     "reward-not-found": lambda place: place.launch("--set", "tasks.0.reward=no_such_module:score"),
     "resume-with-changes": lambda place: (
         place.save_run() and place.say("launch", "--resume", "runs/tiny", "--set", "seed=2")

@@ -73,19 +73,24 @@ def _takes_database(length: int) -> bool:
 
 
 def check_disk(run: RunConfig, runs_root: Path, resumed: Path | None = None) -> Iterable[str]:
-    """Check for disk space for the kept checkpoints and the one being written, less those that a run has already."""
+    """Check for disk space for the kept checkpoints and the one being written, less those that a run has already.
+
+    A run may write fewer than are kept. Those that an operator will ask for are not counted.
+    """
     try:
         one = _checkpoint_bytes(run)
     except UserError:
         return
     keep = run.checkpoint.keep
     there, free = _room(runs_root, resumed)
-    has = f", of which {min(there, keep)} are there" if there else ""
-    needed = (keep + 1 - min(there, keep)) * one
-    if needed > free:
+    count, written = keep + 1 - min(there, keep), _to_come(run, resumed)
+    if written < count:
+        count, what = written, f"{written} checkpoints, all that the run will write"
+    else:
+        what = f"{keep} checkpoints and one more" + (f", of which {min(there, keep)} are there" if there else "")
+    if (needed := count * one) > free:
         yield ErrorCode.DISK.refer(
-            f"{_named(runs_root, resumed)}: {needed / 2**30:.1f} GiB needed for {keep} checkpoints and one more{has}, "
-            f"{free / 2**30:.1f} GiB free"
+            f"{_named(runs_root, resumed)}: {needed / 2**30:.1f} GiB needed for {what}, {free / 2**30:.1f} GiB free"
         )
 
 
@@ -100,7 +105,7 @@ def disk_warnings(run: RunConfig, runs_root: Path, resumed: Path | None = None) 
     keep, steps = run.checkpoint.keep, staleness_limit(run.schedule) or 0
     evaluated = 1 + steps // run.evaluation.every
     there, free = _room(runs_root, resumed)
-    needed = max(1, keep + 2 + evaluated - there) * _checkpoint_bytes(run)
+    needed = min(max(1, keep + 2 + evaluated - there), _to_come(run, resumed)) * _checkpoint_bytes(run)
     if needed > free:
         yield (
             f"{_named(runs_root, resumed)}: {free / 2**30:.1f} GiB free, and checkpoints may take {needed / 2**30:.1f} "
@@ -116,6 +121,15 @@ def _checkpoint_bytes(run: RunConfig) -> int:
         UserError: there is no such model.
     """
     return weight_bytes(Path(resolve_model(run.model.path))) * CHECKPOINT_BYTES_PER_WEIGHT_BYTE
+
+
+def _to_come(run: RunConfig, resumed: Path | None) -> int:
+    """Return the most checkpoints that the run will write by itself from here on."""
+    begun = (CheckpointFolder(resumed / layout.CHECKPOINTS).latest() or 0) if resumed is not None else 0
+    periods = [run.checkpoint.every, *([run.evaluation.every] if run.evaluation else [])]
+    due = sum(run.steps // period - begun // period for period in periods)
+    last = all(run.steps % period for period in periods)  # it always writes one
+    return max(0, min(run.steps - begun, due + last))
 
 
 def _room(runs_root: Path, resumed: Path | None) -> tuple[int, int]:

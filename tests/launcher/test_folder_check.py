@@ -44,6 +44,33 @@ def test_the_best_checkpoint_and_those_in_evaluation_are_warned_of_and_refuse_no
         assert list(disk_warnings(RunConfig.model_validate(values), tmp_path, resumed)) == []
 
 
+@pytest.mark.parametrize(
+    ("steps", "every", "evaluated", "begun", "written"),
+    [(20, 10, None, 0, 2), (25, 10, None, 0, 3), (20, 100, None, 0, 1), (3, 1, 1, 0, 3), (20, 10, None, 12, 1)],
+)
+def test_a_run_needs_no_room_for_more_checkpoints_than_it_will_write(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    steps: int,
+    every: int,
+    evaluated: int | None,
+    begun: int,
+    written: int,
+) -> None:
+    usage = namedtuple("usage", "free")
+    values = make_model(tmp_path / "m", megabytes=1024).model_dump()  # 7 GiB a checkpoint
+    values |= {"steps": steps, "checkpoint": {"every": every, "keep": 1000}}
+    run = RunConfig.model_validate(values | ({"evaluation": {"every": evaluated}} if evaluated else {}))
+    resumed = tmp_path / "run" if begun else None
+    if resumed is not None:
+        (resumed / layout.CHECKPOINTS / f"step_{begun}").mkdir(parents=True)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(7 * written * GIB))
+    assert list(check_disk(run, tmp_path, resumed)) == list(disk_warnings(run, tmp_path, resumed)) == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(7 * written * GIB - 1))
+    (problem,) = check_disk(run, tmp_path, resumed)
+    assert f"{7 * written}.0 GiB needed for {written} checkpoints, all that the run will write" in problem
+
+
 @pytest.mark.parametrize("emulated", [(), ("a-site-of-the-cluster",)])
 def test_a_path_is_refused_exactly_where_sqlite_refuses_it(tmp_path: Path, emulated: tuple[str, ...]) -> None:
     run = RunConfig(name="run")

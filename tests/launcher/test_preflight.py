@@ -45,7 +45,7 @@ def make_model(folder: Path, megabytes: int = 1, **config: object) -> RunConfig:
     (folder / "tokenizer.json").write_text("{}")
     with (folder / "model.safetensors").open("wb") as file:
         file.truncate(megabytes * 2**20)
-    return RunConfig.model_validate({"model": {"path": str(folder)}})
+    return RunConfig.model_validate({"steps": 100, "model": {"path": str(folder)}})
 
 
 def gpus(count: int) -> list[str]:
