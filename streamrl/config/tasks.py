@@ -11,6 +11,8 @@ from streamrl.config.cluster import StrictModel
 
 PYTHON_TESTS = "python_tests"
 """The reward that runs tests."""
+MOST_ITEMS = 2**31
+"""Most items of a task that makes them: up to there, each has a random seed of its own that numpy takes."""
 
 
 class TaskKeys(StrictModel):
@@ -266,7 +268,9 @@ class AgentTask(TaskKeys):
         description="'module:function', a function (index, seed) that makes item number `index` (from 0): a mapping "
         "of plain values with a text `prompt`; `seed` differs between items, and in evaluations",
     )
-    count: int | None = Field(None, ge=1, description="number of different `items`; null: they never end")
+    count: int | None = Field(
+        None, ge=1, le=MOST_ITEMS, description="number of different `items`; null: they never end"
+    )
     weight: float = Field(1.0, gt=0, description="share of the prompts, relative to the other tasks")
     shuffle: bool = Field(True, description="a new order in every epoch; false: always the same (a curriculum)")
     max_turns: int = Field(32, ge=1, description="calls of the model in one episode; further ones are refused")

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.config.tasks import ReasoningGymTask
+from streamrl.config.tasks import MOST_ITEMS, ReasoningGymTask
 from streamrl.errors import RunFailed, UserError
 from streamrl.rollouts.seeds import derive_seed
 from streamrl.tasks.answers import EXTRACTORS
@@ -126,8 +126,11 @@ def _checksum(question: str) -> str:
 
 def _check(task: ReasoningGymTask) -> None:
     size = task.config.get("size")
-    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-        raise UserError(f"task {task.key!r}: config.size must be a whole number of at least 1, got {size!r}")
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST_ITEMS):
+        raise UserError(
+            f"task {task.key!r}: config.size must be a whole number from 1 to {MOST_ITEMS}, got {size!r:.60}; left "
+            "out, items never end"
+        )
     factory = import_extra("reasoning_gym.factory", f"task {task.key!r}")
     if task.name == "composite":
         raise UserError(f"task {task.key!r}: list the parts of a composite as tasks of their own, with weights")

@@ -24,6 +24,10 @@ from streamrl.rollouts.seeds import derive_seed
 from streamrl.tasks.task_items import PromptMessage, TaskItems, items_of, with_suffix
 
 HALF = Fraction(1, 2)
+MOST_PERMUTED = 1 << 24
+"""Most items whose order of an epoch is made as a whole: it takes 8 bytes each."""
+FEISTEL_ROUNDS = 4
+"""Rounds that make a permutation look random: the fewest for which that is proven (Luby and Rackoff)."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,7 @@ class PromptSource:
         epoch, item = 0, k
         if items.count is not None:
             epoch, position = divmod(k, items.count)
-            item = int(self._permutation(number, epoch)[position])
+            item = self._item(number, epoch, position)
         return Prompt(
             prompt_id=f"{task.key}/{items.base + item}",
             task=task.key,
@@ -160,9 +164,34 @@ class PromptSource:
             return 0
         return 0 if None in counts else sum(filter(None, counts))
 
-    def _make_permutation(self, number: int, epoch: int) -> npt.NDArray[np.int64]:
+    def _item(self, number: int, epoch: int, position: int) -> int:
+        """Return the item at a position of an epoch."""
         count, task = self._items[number].count, self._tasks[number]
         assert count is not None
         if not task.shuffles:
-            return np.arange(count)
+            return position
+        if count > MOST_PERMUTED:
+            return _scattered(position, count, derive_seed(self._seed, f"{task.key}/{epoch}"))
+        return int(self._permutation(number, epoch)[position])
+
+    def _make_permutation(self, number: int, epoch: int) -> npt.NDArray[np.int64]:
+        count, task = self._items[number].count, self._tasks[number]
+        assert count is not None
         return np.random.default_rng([derive_seed(self._seed, task.key), epoch]).permutation(count)
+
+
+def _scattered(position: int, count: int, key: int) -> int:
+    """Return the number at a position of a permutation of `range(count)` that is never made as a whole.
+
+    It is a Feistel network of as many bits as `count` needs, one more if they are odd, applied again until the number
+    is below `count`.
+    """
+    half = ((count - 1).bit_length() + 1) // 2
+    mask = (1 << half) - 1
+    while True:
+        left, right = position >> half, position & mask
+        for turn in range(FEISTEL_ROUNDS):
+            left, right = right, left ^ (derive_seed(key, f"{turn}/{right}") & mask)
+        position = left << half | right
+        if position < count:
+            return position

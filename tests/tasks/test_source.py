@@ -15,8 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.config.tasks import FileTask, ReasoningGymTask, Task, default_tasks
+from streamrl.config.tasks import AgentTask, FileTask, ReasoningGymTask, Task, default_tasks
 from streamrl.errors import UserError
+from streamrl.tasks import agent_items
+from streamrl.tasks import source as source_module
 from streamrl.tasks.source import PromptSource, mix
 from tests.waiting import scaled
 
@@ -94,6 +96,38 @@ def test_a_procedural_task_with_a_size_is_repeated_in_epochs() -> None:
     assert [p.epoch for p in prompts] == [0] * 5 + [1] * 5 + [2] * 5
 
 
+@pytest.mark.parametrize("count", [13, 16, 17, 100])
+def test_an_order_that_is_not_made_as_a_whole_has_each_item_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.setattr(source_module, "MOST_PERMUTED", 4)
+    orders = []
+    for seed in (4, 5):
+        source = PromptSource([questions(tmp_path, count)], seed)
+        orders += [[source.prompt(e * count + i).prompt_id for i in range(count)] for e in range(3)]
+    assert all(sorted(order) == sorted(f"gsm/{i}" for i in range(count)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 6
+    again = PromptSource([questions(tmp_path, count)], 4)
+    assert [again.prompt(i).prompt_id for i in reversed(range(count))] == orders[0][::-1]
+
+
+def test_the_order_of_a_task_of_usual_size_stays_that_of_earlier_versions() -> None:
+    source = PromptSource([ReasoningGymTask(name="chain_sum", config={"size": 1000})], 4)
+    base = int(PromptSource([ReasoningGymTask(name="chain_sum")], 4).prompt(0).prompt_id.split("/")[1])
+    items = [int(source.prompt(i).prompt_id.split("/")[1]) - base for i in range(6)]
+    assert items == [562, 507, 23, 332, 766, 549]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_the_memory_of_an_order_does_not_grow_with_the_size(monkeypatch: pytest.MonkeyPatch, shuffle: bool) -> None:
+    monkeypatch.setattr(PromptSource, "_make_permutation", lambda *given: pytest.fail("the whole order was made"))
+    task = AgentTask(name="a", kind="agent", run="m:f", items="random:Random", count=2**31, shuffle=shuffle)
+    monkeypatch.setattr(agent_items, "_items_function", lambda task: lambda index, seed: {"prompt": f"{index}"})
+    prompts = [PromptSource([task], 3).prompt(2**31 + i) for i in range(100)]
+    assert len({prompt.text for prompt in prompts}) == 100 and {prompt.epoch for prompt in prompts} == {1}
+    assert ([prompt.text for prompt in prompts] == [str(i) for i in range(100)]) is not shuffle
+
+
 def test_tasks_interleave_by_their_weights() -> None:
     assert [mix([2, 1], i)[0] for i in range(6)] == [0, 1, 0, 0, 1, 0]
     assert [mix([1, 1, 1], i)[0] for i in range(6)] == [0, 1, 2, 0, 1, 2]
@@ -150,7 +184,8 @@ def test_another_process_makes_the_same_items_even_where_they_depend_on_string_h
             "max_terms must be >= min_terms",
         ),
         (ReasoningGymTask(name="chain_sum", config={"seed": 3}), "the run's seed"),
-        (ReasoningGymTask(name="chain_sum", config={"size": 0}), "at least 1"),
+        (ReasoningGymTask(name="chain_sum", config={"size": 0}), "config.size must be a whole number from 1 to"),
+        (ReasoningGymTask(name="chain_sum", config={"size": 10**12}), "from 1 to 2147483648, got 1000000000000"),
         (ReasoningGymTask(name="composite"), "tasks of their own"),
     ],
 )
