@@ -27,6 +27,8 @@ from streamrl.tasks.task_items import PromptMessage, TaskItems, digest_of, with_
 T = TypeVar("T")
 MOST_BYTES = 8 * 2**20
 """Most bytes of a row as it goes to rewards and agents: half of what a message of the transport may have."""
+MOST_LEVELS = 200
+"""Most levels of lists and mappings in a value: Python recurses to read and write them."""
 ROLES = ("system", "user", "assistant")
 """Roles of a prompt's messages; a system message comes first, and the user's last."""
 FILES = (".jsonl", ".ndjson", ".parquet")
@@ -350,14 +352,20 @@ def unsendable(values: dict[str, Any]) -> str:
     )
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any, levels: int = MOST_LEVELS) -> Any:
     """Convert a value to types that messages can carry; dates, decimals and integers beyond 64 bits become text.
 
     Halves of surrogate pairs in texts and keys become the replacement character.
 
+    Args:
+        value: the value.
+        levels: most levels of lists and mappings in it.
+
     Raises:
-        TypeError: bytes, or a number that is not finite.
+        TypeError: bytes, a number that is not finite, or more levels.
     """
+    if isinstance(value, list | tuple | dict) and not levels:
+        raise TypeError(f"its lists and mappings have more than {MOST_LEVELS} levels")
     match value:
         case None | bool():
             return value
@@ -370,9 +378,9 @@ def plain(value: Any) -> Any:
                 raise TypeError(f"expected a finite number, got {value}")
             return value
         case list() | tuple():
-            return [plain(item) for item in value]
+            return [plain(item, levels - 1) for item in value]
         case dict():
-            return {plain_text(str(key)): plain(item) for key, item in value.items()}
+            return {plain_text(str(key)): plain(item, levels - 1) for key, item in value.items()}
         case decimal.Decimal():
             return str(value)
         case datetime.datetime() | datetime.date() | datetime.time():

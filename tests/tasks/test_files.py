@@ -9,6 +9,7 @@ import gzip
 import json
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,29 @@ def test_columns_of_mixed_types_hold_the_same_values_in_every_format(tmp_path: P
         assert [row.answer for row in rows] == [row[column] for row in MIXED]
         for name, kind in (("folder", "hf_dataset"), ("saved", "hf_dataset"), ("a.parquet", "file")):
             assert load_rows(file_task(tmp_path / name, kind=kind, **settings)) == rows
+
+
+@pytest.mark.parametrize("depth", [201, 505, 900])
+@pytest.mark.parametrize("form", [("[", "]"), ('{"a":', "}")])
+def test_a_value_that_is_nested_too_deeply_is_refused(tmp_path: Path, depth: int, form: tuple[str, str]) -> None:
+    path, (begin, end) = tmp_path / "a.jsonl", form
+
+    def write(levels: int) -> None:
+        path.write_text(f'{{"prompt": "p", "answer": 1, "other": {begin * levels}1{end * levels}}}\n')
+
+    agent = AgentTask.model_validate({"kind": "agent", "name": "mine", "run": "m:f", "path": str(path)})
+    loads: list[Callable[[], object]] = [
+        lambda: load_rows(file_task(path, answer_column="other", reward="mine:function")),
+        lambda: load_records(agent),
+    ]
+    for load in loads:
+        write(depth)
+        with pytest.raises(
+            UserError, match=r"a\.jsonl:1: column 'other': its lists and mappings have more than 200 le"
+        ):
+            load()
+        write(200)
+        load()
 
 
 def test_dates_in_a_folder_of_jsonl_stay_dates(tmp_path: Path) -> None:
