@@ -249,9 +249,24 @@ def _is_split(asked: str | None, held: object) -> bool:
 
 
 def _table_records(columns: list[str], table: Any, where: str) -> Iterator[Record]:
-    values = [cells(table.column(name)) for name in columns]
+    values = [_cells(where, table, name) for name in columns]
     for number, row in enumerate(zip(*values, strict=True), start=1):
         yield f"{where}, row {number}", dict(zip(columns, row, strict=True))
+
+
+def _cells(where: str, table: Any, name: str) -> list[Any]:
+    try:
+        return cells(table.column(name))
+    except (
+        ArithmeticError,
+        LookupError,
+        ValueError,
+    ) as error:  # a year after 9999, a time zone, text that is not UTF-8
+        kind = table.schema.field(name).type
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(
+            f"{where}: column {name!r} of type {kind} has a value that Python cannot hold: {reason}"
+        ) from error
 
 
 def _columns(task: RowsTask) -> list[str]:

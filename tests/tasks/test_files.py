@@ -282,6 +282,28 @@ def test_a_value_that_is_nested_too_deeply_is_refused(tmp_path: Path, depth: int
         load()
 
 
+@pytest.mark.parametrize(
+    ("column", "says"),
+    [
+        (pa.array([2**62], pa.timestamp("us")), "of type timestamp[us] has a value that Python cannot hold: Overflow"),
+        (pa.array([[10**8]], pa.list_(pa.date32())), "has a value that Python cannot hold: OverflowError: date value"),
+        (pa.array([1], pa.timestamp("us", tz="Mars/X")), "of type timestamp[us, tz=Mars/X] has a value that Python"),
+        (
+            pa.array([b"\xff"]).view(pa.string()),
+            "of type string has a value that Python cannot hold: UnicodeDecodeError",
+        ),
+    ],
+)
+def test_a_value_of_parquet_that_python_cannot_hold_is_refused_with_its_column(
+    tmp_path: Path, column: pa.Array, says: str
+) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"prompt": ["p"], "answer": column}), path)
+    with pytest.raises(UserError, match=re.escape(f"{path}: column 'answer' ")) as caught:
+        load_rows(file_task(path, reward="mine:function"))
+    assert says in str(caught.value)
+
+
 def test_dates_in_a_folder_of_jsonl_stay_dates(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     path = tmp_path / "a" / "train.jsonl"
