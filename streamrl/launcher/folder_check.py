@@ -27,8 +27,10 @@ PART_BYTES = 200
 
 def check_folder(runs_root: Path, resumed: Path | None = None) -> Iterable[str]:
     """Check that a run's folder can be made, or that of a run that is continued be written to."""
-    existing = _existing(resumed or runs_root)
-    if not existing.is_dir():
+    existing, dead = _existing(resumed or runs_root), _dead_link(resumed or runs_root)
+    if dead is not None:
+        yield f"{_named(runs_root, resumed)}: {dead} is a link that leads nowhere, expected a folder"
+    elif not existing.is_dir():
         yield f"{_named(runs_root, resumed)}: {existing} is a file, expected a folder"
     elif not os.access(existing, os.W_OK):
         yield f"{_named(runs_root, resumed)}: cannot write to {existing}"
@@ -47,7 +49,9 @@ def check_database_paths(
         resumed: folder of the run that is continued; None: a new run.
         emulated: the sites that have a folder inside the run's.
     """
-    folder = (resumed or runs_root / run.name).resolve()
+    folder = Path(
+        os.path.realpath(resumed or runs_root / run.name)
+    )  # Python 3.11's `resolve` raises at a loop of links
     folders = [folder, *(folder / layout.SITES / name for name in emulated)]
     names = (layout.LEDGER, layout.TOKEN_JOURNAL, layout.TURN_JOURNAL)
     longest = max(len(os.fsencode(one / name)) for one in folders for name in names)
@@ -153,4 +157,13 @@ def _named(runs_root: Path, resumed: Path | None) -> str:
 
 def _existing(folder: Path) -> Path:
     """Return the folder, or the nearest one above it that exists."""
-    return next(path for path in [folder.absolute(), *folder.absolute().parents] if path.exists())
+    return next(path for path in _with_parents(folder) if path.exists())
+
+
+def _dead_link(folder: Path) -> Path | None:
+    """Return the folder, or one above it, if it is a link to itself or to nothing, in whose place none can be made."""
+    return next((path for path in _with_parents(folder) if path.is_symlink() and not path.exists()), None)
+
+
+def _with_parents(folder: Path) -> list[Path]:
+    return [folder.absolute(), *folder.absolute().parents]

@@ -8,7 +8,7 @@ import pytest
 
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
-from streamrl.launcher.folder_check import check_folder
+from streamrl.launcher.folder_check import check_database_paths, check_folder
 from streamrl.launcher.program_check import check_scripts
 
 CLUSTER = {
@@ -45,3 +45,17 @@ def test_a_file_in_the_place_of_the_runs_folder_is_told(tmp_path: Path) -> None:
     assert list(check_folder(tmp_path / "runs")) == [f"--runs-dir {tmp_path}/runs: {says}"]
     assert list(check_folder(tmp_path / "runs" / "mine")) == [f"--runs-dir {tmp_path}/runs/mine: {says}"]
     assert list(check_folder(tmp_path / "new")) == []
+
+
+@pytest.mark.parametrize("target", ["runs", "gone"])
+@pytest.mark.parametrize("below", ["", "mine"])
+def test_a_link_that_leads_nowhere_in_the_place_of_the_runs_folder_is_told(
+    tmp_path: Path, target: str, below: str
+) -> None:
+    (tmp_path / "runs").symlink_to(target)
+    root = tmp_path / "runs" / below
+    says = f"--runs-dir {root}: {tmp_path}/runs is a link that leads nowhere, expected a folder"
+    assert list(check_folder(root)) == [says]
+    assert list(check_database_paths(RunConfig(), root)) == []
+    (tmp_path / "gone").mkdir()
+    assert list(check_folder(root)) == ([says] if target == "runs" else [])
