@@ -1,8 +1,8 @@
 """The check for files that processes of a run would import in place of what they mean.
 
 Processes find the modules of rewards and agents in the folder where they are started, before all others, and then in
-the folders of PYTHONPATH. Libraries in those are the user's choice: a checkout of one, say. Only the standard library
-is imported here: what is checked for may replace `scheduler` already in this process.
+the folders and zip files of PYTHONPATH. Libraries in those are the user's choice: a checkout of one, say. Only the
+standard library is imported here: what is checked for may replace `scheduler` already in this process.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ UNUSED_LIBRARIES = frozenset({"anthropic", "supervisor"})
 """Modules that vLLM requires and that no process of a run imports, with names that a file of agents may well have."""
 START_ELSEWHERE = "give it another name, or start in another folder"
 OFF_THE_PATH = "give it another name, or take its folder off PYTHONPATH"
+ZIP_OFF_THE_PATH = "give it another name, or take the zip file off PYTHONPATH"
 Found = tuple[Path, str]
 """A file or the folder of a package, and why it is refused."""
 
@@ -47,8 +48,8 @@ def check_shadowing() -> None:
     """
     folder = Path.cwd()
     found = shadowing(folder)
-    for other in _path_folders(folder):
-        found += _own_and_standard(other, OFF_THE_PATH)
+    for other in _path_entries(folder):
+        found += _own_and_standard(other, OFF_THE_PATH if other.is_dir() else ZIP_OFF_THE_PATH)
     if found:
         raise UserError("\n".join(f"{path}: {why}" for path, why in found))
 
@@ -62,17 +63,18 @@ def shadowing(folder: Path) -> list[Found]:
 
 
 def _own_and_standard(folder: Path, remedy: str) -> list[Found]:
-    """Return what would replace packages of StreamRL or modules of the standard library.
+    """Return what would replace packages of StreamRL or modules of the standard library in a folder or a zip file.
 
     Modules that are compiled into Python, such as `time`, are found before any file.
     """
     home = Path(__file__).parents[2]
+    known = {*sys.stdlib_module_names, *OWN} - UNUSED
     found = []
-    for name in sorted(_names(folder) & ({*sys.stdlib_module_names, *OWN} - UNUSED)):
+    for name in sorted(_names(folder) & known if folder.is_dir() else known):
         if BuiltinImporter.find_spec(name) or FrozenImporter.find_spec(name):
             continue
         origin = _origin(name, [str(folder)])
-        if origin is None or (name in OWN and os.path.samefile(origin, home / name / "__init__.py")):
+        if origin is None or (name in OWN and _same(origin, home / name / "__init__.py")):
             continue
         whose = "a package of StreamRL" if name in OWN else "a module of Python's standard library"
         found.append(_refused(origin, whose, name, remedy))
@@ -93,6 +95,11 @@ def _libraries(folder: Path) -> Iterator[Found]:
             installed = _installed_libraries()
         if name in installed:
             yield _refused(origin, f"a module of the installed library {installed[name]}", name, START_ELSEWHERE)
+
+
+def _same(origin: str, other: Path) -> bool:
+    """Return whether a module's file is another one; none in a zip file is."""
+    return os.path.exists(origin) and os.path.samefile(origin, other)
 
 
 def _refused(origin: str, whose: str, name: str, remedy: str) -> Found:
@@ -117,12 +124,12 @@ def _origin(name: str, path: list[str]) -> str | None:
     return spec.origin if spec is not None else None
 
 
-def _path_folders(working: Path) -> Iterator[Path]:
-    """Yield the folders of PYTHONPATH, without the working folder and the standard library itself."""
+def _path_entries(working: Path) -> Iterator[Path]:
+    """Yield what PYTHONPATH names, as folders and zip files, without the working folder and the standard library."""
     standard = os.path.realpath(os.path.dirname(os.__file__))
     apart = {os.path.realpath(working), standard, os.path.join(standard, "lib-dynload")}
     for entry in _python_path():
-        if os.path.isdir(entry) and os.path.realpath(entry) not in apart:
+        if os.path.realpath(entry) not in apart:
             yield Path(entry)
 
 

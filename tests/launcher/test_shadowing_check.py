@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,26 @@ def test_files_on_pythonpath_are_named(tmp_path: Path) -> None:
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert all(f"{tmp_path / 'lib' / name}: processes of a run" in done.stderr for name in ("wave.py", "ranker.py"))
     assert "give it another name, or take its folder off PYTHONPATH" in done.stderr
+
+
+@pytest.mark.parametrize("inside", ["", "lib"])
+def test_modules_in_a_zip_file_on_pythonpath_are_named(tmp_path: Path, inside: str) -> None:
+    place = tmp_path / "more.zip" / inside
+    with zipfile.ZipFile(tmp_path / "more.zip", "w") as packed:
+        for name in ("wave.py", "ranker/__init__.py", "mine.py", "torch.py", "time.py"):
+            packed.writestr(f"{inside}/{name}".lstrip("/"), "raise AssertionError\n")
+    (tmp_path / "work").mkdir()
+    done = launch(tmp_path / "work", "--dry-run", path=place)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    named = [line.partition(": processes of a run")[0].split()[-1] for line in done.stderr.splitlines()]
+    assert named == [str(place / "ranker"), str(place / "wave.py")]
+    assert "give it another name, or take the zip file off PYTHONPATH" in done.stderr
+    with zipfile.ZipFile(tmp_path / "more.zip", "w") as packed:
+        packed.writestr("mine.py", "")
+    (tmp_path / "notes.txt").write_text("no zip file")
+    for path in (tmp_path / "more.zip", tmp_path / "notes.txt", tmp_path / "gone.zip"):
+        done = launch(tmp_path / "work", "--cluster", "missing.yaml", "--dry-run", path=path)
+        assert "missing.yaml" in done.stderr and "processes of a run" not in done.stderr
 
 
 def test_a_library_on_pythonpath_is_the_users_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
