@@ -176,7 +176,7 @@ def serving_metrics(
     """
     token = read_token(endpoint, key)
     registry = CollectorRegistry()
-    registry.register(RunCollector(run_dir, staleness_limit, site=site))
+    registry.register(RunCollector(run_dir, staleness_limit, site=site, largest=None))
     with _bound(endpoint, key) as listener:
         server = MetricsServer(listener, guarded(make_wsgi_app(registry, disable_compression=True), token))
         loop: Callable[[], None] = server.serve_forever

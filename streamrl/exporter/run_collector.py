@@ -45,9 +45,9 @@ class StepTotals:
     Prometheus takes a counter that falls for one that has begun at 0 again.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Take the run's folder, before the launch can write a step."""
-        self._lines = AppendedLines(folder / layout.METRICS, largest=None)
+    def __init__(self, folder: Path, largest: int | None = layout.LARGEST_ROWS) -> None:
+        """Take the run's folder, before the launch can write a step; `largest`: as for `RunCollector`."""
+        self._lines = AppendedLines(folder / layout.METRICS, largest=largest)
         self._known = array("d")
         """Times of the rows that were there at first, or have been counted, at their places in the file."""
         self.priced = False
@@ -92,8 +92,8 @@ class StepTotals:
 class TrackerSteps:
     """The newest step that a tracker was sent."""
 
-    def __init__(self, path: Path) -> None:
-        self._lines, self._sent = AppendedLines(path, below=path.parents[1], largest=None), SentRecord()
+    def __init__(self, path: Path, largest: int | None) -> None:
+        self._lines, self._sent = AppendedLines(path, below=path.parents[1], largest=largest), SentRecord()
 
     def look(self) -> int:
         """Read what is new and return the step."""
@@ -109,7 +109,12 @@ class RunCollector(Collector):
     """The metrics of one run, or of a site's share of it."""
 
     def __init__(
-        self, folder: Path, staleness_limit: int | None, clock: Callable[[], float] = time.time, site: str = ""
+        self,
+        folder: Path,
+        staleness_limit: int | None,
+        clock: Callable[[], float] = time.time,
+        site: str = "",
+        largest: int | None = layout.LARGEST_ROWS,
     ) -> None:
         """Take the run's folder.
 
@@ -118,12 +123,13 @@ class RunCollector(Collector):
             staleness_limit: the staleness that its schedule allows, in weight versions; None: any.
             clock: returns the unix time.
             site: the launcher's site, to which the processes belong whose list lies in `folder` itself.
+            largest: most bytes of a file of rows; None: any number, in the run's own launcher.
         """
         self._folder, self._staleness_limit, self._clock, self._site = folder, staleness_limit, clock, site
         self._looking = threading.Lock()
         """Held during a look: scrapes may overlap, and each continues where the last one stopped reading."""
-        self._steps = StepTotals(folder)
-        self._evaluations = AppendedRows(folder / layout.EVALUATIONS, EvaluationRow, largest=None)
+        self._largest, self._steps = largest, StepTotals(folder, largest)
+        self._evaluations = AppendedRows(folder / layout.EVALUATIONS, EvaluationRow, largest)
         self._trackers: dict[str, TrackerSteps] = {}
 
     def collect(self) -> Iterator[Metric]:
@@ -246,6 +252,6 @@ class RunCollector(Collector):
     def _add_trackers(self, found: Families) -> None:
         done = self._steps.newest.step if self._steps.newest is not None else 0
         for path in self._folder.glob(f"{layout.TRACKERS}/*.jsonl"):
-            tracker = self._trackers.setdefault(path.stem, TrackerSteps(path))
+            tracker = self._trackers.setdefault(path.stem, TrackerSteps(path, self._largest))
             with contextlib.suppress(OSError):
                 found.add("tracker_steps_waiting", max(0, done - tracker.look()), path.stem)

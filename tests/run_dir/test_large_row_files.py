@@ -61,7 +61,7 @@ def test_the_launchers_view_shows_the_steps_of_a_file_of_any_size_and_a_watcher_
 
 def test_the_exporter_and_the_trackers_follow_a_file_of_any_size(tmp_path: Path) -> None:
     steps_of(tmp_path, 1, 1)
-    totals, open_rows = StepTotals(tmp_path), NewRows(tmp_path / layout.METRICS, MetricsRow, largest=None)
+    totals, open_rows = StepTotals(tmp_path, None), NewRows(tmp_path / layout.METRICS, MetricsRow, largest=None)
     steps_of(tmp_path, 2, 6)
     totals.look()
     assert totals.newest is not None and totals.newest.step == 6
