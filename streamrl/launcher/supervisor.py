@@ -9,9 +9,10 @@ import contextlib
 import fcntl
 import logging
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -43,6 +44,8 @@ SETTLE_S = 1.0
 """Seconds to wait after a death: other processes that die of the same cause may explain it better."""
 REPORT_S = 2.0
 """Seconds for the report after a request to stop, so that a stop takes less than 10 s in all."""
+AGAIN_S = 0.25
+"""Seconds between two interrupts of the report: code in C may swallow one, or raise another error instead."""
 
 UNCHANGED = ErrorCode.RESUME, ErrorCode.CONFIGURATION, ErrorCode.CONTEXT
 """Codes of errors that a resume meets again as long as nothing is mended."""
@@ -52,7 +55,7 @@ class StopRequests(list[int]):
     """The signals that have asked to stop, in their order."""
 
     interrupting = False
-    """Whether the next one also raises KeyboardInterrupt, once."""
+    """Whether the next one also raises KeyboardInterrupt, and SIGALRM then comes every `AGAIN_S`."""
 
 
 class FolderGone(RunFailed):
@@ -325,7 +328,7 @@ def _stop_requests() -> Iterator[StopRequests]:
     def handler(number: int, frame: FrameType | None) -> None:
         received.append(number)
         if received.interrupting:
-            received.interrupting = False
+            signal.setitimer(signal.ITIMER_REAL, AGAIN_S, AGAIN_S)
             raise KeyboardInterrupt
 
     previous = on_stop(handler, signal.SIGINT, signal.SIGTERM)
@@ -355,33 +358,67 @@ def _final_state(run_dir: Path, state: str, error: BaseException, started: float
 def _report(run_dir: Path, stop: StopRequests) -> list[str]:
     """Write report.html, and return what to say of it; neither a failure nor a request to stop fails the run.
 
-    After a request to stop it has `REPORT_S`.
+    After a request to stop it has `REPORT_S`. Whatever it raises once it was interrupted is taken for the interrupt.
     """
-    late = threading.Event()
+    asked, late = len(stop), False
 
-    def end() -> None:
-        late.set()
-        signal.pthread_kill(main, signal.SIGINT)
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal late
+        late = True
+        if stop.interrupting:
+            raise KeyboardInterrupt
 
-    main, timer = threading.get_ident(), threading.Timer(REPORT_S, end)
     try:
-        stop.interrupting = True
-        if stop:
-            timer.start()
-        try:
-            write_report(run_dir)
-        except OSError as error:
+        with _alarm(interrupt), _silent_interrupts():
+            try:
+                stop.interrupting = True
+                if stop:
+                    signal.setitimer(signal.ITIMER_REAL, REPORT_S, AGAIN_S)
+                write_report(run_dir)
+            finally:
+                stop.interrupting = False
+    except (Exception, KeyboardInterrupt) as error:
+        if late or len(stop) > asked:
+            why = f"was stopped by {_name(stop[-1])}" if len(stop) > asked else f"would take more than {REPORT_S:g} s"
+            how = as_typed("streamrl", "report", run_dir)
+            return [f"the report {why} and is not written: `{how}` writes it"]
+        if isinstance(error, OSError):
             log.warning("cannot write the report of %s: %s", run_dir, error)
-        except Exception:
+        else:
             log.exception("cannot write the report of %s", run_dir)
-        stop.interrupting = False
-    except KeyboardInterrupt:
-        why = f"would take more than {REPORT_S:g} s" if late.is_set() else f"was stopped by {_name(stop[-1])}"
-        how = as_typed("streamrl", "report", run_dir)
-        return [f"the report {why} and is not written: `{how}` writes it"]
-    finally:
-        timer.cancel()
     return []
+
+
+@contextlib.contextmanager
+def _alarm(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Call a handler at SIGALRM, then put the former one and its timer back; only the main thread gets signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    timer = signal.setitimer(signal.ITIMER_REAL, 0)
+    former = signal.signal(signal.SIGALRM, handler)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, former)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+
+
+@contextlib.contextmanager
+def _silent_interrupts() -> Iterator[None]:
+    """Print no traceback of an interrupt that Python drops, as it does where an object is deleted."""
+    former = sys.unraisablehook
+
+    def hook(dropped: sys.UnraisableHookArgs) -> None:
+        if not issubclass(dropped.exc_type, KeyboardInterrupt):
+            former(dropped)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = former
 
 
 def _name(number: int) -> str:

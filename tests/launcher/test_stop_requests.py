@@ -14,6 +14,7 @@ import tempfile
 import termios
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -103,6 +104,61 @@ def test_a_report_that_takes_long_does_not_hold_up_a_stop(
     assert said == [
         f"the report would take more than 0.01 s and is not written: `streamrl report {tmp_path}` writes it"
     ]
+
+
+@pytest.mark.parametrize("requests", [[], [signal.SIGTERM]])
+def test_an_error_that_an_interrupted_report_raises_instead_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, requests: list[int]
+) -> None:
+    def writes(run_dir: Path) -> None:
+        try:
+            if not requests:
+                signal.raise_signal(signal.SIGINT)
+            threading.Event().wait(scaled(10))
+        except KeyboardInterrupt:
+            raise ValueError("Invalid affine transformation matrix") from None  # as code in C does
+
+    monkeypatch.setattr(supervisor, "write_report", writes)
+    monkeypatch.setattr(supervisor, "REPORT_S", 0.01)
+    with supervisor._stop_requests() as stop:
+        stop += requests
+        (line,) = supervisor._report(tmp_path, stop)
+    why = "would take more than 0.01 s" if requests else "was stopped by SIGINT"
+    assert line == f"the report {why} and is not written: `streamrl report {tmp_path}` writes it"
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("requests", [[], [signal.SIGTERM]])
+def test_a_report_that_swallows_an_interrupt_is_interrupted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], requests: list[int]
+) -> None:
+    written: list[Path] = []
+
+    def deleted(number: int) -> None:
+        """Python drops, and prints, what is raised where an object is deleted."""
+        thing = threading.Event()
+        reference = weakref.ref(thing, lambda _: signal.raise_signal(number))
+        del thing
+        assert reference() is None
+
+    def writes(run_dir: Path) -> None:
+        deleted(signal.SIGALRM if requests else signal.SIGINT)
+        try:
+            threading.Event().wait(scaled(10))
+        except KeyboardInterrupt:
+            threading.Event().wait(scaled(10))
+        written.append(run_dir)
+
+    hook, alarm = sys.unraisablehook, signal.getsignal(signal.SIGALRM)
+    monkeypatch.setattr(supervisor, "write_report", writes)
+    monkeypatch.setattr(supervisor, "REPORT_S", 0.1)
+    monkeypatch.setattr(supervisor, "AGAIN_S", 0.1)
+    with supervisor._stop_requests() as stop:
+        stop += requests
+        (line,) = supervisor._report(tmp_path, stop)
+    assert "is not written" in line and not written
+    assert not capfd.readouterr().err
+    assert sys.unraisablehook is hook and signal.getsignal(signal.SIGALRM) is alarm
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
