@@ -13,22 +13,34 @@ from streamrl.errors import ErrorCode, RunFailed
 from streamrl.machine.model_files import resolve_model, weights_digest
 from streamrl.rollouts.ledger import known_checkpoints
 from streamrl.run_dir import layout
-from streamrl.run_dir.checkpoint_sums import STATE_FILE, TRAINER_STATE
-from streamrl.run_dir.checkpoints import CheckpointFolder
+from streamrl.run_dir.checkpoint_sums import STATE_FILE, TRAINER_STATE, DamagedFile, check_sizes, read_sums
+from streamrl.run_dir.checkpoints import CheckpointFolder, unreadable
 
 
 def check_newest(run: RunConfig, resumed: Path | None) -> Iterable[str]:
-    """Check that the newest checkpoint that the run has completed is there, or was given up."""
+    """Check that the newest checkpoint that the run has completed is there with files of their sizes, or was given up.
+
+    The files are read, and compared with their checksums, only by the processes that need them.
+    """
     if resumed is None:
         return
     try:
         known = known_checkpoints(resumed / layout.LEDGER, run.checkpoint.every)
     except sqlite3.Error:  # there is none yet, or it is damaged, of which the controller tells
         return
+    checkpoints = CheckpointFolder(resumed / layout.CHECKPOINTS)
     try:
-        CheckpointFolder(resumed / layout.CHECKPOINTS).to_resume(*known)
+        step = checkpoints.to_resume(*known)
     except RunFailed as error:
         yield str(error)
+        return
+    folder = checkpoints.path(step)
+    try:
+        check_sizes(folder, read_sums(folder) if step else {})
+    except DamagedFile as error:
+        yield str(unreadable(folder, error))
+    except OSError:  # it may pass; if not, a process tells
+        return
 
 
 def check_checkpoint(run: RunConfig, resumed: Path | None) -> Iterable[str]:

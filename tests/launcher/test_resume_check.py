@@ -16,6 +16,7 @@ from streamrl.launcher.resume_check import check_newest, checkpoint_warnings
 from streamrl.machine.model_files import weights_digest
 from streamrl.rollouts.ledger import Ledger
 from streamrl.run_dir import layout
+from streamrl.run_dir.checkpoint_sums import file_sums, write_sums
 from tests.launcher.test_preflight import cluster, make_model
 
 NAMES = {"grpo": b"\x80\x04model.lm_head.weight", "ppo": b"\x80\x04model.lm_head.weight\x94critic_model.head.weight"}
@@ -76,6 +77,32 @@ def test_a_missing_checkpoint_is_refused_before_anything_starts(tmp_path: Path) 
     assert not [*check_newest(run, run_dir)], "it is damaged, of which the controller tells"
     ledger.path.unlink()
     assert not [*check_newest(run, run_dir)] and not ledger.path.exists()
+
+
+@pytest.mark.parametrize("name", ["state.json", "trainer_state/.metadata"])
+def test_a_checkpoint_with_a_file_that_is_missing_or_cut_off_is_refused_before_anything_starts(
+    tmp_path: Path, name: str
+) -> None:
+    run, run_dir = run_of(tmp_path / "m", "grpo"), tmp_path / "run"
+    checkpoint(run_dir, 2, "grpo")
+    folder = checkpoint(run_dir, 4, "grpo")
+    for other in ("state.json", "model.safetensors"):
+        (folder / other).write_text("{}")
+    write_sums(folder, 4, file_sums(folder, [path for path in folder.rglob("*") if path.is_file()]))
+    with closing(Ledger(run_dir / layout.LEDGER)) as ledger:
+        ledger.checkpointed(4)
+    (folder / "model.safetensors").unlink()  # of no use for going on
+    assert "cannot be read" not in problems(run, tmp_path, run_dir)
+    size = (folder / name).stat().st_size
+    (folder / name).write_bytes(b"")
+    gives_up = "if it is damaged, rename it to lost_step_4: --resume then continues from step_2 (see docs: E1009)"
+    cut_off = f"checkpoint {folder} cannot be read: {name} has 0 bytes, and had {size} when it was written; {gives_up}"
+    assert cut_off in problems(run, tmp_path, run_dir).splitlines()
+    (folder / name).unlink()
+    missing = f"checkpoint {folder} cannot be read: {name} is missing; {gives_up}"
+    assert missing in problems(run, tmp_path, run_dir).splitlines()
+    (folder / "checksums.json").unlink()  # as of an earlier version
+    assert not [*check_newest(run, run_dir)]
 
 
 def test_a_critic_that_is_given_up_is_warned_of(tmp_path: Path) -> None:
