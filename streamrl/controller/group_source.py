@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,7 @@ from streamrl.errors import ErrorCode, RunFailed
 from streamrl.rollouts.seeds import derive_seed
 from streamrl.rollouts.types import Group
 from streamrl.tasks.prompt_tokens import PromptTokens
-from streamrl.tasks.source import Prompt, PromptSource
+from streamrl.tasks.source import Prompt, PromptSource, TaskContent
 from streamrl.tasks.task_items import digest_of
 
 log = logging.getLogger(__name__)
@@ -89,20 +89,8 @@ class GroupSource:
                     "with it, and the model was not trained with such prompts",
                     *(part, self.run.model.path),
                 )
-        for task, before in state.get("contents", {}).items():
-            now = self._contents.get(task, before)
-            if now["rows"] != before["rows"]:
-                log.warning(
-                    "task %r has %d rows now, and had %d at the checkpoint: their order is another one from here on, "
-                    "and rows of this epoch may come again or not at all; with its old rows it goes on as before",
-                    *(task, now["rows"], before["rows"]),
-                )
-            elif now["digest"] != before["digest"]:
-                log.warning(
-                    "task %r has other rows, or the same in another order, than at the checkpoint: prompts that are "
-                    "issued again may be others, and rows may come again or not at all in this epoch",
-                    task,
-                )
+        for line in changed_rows(state.get("contents", {}), self._contents):
+            log.warning("%s", line)
 
     def group(self, step: int) -> Group:
         """Make the next group, for optimizer step `step` (from 1).
@@ -135,6 +123,31 @@ class GroupSource:
                 f"{most_skipped} prompts in a row have more than {self.longest_prompt} tokens ({limit})"
             )
         )
+
+
+def changed_rows(then: Mapping[str, TaskContent], now: Mapping[str, TaskContent]) -> Iterable[str]:
+    """Say which tasks hold other rows than at a checkpoint, and what that does to the prompts.
+
+    Args:
+        then: what each task with an end held at the checkpoint, by its key.
+        now: what each holds now; one that is not there has not changed.
+
+    Raises:
+        LookupError, TypeError, AttributeError: `then` comes from a damaged file.
+    """
+    for task, before in then.items():
+        content = now.get(task, before)
+        if content["rows"] != before["rows"]:
+            yield (
+                f"task {task!r} has {content['rows']} rows now, and had {before['rows']} at the checkpoint: their "
+                "order is another one from here on, and rows of this epoch may come again or not at all; with its old "
+                "rows it goes on as before"
+            )
+        elif content["digest"] != before["digest"]:
+            yield (
+                f"task {task!r} has other rows, or the same in another order, than at the checkpoint: prompts that are "
+                "issued again may be others, and rows may come again or not at all in this epoch"
+            )
 
 
 def prompt_group(

@@ -49,7 +49,7 @@ from streamrl.machine.open_files import most_open_files
 from streamrl.machine.own_share import core_numbers, free_memory, free_tasks, usable_cores
 from streamrl.runtime.process_plan import plan_processes
 from streamrl.tasks.sandbox import isolation_of
-from streamrl.tasks.source import PromptSource
+from streamrl.tasks.source import PromptSource, TaskContent
 from streamrl.trackers.backends.opener import missing_packages
 from streamrl.training.packing_choice import decide_packing
 from streamrl.transport.ip_addresses import family_of, host_port, resolve
@@ -98,8 +98,10 @@ def check(
         check_ray(cluster, run, site),
     ]
     trains = site in (None, cluster.trainer_site)
+    contents: dict[str, TaskContent] = {}
     if trains:
-        checks += [check_tasks(run, resumed=resumed is not None), check_ranker(run), check_packing(run)]
+        checks.append(check_tasks(run, resumed=resumed is not None, contents=contents))
+        checks += [check_ranker(run), check_packing(run)]
         checks += [check_sequence_parallel(cluster, run), check_trackers(run), check_disk(run, runs_root, resumed)]
         checks += [check_newest(run, resumed), check_checkpoint(run, resumed)]
     if not emulate:
@@ -130,7 +132,7 @@ def check(
         *numa_warnings(cluster, numa_nodes(), site),
         *shared_memory_warnings(cluster, run, len(sites_here(cluster, site))),
         *(disk_warnings(run, runs_root, resumed) if trains else []),
-        *(checkpoint_warnings(run, resumed) if trains else []),
+        *(checkpoint_warnings(run, resumed, contents) if trains else []),
         *warnings_here(cluster, run, site),
         *of_new,
     ]
@@ -295,7 +297,12 @@ def check_packing(run: RunConfig) -> Iterable[str]:
             yield str(error)
 
 
-def check_tasks(run: RunConfig, rendered: bool = True, resumed: bool = False) -> Iterable[str]:
+def check_tasks(
+    run: RunConfig,
+    rendered: bool = True,
+    resumed: bool = False,
+    contents: dict[str, TaskContent] | None = None,
+) -> Iterable[str]:
     """Check task names, settings, files, reward functions and agents by building them as the run will.
 
     Args:
@@ -303,6 +310,7 @@ def check_tasks(run: RunConfig, rendered: bool = True, resumed: bool = False) ->
         rendered: whether the first prompt of each is rendered in the model's chat template, if the model is here.
         resumed: whether a run is continued, which may have found prompts that fit after many that do not, and was begun
             without some checks.
+        contents: gets what each task of a continued run holds, by the task's own key; None: nobody compares it.
     """
     from streamrl.agents.agent_function import check_seeds, load_agent
     from streamrl.tasks.rewards import Scorer
@@ -318,6 +326,8 @@ def check_tasks(run: RunConfig, rendered: bool = True, resumed: bool = False) ->
             source = PromptSource([task], run.seed)
             source.prompt(0)
             sources[key] = source
+            if contents is not None and resumed and key.startswith("tasks."):
+                contents |= source.contents()
             if source.problem and not resumed:
                 raise UserError(source.problem)
             Scorer([task], run.seed)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from streamrl.config.algorithm import PPOConfig
 from streamrl.config.run import RunConfig
+from streamrl.controller.group_source import changed_rows
 from streamrl.errors import ErrorCode, RunFailed
 from streamrl.machine.model_files import resolve_model, weights_digest
 from streamrl.rollouts.ledger import known_checkpoints
 from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoint_sums import STATE_FILE, TRAINER_STATE, DamagedFile, check_sizes, read_sums
 from streamrl.run_dir.checkpoints import CheckpointFolder, unreadable
+from streamrl.tasks.source import TaskContent
 
 
 def check_newest(run: RunConfig, resumed: Path | None) -> Iterable[str]:
@@ -54,11 +58,22 @@ def check_checkpoint(run: RunConfig, resumed: Path | None) -> Iterable[str]:
         )
 
 
-def checkpoint_warnings(run: RunConfig, resumed: Path | None) -> Iterable[str]:
-    """Warn of a critic that the algorithm does not go on with, and of another KL reference than before."""
+def checkpoint_warnings(
+    run: RunConfig, resumed: Path | None, contents: Mapping[str, TaskContent] | None = None
+) -> Iterable[str]:
+    """Warn of other rows and another KL reference than before, and of a critic that the algorithm does not go on with.
+
+    Args:
+        run: the run.
+        resumed: its folder; None: it is a new one.
+        contents: what each task holds, by its key; one that is not there is not compared.
+    """
     if (newest := _newest(resumed)) is None:
         return
-    before = _reference_of(newest) if run.algorithm.needs_reference else ""
+    state = _state_of(newest)
+    with suppress(LookupError, TypeError, AttributeError):  # damaged, or of an earlier version
+        yield from changed_rows(state["prompts"]["contents"], contents or {})
+    before = str(state.get("reference", "")) if run.algorithm.needs_reference else ""
     if before and before != weights_digest(folder := Path(resolve_model(run.model.path))):
         yield (
             f"model.path: the weights in {folder} are not those of the KL term's reference up to checkpoint {newest}: "
@@ -79,12 +94,13 @@ def has_critic(checkpoint: Path) -> bool | None:
         return None
 
 
-def _reference_of(checkpoint: Path) -> str:
-    """Return the digest of the reference's weights that a checkpoint names; '': it names none."""
+def _state_of(checkpoint: Path) -> dict[str, Any]:
+    """Return the controller's part of a checkpoint; {}: it cannot be read."""
     try:
-        return str(json.loads((checkpoint / STATE_FILE).read_bytes()).get("reference", ""))
-    except (OSError, ValueError, AttributeError):  # damaged, of which the controller tells
-        return ""
+        state = json.loads((checkpoint / STATE_FILE).read_bytes())
+    except (OSError, ValueError, RecursionError):  # damaged, of which the controller tells
+        return {}
+    return state if isinstance(state, dict) else {}
 
 
 def _newest(resumed: Path | None) -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from streamrl.machine.model_files import weights_digest
 from streamrl.rollouts.ledger import Ledger
 from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoint_sums import file_sums, write_sums
+from streamrl.tasks.source import PromptSource
 from tests.launcher.test_preflight import cluster, make_model
 
 NAMES = {"grpo": b"\x80\x04model.lm_head.weight", "ppo": b"\x80\x04model.lm_head.weight\x94critic_model.head.weight"}
@@ -131,3 +133,42 @@ def test_another_reference_of_the_kl_term_is_warned_of(tmp_path: Path) -> None:
     assert f"model.path: the weights in {tmp_path / 'm'} are not those of the KL term's reference" in warning
     without = run.model_copy(update={"algorithm": run_of(tmp_path / "n", "grpo").algorithm})
     assert not [*checkpoint_warnings(without, run_dir)], "it has no reference"
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        (["a", "b", "c"], ""),
+        (["a", "b"], "task 't' has 2 rows now, and had 3 at the checkpoint"),
+        (["a", "c", "b"], "task 't' has other rows, or the same in another order, than at the checkpoint"),
+    ],
+)
+def test_rows_that_have_changed_since_the_checkpoint_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[str], says: str
+) -> None:
+    def run_with(rows: Iterable[str]) -> RunConfig:
+        for name, prompts in {"trained": rows, "held_out": ["z"]}.items():
+            lines = (json.dumps({"prompt": prompt, "answer": prompt}) + "\n" for prompt in prompts)
+            (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+        task = {"kind": "file", "name": "t", "reward": "exact_match"}
+        tasks = [task | {"path": str(tmp_path / "trained.jsonl")}, {"kind": "reasoning_gym", "name": "gcd"}]
+        held_out = {"prompts": 1, "tasks": [task | {"path": str(tmp_path / "held_out.jsonl")}]}  # of the same name
+        settings = make_model(tmp_path / "m").model_dump() | {"tasks": tasks, "evaluation": held_out}
+        return RunConfig.model_validate(settings)
+
+    def carry_out(checks: Iterable[Iterable[str]]) -> None:
+        for check in checks:
+            list(check)
+
+    monkeypatch.setattr(preflight, "refuse", carry_out)  # there is no sound model
+    before = PromptSource(run_with("abc").tasks, 0).contents()
+    run, folder = run_with(rows), checkpoint(tmp_path / "run", 3, "grpo")
+
+    def warnings(state: object) -> list[str]:
+        (folder / "state.json").write_text(json.dumps(state))
+        found = preflight.check(cluster(), run, tmp_path, resumed=tmp_path / "run")
+        return [line.partition(":")[0] for line in found if "checkpoint" in line]
+
+    assert warnings({"prompts": {"contents": before}}) == [says] * bool(says)
+    for other in ({"prompts": {}}, {"prompts": {"contents": {"t": 3}}}, [3]):  # of an earlier version, or damaged
+        assert not warnings(other)
