@@ -89,8 +89,9 @@ class GroupSource:
                     "with it, and the model was not trained with such prompts",
                     *(part, self.run.model.path),
                 )
-        for line in changed_rows(state.get("contents", {}), self._contents):
-            log.warning("%s", line)
+        if held := state.get("contents"):
+            for line in changed_rows(held, self._contents):
+                log.warning("%s", line)
 
     def group(self, step: int) -> Group:
         """Make the next group, for optimizer step `step` (from 1).

@@ -378,7 +378,7 @@ def _report(run_dir: Path, stop: StopRequests) -> list[str]:
             finally:
                 stop.interrupting = False
     except (Exception, KeyboardInterrupt) as error:
-        if late or len(stop) > asked:
+        if late or isinstance(error, KeyboardInterrupt) or len(stop) > asked:
             why = f"was stopped by {_name(stop[-1])}" if len(stop) > asked else f"would take more than {REPORT_S:g} s"
             how = as_typed("streamrl", "report", run_dir)
             return [f"the report {why} and is not written: `{how}` writes it"]
