@@ -369,11 +369,9 @@ def _report(run_dir: Path, stop: StopRequests) -> list[str]:
             raise KeyboardInterrupt
 
     try:
-        with _alarm(interrupt), _silent_interrupts():
+        with _alarm(interrupt, REPORT_S if stop else 0), _silent_interrupts():
             try:
                 stop.interrupting = True
-                if stop:
-                    signal.setitimer(signal.ITIMER_REAL, REPORT_S, AGAIN_S)
                 write_report(run_dir)
             finally:
                 stop.interrupting = False
@@ -390,14 +388,20 @@ def _report(run_dir: Path, stop: StopRequests) -> list[str]:
 
 
 @contextlib.contextmanager
-def _alarm(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Call a handler at SIGALRM, then put the former one and its timer back; only the main thread gets signals."""
+def _alarm(handler: Callable[[int, FrameType | None], None], first_s: float) -> Iterator[None]:
+    """Call a handler at SIGALRM, then put the former one and its timer back; only the main thread gets signals.
+
+    Args:
+        handler: what is called.
+        first_s: seconds until the first SIGALRM, after which they come every `AGAIN_S`; 0: none comes by itself.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     timer = signal.setitimer(signal.ITIMER_REAL, 0)
     former = signal.signal(signal.SIGALRM, handler)
     try:
+        signal.setitimer(signal.ITIMER_REAL, first_s, AGAIN_S)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
