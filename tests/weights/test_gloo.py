@@ -141,7 +141,7 @@ def test_the_trainer_leaves_a_member_that_died_with_half_a_tensor_and_the_others
     del store
 
     def tell() -> None:
-        """As the site's service does."""
+        """Does what the site's service does once a process has ended."""
         dying.join()
         group.abort("it was killed")
 
@@ -197,3 +197,15 @@ def test_a_trainer_that_stands_still_holds_a_member_up_until_its_limit_and_no_lo
     waits.send(orders.recv())
     assert "waited" in answer(waits)
     assert is_alive(sending.pid)
+
+
+def test_a_trainer_that_is_gone_as_all_begin_breaks_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, port = open_meeting(HERE, 2, scaled(SOON_S))
+    store.set(communicator.START, "")
+
+    def gone(store: dist.Store) -> dist.Store:
+        raise RuntimeError("its store refuses connections")
+
+    monkeypatch.setattr(communicator, "another_connection", gone)
+    with pytest.raises(GroupBroken, match="its store refuses connections"):
+        join(GlooCommunicator, HERE, port, 1, 2, scaled(SOON_S))

@@ -13,9 +13,9 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -135,14 +135,8 @@ class Communicator(ABC):
             GroupBroken: the group was aborted, rank 0 has left it, or the time is over.
         """
         assert self._asks is not None
-        end = time.monotonic() + self._limit_s
-        left = left_by_rank_0(self._asks, end) if self._rank else nothing_wrong
-        while not done():
-            if why := self.aborted or left():
-                raise GroupBroken(why)
-            if time.monotonic() > end:
-                raise GroupBroken(f"waited {self._limit_s:.0f} s for a broadcast")
-            time.sleep(POLL_S / 10)
+        left = left_by_rank_0(self._asks, self._limit_s) if self._rank else nothing_wrong
+        wait_until(done, self._limit_s, "a broadcast", lambda: self.aborted or left(), POLL_S / 10)
 
     def _leave(self) -> None:
         """Have the others know that rank 0 leaves, if this process is rank 0."""
@@ -174,13 +168,13 @@ def tell_left(store: dist.Store) -> None:
         store.set(LEFT, "")
 
 
-def left_by_rank_0(store: dist.Store, end: float) -> Callable[[], str]:
+def left_by_rank_0(store: dist.Store, limit_s: float) -> Callable[[], str]:
     """Return what tells another rank that waits why to stop, '' as long as rank 0 is in the group.
 
     It may be called as often as one likes, and asks rank 0's store every `LOOK_S`. It raises `GroupBroken` if that has
-    not answered at `end`, by `time.monotonic`, and RuntimeError if it is gone.
+    not answered `limit_s` seconds from now, and RuntimeError if it is gone.
     """
-    due = time.monotonic() + LOOK_S
+    end, due = time.monotonic() + limit_s, time.monotonic() + LOOK_S
 
     def why() -> str:
         nonlocal due
@@ -221,14 +215,15 @@ def lead(
         GroupBroken: they have not come in time, or `stopped`.
     """
     here = [f"here/{rank}" for rank in range(1, world)]
-    _wait(store, here, limit_s, stopped, f"{world - 1} workers")
-    store.set(START, "")
-    asks = another_connection(store)
-    try:
-        return _connected(kind, store, host, 0, world, limit_s, stopped)
-    except GroupBroken:
-        tell_left(asks)
-        raise
+    with errors_break_it():
+        wait_until(lambda: store.check(here), limit_s, f"{world - 1} workers to meet", stopped)
+        store.set(START, "")
+        asks = another_connection(store)
+        try:
+            return kind.connect(store, host, 0, world, limit_s, stopped)
+        except RuntimeError:
+            tell_left(asks)
+            raise
 
 
 def join(
@@ -247,24 +242,19 @@ def join(
         store.set(f"here/{rank}", "")
     except (OSError, RuntimeError) as error:
         raise GroupBroken(error) from error
-    # a request has no limit of its own: a store on a machine that is gone neither answers nor refuses
-    wait = partial(_wait, store, [START], limit_s, nothing_wrong, "the trainer")
-    within(limit_s + LOOK_S, wait, "the trainer's store")
-    stopped = left_by_rank_0(another_connection(store), time.monotonic() + MEET_S)
-    return _connected(kind, store, host, rank, world, limit_s, stopped), store
+    with errors_break_it():
+        # a request has no limit of its own: a store on a machine that is gone neither answers nor refuses
+        begins = partial(wait_until, lambda: store.check([START]), limit_s, "the trainer to meet")
+        within(limit_s + LOOK_S, begins, "the trainer's store")
+        stopped = left_by_rank_0(another_connection(store), MEET_S)
+        return kind.connect(store, host, rank, world, limit_s, stopped), store
 
 
-def _connected(
-    kind: type[Communicator],
-    store: dist.Store,
-    host: str,
-    rank: int,
-    world: int,
-    limit_s: float,
-    stopped: Callable[[], str],
-) -> Communicator:
+@contextmanager
+def errors_break_it() -> Iterator[None]:
+    """Raise `GroupBroken` for what torch raises where a store or a member is gone."""
     try:
-        return kind.connect(store, host, rank, world, limit_s, stopped)
+        yield
     except GroupBroken:
         raise
     except RuntimeError as error:
@@ -292,30 +282,34 @@ def within(limit_s: float, work: Callable[[], T], what: str, stopped: Callable[[
             done.set_exception(error)
 
     threading.Thread(target=run, name=what, daemon=True).start()
-    end = time.monotonic() + limit_s
-    while not concurrent.futures.wait([done], max(min(end - time.monotonic(), 10 * POLL_S), 0)).done:
-        if why := stopped():
-            raise GroupBroken(why)
-        if time.monotonic() >= end:
-            raise GroupBroken(f"waited {limit_s:.0f} s for {what}")
+    ended = lambda: bool(concurrent.futures.wait([done], 10 * POLL_S).done)  # noqa: E731
+    wait_until(ended, limit_s, what, stopped, 0.0)
     return done.result()
 
 
-def _wait(store: dist.Store, keys: list[str], limit_s: float, stopped: Callable[[], str], whom: str) -> None:
-    """Wait until a store has all of these keys.
+def wait_until(
+    done: Callable[[], bool],
+    limit_s: float,
+    what: str,
+    stopped: Callable[[], str] = nothing_wrong,
+    pause_s: float = POLL_S,
+) -> None:
+    """Look again and again whether something is done, until it is.
+
+    Args:
+        done: returns whether it is.
+        limit_s: seconds to wait.
+        what: what is waited for, in words.
+        stopped: returns why to stop waiting, '' as long as there is no reason.
+        pause_s: seconds between two looks.
 
     Raises:
-        GroupBroken: it has not in time, it is gone, or `stopped`.
+        GroupBroken: it is not in time, or `stopped`.
     """
     end = time.monotonic() + limit_s
-    try:
-        while not store.check(keys):
-            if why := stopped():
-                raise GroupBroken(why)
-            if time.monotonic() > end:
-                raise GroupBroken(f"waited {limit_s:.0f} s for {whom} to meet")
-            time.sleep(POLL_S)
-    except GroupBroken:
-        raise
-    except RuntimeError as error:
-        raise GroupBroken(error) from error
+    while not done():
+        if why := stopped():
+            raise GroupBroken(why)
+        if time.monotonic() > end:
+            raise GroupBroken(f"waited {limit_s:.0f} s for {what}")
+        time.sleep(pause_s)
