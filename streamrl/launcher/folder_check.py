@@ -49,9 +49,8 @@ def check_database_paths(
         resumed: folder of the run that is continued; None: a new run.
         emulated: the sites that have a folder inside the run's.
     """
-    folder = Path(
-        os.path.realpath(resumed or runs_root / run.name)
-    )  # Python 3.11's `resolve` raises at a loop of links
+    # not by `resolve`, which raises at a loop of links in Python 3.11
+    folder = Path(os.path.realpath(resumed or runs_root / run.name))
     folders = [folder, *(folder / layout.SITES / name for name in emulated)]
     names = (layout.LEDGER, layout.TOKEN_JOURNAL, layout.TURN_JOURNAL)
     longest = max(len(os.fsencode(one / name)) for one in folders for name in names)

@@ -16,7 +16,7 @@ from streamrl.errors import ErrorCode, RunFailed
 from streamrl.machine.model_files import resolve_model, weights_digest
 from streamrl.rollouts.ledger import known_checkpoints
 from streamrl.run_dir import layout
-from streamrl.run_dir.checkpoint_sums import STATE_FILE, TRAINER_STATE, DamagedFile, check_sizes, read_sums
+from streamrl.run_dir.checkpoint_sums import STATE_FILE, TRAINER_STATE, DamagedFile, check_files, read_sums
 from streamrl.run_dir.checkpoints import CheckpointFolder, unreadable
 from streamrl.tasks.source import TaskContent
 
@@ -40,7 +40,9 @@ def check_newest(run: RunConfig, resumed: Path | None) -> Iterable[str]:
         return
     folder = checkpoints.path(step)
     try:
-        check_sizes(folder, read_sums(folder) if step else {})
+        sums = read_sums(folder) if step else {}
+        needed = [name for name in sums if name == STATE_FILE or name.startswith(f"{TRAINER_STATE}/")]
+        check_files(folder, sums, needed, read=False)
     except DamagedFile as error:
         yield str(unreadable(folder, error))
     except OSError:  # it may pass; if not, a process tells

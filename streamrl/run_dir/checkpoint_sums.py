@@ -67,8 +67,14 @@ def read_sums(checkpoint: Path) -> FileSums:
     return sums
 
 
-def check_files(checkpoint: Path, sums: Mapping[str, tuple[int, str]], names: Iterable[str]) -> None:
+def check_files(checkpoint: Path, sums: Mapping[str, tuple[int, str]], names: Iterable[str], read: bool = True) -> None:
     """Compare files of a checkpoint with their checksums; one without is not read.
+
+    Args:
+        checkpoint: folder of the checkpoint.
+        sums: sizes and checksums by name.
+        names: names of the files.
+        read: whether to read them; False: only their sizes are compared.
 
     Raises:
         DamagedFile: one is missing or another one than was written.
@@ -79,32 +85,13 @@ def check_files(checkpoint: Path, sums: Mapping[str, tuple[int, str]], names: It
             continue
         path = checkpoint / name
         try:
-            _check_size(path, name, sums[name][0])
-            if _sum(path) != sums[name]:
+            there, size = path.stat().st_size, sums[name][0]
+            if there != size:
+                raise DamagedFile(f"{name} has {there:,} bytes, and had {size:,} when it was written")
+            if read and _sum(path) != sums[name]:
                 raise DamagedFile(f"{name} does not match its checksum")
         except FileNotFoundError as error:
             raise DamagedFile(f"{name} is missing") from error
-
-
-def check_sizes(checkpoint: Path, sums: Mapping[str, tuple[int, str]]) -> None:
-    """Compare the sizes of the files that a resume reads with those in the checksums; no file is read.
-
-    Raises:
-        DamagedFile: one is missing or has another size.
-        OSError: one cannot be looked at now.
-    """
-    for name, (size, _) in sums.items():
-        if name == STATE_FILE or name.startswith(f"{TRAINER_STATE}/"):
-            try:
-                _check_size(checkpoint / name, name, size)
-            except FileNotFoundError as error:
-                raise DamagedFile(f"{name} is missing") from error
-
-
-def _check_size(path: Path, name: str, size: int) -> None:
-    there = path.stat().st_size
-    if there != size:
-        raise DamagedFile(f"{name} has {there:,} bytes, and had {size:,} when it was written")
 
 
 def _sum(path: Path) -> tuple[int, str]:

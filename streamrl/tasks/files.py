@@ -257,16 +257,10 @@ def _table_records(columns: list[str], table: Any, where: str) -> Iterator[Recor
 def _cells(where: str, table: Any, name: str) -> list[Any]:
     try:
         return cells(table.column(name))
-    except (
-        ArithmeticError,
-        LookupError,
-        ValueError,
-    ) as error:  # a year after 9999, a time zone, text that is not UTF-8
-        kind = table.schema.field(name).type
-        reason = f"{type(error).__name__}: {error}"
-        raise UserError(
-            f"{where}: column {name!r} of type {kind} has a value that Python cannot hold: {reason}"
-        ) from error
+    # a year after 9999, an unknown time zone, text that is not UTF-8
+    except (ArithmeticError, LookupError, ValueError) as error:
+        cannot = f"column {name!r} of type {table.schema.field(name).type} has a value that Python cannot hold"
+        raise UserError(f"{where}: {cannot}: {type(error).__name__}: {error}") from error
 
 
 def _columns(task: RowsTask) -> list[str]:
