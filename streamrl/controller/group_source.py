@@ -51,8 +51,7 @@ class GroupSource:
         self.longest_prompt = run.model.max_context - run.sampling.max_tokens
         """Limit on the tokens of a prompt."""
         self._contents = source.contents()
-        self._mixed_by = {"seed": run.seed, "tasks": [[task.key, task.weight] for task in run.tasks]}
-        """What the prompts' order depends on besides the tasks' rows: the seed, and the tasks with their weights."""
+        self._mixed_by = mixed_by(run)
         self._drawn_with = run.drawn_with
 
     def state(self, open_groups: Iterable[Group]) -> dict[str, Any]:
@@ -67,31 +66,15 @@ class GroupSource:
 
     @cached_property
     def _written_by(self) -> dict[str, str]:
-        """What the tokens of a prompt depend on, by digests."""
-        template, words = getattr(self.tokenizer, "chat_template", None), sorted(self.tokenizer.get_vocab().items())
-        return {"chat template": digest_of([template]), "vocabulary": digest_of([words])}
+        return written_by(self.tokenizer)
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint's position; what has changed the prompts or their order since is logged."""
         self._next_index, self.too_long = state["next_index"], state["too_long"]
         self._to_reissue = deque(state.get("again", ()))
-        for what, then in state.get("mixed_by", {}).items():
-            if (today := self._mixed_by.get(what, then)) != then:
-                log.warning(
-                    "%s: %s now, and %s at the checkpoint: prompts that are issued again may be others, and rows "
-                    "may come again or not at all in this epoch",
-                    *(what, today, then),
-                )
-        for part, then in state.get("written_by", {}).items():
-            if self._written_by.get(part, then) != then:
-                log.warning(
-                    "model.path: the %s of %s is another one than at the checkpoint: from here on prompts are written "
-                    "with it, and the model was not trained with such prompts",
-                    *(part, self.run.model.path),
-                )
-        if held := state.get("contents"):
-            for line in changed_rows(held, self._contents):
-                log.warning("%s", line)
+        found = [*changed_order(state, self.run), *changed_writing(state, self._written_by, self.run.model.path)]
+        for line in [*found, *(changed_rows(state["contents"], self._contents) if state.get("contents") else [])]:
+            log.warning("%s", line)
 
     def group(self, step: int) -> Group:
         """Make the next group, for optimizer step `step` (from 1).
@@ -124,6 +107,55 @@ class GroupSource:
                 f"{most_skipped} prompts in a row have more than {self.longest_prompt} tokens ({limit})"
             )
         )
+
+
+def mixed_by(run: RunConfig) -> dict[str, Any]:
+    """What the order of a run's prompts depends on besides the tasks' rows: the seed, and the tasks with weights."""
+    return {"seed": run.seed, "tasks": [[task.key, task.weight] for task in run.tasks]}
+
+
+def written_by(tokenizer: Any) -> dict[str, str]:
+    """What the tokens of a prompt depend on, by digests."""
+    template, words = getattr(tokenizer, "chat_template", None), sorted(tokenizer.get_vocab().items())
+    return {"chat template": digest_of([template]), "vocabulary": digest_of([words])}
+
+
+def changed_order(state: Mapping[str, Any], run: RunConfig) -> Iterable[str]:
+    """Say what a run takes its prompts by that was another one at a checkpoint.
+
+    Args:
+        state: the position in the prompts that the checkpoint holds (`GroupSource.state`).
+        run: the run as it goes on.
+
+    Raises:
+        LookupError, TypeError, AttributeError: `state` comes from a damaged file.
+    """
+    now = mixed_by(run)
+    for what, then in state.get("mixed_by", {}).items():
+        if (today := now.get(what, then)) != then:
+            yield (
+                f"{what}: {today} now, and {then} at the checkpoint: prompts that are issued again may be others, and "
+                "rows may come again or not at all in this epoch"
+            )
+
+
+def changed_writing(state: Mapping[str, Any], now: Mapping[str, str], model: str) -> Iterable[str]:
+    """Say what a model's prompts are written with that was another one at a checkpoint.
+
+    Args:
+        state: as for `changed_order`.
+        now: what they are written with from here on (`written_by`).
+        model: name of the model.
+
+    Raises:
+        AttributeError: `state` comes from a damaged file.
+    """
+    for part, then in state.get("written_by", {}).items():
+        if now.get(part, then) != then:
+            yield (
+                f"model.path: the {part} of {model} is another one than at the checkpoint: from here on prompts are "
+                "written with it, and the model was not trained with such prompts"
+            )
 
 
 def changed_rows(then: Mapping[str, TaskContent], now: Mapping[str, TaskContent]) -> Iterable[str]:

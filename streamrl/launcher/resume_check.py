@@ -11,13 +11,14 @@ from typing import Any
 
 from streamrl.config.algorithm import PPOConfig
 from streamrl.config.run import RunConfig
-from streamrl.controller.group_source import changed_rows
-from streamrl.errors import ErrorCode, RunFailed
+from streamrl.controller.group_source import changed_order, changed_rows, changed_writing, written_by
+from streamrl.errors import ErrorCode, RunFailed, UserError
 from streamrl.machine.model_files import resolve_model, weights_digest
 from streamrl.rollouts.ledger import known_checkpoints
 from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoint_sums import STATE_FILE, TRAINER_STATE, DamagedFile, check_files, read_sums
 from streamrl.run_dir.checkpoints import CheckpointFolder, unreadable
+from streamrl.tasks.chat_template import load_tokenizer
 from streamrl.tasks.source import TaskContent
 
 
@@ -63,7 +64,10 @@ def check_checkpoint(run: RunConfig, resumed: Path | None) -> Iterable[str]:
 def checkpoint_warnings(
     run: RunConfig, resumed: Path | None, contents: Mapping[str, TaskContent] | None = None
 ) -> Iterable[str]:
-    """Warn of other rows and another KL reference than before, and of a critic that the algorithm does not go on with.
+    """Warn of what is not as it was at the newest checkpoint.
+
+    That is the order, the rows and the writing of prompts, the KL reference, and a critic that the algorithm does not
+    go on with. It loads transformers without torch, so it comes after all code of users that may need both.
 
     Args:
         run: the run.
@@ -74,7 +78,10 @@ def checkpoint_warnings(
         return
     state = _state_of(newest)
     with suppress(LookupError, TypeError, AttributeError):  # damaged, or of an earlier version
-        yield from changed_rows(state["prompts"]["contents"], contents or {})
+        prompts = state["prompts"]
+        yield from changed_order(prompts, run)
+        yield from changed_writing(prompts, _written_by(run), run.model.path)
+        yield from changed_rows(prompts["contents"], contents or {})
     before = str(state.get("reference", "")) if run.algorithm.needs_reference else ""
     if before and before != weights_digest(folder := Path(resolve_model(run.model.path))):
         yield (
@@ -86,6 +93,14 @@ def checkpoint_warnings(
             f"algorithm.name: checkpoint {newest} has a critic, and {run.algorithm.name} trains none: later "
             "checkpoints will be without it, and ppo cannot go on from them"
         )
+
+
+def _written_by(run: RunConfig) -> dict[str, str]:
+    """Return what the run's prompts are written with; {}: the tokenizer cannot be loaded, of which others tell."""
+    try:
+        return written_by(load_tokenizer(resolve_model(run.model.path)))
+    except (UserError, ImportError, AttributeError):
+        return {}
 
 
 def has_critic(checkpoint: Path) -> bool | None:

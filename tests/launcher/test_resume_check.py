@@ -19,6 +19,7 @@ from streamrl.rollouts.ledger import Ledger
 from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoint_sums import file_sums, write_sums
 from streamrl.tasks.source import PromptSource
+from tests.controller.test_pool_and_batch import group_source
 from tests.launcher.test_preflight import cluster, make_model
 
 NAMES = {"grpo": b"\x80\x04model.lm_head.weight", "ppo": b"\x80\x04model.lm_head.weight\x94critic_model.head.weight"}
@@ -172,3 +173,21 @@ def test_rows_that_have_changed_since_the_checkpoint_are_warned_of(
     assert warnings({"prompts": {"contents": before}}) == [says] * bool(says)
     for other in ({"prompts": {}}, {"prompts": {"contents": {"t": 3}}}, [3]):  # of an earlier version, or damaged
         assert not warnings(other)
+
+
+def test_another_seed_or_tokenizer_than_at_the_checkpoint_is_warned_of_before_anything_starts(tmp_path: Path) -> None:
+    source, folder = group_source(tmp_path, 100, 400), checkpoint(tmp_path / "run", 3, "grpo")
+    (folder / "state.json").write_text(json.dumps({"prompts": source.state([])}))
+
+    def warnings(run: RunConfig) -> list[str]:
+        return [line.partition(" the checkpoint: ")[0] for line in checkpoint_warnings(run, tmp_path / "run")]
+
+    assert not warnings(source.run)
+    assert warnings(source.run.model_copy(update={"seed": 5})) == [f"seed: 5 now, and {source.run.seed} at"]
+    source.tokenizer.chat_template += "{# another #}"
+    source.tokenizer.save_pretrained(source.run.model.path)
+    another = f"model.path: the chat template of {source.run.model.path} is another one than at"
+    assert warnings(source.run) == [another]
+    for file in Path(source.run.model.path).glob("token*"):
+        file.write_text("{")
+    assert not warnings(source.run), "the check of the prompts tells"
