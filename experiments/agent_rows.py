@@ -23,7 +23,7 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from running import HERE, Sheet, machine, read_record, terminal, write_results
+from running import RESULTS, Sheet, machine, read_record, results_folder, terminal, write_results
 
 from streamrl.cli.main import error_lines
 from streamrl.machine.model_files import resolve_model
@@ -33,7 +33,7 @@ from streamrl.training.attention import SHARED_PREFIX
 from streamrl.training.packing import PackedBatch, pack
 from streamrl.training.policy_model import Policy, load_policy
 
-OUT = HERE / "results" / "agent_rows.json"
+OUT = RESULTS / "agent_rows.json"
 ADVANTAGE = 0.7
 SIZES = ("turns", "question", "answer", "result", "threads", "repeats")
 """Parameters of a measurement that its record keeps."""
@@ -188,9 +188,9 @@ def sheet(record: dict[str, Any]) -> Sheet:
 def main(
     turns: int, question: int, answer: int, result: int, threads: int, repeats: int, model: str, summary_only: bool
 ) -> None:
-    console = terminal()
+    console, target = terminal(), results_folder(None, *SIZES, "model") / OUT.name
     if summary_only:
-        record = read_record(OUT, "machine", "model", "load", "ways", *SIZES)
+        record = read_record(target, "machine", "model", "load", "ways", *SIZES)
     else:
         torch.set_num_threads(threads)
         load = os.getloadavg()[0]
@@ -205,7 +205,7 @@ def main(
         record = {"machine": machine(), "model": model, "load": loads, **sizes, "ways": ways}
     table = sheet(record)
     table.show(console)
-    write_results(OUT, record, "A conversation as one row", [table])
+    write_results(target, record, "A conversation as one row", [table])
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from agent_learning import launch, turns_by_step
 from agent_trl_task import SCHEMA, TURNS, Calculator, conversation, reward
 from beside_trl import OURS, Step, TrlProcess, grpo_settings, show_times, step_gate
 from matplotlib.figure import Figure
-from running import HERE, Sheet, machine, terminal, write_results
+from running import RESULTS, Sheet, machine, results_folder, terminal, write_results
 
 from streamrl.cli.main import error_lines
 from streamrl.config.run import RunConfig
@@ -40,7 +40,7 @@ from streamrl.run_dir import layout
 from streamrl.run_dir.metrics import read_metrics
 from streamrl.tasks.source import PromptSource
 
-OUT = HERE / "results" / "agent_trl.json"
+OUT = RESULTS / "agent_trl.json"
 TRL = "TRL"
 SIZE = 8
 """Episodes of a prompt."""
@@ -224,6 +224,7 @@ def main(
         trl(*only_trl, blocks * steps, prompts)
         return
     console, peer = terminal(), None
+    target = results_folder(None, "blocks", "steps", "prompts", "dtype") / OUT.name
     measured: list[dict[str, list[Step]]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -252,8 +253,8 @@ def main(
     for sheet in sheets:
         sheet.show(console)
     record = {"machine": machine(), "dtype": dtype, "episodes": prompts * SIZE, "blocks": measured, "beside": beside}
-    write_results(OUT, record, "A tool task beside TRL 1.16", sheets)
-    draw(measured, OUT.with_suffix(".svg"))
+    write_results(target, record, "A tool task beside TRL 1.16", sheets)
+    draw(measured, target.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

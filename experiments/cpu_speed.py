@@ -29,7 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from bounds import GFLOP, gemm_peak, like_a_trainer, read_bandwidth, result_name, shape_of, threads
-from running import HERE, ROOT, Sheet, machine, terminal, write_results
+from running import ROOT, Sheet, machine, results_folder, terminal, write_results
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from streamrl.cli.main import error_lines
@@ -234,7 +234,7 @@ def peak_sheet(peaks: Peaks) -> Sheet:
 @click.option("--model", default="smollm2-135m", show_default=True)
 def main(steps: int, dtype: str, model: str) -> None:
     like_a_trainer()
-    console = terminal()
+    console, out = terminal(), results_folder(None, "steps", "model")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     peaks = measure_peaks(cores)
     sheets = [peak_sheet(peaks)]
@@ -247,7 +247,7 @@ def main(steps: int, dtype: str, model: str) -> None:
         sheets += half.sheets
         for sheet in half.sheets:
             sheet.show(console)
-    target = HERE / "results" / f"{result_name('cpu_speed', run.model.dtype)}.json"
+    target = out / f"{result_name('cpu_speed', run.model.dtype)}.json"
     write_results(target, record, "Speed of this CPU and what is made of it", sheets)
     console.print(f"written to {target} and .md")
 

@@ -21,7 +21,7 @@ from typing import Any
 import click
 import numpy as np
 from bounds import gemm_peak, like_an_instance, read_bandwidth, result_name, shape_of
-from running import HERE, ROOT, Sheet, machine, terminal, write_results
+from running import ROOT, Sheet, machine, results_folder, terminal, write_results
 
 from streamrl.cli.main import error_lines
 from streamrl.config.cluster import GenerationPool
@@ -171,6 +171,7 @@ def sheets(found: list[Decoding], peaks: dict[str, float], dtype: str) -> list[S
 @click.option("--dtype", default="auto", show_default=True, type=click.Choice(["auto", "float32", "bfloat16"]))
 @click.option("--model", default="smollm2-135m", show_default=True)
 def main(dtype: str, model: str) -> None:
+    out = results_folder(None, "model")
     like_an_instance()
     run = decided(
         load_run(ROOT / "examples" / "demo.yaml", [f"model.dtype={dtype}", f"model.path={model}"]), cuda=False
@@ -180,7 +181,7 @@ def main(dtype: str, model: str) -> None:
     record = {"machine": machine(), "cpu": str(this_cpu()), "peaks": peaks, "decoding": [asdict(one) for one in found]}
     tables = sheets(found, peaks, run.model.dtype)
     tables[0].show(terminal())
-    target = HERE / "results" / f"{result_name('cpu_speed_decode', run.model.dtype)}.json"
+    target = out / f"{result_name('cpu_speed_decode', run.model.dtype)}.json"
     write_results(target, record, "Decoding on this CPU", tables)
 
 

@@ -31,7 +31,7 @@ import click
 import pyarrow.parquet as pq
 from beside_trl import OURS, Step, TrlProcess, grpo_settings, show_times, step_gate
 from bounds import GFLOP, Group, gemm_peak, generating, learning, shape_of
-from running import HERE, ROOT, Job, Sheet, machine, run_job, terminal, write_results
+from running import ROOT, Job, Sheet, machine, results_folder, run_job, terminal, write_results
 
 from streamrl.cli.main import error_lines
 from streamrl.config.run import RunConfig
@@ -260,7 +260,7 @@ def main(blocks: int, steps: int, model: str, dtype: str, bf16: bool, only_trl: 
     if only_trl:
         trl(model, only_trl, dtype, blocks, steps)
         return
-    console = terminal()
+    console, out = terminal(), results_folder(None, "blocks", "steps", "model", "bf16")
     dtype = decided(run_config(1, model, dtype), cuda=False).model.dtype
     peak = gemm_peak(dtype, os.cpu_count() or 1)
     console.print(f"{dtype}, products of large matrices at {peak:.0f} GFLOP/s", highlight=False)
@@ -287,7 +287,7 @@ def main(blocks: int, steps: int, model: str, dtype: str, bf16: bool, only_trl: 
     for sheet in sheets:
         sheet.show(console)
     kind = "_float32" if dtype == "float32" else "_amx" if "amx_bf16" in this_cpu().flags else ""
-    target = HERE / "results" / f"peer_trl{kind}.json"
+    target = out / f"peer_trl{kind}.json"
     record = {"machine": machine(), "dtype": dtype, "peak_gflops": peak, "blocks": measured}
     write_results(target, record, "Beside TRL 1.16", sheets)
     console.print(f"written to {target} and .md")

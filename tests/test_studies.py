@@ -77,6 +77,14 @@ def test_only_the_whole_study_goes_to_the_published_results(
     assert done.output == f"writes to {tmp_path / 'new' / 'mine'}\n" and (tmp_path / "new" / "mine").is_dir()
 
 
+def test_every_study_with_options_of_its_own_keeps_to_it() -> None:
+    kept = {"dispatch_ablation.py"}  # `--part` measures one part again, and leaves the others
+    for path in sorted(RESULTS.parent.glob("*.py")):
+        text = path.read_text()
+        if "write_results(" in text and "@click.option(" in text and path.name not in {"running.py", *kept}:
+            assert "results_folder(" in text, f"{path.name} writes to the published results whatever its options"
+
+
 def test_a_folder_of_results_that_cannot_be_written_is_refused() -> None:
     refused = CliRunner().invoke(study, ["--out", "/proc/results"])
     assert refused.exit_code == 2 and "--out /proc/results: cannot be written: " in refused.output
