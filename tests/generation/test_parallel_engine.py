@@ -26,6 +26,7 @@ from streamrl.generation.instance.engine import Engine
 from streamrl.generation.instance.engine_config import Place, worker_extension
 from streamrl.launcher.site_setup import choose_addresses
 from streamrl.rollouts.types import Sample
+from streamrl.run_dir.layout import SHARED_MEMORY
 from streamrl.runtime.processes import is_alive
 from streamrl.verify.families import FAMILIES
 from streamrl.verify.small_folder import save_small_models
@@ -141,8 +142,11 @@ def digests_of_stream(model: Path, version: Path, store: WeightStore) -> list[di
     fill(store, manifest, buffer)
 
     async def body() -> list[dict[str, str]]:
+        before = set(SHARED_MEMORY.glob("vllm_dist_*"))
         engine = Engine(POOL, config(model), cuda=False, instance="i", site="here")
         try:
+            named = "vLLM's segments have names, which would stay when its workers are killed"
+            wait_for(lambda: not set(SHARED_MEMORY.glob("vllm_dist_*")) - before, 1, what=named)
             await engine.set_up_weights({"directory": str(store.directory)}, 0)
             await update(engine, "recompute_kv", 1, manifest.version.content_hash)
             return await engine._llm.compute_weight_checksums()

@@ -36,9 +36,10 @@ def register() -> None:
         from vllm.model_executor.models import registry
 
         import streamrl.generation.instance.norms_vllm
-        from streamrl.generation.instance import sampling_vllm
+        from streamrl.generation.instance import sampling_vllm, segments_vllm
 
         sampling_vllm.install()
+        segments_vllm.install()
         # vLLM looks at the class of a model it has not seen before in a process that imports everything again, so that
         # its own does not initialize CUDA: half a minute on a slow CPU, for nothing here
         registry._run_in_subprocess = lambda fn: fn()
