@@ -194,13 +194,17 @@ class WaitRegistry:
     def snapshot(self) -> list[dict[str, Any]]:
         """Return all waits, oldest first, as plain values for a status file; a sign of progress makes one young.
 
-        They are as old as their limits count: a clock that is set, and a standstill, make no wait older.
+        They are as old as their limits count: a clock that is set, and a standstill, make no wait older. Of those for
+        the same, as where one wait is a part of another, the oldest is returned.
         """
         now, unix = self._lived.look(), time.time()
         waits = [
             Wait(self.owner, one.text(), unix - self._age_s(one, now), one.limit_s) for one in self._waits.values()
         ]
-        return [asdict(wait) for wait in sorted(waits, key=lambda wait: wait.since)]
+        oldest: dict[str, Wait] = {}
+        for wait in sorted(waits, key=lambda wait: wait.since):
+            oldest.setdefault(wait.waiting_for, wait)
+        return [asdict(wait) for wait in oldest.values()]
 
     def _age_s(self, wait: _Open, now: float) -> float:
         """Return the seconds since a wait began or, if later, since its latest sign of progress."""

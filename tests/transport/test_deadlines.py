@@ -125,6 +125,18 @@ def test_a_wait_is_as_old_as_its_latest_sign_of_progress_whatever_clocks_and_sta
     asyncio.run(check())
 
 
+def test_a_wait_that_is_a_part_of_another_for_the_same_is_shown_once() -> None:
+    async def check() -> None:
+        waits = WaitRegistry("service-here")
+        async with waits.deadline("here-0 to start", 60.0):
+            async with waits.deadline("here-0 to start", 30.0), waits.deadline("here-1 to start", 30.0):
+                shown = [(wait["waiting_for"], wait["limit_s"]) for wait in waits.snapshot()]
+                assert shown == [("here-0 to start", 60.0), ("here-1 to start", 30.0)]
+            assert [wait["waiting_for"] for wait in waits.snapshot()] == ["here-0 to start"]
+
+    asyncio.run(check())
+
+
 class Clock(selectors.PollSelector):
     """A loop's clock: where the loop would wait for its next timer, that time has passed."""
 
