@@ -31,7 +31,17 @@ ROWS = 128
 """Tokens in a product: enough for the full speed of a GEMM, few enough for a slow type."""
 LARGEST = 2048
 """Largest side of a probed matrix: beyond it the rate no longer changes, and slow types stay quick to probe."""
+FEWEST = 5
+"""Runs of a product at least: the first ones load kernels and fetch memory."""
 SECONDS_PER_PRODUCT = 0.02
+"""CPU seconds of a product's runs at least, unless a slow type needs more for its `FEWEST`."""
+SECONDS_PER_TYPE = 0.3
+"""CPU seconds for the `FEWEST` runs of all products of a type. Where they would take longer, smaller matrices are
+multiplied."""
+SIDES = (LARGEST, 1536, 1024, 768, 512, 384, 256)
+"""Largest sides to choose from; the last one is multiplied to predict what the others take."""
+METHOD = "thread time"
+"""How rates are measured, as a part of the name that they are kept by: those measured in another way are not read."""
 LIMIT_S = 120.0
 """Seconds that the measuring process may take; importing torch takes nearly all of them."""
 
@@ -71,44 +81,74 @@ def product_shapes(config: Mapping[str, Any]) -> list[Shape]:
     if isinstance(hidden, int):
         width = heads * size if isinstance(heads, int) and isinstance(size, int) else hidden
         shapes.append((hidden, width))
-    cut = [(min(a, LARGEST), min(b, LARGEST)) for a, b in shapes or [(1024, 1024)]]
-    return list(dict.fromkeys(cut))
+    return cut(shapes or [(1024, 1024)], LARGEST)
+
+
+def cut(shapes: Sequence[Shape], side: int) -> list[Shape]:
+    """Return the shapes with no side above this one, without duplicates."""
+    return list(dict.fromkeys((min(a, side), min(b, side)) for a, b in shapes))
+
+
+def affordable(shapes: Sequence[Shape], gflops: float) -> list[Shape]:
+    """Cut the shapes as little as their products' `FEWEST` runs within `SECONDS_PER_TYPE` need.
+
+    Args:
+        shapes: (inputs, outputs) of the linear layers.
+        gflops: the rate by which the time is predicted, 10^9 operations per second.
+    """
+    found = (cut(shapes, side) for side in SIDES)
+    most = SECONDS_PER_TYPE * gflops * 1e9 / FEWEST
+    return next((some for some in found if sum(map(_operations, some)) <= most), cut(shapes, SIDES[-1]))
+
+
+def _operations(shape: Shape) -> float:
+    """Return the operations of a layer's three products; a multiply-add counts as two."""
+    return 3 * 2.0 * ROWS * shape[0] * shape[1]
+
+
+def cpu_seconds(product: Callable[[], object]) -> float:
+    """Return the CPU seconds of the fastest of at least `FEWEST` runs of a product that this thread computes alone.
+
+    Seconds of a clock on the wall would contain those in which a busy machine lets others compute.
+    """
+    taken: list[float] = []
+    spent = 0.0
+    while len(taken) < FEWEST or spent < SECONDS_PER_PRODUCT:
+        began = time.thread_time()
+        product()
+        taken.append(time.thread_time() - began)
+        spent += taken[-1]
+    # the clock of some systems goes on in steps of 10 ms: then only the sum says something
+    return min(taken) or spent / len(taken)
 
 
 def measure(shapes: Sequence[Shape]) -> Probe:
     """Time the matrix products of a linear layer with torch: forward, and for the gradients of its input and weight.
 
     The three have different memory layouts; in bf16 without kernels the slowest takes seven times as long as the
-    fastest. Torch's thread count is the caller's to set.
+    fastest. Torch's thread count is the caller's to set to one: a product is timed by the CPU time of this thread.
     """
     import torch
 
-    def seconds(product: Callable[[], torch.Tensor]) -> float:
-        """Return the fastest of a few runs."""
-        best, spent = float("inf"), 0.0
-        while spent < SECONDS_PER_PRODUCT:
-            began = time.perf_counter()
-            product()
-            took = time.perf_counter() - began
-            best, spent = min(best, took), spent + took
-        return best
-
-    def rate(dtype: torch.dtype) -> float:
-        """Return the operations per nanosecond over all shapes."""
-        operations = spent = 0.0
+    def rate(dtype: torch.dtype, shapes: Sequence[Shape]) -> float:
+        """Return the 10^9 operations per second over all shapes."""
+        spent = 0.0
         for inputs, outputs in shapes:
             x, weight, gradient = (
                 torch.randn(shape).to(dtype) for shape in ((ROWS, inputs), (outputs, inputs), (ROWS, outputs))
             )
-            spent += seconds(partial(torch.nn.functional.linear, x, weight))
-            spent += seconds(partial(torch.mm, gradient, weight))
-            spent += seconds(partial(torch.mm, gradient.t(), x))
-            operations += 3 * 2.0 * ROWS * inputs * outputs
-        return operations / spent / 1e9
+            for product in (
+                partial(torch.nn.functional.linear, x, weight),
+                partial(torch.mm, gradient, weight),
+                partial(torch.mm, gradient.t(), x),
+            ):
+                spent += cpu_seconds(product)
+        return sum(map(_operations, shapes)) / spent / 1e9
 
     with torch.no_grad():
-        rate(torch.float32)  # warm-up: loads kernels, raises clocks
-        return Probe(rate(torch.bfloat16), rate(torch.float32))
+        first = {dtype: rate(dtype, cut(shapes, SIDES[-1])) for dtype in (torch.float32, torch.bfloat16)}
+        bf16, fp32 = (rate(one, affordable(shapes, first[one])) for one in (torch.bfloat16, torch.float32))
+        return Probe(bf16, fp32)
 
 
 def probe(model_folder: Path) -> Probe | None:
@@ -135,7 +175,7 @@ def rates(model_folder: Path) -> Probe:
     if importlib.util.find_spec("torch") is None:
         raise ProbeFailed("torch is not installed")
     shapes = product_shapes(read_config(model_folder))
-    key = this_cpu().fingerprint(importlib.metadata.version("torch"), shapes, ROWS)
+    key = this_cpu().fingerprint(importlib.metadata.version("torch"), shapes, ROWS, METHOD)
     path = cache_directory() / "machine" / f"products-{key}.json"
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         values = json.loads(path.read_bytes())

@@ -7,19 +7,37 @@ import json
 import re
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from streamrl.config.model_and_batch import ModelConfig
 from streamrl.config.run import RunConfig
 from streamrl.launcher.entry_point import _role
 from streamrl.machine.compute_type import choose_for_cpu, choose_for_cuda, choose_in_process, wire_type
 from streamrl.machine.cpu import Cpu, parse_cpuinfo
-from streamrl.machine.probe import LARGEST, ROWS, Probe, ProbeFailed, measure, probe, product_shapes, rates
+from streamrl.machine.probe import (
+    FEWEST,
+    LARGEST,
+    ROWS,
+    SECONDS_PER_TYPE,
+    SIDES,
+    Probe,
+    ProbeFailed,
+    affordable,
+    cpu_seconds,
+    cut,
+    measure,
+    probe,
+    product_shapes,
+    rates,
+)
 from streamrl.run_dir.status import RunStatus
 from streamrl.runtime.process_context import Addresses, RoleContext
 from tests.runtime.test_process_plan import cluster
@@ -139,6 +157,9 @@ def test_a_real_probe_measures_both_types_and_is_kept_for_the_next_caller(
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 96, "intermediate_size": 128}))
     probe(tmp_path)
     assert len(list((tmp_path / "cache" / "machine").glob("products-*.json"))) == 2  # other shapes, another file
+    monkeypatch.setattr("streamrl.machine.probe.METHOD", "another clock")
+    probe(tmp_path)
+    assert len(list((tmp_path / "cache" / "machine").glob("products-*.json"))) == 3
 
 
 @pytest.mark.parametrize(
@@ -186,9 +207,107 @@ def test_a_python_that_is_not_there_and_a_missing_torch_are_told(
         rates(tmp_path)
 
 
+class Clock:
+    """The CPU time of a thread: it goes on only while a product is computed, in steps if the system counts in such."""
+
+    def __init__(self, step: float = 0.0) -> None:
+        self.now, self.step = 0.0, step
+
+    def thread_time(self) -> float:
+        return self.now // self.step * self.step if self.step else self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The only clock that the probe has."""
+    fake = Clock()
+    monkeypatch.setattr("streamrl.machine.probe.time", fake)
+    return fake
+
+
+@pytest.fixture
+def products(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[torch.dtype, float]], list[Any]]:
+    """Replace torch's products by some of these rates (GFLOP/s), whose first runs with a shape take 100 times as long;
+    returns the list of what is multiplied."""
+
+    def replaced(rates: dict[torch.dtype, float]) -> list[Any]:
+        done: list[Any] = []
+
+        def multiply(name: str, left: torch.Tensor, right: torch.Tensor) -> None:
+            what = name, left.dtype, tuple(left.shape), tuple(right.shape)
+            outputs = right.shape[0] if name == "linear" else right.shape[1]
+            operations = 2.0 * left.numel() * outputs
+            clock.now += operations / rates[left.dtype] / 1e9 * (1 if what in done else 100)
+            done.append(what)
+
+        monkeypatch.setattr("torch.nn.functional.linear", partial(multiply, "linear"))
+        monkeypatch.setattr("torch.mm", partial(multiply, "mm"))
+        return done
+
+    return replaced
+
+
+SHAPES = [(576, 1536), (1536, 576), (576, 576)]
+
+
+def test_a_busy_moment_at_the_first_runs_of_each_product_leaves_the_rates_right(products: Any) -> None:
+    done = products({torch.bfloat16: 600.0, torch.float32: 150.0})
+    found = measure(SHAPES)
+    assert (found.bf16_gflops, found.fp32_gflops) == (pytest.approx(600.0), pytest.approx(150.0))
+    whole = [what for what in done if what[0] == "linear" and what[3] == (1536, 576)]
+    assert len(whole) >= 2 * FEWEST  # quick types multiply the model's own shapes
+
+
+@pytest.mark.parametrize(("bf16", "fp32"), [(2.0, 20.0), (20.0, 60.0), (5.0, 5.0), (0.7, 150.0)])
+def test_a_slow_cpu_is_probed_within_a_second_by_smaller_matrices(
+    products: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, bf16: float, fp32: float
+) -> None:
+    products({torch.bfloat16: bf16, torch.float32: fp32})
+    measure(SHAPES)  # the first runs, which the fake makes 100 times too long
+    clock.now = 0.0
+    found = measure(SHAPES)
+    assert (found.bf16_gflops, found.fp32_gflops) == (pytest.approx(bf16), pytest.approx(fp32))
+    assert clock.now < 1.0
+
+
+def test_shapes_are_cut_as_little_as_the_time_of_their_runs_needs() -> None:
+    needed = 3 * 2 * ROWS * (2 * 576 * 1536 + 576 * 576) * FEWEST / SECONDS_PER_TYPE / 1e9
+    assert affordable(SHAPES, 1.01 * needed) == SHAPES
+    assert affordable(SHAPES, 0.99 * needed) == cut(SHAPES, 1024) == [(576, 1024), (1024, 576), (576, 576)]
+    assert affordable(SHAPES, 0.001) == [(SIDES[-1], SIDES[-1])]
+
+
+@pytest.mark.parametrize(
+    ("taken", "fastest"),
+    [
+        ([100.0, 1.0, 1.0, 1.0, 1.0], 1.0),
+        ([5.0, 4.0, 3.0, 2.0, 1.0], 1.0),  # five runs, however long they take
+        ([0.005] * 3 + [0.004] * 2, 0.004),
+        ([0.003] * 6 + [0.001] * 2, 0.001),  # as many as fill the time
+    ],
+)
+def test_a_product_takes_the_cpu_time_of_its_fastest_run(clock: Clock, taken: list[float], fastest: float) -> None:
+    left = iter(taken)
+
+    def product() -> None:
+        clock.now += next(left)
+
+    assert cpu_seconds(product) == pytest.approx(fastest)
+    assert next(left, None) is None
+
+
+def test_a_clock_that_goes_on_in_steps_gives_the_mean_of_runs_shorter_than_a_step(clock: Clock) -> None:
+    clock.step = 0.01
+
+    def product() -> None:
+        clock.now += 0.0001
+
+    assert cpu_seconds(product) == pytest.approx(0.0001, rel=0.02)
+
+
 def test_rates_are_operations_by_seconds_over_the_three_products_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count(step=0.5)  # every product takes half a second by this clock
-    monkeypatch.setattr("streamrl.machine.probe.time.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr("streamrl.machine.probe.time.thread_time", lambda: next(ticks))
     found = measure([(64, 32), (32, 16)])
     operations = 3 * 2 * ROWS * (64 * 32 + 32 * 16)
     assert found.fp32_gflops == found.bf16_gflops == pytest.approx(operations / (6 * 0.5) / 1e9)

