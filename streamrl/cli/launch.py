@@ -200,6 +200,7 @@ def _check(
         UserError: a check failed.
     """
     from streamrl.launcher.preflight import check, check_files
+    from streamrl.launcher.resume_check import type_warnings
     from streamrl.machine.compute_type import choose
 
     if elsewhere:
@@ -207,8 +208,9 @@ def _check(
     else:
         warnings = check(cluster, run, runs_dir, site, emulate, resumed, str(cluster_file or "F"), before)
     types = None if elsewhere else choose(run.model, cluster.hardware == "cuda")
-    if types is not None and types.warning:
-        warnings.append(types.warning)
+    if types is not None:
+        warnings += [types.warning] if types.warning else []
+        warnings += type_warnings(cluster, run, resumed, site, types)
     for warning in warnings:
         click.echo(f"warning: {warning}", err=True)
     return types

@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.config.algorithm import PPOConfig
+from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.controller.group_source import changed_order, changed_rows, changed_writing, written_by
 from streamrl.errors import ErrorCode, RunFailed, UserError
+from streamrl.machine.compute_type import TypeChoice
 from streamrl.machine.model_files import resolve_model, weights_digest
 from streamrl.rollouts.ledger import known_checkpoints
 from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoint_sums import STATE_FILE, TRAINER_STATE, DamagedFile, check_files, read_sums
 from streamrl.run_dir.checkpoints import CheckpointFolder, unreadable
+from streamrl.run_dir.status import read_status
+from streamrl.runtime.process_plan import plan_processes
 from streamrl.tasks.chat_template import load_tokenizer
 from streamrl.tasks.source import TaskContent
 
@@ -92,6 +96,38 @@ def checkpoint_warnings(
         yield (
             f"algorithm.name: checkpoint {newest} has a critic, and {run.algorithm.name} trains none: later "
             "checkpoints will be without it, and ppo cannot go on from them"
+        )
+
+
+def type_warnings(
+    cluster: ClusterConfig, run: RunConfig, resumed: Path | None, site: str | None, now: TypeChoice
+) -> Iterable[str]:
+    """Warn of a compute type that is not the one in which trainer and instances computed when the run last ran.
+
+    Each process with a GPU decides by that one, and each on a node of Ray by its node, so these are left out.
+
+    Args:
+        cluster: the cluster in which the run is continued.
+        run: the run.
+        resumed: its folder; None: it is a new one.
+        site: the only site started here; None: all.
+        now: the type chosen on this machine.
+    """
+    if cluster.hardware == "cuda" or (newest := _newest(resumed)) is None or resumed is None:
+        return
+    try:
+        before = read_status(resumed).roles
+    except UserError:  # it has none, or one that cannot be read
+        return
+    sites = [name for name in ([site] if site is not None else cluster.sites) if not cluster.sites[name].on_ray]
+    here = [before[spec.name] for spec in plan_processes(cluster, run, resumed, sites) if spec.name in before]
+    changed = [one for one in here if one.dtype not in ("", now.dtype)]
+    if changed:
+        whose = " and ".join(sorted({f"{one.role}s" if one.role == "instance" else one.role for one in changed}))
+        yield (
+            f"model.dtype: {whose} computed in {changed[0].dtype} before, and from checkpoint {newest} on in {now}: "
+            "numbers are rounded in another way; to go on as before, resume on a CPU like the one before, without "
+            "limits to its instructions that it did not have"
         )
 
 

@@ -22,13 +22,15 @@ from streamrl.config.load import load_cluster, load_run, save_resolved
 from streamrl.config.run import RunConfig
 from streamrl.errors import RunFailed, UserError
 from streamrl.launcher import supervisor
+from streamrl.machine.probe import Probe
 from streamrl.run_dir import layout
 from streamrl.run_dir.evaluations import EvaluationRow, Scores
 from streamrl.run_dir.jsonl import RowWriter
+from streamrl.run_dir.status import write_status
 from streamrl.verify import hardware_checks
 from streamrl.verify.hardware_checks import StageResult
 from tests.cli.calling import streamrl
-from tests.report.synthetic import write_run
+from tests.report.synthetic import START, make_status, write_run
 from tests.tiny_model import save_tiny_model
 from tests.waiting import scaled
 
@@ -270,6 +272,21 @@ def test_a_resumed_run_is_checked_in_its_own_folder(terminal: Terminal) -> None:
     refused.append(Path("runs/tiny").absolute())
     result = terminal("launch", "--resume", "runs/tiny", "--steps", "9")
     assert result.code == 2 and f"--resume runs/tiny: cannot write to {refused[-1]}" in result.err
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+def test_a_resume_that_computes_in_another_type_than_the_run_before_warns(
+    terminal: Terminal, dry: tuple[str, ...]
+) -> None:
+    terminal.monkeypatch.setattr("streamrl.machine.compute_type.probe", lambda folder: Probe(2.0, 60.0))
+    terminal.launch()
+    (terminal.folder / "runs" / "tiny" / "checkpoints" / "step_2").mkdir(parents=True)
+    status = make_status(2, 5, START)
+    status["roles"]["trainer"] |= {"dtype": "bfloat16", "dtype_why": "AMX"}
+    write_status(terminal.folder / "runs" / "tiny", status)
+    result = terminal("launch", "--resume", "runs/tiny", "--steps", "9", *dry)
+    assert result.code == 0, result.err
+    assert "warning: model.dtype: trainer computed in bfloat16 before, and from checkpoint runs/tiny/" in result.err
 
 
 def test_a_resumed_run_cannot_change_what_it_trains(terminal: Terminal) -> None:

@@ -10,17 +10,21 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
 from streamrl.launcher import preflight
-from streamrl.launcher.resume_check import check_newest, checkpoint_warnings
+from streamrl.launcher.resume_check import check_newest, checkpoint_warnings, type_warnings
+from streamrl.machine.compute_type import TypeChoice
 from streamrl.machine.model_files import weights_digest
 from streamrl.rollouts.ledger import Ledger
 from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoint_sums import file_sums, write_sums
+from streamrl.run_dir.status import write_status
 from streamrl.tasks.source import PromptSource
 from tests.controller.test_pool_and_batch import group_source
 from tests.launcher.test_preflight import cluster, make_model
+from tests.report.synthetic import START, make_status
 
 NAMES = {"grpo": b"\x80\x04model.lm_head.weight", "ppo": b"\x80\x04model.lm_head.weight\x94critic_model.head.weight"}
 """What torch's list of tensors has, by the algorithm that has written it."""
@@ -191,3 +195,54 @@ def test_another_seed_or_tokenizer_than_at_the_checkpoint_is_warned_of_before_an
     for file in Path(source.run.model.path).glob("token*"):
         file.write_text("{")
     assert not warnings(source.run), "the check of the prompts tells"
+
+
+BF16, FP32 = TypeChoice("bfloat16", "AMX"), TypeChoice("float32", "AVX2 without AVX-512")
+
+
+def types_of(run_dir: Path, **types: str) -> None:
+    """Write a status in which these processes have reported their types, their `-` written as `_`."""
+    status = make_status(3, 20, START)
+    for name, dtype in types.items():
+        status["roles"][name.replace("_", "-")] |= {"dtype": dtype, "dtype_why": "AMX"}
+    write_status(run_dir, status)
+
+
+def test_a_resume_that_computes_in_another_type_is_warned_of(tmp_path: Path) -> None:
+    run, run_dir = run_of(tmp_path / "m", "grpo"), tmp_path / "run"
+    newest = checkpoint(run_dir, 2, "grpo")
+
+    def warnings(now: TypeChoice, resumed: Path | None = run_dir, hardware: str = "cpu") -> list[str]:
+        return [*type_warnings(cluster(hardware), run, resumed, None, now)]
+
+    assert not warnings(FP32), "no status"
+    types_of(run_dir, trainer="bfloat16", here_regular_0="bfloat16")
+    (warning,) = warnings(FP32)
+    assert warning.startswith(
+        f"model.dtype: instances and trainer computed in bfloat16 before, and from checkpoint {newest} on in float32 "
+        "(AVX2 without AVX-512): numbers are rounded in another way; to go on as before, resume on a CPU like"
+    )
+    assert not warnings(BF16) and not warnings(FP32, None)
+    assert not warnings(FP32, hardware="cuda"), "each process decides by its own GPU"
+    types_of(run_dir, trainer="bfloat16", here_regular_0="float32")
+    assert [line.partition(" before")[0] for line in (*warnings(FP32), *warnings(BF16))] == [
+        "model.dtype: trainer computed in bfloat16",
+        "model.dtype: instances computed in float32",
+    ]
+    newest.rename(run_dir / "gone")
+    assert not warnings(FP32), "it starts from its model"
+
+
+def test_a_type_that_another_machine_decides_is_not_compared(tmp_path: Path) -> None:
+    run, run_dir = run_of(tmp_path / "m", "grpo"), tmp_path / "run"
+    checkpoint(run_dir, 2, "grpo")
+    types_of(run_dir, trainer="bfloat16", here_regular_0="bfloat16")
+    ray, two = cluster().model_dump(), cluster().model_dump()
+    ray["sites"]["here"]["launch"] = {"backend": "ray"}
+    assert not [*type_warnings(ClusterConfig.model_validate(ray), run, run_dir, None, FP32)]
+    two["sites"]["there"] = {"generation": [{"replicas": 1}]}
+    two["links"] = [{"between": ["here", "there"], "bandwidth_gbit_s": 1, "rtt_ms": 1}]
+    two["sites"]["here"]["port"] = 5600
+    sites = ClusterConfig.model_validate(two)
+    assert not [*type_warnings(sites, run, run_dir, "there", FP32)]
+    assert len([*type_warnings(sites, run, run_dir, "here", FP32)]) == 1
