@@ -62,6 +62,7 @@ def command(
     from streamrl.machine.compute_type import choose
     from streamrl.machine.cpu import this_cpu
     from streamrl.machine.demo_size import MICRO_BATCHES, choose_micro_batch, choose_size, peak_bytes
+    from streamrl.machine.first_time import announced
     from streamrl.machine.installed_packages import package_problems
     from streamrl.machine.own_share import free_memory, usable_cores
     from streamrl.machine.probe import ProbeFailed, rates
@@ -76,7 +77,8 @@ def command(
     click.echo(f"demo: this machine has {this_cpu()}, {cores} cores, {free_memory() / GB:.0f} GB of memory free")
     folder = fetch_with_progress(MODEL, None)
     try:
-        found = rates(folder)
+        with announced(click.echo):
+            found = rates(folder)
     except ProbeFailed as error:
         raise UserError(
             ErrorCode.INSTALLATION.refer(

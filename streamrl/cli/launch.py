@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,12 +67,13 @@ def command(
       streamrl launch --cluster cluster_configs/heterogeneous.yaml --emulate
     """
     check_shadowing()
-    if not dry_run:
-        click.echo("reading the configuration and checking this machine")  # at once: the imports take seconds
+    say = partial(click.echo, err=dry_run)  # the output of a dry run is the plan alone
+    say("reading the configuration and checking this machine")  # at once: the imports take seconds
     from streamrl.config.load import load_cluster, load_resolved, load_run
     from streamrl.config.named_files import naming_files
     from streamrl.dashboard.web_server import beside_run, check_installed
     from streamrl.launcher.emulated_cluster import emulated
+    from streamrl.machine.first_time import announced
     from streamrl.plain_files import check_plain
     from streamrl.run_dir.layout import FOREIGN, new_folder
 
@@ -103,7 +105,7 @@ def command(
     if emulate:
         cluster = emulated(cluster)
     elsewhere = bool(cluster.remote_sites) and site is None and not emulate
-    with naming_files(cluster_file, run_file, overrides, resume_dir):
+    with naming_files(cluster_file, run_file, overrides, resume_dir), announced(say):
         types = _check(cluster, run, run_dir.parent, site, emulate, elsewhere, resume_dir, cluster_file, before)
     if dry_run:
         _print_plan(cluster, run, run_dir, site, emulate, types)
@@ -129,10 +131,12 @@ def start(cluster: ClusterConfig, run: RunConfig, runs_dir: Path, plain: bool) -
         RunFailed: the run failed; the message ends with the cause.
     """
     from streamrl.launcher import supervisor
+    from streamrl.machine.first_time import announced
     from streamrl.run_dir.layout import make_folder
 
     check_shadowing()
-    _check(cluster, run, runs_dir)
+    with announced(click.echo):
+        _check(cluster, run, runs_dir)
     supervisor.run(cluster, run, make_folder(runs_dir, run.name), False, plain)
 
 

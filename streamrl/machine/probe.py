@@ -25,6 +25,7 @@ from scheduler.cost.model_shapes import text_part
 from streamrl.atomic_files import replace_json
 from streamrl.imports import importing
 from streamrl.machine.cpu import this_cpu
+from streamrl.machine.first_time import announce
 from streamrl.machine.model_files import cache_directory, read_config
 
 ROWS = 128
@@ -180,6 +181,7 @@ def rates(model_folder: Path) -> Probe:
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         values = json.loads(path.read_bytes())
         return Probe(float(values["bf16_gflops"]), float(values["fp32_gflops"]))
+    announce("measuring how fast this CPU multiplies in bfloat16 and in float32")
     found = _measured_here(shapes) if "torch" in sys.modules else _measured_apart(model_folder)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -25,6 +25,7 @@ from streamrl.config.run import MODEL_KEY, RunConfig
 from streamrl.errors import ErrorCode, UserError
 from streamrl.imports import importing
 from streamrl.machine.compiled_c import library_name
+from streamrl.machine.first_time import announce
 from streamrl.machine.model_files import cache_directory, transformers_config
 from streamrl.training.packing_ways import PackingKind, PackingProof, PackingWay
 
@@ -132,6 +133,7 @@ def packing_proof(folder: Path) -> PackingProof | None:
     path = cache_directory() / "machine" / f"packing-{_key(folder)}.json"
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         return _read(path.read_text(encoding="utf-8"))
+    announce("proving how groups of this model's architecture can be packed (up to a minute)")
     text = _prove_here(folder) if "torch" in sys.modules else _prove_apart(folder)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,8 @@ from tests.cli.calling import streamrl
 from tests.mere_user import without_right_to
 
 CLUSTER, RUN = "cluster_configs/local.yaml", "examples/demo.yaml"
+FIRST = "reading the configuration and checking this machine\n"
+"""What a dry run says at once."""
 
 
 def test_a_folder_of_runs_that_is_closed_is_told(
@@ -20,7 +22,7 @@ def test_a_folder_of_runs_that_is_closed_is_told(
     (tmp_path / "closed").mkdir()
     with without_right_to(tmp_path / "closed"):
         assert streamrl(monkeypatch, *arguments) == 2
-    assert capsys.readouterr().err == f"error: {tmp_path}/closed/runs/demo: Permission denied\n"
+    assert capsys.readouterr().err == f"{FIRST}error: {tmp_path}/closed/runs/demo: Permission denied\n"
 
 
 def test_a_run_with_a_closed_folder_is_told_when_it_is_resumed(
@@ -32,7 +34,7 @@ def test_a_run_with_a_closed_folder_is_told_when_it_is_resumed(
     checkpoints.chmod(0o100)  # entered, but not read
     with without_right_to():
         assert streamrl(monkeypatch, "launch", "--dry-run", "--resume", tmp_path) == 2
-    assert capsys.readouterr().err == f"error: {checkpoints}: Permission denied\n"
+    assert capsys.readouterr().err == f"{FIRST}error: {checkpoints}: Permission denied\n"
 
 
 def test_an_error_that_names_no_file_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

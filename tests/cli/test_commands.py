@@ -346,6 +346,25 @@ def test_dry_run_prints_every_process_and_starts_nothing(terminal: Terminal) -> 
     assert not (terminal.folder / "runs").exists()
 
 
+@pytest.mark.parametrize("dry", [True, False])
+def test_a_launch_says_what_takes_long_before_it_does_it_and_a_dry_run_beside_its_plan(
+    terminal: Terminal, dry: bool
+) -> None:
+    terminal.monkeypatch.setenv("STREAMRL_CACHE", str(terminal.folder / "cache"))
+    lines = [
+        "reading the configuration and checking this machine",
+        "measuring how fast this CPU multiplies in bfloat16 and in float32, once on this machine",
+        "proving how groups of this model's architecture can be packed (up to a minute), once on this machine",
+    ]
+    for known in (0, 2):  # the second time, what was measured is kept
+        result = terminal.launch(*["--dry-run"] * dry)
+        assert result.code == 0, result.err
+        said, other = (result.err, result.out) if dry else (result.out, result.err)
+        found = said.splitlines()
+        assert sorted(line for line in found if line in lines) == sorted(lines[: len(lines) - known])
+        assert found[0] == lines[0] and not any(line in other for line in lines)
+
+
 def test_dry_run_says_how_the_trainers_ranks_divide_the_work(terminal: Terminal) -> None:
     save_tiny_model(terminal.folder / "model", kv_heads=2)
     alone = (terminal.folder / "cluster.yaml").read_text()
@@ -385,7 +404,7 @@ def test_dry_run_prints_the_plan_of_all_sites(terminal: Terminal) -> None:
     for words in ("link home - there", "10 Gbit/s", "link home - far", "90 ms", "curve"):
         assert words in result.out
     # no GPUs, no keys, a port of another machine: nothing for this one to refuse
-    unchecked, untried = result.err.splitlines()
+    _, unchecked, untried = result.err.splitlines()
     assert unchecked.startswith("warning: not checked: ") and "GPUs, ports, keys" in unchecked
     assert untried.startswith("warning: never run so far: trainer and instances on GPUs of their own")
     assert "4 trainer ranks over NCCL" in untried

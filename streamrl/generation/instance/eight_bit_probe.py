@@ -25,6 +25,7 @@ from scheduler.cost.model_shapes import text_part
 from streamrl.atomic_files import replace_json
 from streamrl.machine.cpu import this_cpu
 from streamrl.machine.engine_settings import package_version
+from streamrl.machine.first_time import announce
 from streamrl.machine.model_files import cache_directory, read_config
 from streamrl.machine.probe import METHOD, Shape, cpu_seconds
 
@@ -85,6 +86,7 @@ def probe_products(model_folder: Path, dtype: str) -> StepProducts | None:
     path = cache_directory() / "machine" / f"eight-bits-{key}.json"
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         return _read(json.loads(path.read_bytes()))
+    announce("measuring how fast this CPU multiplies in 8 bits")
     try:
         done = subprocess.run(
             [sys.executable, "-m", __name__, str(model_folder), dtype],
