@@ -88,8 +88,12 @@ def _show(directory: Path, status: RunStatus | None, console: Console) -> None:
 
 
 def _watch(directory: Path, console: Console) -> None:
-    """Show the state until the run has ended or its launcher is gone."""
-    from streamrl.report.gone_launcher import launcher_gone, site_status
+    """Show the state until the run has ended or its launcher is gone.
+
+    Raises:
+        UserError: the folder is gone.
+    """
+    from streamrl.report.gone_launcher import site_status
 
     if site_status(directory) is None and _watch_run(directory, console):
         return
@@ -97,7 +101,7 @@ def _watch(directory: Path, console: Console) -> None:
 
     view = SiteView(directory, console)
     view.refresh()
-    while not (over := launcher_gone(directory, None)):
+    while not (over := _over(directory, None)):
         time.sleep(REFRESH_S)
         view.refresh()
     view.summary()
@@ -105,14 +109,18 @@ def _watch(directory: Path, console: Console) -> None:
 
 
 def _watch_run(directory: Path, console: Console) -> bool:
-    """Show a run until its end; return False if it turns out to be a site that only generates."""
-    from streamrl.report.gone_launcher import launcher_gone, site_status
+    """Show a run until its end; return False if it turns out to be a site that only generates.
+
+    Raises:
+        UserError: the folder is gone.
+    """
+    from streamrl.report.gone_launcher import site_status
     from streamrl.report.live_view import LiveView
 
     with LiveView(directory, console=console) as view:
         while True:
             status = view.refresh()
-            over = launcher_gone(directory, status)
+            over = _over(directory, status)
             if over or (status is not None and status.final) or site_status(directory) is not None:
                 break
             time.sleep(REFRESH_S)
@@ -122,3 +130,17 @@ def _watch_run(directory: Path, console: Console) -> bool:
     if over:
         view.say(over)
     return True
+
+
+def _over(directory: Path, status: RunStatus | None) -> str:
+    """Describe why nothing will change any more in a folder that is watched, as `launcher_gone` does; '': it may.
+
+    Raises:
+        UserError: the folder is gone.
+    """
+    from streamrl.errors import UserError
+    from streamrl.report.gone_launcher import launcher_gone
+
+    if not directory.exists():
+        raise UserError(f"run folder {directory} is gone (moved or deleted?): there is nothing more to watch")
+    return launcher_gone(directory, status)

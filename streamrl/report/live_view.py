@@ -270,7 +270,7 @@ class LiveView:
     def _show(self, height: int | None) -> RunStatus | None:
         """Show what has changed, in a picture of at most `height` lines; None: of any, which `Live.stop` draws."""
         now, status = self._clock(), self._status()
-        if self._is_away():
+        if self._is_away() or not self.run_dir.exists():  # nothing is left to show of a folder that is gone
             return status
         rows, evaluations = self._rows(self._steps), self._rows(self._evaluations)
         stages = self._stages.read()

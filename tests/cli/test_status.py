@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -224,3 +225,20 @@ def test_watching_a_site_ends_with_its_launcher(
     shown = capsys.readouterr().out
     assert "west: serving; 0 instances" in shown and "no optimizer step" not in shown
     assert shown.endswith(f"no launcher runs {folder} any more\n")
+
+
+@pytest.mark.parametrize("generates", [False, True])
+def test_watching_a_folder_that_is_moved_or_deleted_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured, generates: bool
+) -> None:
+    if generates:
+        site(folder, updated_at=time.time())
+        (folder / ".lock").write_text("process 1 on another-machine")
+    else:
+        write_status(folder, make_status(3, 20, time.time()))
+    moving = SimpleNamespace(time=time.time, sleep=lambda seconds: folder.rename(folder.with_name("moved")))
+    monkeypatch.setattr(status, "time", moving)
+    assert streamrl(monkeypatch, "status", folder, "--watch") == 2
+    shown = capsys.readouterr()
+    assert shown.err == f"error: run folder {folder} is gone (moved or deleted?): there is nothing more to watch\n"
+    assert "not reported" not in shown.out

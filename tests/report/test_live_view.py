@@ -704,3 +704,13 @@ def test_a_log_names_the_death_of_an_instance_that_starts_again_before_it_is_see
         for state, detail in (("running", ""), ("starting", ""), ("running", ""), ("starting", killed)):
             look(state, detail)
         assert seen == [f"[10s] here-tail-0: starting ({killed})"]  # once more, after it has run; a first start is none
+
+
+def test_the_picture_of_a_folder_that_is_gone_stays_as_it_was(make_run: RunMaker) -> None:
+    run_dir, screen = make_run(3, rollouts=False, trace=False), Screen(terminal=True)
+    with screen.view(run_dir) as view:
+        view.refresh()
+        assert "step 3/20" in "".join(screen.take())
+        run_dir.rename(run_dir.with_name("moved"))
+        assert view.refresh() is None
+    assert "has not reported yet" not in "".join(screen.take())
