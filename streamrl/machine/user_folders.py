@@ -10,12 +10,10 @@ from pathlib import Path
 
 from streamrl.errors import UserError
 
-CACHES_OF_LIBRARIES = {
-    "VLLM_CACHE_ROOT": ("XDG_CACHE_HOME", ".cache", "vllm"),
-    "MPLCONFIGDIR": ("XDG_CONFIG_HOME", ".config", "matplotlib"),
-}
-"""Variables by which libraries get the folder that they else make in a user's folder (variable, below the home, name),
-and of which they complain in many lines if they cannot."""
+CONFIG, CACHE = ("XDG_CONFIG_HOME", ".config"), ("XDG_CACHE_HOME", ".cache")
+CACHES_OF_LIBRARIES = {"VLLM_CACHE_ROOT": ("vllm", [CACHE]), "MPLCONFIGDIR": ("matplotlib", [CONFIG, CACHE])}
+"""Variables by which libraries get the folder, of this name, that they else make in each of a user's folders (variable,
+below the home), and of which they complain in many lines if they cannot write there."""
 REMEDY = "set HOME to a folder of yours (or STREAMRL_CACHE and STREAMRL_ENVIRONMENTS)"
 
 
@@ -43,8 +41,9 @@ def settle_caches() -> None:
     What the environment says already is kept. This process and all that it starts are concerned, and only libraries
     that are imported afterwards.
     """
-    for name, (variable, below_home, library) in CACHES_OF_LIBRARIES.items():
-        if name not in os.environ and not os.environ.get(variable) and _at_home(below_home, library) is None:
+    for name, (library, places) in CACHES_OF_LIBRARIES.items():
+        usual = [_at_home(below_home, library) for variable, below_home in places if not os.environ.get(variable)]
+        if name not in os.environ and not all(folder is not None and _may_write(folder) for folder in usual):
             with contextlib.suppress(UserError):  # they only complain, and do without
                 os.environ[name] = str(_without_home() / library)
 
@@ -71,7 +70,12 @@ def _can_be_made(folder: Path) -> bool:
     """Whether this user may write to the nearest folder above it that there is."""
     # not Path.exists, which raises where this user may not look
     above = next(parent for parent in folder.absolute().parents if os.path.exists(parent))
-    return os.path.isdir(above) and os.access(above, os.W_OK | os.X_OK)
+    return os.path.isdir(above) and _may_write(above)
+
+
+def _may_write(folder: Path) -> bool:
+    """Whether this user may write to a folder, or could once it is made."""
+    return not os.path.exists(folder) or os.access(folder, os.W_OK | os.X_OK)
 
 
 def _without_home() -> Path:

@@ -90,6 +90,31 @@ def test_libraries_get_a_place_for_their_caches_where_there_is_no_home(
         assert (os.environ["MPLCONFIGDIR"], os.environ.get("VLLM_CACHE_ROOT")) == ("/mine", None)
 
 
+@pytest.mark.parametrize(
+    ("closed", "elsewhere"),
+    [
+        (".cache/vllm", ["VLLM_CACHE_ROOT"]),
+        (".config/matplotlib", ["MPLCONFIGDIR"]),
+        (".cache/matplotlib", ["MPLCONFIGDIR"]),
+        (".cache/streamrl", []),
+    ],
+)
+def test_a_librarys_folder_to_which_the_user_cannot_write_is_not_used(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, closed: str, elsewhere: list[str]
+) -> None:
+    (temporary / closed).mkdir(parents=True)
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(temporary / closed))
+    environment = {"HOME": str(temporary)}
+    monkeypatch.setattr(os, "environ", environment)
+    settle_caches()
+    assert sorted(environment) == sorted(["HOME", *elsewhere])
+    monkeypatch.setattr(
+        os, "environ", given := {"HOME": str(temporary), "XDG_CACHE_HOME": "/c", "XDG_CONFIG_HOME": "/d"}
+    )
+    settle_caches()
+    assert len(given) == 3
+
+
 def test_root_keeps_its_folders_where_its_home_is_the_root_folder(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
