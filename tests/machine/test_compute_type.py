@@ -127,7 +127,25 @@ def test_a_limit_by_the_environment_counts_as_instructions_that_are_not_there() 
     cpu = parse_cpuinfo(CPUINFO_X86, "x86_64", {"ATEN_CPU_CAPABILITY": "avx2", "OTHER": "1"})
     assert not cpu.has_bf16
     assert cpu.instructions == "AVX-512, limited by ATEN_CPU_CAPABILITY=avx2"
-    assert parse_cpuinfo(CPUINFO_X86, "x86_64", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}).has_bf16
+
+
+@pytest.mark.parametrize(
+    ("limit", "limited"),
+    [
+        ("ONEDNN_MAX_CPU_ISA=SSE41", True),
+        ("ONEDNN_MAX_CPU_ISA=AVX", True),
+        ("DNNL_MAX_CPU_ISA=avx2", True),
+        ("ONEDNN_MAX_CPU_ISA=AVX2_VNNI_2", True),
+        ("ONEDNN_MAX_CPU_ISA=AVX512_CORE", False),
+        ("ONEDNN_MAX_CPU_ISA=DEFAULT", False),  # what it does without the variable
+        ("ATEN_CPU_CAPABILITY=default", True),
+        ("ATEN_CPU_CAPABILITY=avx512", False),
+    ],
+)
+def test_only_limits_below_avx_512_take_the_kernels_for_bf16_and_int8_away(limit: str, limited: bool) -> None:
+    flags = CPUINFO_X86.replace("avx512f", "avx512f avx512_vnni")
+    cpu = parse_cpuinfo(flags, "x86_64", dict([limit.split("=")]))
+    assert (cpu.has_bf16, cpu.has_int8) == (not limited, not limited)
 
 
 def test_the_probe_takes_the_models_own_shapes_and_cuts_large_ones() -> None:
