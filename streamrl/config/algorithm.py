@@ -62,7 +62,7 @@ class OffPolicyConfig(StrictModel):
     ratio_to: Literal["generator", "proximal"] = Field(
         "generator",
         description="denominator of the surrogate's ratio: the generator's own log-probabilities, or (proximal) "
-        "those of the trainer's weights at their last publication (decoupled PPO)",
+        "those of the trainer's weights after the last step that publishes (decoupled PPO)",
     )
     correction: Literal["none", "truncate", "mask"] = Field(
         "none",
@@ -178,7 +178,7 @@ class Algorithm(SurrogateKeys, StrictModel):
         return SURROGATES[self.surrogate].by_sequence or corrected
 
     def needs_proximal(self, updates: int) -> bool:
-        """Whether a copy of the last published weights must be kept.
+        """Whether a copy of the weights after the last step that publishes must be kept.
 
         Args:
             updates: updates of the weights between publications. With 1 the published weights are those before the

@@ -3,7 +3,7 @@ No sockets.
 
 Every method is a collective: all ranks must call the same ones in the same order. A step is
 
-    accumulate(groups) ... accumulate(groups, is_last=True)  ->  step(step, normalizer)  [-> mark_published()]
+    accumulate(groups) ... accumulate(groups, is_last=True)  ->  step(step, normalizer)
 
 with `prepare(groups)` at any time in between. Losses are *sums* over tokens; `step` divides the accumulated gradient by
 the whole batch's normalizer. So the gradient does not depend on how the batch was split, on the order in which groups
@@ -13,7 +13,8 @@ has computed them before, and they come with the groups (`RunConfig.needs_estima
 
 The reference's log-probabilities never change, so `prepare` may compute them before the groups are trained. They are
 returned to the caller and come back with the groups; nothing is kept here, so any rank may train what another has
-prepared. The proximal copy changes at every publication.
+prepared. The proximal copy changes after every step whose weights are to be published, whenever they are: a version may
+leave late, between two micro-batches of the next step, which must have one proximal policy.
 """
 
 from __future__ import annotations
@@ -169,6 +170,8 @@ class Trainer:
         """Micro-batches accumulated for the next step."""
         self._bad_losses: list[str] = []
         """Those of them whose loss on this rank is not finite."""
+        if not resumed:
+            self._renew_proximal()
 
     @failures_told()
     def prepare(self, groups: list[TrainGroup]) -> FloatArray:
@@ -382,6 +385,9 @@ class Trainer:
             else:
                 learner.update(rate_of_learner)
         self._forget_micro_batches()
+        whole = skip or (refused is None and update + 1 == of_step)  # a skipped update is its step's last one
+        if whole and (step + 1) % self.run.schedule.sync_every == 0:
+            self._renew_proximal()
         return StepResult(norms[0], rate, skip or refused is not None, refused)
 
     def _forget_micro_batches(self) -> None:
@@ -455,8 +461,8 @@ class Trainer:
         """Bring back what `leave_device` has moved, bit for bit; a no-op if nothing was."""
         self._offload.restore()
 
-    def mark_published(self) -> None:
-        """Make the current weights, which have been sent to the instances, the proximal policy."""
+    def _renew_proximal(self) -> None:
+        """Make the current weights the proximal policy, if the algorithm has one."""
         if self.proximal:
             copy_weights(self.policy, self.proximal)
 
@@ -504,8 +510,8 @@ class Trainer:
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote, also by another number of ranks.
 
-        The restored weights count as published, because a resumed run generates with them. Raises as `load_state` and
-        `check_trainer_state`.
+        The restored weights are the proximal policy, because a resumed run generates with them. Raises as `load_state`
+        and `check_trainer_state`.
         """
         check_trainer_state(directory)
         state = self._state()
@@ -513,7 +519,7 @@ class Trainer:
         self.learner.restore("", state)
         if self.critic:
             self.critic.restore("critic_", state)
-        self.mark_published()
+        self._renew_proximal()
 
     def _state(self) -> dict[str, Any]:
         return self.learner.state("") | (self.critic.state("critic_") if self.critic else {})

@@ -272,8 +272,6 @@ class TrainerProcess:
             case Publish() as order:
                 self.state = "publishing weights"
                 published = await self.weights.publish(self.trainer, self.version, link, order.behind)
-                if not order.behind:
-                    await self._compute(self.trainer.mark_published)
                 await self._leave_device()  # instances wake up
                 answer = functools.partial(PublishDone, **asdict(published))
             case MeasureCanary():

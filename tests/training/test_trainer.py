@@ -306,12 +306,17 @@ def test_a_skipped_step_changes_nothing(tiny_model: Path, one_rank: None) -> Non
     assert torch.equal(accumulated_gradient(trainer, [random_groups(2, seed=1)]), whole)
 
 
-def test_the_proximal_policy_is_that_of_the_last_publication(tiny_model: Path, one_rank: None) -> None:
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_the_proximal_policy_is_that_after_the_last_step_that_publishes(
+    tiny_model: Path, one_rank: None, epochs: int
+) -> None:
+    """When the version leaves for the instances does not matter: the trainer is told nothing of it."""
     off_policy = {"ratio_to": "proximal", "correction": "truncate", "high": 1.1}
     config = run_config(
         tiny_model,
         algorithm={"name": "grpo", "off_policy": off_policy},
         schedule={"name": "stream", "sync_every": 2},
+        batch={"epochs": epochs},
     )
     trainer = Trainer(config, str(tiny_model), CPU)
 
@@ -323,9 +328,9 @@ def test_the_proximal_policy_is_that_of_the_last_publication(tiny_model: Path, o
             return policy(pack(groups), 1.0)[0]
 
     groups = random_groups(3)
-    for step in range(4):
-        if step % 2 == 0:
-            trainer.mark_published()
+    for step, update in itertools.product(range(4), range(epochs)):
+        newest = step % 2 == 0 and update == 0
+        if newest:
             proximal = published_log_probabilities(groups)
         current = published_log_probabilities(groups)
         batch = pack(groups)
@@ -335,8 +340,26 @@ def test_the_proximal_policy_is_that_of_the_last_publication(tiny_model: Path, o
         stats = trainer.accumulate(groups, is_last=True)
         assert stats.loss_sum == pytest.approx(float(expected.loss_sum), rel=1e-4)
         assert stats.ratio_sum == pytest.approx(float(expected.sums["ratio_sum"]), rel=1e-5)
-        assert (abs(stats.ratio_sum - stats.tokens) < 1e-3) == (step % 2 == 0)
-        trainer.step(step, 3.0)
+        assert (abs(stats.ratio_sum - stats.tokens) < 1e-3) == newest
+        trainer.step(step, 3.0, update=update)
+
+
+@pytest.mark.parametrize("end", ["skipped", "refused"])
+def test_a_skipped_update_ends_its_step_for_the_proximal_policy_and_a_refused_one_does_not(
+    tiny_model: Path, one_rank: None, end: str
+) -> None:
+    algorithm = {"name": "grpo", "off_policy": {"ratio_to": "proximal"}}
+    config = run_config(tiny_model, algorithm=algorithm, batch={"epochs": 2})
+    trainer = Trainer(config, str(tiny_model), CPU)
+    groups = random_groups(3)
+    trainer.accumulate(groups, is_last=True)
+    trainer.step(0, 3.0)
+    trainer.accumulate(groups, is_last=True)
+    assert bool(trainer.step(0, 3.0 if end == "skipped" else float("nan"), end == "skipped", 1).refused) == (
+        end == "refused"
+    )
+    stats = trainer.accumulate(groups, is_last=True)
+    assert (abs(stats.ratio_sum - stats.tokens) < 1e-3) == (end == "skipped")
 
 
 def test_the_critic_sees_what_separate_sequences_would_show_it(tiny_model: Path) -> None:
