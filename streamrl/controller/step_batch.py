@@ -205,19 +205,6 @@ class StepBatch:
         """Return whether a complete group has too few rewards: under 2 if its samples are compared, else none."""
         return len(group.survivors()) < (2 if self.run.algorithm.compares_siblings else 1)
 
-    def replaces(self, group: Group) -> bool:
-        """Return whether another group takes the place of a complete one, which is then never trained.
-
-        That is so if it has too few survivors; and, with dynamic sampling, if the task's own rewards are all equal
-        (before the overlong penalty: DAPO filters by correctness, arXiv 2503.14476, eq. 11), up to the limit of a step.
-        """
-        if self.too_few_survivors(group):
-            return True
-        algorithm = self.run.algorithm
-        limit = algorithm.max_replaced * self.run.batch.prompts_per_step
-        equal = sum(not self.too_few_survivors(one) for one in self.dropped)
-        return algorithm.dynamic_sampling and equal < limit and is_flat(group.rewards())
-
     def take(self, group: Group) -> None:
         """Add a complete group to the step.
 

@@ -23,6 +23,7 @@ from streamrl.controller.mismatch_guard import MismatchGuard
 from streamrl.controller.pool_sizes import Scaling
 from streamrl.controller.reference_prefetch import Preparation
 from streamrl.controller.refused_steps import RefusedSteps
+from streamrl.controller.replacements import Replacements
 from streamrl.controller.schedule_tuner import FixedSchedule, Setup
 from streamrl.controller.site_services import Services
 from streamrl.controller.step_batch import StepBatch
@@ -95,6 +96,7 @@ class TrainingSteps:
     """Whether the canary was measured with the weights that are published next."""
     _cores_due: tuple[int, ...] = ()
     """CPU cores that the trainer has yet to move to; (): none."""
+    _replacements: Replacements = field(init=False)
     _preparation: Preparation = field(init=False, default_factory=Preparation)
     _learning: asyncio.Task[StepLengths] | None = None
     """Task that learns from the output lengths of the current step; started once the step has all its groups."""
@@ -106,6 +108,7 @@ class TrainingSteps:
 
     def __post_init__(self) -> None:
         self.batch = self._new_batch()
+        self._replacements = Replacements(self.run)
 
     def resume_at(self, step: int, chosen: dict[str, Any] | None = None) -> None:
         """Continue after `step` optimizer steps, with the checkpoint's choice of the schedule (see `begin`)."""
@@ -136,7 +139,7 @@ class TrainingSteps:
 
     def complete(self, group: Group) -> None:
         """Let a complete group wait to be taken into a step, or drop it if another one takes its place."""
-        if self.batch.replaces(group):
+        if self._replacements.replaces(group, self.batch, self.pool.issued):
             self.batch.dropped.append(dropped := self.pool.drop(group.group_id))
             if self.batch.full:
                 self._late.append(dropped)

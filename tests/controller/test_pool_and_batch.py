@@ -16,7 +16,7 @@ import pytest
 from ranker.online import Trust
 from scheduler.schedule.schedules import ScheduleState, make_schedule
 from scheduler.simulation.saving import Saving
-from streamrl.config.algorithm import GROUP_ADVANTAGES, AdvantageKind
+from streamrl.config.algorithm import AdvantageKind
 from streamrl.config.model_and_batch import SamplingConfig
 from streamrl.config.run import RunConfig
 from streamrl.config.speculation import SpeculationConfig
@@ -239,49 +239,6 @@ def test_a_group_without_a_loss_counts_once_as_one_without_gradient(advantage: s
         batch.take(pool.take())
     assert batch.no_gradient == 3
     assert sorted(batch.pieces) == ["d"]
-
-
-def test_dynamic_sampling_replaces_flat_groups_up_to_its_limit() -> None:
-    run = config(2, name="dapo", max_replaced=1.0)
-    pool, batch = pool_of("abcde", batch=2), StepBatch(run, 1)
-    assert not batch.replaces(finish(pool, "a", [1.0, 0.0]))
-    for name in "bc":
-        group = finish(pool, name, [1.0, 1.0])
-        assert batch.replaces(group)
-        batch.dropped.append(pool.drop(name))
-    assert not batch.replaces(finish(pool, "d", [1.0, 1.0]))  # as many as the batch has: it is kept
-
-
-def test_dynamic_sampling_judges_the_task_reward_before_the_overlong_penalty() -> None:
-    run = config(2, name="dapo", overlong={"margin_tokens": 126, "penalty": 1.0})  # grows from 2 tokens on
-    pool, batch = pool_of("ab", batch=2), StepBatch(run, 1)
-    right = finish(pool, "a", [1.0, 1.0])
-    assert len(set(batch.rewards(right))) == 2  # their lengths differ, and so do their shaped rewards
-    assert batch.replaces(right)
-    assert not batch.replaces(finish(pool, "b", [1.0, 1.0 - 1e-9]))
-
-
-@pytest.mark.parametrize("advantage", [*GROUP_ADVANTAGES, "batch_group_baseline"])
-def test_a_group_goes_on_with_two_survivors_and_is_replaced_with_fewer(advantage: str) -> None:
-    pool, batch = pool_of("abc", 3), StepBatch(config(3, 3, advantage=advantage), 1)
-    assert not batch.replaces(finish(pool, "a", [1.0, None, 0.0]))
-    assert batch.replaces(finish(pool, "b", [None, 1.0, None]))
-    assert batch.replaces(finish(pool, "c", [None, None, None]))
-
-
-@pytest.mark.parametrize("algorithm", [{"advantage": "batch"}, {"name": "ppo", "advantage": "gae", "critic": {}}])
-def test_where_samples_are_not_compared_one_survivor_is_enough(algorithm: dict[str, object]) -> None:
-    pool, batch = pool_of("ab"), StepBatch(config(**algorithm), 1)
-    assert not batch.replaces(finish(pool, "a", [None, 1.0]))
-    assert batch.replaces(finish(pool, "b", [None, None]))
-
-
-def test_groups_replaced_for_their_void_rewards_do_not_use_up_the_limit_of_dynamic_sampling() -> None:
-    pool, batch = pool_of("abcd", batch=2), StepBatch(config(2, name="dapo", max_replaced=1.0), 1)
-    for name in "ab":
-        assert batch.replaces(finish(pool, name, [None, 1.0]))
-        batch.dropped.append(pool.drop(name))
-    assert batch.replaces(finish(pool, "c", [1.0, 1.0]))
 
 
 @pytest.mark.parametrize("kind", ADVANTAGES)

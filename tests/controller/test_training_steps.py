@@ -387,6 +387,26 @@ def test_lengths_of_groups_that_are_dropped_while_a_full_step_is_trained_are_lea
     assert learned == [["b", "a"], ["e", "d", "c"]]
 
 
+def test_groups_of_all_steps_of_a_publication_may_be_replaced_before_the_first_of_them_ends() -> None:
+    batch = {"prompts_per_step": 2, "samples_per_prompt": 2}
+    algorithm = {"name": "dapo", "max_replaced": 1.0}
+    schedule = {"name": "sync", "sync_every": 3}
+    run = RunConfig.model_validate({"batch": batch, "algorithm": algorithm, "schedule": schedule})
+    names = ("trainers", "services", "groups", "evaluator", "lengths", "scaling", "recorder", "telemetry", "times")
+    rest: dict[str, Any] = dict.fromkeys((*names, "waits", "refusals", "canary", "guard"))
+    pool, issuer = GroupPool(2, 9), SimpleNamespace(rounds=NoRounds())
+    steps = TrainingSteps(run=run, pool=pool, issuer=issuer, **rest)  # type: ignore[arg-type]
+    pool.issue([empty_group(f"g{number}") for number in range(6)], 0)
+    for number in range(12):
+        group = pool.groups[f"g{number}"]
+        for sample in range(2):
+            pool.finish(make_sample(f"{group.group_id}.{sample}"), 0.0)
+            pool.score(f"{group.group_id}.{sample}", 1.0, None)
+        steps.complete(group)
+        pool.issue([empty_group(f"g{6 + number}")] if pool.issued < 6 else [], 0)
+    assert len(steps.batch.dropped) == pool.complete == 6
+
+
 def test_a_trainer_that_begins_at_another_checkpoint_than_the_controller_is_started_again_with_it() -> None:
     pushing = Pushing(step=10)
 
