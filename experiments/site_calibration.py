@@ -35,7 +35,7 @@ OVERRIDES = (
     f"batch.samples_per_prompt={SAMPLES}",
     f"sampling.max_tokens={MAX_TOKENS}",
     f"tasks=[{{kind: reasoning_gym, {TASK}}}]",
-    f"algorithm.overlong={{margin_tokens: {MAX_TOKENS}}}",
+    f"algorithm.overlong={{margin_tokens: {MAX_TOKENS - 1}}}",
     "checkpoint.every=1000",
 )
 DRAWS = 50

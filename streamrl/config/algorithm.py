@@ -84,8 +84,8 @@ class OverlongConfig(StrictModel):
     margin_tokens: int | None = Field(
         None,
         ge=1,
-        description="tokens before sampling.max_tokens over which the penalty grows (default: a fifth of the limit); "
-        "an episode of an agent is as long as its longest answer",
+        description="tokens before sampling.max_tokens over which the penalty grows, fewer than those (default: a "
+        "fifth of the limit); an episode of an agent is as long as its longest answer",
     )
     penalty: float = Field(
         1.0, gt=0, description="amount subtracted from the reward of a completion that reaches the limit"

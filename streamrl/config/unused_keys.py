@@ -54,6 +54,13 @@ def unused_keys(run: RunConfig) -> Iterable[ConfigProblem]:
         for key in _changed(algorithm, ("max_replaced",)):
             reason = "has no use without dynamic_sampling: leave it out, or set dynamic_sampling: true"
             yield _problem(("algorithm", key), ("algorithm", "dynamic_sampling"), reason)
+    margin = None if algorithm.overlong is None else algorithm.overlong.margin_tokens
+    if margin is not None and margin >= run.sampling.max_tokens:
+        reason = (
+            f"is {margin}, and sampling.max_tokens {run.sampling.max_tokens}: every token of every answer would be "
+            "penalised; expected a margin below sampling.max_tokens"
+        )
+        yield _problem(("algorithm", "overlong", "margin_tokens"), ("sampling", "max_tokens"), reason)
     if optimizer.decay == "constant":
         for key in _changed(optimizer, ("min_lr_fraction",)):
             reason = "has no use with decay: constant: leave it out, or choose linear, cosine or wsd"

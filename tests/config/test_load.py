@@ -208,6 +208,15 @@ def test_every_mistake_of_a_file_is_told_in_one_message_in_its_order(write: Writ
             "F:1: 'algorithm.max_replaced' has no use without dynamic_sampling: leave it out",
         ),
         (
+            "algorithm: {name: dapo, overlong: {margin_tokens: 128}}\n",
+            "F:1: 'algorithm.overlong.margin_tokens' is 128, and sampling.max_tokens 128: every token of every answer "
+            "would be penalised; expected a margin below sampling.max_tokens",
+        ),
+        (
+            "algorithm:\n  name: grpo\n  overlong:\n    margin_tokens: 40\nsampling:\n  max_tokens: 39\n",
+            "F:4: 'algorithm.overlong.margin_tokens' is 40, and sampling.max_tokens 39",
+        ),
+        (
             "optimizer:\n  min_lr_fraction: 0\n",
             "F:2: 'optimizer.min_lr_fraction' has no use with decay: constant: leave it out, or choose linear",
         ),
@@ -508,6 +517,7 @@ def test_keys_of_deltas_and_of_forecasts_have_a_use_where_there_are_some(write: 
 
 def test_a_run_that_began_with_keys_without_use_goes_on(tmp_path: Path) -> None:
     algorithm = {"name": "grpo", "off_policy": {"high": 2.0}, "kl": {"estimator": "k2"}, "max_replaced": 5}
+    algorithm |= {"overlong": {"margin_tokens": 4096}}
     options = {"min_lr_fraction": 0.5}
     schedule = {"name": "stream", "rounds": {"kind": "partial_rollouts", "round_tokens": 10**6}}
     run = RunConfig.model_validate(
