@@ -34,7 +34,7 @@ class Critic(nn.Module):
         """Ranks that share every row with this one (`sequence_parallel.py`); None: it has them to itself."""
         self.copies: ComputeCopies | None = None
         """Copies of the weights in the type that it computes in; None: it computes with the weights themselves."""
-        self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
+        self.head = nn.Linear(_width(model), 1, bias=False)
         nn.init.zeros_(self.head.weight)
 
     def fill(self, device: torch.device) -> None:
@@ -51,6 +51,16 @@ class Critic(nn.Module):
         # a product with a vector, because FSDP warns of outputs that are views, such as the column of a matrix
         values: torch.Tensor = (states.hidden @ plain_tensor(self.head.weight)[0]).float()
         return values if states.shares is None else states.shares.whole(values)
+
+
+def _width(model: PreTrainedModel) -> int:
+    """Return the size of a trunk's hidden states.
+
+    Some of the OPT family project them to the size of the embeddings, as their output head is tied to those.
+    """
+    config = model.config.get_text_config()
+    width: int = getattr(config, "word_embed_proj_dim", None) or config.hidden_size
+    return width
 
 
 def load_critic(

@@ -22,7 +22,6 @@ from streamrl.rollouts.micro_batch import (
     split_into_micro_batches,
 )
 from streamrl.run_dir.checkpoints import CheckpointFolder
-from streamrl.training.critic import load_critic
 from streamrl.training.learner import Division, _fully_shard
 from streamrl.training.objective import policy_objective
 from streamrl.training.packing import PackedShare, pack
@@ -360,36 +359,6 @@ def test_a_skipped_update_ends_its_step_for_the_proximal_policy_and_a_refused_on
     )
     stats = trainer.accumulate(groups, is_last=True)
     assert (abs(stats.ratio_sum - stats.tokens) < 1e-3) == (end == "skipped")
-
-
-def test_the_critic_sees_what_separate_sequences_would_show_it(tiny_model: Path) -> None:
-    groups = random_groups(2)
-    critic = load_critic(str(tiny_model))
-    assert not critic(pack(groups)).any()  # a fresh head says 0
-    torch.nn.init.normal_(critic.head.weight)
-    expected = []
-    for group in groups:
-        for sequence in group.sequences:
-            alone = TrainGroup("alone", group.prompt_tokens, [sequence])
-            expected.append(critic(pack([alone])))
-    torch.testing.assert_close(critic(pack(groups)), torch.cat(expected), rtol=1e-4, atol=1e-4)
-
-
-def test_the_critic_learns_the_rewards(tiny_model: Path, one_rank: None) -> None:
-    config = run_config(tiny_model, algorithm={"name": "ppo", "critic": {"lr": 3e-3, "warmup_steps": 2}, "lam": 1.0})
-    trainer = Trainer(config, str(tiny_model), CPU)
-    groups, errors = random_groups(2), []
-    for _ in range(8):
-        stats = trainer.accumulate(groups, is_last=True)
-        errors.append(stats.value_sq_error_sum)
-        assert trainer.critic is not None
-        trainer.critic.divide(stats.tokens)
-        trainer.critic.update(3e-3)
-        trainer.learner.clear()
-    rewards = torch.tensor([s.advantage for g in groups for s in g.sequences for _ in s.completion_tokens])
-    assert errors[0] == pytest.approx(float(rewards.square().sum()), rel=1e-5)  # value 0, return = the reward
-    assert stats.return_sum == pytest.approx(float(rewards.sum()), rel=1e-4)
-    assert errors[-1] < 0.5 * errors[0]
 
 
 def test_a_rank_without_work_computes_only_where_a_gradient_is_needed(tiny_model: Path, one_rank: None) -> None:
