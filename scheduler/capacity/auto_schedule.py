@@ -66,6 +66,8 @@ class Profile:
     """Seconds for which environments step in one sample, mean over all samples."""
     environment_processes: int = 1
     """Processes of environments, each of which steps for one sample at a time."""
+    after_batch: float = 0.0
+    """Share of the training that begins only once a step has all its groups (`Stages`)."""
 
     def __post_init__(self) -> None:
         if not self.groups or not all(lengths for _, lengths in self.groups):
@@ -165,6 +167,7 @@ def predict(
         load_s=load_s,
         environment_s=profile.environment_s,
         environment_processes=profile.environment_processes,
+        after_batch=profile.after_batch,
     )
     outcome = Pipeline(make_policy(), option.instances, stages, schedule, batch).run(groups, iterations)
     seconds = outcome.stepped[last - 1] - outcome.stepped[first - 1]

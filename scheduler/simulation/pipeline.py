@@ -5,8 +5,9 @@ environment, one of its processes then steps `environment_s`, one sample after t
 its turns, but put together behind its last token they load the processes, and delay the sample, as much. Only then has
 the sample been generated. It gets its reward `reward_s` after its end (rewards run in parallel). A group is complete
 when all its samples have their rewards. One trainer processes one group after the other, at a rate of tokens per
-second, and ends a step with `optimizer_s`. Its ranks share samples, not tokens: a sample takes one rank as long as its
-tokens take at a rank's share of the rate, and a step does not end before its last sample has. New weights take
+second; a share of that work may have to follow the step's last group (`after_batch`), and the step ends with
+`optimizer_s`. Its ranks share samples, not tokens: a sample takes one rank as long as its tokens take at a rank's share
+of the rate, and a step does not end before its last sample has. New weights take
 
     delay + bytes / bandwidth
 
@@ -116,6 +117,8 @@ class Pipeline:
         self._link_free = self._training_busy = 0.0
         self._ranks_done = 0.0
         """When the last rank ends the samples that were taken so far."""
+        self._after_batch = self._after_batch_on_one_rank = 0.0
+        """Seconds of training that follow the step's last group: of all its groups, and of its longest sample."""
         self._steps: list[list[str]] = [[]]
         self._stepped: list[float] = []
         self._busy_until: list[tuple[float, float]] = []
@@ -223,7 +226,9 @@ class Pipeline:
             if self._taken == self.batch:
                 self._training = True
                 self._training_busy += self.stages.optimizer_s
-                self._after(max(now, self._ranks_done), self.stages.optimizer_s, _STEPPED)
+                behind = max(self._after_batch, self._after_batch_on_one_rank)
+                self._after_batch = self._after_batch_on_one_rank = 0.0
+                self._after(max(now, self._ranks_done), behind + self.stages.optimizer_s, _STEPPED)
         elif kind == _STEPPED:
             self._training = False
             self._step += 1
@@ -368,7 +373,10 @@ class Pipeline:
         tokens = [request.prompt_tokens + request.length for request in requests]
         seconds = sum(tokens) / self.stages.train_tokens_s
         on_one_rank = max(tokens) / self.stages.train_tokens_s * self.stages.train_ranks
-        self._ranks_done = max(self._ranks_done, now + on_one_rank)
+        behind = self.stages.after_batch
+        self._after_batch += behind * seconds
+        self._after_batch_on_one_rank = max(self._after_batch_on_one_rank, behind * on_one_rank)
+        self._ranks_done = max(self._ranks_done, now + (1 - behind) * on_one_rank)
         self._training = True
         self._training_busy += seconds
         self._taken += 1
@@ -377,7 +385,7 @@ class Pipeline:
         self._stale[-1] += self._step - group.version
         self._samples += len(requests)
         self._tokens += sum(request.length for request in requests)
-        self._after(now, seconds, _TRAINED)
+        self._after(now, (1 - behind) * seconds, _TRAINED)
 
 
 def _to_submit(group: _Group, budget: int | None) -> list[SimulatedRequest]:

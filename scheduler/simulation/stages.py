@@ -24,7 +24,7 @@ class Stages:
     """Rates and times of the stages after generation."""
 
     train_tokens_s: float
-    """Tokens, prompts included, that the trainer processes per second."""
+    """Tokens, prompts included, that the trainer processes per second, in all passes together."""
     optimizer_s: float = 0.0
     """Seconds at the end of every step."""
     reward_s: float = 0.0
@@ -44,10 +44,16 @@ class Stages:
     """Seconds for which an environment steps in one sample, all its resets and steps together."""
     environment_processes: int = 1
     """Processes that step, each for one sample at a time."""
+    after_batch: float = 0.0
+    """Share of a group's training that begins only once the step's last group is there: that of all passes but the
+    first, or all of it where advantages are relative to the whole batch.
+    """
 
     def __post_init__(self) -> None:
         if not self.train_tokens_s > 0:
             raise ValueError(f"the trainer needs a rate above 0 tokens/s, got {self.train_tokens_s}")
+        if not 0 <= self.after_batch <= 1:
+            raise ValueError(f"a share of training is within 0 and 1, got {self.after_batch}")
         if not self.train_ranks >= 1:
             raise ValueError(f"the trainer needs one rank or more, got {self.train_ranks}")
         if not self.environment_processes >= 1:

@@ -114,6 +114,18 @@ class RunConfig(StrictModel):
         return isinstance(algorithm, PPOConfig) and (algorithm.whiten_advantages or self.batch.updates > 1)
 
     @property
+    def after_batch(self) -> float:
+        """Share of a step's training that begins only once the step has all its groups, 0 to 1.
+
+        It is all of it where mini-batches, advantages or estimates need the whole batch; else that of every pass but
+        the first, which trains groups as they come.
+        """
+        of_batch = self.algorithm.advantage in ("batch", "batch_group_baseline")
+        if of_batch or self.needs_estimates or self.batch.mini_batches > 1:
+            return 1.0
+        return 1 - 1 / self.batch.epochs
+
+    @property
     def agent_tasks(self) -> list[AgentTask]:
         """Tasks whose samples are episodes of agents, those of evaluations too."""
         held_out = self.evaluation.held_out(self.tasks) if self.evaluation else []

@@ -290,6 +290,7 @@ class Auto:
             weights_s=min(self._weights, default=0.0),
             environment_s=statistics.median(self._environments),
             environment_processes=self._environment_processes,
+            after_batch=self.run.after_batch,
         )
 
     def _option(self, setup: Setup) -> Option:

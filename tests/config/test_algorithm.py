@@ -147,3 +147,26 @@ def test_the_examples_of_the_docs_are_those_of_new_run_files(tmp_path: Path) -> 
         path = tmp_path / "run.yaml"
         path.write_text(yaml.safe_dump(yaml.safe_load(example) | {"batch": updates}))
         load_run(path)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "batch", "share"),
+    [
+        ({"name": "grpo"}, {}, 0.0),
+        ({"name": "grpo"}, {"epochs": 4}, 0.75),
+        ({"name": "grpo"}, {"mini_batches": 2}, 1.0),
+        ({"name": "reinforce_pp"}, {}, 1.0),
+        ({"name": "reinforce_pp", "advantage": "batch_group_baseline"}, {}, 1.0),
+        ({"name": "reinforce_pp", "advantage": "group_std"}, {}, 0.0),
+        ({"name": "ppo", "critic": {}}, {}, 0.0),
+        ({"name": "ppo", "critic": {}}, {"epochs": 2}, 1.0),
+        ({"name": "ppo", "critic": {}, "whiten_advantages": True}, {}, 1.0),
+    ],
+)
+def test_what_needs_the_whole_batch_is_trained_after_it(
+    algorithm: dict[str, Any], batch: dict[str, Any], share: float
+) -> None:
+    schedule = {"name": "sync"}
+    size = {"prompts_per_step": 4, "samples_per_prompt": 2}
+    run = RunConfig.model_validate({"algorithm": algorithm, "batch": size | batch, "schedule": schedule})
+    assert run.after_batch == share

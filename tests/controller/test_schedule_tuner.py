@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from streamrl.controller.schedule_tuner import (
     Auto,
     Setup,
     TunedSchedule,
+    _Measured,
     environment_processes,
     environment_s_per_sample,
     first_free_step,
@@ -167,6 +169,22 @@ def test_what_environments_take_is_measured_and_hidden_where_that_saves_time() -
     slower = {label: chosen[6.0][label] - chosen[0.0][label] for label in chosen[0.0]}
     assert slower["colocated"] > 23.5, "nothing is hidden where all wait for the episodes' ends"
     assert min(chosen[6.0], key=chosen[6.0].__getitem__).startswith(("async", "one_step_off"))
+
+
+def test_passes_after_the_first_are_not_predicted_to_run_beside_generation() -> None:
+    predicted = {}
+    for epochs in (1, 4):
+        run = RUN.model_copy(update={"batch": RUN.batch.model_copy(update={"epochs": epochs})})
+        auto = Auto(run, setups({"a": (0,), "b": (1,)}, (0, 1), True, 1), FLEET, steps=2)
+        for length in (10, 20, 30, 40):  # of the groups, whose steps take 4 s to generate and 4 s to train
+            auto._groups.append([(10, [length] * 2)])
+        auto._optimizer.append(0.0)
+        auto._environments.append(0.0)
+        auto._measured[auto._division(auto.choices[-1])] = _Measured(rates=deque([280 / 4.0]))
+        predicted[epochs] = {p.option.schedule.name: p.step_s for p in auto.choice_job(6)().predictions}
+    assert predicted[4]["sync"] == pytest.approx(predicted[1]["sync"])
+    assert predicted[1]["stream"] < predicted[4]["stream"] - 0.5
+    assert predicted[4]["stream"] < predicted[4]["sync"]
 
 
 def test_rewards_take_their_time_and_are_hidden_where_that_saves_time() -> None:

@@ -167,6 +167,27 @@ def test_a_step_ends_no_sooner_than_its_last_sample_on_one_rank() -> None:
         Stages(1.0, train_ranks=0.5)
 
 
+def test_passes_after_the_first_follow_the_last_group() -> None:
+    fleet = [SimulatedInstance("a", UNIT, 8)]
+
+    def stepped(share: float, schedule: str = "stream", ranks: float = 1.0) -> float:
+        stages = Stages(1.0, 1.0, train_ranks=ranks, after_batch=share)
+        run = Pipeline(LeastLoaded(), fleet, stages, make_schedule(schedule), 2).run(groups([[4.0], [10.0]] * 2), 2)
+        assert run.training_busy == 2 * (14.0 + 1.0)
+        first, second = run.iteration_times()
+        assert first == second
+        return first
+
+    assert stepped(0.0) == 10.0 + 10.0 + 1.0  # the first group is trained from 4 to 8 s
+    assert stepped(0.5) == 10.0 + 5.0 + 7.0 + 1.0  # from 4 to 6 s; what is left of both follows the last one
+    assert stepped(1.0) == 10.0 + 14.0 + 1.0
+    assert stepped(0.5, "sync") == stepped(0.0, "sync") == 10.0 + 14.0 + 1.0
+    # a pass over both takes two ranks as long as the longer one takes one of them
+    assert stepped(0.5, ranks=2.0) == 10.0 + 10.0 + 10.0 + 1.0
+    with pytest.raises(ValueError, match="within 0 and 1"):
+        Stages(1.0, after_batch=1.5)
+
+
 def test_instances_pause_to_load_weights() -> None:
     stages = Stages(1e9, load_s=4.0)
     run = Pipeline(LeastLoaded(), [SimulatedInstance("a", UNIT, 8)], stages, make_schedule("async", 1), 1)
