@@ -32,6 +32,7 @@ from streamrl.run_dir.checkpoint_sums import file_sums, write_sums
 from streamrl.run_dir.evaluations import read_evaluations
 from streamrl.run_dir.metrics import MetricsRow, read_metrics
 from streamrl.run_dir.status import read_status
+from tests.controller.test_pool_and_batch import group_source
 from tests.report.synthetic import make_row
 from tests.security.conftest import controller as controller
 from tests.security.conftest import sent as sent
@@ -140,7 +141,7 @@ STATE = '{"step": 2, "prompts": {"next_index": 4, "too_long": 0}}'
 def resumable(controller: Controller, state: str = STATE) -> Path:
     """Give the run two steps and a checkpoint after them; return the checkpoint."""
     evaluating(controller)
-    controller.groups = GroupSource.__new__(GroupSource)
+    controller.groups = group_source(controller.context.run_dir / "prompts", max_tokens=4, context=64)
     for step in (1, 2):
         controller.ledger.train(step, step, [], 1.0)
         controller.telemetry.metrics.append(make_row(step))
