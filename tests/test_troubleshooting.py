@@ -44,11 +44,12 @@ from streamrl.protocol.controller_trainer import Refusal
 from streamrl.report.live_view import PlainLines
 from streamrl.report.panels import step_line
 from streamrl.rollouts.kept_micro_batches import KeptMicroBatches
-from streamrl.rollouts.ledger import Ledger
+from streamrl.rollouts.ledger import KnownSteps, Ledger
 from streamrl.rollouts.void import Void, VoidCause
 from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoints import CheckpointFolder, unfitting, unreadable
 from streamrl.run_dir.instance_files import StartedProcess, write_started
+from streamrl.run_dir.resume_point import resume_point
 from streamrl.run_dir.status import RunStatus, write_status
 from streamrl.runtime.process_context import Addresses, RoleContext
 from streamrl.runtime.site_connections import connect_home, home_hub, to_home
@@ -286,6 +287,13 @@ def checkpoint_unreadable(place: Place) -> str:
 @provokes
 def checkpoint_missing(place: Place) -> str:
     return last_words(lambda: CheckpointFolder(place.folder / "checkpoints").to_resume(8))
+
+
+@provokes
+def steps_unknown(place: Place) -> str:
+    (rollouts := place.folder / layout.ROLLOUTS).mkdir()
+    (rollouts / "step_000008.parquet").touch()
+    return last_words(lambda: resume_point(place.folder, KnownSteps(), 2))
 
 
 @provokes

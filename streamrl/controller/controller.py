@@ -75,6 +75,7 @@ from streamrl.run_dir.checkpoint_sums import STATE_FILE, DamagedFile, check_file
 from streamrl.run_dir.checkpoints import LOOK_S, SEEN_S, CheckpointFolder, unreadable
 from streamrl.run_dir.jsonl import iter_rows
 from streamrl.run_dir.metrics import MetricsRow
+from streamrl.run_dir.resume_point import resume_point
 from streamrl.run_dir.start_stages import READY, waiting_for
 from streamrl.runtime.process_context import RoleContext
 from streamrl.runtime.process_plan import plan_processes, rank_names
@@ -105,7 +106,7 @@ class Controller:
         longest = context.run.model.max_context if episodes else context.run.sampling.max_tokens
         self.audit = LengthAudit(longest, limited=not episodes)
         self.telemetry = Telemetry(context, self.hub, self.lengths)
-        self.ledger = Ledger(context.run_dir / layout.LEDGER)
+        self.ledger = Ledger(context.run_dir / layout.LEDGER, context.resume)
         self.rollouts = RolloutStore(context.run_dir / layout.ROLLOUTS)
         self.checkpoints = CheckpointFolder(context.run_dir / layout.CHECKPOINTS)
         plan = plan_processes(context.cluster, context.run, context.run_dir)
@@ -305,14 +306,13 @@ class Controller:
 
     def _to_resume(self) -> int:
         """Return the step of the checkpoint to go back to; 0: to the beginning. Errors are those of `_restore`."""
-        due = self.ledger.due_checkpoint(self.config.checkpoint.every)
-        return self.checkpoints.to_resume(self.ledger.newest_checkpoint(), due)
+        return resume_point(self.context.run_dir, self.ledger.known(), self.config.checkpoint.every)
 
     def _restore(self) -> None:
         """Rewind to the newest checkpoint; groups that no step up to it has trained are issued again.
 
         Raises:
-            RunFailed: the newest checkpoint of the run is missing or damaged; nothing was rewound.
+            RunFailed: the newest checkpoint of the run, or its ledger, is missing or damaged; nothing was rewound.
             CheckpointsUnseen: nobody may look into their folder.
         """
         step = self._to_resume()
@@ -331,7 +331,10 @@ class Controller:
                 raise unreadable(folder, error) from error
         self.pool.resume_at(step)
         self.training.resume_at(step, chosen)
-        undone = self.ledger.rewind(step + 1)
+        metrics = self.telemetry.metrics
+        metrics.rewind(step)
+        self.rollouts.rewind(step + 1)
+        undone = self.ledger.rewind(step + 1)  # last: it must know of the steps that still have files
         if (known := self.ledger.steps()) != step:
             log.warning(
                 "%s knows %d of the %d steps of the checkpoint: a part of it is lost, as in a copy without the file "
@@ -340,10 +343,7 @@ class Controller:
                 known,
                 step,
             )
-        self.rollouts.rewind(step + 1)
         self.lengths.restore(self.rollouts.newest(COLUMNS, self.config.ranker.window))
-        metrics = self.telemetry.metrics
-        metrics.rewind(step)
         # of each row a few numbers: those of a long run, whole, would take gigabytes
         found = iter_rows(metrics.path, MetricsRow)
         rows = [(row.step, row.step_time_s, row.step_refused is not None) for row in found]

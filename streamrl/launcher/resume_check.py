@@ -16,10 +16,11 @@ from streamrl.controller.group_source import changed_order, changed_rows, change
 from streamrl.errors import ErrorCode, RunFailed, UserError
 from streamrl.machine.compute_type import TypeChoice
 from streamrl.machine.model_files import resolve_model, weights_digest
-from streamrl.rollouts.ledger import known_checkpoints
+from streamrl.rollouts.ledger import known_steps
 from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoint_sums import STATE_FILE, TRAINER_STATE, DamagedFile, check_files, read_sums
 from streamrl.run_dir.checkpoints import CheckpointFolder, unreadable
+from streamrl.run_dir.resume_point import resume_point
 from streamrl.run_dir.status import read_status
 from streamrl.runtime.process_plan import plan_processes
 from streamrl.tasks.chat_template import load_tokenizer
@@ -29,21 +30,21 @@ from streamrl.tasks.source import TaskContent
 def check_newest(run: RunConfig, resumed: Path | None) -> Iterable[str]:
     """Check that the newest checkpoint that the run has completed is there with files of their sizes, or was given up.
 
+    Where there is none, the ledger must know of the steps that have files.
     The files are read, and compared with their checksums, only by the processes that need them.
     """
     if resumed is None:
         return
     try:
-        known = known_checkpoints(resumed / layout.LEDGER, run.checkpoint.every)
-    except sqlite3.Error:  # there is none yet, or it is damaged, of which the controller tells
+        known = known_steps(resumed / layout.LEDGER)
+    except (sqlite3.Error, OSError):  # it is damaged, or nobody may read it, of which the controller tells
         return
-    checkpoints = CheckpointFolder(resumed / layout.CHECKPOINTS)
     try:
-        step = checkpoints.to_resume(*known)
+        step = resume_point(resumed, known, run.checkpoint.every)
     except RunFailed as error:
         yield str(error)
         return
-    folder = checkpoints.path(step)
+    folder = CheckpointFolder(resumed / layout.CHECKPOINTS).path(step)
     try:
         sums = read_sums(folder) if step else {}
         needed = [name for name in sums if name == STATE_FILE or name.startswith(f"{TRAINER_STATE}/")]

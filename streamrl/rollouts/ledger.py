@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 
@@ -67,9 +67,13 @@ CREATE TABLE IF NOT EXISTS steps (
 CREATE TABLE IF NOT EXISTS newest_checkpoint (
     step INTEGER PRIMARY KEY
 );
+"""
+_BEGINNING = """
 INSERT INTO newest_checkpoint SELECT 0
 WHERE NOT EXISTS (SELECT 1 FROM newest_checkpoint) AND NOT EXISTS (SELECT 1 FROM steps);
 """
+"""Records that a new run has no checkpoint yet. A ledger that a resume makes anew, as the old one is lost, has no such
+record."""
 
 _ADDED = {
     "samples": {"void_cause": "TEXT", "prompt": "BLOB", "newest": "INTEGER", "checksum": "INTEGER"},
@@ -85,27 +89,53 @@ COMMIT;
 """Moves the contents of earlier versions, which had them among `samples`."""
 
 
+class KnownSteps(NamedTuple):
+    """What a ledger knows of its run's steps."""
+
+    newest: int = 0
+    """The newest one that was trained; 0: none."""
+    checkpoint: int | None = None
+    """That of the newest checkpoint; 0: there was none; None: it is not recorded, as by earlier versions."""
+
+    def due(self, every: int) -> int:
+        """Return the newest step with a regular checkpoint, which was completed before the step after it; 0: of none.
+
+        Args:
+            every: optimizer steps between regular checkpoints.
+        """
+        return max(self.newest - 1, 0) // every * every
+
+    @property
+    def begun(self) -> int:
+        """The newest step that may have files: a step's rollouts are written first. 0: the ledger knows nothing."""
+        return 0 if self.checkpoint is None and not self.newest else self.newest + 1
+
+
 class Ledger:
     """One run's ledger; used by the controller only. A failed write (full disk) ends the run with its cause."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, resumed: bool = False) -> None:
         """
+        Args:
+            path: its file.
+            resumed: whether it is that of a run that is continued, and should be there.
+
         Raises:
             RunFailed: it cannot be opened.
         """
         self.path = path
         try:
-            self._open()
+            self._open(_SCHEMA if resumed else _SCHEMA + _BEGINNING)
         except sqlite3.Error as error:
             raise _failed(f"cannot open the ledger {path}", error) from error
         self._checkpoint = 0
         """Step of the newest checkpoint, to which a resume would go back."""
 
-    def _open(self) -> None:
+    def _open(self, schema: str) -> None:
         self._db = sqlite3.connect(self.path, isolation_level=None)
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")  # an acknowledged sample survives a power cut
-        self._db.executescript(_SCHEMA)
+        self._db.executescript(schema)
         for table, columns in _ADDED.items():
             for name in columns.keys() - self._columns(table):
                 self._db.execute(f"ALTER TABLE {table} ADD COLUMN {name} {columns[name]}")
@@ -237,17 +267,9 @@ class Ledger:
         self._write([(sql, [(self._checkpoint, step)]), ("DELETE FROM kept", [()]), *_newest_checkpoint(step)])
         self._checkpoint = step
 
-    def newest_checkpoint(self) -> int | None:
-        """Return the step of the newest checkpoint that was recorded; 0: of none; None: by an earlier version."""
-        return _recorded(self._db)
-
-    def due_checkpoint(self, every: int) -> int:
-        """Return the newest step with a regular checkpoint, which was completed before the step after it; 0: of none.
-
-        Args:
-            every: optimizer steps between regular checkpoints.
-        """
-        return _due(self._db, every)
+    def known(self) -> KnownSteps:
+        """Return what it knows of the run's steps."""
+        return _known(self._db)
 
     def found_checkpoint(self, step: int) -> None:
         """Record the newest checkpoint that there is, before a resume goes back to it."""
@@ -309,27 +331,29 @@ class Ledger:
         self._db.close()
 
 
-def known_checkpoints(path: Path, every: int) -> tuple[int | None, int]:
-    """Return (newest_checkpoint, due_checkpoint) of a ledger that is only read, whatever version has written it.
+def known_steps(path: Path) -> KnownSteps:
+    """Return what a ledger knows that is only read, whatever version has written it; nothing, if it is not there.
 
     Raises:
-        sqlite3.Error: it is not there, cannot be read or is none.
+        sqlite3.Error: it cannot be read or is none.
+        OSError: nobody may look for it.
     """
+    if not path.exists():
+        return KnownSteps()
     # without a log all is in the file, and a reader that may look for changes would leave an empty log and its index
     how = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "mode=ro&immutable=1"
     with closing(sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True)) as db:
-        records = db.execute("SELECT 1 FROM sqlite_master WHERE name = 'newest_checkpoint'").fetchone()
-        return _recorded(db) if records else None, _due(db, every)
+        return _known(db)
 
 
-def _recorded(db: sqlite3.Connection) -> int | None:
-    found = db.execute("SELECT MAX(step) FROM newest_checkpoint").fetchone()[0]
-    return None if found is None else int(found)
-
-
-def _due(db: sqlite3.Connection, every: int) -> int:
-    found = db.execute("SELECT MAX(step) FROM steps").fetchone()[0]
-    return (int(found or 1) - 1) // every * every
+def _known(db: sqlite3.Connection) -> KnownSteps:
+    """Return what a ledger knows; it lacks tables if it is of an earlier version, or all of it was in a lost log."""
+    there = {row[0] for row in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    newest, checkpoint = (
+        db.execute(f"SELECT MAX(step) FROM {table}").fetchone()[0] if table in there else None
+        for table in ("steps", "newest_checkpoint")
+    )
+    return KnownSteps(int(newest or 0), None if checkpoint is None else int(checkpoint))
 
 
 def _failed(what: str, error: sqlite3.Error) -> RunFailed:

@@ -106,7 +106,7 @@ class CheckpointFolder:
         newest = self.latest()
         if completed is None:
             completed = 0 if newest else due
-        if (newest or 0) < completed and not self._lost(completed).is_dir():
+        if (newest or 0) < completed and not self.lost(completed).is_dir():
             raise _missing(self.path(completed), newest)
         return newest or 0
 
@@ -158,7 +158,7 @@ class CheckpointFolder:
         target = self.path(step)
         sync_files(self.partial(step))
         self._delete(target)
-        self._delete(self._lost(step))  # it is no longer, and this one may be lost in turn
+        self._delete(self.lost(step))  # it is no longer, and this one may be lost in turn
         self.partial(step).rename(target)
         sync_folder(self.directory)
         recorded = self.best()
@@ -208,7 +208,8 @@ class CheckpointFolder:
     def _abandoned(self) -> list[Path]:
         return [path for path in self.directory.glob(f"{PARTIAL}*") if path.is_dir() and not path.is_symlink()]
 
-    def _lost(self, step: int) -> Path:
+    def lost(self, step: int) -> Path:
+        """Return the folder that gives a checkpoint up."""
         return self.directory / f"{LOST}{self.path(step).name}"
 
     def _steps(self) -> list[int]:

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import logging
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +26,7 @@ from streamrl.errors import RestartNeeded, RunFailed, UserError
 from streamrl.protocol.controller_rewards import ScoreAnswer
 from streamrl.protocol.operator import CheckpointNow
 from streamrl.rollouts.kept_micro_batches import KeptMicroBatches, KeptStep
-from streamrl.rollouts.ledger import Ledger
+from streamrl.rollouts.ledger import KnownSteps, Ledger
 from streamrl.rollouts.length_audit import has_limit
 from streamrl.run_dir import jsonl, layout
 from streamrl.run_dir.checkpoint_sums import file_sums, write_sums
@@ -200,8 +201,42 @@ def test_a_run_whose_newest_checkpoint_is_missing_is_not_rewound(controller: Con
     lost.rename(checkpoint.with_name("lost_step_2"))
     controller.groups = Mock()
     controller._restore()
-    assert controller.ledger.steps() == controller.ledger.newest_checkpoint() == 0
+    assert controller.ledger.steps() == controller.ledger.known().checkpoint == 0
     controller._restore()
+
+
+@pytest.mark.parametrize("sound", [True, False])
+def test_a_run_without_checkpoints_begins_again_only_if_its_ledger_knows_its_steps(
+    controller: Controller, sound: bool
+) -> None:
+    checkpoint = resumable(controller)
+    shutil.rmtree(checkpoint)
+    metrics = controller.telemetry.metrics.path
+    if not sound:  # as in a copy without it
+        controller.ledger.close()
+        controller.ledger.path.unlink()
+        with pytest.raises(RunFailed, match=r"has files of 2 steps, and neither .*lost_step_2 \(see docs: E1009\)$"):
+            for _ in range(2):  # the second time it has been made anew
+                controller.ledger = Ledger(controller.ledger.path, resumed=True)
+                controller._restore()
+        assert len(read_metrics(metrics)) == 2
+        controller.checkpoints.lost(2).mkdir()
+    controller.groups = Mock()
+    controller._restore()
+    assert (controller.ledger.known(), read_metrics(metrics)) == (KnownSteps(0, 0), [])
+
+
+def test_a_run_that_was_killed_while_it_began_again_does_so(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(resumable(controller))
+    controller.groups = Mock()
+    monkeypatch.setattr(controller.ledger, "rewind", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        controller._restore()
+    monkeypatch.undo()
+    controller._restore()
+    assert controller.ledger.known() == KnownSteps(0, 0)
 
 
 def test_a_newest_checkpoint_that_this_node_sees_late_is_waited_for(
@@ -244,7 +279,7 @@ def test_a_run_of_an_earlier_version_whose_checkpoints_are_all_missing_is_not_re
     lost.rename(checkpoint)  # any one shows that their folder is there
     controller.groups = Mock()
     controller._restore()
-    assert controller.ledger.steps() == controller.ledger.newest_checkpoint() == 2
+    assert controller.ledger.steps() == controller.ledger.known().checkpoint == 2
 
 
 def test_a_run_with_more_metrics_than_others_read_at_once_goes_on(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 from collections.abc import Iterable
 from contextlib import closing
@@ -18,13 +19,16 @@ from streamrl.launcher.resume_check import check_newest, checkpoint_warnings, ty
 from streamrl.machine.compute_type import TypeChoice
 from streamrl.machine.model_files import weights_digest
 from streamrl.rollouts.ledger import Ledger
+from streamrl.rollouts.parquet_files import step_file
 from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoint_sums import file_sums, write_sums
+from streamrl.run_dir.jsonl import RowWriter
+from streamrl.run_dir.metrics import MetricsRow
 from streamrl.run_dir.status import write_status
 from streamrl.tasks.source import PromptSource
 from tests.controller.test_pool_and_batch import group_source
 from tests.launcher.test_preflight import cluster, make_model
-from tests.report.synthetic import START, make_status
+from tests.report.synthetic import START, make_row, make_status
 
 NAMES = {"grpo": b"\x80\x04model.lm_head.weight", "ppo": b"\x80\x04model.lm_head.weight\x94critic_model.head.weight"}
 """What torch's list of tensors has, by the algorithm that has written it."""
@@ -84,6 +88,58 @@ def test_a_missing_checkpoint_is_refused_before_anything_starts(tmp_path: Path) 
     assert not [*check_newest(run, run_dir)], "it is damaged, of which the controller tells"
     ledger.path.unlink()
     assert not [*check_newest(run, run_dir)] and not ledger.path.exists()
+
+
+def folder_of_a_run(run_dir: Path, every: int) -> Ledger:
+    """Make the folder of a killed run of five steps with a checkpoint each `every` steps; return its open ledger."""
+    rollouts = run_dir / layout.ROLLOUTS
+    rollouts.mkdir(parents=True)
+    ledger = Ledger(run_dir / layout.LEDGER)
+    with RowWriter(run_dir / layout.METRICS, MetricsRow) as metrics:
+        for step in range(1, 6):
+            (rollouts / step_file(step)).touch()
+            ledger.train(step, step, [], 0.0)
+            metrics.append(make_row(step))
+            if step % every == 0:
+                ledger.checkpointed(step)
+    (rollouts / step_file(6)).touch()
+    return ledger
+
+
+@pytest.mark.parametrize("lacks", ["-wal", "", "the newest steps"])
+def test_a_folder_without_checkpoints_and_all_of_its_ledger_is_refused_before_anything_is_deleted(
+    tmp_path: Path, lacks: str
+) -> None:
+    run, run_dir, copy = run_of(tmp_path / "m", "grpo"), tmp_path / "run", tmp_path / "a copy"
+    with closing(folder_of_a_run(run_dir, every=2)) as ledger:
+        shutil.copytree(run_dir, copy)
+    (copy / f"{layout.LEDGER}-shm").unlink()
+    (copy / f"{layout.LEDGER}-wal").unlink()
+    if lacks != "-wal":
+        (copy / layout.LEDGER).unlink()
+    if lacks == "the newest steps":  # the others were in the file that has come along
+        with closing(Ledger(copy / layout.LEDGER)) as older:
+            older.train(1, 1, [], 0.0)
+    says = f"{copy} has files of 6 steps, and neither a checkpoint nor a ledger that knows of them: "
+    assert says in problems(run, tmp_path, copy)
+    (given_up := copy / layout.CHECKPOINTS / "lost_step_6").mkdir(parents=True)
+    assert not [*check_newest(run, copy)]
+    given_up.rmdir()
+    (copy / layout.METRICS).unlink()
+    assert says in problems(run, tmp_path, copy)
+    shutil.rmtree(copy / layout.ROLLOUTS)
+    assert not [*check_newest(run, copy)], "nothing would be deleted"
+    assert ledger.path.exists() and says not in problems(run, tmp_path, None)
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_may_begin_again(tmp_path: Path) -> None:
+    run, run_dir = run_of(tmp_path / "m", "grpo"), tmp_path / "run"
+    with closing(folder_of_a_run(run_dir, every=10)):
+        assert not [*check_newest(run, run_dir)]
+    assert not [*check_newest(run, run_dir)]
+    with closing(sqlite3.connect(run_dir / layout.LEDGER)) as older:
+        older.execute("DROP TABLE newest_checkpoint")
+    assert not [*check_newest(run, run_dir)], "so may that of an earlier version"
 
 
 @pytest.mark.parametrize("name", ["state.json", "trainer_state/.metadata"])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from streamrl.errors import RunFailed
-from streamrl.rollouts.ledger import Ledger, pack_content, unpack_content
+from streamrl.rollouts.ledger import KnownSteps, Ledger, pack_content, unpack_content
 from tests.rollouts.test_rollouts import LATE, finish_and_score, make_group, make_sample
 from tests.run_dir.conftest import file_size_limit
 
@@ -194,12 +194,12 @@ def test_none_is_known_as_the_newest_checkpoint_until_there_is_one_and_a_regular
     tmp_path: Path,
 ) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
-    assert ledger.newest_checkpoint() == 0
+    assert ledger.known() == KnownSteps(0, 0)
     due = []
     for step in range(1, 6):
-        due.append(ledger.due_checkpoint(2))
+        due.append(ledger.known().due(2))
         ledger.train(step, step, [], 0.0)
-    assert [*due, ledger.due_checkpoint(2)] == [0, 0, 0, 2, 2, 4]
+    assert [*due, ledger.known().due(2)] == [0, 0, 0, 2, 2, 4]
 
 
 def test_content_is_bytes_and_back() -> None:
