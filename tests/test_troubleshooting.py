@@ -231,6 +231,17 @@ def in_use(place: Place) -> str:
 
 
 @provokes
+def generating_site(place: Place) -> str:
+    return place.write_two_sites().resume("--site", "west", "--dry-run")
+
+
+@provokes
+def generating_folder(place: Place) -> str:
+    Addresses("", "", {"west": ""}).save(place.write_two_sites().save_run())
+    return place.resume("--site", "here", "--dry-run")
+
+
+@provokes
 def key_open(place: Place) -> str:
     place.write_two_sites(keys=("here", "west"))
     (place.folder / "keys" / "west.key_secret").chmod(0o644)

@@ -102,6 +102,8 @@ def command(
         before = cluster if resume_dir is not None else None
         cluster = load_cluster(cluster_file)
     _check_share(cluster, site, emulate, dry_run)
+    if resume_dir is not None:
+        _refuse_generating(resume_dir, before or cluster, cluster.trainer_site, site)
     if emulate:
         cluster = emulated(cluster)
     elsewhere = bool(cluster.remote_sites) and site is None and not emulate
@@ -250,6 +252,33 @@ def _refuse_finished(run_dir: Path, run: RunConfig) -> None:
     if (done := nothing_left(run_dir, run)) is not None:
         finished = f"{run_dir} has done {done} of {run.steps} steps; --steps {done + run.steps} trains it further"
         raise UserError(ErrorCode.RESUME.refer(finished))
+
+
+def _refuse_generating(run_dir: Path, began: ClusterConfig, trainer_site: str, site: str | None) -> None:
+    """Check that a run is continued at the site that trains, in that site's folder.
+
+    Args:
+        run_dir: the folder of the run that is continued.
+        began: the cluster that it has been started with.
+        trainer_site: the site that trains from now on.
+        site: the only site started here; None: all.
+
+    Raises:
+        UserError: the site, or that of the folder, only generates.
+    """
+    from streamrl.run_dir.layout import LEDGER
+    from streamrl.runtime.process_context import Addresses
+
+    if site not in (None, trainer_site):
+        new = f"start it as before, without --resume; the run itself is continued with --site {trainer_site}"
+        raise UserError(
+            ErrorCode.RESUME.refer(f"--site {site} only generates: it begins from nothing, in a new folder: {new}")
+        )
+    with suppress(OSError, ValueError, TypeError):  # killed before it was written, or damaged: it is written anew
+        own = [name for name in Addresses.load(run_dir).services if name != began.trainer_site]
+        if own and not (run_dir / LEDGER).exists():  # earlier versions have started such sites in a trainer's folder
+            wrong = f"{run_dir} is the folder of site {own[0]}, which only generates: it holds nothing to continue"
+            raise UserError(ErrorCode.RESUME.refer(f"{wrong}; expected the folder of site {began.trainer_site}"))
 
 
 def _model_folder(run: RunConfig) -> str:
