@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
@@ -12,6 +13,7 @@ from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +23,7 @@ from streamrl.weights.backends import communicator, gloo, ipc
 from streamrl.weights.backends.communicator import Communicator, GroupBroken, join, lead, open_meeting
 from streamrl.weights.backends.gloo import GlooCommunicator
 from streamrl.weights.backends.ipc import IpcCommunicator
-from tests.waiting import scaled
+from tests.waiting import scaled, wait_for
 
 HERE = "127.0.0.1"
 SIZE = 64 * 2**20
@@ -77,6 +79,39 @@ def waits_briefly(orders: Connection) -> None:
         group, _ = join(GlooCommunicator, HERE, orders.recv(), 1, 2, scaled(2))
         group.begin(torch.zeros(SIZE, dtype=torch.uint8))()
         group.begin(torch.zeros(SIZE, dtype=torch.uint8))()
+    except GroupBroken as error:
+        orders.send(str(error))
+
+
+def leads(orders: Connection, kind: type[Communicator]) -> None:
+    """Rank 0 of two, which says its port and meets the other."""
+    store, port = open_meeting(HERE, 2, scaled(SOON_S))
+    orders.send((port, os.getpid()))
+    lead(kind, store, HERE, 2, LIMIT_S)
+
+
+def asks_one_that_stands_still(orders: Connection, what: str) -> None:
+    """The other rank, which stops rank 0 as it makes a request to its store, and says what became of that."""
+    port, leading = orders.recv()
+    communicator.MEET_S = scaled(2)
+
+    def stopping(request: Any) -> Any:
+        def made(*arguments: Any, **named: Any) -> Any:
+            os.kill(leading, signal.SIGSTOP)
+            wait_for(lambda: psutil.Process(leading).status() == psutil.STATUS_STOPPED, SOON_S)
+            return request(*arguments, **named)
+
+        return made
+
+    class Connecting(IpcCommunicator):
+        connect = classmethod(stopping(IpcCommunicator.connect.__func__))  # type: ignore[attr-defined]
+
+    if what == "a store of its own":
+        communicator.dist.TCPStore = stopping(dist.TCPStore)  # type: ignore[misc]
+    if what == "another connection":
+        communicator.another_connection = stopping(communicator.another_connection)
+    try:
+        join(Connecting if what == "the door" else GlooCommunicator, HERE, port, 1, 2, LIMIT_S)
     except GroupBroken as error:
         orders.send(str(error))
 
@@ -197,6 +232,23 @@ def test_a_trainer_that_stands_still_holds_a_member_up_until_its_limit_and_no_lo
     waits.send(orders.recv())
     assert "waited" in answer(waits)
     assert is_alive(sending.pid)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (GlooCommunicator, "a store of its own"),
+        (GlooCommunicator, "another connection"),
+        (IpcCommunicator, "the door"),
+    ],
+)
+def test_a_trainer_that_stands_still_leaves_no_request_to_its_store_without_a_limit(
+    processes: Processes, kind: type[Communicator], what: str
+) -> None:
+    _, orders = processes.start(leads, kind)
+    _, asks = processes.start(asks_one_that_stands_still, what)
+    asks.send(orders.recv())
+    assert re.search(r"waited \d+ s for the trainer's store", answer(asks))
 
 
 def test_a_trainer_that_is_gone_as_all_begin_breaks_the_group(monkeypatch: pytest.MonkeyPatch) -> None:

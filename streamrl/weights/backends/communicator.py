@@ -156,10 +156,30 @@ class Communicator(ABC):
 
 
 def another_connection(store: dist.Store) -> dist.Store:
-    """Return a store with a connection of its own, on which a request waits for none of the other's."""
+    """Return a store with a connection of its own, on which a request waits for none of the other's.
+
+    Raises:
+        GroupBroken: the store has not answered within `MEET_S`.
+        RuntimeError: it is gone.
+    """
     untyped: Any = store  # torch's type stubs leave it out
-    found: dist.Store = untyped.clone()
+    found: dist.Store = asked(untyped.clone)
     return found
+
+
+def asked(request: Callable[[], T], stopped: Callable[[], str] = nothing_wrong) -> T:
+    """Return what the trainer's store answers.
+
+    A request has no limit of its own: a store on a machine that is gone neither answers nor refuses.
+
+    Args:
+        request: asks the store.
+        stopped: returns why to stop waiting, '' as long as there is no reason.
+
+    Raises:
+        GroupBroken: it has not answered within `MEET_S`, or `stopped`.
+    """
+    return within(MEET_S, request, "the trainer's store", stopped)
 
 
 def tell_left(store: dist.Store) -> None:
@@ -237,13 +257,17 @@ def join(
     try:
         # refused: the meeting is over, as another member was lost; torch's store would try again until its limit
         socket.create_connection((host, port), MEET_S).close()
-        limit = timedelta(seconds=MEET_S)
-        store = dist.TCPStore(host, port, world, is_master=False, timeout=limit, wait_for_workers=False)
-        store.set(f"here/{rank}", "")
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
         raise GroupBroken(error) from error
+
+    def come() -> dist.Store:
+        limit = timedelta(seconds=MEET_S)
+        found = dist.TCPStore(host, port, world, is_master=False, timeout=limit, wait_for_workers=False)
+        found.set(f"here/{rank}", "")
+        return found
+
     with errors_break_it():
-        # a request has no limit of its own: a store on a machine that is gone neither answers nor refuses
+        store = asked(come)
         begins = partial(wait_until, lambda: store.check([START]), limit_s, "the trainer to meet")
         within(limit_s + LOOK_S, begins, "the trainer's store")
         stopped = left_by_rank_0(another_connection(store), MEET_S)

@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 
 from streamrl.scratch_folders import ScratchFolder
-from streamrl.weights.backends.communicator import MEET_S, POLL_S, Communicator, GroupBroken
+from streamrl.weights.backends.communicator import MEET_S, POLL_S, Communicator, GroupBroken, asked
 from streamrl.weights.backends.shared_ring import Ring
 from streamrl.weights.backends.shared_slots import SharedSlots, SlotsOffer, kind_here
 
@@ -138,7 +138,7 @@ class IpcCommunicator(Communicator):
         """Share the slots: rank 0 makes them, the others get them over their sockets."""
         try:
             if rank:
-                return cls(*_opened(os.fsdecode(store.get(DOOR)), rank), limit_s)
+                return cls(*_opened(os.fsdecode(asked(lambda: store.get(DOOR), stopped)), rank), limit_s)
             slots = kind_here().make(SLOTS, SLOT)
             return cls(slots, _let_in(store, slots, world, stopped), limit_s)
         except OSError as error:

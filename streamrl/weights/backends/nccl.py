@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 import torch.distributed as dist
 
-from streamrl.weights.backends.communicator import MEET_S, Communicator, within
+from streamrl.weights.backends.communicator import MEET_S, Communicator, asked, within
 
 if TYPE_CHECKING:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
@@ -39,7 +39,7 @@ class NcclCommunicator(Communicator):
 
         if rank == 0:
             store.set(UNIQUE_ID, bytes(NCCLLibrary().ncclGetUniqueId().internal).hex())
-        unique_id = bytes.fromhex(store.get(UNIQUE_ID).decode())
+        unique_id = bytes.fromhex(asked(lambda: store.get(UNIQUE_ID), stopped).decode())
         device = torch.accelerator.current_device_index()
 
         def connected() -> PyNcclCommunicator:
