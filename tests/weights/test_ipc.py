@@ -319,6 +319,34 @@ def test_nobody_but_the_members_gets_the_memory(monkeypatch: pytest.MonkeyPatch)
         assert found.equal(filled(3))
 
 
+@pytest.mark.parametrize(("dies", "says"), [(True, "a member that had connected is gone"), (False, "it stands still")])
+def test_a_member_that_connects_and_says_nothing_holds_the_trainer_up_only_until_its_site_tells(
+    monkeypatch: pytest.MonkeyPatch, dies: bool, says: str
+) -> None:
+    monkeypatch.setattr(ipc, "SLOT", SLOT)
+    monkeypatch.setattr(ipc, "MEET_S", scaled(LIMIT_S))
+    store, _ = open_meeting(HERE, 2, scaled(LIMIT_S))
+    store.set("here/1", "")
+    told, asked = threading.Event(), threading.Event()
+
+    def stopped() -> str:
+        asked.set()
+        return "it stands still" if told.is_set() else ""
+
+    with ThreadPoolExecutor() as pool, socket.socket(socket.AF_UNIX) as silent:
+        leads = pool.submit(lead, IpcCommunicator, store, HERE, 2, scaled(LIMIT_S), stopped)
+        wait_for(lambda: store.check([START, DOOR]), 20)
+        silent.connect(store.get(DOOR).decode())
+        if dies:
+            silent.close()
+        else:
+            asked.clear()
+            assert asked.wait(scaled(10)), "it is deaf"
+            told.set()
+        with pytest.raises(GroupBroken, match=f"broken: {says}$"):
+            leads.result()
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may open a door as another user")
 def test_a_member_takes_no_memory_from_another_user(tmp_path: Path) -> None:
     store = dist.HashStore()

@@ -136,14 +136,18 @@ class IpcCommunicator(Communicator):
         cls, store: dist.Store, host: str, rank: int, world: int, limit_s: float, stopped: Callable[[], str]
     ) -> Self:
         """Share the slots: rank 0 makes them, the others get them over their sockets."""
+        other = "the trainer" if rank else "a member that had connected"
         try:
             if rank:
                 return cls(*_opened(os.fsdecode(asked(lambda: store.get(DOOR), stopped)), rank), limit_s)
             slots = kind_here().make(SLOTS, SLOT)
             return cls(slots, _let_in(store, slots, world, stopped), limit_s)
+        except TimeoutError as error:
+            raise GroupBroken(f"waited {MEET_S:.0f} s for {other}") from error
+        except ConnectionError as error:
+            raise GroupBroken(f"{other} is gone") from error
         except OSError as error:
-            why = f"weights.backend: ipc needs all members on one machine, with one network and one user: {error}"
-            raise GroupBroken(why) from error
+            raise GroupBroken(error) from error
 
     def _begin(self, tensor: torch.Tensor) -> Callable[[], None]:
         flat = tensor.reshape(-1).view(torch.uint8)
@@ -242,7 +246,7 @@ def _let_in(store: dist.Store, slots: SharedSlots, world: int, stopped: Callable
 
     Raises:
         GroupBroken: they have not come in time, one is gone again, or `stopped`.
-        OSError: one is gone again.
+        OSError: the socket cannot be made, or one is gone again.
     """
     offer, descriptors = slots.offer()
     packed = msgspec.msgpack.encode(offer)
@@ -258,18 +262,23 @@ def _let_in(store: dist.Store, slots: SharedSlots, world: int, stopped: Callable
         door.listen(world)
         store.set(DOOR, path)
         while missing := set(range(1, world)) - come.keys():
+
+            def late(missing: set[int] = missing) -> None:
+                if why := stopped():
+                    raise GroupBroken(why)
+                if time.monotonic() > end:
+                    raise GroupBroken(f"waited {MEET_S:.0f} s for ranks {sorted(missing)} to connect")
+
             door.settimeout(10 * POLL_S)
             try:
                 connection, _ = door.accept()
             except TimeoutError:
-                if why := stopped():
-                    raise GroupBroken(why) from None
-                if time.monotonic() < end:
-                    continue
-                raise GroupBroken(f"waited {MEET_S:.0f} s for ranks {sorted(missing)} to connect") from None
+                late()
+                continue
             undone.callback(connection.close)
+            connection.settimeout(10 * POLL_S)
+            (rank,) = RANK.unpack(_exactly(connection, RANK.size, late))
             connection.settimeout(max(end - time.monotonic(), POLL_S))
-            (rank,) = RANK.unpack(_exactly(connection, RANK.size))
             if rank not in missing:
                 connection.close()
                 continue
@@ -284,13 +293,17 @@ def _opened(path: str, rank: int) -> tuple[SharedSlots, dict[int, socket.socket]
     """Get the slots from rank 0, as another rank; return them and the socket.
 
     Raises:
-        GroupBroken: this process computes elsewhere than rank 0, or `path` is another user's.
+        GroupBroken: this process computes elsewhere than rank 0, or cannot open `path`, or that is another user's.
         OSError, RuntimeError: rank 0 is gone, or the slots cannot be opened.
     """
     with ExitStack() as undone:
         connection = undone.enter_context(socket.socket(socket.AF_UNIX))
         connection.settimeout(MEET_S)
-        connection.connect(path)
+        try:
+            connection.connect(path)
+        except OSError as error:
+            why = f"weights.backend: ipc needs all members on one machine, with one network and one user: {error}"
+            raise GroupBroken(why) from error
         _, user, _ = CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
         if user != os.geteuid():
             raise GroupBroken(f"user {user} offers the weights; expected {os.geteuid()}, the user of this process")
@@ -310,15 +323,28 @@ def _opened(path: str, rank: int) -> tuple[SharedSlots, dict[int, socket.socket]
     return slots, {0: connection}
 
 
-def _exactly(connection: socket.socket, nbytes: int) -> bytes:
+def _exactly(connection: socket.socket, nbytes: int, late: Callable[[], object] | None = None) -> bytes:
     """Read a number of bytes.
+
+    Args:
+        connection: where they come from.
+        nbytes: their number.
+        late: called whenever none has come within the connection's timeout; it raises to stop waiting. None: one
+            timeout is the end.
 
     Raises:
         OSError: the other end is closed, or sends nothing.
     """
     found = b""
     while len(found) < nbytes:
-        if not (part := connection.recv(nbytes - len(found))):
+        try:
+            part = connection.recv(nbytes - len(found))
+        except TimeoutError:
+            if late is None:
+                raise
+            late()
+            continue
+        if not part:
             raise ConnectionError("the other end is closed")
         found += part
     return found
