@@ -18,7 +18,15 @@ from streamrl.machine.compute_type import TypeChoice
 from streamrl.machine.model_files import resolve_model, weights_digest
 from streamrl.rollouts.ledger import known_steps
 from streamrl.run_dir import layout
-from streamrl.run_dir.checkpoint_sums import STATE_FILE, TRAINER_STATE, DamagedFile, check_files, read_sums
+from streamrl.run_dir.checkpoint_sums import (
+    STATE_FILE,
+    TENSORS_FILE,
+    TRAINER_STATE,
+    DamagedFile,
+    check_files,
+    check_whole,
+    read_sums,
+)
 from streamrl.run_dir.checkpoints import CheckpointFolder, unreadable
 from streamrl.run_dir.resume_point import resume_point
 from streamrl.run_dir.status import read_status
@@ -44,11 +52,14 @@ def check_newest(run: RunConfig, resumed: Path | None) -> Iterable[str]:
     except RunFailed as error:
         yield str(error)
         return
+    if not step:
+        return
     folder = CheckpointFolder(resumed / layout.CHECKPOINTS).path(step)
     try:
-        sums = read_sums(folder) if step else {}
+        sums = read_sums(folder)
         needed = [name for name in sums if name == STATE_FILE or name.startswith(f"{TRAINER_STATE}/")]
         check_files(folder, sums, needed, read=False)
+        check_whole(folder)
     except DamagedFile as error:
         yield str(unreadable(folder, error))
     except OSError:  # it may pass; if not, a process tells
@@ -143,7 +154,7 @@ def _written_by(run: RunConfig) -> dict[str, str]:
 def has_critic(checkpoint: Path) -> bool | None:
     """Return whether a checkpoint has a critic; None: it cannot be read."""
     try:  # the names of all tensors; torch's reader would execute what a pickle says
-        return b"critic_model." in (checkpoint / TRAINER_STATE / ".metadata").read_bytes()
+        return b"critic_model." in (checkpoint / TENSORS_FILE).read_bytes()
     except OSError:
         return None
 

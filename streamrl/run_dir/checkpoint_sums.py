@@ -17,6 +17,8 @@ STATE_FILE = "state.json"
 """The controller's part of a checkpoint."""
 TRAINER_STATE = "trainer_state"
 """Folder of the trainer's part of a checkpoint."""
+TENSORS_FILE = f"{TRAINER_STATE}/.metadata"
+"""torch's list of the tensors in it."""
 CHUNK_BYTES = 16 << 20
 """Bytes that are read and hashed at once."""
 THREADS = 4
@@ -91,6 +93,21 @@ def check_files(checkpoint: Path, sums: Mapping[str, tuple[int, str]], names: It
             if read and _sum(path) != sums[name]:
                 raise DamagedFile(f"{name} does not match its checksum")
         except FileNotFoundError as error:
+            raise DamagedFile(f"{name} is missing") from error
+
+
+def check_whole(checkpoint: Path) -> None:
+    """Check that a checkpoint has what every version has written: a copy that was cut off may lack its checksums, too.
+
+    Raises:
+        DamagedFile: a file is missing or empty.
+        OSError: one cannot be looked at now.
+    """
+    for name in (STATE_FILE, TENSORS_FILE):
+        try:
+            if not (checkpoint / name).stat().st_size:
+                raise DamagedFile(f"{name} is empty")
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise DamagedFile(f"{name} is missing") from error
 
 

@@ -24,6 +24,7 @@ from streamrl.errors import RunFailed, UserError
 from streamrl.launcher import supervisor
 from streamrl.machine.probe import Probe
 from streamrl.run_dir import layout
+from streamrl.run_dir.checkpoint_sums import STATE_FILE, TENSORS_FILE
 from streamrl.run_dir.evaluations import EvaluationRow, Scores
 from streamrl.run_dir.jsonl import RowWriter
 from streamrl.run_dir.status import write_status
@@ -311,9 +312,17 @@ def test_a_resumed_run_is_refused_what_only_its_new_cluster_file_brings(terminal
     assert result.code == 0 and "warning: deadlines.weights_s is 90000" in result.err
 
 
+def write_checkpoint(run_dir: Path, step: int) -> None:
+    """Write as much of a checkpoint as is looked at before a run."""
+    for name in (STATE_FILE, TENSORS_FILE):
+        path = run_dir / layout.CHECKPOINTS / f"step_{step}" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+
+
 def test_a_finished_run_says_how_to_train_it_further(terminal: Terminal) -> None:
     terminal.launch()
-    (terminal.folder / "runs/tiny/checkpoints/step_4").mkdir(parents=True)
+    write_checkpoint(terminal.folder / "runs/tiny", 4)
     result = terminal("launch", "--resume", "runs/tiny")
     assert result.code == 2
     assert "has done 4 of 4 steps; --steps 8" in result.err
@@ -325,7 +334,7 @@ def test_a_run_that_was_stopped_in_its_last_evaluation_goes_on(terminal: Termina
     task = "{kind: file, name: sums, path: held_out.jsonl, reward: exact_match}"
     result = terminal.launch("--set", f"evaluation={{every: 2, prompts: 1, samples: 1, tasks: [{task}]}}")
     assert result.code == 0, result.err
-    (terminal.folder / "runs/tiny/checkpoints/step_4").mkdir(parents=True)
+    write_checkpoint(terminal.folder / "runs/tiny", 4)
     scores = Scores(prompts=1, samples=1, length_mean=1.0)
     rest: dict[str, Any] = {"overall": scores, "by_task": {}, "other_version_share": 0.0}
     with RowWriter(terminal.folder / "runs/tiny" / layout.EVALUATIONS, EvaluationRow) as rows:

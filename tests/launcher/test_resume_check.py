@@ -43,6 +43,7 @@ def checkpoint(run_dir: Path, step: int, algorithm: str) -> Path:
     folder = run_dir / layout.CHECKPOINTS / f"step_{step}"
     (folder / "trainer_state").mkdir(parents=True)
     (folder / "trainer_state" / ".metadata").write_bytes(NAMES[algorithm])
+    (folder / "state.json").write_text("{}")
     return folder
 
 
@@ -164,8 +165,15 @@ def test_a_checkpoint_with_a_file_that_is_missing_or_cut_off_is_refused_before_a
     (folder / name).unlink()
     missing = f"checkpoint {folder} cannot be read: {name} is missing; {gives_up}"
     assert missing in problems(run, tmp_path, run_dir).splitlines()
-    (folder / "checksums.json").unlink()  # as of an earlier version
-    assert not [*check_newest(run, run_dir)]
+    (folder / "checksums.json").unlink()  # as of an earlier version, or not copied either
+    assert [missing] == [*check_newest(run, run_dir)]
+    (folder / name).touch()
+    assert f"{name} is empty; {gives_up}" in next(iter(check_newest(run, run_dir)))
+    (folder / name).write_text("{}")
+    assert not [*check_newest(run, run_dir)], "an earlier version has written no checksums"
+    shutil.rmtree(folder)
+    folder.mkdir()
+    assert "state.json is missing" in problems(run, tmp_path, run_dir)
 
 
 def test_a_critic_that_is_given_up_is_warned_of(tmp_path: Path) -> None:
