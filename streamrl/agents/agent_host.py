@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from streamrl.agents.chat_endpoint import REFUSED_STEP, ChatEndpoint, EpisodeWait, OpenSession
+from streamrl.agents.chat_endpoint import REFUSED_STEP, TRANSPORT, ChatEndpoint, EpisodeWait, OpenSession
 from streamrl.agents.episode import Episode, EpisodeOrder, EpisodeOutcome, EpisodeRunner, GenerateTurn
 from streamrl.agents.rendering import ChatRenderer, TemplateError
 from streamrl.agents.session import SessionLimits
@@ -56,6 +56,7 @@ class _Door(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.stranger = is_of_another_user(transport)
         super().connection_made(transport)
+        self.app_state = {**self.app_state, TRANSPORT: transport}
         if self.stranger and sum(getattr(one, "stranger", False) for one in self.connections) > MOST_STRANGERS:
             transport.abort()
 

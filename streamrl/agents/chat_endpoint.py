@@ -9,10 +9,12 @@ goes away does not end it, and gets its answer when it calls again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import secrets
+import select
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -51,6 +53,10 @@ CUT = "cut by the token limit"
 """Remark of a turn that no later call extends."""
 FROM_BEFORE = "ordered before the episode was run again"
 """Remark of a turn that an agent got once more, because a process had died."""
+TRANSPORT = "transport"
+"""Name of the connection of a request in its `state`, where the server puts it."""
+HUNG_UP = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
+"""Events of a connection whose client has closed it; POLLRDHUP, which only Linux has, comes first."""
 UNSEEN = "not trained: its client went away before the answer, and no call asked for it again"
 """Remark of a turn that no agent knows."""
 
@@ -79,11 +85,30 @@ class OpenSession:
     steps: list[EpisodeStep] = field(default_factory=list)
     tasks: dict[Turn, asyncio.Task[None]] = field(default_factory=dict)
     """What generates the turns, or has generated them."""
+    clients: dict[Turn, list[Request]] = field(default_factory=dict)
+    """Calls that wait for a turn at this moment."""
     calls: int = 0
     said: set[str] = field(default_factory=set)
     """Parameters of which a step says already that they are ignored."""
     unshown: set[str] = field(default_factory=set)
     """Fields of messages of which a step says already that the model is not shown them."""
+
+    @contextlib.contextmanager
+    def client(self, turn: Turn, request: Request) -> Iterator[None]:
+        """Count a client that waits for a turn inside."""
+        waiting = self.clients.setdefault(turn, [])
+        waiting.append(request)
+        turn.clients = len(waiting)
+        try:
+            yield
+        finally:
+            waiting.remove(request)
+            turn.clients = len(waiting)
+
+    def count_clients(self) -> None:
+        """Leave out of the clients of all turns those that have gone, also if the event loop has not noticed it yet."""
+        for turn, waiting in self.clients.items():
+            turn.clients = sum(not _hung_up(request) for request in waiting)
 
     def wait(self) -> EpisodeWait:
         """Return what the episode waits for."""
@@ -172,7 +197,7 @@ class ChatEndpoint:
         if turn is None:
             return Response(status_code=GONE)
         if values.get("stream"):
-            return _Streamed(turn, self._stream(session, turn, dialect, values))
+            return _Streamed(session, turn, request, self._stream(session, turn, dialect, values))
         if not await self._wait_for(session, turn, request):
             return Response(status_code=GONE)
         return JSONResponse(dialect.answer(turn, self._renderer, values), headers=_remarks(turn))
@@ -221,6 +246,7 @@ class ChatEndpoint:
         While too many run, the call waits until one has ended; None: its client went away first.
         """
         while True:
+            session.count_clients()
             try:
                 turn, new = session.session.call(call, time.time())
                 break
@@ -285,18 +311,17 @@ class ChatEndpoint:
 
     async def _wait_for(self, session: OpenSession, turn: Turn, request: Request) -> bool:
         """Wait for a turn on behalf of a client; return False if the client went away first."""
-        turn.clients += 1
         finished = asyncio.ensure_future(self._finished(session, turn))
         gone = asyncio.ensure_future(_gone(request))
         try:
-            await asyncio.wait([finished, gone], return_when=asyncio.FIRST_COMPLETED)
-            if gone.done():
+            with session.client(turn, request):
+                await asyncio.wait([finished, gone], return_when=asyncio.FIRST_COMPLETED)
+            if gone.done() or _hung_up(request):
                 return False
             finished.result()
             turn.delivered = True
             return True
         finally:
-            turn.clients -= 1
             finished.cancel()
             gone.cancel()
 
@@ -338,16 +363,16 @@ class _Streamed(StreamingResponse):
     The parts are asked for later, or never if the client goes away first; equal calls may come before that.
     """
 
-    def __init__(self, turn: Turn, parts: AsyncIterator[str]) -> None:
+    def __init__(self, session: OpenSession, turn: Turn, request: Request, parts: AsyncIterator[str]) -> None:
         super().__init__(parts, media_type="text/event-stream", headers=_remarks(turn))
-        self._turn = turn
-        turn.clients += 1
+        self._client = session.client(turn, request)
+        self._client.__enter__()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._turn.clients -= 1
+            self._client.__exit__(None, None, None)
 
 
 def _model(name: str) -> dict[str, Any]:
@@ -356,6 +381,18 @@ def _model(name: str) -> dict[str, Any]:
 
 def _episode_over() -> CallError:
     return CallError(503, "episode_over", "the episode has ended")
+
+
+def _hung_up(request: Request) -> bool:
+    """Whether a client has closed its connection, which the system knows before the event loop reads it."""
+    transport = request.scope.get("state", {}).get(TRANSPORT)
+    if transport is None:
+        return False
+    if transport.is_closing():
+        return True
+    connection = select.poll()
+    connection.register(transport.get_extra_info("socket").fileno(), HUNG_UP)
+    return bool(connection.poll(0))
 
 
 async def _gone(request: Request) -> None:

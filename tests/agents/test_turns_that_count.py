@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2
 import numpy as np
 import pytest
 
 from streamrl.agents.agent_host import NO_ANSWERS, AgentHost
-from streamrl.agents.chat_endpoint import UNSEEN, ChatEndpoint
+from streamrl.agents.chat_endpoint import UNSEEN, ChatEndpoint, OpenSession
 from streamrl.agents.episode import Episode, EpisodeOrder, EpisodeOutcome, GeneratedTurn
 from streamrl.agents.session import CallError, Session
 from streamrl.config.run import RunConfig
@@ -267,9 +271,46 @@ def test_an_answer_is_not_delivered_to_a_client_that_goes_away_as_it_is_finished
     turn.delivered = False
     endpoint: Any = SimpleNamespace(_finished=at_once)
     request: Any = SimpleNamespace(receive=gone)
-    open_session: Any = None
+    open_session = OpenSession("", session(), 0.0)
     assert not asyncio.run(ChatEndpoint._wait_for(endpoint, open_session, turn, request))
     assert not turn.delivered and turn.clients == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_retry_that_is_read_together_with_the_end_of_the_call_that_it_repeats_begins_no_turn(stream: bool) -> None:
+    model = Model()
+    model.gate.clear()
+
+    async def agent(base_url: str, api_key: str) -> float:
+        at = urlsplit(base_url)
+        body = json.dumps({"model": "policy", "messages": [USER], "stream": stream})
+        head = f"POST {at.path}/chat/completions HTTP/1.1\r\nhost: here\r\ncontent-length: {len(body)}\r\n\r\n"
+        connected = partial(socket.create_connection, (at.hostname, at.port))
+        with connected() as first, connected() as idle:  # a client keeps such in its pool
+            first.sendall((head + body).encode())
+            await until(lambda: len(model.orders) == 1)
+            (open_session,) = host._endpoint.sessions.values()
+            await until(lambda: len(host._server.server_state.connections) == 2)
+            first.close()
+            idle.sendall((head + body).encode())
+            await until(lambda: open_session.calls == 2)
+            model.gate.set()
+            idle.setblocking(False)
+            answer = b""
+            while b'"stop"' not in answer:
+                part = await asyncio.get_running_loop().sock_recv(idle, 65_536)
+                assert part and b"error" not in part
+                answer += part
+        return 1.0
+
+    async def main() -> Episode:
+        nonlocal host
+        async with hosting(model, agent, max_turns=1) as host:
+            return await host.run(ORDER)
+
+    host: AgentHost
+    episode = asyncio.run(asyncio.wait_for(main(), scaled(60)))
+    assert (len(model.orders), trained(episode), episode.reward) == (1, ["12"], 1.0)
 
 
 @pytest.mark.parametrize(("parts", "known"), [(1, False), (2, True), (3, True)])
