@@ -69,6 +69,15 @@ class Room:
             os._exit(9)
         if self.kind == "stuck" or text == "stick":
             time.sleep(3600)
+        if self.kind.startswith("forks, and the child"):
+            child = os.fork()
+            if child == 0 and self.kind.endswith("raises"):
+                raise ValueError("of the child")
+            if child == 0 and self.kind.endswith("leaves"):
+                sys.exit(3)
+            if child == 0:
+                return "of the child", -7.0, True
+            return "of the parent", os.WEXITSTATUS(os.waitpid(child, 0)[1]), True
         numbers = {"words": len(text.split())} if self.numbers is None else self.numbers
         return f"you said {text}", self.pays, self.left <= 0, numbers
 

@@ -128,6 +128,23 @@ def test_an_environment_that_failed_is_closed(room: InstalledEnvironment, kind: 
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(("child", "code"), [("returns", 70), ("raises", 1), ("leaves", 3)])
+def test_a_process_that_an_environment_forks_ends_where_its_code_ends(
+    room: InstalledEnvironment, child: str, code: int
+) -> None:
+    async def scenario() -> None:
+        async with started(room) as pool:
+            async with pool.place("a") as place:
+                await place.reset({"prompt": f"forks, and the child {child}"})
+                assert (await place.step(says("x"))).result["reward"] == code
+            async with pool.place("b") as place:
+                own = pid_of(await place.reset({"prompt": "plain"}))
+                assert (await place.step(says("x"))).result["reward"] == 0.5
+                assert psutil.Process(own).children() == []
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("kind", "cause", "text"),
     [

@@ -47,6 +47,8 @@ PORT_HINT = (
     " (another process has that port, perhaps another one of this environment: take port 0, or set `processes: 1`)"
 )
 LONGEST = 2000
+COPY_CODE = 70
+"""Exit code of a copy of the process that went on where only the original may (`streamrl.runtime.processes`)."""
 
 
 class WrongType(Exception):
@@ -157,6 +159,25 @@ def text_of(error: BaseException) -> str:
     return text[:LONGEST] + hint
 
 
+def end_copy(original: int, error: BaseException | None = None) -> None:
+    """End this process if it is a copy that the environment's code has made by `os.fork`; a no-op in the original.
+
+    It would go on as the original, with its pipes. `streamrl.runtime.processes.end_copy` does the same elsewhere.
+
+    Args:
+        original: process id of the original.
+        error: what the environment's code has raised in this process; None: it has returned.
+    """
+    if os.getpid() == original:
+        return
+    if error is not None and not isinstance(error, SystemExit):
+        traceback.print_exception(type(error), error, error.__traceback__)
+    code = COPY_CODE if error is None else 1
+    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+        code = (error.code or 0) & 0xFF
+    os._exit(code)
+
+
 def _answered_later(adapter: Any) -> frozenset[str]:
     """Return the requests that an adapter settles whenever it likes; it may get others meanwhile."""
     return getattr(adapter, "answers_later", frozenset())
@@ -191,7 +212,7 @@ class Server:
     """Answers requests; for one that steps, the environments of ended episodes are used again."""
 
     def __init__(self, adapter: Any, write: Any) -> None:
-        self._adapter, self._write = adapter, write
+        self._adapter, self._write, self._pid = adapter, write, os.getpid()
         self._open: dict[str, Any] = {}
         self._free: list[Any] = []
 
@@ -202,8 +223,11 @@ class Server:
             getattr(self._adapter, request["do"])(request, settle)
             return
         try:
-            self._settle(request["id"], self._do(request), None)
+            result = self._do(request)
+            end_copy(self._pid)
+            self._settle(request["id"], result, None)
         except BaseException as error:
+            end_copy(self._pid, error)
             if (one := self._open.pop(request["episode"], None)) is not None:  # what state it is in is unknown
                 with contextlib.suppress(BaseException):
                     one.close()
@@ -226,6 +250,7 @@ class Server:
         return checked_step(one.step(request["message"]))
 
     def _settle_later(self, request: dict[str, Any], result: Any, error: BaseException | None) -> None:
+        end_copy(self._pid, error)
         if error is None and request["do"] == "step":
             try:
                 result = checked_step(result)
@@ -262,7 +287,7 @@ def main() -> None:
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides
     requests, answers = _private_pipes()
-    writing = threading.Lock()
+    writing, original = threading.Lock(), os.getpid()
 
     def write(answer: dict[str, Any]) -> None:
         data = memoryview(json.dumps(answer, allow_nan=False).encode() + b"\n")
@@ -275,7 +300,9 @@ def main() -> None:
         at_once = bool(_answered_later(adapter))
         if not at_once:
             adapter.new().close()
+        end_copy(original)
     except BaseException as error:
+        end_copy(original, error)
         traceback.print_exc()
         write({"problem": text_of(error)})
         os._exit(0)
