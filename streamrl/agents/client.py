@@ -126,6 +126,7 @@ class AgentClient:
 
         Raises:
             BadToolInput: the tool cannot use what it was given.
+            EpisodeOver: the tool calls the model, and context or turns are used up; or the error of another client.
             ToolFailed: it raised something else.
             RuntimeError: another event loop than the agent's runs here.
         """
@@ -143,6 +144,7 @@ class AgentClient:
 
         Raises:
             BadToolInput: the tool cannot use what it was given.
+            EpisodeOver: the tool calls the model, and context or turns are used up; or the error of another client.
             ToolFailed: it raised something else, or JSON cannot hold its result.
             RuntimeError: another event loop than the agent's runs here.
         """
@@ -166,7 +168,7 @@ class AgentClient:
             if isinstance(error, asyncio.CancelledError):
                 raise
             detail = one_line(error)
-            if isinstance(error, BadToolInput | VoidReward):
+            if isinstance(error, BadToolInput | VoidReward) or is_over(error):  # a tool may call the model as well
                 raise
             raise ToolFailed(name, error) from error
         finally:

@@ -73,6 +73,7 @@ async def run(task, client):
             await client.openai().chat.completions.create(
                 model="policy", messages=user("refuse 400 context_length_exceeded")
             )
+        case "full in a tool": await client.tool("ask", client.chat, user("refuse 400 context_length_exceeded"))
         case "openai":
             answer = await client.openai().chat.completions.create(model="policy", messages=user("echo 7"))
             return float(answer.choices[0].message.content)
@@ -289,10 +290,9 @@ def test_an_agent_may_return_a_hundred_numbers_beside_its_reward_and_finite_ones
 
 
 def test_an_episode_that_used_up_context_or_turns_gets_zero_unless_the_agent_says_otherwise() -> None:
-    found = asyncio.run(
-        outcomes("full", "no turns", "full in openai", "says why it ends", "full beside another call", "caught")
-    )
-    assert [(one.reward, one.void) for one in found] == [*[(0.0, None)] * 5, (1.0, None)]
+    over = ["full", "no turns", "full in openai", "full in a tool", "says why it ends", "full beside another call"]
+    found = asyncio.run(outcomes(*over, "caught"))
+    assert [(one.reward, one.void) for one in found] == [*[(0.0, None)] * 6, (1.0, None)]
 
 
 def test_a_failure_is_void_with_its_cause_and_never_a_zero() -> None:
