@@ -102,7 +102,6 @@ class AgentHost:
         """What a user should know about the model's chat template, one sentence each."""
         self._workers, self._max_context, self._rows = workers, run.model.max_context, rows
         self._max_turns = {task.key: task.max_turns for task in run.agent_tasks}
-        self._programs = {task.key for task in run.agent_tasks if task.command is not None}
         self._endpoint = ChatEndpoint(generate, renderer, len(tokenizer), run.model.path)
         config = uvicorn.Config(
             self._endpoint.app,
@@ -172,12 +171,12 @@ class AgentHost:
         finally:
             await self._endpoint.close(session)
         void = outcome.void
-        if order.task in self._programs and void is not None and void.cause is VoidCause.CRASH:
+        if outcome.refused and void is not None:
             if session.session.over:  # what the policy did used up context or turns
                 outcome = replace(outcome, reward=0.0, void=None, traceback="")
             elif refusal := _last_refusal(session):
                 text = f"{void.text}; its last call had been refused: {refusal}"
-                outcome = replace(outcome, void=Void(VoidCause.CRASH, text))
+                outcome = replace(outcome, void=Void(void.cause, text))
         return _episode(session, outcome, time.time()), outcome.again
 
     def waiting(self) -> list[EpisodeWait]:

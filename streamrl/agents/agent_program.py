@@ -125,7 +125,8 @@ async def play_program(
         if sockets is not None:
             sockets.cleanup()
     if code:
-        return _void(VoidCause.CRASH, f"{command[0]} ended with {exit_text(code)}", printed.errors)
+        void = Void(VoidCause.CRASH, f"{command[0]} ended with {exit_text(code)}")
+        return EpisodeOutcome(None, void, traceback=printed.errors, refused=True)
     try:
         reward, metrics = outcome_of(printed.result(command[0]))
     except VoidReward as void:
@@ -186,5 +187,5 @@ class _Printed:
         return found
 
 
-def _void(cause: VoidCause, text: str, errors: str = "") -> EpisodeOutcome:
-    return EpisodeOutcome(None, Void(cause, text), traceback=errors)
+def _void(cause: VoidCause, text: str) -> EpisodeOutcome:
+    return EpisodeOutcome(None, Void(cause, text))

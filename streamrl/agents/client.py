@@ -23,7 +23,7 @@ from streamrl.environments.in_venv.mcp_tools_text import cut_text
 from streamrl.rollouts.void import VoidCause
 from streamrl.runtime.processes import end_copy
 from streamrl.tasks.user_functions import is_async
-from streamrl.tasks.void_reward import VoidReward, failures_of, one_line
+from streamrl.tasks.void_reward import NETWORK_PACKAGES, VoidReward, failures_of, one_line
 
 ATTEMPTS = 3
 """Most tries of a call whose connection fails; the endpoint answers a repeated call with the recorded turn."""
@@ -264,6 +264,22 @@ def is_over(error: BaseException) -> bool:
         codes = getattr(seen, "code", None), _code_in(getattr(seen, "body", None))
         if isinstance(seen, EpisodeOver) or any(isinstance(code, str) and code in OVER for code in codes):
             return True
+        seen = _wrapped_by(seen)
+    return False
+
+
+def is_bad_request(error: BaseException) -> bool:
+    """Whether an exception is an HTTP client's own for an answer of status 400, as the endpoint's refusals have.
+
+    Such an exception has the status, and not the code of the refusal.
+    """
+    seen: BaseException | None = error
+    for _ in range(8):
+        if seen is None:
+            break
+        if {base.__module__.partition(".")[0] for base in type(seen).__mro__} & NETWORK_PACKAGES:
+            holders = seen, getattr(seen, "response", None)
+            return any(getattr(one, name, None) == 400 for one in holders for name in ("status_code", "status"))
         seen = _wrapped_by(seen)
     return False
 

@@ -160,6 +160,9 @@ class EpisodeOutcome:
     """End of the traceback of what the agent raised, or of the standard error of a program; '': there is none."""
     again: bool = False
     """Whether another episode may have caused this void one, so that it should be run again, in a new session."""
+    refused: bool = False
+    """Whether the agent ended with an error that may be the endpoint's refusal, and does not say so: that of a program,
+    or of an HTTP client, which keeps the status alone."""
 
 
 class EpisodeRunner(Protocol):

@@ -33,7 +33,7 @@ import httpx2
 
 from streamrl.agents.agent_function import AgentFunction, load_agent
 from streamrl.agents.agent_result import outcome_of
-from streamrl.agents.client import AgentClient, is_over
+from streamrl.agents.client import AgentClient, is_bad_request, is_over
 from streamrl.agents.episode import EpisodeOutcome
 from streamrl.agents.live_episode import CURRENT, EpisodeThreads, LiveEpisode
 from streamrl.agents.worker_frames import (
@@ -77,7 +77,7 @@ async def _result_of(agent: AgentFunction, item: dict[str, Any], client: AgentCl
             return EpisodeOutcome(0.0, None)
         if not isinstance(failed, VoidReward):
             traceback.print_exc()
-        return _void(cause_of(failed), void_text(failed), error)
+        return replace(_void(cause_of(failed), void_text(failed), error), refused=is_bad_request(failed))
 
 
 async def _of_worker(worker: int, running: Awaitable[Any]) -> Any:

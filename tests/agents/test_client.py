@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from email.message import Message
 from types import SimpleNamespace
+from urllib.error import HTTPError
 
 import httpx2
 import pytest
 
-from streamrl.agents.client import AgentClient, EpisodeOver, is_over
+from streamrl.agents.client import AgentClient, EpisodeOver, is_bad_request, is_over
 from streamrl.agents.episode import EpisodeOrder
 from streamrl.agents.live_episode import LiveEpisode
 from streamrl.config.tasks import EpisodeDeadlines
@@ -73,6 +75,23 @@ def test_a_package_that_names_no_cause_wraps_the_error_of_its_client_but_never_o
     hidden = raised(Wrapped(), full)
     hidden.__suppress_context__ = True
     assert not is_over(hidden)
+
+
+@pytest.mark.parametrize("status", [400, 401, 500])
+@pytest.mark.parametrize("library", ["httpx2", "urllib", "aiohttp"])
+def test_a_bad_request_is_known_by_its_status(library: str, status: int) -> None:
+    error: Exception
+    match library:
+        case "httpx2":
+            request = httpx2.Request("POST", "http://127.0.0.1")
+            error = httpx2.HTTPStatusError("", request=request, response=httpx2.Response(status, request=request))
+        case "urllib":
+            error = HTTPError("http://127.0.0.1", status, "", Message(), None)
+        case _:
+            error = pytest.importorskip("aiohttp").ClientResponseError(SimpleNamespace(), (), status=status)
+    named = RuntimeError("the agent gives up")
+    named.__cause__ = error
+    assert [is_bad_request(one) for one in (error, named, Refused("400"))] == [status == 400, status == 400, False]
 
 
 class Pool(httpx2.AsyncBaseTransport):

@@ -200,20 +200,23 @@ def test_an_agent_that_shortens_its_conversation_and_goes_on_is_not_cut() -> Non
         ([USER], None),
     ],
 )
-def test_a_program_whose_context_is_full_ends_by_rule_whichever_call_comes_last(
-    questions: list[dict[str, Any]], reward: float | None
+@pytest.mark.parametrize("use", [{"command": ["python"]}, {"run": "m:f"}])
+def test_an_agent_whose_error_does_not_say_that_its_context_is_full_ends_by_rule_whichever_call_comes_last(
+    questions: list[dict[str, Any]], reward: float | None, use: dict[str, Any]
 ) -> None:
-    class Programs:
+    cause = VoidCause.CRASH if "command" in use else VoidCause.PROVIDER
+
+    class Agents:
         async def run(self, order: EpisodeOrder, base_url: str, api_key: str) -> EpisodeOutcome:
             async with httpx2.AsyncClient(base_url=base_url, trust_env=False) as client:
                 for question in questions:
                     assert (await call(client, question)).is_success != (question is FULL)
-            return EpisodeOutcome(None, Void(VoidCause.CRASH, "python ended with exit code 1"))
+            return EpisodeOutcome(None, Void(cause, "it failed"), refused=True)
 
     async def main() -> Episode:
-        task = {"kind": "agent", "name": "sums", "command": ["python"], "items": "m:g"}
+        task = {"kind": "agent", "name": "sums", "items": "m:g", **use}
         run = RunConfig.model_validate({"model": {"path": "some/model", "max_context": 500}, "tasks": [task]})
-        host = AgentHost(run, TOKENIZER, Model().generate, Programs())
+        host = AgentHost(run, TOKENIZER, Model().generate, Agents())
         await host.start()
         try:
             return await host.run(ORDER)
@@ -221,7 +224,7 @@ def test_a_program_whose_context_is_full_ends_by_rule_whichever_call_comes_last(
             await host.close()
 
     episode = asyncio.run(main())
-    assert (episode.reward, episode.void and episode.void.cause) == (reward, None if reward == 0 else VoidCause.CRASH)
+    assert (episode.reward, episode.void and episode.void.cause) == (reward, None if reward == 0 else cause)
 
 
 def given_up(model: Model, agent: Callable[[httpx2.AsyncClient], Any], stream: bool) -> Episode:

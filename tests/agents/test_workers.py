@@ -74,6 +74,9 @@ async def run(task, client):
                 model="policy", messages=user("refuse 400 context_length_exceeded")
             )
         case "full in a tool": await client.tool("ask", client.chat, user("refuse 400 context_length_exceeded"))
+        case "bad request":
+            full = {"messages": user("refuse 400 context_length_exceeded"), "model": "policy"}
+            (await client.http.post("chat/completions", json=full)).raise_for_status()
         case "openai":
             answer = await client.openai().chat.completions.create(model="policy", messages=user("echo 7"))
             return float(answer.choices[0].message.content)
@@ -293,6 +296,11 @@ def test_an_episode_that_used_up_context_or_turns_gets_zero_unless_the_agent_say
     over = ["full", "no turns", "full in openai", "full in a tool", "says why it ends", "full beside another call"]
     found = asyncio.run(outcomes(*over, "caught"))
     assert [(one.reward, one.void) for one in found] == [*[(0.0, None)] * 6, (1.0, None)]
+
+
+def test_an_error_that_has_only_the_status_of_a_refusal_is_marked_as_such() -> None:
+    found = asyncio.run(outcomes("bad request", "gone", "refused"))
+    assert [one.refused for one in found] == [True, False, False]
 
 
 def test_a_failure_is_void_with_its_cause_and_never_a_zero() -> None:
