@@ -55,8 +55,10 @@ from streamrl.rollouts.void import Void, VoidCause
 from streamrl.runtime.processes import end_copy, end_with_parent, forget_main
 from streamrl.tasks.void_reward import VoidReward, cause_of, failures_of, one_line, traceback_of, void_text
 
+UNWIND_S = 5.0
+"""Seconds that a cancelled agent has to end what it has begun: mcp takes up to 4.5 s until it kills a server."""
 GRACE_S = 2.0
-"""Seconds that a cancelled agent has to end."""
+"""Seconds after that in which what is left is cancelled again and again."""
 PULSE_S = 0.25
 """Seconds between two signs of life of the event loop."""
 OWN_FOLDER = Path(__file__).parent
@@ -219,7 +221,7 @@ class AgentWorker:
         await _first(playing, episode.over)
         episode.end()
         outcome = _ended(playing) if episode.void is None else EpisodeOutcome(None, episode.void)
-        spoiled = await self._clean_up(episode)
+        spoiled = await self._clean_up(episode, playing)
         episode.pool.shutdown(wait=False, cancel_futures=True)
         self.pipe.send(Played(api_key=play.api_key, outcome=replace(outcome, steps=episode.steps), spoiled=spoiled))
         with contextlib.suppress(Exception):
@@ -230,19 +232,27 @@ class AgentWorker:
         if playing.cancelled() or playing.exception() is not None:
             _end_process(playing)
 
-    async def _clean_up(self, episode: LiveEpisode) -> str:
-        """End what an agent has left behind; return what does not end, '': all has ended."""
-        end = time.monotonic() + GRACE_S
+    async def _clean_up(self, episode: LiveEpisode, playing: asyncio.Task[EpisodeOutcome]) -> str:
+        """End what an agent has left behind; return what does not end, '': all has ended.
+
+        The agent itself is cancelled first, once, then all else that it has started: libraries end their own tasks, and
+        the clean-up of neither is to be cut. Only what is left after `UNWIND_S` is cancelled again and again.
+        """
+        unwound = time.monotonic() + UNWIND_S
+        cancelled = set[asyncio.Task[Any]]()
         while (left := [task for task in episode.tasks if not task.done()]) or episode.threads:
-            for task in left:
-                task.cancel()
-            if (rest := end - time.monotonic()) <= 0:
+            now = time.monotonic()
+            if now >= unwound + GRACE_S:
                 held = f"{len(left)} coroutines and {len(episode.threads)} calls in threads"
                 return f"{held} of episode {episode.order.sample_id} do not end"
+            for task in left if playing.done() or now >= unwound else [playing]:
+                if task not in cancelled or now >= unwound:
+                    cancelled.add(task)
+                    task.cancel()
             if left:
-                await asyncio.wait(left, timeout=min(rest, PULSE_S))
+                await asyncio.wait(left, timeout=PULSE_S, return_when=asyncio.FIRST_COMPLETED)
             else:
-                await asyncio.sleep(min(rest, PULSE_S))
+                await asyncio.sleep(PULSE_S)
         return ""
 
     def _tell(self, api_key: str, tools: str, since: float) -> None:
