@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from streamrl.agents.client import BadToolInput, ToolFailed
 from streamrl.agents.tools import Tool
+from streamrl.agents.worker_frames import MARK
 from streamrl.environments.in_venv.mcp_connection import (
     UnreadAnswers,
     listed,
@@ -41,7 +43,8 @@ async def mcp_tools(server: Sequence[str] | str) -> AsyncIterator[list[Tool]]:
         connection = over_http(server, {})()
     else:
         command, *arguments = server
-        connection = speaking(command, arguments)
+        variables = {name: os.environ[name] for name in (MARK,) if name in os.environ}
+        connection = speaking(command, arguments, variables or None)
     raised: BaseException | None = None
     tools: list[Tool] | None = None
     try:

@@ -15,6 +15,8 @@ import msgspec
 from streamrl.agents.episode import EpisodeOrder, EpisodeOutcome
 from streamrl.runtime.processes import end_copy
 
+MARK = "STREAMRL_AGENT_WORKER"
+"""Variable with a random value, by which the owner of a worker finds all that its agents have started."""
 LENGTH_BYTES = 4
 MOST_BYTES = 64 * 2**20
 """Most bytes of a frame."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import sys
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ import msgspec
 
 from streamrl.agents.episode import EpisodeOutcome
 from streamrl.agents.worker_frames import (
+    MARK,
     Blocked,
     Doing,
     FromWorker,
@@ -24,7 +26,7 @@ from streamrl.agents.worker_frames import (
 )
 from streamrl.rollouts.void import Void, VoidCause
 from streamrl.runtime.output_pipe import OutputLog
-from streamrl.runtime.piped_process import PipedProcess
+from streamrl.runtime.piped_process import PipedProcess, end_the_rest
 from streamrl.runtime.processes import exit_text, kill_with_children
 from streamrl.runtime.proxies import beside_proxies
 
@@ -40,10 +42,14 @@ class AgentWait:
 
 
 class WorkerProcess:
-    """One worker process."""
+    """One worker process.
 
-    def __init__(self, process: PipedProcess, suspects: set[str]) -> None:
-        self.process = process
+    What its agents have started ends with it, however it ends. What is no child of it any more, such as a daemon, is
+    found by the variable `MARK`, which a process that gets another environment lacks.
+    """
+
+    def __init__(self, process: PipedProcess, suspects: set[str], mark: str) -> None:
+        self.process, self._mark = process, mark
         self.open = self.ended = False
         self.ready, self.no_more, self.idle = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.problem = self.how = ""
@@ -62,7 +68,8 @@ class WorkerProcess:
         """Start a process; it imports the agents once it has got `Begin`."""
         command = [sys.executable, "-m", "streamrl.agents.worker", str(os.getpid())]
         variables = beside_proxies(os.environ) | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        return cls(await PipedProcess.start(command, variables, log), suspects)
+        mark = secrets.token_hex(16)
+        return cls(await PipedProcess.start(command, variables | {MARK: mark}, log), suspects, mark)
 
     def send(self, frame: ToWorker) -> None:
         """Send a frame; one to a worker that has ended is lost, as the worker is."""
@@ -101,6 +108,7 @@ class WorkerProcess:
         code = await self.process.ended(taking)
         self.how = self.how or exit_text(code)
         self.ended, self.open = True, False
+        await end_the_rest(f"{MARK}={self._mark}", "an agent worker")
         await self.process.last_words(taking)
         for play, future in list(self.playing.values()):
             if not future.done():

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import logging
 import os
 import secrets
 import time
@@ -22,8 +21,8 @@ from streamrl.environments.installed import InstalledEnvironment
 from streamrl.errors import UserError
 from streamrl.rollouts.void import VoidCause
 from streamrl.runtime.output_pipe import OutputLog
-from streamrl.runtime.piped_process import PipedProcess
-from streamrl.runtime.processes import exit_text, kill_with_children, kill_with_setting
+from streamrl.runtime.piped_process import PipedProcess, end_the_rest
+from streamrl.runtime.processes import exit_text, kill_with_children
 from streamrl.runtime.proxies import beside_proxies
 
 MOST_LINE = 64 * 2**20
@@ -33,7 +32,6 @@ CLOSE_S = 30.0
 QUIET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "SDL_VIDEODRIVER": "dummy", "MPLBACKEND": "Agg"}
 """Variables of every process: one core each, and no window."""
 
-log = logging.getLogger(__name__)
 
 NOBODY = ""
 """The episode of a request that only looks whether there is an answer."""
@@ -315,7 +313,7 @@ class EnvironmentProcess:
         self.accepts = False
         for event in (self.ended, self.no_more, self.idle):
             event.set()
-        await self._end_the_rest()
+        await end_the_rest(f"{MARK}={self._mark}", f"a process of environment {self.name!r}")
         await self.process.last_words(taking)
         several = sum(episode != NOBODY for episode, _ in self._owed.values()) > 1
         for number, (_, future) in list(self._owed.items()):
@@ -325,16 +323,6 @@ class EnvironmentProcess:
         if not self._began.done():
             self._began.set_exception(EnvironmentEnded(self._ended_text(), self._cause, again=False))
             self._began.exception()
-
-    async def _end_the_rest(self) -> None:
-        """Kill what the ended process has started."""
-        try:
-            names = await asyncio.to_thread(kill_with_setting, f"{MARK}={self._mark}")
-        except (OSError, RuntimeError) as error:  # there is no file number or thread for it now
-            log.warning("what a process of environment %r has started may live on: %s", self.name, error)
-            return
-        if names:
-            log.warning("ended with a process of environment %r: %s", self.name, ", ".join(names))
 
     async def _take_all(self) -> None:
         try:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from streamrl.runtime.output_pipe import InputPipe, OutputLog, OutputPipe
-from streamrl.runtime.processes import kill_with_children
+from streamrl.runtime.processes import kill_with_children, kill_with_setting
+
+log = logging.getLogger(__name__)
 
 LAST_WORDS_S = 1.0
 """Seconds for the output of a process that has ended; what it has started may hold the pipes."""
@@ -85,3 +88,19 @@ class PipedProcess:
         await asyncio.wait(left)
         for pipe in self._pipes:
             pipe.close()
+
+
+async def end_the_rest(setting: str, whose: str) -> None:
+    """Kill what an ended process has started, and log the names of what was in a session of its own.
+
+    Args:
+        setting: `NAME=value`, with which that process began, and nothing else did.
+        whose: that process, in words.
+    """
+    try:
+        names = await asyncio.to_thread(kill_with_setting, setting)
+    except (OSError, RuntimeError) as error:  # there is no file number or thread for it now
+        log.warning("what %s has started may live on: %s", whose, error)
+        return
+    if names:
+        log.warning("ended with %s: %s", whose, ", ".join(names))

@@ -8,18 +8,32 @@ from pathlib import Path
 import pytest
 
 from streamrl.rollouts.void import VoidCause
+from streamrl.runtime.processes import is_alive
 from tests.agents.test_workers import agent, order, play, started
 from tests.waiting import scaled
 
 AGENTS = """
-import asyncio
+import asyncio, os, subprocess, sys
+
+LIVE = "import os, time; open('{}', 'w').write(str(os.getpid())); os.replace('{}', '{}.pid'); time.sleep(3600)"
 
 async def serve(closing):  # as a task of a library, which ends once its server has
     await closing.wait()
     await asyncio.sleep(1)
     return "closed"
 
+def begin(name):
+    return subprocess.Popen([sys.executable, "-c", LIVE.replace("{}", name)], start_new_session=True)
+
 async def run(task, client):
+    if task["prompt"] == "leaves daemons":
+        begin("child")
+        if os.fork() == 0:  # its daemon is nobody's child
+            begin("daemon")
+            os._exit(0)
+        while not (os.path.exists("child.pid") and os.path.exists("daemon.pid")): await asyncio.sleep(0.01)
+        if task["dies"]: os._exit(3)
+        return 1.0
     closing = asyncio.Event()
     serving = asyncio.create_task(serve(closing))
     try: await asyncio.sleep(1000)
@@ -44,3 +58,17 @@ def test_a_cancelled_agent_may_take_its_time_to_end_what_it_has_begun() -> None:
             assert Path("said").read_text() == "closed"
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_what_an_agent_has_started_ends_with_its_worker(dies: bool, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with started() as owner:
+            await play(owner, None, order("leaves daemons", dies=dies))
+            pids = [int(Path(f"{name}.pid").read_text()) for name in ("child", "daemon")]
+            if not dies:
+                assert all(map(is_alive, pids))
+        assert not any(map(is_alive, pids))
+
+    asyncio.run(scenario())
+    assert "ended with an agent worker: " in caplog.text
