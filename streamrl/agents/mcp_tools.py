@@ -49,7 +49,7 @@ async def mcp_tools(server: Sequence[str] | str) -> AsyncIterator[list[Tool]]:
     tools: list[Tool] | None = None
     try:
         unread = UnreadAnswers()
-        async with mcp.Client(watched(connection, unread.look), message_handler=unread) as client:
+        async with mcp.Client(watched(connection, unread.look, unread.note), message_handler=unread) as client:
             tools = await unread.unless(_tools(mcp, client, unread))
             try:
                 yield tools

@@ -264,21 +264,27 @@ def test_an_answer_that_cannot_be_read_fails_its_call_and_other_lines_do_not(sho
 
 NO_ID = '{"jsonrpc": "2.0", "id": null, "error": {"code": -32700, "message": "Parse error"}}'
 """What a server answers to a request that it cannot read."""
+OTHER_ID = '{"jsonrpc": "2.0", "id": 1004, "result": {"content": []}}'
 
 
-def test_an_error_that_names_no_call_fails_those_that_wait(shop: InstalledEnvironment) -> None:
-    told = "the MCP server reports an error, and not of which call: Parse error"
-
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (NO_ID, "the MCP server reports an error, and not of which call: Parse error"),
+        (OTHER_ID, "an answer of the MCP server is of no call, as none has the id 1004"),
+    ],
+)
+def test_an_answer_that_names_no_call_fails_those_that_wait(shop: InstalledEnvironment, line: str, told: str) -> None:
     async def environment() -> None:
         async with started(shop, f"mcp:{sys.executable}", arguments=[str(STRICT)]) as pool, pool.place("a") as place:
             await place.reset(ITEM)
             with pytest.raises(EnvironmentFailed, match=told):
-                await place.step(calls(("add", json.dumps({"line": NO_ID}))))
+                await place.step(calls(("add", json.dumps({"line": line}))))
 
     async def agent() -> None:
         async with mcp_tools([sys.executable, str(STRICT)]) as tools:
             with pytest.raises(ConnectionError, match=told):
-                await tools[0].call(line=NO_ID)
+                await tools[0].call(line=line)
             assert await tools[0].call(a=1) == "2"
 
     asyncio.run(environment())

@@ -27,7 +27,7 @@ CONNECT_S = 30.0
 
 
 class UnreadAnswers:
-    """Notices answers of a server that name no call: with half a surrogate pair, that are no JSON-RPC, or without id.
+    """Notices answers of a server that name no call: with half a surrogate pair, no JSON-RPC, no id or a wrong one.
 
     The clients of mcp leave them out, so that their calls would never end. It is not known whose answer it was, so all
     calls that wait for one fail. Other lines that cannot be read are no answers: servers print things.
@@ -35,6 +35,8 @@ class UnreadAnswers:
 
     def __init__(self) -> None:
         self._waiting: set[asyncio.Future[None]] = set()
+        self._asked: set[str] = set()
+        """Ids of all requests, also of those that have their answer: late and double ones are left out."""
 
     async def __call__(self, message: Any) -> None:
         """Take what a session of mcp passes to its `message_handler`: an exception, or a message of the server."""
@@ -42,8 +44,13 @@ class UnreadAnswers:
         if told := next(filter(None, map(_unread, details)), ""):
             self._fail(told)
 
+    def note(self, sent: Any) -> None:
+        """Take what a session of mcp sends to a server, a `SessionMessage` of mcp 1 or 2."""
+        if hasattr(message := _message(sent), "method"):
+            self._asked.add(str(getattr(message, "id", None)))
+
     def look(self, found: Any) -> None:
-        """Take what comes from a server before a session of mcp does, which leaves out errors that name no request.
+        """Take what comes from a server before a session of mcp does, which leaves out answers that name no request.
 
         Args:
             found: a `SessionMessage` of mcp 1 or 2, or an exception.
@@ -51,6 +58,10 @@ class UnreadAnswers:
         error = _error(found)
         if error is not None and error.id is None:
             self._fail(f"the MCP server reports an error, and not of which call: {error.error.message:.200}")
+            return
+        answer = error or _message(found)
+        if (error is not None or hasattr(answer, "result")) and str(answer.id) not in self._asked:
+            self._fail(f"an answer of the MCP server is of no call, as none has the id {answer.id!r:.100}")
 
     def _fail(self, told: str) -> None:
         for one in self._waiting:
@@ -94,10 +105,15 @@ def _unread(detail: dict[str, Any]) -> str:
     return ""
 
 
+def _message(found: Any) -> Any:
+    """Return the JSON-RPC message in a `SessionMessage` of mcp 1 or 2; None: it is something else."""
+    message = getattr(found, "message", None)
+    return getattr(message, "root", message)  # mcp 1
+
+
 def _error(found: Any) -> Any:
     """Return the JSON-RPC error in what comes from a server, a `SessionMessage` of mcp 1 or 2; None if it is none."""
-    message = getattr(found, "message", None)
-    message = getattr(message, "root", message)  # mcp 1
+    message = _message(found)
     return message if hasattr(message, "error") else None
 
 
@@ -109,19 +125,20 @@ def _is_answer(found: Any) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def watched(connection: Any, look: Any) -> Any:
-    """Open a connection, and yield its streams; what comes from the server is shown first.
+async def watched(connection: Any, look: Any, note: Any = None) -> Any:
+    """Open a connection, and yield its streams; what comes from the server, or goes there, is shown first.
 
     Args:
         connection: a context manager that yields what reads from a server, and what writes to it.
         look: function that is called with each `SessionMessage`, or exception, that comes.
+        note: function that is called with each `SessionMessage` that is sent; None: nothing is.
     """
     async with connection as streams:
-        yield _Watched(streams[0], look), streams[1]
+        yield _Watched(streams[0], look), streams[1] if note is None else _Watched(streams[1], note)
 
 
 class _Watched:
-    """A stream of mcp that shows what comes before it passes it on."""
+    """A stream of mcp, of either direction, that shows what comes or is sent before it passes it on."""
 
     def __init__(self, stream: Any, look: Any) -> None:
         self._stream, self._look = stream, look
@@ -136,6 +153,11 @@ class _Watched:
         found = await self._stream.__anext__()
         self._look(found)
         return found
+
+    async def send(self, sent: Any) -> None:
+        """Send something."""
+        self._look(sent)
+        await self._stream.send(sent)
 
     async def __aenter__(self) -> _Watched:
         await self._stream.__aenter__()

@@ -193,7 +193,9 @@ class _Episode:
     async def _hold(self) -> None:
         try:
             async with contextlib.AsyncExitStack() as stack:
-                streams = await stack.enter_async_context(watched(self._connect(), self._unread.look))
+                streams = await stack.enter_async_context(
+                    watched(self._connect(), self._unread.look, self._unread.note)
+                )
                 session = importlib.import_module("mcp").ClientSession(
                     streams[0], streams[1], message_handler=self._unread
                 )
