@@ -138,8 +138,8 @@ def type_warnings(
         whose = " and ".join(sorted({f"{one.role}s" if one.role == "instance" else one.role for one in changed}))
         yield (
             f"model.dtype: {whose} computed in {changed[0].dtype} before, and from checkpoint {newest} on in {now}: "
-            "numbers are rounded in another way; to go on as before, resume on a CPU like the one before, without "
-            "limits to its instructions that it did not have"
+            "numbers are rounded in another way; to go on as before, resume on a CPU like the one before, with the "
+            "same limits to its instructions"
         )
 
 
