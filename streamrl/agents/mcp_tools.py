@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import os
 from collections.abc import AsyncIterator, Sequence
+from types import ModuleType
 from typing import Any
 
 from streamrl.agents.client import BadToolInput, ToolFailed
@@ -38,7 +40,7 @@ async def mcp_tools(server: Sequence[str] | str) -> AsyncIterator[list[Tool]]:
         UserError: the package mcp is not installed.
         ToolFailed: the server cannot be reached, or does not say which tools it has.
     """
-    mcp = import_extra("mcp", "an MCP server")
+    mcp = await asyncio.to_thread(_import_mcp)  # it takes seconds, in which the worker's other episodes go on
     if isinstance(server, str):
         connection = over_http(server, {})()
     else:
@@ -62,6 +64,18 @@ async def mcp_tools(server: Sequence[str] | str) -> AsyncIterator[list[Tool]]:
         if raised is not None or tools is None:
             name = server if isinstance(server, str) else " ".join(server)
             raise ToolFailed(f"MCP server {name}", cause(error)) from error
+
+
+def _import_mcp() -> ModuleType:
+    """Import mcp with all that connections need of it.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    mcp = import_extra("mcp", "an MCP server")
+    for part in ("stdio", "streamable_http"):
+        importlib.import_module(f"mcp.client.{part}")
+    return mcp
 
 
 async def _tools(mcp: Any, client: Any, unread: UnreadAnswers) -> list[Tool]:

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 import sys
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from datetime import date, datetime
@@ -25,7 +26,7 @@ from streamrl.agents.mcp_tools import mcp_tools
 from streamrl.agents.tools import Tool, answer_calls, function_tool, interpreter
 from streamrl.config.tasks import EpisodeDeadlines, Sandbox
 from streamrl.errors import UserError
-from tests.waiting import scaled
+from tests.waiting import scaled, until
 
 
 def repeat(text: str, count: int = 2) -> str:
@@ -380,3 +381,27 @@ def test_without_the_package_an_mcp_server_is_refused_with_the_remedy(monkeypatc
 
     with pytest.raises(UserError, match=r"an MCP server needs the package mcp.*streamrl\[tasks\]"):
         asyncio.run(scenario())
+
+
+def test_the_package_of_mcp_is_imported_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported, goes_on = threading.Event(), threading.Event()
+
+    def slow(module: str, what_for: str) -> Any:
+        imported.set()
+        assert goes_on.wait(scaled(30)), "the event loop stands still"
+        raise UserError("no package")
+
+    monkeypatch.setattr("streamrl.agents.mcp_tools.import_extra", slow)
+
+    async def scenario() -> None:
+        async def connect() -> None:
+            async with mcp_tools(["true"]):
+                pass
+
+        connecting = asyncio.create_task(connect())
+        await until(imported.is_set)
+        goes_on.set()
+        with pytest.raises(UserError, match="no package"):
+            await connecting
+
+    asyncio.run(scenario())
