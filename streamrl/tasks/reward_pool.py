@@ -51,7 +51,7 @@ from streamrl.rollouts.void import Void, VoidCause
 from streamrl.runtime.output_pipe import shorten
 from streamrl.runtime.processes import end_copy, end_with_parent, exit_text, forget_main
 from streamrl.tasks.reward_workers import WorkerContext
-from streamrl.tasks.void_reward import VoidReward, cause_of, failures_of, one_line, traceback_of, void_text
+from streamrl.tasks.void_reward import VoidReward, cause_of, failures_of, may_retry, one_line, traceback_of, void_text
 
 POOL_ATTEMPTS = 3
 RESTART_S = 60.0
@@ -347,8 +347,7 @@ def _score(task: str, completion: str, reward_input: dict[str, Any]) -> _Try:
         seconds, failed, trace = time.perf_counter() - began, failures_of(raised)[0], traceback_of(raised, OWN_FOLDER)
         if not isinstance(failed, VoidReward):
             _log_exception()
-        retry = not isinstance(failed, VoidReward) or failed.retry
-        return _void(cause_of(failed), void_text(failed), seconds, retry, trace)
+        return _void(cause_of(failed), void_text(failed), seconds, may_retry(failed), trace)
     return _Try(RewardResult(reward, None, time.perf_counter() - began))
 
 

@@ -45,9 +45,11 @@ class VoidReward(Exception):
         Raises:
             ValueError: there is no such cause.
         """
-        self.cause = VoidCause(cause)
-        self.retry = retry
-        super().__init__(text or f"void: {self.cause}")
+        found = VoidCause(cause)
+        for name, value in (("cause", found), ("retry", retry)):
+            with contextlib.suppress(AttributeError):  # a subclass has a property of that name
+                setattr(self, name, value)
+        super().__init__(text or f"void: {found}")
 
 
 def cause_of(error: BaseException) -> VoidCause:
@@ -55,7 +57,7 @@ def cause_of(error: BaseException) -> VoidCause:
     packages = {base.__module__.partition(".")[0] for base in type(error).__mro__}
     match error:
         case VoidReward():
-            with contextlib.suppress(ValueError):  # a subclass may have made something else of it
+            with contextlib.suppress(Exception):  # a subclass may have made something else of it, or fail at it
                 return VoidCause(error.cause)
             return VoidCause.VERIFIER
         case TimeoutError() | subprocess.TimeoutExpired():
@@ -67,6 +69,14 @@ def cause_of(error: BaseException) -> VoidCause:
         case MemoryError() | OSError() | ImportError():
             return VoidCause.ENVIRONMENT
     return VoidCause.VERIFIER
+
+
+def may_retry(error: BaseException) -> bool:
+    """Return whether another try may succeed after an exception of a reward function."""
+    if isinstance(error, VoidReward):
+        with contextlib.suppress(Exception):  # of a property of a subclass
+            return bool(error.retry)
+    return True
 
 
 def failures_of(error: BaseException) -> list[BaseException]:

@@ -18,7 +18,7 @@ from streamrl.rollouts.void import LONGEST_TRACEBACK, VoidCause
 from streamrl.tasks.procedural import ProceduralItems
 from streamrl.tasks.rewards import Scorer, exact_match_score
 from streamrl.tasks.source import PromptSource
-from streamrl.tasks.void_reward import CUT, VoidReward, cause_of, traceback_of, void_text
+from streamrl.tasks.void_reward import CUT, VoidReward, cause_of, may_retry, traceback_of, void_text
 
 SEED = 9
 GYM = """
@@ -224,6 +224,28 @@ class JudgeFails(VoidReward):
 )
 def test_a_subclass_of_void_reward_need_not_call_its_init(void: VoidReward, cause: str, text: str) -> None:
     assert (cause_of(void), void_text(void), void.retry) == (cause, text, True)
+
+
+class OddlyFails(VoidReward):
+    @property
+    def cause(self) -> VoidCause:  # type: ignore[override]
+        raise LookupError("no cause")
+
+    @property
+    def retry(self) -> bool:  # type: ignore[override]
+        raise LookupError("no retry")
+
+
+class NeverRetried(VoidReward):
+    cause = property(lambda self: VoidCause.TOOL)  # type: ignore[assignment]
+    retry = property(lambda self: False)  # type: ignore[assignment]
+
+
+def test_properties_of_a_void_reward_stand_for_its_cause_and_may_fail() -> None:
+    odd, never = OddlyFails(text="no judge"), NeverRetried("provider", "no judge")
+    assert (cause_of(odd), void_text(odd), may_retry(odd)) == (VoidCause.VERIFIER, "no judge", True)
+    assert (cause_of(never), void_text(never), may_retry(never)) == (VoidCause.TOOL, "no judge", False)
+    assert may_retry(KeyError("answer"))
 
 
 @pytest.mark.parametrize(
