@@ -226,8 +226,10 @@ def already_done(place: Place) -> str:
 
 @provokes
 def in_use(place: Place) -> str:
-    with supervisor._locked(place.save_run()):
-        return place.resume()
+    place.write_two_sites(keys=("here", "west"))
+    (port,) = [site.port for site in load_cluster("cluster.yaml").sites.values() if site.port]
+    with supervisor._locked(place.save_run()), socket.create_server(("127.0.0.1", port)):  # of the run that lives
+        return place.resume("--site", "here", "--dry-run")
 
 
 @provokes

@@ -16,6 +16,7 @@ from streamrl.errors import ErrorCode, UserError
 from streamrl.machine.model_files import resolve_model, weight_bytes
 from streamrl.run_dir import layout
 from streamrl.run_dir.checkpoints import CheckpointFolder
+from streamrl.run_dir.launcher_lock import in_use, owner_here
 
 CHECKPOINT_BYTES_PER_WEIGHT_BYTE = 7
 """Size of a checkpoint relative to the bf16 weights: those (2 bytes per parameter), and fp32 weights with two AdamW
@@ -36,6 +37,12 @@ def check_folder(runs_root: Path, resumed: Path | None = None) -> Iterable[str]:
         yield f"{_named(runs_root, resumed)}: cannot write to {existing}"
     elif resumed is not None and not _usable(checkpoints := resumed / layout.CHECKPOINTS):
         yield f"{_named(runs_root, resumed)}: cannot read and write in {checkpoints}"
+
+
+def check_launcher(resumed: Path | None) -> Iterable[str]:
+    """Check that no launcher of this machine has the folder of a run that is continued, and with it the run's ports."""
+    if resumed is not None and (owner := owner_here(resumed)) is not None:
+        yield in_use(resumed, owner)
 
 
 def check_database_paths(

@@ -28,7 +28,13 @@ from streamrl.launcher.capacity_check import (
     thread_warnings,
 )
 from streamrl.launcher.cluster_warnings import cluster_warnings, unused_here
-from streamrl.launcher.folder_check import check_database_paths, check_disk, check_folder, disk_warnings
+from streamrl.launcher.folder_check import (
+    check_database_paths,
+    check_disk,
+    check_folder,
+    check_launcher,
+    disk_warnings,
+)
 from streamrl.launcher.generation_check import check_eight_bits, check_generation, check_head_size, check_kv_cache
 from streamrl.launcher.gpu_checks import check_this_machine, sites_here, warnings_here
 from streamrl.launcher.model_check import check_critic, check_heads, check_model, critic_warnings
@@ -78,7 +84,8 @@ def check(
     Raises:
         UserError: one line per problem.
     """
-    refuse([check_sockets()])  # alone and at once: others take minutes, and may need the temporary folder themselves
+    # alone and at once: others take minutes, and may need the temporary folder themselves, or ports of a run that lives
+    refuse([check_launcher(resumed), check_sockets()])
     checks = [
         check_resolved(cluster, run),
         check_packages(cluster),

@@ -30,7 +30,7 @@ from streamrl.report.site_view import SiteView
 from streamrl.rollouts.void import VoidCause
 from streamrl.run_dir import layout
 from streamrl.run_dir.finished import nothing_left
-from streamrl.run_dir.launcher_lock import HeldFolder, owner_line
+from streamrl.run_dir.launcher_lock import HeldFolder, in_use, owner_line
 from streamrl.run_dir.status import RESUME, overwrite_status, read_status, write_status
 from streamrl.runtime.stop_signals import on_stop
 from streamrl.trackers.tracker_group import PATIENCE_S, QUICK_S, TrackerGroup
@@ -306,8 +306,7 @@ def _locked(run_dir: Path) -> Iterator[HeldFolder]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
-            owner = lock.read() or "just started"
-            raise UserError(ErrorCode.RESUME.refer(f"{run_dir} is in use by another launcher ({owner})")) from None
+            raise UserError(in_use(run_dir, lock.read() or "just started")) from None
         except OSError as error:
             raise UserError(
                 f"cannot lock {run_dir / layout.LOCK}: {error.strerror}; without one, a second launcher could replace "

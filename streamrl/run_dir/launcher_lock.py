@@ -9,6 +9,7 @@ import socket
 from pathlib import Path
 from typing import BinaryIO
 
+from streamrl.errors import ErrorCode
 from streamrl.plain_files import SEARCH, open_plain
 from streamrl.run_dir import layout
 
@@ -18,7 +19,18 @@ MOST_TEXT = 1000
 
 def owner_line() -> str:
     """Return what this process, a launcher, writes into its lock."""
-    return f"process {os.getpid()} on {socket.gethostname()}"
+    return _line(os.getpid(), socket.gethostname())
+
+
+def owner_here(folder: Path) -> str | None:
+    """Return the line of the launcher that owns a folder now; None: there is none on this machine.
+
+    See `has_launcher`, also for the moment in which the lock is taken.
+    """
+    found = owner(folder)
+    if found is None or found[1] != socket.gethostname() or not has_launcher(folder):
+        return None
+    return _line(*found)
 
 
 def owner(folder: Path) -> tuple[int, str] | None:
@@ -33,6 +45,16 @@ def owner(folder: Path) -> tuple[int, str] | None:
             return _owner(_text(lock))
     except OSError:
         return None
+
+
+def in_use(folder: Path, owner: str) -> str:
+    """Return the text of a launch that is refused as another launcher owns its folder.
+
+    Args:
+        folder: the run's folder.
+        owner: which launcher, in words.
+    """
+    return ErrorCode.RESUME.refer(f"{folder} is in use by another launcher ({owner})")
 
 
 def has_launcher(folder: Path) -> bool:
@@ -110,6 +132,10 @@ class HeldFolder:
     def is_gone(self) -> bool:
         """Whether the folder is moved, deleted or taken: the last two looks missed it, as one may on a network."""
         return self._missed > 1
+
+
+def _line(pid: int, machine: str) -> str:
+    return f"process {pid} on {machine}"
 
 
 def _text(lock: BinaryIO) -> str:

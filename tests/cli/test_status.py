@@ -17,7 +17,7 @@ from streamrl.config.load import load_cluster, load_run, save_resolved
 from streamrl.diagnose.snapshot import collect
 from streamrl.diagnose.stuck import judge
 from streamrl.launcher import supervisor
-from streamrl.run_dir.launcher_lock import has_launcher
+from streamrl.run_dir.launcher_lock import has_launcher, owner_here, owner_line
 from streamrl.run_dir.site_status import starting, write_site
 from streamrl.run_dir.start_stages import say
 from streamrl.run_dir.status import write_status
@@ -52,9 +52,12 @@ def test_the_launchers_lock_says_whether_there_is_one(folder: Path) -> None:
     with supervisor._locked(folder):
         assert has_launcher(folder) and has_launcher(inner)
         assert has_launcher(folder), "looking does not free it"
+        assert owner_here(folder) == owner_line()
     assert not has_launcher(folder) and not has_launcher(inner)
+    assert owner_here(folder) is None
     (folder / ".lock").write_text("process 1 on another-machine")
     assert has_launcher(folder), "its lock need not reach this one"
+    assert owner_here(folder) is None, "a run may be resumed on another machine than its launcher's that has died"
     (folder / ".lock").unlink()
     (folder / ".lock").symlink_to(os.devnull)
     assert has_launcher(folder), "what cannot be told is not denied"
