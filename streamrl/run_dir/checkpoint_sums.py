@@ -62,7 +62,7 @@ def read_sums(checkpoint: Path) -> FileSums:
         step, sums = int(values["step"]), {str(name): (int(n), str(s)) for name, (n, s) in values["files"].items()}
     except FileNotFoundError:
         return {}
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, OverflowError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedFile(f"{SUMS_FILE} is damaged") from error
     if checkpoint.name != f"step_{step}":
         raise DamagedFile(f"{SUMS_FILE} is of step {step}")

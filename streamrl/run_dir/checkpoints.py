@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -24,6 +25,9 @@ PARTIAL = ".partial_step_"
 """Beginning of the name of a checkpoint that is being written, or never was completed."""
 LOST = "lost_"
 """Beginning of the name of a checkpoint that somebody has given up: a folder, whatever is in it."""
+
+OF_STEP = re.compile(r"step_(0|[1-9][0-9]{0,14})")
+"""Name of a complete checkpoint, as `path` writes it: of digits that `int` reads, and a step that fits a database."""
 
 SEEN_S, LOOK_S = 120.0, 1.0
 """Seconds within which every node sees a new folder of a shared file system, and between two looks: NFS keeps what it
@@ -201,7 +205,7 @@ class CheckpointFolder:
         try:
             found = json.loads(read_plain(self.directory / BEST_FILE, below=self.directory.parent))
             step, score = int(found["step"]), float(found["score"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except (OSError, ValueError, OverflowError, KeyError, TypeError, RecursionError):
             return None
         return (step, score) if self.has(step) else None
 
@@ -215,7 +219,7 @@ class CheckpointFolder:
     def _steps(self) -> list[int]:
         try:
             with os.scandir(self.directory) as entries:  # `Path.glob` finds nothing in a folder that it cannot read
-                names = [entry.name for entry in entries if entry.name.startswith("step_") and entry.is_dir()]
+                steps = [found[1] for entry in entries if (found := OF_STEP.fullmatch(entry.name)) and entry.is_dir()]
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -223,8 +227,7 @@ class CheckpointFolder:
                 what = f"cannot look for checkpoints in {self.directory}: {error.strerror}"
                 raise CheckpointsUnseen(what) from error
             raise
-        found = (name.removeprefix("step_") for name in names)
-        return sorted(int(step) for step in found if step.isdigit())
+        return sorted(map(int, steps))
 
 
 def _file_bytes(folders: Iterable[Path]) -> int:

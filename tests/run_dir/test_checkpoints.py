@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from streamrl.errors import RunFailed, is_final
+from streamrl.run_dir.checkpoint_sums import DamagedFile, read_sums
 from streamrl.run_dir.checkpoints import CheckpointFolder, CheckpointsUnseen
 from tests.run_dir.conftest import FILE_LIMIT, Disk, file_size_limit
 
@@ -55,6 +56,21 @@ def test_a_checkpoint_whose_evaluation_is_under_way_stays(tmp_path: Path) -> Non
     assert kept(folder) == {"step_15"}
 
 
+def test_a_folder_with_another_name_is_no_checkpoint(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    save(folder, 5)
+    for name in ("9\N{SUPERSCRIPT TWO}", "\N{ARABIC-INDIC DIGIT NINE}", "09", "9" * 16, "9.old", ""):
+        (tmp_path / f"step_{name}").mkdir()
+    assert (folder.latest(), folder.count()) == (5, 1)
+
+
+@pytest.mark.parametrize("values", ['{"step": 1e999, "files": {}}', '{"step": 5, "files": {"a": [1e999, ""]}}', "{"])
+def test_checksums_that_cannot_be_read_are_damaged(tmp_path: Path, values: str) -> None:
+    (tmp_path / "checksums.json").write_text(values)
+    with pytest.raises(DamagedFile, match=r"^checksums\.json is damaged$"):
+        read_sums(tmp_path)
+
+
 def test_a_best_without_its_checkpoint_is_none(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / "checkpoints")
     assert folder.best() is None
@@ -62,8 +78,9 @@ def test_a_best_without_its_checkpoint_is_none(tmp_path: Path) -> None:
     assert folder.best() is None
     save(folder, 5)
     assert folder.best() == (5, 0.5)
-    (folder.directory / "best.json").write_text('{"st')
-    assert folder.best() is None
+    for damaged in ('{"st', '{"step": 1e999, "score": 0.5}'):
+        (folder.directory / "best.json").write_text(damaged)
+        assert folder.best() is None
     assert not list(folder.directory.glob("*.tmp")) and not list(folder.directory.glob(".*"))
 
 
