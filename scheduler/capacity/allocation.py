@@ -406,7 +406,10 @@ def following_seconds(schedule: str, split: Split, makespan_s: float, batch: Bat
     # one rank processes a sample, and each length stands for several samples
     each = batch.samples / len(lengths)
     alone = whole * split.time.busy_ranks(whole.sum() * each, whole.max()) / each
-    return float((ends[order] / ends.max() * makespan_s + np.maximum(after, alone) / whole.sum() * training_s).max())
+    behind = split.time.after_batch
+    streamed = (1 - behind) * training_s * np.maximum(after, alone) / whole.sum()
+    rest = behind * training_s * max(1.0, alone.max() / whole.sum())
+    return float((ends[order] / ends.max() * makespan_s + streamed).max() + rest)
 
 
 def _grid(low: float, high: float, ratio: float) -> Iterator[float]:

@@ -1,7 +1,8 @@
 """Evaluation of a split: times by stage and schedule, bubbles, USD per 1,000 samples, and the limiting factor. Pure.
 
     sync    generation + training + weights
-    stream  the last of: a sample's end + the training of it and of all that end later; + weights
+    stream  the last of: a sample's end + the training of it and of all that end later; + what is trained only after
+            the last one, such as further passes; + weights
     one_step_off   max(generation, training, weights): a batch is generated while the one before it is trained
     async   simulated: generation continues across steps, and training waits for groups that are due (`steady_step.py`)
     colocated   generation + training on the same GPUs + two changes of turn

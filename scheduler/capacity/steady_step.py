@@ -92,6 +92,7 @@ def steady_step(
         train_ranks=max(1.0, ranks),
         environment_s=batch.environment_s * merged * processes / batch.environment_processes,
         environment_processes=processes,
+        after_batch=trainer.after_batch,
     )
     schedule = make_schedule("async", batch.staleness, sync_every)
     policy = make_policy("least-loaded", batch.longest_answer, affinity=group)

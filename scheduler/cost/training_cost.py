@@ -115,6 +115,8 @@ class TrainingWork:
     compiled: bool = False
     """Whether norms and MLPs are compiled where they can be (`optimizer.compile`): not with `selective`, nor with
     tensor parallelism."""
+    after_batch: float = 0.0
+    """Share of the training that begins only once a step has all its groups (`simulation.stages.Stages`)."""
 
     @property
     def updates(self) -> int:
@@ -171,6 +173,8 @@ class TrainerTime:
     """GPUs that share each row of tokens (`trainer.sequence_parallel`)."""
     nodes: int = 1
     """Machines over which the GPUs are spread evenly (`trainer.nodes`)."""
+    after_batch: float = 0.0
+    """Share of the seconds that follows the step's last group (`TrainingWork`)."""
 
     @property
     def copies(self) -> int:
@@ -470,7 +474,8 @@ def _spread_over(
         share = 2 * (replicas - 1) / replicas * REDUCE_BYTES * weights / shard
         optimizer += work.trained * share / (network if gpus > device.per_machine else fast)
     between = fast if shard * tp <= device.per_machine else network
-    return TrainerTime(gpus, shard, compute, moved / between, work.updates * optimizer, tp, sharing, machines)
+    seconds = compute, moved / between, work.updates * optimizer
+    return TrainerTime(gpus, shard, *seconds, tp, sharing, machines, work.after_batch)
 
 
 @lru_cache(maxsize=64)

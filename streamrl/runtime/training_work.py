@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from scheduler.cost.training_cost import TrainingWork
+from streamrl.config.algorithm import CriticConfig, GRPOConfig, PPOConfig
 from streamrl.config.run import RunConfig
 
 
@@ -24,4 +25,12 @@ def work_of(run: RunConfig, algorithm: str | None = None) -> TrainingWork:
         batch.epochs,
         batch.mini_batches,
         optimizer.compile,
+        _after_batch(run, algorithm or run.algorithm.name),
     )
+
+
+def _after_batch(run: RunConfig, algorithm: str) -> float:
+    if algorithm != run.algorithm.name:
+        other = PPOConfig(critic=CriticConfig()) if algorithm == "ppo" else GRPOConfig()
+        run = run.model_copy(update={"algorithm": other})
+    return run.after_batch

@@ -15,4 +15,6 @@ def test_passes_and_updates_are_those_of_the_batch() -> None:
     )
     assert (work.trained, work.epochs, work.updates) == (2, 3, 6)
     assert work_of(RunConfig()) == TrainingWork(recompute=RunConfig().optimizer.gradient_checkpointing, compiled=True)
+    reused = RunConfig.model_validate({"batch": {"epochs": 4}})
+    assert [work_of(reused, name).after_batch for name in (None, "grpo", "ppo")] == [0.75, 0.75, 1.0]
     assert not work_of(RunConfig.model_validate({"optimizer": {"compile": False}})).compiled

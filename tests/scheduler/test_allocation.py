@@ -137,6 +137,18 @@ def test_stream_waits_for_the_last_answer_on_one_rank(ranks: int, last: float) -
     assert following_seconds("sync", split, alone, batch) == pytest.approx(alone * 1.1)
 
 
+def test_passes_after_the_first_follow_the_last_answer_of_a_plan_under_stream() -> None:
+    batch = Batch((40.0, 10.0, 10.0, 10.0), 4)
+    kind = replica_kind(MODEL, device("H100"), 1, batch)
+    assert kind is not None
+    alone = float(replica_ends([40.0, 10.0, 10.0, 10.0], kind.curve).max())
+    for share in (0.0, 0.75, 1.0):
+        split = Split(0, TrainerTime(1, 1, 0.1 * alone, 0.0, 0.0, after_batch=share), (Replicas(0, 1, kind),))
+        expected = alone * (1 + 0.1 * (share + (1 - share) * 40 / 70))
+        assert following_seconds("stream", split, alone, batch) == pytest.approx(expected)
+        assert following_seconds("sync", split, alone, batch) == pytest.approx(alone * 1.1)
+
+
 @pytest.mark.parametrize("objective", ["throughput", "cost"])
 def test_stream_is_planned_for_its_own_step(objective: PlanObjective) -> None:
     one = problem(offer("a", "H100", 8), offer("a", "H20", 3))

@@ -49,6 +49,16 @@ def test_equal_lengths_take_what_the_batch_takes() -> None:
     assert found.generation_bubble == pytest.approx(0.0, abs=0.02)
 
 
+def test_passes_after_the_first_keep_a_step_longer() -> None:
+    pools = [Replicas(0, 1, kind(TAILED))]
+    alone = steady_step(pools, TAILED, FAST, weights_s=0.0).seconds
+    seconds = [
+        steady_step(pools, TAILED, replace(trainer(0.9 * alone), after_batch=share), weights_s=0.0).seconds
+        for share in (0.0, 0.5, 1.0)
+    ]
+    assert 1.1 * seconds[0] < 1.05 * seconds[1] < seconds[2]
+
+
 @pytest.mark.parametrize(("processes", "wanted"), [(1, 64.0), (4, 16.0), (100, 500.0)])
 def test_environments_without_enough_processes_set_the_pace(processes: int, wanted: float) -> None:
     batch = replace(EQUAL, environment_s=0.5, environment_processes=processes)
