@@ -281,7 +281,10 @@ def test_a_resume_that_computes_in_another_type_than_the_run_before_warns(
 ) -> None:
     terminal.monkeypatch.setattr("streamrl.machine.compute_type.probe", lambda folder: Probe(2.0, 60.0))
     terminal.launch()
-    (terminal.folder / "runs" / "tiny" / "checkpoints" / "step_2").mkdir(parents=True)
+    tensors = terminal.folder / "runs" / "tiny" / "checkpoints" / "step_2" / "trainer_state" / ".metadata"
+    tensors.parent.mkdir(parents=True)
+    for file in (tensors, tensors.parents[1] / "state.json"):
+        file.write_text("{}")
     status = make_status(2, 5, START)
     status["roles"]["trainer"] |= {"dtype": "bfloat16", "dtype_why": "AMX"}
     write_status(terminal.folder / "runs" / "tiny", status)
