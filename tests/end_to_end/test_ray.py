@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import signal
@@ -24,18 +23,16 @@ from streamrl.run_dir.instance_files import read_started
 from streamrl.run_dir.metrics import read_metrics
 from streamrl.run_dir.status import read_status
 from streamrl.runtime.process_context import Addresses
-from streamrl.runtime.processes import is_alive, kill_with_children
+from streamrl.runtime.processes import is_alive
 from streamrl.runtime.warden import ENDS_WITHIN_S
 from tests.end_to_end.project import Project, trained_rows, wait_for
 from tests.environments.own_environment import install
-from tests.marks import MARK, started_by
+from tests.ray_nodes import Nodes
 from tests.security.shown_secrets import shown_secrets
 from tests.security.sockets_of import family, listeners, mechanism, reachable
 from tests.waiting import finish, scaled
 
 STEPS = 6
-STARTS = 4
-"""Most starts of a node of the cluster."""
 EASY = [{"kind": "reasoning_gym", "name": "chain_sum", "config": {"max_terms": 2}, "answer": "full"}]
 
 
@@ -57,25 +54,6 @@ def on_ray(project: Project, address: str, pools: Sequence[dict[str, object]] = 
     return ["--cluster", "ray.yaml"]
 
 
-class OwnCluster(Cluster):
-    """A cluster whose nodes are its fixture's, also those that a test adds."""
-
-    def __init__(self, **options: object) -> None:
-        self.mark = os.environ[MARK]
-        super().__init__(**options)
-
-    def add_node(self, *args: object, **options: object) -> object:
-        """Starts a node, again if it has ended by itself: under load its raylet waits too briefly for its agent."""
-        with started_by(self.mark):
-            for _ in range(STARTS - 1):
-                before = set(psutil.Process().children())
-                with contextlib.suppress(Exception):  # Ray raises nothing narrower
-                    return super().add_node(*args, **options)
-                for left in set(psutil.Process().children()) - before:  # such as the servers of a head
-                    kill_with_children(left.pid)
-            return super().add_node(*args, **options)
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A head with CPUs only, two nodes for the trainer, two for instances.
@@ -95,9 +73,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def nodes() -> Iterator[Cluster]:
     """The cluster while it lives."""
-    few = {"prestart_worker_first_driver": False}  # else each node starts four workers that nobody needs
-    head = {"num_cpus": 4, "include_dashboard": False, "_system_config": few}
-    made = OwnCluster(initialize_head=True, head_node_args=head)
+    made = Nodes(num_cpus=4)
     try:
         for resources in ({"large": 2}, {"large": 2}, {"fast": 2}, {"fast": 2}):
             made.add_node(resources=resources, num_cpus=4)

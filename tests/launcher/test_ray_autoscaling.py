@@ -19,6 +19,7 @@ from ray.cluster_utils import Cluster
 from streamrl.config.cluster import ClusterConfig
 from streamrl.launcher.ray_backend import RaySite
 from streamrl.runtime.process_plan import ProcessSpec
+from tests.ray_nodes import Nodes
 from tests.waiting import wait_for
 
 LIMIT_S = 120.0
@@ -27,9 +28,7 @@ LIMIT_S = 120.0
 @pytest.fixture
 def head() -> Iterator[Cluster]:
     """A cluster that is one node with CPUs only."""
-    few = {"prestart_worker_first_driver": False}  # else each node starts workers that nobody needs
-    options = {"include_dashboard": False, "_system_config": few}
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **options})
+    made = Nodes(num_cpus=2)
     try:
         yield made
     finally:

@@ -15,6 +15,7 @@ from streamrl.config.cluster import ClusterConfig
 from streamrl.errors import RunFailed
 from streamrl.launcher.ray_backend import RaySite
 from streamrl.runtime.process_plan import ProcessSpec, Role
+from tests.ray_nodes import Nodes
 from tests.waiting import wait_for
 
 LIMIT_S = 60.0
@@ -23,9 +24,7 @@ LIMIT_S = 60.0
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """A node of two CPUs, and one of four with a GPU."""
-    few = {"prestart_worker_first_driver": False}  # else each node starts workers that nobody needs
-    options = {"include_dashboard": False, "object_store_memory": 100 << 20, "_system_config": few}
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **options})
+    made = Nodes(num_cpus=2, object_store_memory=100 << 20)
     try:
         made.add_node(num_cpus=4, num_gpus=1, object_store_memory=100 << 20)
         yield made
