@@ -60,6 +60,8 @@ class _Open:
     """When it expires, unless there is progress or a standstill until then."""
     rest: Callable[[], str] = str
     """Returns what its error adds."""
+    timer: asyncio.TimerHandle | None = None
+    """What ends it when it is due, or renews it."""
 
     def expired(self, owner: str) -> DeadlineExpired:
         """Return the error of this wait."""
@@ -171,25 +173,25 @@ class WaitRegistry:
         text = (lambda: waiting_for) if isinstance(waiting_for, str) else waiting_for
         self._waits[key] = wait = _Open(text, limit_s, since_progress, now, now + limit_s)
         self._keep_looking()
-        timer = loop.call_later(limit_s, lambda: end_or_renew())
-
-        def end_or_renew() -> None:
-            nonlocal timer
-            if (left_s := self._left_s(wait)) > 0:
-                timer = loop.call_later(left_s, end_or_renew)
-            else:
-                scope.reschedule(loop.time())
-
+        scope = asyncio.timeout(None)
+        wait.timer = loop.call_later(limit_s, self._end_or_renew, wait, scope)
         try:
-            async with asyncio.timeout(None) as scope:
+            async with scope:
                 yield
         except TimeoutError as error:
             if not scope.expired():
                 raise
             raise wait.expired(self.owner) from error
         finally:
-            timer.cancel()
+            wait.timer.cancel()  # which lets go of `scope`, and so of the task with its error
             del self._waits[key]
+
+    def _end_or_renew(self, wait: _Open, scope: asyncio.Timeout) -> None:
+        loop = asyncio.get_running_loop()
+        if (left_s := self._left_s(wait)) > 0:
+            wait.timer = loop.call_later(left_s, self._end_or_renew, wait, scope)
+        else:
+            scope.reschedule(loop.time())
 
     def snapshot(self) -> list[dict[str, Any]]:
         """Return all waits, oldest first, as plain values for a status file; a sign of progress makes one young.

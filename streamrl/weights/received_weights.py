@@ -22,15 +22,20 @@ async def in_thread(function: Callable[..., T], *args: Any) -> T:
     """Run a function in a thread. A caller that is cancelled meanwhile still waits for the thread to end."""
     work = asyncio.ensure_future(asyncio.to_thread(function, *args))
     cancelled: asyncio.CancelledError | None = None
-    while not work.done():
-        try:
-            await asyncio.wait([work])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        work.exception()  # it has been seen
-        raise cancelled
-    return work.result()
+    try:
+        while not work.done():
+            try:
+                await asyncio.wait([work])
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            work.exception()  # it has been seen
+            raise cancelled
+        return work.result()
+    finally:
+        # the error's traceback refers to this frame: if the frame refers to the error, `args` live until the next
+        # garbage collection
+        del work, cancelled
 
 
 def corrupt_payloads(

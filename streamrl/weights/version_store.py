@@ -181,9 +181,11 @@ class WeightStore:
 
         Raises:
             CorruptWeights: the bytes do not match. The draft stays, to be repaired and committed, or abandoned.
-            FileNotFoundError: the draft was abandoned.
+            FileNotFoundError: the draft was committed or abandoned before, or its file is gone.
             NoRoom: there is no room for the version's description. The draft stays, to be abandoned.
         """
+        if draft not in self._drafts:
+            raise FileNotFoundError(f"{draft.path} was committed or abandoned")
         draft.manifest.verify(draft.buffer)
         described = json.dumps(draft.manifest.to_dict()).encode()
         try:
@@ -211,9 +213,10 @@ class WeightStore:
         sync_folder(self.directory)
 
     def abandon(self, draft: WeightDraft) -> None:
-        """Delete a draft; a no-op if it was committed. No thread may be working on it."""
+        """Delete a draft and let go of its memory; a no-op if it was committed. No thread may be working on it."""
         if draft in self._drafts:
             self._drafts.discard(draft)
+            draft.buffer = np.empty(0, np.uint8)  # a file that is mapped keeps its memory without a name
             draft.path.unlink(missing_ok=True)
             draft.path.with_suffix(".json").unlink(missing_ok=True)
 
