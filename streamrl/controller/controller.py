@@ -34,7 +34,7 @@ from streamrl.controller.reward_client import Rewarders
 from streamrl.controller.sample_intake import SampleIntake
 from streamrl.controller.schedule_tuner import make_choice
 from streamrl.controller.site_claims import SiteClaims, read_heartbeat
-from streamrl.controller.site_limits import SampleLimits, SiteOwn, past_spans
+from streamrl.controller.site_limits import SampleLimits, SiteOwn, past_part, past_spans
 from streamrl.controller.site_services import Services
 from streamrl.controller.site_trust import SiteTrust
 from streamrl.controller.step_recorder import Recorder
@@ -439,10 +439,12 @@ class Controller:
 
     async def _weights_ready(self, service: str, answer: WeightsReady) -> None:
         """Record that a site's instances serve a new version."""
-        spans = past_spans(answer.applied, time.time())
+        now = time.time()
+        spans = past_spans(answer.applied, now)
         self.telemetry.weights_applied(answer.number, spans)
         self.canary.loaded(answer.number, answer.applied)
-        self.times.loading += [(instance, *span) for instance, span in spans.items()]
+        parts = {instance: past_part(*span, now) for instance, span in spans.items()}
+        self.times.loading += [(instance, *part) for instance, part in parts.items() if part is not None]
         if await self.services.ready(service, answer):
             self.times.weights_served(time.time(), time.monotonic())
 

@@ -24,6 +24,7 @@ from streamrl.controller.live_rounds import NoRounds
 from streamrl.controller.pool_sizes import Scaling
 from streamrl.controller.reward_client import JudgedSample, Rewarders
 from streamrl.controller.site_claims import SiteClaims
+from streamrl.controller.site_limits import past_part
 from streamrl.controller.site_services import Services
 from streamrl.controller.site_trust import SiteTrust, empty_sample
 from streamrl.controller.step_times import StepTimes
@@ -114,7 +115,7 @@ class SampleIntake:
             self.trust.usable(peer, sample.sample_id)
             self.services.finished(sample.sample_id, group.group_id, sample.output_length)
             self.scaling.sample_came(sample, now)
-            self.times.generating.append((sample.instance, sample.last_began, sample.t_finished))
+            self._generated(sample.instance, sample.last_began, sample.t_finished, now)
             judged += self._judge(group, sample)
         if arrivals:
             self.waits.end("samples")
@@ -129,7 +130,12 @@ class SampleIntake:
         parts = group.given_back.setdefault(part.sample_id, [])
         if len(parts) < MOST_PARTS:
             parts.append((part.instance, part.started, part.ended))
-            self.times.generating.append(parts[-1])
+            self._generated(*parts[-1], time.time())
+
+    def _generated(self, instance: str, start: float, end: float, now: float) -> None:
+        """Record when an instance had a sample, as far as that has passed: the rest would count in later steps."""
+        if (part := past_part(start, end, now)) is not None:
+            self.times.generating.append((instance, *part))
 
     def take_kept(self, kept: Sequence[KeptSample]) -> None:
         """Take samples that were kept over a resume, of groups that have just been issued, as if they had arrived.

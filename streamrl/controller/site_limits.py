@@ -72,6 +72,15 @@ def is_past_span(start: float, end: float, now: float) -> bool:
     return 0 <= start <= end <= min(now + AHEAD_S, start + LONGEST_S)
 
 
+def past_part(start: float, end: float, now: float) -> tuple[float, float] | None:
+    """Return the part of a span that lies before `now`; None if there is none, or it is longer than anything lasts.
+
+    All are unix seconds. A site's clock may have been set forward during the span.
+    """
+    end = min(end, now)
+    return (start, end) if start <= end <= start + LONGEST_S else None
+
+
 @dataclass(frozen=True)
 class SampleLimits:
     """Limits that every sample of the run keeps."""

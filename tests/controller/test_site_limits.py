@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from streamrl.controller.arrivals import UNREADABLE, read_sample
-from streamrl.controller.site_limits import SampleLimits, SiteOwn
+from streamrl.controller.site_limits import LONGEST_S, SampleLimits, SiteOwn, past_part
 from streamrl.protocol.samples import sample_to_wire
 from streamrl.rollouts.plain_text import MOST_TEXT_BYTES
 from streamrl.rollouts.trajectory import MOST_STEPS, MOST_TOLD, EpisodeStep
@@ -113,3 +113,17 @@ def test_an_episode_may_have_all_the_numbers_and_words_that_there_is_room_for() 
         void_traceback="x" * 2000,
     )
     assert OWN.wrong_with_sample(full, newest=3) is None
+
+
+@pytest.mark.parametrize(
+    ("span", "part"),
+    [
+        ((90.0, 95.0), (90.0, 95.0)),
+        ((90.0, 1e5), (90.0, 100.0)),
+        ((101.0, 102.0), None),
+        ((95.0, 90.0), None),
+        ((90.0 - 2 * LONGEST_S, 95.0), None),
+    ],
+)
+def test_only_what_has_passed_of_a_span_counts(span: tuple[float, float], part: tuple[float, float] | None) -> None:
+    assert past_part(*span, now=100.0) == part

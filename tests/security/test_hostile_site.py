@@ -127,6 +127,26 @@ def test_each_instance_of_a_sample_that_moved_or_was_parked_generated_while_it_h
     assert controller.times.generating == expected
 
 
+def test_a_clock_that_is_set_forward_by_hours_makes_no_later_step_one_of_work(controller: Controller) -> None:
+    began = time.time() - 10
+    ahead, name = began + 5 * 3600, "far-regular-0"
+    controller.services._versions.in_flight |= {"service-home": 0, "service-far": 0}
+    heard = (
+        said("service-far", GivenBack(sample_id="p1-0.000", instance=name, started=began + 1, ended=ahead)),
+        said("service-far", GivenBack(sample_id="p1-0.000", instance=name, started=ahead, ended=ahead + 1)),
+        batch("service-home", sample("home", 0, t_dispatched=began + 2, t_finished=ahead)),
+        batch("service-far", sample("far", 1, t_dispatched=ahead, t_finished=ahead + 1)),
+        said("service-far", WeightsReady(**(LOADED | {"applied": {name: (began + 3, ahead)}}))),
+    )
+    assert not hear(controller, *heard)
+    times, now = controller.times, time.time()
+    found = {start - began: end for _, start, end in (*times.generating, *times.loading)}
+    assert sorted(found) == pytest.approx([1, 2, 3], abs=1e-3)
+    assert all(now - 60 < end <= now for end in found.values())
+    times.end_step(now, now, None)
+    assert (times.generating, times.loading) == ([], [])
+
+
 def test_a_site_cannot_say_without_end_that_it_has_given_back_a_sample(controller: Controller) -> None:
     part = GivenBack(sample_id="p1-0.000", instance="far-regular-0", started=0.5, ended=1.5)
     assert not hear(controller, *[said("service-far", part)] * (MOST_PARTS + 5))
