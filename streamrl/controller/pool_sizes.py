@@ -139,7 +139,7 @@ class Scaling:
         except (UserError, RunFailed) as error:
             answer = ScalingRefused(error=str(error))
         else:
-            await self._announce(key)
+            await self._announce(key, replace_dead=True)
             answer = PoolScaled(pool=key, before=before, after=self._wanted[key])
         if delivery.peer in hub.peers:
             await hub.send(delivery.peer, *wire(answer))
@@ -189,10 +189,13 @@ class Scaling:
         self._scaled = scaled
         self._wanted = self._wanted | {key: target.wanted for key, target in scaled.items()}
 
-    async def _announce(self, key: str) -> None:
-        """Send a pool's target to its site."""
+    async def _announce(self, key: str, replace_dead: bool = False) -> None:
+        """Send a pool's target to its site.
+
+        Only the operator has dead instances replaced: elasticity would start one again that has used up its restarts.
+        """
         site, _, pool = key.partition("/")
-        await self.services.scale(site, pool, self._wanted[key])
+        await self.services.scale(site, pool, self._wanted[key], replace_dead)
 
     async def begin(self, resume: bool) -> None:
         """Set the targets of a run whose services have all connected.

@@ -286,11 +286,11 @@ class Services:
         """Return the site of a service."""
         return self._sites[name]
 
-    async def scale(self, site: str, pool: str, replicas: int) -> None:
-        """Set the number of instances that a pool of a site should have."""
+    async def scale(self, site: str, pool: str, replicas: int, replace_dead: bool = False) -> None:
+        """Set the number of instances that a pool of a site should have; `replace_dead` as in `ScalePools`."""
         for name, other in self._sites.items():
             if other == site:
-                await self._send(name, ScalePools(replicas={pool: replicas}))
+                await self._send(name, ScalePools(replicas={pool: replicas}, replace_dead=replace_dead))
 
     async def tell(self, *messages: TypedMessage) -> None:
         """Send all services the same messages."""

@@ -97,6 +97,8 @@ class ScalePools(TypedMessage, frozen=True, tag="scale"):
 
     replicas: dict[str, int]
     """Number of instances by pool."""
+    replace_dead: bool = False
+    """Whether those of these pools that are dead for good leave, so that new ones may have their numbers."""
 
 
 class LoadWeights(TypedMessage, frozen=True, tag="weights"):

@@ -48,14 +48,17 @@ class Sites:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str, int]] = []
+        self.replacing: list[bool] = []
+        """Whether each of these scalings replaces what is dead for good."""
         self.fleets: dict[str, list[str]] = {}
         self.excluded: dict[str, str] = {}
 
     def site_of(self, name: str) -> str:
         return name.removeprefix("service-")
 
-    async def scale(self, site: str, pool: str, replicas: int) -> None:
+    async def scale(self, site: str, pool: str, replicas: int, replace_dead: bool = False) -> None:
         self.asked.append((site, pool, replicas))
+        self.replacing.append(replace_dead)
 
     def fleet_changed(self, name: str, fleet: list[str]) -> None:
         self.fleets[name] = fleet
@@ -279,6 +282,19 @@ def test_an_added_instance_that_is_dead_for_good_is_given_up_and_the_rule_goes_o
     assert sites.asked[1:] == [("home", "regular", 2)] and scaling.elasticity.waiting is None
     asyncio.run(steps(scaling, REST_AFTER_FAILURE + 4, 10.0, 40.0))
     assert sites.asked[2:] == [("home", "regular", 1)]
+
+
+def test_only_the_operator_has_dead_instances_replaced(tmp_path: Path) -> None:
+    scaling, sites, _ = make(tmp_path, ELASTIC)
+    told(scaling, **START)
+    asyncio.run(steps(scaling, 1, 20.0, 18.0))
+    told(scaling, **(START | {"home_regular_1": "gone"}))
+    asyncio.run(steps(scaling, 5, 40.0, 10.0))
+    assert len(sites.replacing) >= 2 and not any(sites.replacing)
+    asyncio.run(scaling.returned("service-home"))
+    assert not any(sites.replacing)
+    ask(scaling, "regular", 2)
+    assert sites.replacing[-1]
 
 
 def test_an_instance_of_the_start_that_is_dead_for_good_does_not_end_elasticity(tmp_path: Path) -> None:

@@ -228,6 +228,58 @@ def test_only_one_that_is_not_restarted_is_said_to_be_dead_for_good(tmp_path: Pa
     with_fleet(tmp_path, work, pause_s=1000.0)
 
 
+FULL = ClusterConfig.model_validate(
+    {"hardware": "cpu", "sites": {"here": {"trainer": {}, "generation": [{"name": "one", "replicas": 2}]}}}
+)
+"""A pool without room for more."""
+
+
+def test_one_that_is_dead_for_good_leaves_when_the_operator_scales_its_pool(tmp_path: Path) -> None:
+    async def work(fleet: SiteFleet) -> None:
+        await fleet.died(fleet.lives["here-one-1"], "killed")
+        await fleet.scale({"one": 1})
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert states(fleet) == {"here-one-0": Life.READY, "here-one-1": Life.DEAD}
+        for _ in range(2):  # the second one comes before the first is done
+            await fleet.scale({"one": 1}, replace_dead=True)
+        await until(lambda: "here-one-1" not in fleet.lives)
+        assert list(fleet.states()) == ["here-one-0"]
+        assert read_wanted(tmp_path) == [WantedInstance("here-one-0")]
+        await fleet.scale({"one": 2})
+        assert read_wanted(tmp_path) == [WantedInstance("here-one-0"), WantedInstance("here-one-1", 2)]
+
+    with_fleet(tmp_path, work, cluster=FULL, recovery={"restarts": 0})
+
+
+def test_a_new_one_may_have_the_number_of_one_that_is_dead_for_good(tmp_path: Path) -> None:
+    async def work(fleet: SiteFleet) -> None:
+        await fleet.died(fleet.lives["here-one-1"], "killed")
+        await fleet.scale({"one": 2})  # by the run itself
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert states(fleet)["here-one-1"] is Life.DEAD
+        await fleet.scale({"one": 2}, replace_dead=True)
+        await until(lambda: states(fleet).get("here-one-1") is Life.STARTING)
+        assert fleet.lives["here-one-1"].process == 2 and not fleet.lives["here-one-1"].deaths
+        assert fleet.states()["here-one-1"]["detail"] == ""
+        assert read_wanted(tmp_path) == [WantedInstance("here-one-0"), WantedInstance("here-one-1", 2)]
+
+    with_fleet(tmp_path, work, cluster=FULL, recovery={"restarts": 0})
+
+
+def test_one_that_pauses_keeps_its_place_when_the_operator_scales_its_pool(tmp_path: Path) -> None:
+    async def work(fleet: SiteFleet) -> None:
+        await fleet.died(fleet.lives["here-one-1"], "killed")
+        await fleet.scale({"one": 2}, replace_dead=True)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert states(fleet) == {"here-one-0": Life.READY, "here-one-1": Life.DEAD}
+        assert not fleet.states()["here-one-1"]["for_good"]
+
+    with_fleet(tmp_path, work, cluster=FULL, pause_s=1000.0)
+
+
 def test_one_that_pauses_before_its_restart_is_started_by_the_next_service(tmp_path: Path) -> None:
     async def work(fleet: SiteFleet) -> None:
         await fleet.died(fleet.lives["here-one-0"], "killed")

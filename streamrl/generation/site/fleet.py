@@ -206,9 +206,15 @@ class SiteFleet:
             for task in self._tasks:
                 task.cancel()
 
-    async def scale(self, replicas: Mapping[str, int]) -> None:
-        """Set the target number of instances of pools; instances start and leave in the background."""
+    async def scale(self, replicas: Mapping[str, int], replace_dead: bool = False) -> None:
+        """Set the target number of instances of pools; instances start and leave in the background.
+
+        With `replace_dead`, those of the pools that are dead for good leave, and new ones may have their numbers.
+        """
         self._wanted |= {pool: count for pool, count in replicas.items() if pool in self._pools}
+        for life in self.lives.values():
+            if replace_dead and life.pool in replicas and self._is_dead_for_good(life):
+                self._begin(self._leave_dead(life))
         self._reconcile()
         await self.changed()
 
@@ -226,10 +232,13 @@ class SiteFleet:
                 "pool": life.pool,
                 "life": str(life.state),
                 "detail": self._causes.get(name, ""),
-                "for_good": life.state is Life.DEAD and name not in self._pausing,
+                "for_good": self._is_dead_for_good(life),
             }
             for name, life in self.lives.items()
         }
+
+    def _is_dead_for_good(self, life: InstanceLife) -> bool:
+        return life.state is Life.DEAD and life.name not in self._pausing
 
     async def send(
         self, name: str, kind: str, body: dict[str, Any] | None = None, arrays: Arrays | None = None
@@ -346,9 +355,21 @@ class SiteFleet:
         if name in self.hub.peers:
             with contextlib.suppress(InstanceLost):
                 await self.answers.ask(name, Retire(), "bye", self.limits.generation_s)
+        await self._left(life)
+
+    async def _leave_dead(self, life: InstanceLife) -> None:
+        """Free the number of an instance that is dead for good."""
+        async with self.weights.lock:  # an update that began before its death may still count it
+            if self.lives.get(life.name) is not life:
+                return  # it has left for an earlier command
+            life.on("retired")
+        self._causes.pop(life.name, None)
+        await self._left(life)
+
+    async def _left(self, life: InstanceLife) -> None:
         life.on("left")
-        del self.lives[name]
-        log.info("%s has left", name)
+        del self.lives[life.name]
+        log.info("%s has left", life.name)
         self._reconcile()
         await self.changed()
 

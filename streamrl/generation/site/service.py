@@ -224,7 +224,7 @@ class GenerationService:
                 case controller_site.Use() as order:
                     await self.dispatcher.use(order.instances)
                 case controller_site.ScalePools() as order:
-                    await self.fleet.scale(order.replicas)
+                    await self.fleet.scale(order.replicas, order.replace_dead)
                 case controller_site.Sleep():
                     tasks.create_task(self._sleep())
                 case controller_site.LoadWeights() as order:
