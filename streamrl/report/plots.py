@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -68,11 +69,12 @@ def label_axis(axis: Axes, x: str, y: str, title: str = "") -> None:
         axis.set_title(title, color=_INK, fontsize=10, loc="left")
 
 
-def legend(axis: Axes, columns: int = 1) -> None:
-    """Add a legend, if anything has a name."""
+def legend(axis: Axes, columns: int = 1, above: bool = False) -> None:
+    """Add a legend, inside or above the axes, if anything has a name."""
     handles, _ = axis.get_legend_handles_labels()
     if handles:
-        axis.legend(frameon=False, fontsize=8.5, labelcolor=_INK, ncols=columns)
+        place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.08)} if above else {}
+        axis.legend(frameon=False, fontsize=8.5, labelcolor=_INK, ncols=columns, **place)
 
 
 def ink_text(axis: Axes, text: str) -> None:
@@ -296,5 +298,5 @@ def timeline_figure(tracks: Sequence[Track], window: Window, colours: Mapping[st
     axis.set_ylim(len(names) - 0.45, -0.55)
     axis.set_xlim(0, max(window.end - window.start, 1e-6))
     label_axis(axis, "seconds", "", window.title)
-    axis.legend(frameon=False, fontsize=8.5, labelcolor=_INK, ncols=4, loc="lower left", bbox_to_anchor=(0.0, 1.08))
+    legend(axis, columns=4, above=True)
     return figure

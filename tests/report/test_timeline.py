@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from streamrl.report import plots
 from streamrl.report.timeline import Window, choose_windows, timeline_tracks
 from streamrl.run_dir.trace import TraceWriter
 from tests.report.synthetic import START, make_row, spans_of
@@ -37,3 +40,12 @@ def test_the_timeline_shows_the_step_of_median_duration_not_the_first(tmp_path: 
     assert (window.start, window.end) == (60.0, 80.0)
     (window,) = choose_windows([], spans)
     assert window.end - window.start == 200
+
+
+def test_a_timeline_without_bars_has_no_legend_and_nothing_to_warn_of(
+    caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+) -> None:
+    plots.timeline_figure([], Window("all", 0.0, 10.0), {})
+    assert not caplog.records and not list(recwarn)
+    (axis,) = plots.timeline_figure([], Window("all", 0.0, 10.0), {"micro-batch": plots.BLUE}).axes
+    assert axis.get_legend() is not None
