@@ -27,7 +27,7 @@ def tracker_names() -> Iterator[str]:
     Evaluations are `{EVALUATION_PREFIX}/seconds`, `{EVALUATION_PREFIX}/other_version_share`,
     `{EVALUATION_PREFIX}/overall/<key>` and `{EVALUATION_PREFIX}/by_task/<task>/<key>`, with the evaluated version as
     their step and the keys of [`Scores`](#scores); `pass_at` is `pass_at_1`, `pass_at_2` and so on, and `reward` is the
-    greedy reward, or else the sampled one. Tables of samples are called `samples`.
+    greedy reward, or without greedy completions the sampled one. Tables of samples are called `samples`.
     """)
     yield ""
 

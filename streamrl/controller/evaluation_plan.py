@@ -225,15 +225,17 @@ class Evaluations:
                 greedy.append(first)
             sampled.append([reward for reward in rewards if reward is not None])
         threshold = self.config.threshold
+        rewarded = [rewards for rewards in sampled if rewards]
         return Scores(
             prompts=len(groups),
             samples=len(everything),
             reward_greedy=_mean(greedy),
             pass_greedy=_mean([float(reward >= threshold) for reward in greedy]),
-            reward_sampled=_mean([math.fsum(rewards) / len(rewards) for rewards in sampled if rewards]),
+            reward_sampled=_mean([math.fsum(rewards) / len(rewards) for rewards in rewarded]),
             pass_at=_pass_at_each_k(sampled, threshold),
             length_mean=math.fsum(outcome.length for outcome in everything) / len(everything),
             rewards_void=sum(outcome.reward is None for outcome in everything),
+            prompts_scored=len(greedy if self.config.greedy else rewarded),
         )
 
 

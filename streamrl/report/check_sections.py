@@ -26,7 +26,8 @@ def evaluation(data: RunData) -> str:
         "Held-out prompts, the same for every version; training continues meanwhile. Reward: the mean over prompts, "
         "of one greedy completion each and of the sampled ones. pass@k: the chance that at least one of k sampled "
         "completions reaches the threshold (unbiased estimate). The ring marks the best version: the highest greedy "
-        "reward (without greedy completions, the highest sampled one) that is mostly of its own tokens."
+        "reward (without greedy completions, the highest sampled one) that is mostly of its own tokens and over most "
+        "prompts."
     )
     columns = ["version", "greedy reward", "greedy passes", "sampled reward", "pass@1"]
     columns += [f"pass@{k}"] if k > 1 else []

@@ -27,11 +27,26 @@ class Scores(Row):
     rewards_void: int = Field(
         0, ge=0, description="completions that could not be scored; they are in no other score, but in length_mean"
     )
+    prompts_scored: int | None = Field(
+        None,
+        ge=0,
+        description="prompts whose greedy completion has a reward; in an evaluation without greedy completions, "
+        "prompts with any reward; None: in rows of earlier versions",
+    )
 
     @property
     def reward(self) -> float | None:
-        """Greedy reward, or else the sampled one; None: there is neither."""
+        """Greedy reward, or the sampled one of an evaluation without greedy completions; None: it has none."""
+        if self.prompts_scored == 0:  # with greedy ones, of which all are void, there may be a sampled one
+            return None
         return self.reward_sampled if self.reward_greedy is None else self.reward_greedy
+
+    @property
+    def scored_share(self) -> float:
+        """Share of the prompts that `reward` is the mean of; its least possible value in rows of earlier versions."""
+        if self.prompts_scored is None:
+            return max(0.0, 1 - self.rewards_void / self.prompts)
+        return self.prompts_scored / self.prompts
 
 
 class EvaluationRow(StepRow):
@@ -54,16 +69,18 @@ class EvaluationRow(StepRow):
         return self.overall.reward
 
     @property
-    def rank(self) -> tuple[bool, float, float, int]:
-        """Place among all rows: first those whose tokens are mostly by this version, then by score."""
-        return self.other_version_share <= 0.5, self.score, -self.other_version_share, -self.step
+    def rank(self) -> tuple[bool, bool, float, float, int]:
+        """Place among all rows: first those mostly by this version, then those mostly scored, then by score."""
+        own, scored = self.other_version_share <= 0.5, self.overall.scored_share >= 0.5
+        return own, scored, self.score, -self.other_version_share, -self.step
 
 
 def best(rows: Iterable[EvaluationRow]) -> EvaluationRow | None:
     """Return the row with the highest score; None without a row that has one.
 
     Of equals it is the one with the fewest tokens by other versions, and then the earliest. A row of which more than
-    half is by others comes after all that are not: its score is rather that of a later version.
+    half is by others comes after all that are not: its score is rather that of a later version. So does, among these
+    and those, a row of which less than half of the prompts are scored: few prompts can score anything.
     """
     rated = (row for row in rows if row.score > float("-inf"))
     return max(rated, key=lambda row: row.rank, default=None)
@@ -75,8 +92,8 @@ def evaluation_line(row: EvaluationRow, rows: Sequence[EvaluationRow] = ()) -> s
     parts = [f"eval@{row.step}:"]
     if overall.reward_greedy is not None:
         parts.append(f"greedy {overall.reward_greedy:.2f}")
-    elif overall.reward_sampled is not None:
-        parts.append(f"reward {overall.reward_sampled:.2f}")
+    elif overall.reward is not None:
+        parts.append(f"reward {overall.reward:.2f}")
     if overall.pass_at:
         parts.append(f"pass@{len(overall.pass_at)} {overall.pass_at[-1]:.2f}")
     if overall.rewards_void:

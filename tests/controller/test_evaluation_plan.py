@@ -244,6 +244,42 @@ def test_the_best_is_the_highest_greedy_reward_and_of_equals_the_earliest() -> N
     assert best([early.model_copy(update={"other_version_share": 0.1}), rows[2]]) == rows[2]
 
 
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize("greedy", [False, True])
+def test_a_version_of_which_most_rewards_are_void_is_the_best_only_without_another(greedy: bool, earlier: bool) -> None:
+    evaluations = make(prompts=4, samples=1, greedy=greedy)
+    rows = []
+    for step, rewards in ((10, [0.0, 0.5, 0.5, 1.0]), (20, [1.0, None, None, None]), (30, [1.0, 1.0, None, 0.5])):
+        row = None
+        for group, reward in zip(evaluations.begin(step, 0.0), rewards, strict=True):
+            decides, *rest = (sample_id for sample_id, _, _ in evaluations.samples(group))
+            row = evaluations.finish(decides, reward, 1, np.full(1, step), 1.0)
+            for sample_id in rest:
+                row = evaluations.finish(sample_id, 0.0, 1, np.full(1, step), 1.0)
+        assert row is not None
+        if earlier:
+            row = row.model_copy(update={"overall": row.overall.model_copy(update={"prompts_scored": None})})
+        rows.append(row)
+    whole, failed, mostly = rows
+    assert failed.score == 1.0 and failed.overall.scored_share == 0.25 and mostly.overall.scored_share == 0.75
+    assert best([whole, failed]) == whole and best([failed]) == failed
+    assert best(rows) == mostly
+    of_others = mostly.model_copy(update={"other_version_share": 0.9})
+    assert best([failed, of_others]) == failed, "few prompts of its own version rather than another version's"
+
+
+def test_sampled_rewards_stand_in_for_no_greedy_ones_that_are_all_void() -> None:
+    evaluations = make(prompts=2, samples=1)
+    row = None
+    for group in evaluations.begin(10, 0.0):
+        (decides, _, _), (sampled, _, _) = evaluations.samples(group)
+        evaluations.finish(decides, None, 1, np.full(1, 10), 1.0)
+        row = evaluations.finish(sampled, 1.0, 1, np.full(1, 10), 1.0)
+    assert row is not None and row.overall.reward_sampled == 1.0
+    assert row.overall.reward is None and best([row]) is None
+    assert evaluation_line(row) == "eval@10: pass@1 1.00 2 void rewards"
+
+
 def test_rows_survive_a_kill_and_are_rewound_with_the_run(tmp_path: Path) -> None:
     path = tmp_path / "evaluations.jsonl"
     evaluations = make()
