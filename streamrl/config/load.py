@@ -39,6 +39,8 @@ BYTES_TAG = "tag:yaml.org,2002:binary"
 """Tag of bytes in base 64, which pydantic takes for the text or the number that they spell."""
 ODD_NUMBER = re.compile(r"[-+]?0[0-9_]|.*:")
 """Numbers in base 60 and with a leading 0: YAML reads neither as the decimal number that it looks like."""
+HALF = re.compile("[\ud800-\udfff]")
+"""Half of a surrogate pair, which is no character."""
 
 ModelType = TypeVar("ModelType", bound=BaseModel)
 
@@ -247,7 +249,18 @@ class _TooMany(ValueError):
     """A text has more than `MOST_VALUES`."""
 
 
-class _Counting(yaml.SafeLoader):
+class _Loader(yaml.SafeLoader):
+    """Reads a pair of escapes such as \\ud83d\\ude00 as one character: JSON writes those outside of 16 bits so."""
+
+    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
+        """Read the next scalar; half a pair without the other one stays as it is."""
+        node = super().compose_scalar_node(anchor)
+        if HALF.search(node.value):
+            node.value = node.value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
+        return node
+
+
+class _Counting(_Loader):
     """Ends before it has read a text of too many keys and values."""
 
     _read = 0
@@ -260,11 +273,11 @@ class _Counting(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-def _parse(path: Path, text: str, levels: int = 0, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Document:
+def _parse(path: Path, text: str, levels: int = 0, loader: type[_Loader] = _Loader) -> Document:
     try:
         node = yaml.compose(text, Loader=loader)
         _refuse_misread(str(path), node, levels)
-        data = yaml.safe_load(text)
+        data = yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
@@ -337,14 +350,17 @@ def _misread(root: yaml.Node | None, path: Sequence[str | int], levels: int = 0)
             of = f"'{dotted(above)}'" if above else "the file"
             problems.append((node.start_mark.line + 1, f"{of} is {odd}"))
         pending += reversed(below)  # the text's order, so that an anchor is met before its aliases
-    return sorted(problems)
+    return sorted((line, text.encode(errors="backslashreplace").decode()) for line, text in problems)
 
 
 def _odd_scalar(node: yaml.ScalarNode) -> str:
     """Return what was written there, what YAML makes of it, and what to write instead; '': it is what it looks like.
 
-    Odd are bytes, and numbers in base 60 (2:30 is 150) or with a leading 0 (010 is 8), as YAML 1.1 has them.
+    Odd are bytes, and numbers in base 60 (2:30 is 150) or with a leading 0 (010 is 8), as YAML 1.1 has them, and texts
+    that UTF-8 cannot encode.
     """
+    if half := HALF.search(node.value):
+        return f"text with {half[0]}, one half of a surrogate pair: write the whole character, or both halves"
     if node.tag == BYTES_TAG:
         return "!!binary, which YAML reads as bytes: write it as text or a number, without a tag"
     if node.tag not in NUMBER_TAGS or not ODD_NUMBER.match(node.value):
@@ -386,8 +402,8 @@ def _override_value(raw: str, path: Sequence[str | int]) -> Any:
         ValueError: it is not valid YAML, is nested too deeply, a mapping in it has a key twice, or a value is odd.
     """
     try:
-        problems = _misread(yaml.compose(raw, Loader=yaml.SafeLoader), path)
-        value = yaml.safe_load(raw)
+        problems = _misread(yaml.compose(raw, Loader=_Loader), path)
+        value = yaml.load(raw, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ValueError(f"the value is not valid YAML: {str(error).splitlines()[0]}") from error
     except RecursionError as error:

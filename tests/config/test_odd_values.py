@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import jsonschema
 import pytest
 
 from streamrl.config.load import ConfigError, load_cluster, load_plain, load_run
+from streamrl.config.tasks import ReasoningGymTask
 from tests.cli.calling import streamrl
 
 CLUSTER = "hardware: cpu\nsites: {here: {trainer: {}, generation: [{}]}}\n"
@@ -63,3 +65,33 @@ def test_bytes_are_no_text_and_no_number(tmp_path: Path, text: str, what: str) -
 def test_bytes_in_an_override_are_refused() -> None:
     with pytest.raises(ConfigError, match="--set name=!!binary aGVsbG8=: 'name' is !!binary"):
         load_run(None, ["name=!!binary aGVsbG8="])
+
+
+def test_both_halves_of_a_surrogate_pair_are_one_character_as_in_json(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    task = {"kind": "reasoning_gym", "name": "chain_sum", "label": "sums \U0001f600", "config": {"\U0001f600": 1}}
+    path.write_text(json.dumps({"model": {"system_prompt": "Be kind \U0001f600\U0001f601"}, "tasks": [task]}))
+    assert "\\ud83d\\ude00" in path.read_text()
+    run = load_run(path, ['tasks.0.suffix="\\ud83d\\ude00!"', "tasks.0.weight=2"])
+    assert run.model.system_prompt == "Be kind \U0001f600\U0001f601"
+    (found,) = run.tasks
+    assert isinstance(found, ReasoningGymTask)
+    assert (found.label, found.suffix, found.config) == ("sums \U0001f600", "\U0001f600!", {"\U0001f600": 1})
+    assert load_plain(path)["tasks"] == [task]
+
+
+@pytest.mark.parametrize("half", ["\\ud83d", "\\ude00", "\\ude00\\ud83d", "\\ud83d \\ude00"])
+def test_one_half_of_a_surrogate_pair_is_refused_with_its_key(tmp_path: Path, half: str) -> None:
+    path = tmp_path / "run.yaml"
+    first = re.escape(half[:6])
+    why = f"text with {first}, one half of a surrogate pair: write the whole character, or both halves"
+    path.write_text(f'steps: 3\nmodel:\n  system_prompt: "{half}"\n')
+    for load in (load_run, load_plain):
+        with pytest.raises(ConfigError, match=f"run.yaml:3: 'model.system_prompt' is {why}"):
+            load(path)
+    with pytest.raises(ConfigError, match=f"--set model.system_prompt=.*: 'model.system_prompt' is {why}"):
+        load_run(None, [f'model.system_prompt="{half}"'])
+    path.write_text(f'"{half}":\n  "{half}": 1\n  "{half}": 1\n')
+    with pytest.raises(ConfigError, match=f":1: the key {why}") as told:
+        load_run(path)
+    assert str(told.value).isascii()
