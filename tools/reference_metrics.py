@@ -23,6 +23,11 @@ def tracker_names() -> Iterator[str]:
     yield from table(
         ("key", "name"), ((f"`{key}`", f"`{STEP_PREFIX}/{key}/{names}`") for key, names in several.items())
     )
+    yield filled("""
+    A task or a metric of an agent may have `/` in its name. Where two figures of a step would get the same name so, `/`
+    within a part becomes `%2F` in both, and `%` becomes `%25`.
+    """)
+    yield ""
     yield filled(f"""
     Evaluations are `{EVALUATION_PREFIX}/seconds`, `{EVALUATION_PREFIX}/other_version_share`,
     `{EVALUATION_PREFIX}/overall/<key>` and `{EVALUATION_PREFIX}/by_task/<task>/<key>`, with the evaluated version as

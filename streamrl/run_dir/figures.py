@@ -6,7 +6,8 @@ the file, so that one list documents all: docs/reference/metrics.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -60,9 +61,27 @@ def _scores(prefix: str, scores: Scores) -> dict[str, float]:
 
 
 def _named(prefix: str, row: BaseModel, left_out: frozenset[str]) -> dict[str, float]:
-    return {
-        "/".join((prefix, key, *names)): number
+    found = {
+        (prefix, key, *names): number
         for key in type(row).model_fields
         if key not in left_out
         for names, number in numbers(getattr(row, key))
     }
+    return dict(zip(_joined(list(found)), found.values(), strict=True))
+
+
+def _joined(paths: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return the names of different figures, of which no two are equal: their parts with `/` between them.
+
+    Parts of tasks and of users' metrics may hold `/` themselves. Of names that would be equal, `/` within a part is
+    %2F and % is %25, which no two have in common; others stay as they are.
+    """
+    names = ["/".join(path) for path in paths]
+    while len(set(names)) < len(names):
+        count = Counter(names)
+        names = [name if count[name] == 1 else _escaped(path) for name, path in zip(names, paths, strict=True)]
+    return names
+
+
+def _escaped(path: tuple[str, ...]) -> str:
+    return "/".join(part.replace("%", "%25").replace("/", "%2F") for part in path)
