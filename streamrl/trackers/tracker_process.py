@@ -50,14 +50,21 @@ NICENESS = 10
 
 
 class PatientDelivery:
-    """Deliveries of a follower one after the other: failures are said once, and tried again with longer pauses."""
+    """Deliveries of a follower one after the other: failures are tried again with longer pauses.
+
+    A failure, or a call that does not return, is said once until a delivery succeeds, which is said as well.
+    """
 
     def __init__(self, follower: RunFollower, say: Callable[[str], None], clock: Callable[[], float]) -> None:
         self._follower, self._say, self._clock = follower, say, clock
         self._pause = 0.0
         self._next = 0.0
-        self.busy_since: float | None = None
+        self._lock = threading.Lock()
+        """Held while one of the two threads uses what follows."""
+        self._busy_since: float | None = None
         """Time at which the call in progress began; None: there is none."""
+        self._said_slow = False
+        """Whether it was said that a call does not return; a delivery that succeeds resets it."""
 
     def look(self, now_or_never: bool = False) -> bool:
         """Send what is new, and return whether everything is delivered.
@@ -67,7 +74,8 @@ class PatientDelivery:
         """
         if self._clock() < self._next and not now_or_never:
             return False
-        self.busy_since = self._clock()
+        with self._lock:
+            self._busy_since = self._clock()
         try:
             self._follower.send()
         except Exception as error:
@@ -79,11 +87,23 @@ class PatientDelivery:
             self._next = self._clock() + self._pause
             return False
         finally:
-            self.busy_since = None
-        if self._pause:
-            self._say("is back: what it had missed is sent")
+            with self._lock:
+                self._busy_since = None
+        with self._lock:
+            if self._pause or self._said_slow:
+                self._say("is back: what it had missed is sent")
+            self._said_slow = False
         self._pause = 0.0
         return True
+
+    def notice_hang(self) -> None:
+        """Say that the call in progress takes long, unless that was said; another thread than that of `look` asks."""
+        with self._lock:
+            since = self._busy_since
+            if since is not None and not self._said_slow and self._clock() - since >= SLOW_S:
+                self._said_slow = True
+                missed = "what it misses stays in the run's folder"
+                self._say(f"has not answered for {SLOW_S:.0f} s; the run goes on, and {missed}")
 
 
 def _first_line(error: BaseException) -> str:
@@ -114,7 +134,7 @@ def follow(
             say(f"begins a new run: this folder is a copy of {sent.copied_from}, whose run goes on under its own name")
         follower = RunFollower(run, keys, sent, opener, say)
         delivery = PatientDelivery(follower, say, time.monotonic)
-        threading.Thread(target=_notice_hangs, args=(delivery, say), daemon=True).start()
+        threading.Thread(target=_notice_hangs, args=(delivery,), daemon=True).start()
         while not ended.is_set():
             delivery.look()
             ended.wait(LOOK_S)
@@ -155,11 +175,11 @@ def tracker_keys(run: RunConfig, name: str) -> TrackerConfig:
     return next((one for one in run.trackers if one.name == name), None) or adapter.validate_python({"name": name})
 
 
-def _notice_hangs(delivery: PatientDelivery, say: Callable[[str], None]) -> None:
-    """Say once that a call does not return."""
-    while (since := delivery.busy_since) is None or time.monotonic() - since < SLOW_S:
+def _notice_hangs(delivery: PatientDelivery) -> None:
+    """Look for calls that do not return, for as long as the process lives."""
+    while True:
+        delivery.notice_hang()
         time.sleep(1.0)
-    say(f"has not answered for {SLOW_S:.0f} s; the run goes on, and what it misses stays in the run's folder")
 
 
 def main() -> int:

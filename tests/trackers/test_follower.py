@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -156,6 +157,42 @@ def test_what_a_tracker_refuses_is_said_once_and_sent_again_later_with_growing_p
     assert tracker.numbers == [1, 2, 3, 4]
     assert len(said) == 2
     assert "ConnectionError: no route to host" in said[0] and "stays in the run's folder" in said[0]
+
+
+def test_every_call_that_does_not_return_is_said_once_and_so_is_that_the_tracker_answers_again() -> None:
+    said: list[str] = []
+    now = [100.0]
+    calls: list[tuple[float, Exception | None]] = []
+
+    def send() -> None:
+        seconds, error = calls.pop(0)
+        for _ in range(4):
+            now[0] += seconds / 4
+            delivery.notice_hang()
+        if error is not None:
+            raise error
+
+    delivery = PatientDelivery(Mock(send=send), said.append, lambda: now[0])
+
+    def told(seconds: float, error: Exception | None = None) -> list[str]:
+        calls.append((seconds, error))
+        delivery.look(now_or_never=True)
+        now[0] += 1000
+        delivery.notice_hang()  # no call is in progress
+        found = [line.split(" (")[0].split(":")[0].split(";")[0] for line in said]
+        said.clear()
+        return found
+
+    slow, back, fails = f"has not answered for {tracker_process.SLOW_S:.0f} s", "is back", "takes nothing now"
+    assert told(1) == []
+    assert told(200) == [slow, back]
+    assert told(1) == []
+    assert told(200) == [slow, back]
+    assert told(200, ConnectionError()) == [slow, fails]
+    assert told(200, ConnectionError()) == []
+    assert told(200) == [back]
+    assert told(1, ConnectionError()) == [fails]
+    assert told(200) == [slow, back]
 
 
 def test_rows_whose_record_has_no_room_are_sent_once_and_recorded_when_there_is_room(
