@@ -12,6 +12,7 @@ from typing import Literal
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from streamrl.rollouts.plain_text import plain_text
 from streamrl.run_dir.figures import LABELS, NOT_FIGURES, STEP_PREFIX
 from streamrl.run_dir.metrics import MetricsRow
 
@@ -131,7 +132,8 @@ class Families:
         if name not in self._found:
             family = CounterMetricFamily if kind.type == "counter" else GaugeMetricFamily
             self._found[name] = family(PREFIX + name, kind.help, labels=("run", *kind.labels))
-        self._found[name].add_metric((self._run, *labels), float(value))
+        texts = [plain_text(label) for label in (self._run, *labels)]  # a folder's name need not be UTF-8
+        self._found[name].add_metric(texts, float(value))
 
     @property
     def metrics(self) -> list[Metric]:

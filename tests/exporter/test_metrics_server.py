@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import sys
 import threading
@@ -306,6 +307,22 @@ def get(address: str, **headers: str) -> int:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
+
+
+def test_names_that_utf_8_cannot_encode_are_shown_as_far_as_they_are_text(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"gr\xf6sse")
+    try:
+        folder.mkdir()
+    except OSError:
+        pytest.skip("this file system takes no such name")
+    write_state(folder)
+    write_steps(folder, {"step": 1, "reward_by_task": {"su\ud83dm": 0.5}})
+    with serving_metrics(MetricsEndpoint(port=0), "metrics", folder, 4) as address:
+        text = urllib.request.urlopen(address, timeout=scaled(10)).read().decode()
+    families = {family.name: family.samples for family in text_string_to_metric_families(text)}
+    assert families["streamrl_run_steps"][0].labels == {"run": "gr\ufffdsse"}
+    (reward,) = families["streamrl_train_reward_by_task"]
+    assert (reward.labels["task"], reward.value) == ("su\ufffdm", 0.5)
 
 
 def test_on_loopback_only_this_machines_names_are_answered_and_elsewhere_only_the_token(folder: Path) -> None:
