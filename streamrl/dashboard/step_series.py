@@ -76,7 +76,7 @@ class StepSeries:
             ],
             "usd": self._steps.usd,
             "costs": _costs(self._steps.usd_by_process),
-            "evaluations": [_evaluation(row) for row in self._evaluations.rows],
+            "evaluations": [_evaluation(row) for row in sorted(self._evaluations.rows, key=lambda row: row.step)],
         }
 
 

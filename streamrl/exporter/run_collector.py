@@ -242,7 +242,7 @@ class RunCollector(Collector):
             self._evaluations.look()
         if not self._evaluations.rows:
             return
-        newest = self._evaluations.rows[-1]
+        newest = max(self._evaluations.rows, key=lambda row: row.step)  # rows are in the order in which they ended
         found.add("evaluation_step", newest.step)
         for task, scores in {"": newest.overall, **newest.by_task}.items():
             found.add("evaluation_reward", scores.reward, task)

@@ -17,7 +17,7 @@ from streamrl.run_dir.status import SINCE
 
 def evaluation(data: RunData) -> str:
     """Show curves over versions, a table of all evaluations, and the best and newest one by task."""
-    rows = data.evaluations
+    rows = sorted(data.evaluations, key=lambda row: row.step)  # they are in the order in which they ended
     top = best(rows)
     if top is None:
         return ""

@@ -309,6 +309,13 @@ def get(address: str, **headers: str) -> int:
         return error.code
 
 
+def test_the_newest_evaluation_is_that_of_the_newest_version_whichever_ends_last(folder: Path) -> None:
+    for step in (2, 6, 4):
+        evaluate(folder, step)
+    families = {family.name: family.samples for family in RunCollector(folder, 4).collect()}
+    assert [sample.value for sample in families["streamrl_evaluation_step"]] == [6]
+
+
 def test_names_that_utf_8_cannot_encode_are_shown_as_far_as_they_are_text(tmp_path: Path) -> None:
     folder = tmp_path / os.fsdecode(b"gr\xf6sse")
     try:

@@ -483,6 +483,18 @@ def test_every_evaluation_is_in_the_table_and_the_best_is_marked(make_run: RunMa
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_evaluations_are_in_the_order_of_their_versions_whichever_ended_last(make_run: RunMaker) -> None:
+    run_dir = make_run(12, rollouts=False, trace=False)
+    path = run_dir / "evaluations.jsonl"
+    *first, before, last = path.read_text().splitlines(keepends=True)
+    in_order, _ = page_of(run_dir)
+    path.write_text("".join([*first, last, before]))
+    page, _ = page_of(run_dir)
+    assert "newest: version 12" in page.text
+    assert page.text.partition("Evaluation")[2] == in_order.text.partition("Evaluation")[2]
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_a_length_bias_is_in_a_box_and_a_run_without_one_has_none(make_run: RunMaker) -> None:
     run_dir = make_run(3, rollouts=False, trace=False)
     page, text = page_of(run_dir)

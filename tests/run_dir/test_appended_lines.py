@@ -117,6 +117,8 @@ def test_steps_come_as_columns_of_one_length(tmp_path: Path) -> None:
         new = {"accepted_by_route": {"tail": 0.5}, "agent_metrics_by_task": {"b": {"turns": 2.0}}}
         writer.append(make_row(2, usd=0.25, reward_by_task={"b": 0.5}, step_refused="a gradient was NaN", **new))
     write_evaluations(tmp_path, 4)
+    evaluations = tmp_path / "evaluations.jsonl"
+    evaluations.write_text("".join(reversed(evaluations.read_text().splitlines(keepends=True))))  # as they may end
     told = series.since("")
     assert {len(column) for column in told["figures"].values()} == {2}
     assert not any(isinstance(value, dict) for column in told["figures"].values() for value in column)
