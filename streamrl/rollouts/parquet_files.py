@@ -49,13 +49,16 @@ def open_parquet(path: Path, below: Path) -> Iterator[pq.ParquetFile]:
         below: the folder that the user named, of which the file is a part.
 
     Raises:
-        NotPlainFile: it is a link, no regular file, or has too many rows.
+        NotPlainFile: it is a link, no regular file, has too many rows, or has two columns of one name.
         OSError, pa.ArrowException: it cannot be read.
     """
     with open_plain(path, below=below, largest=LARGEST_PARQUET) as opened, pq.ParquetFile(opened) as file:
         if file.metadata.num_rows > MOST_ROWS:
             rows = f"{path} has {file.metadata.num_rows:,} rows"
             raise NotPlainFile(f"{rows}: of such a file at most {MOST_ROWS:,} are read")
+        names = file.schema_arrow.names
+        if len(set(names)) < len(names):
+            raise NotPlainFile(f"{path} has two columns of one name, which no rollouts have, and is not read")
         yield file
 
 
@@ -69,7 +72,7 @@ def read_columns(path: Path, below: Path, columns: Sequence[str] | None = None, 
         per_byte: bytes that may be unpacked per byte of the file, where that is more than `MOST_DECODED`.
 
     Raises:
-        NotPlainFile: it is a link, no regular file, or unpacks to more than that.
+        NotPlainFile: it is a link, no regular file, unpacks to more than that, or has two columns of one name.
         OSError, pa.ArrowException: it cannot be read.
     """
     with open_parquet(path, below) as file:

@@ -176,6 +176,15 @@ def test_rollouts_that_are_no_plain_files_are_refused_by_name(
             in_time(read)
 
 
+def test_a_file_with_two_columns_of_one_name_is_refused_with_its_name(run: Path) -> None:
+    table = pa.table({"sample_id": ["s1"], "completion": ["x"]})
+    pq.write_table(table.append_column("completion", pa.array(["y"])), run / STEP)
+    for columns in (None, ["completion"], ["sample_id"]):
+        with pytest.raises(NotPlainFile, match=r"step_000001\.parquet has two columns of one name"):
+            parquet_files.read_columns(run / STEP, run, columns)
+    assert "two columns of one name" in " ".join(load_run(run).notes)
+
+
 def test_a_small_file_that_unpacks_to_any_amount_is_refused(
     run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
