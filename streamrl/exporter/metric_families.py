@@ -128,12 +128,16 @@ class Families:
         """
         if value is None:
             return
+        try:
+            number = float(value)
+        except OverflowError:  # an integer of a damaged file
+            return
         kind = KINDS[name]
         if name not in self._found:
             family = CounterMetricFamily if kind.type == "counter" else GaugeMetricFamily
             self._found[name] = family(PREFIX + name, kind.help, labels=("run", *kind.labels))
         texts = [plain_text(label) for label in (self._run, *labels)]  # a folder's name need not be UTF-8
-        self._found[name].add_metric(texts, float(value))
+        self._found[name].add_metric(texts, number)
 
     @property
     def metrics(self) -> list[Metric]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
@@ -22,15 +23,20 @@ from streamrl.errors import writing
 from streamrl.plain_files import open_plain
 from streamrl.run_dir.layout import LARGEST_ROWS
 
+LARGEST_NUMBER = sys.float_info.max
+"""Largest number that a float holds; JSON has integers of any length."""
+
 
 def finite(value: Any) -> Any:
-    """Replace NaN and infinities by None, at any depth of dicts, lists and tuples."""
+    """Replace NaN, infinities and integers beyond any float by None, at any depth of dicts, lists and tuples."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
+    if isinstance(value, int) and abs(value) > LARGEST_NUMBER:
+        return None
     return value
 
 

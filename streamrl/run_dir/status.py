@@ -224,7 +224,7 @@ class RunStatus(StatusModel):
     first_started_at: float | None = Field(
         None, description="start of the run's first process, by its first launch as far as known; none: `started_at`"
     )
-    updated_at: float
+    updated_at: float = Field(allow_inf_nan=False)
     elapsed_s: float | None = Field(
         None,
         description="seconds from the run's first start to `updated_at`, by a clock that nobody sets since the launch; "

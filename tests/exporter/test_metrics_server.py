@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import sys
@@ -299,6 +300,19 @@ def test_a_folder_without_anything_readable_still_answers(folder: Path, scrape: 
     assert set(scrape()) == {("disk_free_bytes",)}
     write_state(folder)
     assert scrape()["run_steps",] == 3
+
+
+def test_an_integer_beyond_any_float_is_left_out(folder: Path, scrape: object) -> None:
+    assert callable(scrape)
+    write_state(folder)
+    status = json.loads((folder / layout.STATUS).read_text())
+    (folder / layout.STATUS).write_text(json.dumps(status | {"step": 10**400}))
+    write_steps(folder, {"step": 1, "samples_total": 8, "loss": 0.5})
+    with (folder / layout.METRICS).open("a") as file:
+        file.write(f'{{"step": {10**400}, "time": 5.0}}\n{{"step": 2, "time": 6.0, "samples_total": {10**400}}}\n')
+    found = scrape()
+    assert ("run_steps",) not in found and found["run_steps_target",] == 9
+    assert ("train_samples",) not in found and found["samples_trained_total",] == 8
 
 
 def get(address: str, **headers: str) -> int:

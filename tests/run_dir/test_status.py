@@ -38,6 +38,15 @@ def test_nan_becomes_null(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "status.json").read_text())["eta_s"] is None
 
 
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
+def test_a_status_written_at_no_time_cannot_be_read(tmp_path: Path, value: str) -> None:
+    write_status(tmp_path, make_status(3, 20, START))
+    status = json.loads((tmp_path / layout.STATUS).read_text())
+    (tmp_path / layout.STATUS).write_text(json.dumps(status | {"updated_at": float(value)}))
+    with pytest.raises(UserError, match=r"status\.json cannot be read: updated_at: Input should be a finite number"):
+        read_status(tmp_path)
+
+
 def test_a_status_that_readers_could_not_show_is_refused_and_the_old_one_stays(tmp_path: Path) -> None:
     write_status(tmp_path, make_status(3, 20, START))
     with pytest.raises(ValidationError):
