@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2
 import pydantic_core
@@ -268,10 +269,14 @@ def is_over(error: BaseException) -> bool:
     return False
 
 
-def is_bad_request(error: BaseException) -> bool:
+def is_bad_request(error: BaseException, base_url: str) -> bool:
     """Whether an exception is an HTTP client's own for an answer of status 400, as the endpoint's refusals have.
 
     Such an exception has the status, and not the code of the refusal.
+
+    Args:
+        error: the exception.
+        base_url: the endpoint; an answer of another server, such as a judge, is none of its refusals.
     """
     seen: BaseException | None = error
     for _ in range(8):
@@ -279,8 +284,19 @@ def is_bad_request(error: BaseException) -> bool:
             break
         if {base.__module__.partition(".")[0] for base in type(seen).__mro__} & NETWORK_PACKAGES:
             holders = seen, getattr(seen, "response", None)
-            return any(getattr(one, name, None) == 400 for one in holders for name in ("status_code", "status"))
+            bad = any(getattr(one, name, None) == 400 for one in holders for name in ("status_code", "status"))
+            if bad and _is_from(seen, base_url):
+                return True
         seen = _wrapped_by(seen)
+    return False
+
+
+def _is_from(error: BaseException, base_url: str) -> bool:
+    """Whether a client's exception says that it is about a call of the server of a URL."""
+    for name in ("request", "response", "request_info", ""):  # as httpx and requests, requests, aiohttp, urllib say it
+        with contextlib.suppress(Exception):  # of a property, or what it has is no URL
+            holder: Any = getattr(error, name) if name else error
+            return urlsplit(str(holder.url)).netloc == urlsplit(base_url).netloc
     return False
 
 

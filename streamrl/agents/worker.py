@@ -64,7 +64,7 @@ PULSE_S = 0.25
 OWN_FOLDER = Path(__file__).parent
 
 
-async def _result_of(agent: AgentFunction, item: dict[str, Any], client: AgentClient) -> EpisodeOutcome:
+async def _result_of(agent: AgentFunction, item: dict[str, Any], client: AgentClient, base_url: str) -> EpisodeOutcome:
     """Run an agent to its end; whatever it raises is its outcome. A process that it has forked ends there."""
     worker = os.getpid()
     try:
@@ -77,9 +77,11 @@ async def _result_of(agent: AgentFunction, item: dict[str, Any], client: AgentCl
         failed = next((one for one in failures_of(error) if isinstance(one, VoidReward) or not is_over(one)), None)
         if failed is None:
             return EpisodeOutcome(0.0, None)
-        if not isinstance(failed, VoidReward):
-            traceback.print_exc()
-        return replace(_void(cause_of(failed), void_text(failed), error), refused=is_bad_request(failed))
+        void = _void(cause_of(failed), void_text(failed), error)
+        if isinstance(failed, VoidReward):  # it says what has failed
+            return void
+        traceback.print_exc()
+        return replace(void, refused=is_bad_request(failed, base_url))
 
 
 async def _of_worker(worker: int, running: Awaitable[Any]) -> Any:
@@ -216,7 +218,7 @@ class AgentWorker:
         assert agent is not None
         context = contextvars.copy_context()
         context.run(CURRENT.set, episode)
-        playing = context.run(self._loop.create_task, _result_of(agent, order.item, client))
+        playing = context.run(self._loop.create_task, _result_of(agent, order.item, client, play.base_url))
         episode.begin()
         await _first(playing, episode.over)
         episode.end()

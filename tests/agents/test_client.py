@@ -17,6 +17,9 @@ from streamrl.agents.live_episode import LiveEpisode
 from streamrl.config.tasks import EpisodeDeadlines
 from streamrl.rollouts.void import Void, VoidCause
 
+ENDPOINT = "http://127.0.0.1:7000/sessions/key/v1"
+LIBRARIES = ["httpx2", "urllib", "requests", "aiohttp"]
+
 
 class Refused(Exception):
     """What a client library raises for the endpoint's refusal."""
@@ -24,6 +27,24 @@ class Refused(Exception):
     def __init__(self, code: object) -> None:
         super().__init__("refused")
         self.code = code
+
+
+def http_error(library: str, status: int, url: str) -> Exception:
+    """Return what an HTTP library raises for an answer that is an error."""
+    match library:
+        case "httpx2":
+            request = httpx2.Request("POST", url)
+            return httpx2.HTTPStatusError("", request=request, response=httpx2.Response(status, request=request))
+        case "urllib":
+            return HTTPError(url, status, "", Message(), None)
+        case "requests":
+            requests = pytest.importorskip("requests")
+            response = requests.Response()
+            response.status_code, response.url = status, url
+            return requests.HTTPError("", response=response)  # type: ignore[no-any-return]
+        case _:
+            about = SimpleNamespace(url=url, real_url=url)
+            return pytest.importorskip("aiohttp").ClientResponseError(about, (), status=status)  # type: ignore[no-any-return]
 
 
 class Wrapped(Exception):
@@ -78,20 +99,21 @@ def test_a_package_that_names_no_cause_wraps_the_error_of_its_client_but_never_o
 
 
 @pytest.mark.parametrize("status", [400, 401, 500])
-@pytest.mark.parametrize("library", ["httpx2", "urllib", "aiohttp"])
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_a_bad_request_is_known_by_its_status(library: str, status: int) -> None:
-    error: Exception
-    match library:
-        case "httpx2":
-            request = httpx2.Request("POST", "http://127.0.0.1")
-            error = httpx2.HTTPStatusError("", request=request, response=httpx2.Response(status, request=request))
-        case "urllib":
-            error = HTTPError("http://127.0.0.1", status, "", Message(), None)
-        case _:
-            error = pytest.importorskip("aiohttp").ClientResponseError(SimpleNamespace(), (), status=status)
+    error = http_error(library, status, f"{ENDPOINT}/chat/completions")
     named = RuntimeError("the agent gives up")
     named.__cause__ = error
-    assert [is_bad_request(one) for one in (error, named, Refused("400"))] == [status == 400, status == 400, False]
+    found = [is_bad_request(one, ENDPOINT) for one in (error, named, Refused("400"))]
+    assert found == [status == 400, status == 400, False]
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_the_bad_request_of_another_server_is_none_of_the_endpoint(library: str) -> None:
+    for url in ("http://127.0.0.1:7001/v1/chat/completions", "https://judge.example/v1", ""):
+        assert not is_bad_request(http_error(library, 400, url), ENDPOINT)
+    unknown = httpx2.HTTPStatusError("", request=None, response=httpx2.Response(400))  # type: ignore[arg-type]
+    assert not is_bad_request(unknown, ENDPOINT)
 
 
 class Pool(httpx2.AsyncBaseTransport):

@@ -27,6 +27,7 @@ from tests.waiting import scaled, until, wait_for
 
 AGENTS = """
 import asyncio, ctypes, itertools, multiprocessing, os, signal, sys, time
+import httpx2
 from streamrl.agents.client import BadToolInput, EpisodeOver
 from streamrl.tasks.void_reward import VoidReward
 
@@ -77,6 +78,11 @@ async def run(task, client):
         case "bad request":
             full = {"messages": user("refuse 400 context_length_exceeded"), "model": "policy"}
             (await client.http.post("chat/completions", json=full)).raise_for_status()
+        case "bad request in a tool": await client.tool("judge", raise_bad, client.base_url)
+        case "bad request of a judge": raise_bad("http://127.0.0.1:8/v1")
+        case "void for a bad request":
+            try: raise_bad(client.base_url)
+            except httpx2.HTTPError as error: raise VoidReward("provider", "the judge is down") from error
         case "openai":
             answer = await client.openai().chat.completions.create(model="policy", messages=user("echo 7"))
             return float(answer.choices[0].message.content)
@@ -177,6 +183,8 @@ async def run(task, client):
             os.system("echo noise from a child; echo to its stderr >&2")
             print("x" * 100_000)
             return 1.0
+
+def raise_bad(url): httpx2.Response(400, request=httpx2.Request("POST", url)).raise_for_status()
 
 def in_spawned(function):
     with multiprocessing.get_context("spawn").Pool(1) as pool: return pool.apply(function)
@@ -299,8 +307,11 @@ def test_an_episode_that_used_up_context_or_turns_gets_zero_unless_the_agent_say
 
 
 def test_an_error_that_has_only_the_status_of_a_refusal_is_marked_as_such() -> None:
-    found = asyncio.run(outcomes("bad request", "gone", "refused"))
-    assert [one.refused for one in found] == [True, False, False]
+    others = "bad request of a judge", "bad request in a tool", "void for a bad request"
+    found = asyncio.run(outcomes("bad request", *others, "gone", "refused"))
+    assert [one.refused for one in found] == [True, *[False] * 5]
+    causes = [one.void and one.void.cause for one in found[1:4]]
+    assert causes == [VoidCause.PROVIDER, VoidCause.TOOL, VoidCause.PROVIDER]
 
 
 def test_a_failure_is_void_with_its_cause_and_never_a_zero() -> None:
