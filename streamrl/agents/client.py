@@ -169,8 +169,8 @@ class AgentClient:
             if isinstance(error, asyncio.CancelledError):
                 raise
             detail = one_line(error)
-            if isinstance(error, BadToolInput | VoidReward) or is_over(error):  # a tool may call the model as well
-                raise
+            if isinstance(error, BadToolInput | VoidReward) or is_over(error, self._base_url):
+                raise  # a tool may call the model as well
             raise ToolFailed(name, error) from error
         finally:
             self._episode.step("tool", name, started, detail)
@@ -251,19 +251,25 @@ class AgentClient:
         return future
 
 
-def is_over(error: BaseException) -> bool:
+def is_over(error: BaseException, base_url: str) -> bool:
     """Whether an exception, of any client, means that the endpoint takes no further call by rule.
 
     A group of exceptions does if each of them does.
+
+    Args:
+        error: the exception.
+        base_url: the endpoint; other servers, such as those of a judge's model, may refuse calls with the same code.
     """
     seen: BaseException | None = error
     for _ in range(8):
         if seen is None:
             break
         if isinstance(seen, BaseExceptionGroup):
-            return all(map(is_over, failures_of(seen)))
+            return all(is_over(one, base_url) for one in failures_of(seen))
+        if isinstance(seen, EpisodeOver):
+            return True
         codes = getattr(seen, "code", None), _code_in(getattr(seen, "body", None))
-        if isinstance(seen, EpisodeOver) or any(isinstance(code, str) and code in OVER for code in codes):
+        if any(isinstance(code, str) and code in OVER for code in codes) and _is_from(seen, base_url):
             return True
         seen = _wrapped_by(seen)
     return False

@@ -74,9 +74,10 @@ async def _result_of(agent: AgentFunction, item: dict[str, Any], client: AgentCl
     except asyncio.CancelledError as error:
         return _void(VoidCause.VERIFIER, "the agent cancelled itself", error)
     except BaseException as error:
-        failed = next((one for one in failures_of(error) if isinstance(one, VoidReward) or not is_over(one)), None)
-        if failed is None:
+        found = [one for one in failures_of(error) if isinstance(one, VoidReward) or not is_over(one, base_url)]
+        if not found:
             return EpisodeOutcome(0.0, None)
+        failed = found[0]
         void = _void(cause_of(failed), void_text(failed), error)
         if isinstance(failed, VoidReward):  # it says what has failed
             return void

@@ -24,9 +24,13 @@ LIBRARIES = ["httpx2", "urllib", "requests", "aiohttp"]
 class Refused(Exception):
     """What a client library raises for the endpoint's refusal."""
 
-    def __init__(self, code: object) -> None:
+    def __init__(self, code: object, url: str = f"{ENDPOINT}/chat/completions") -> None:
         super().__init__("refused")
-        self.code = code
+        self.code, self.request = code, httpx2.Request("POST", url)
+
+
+def ends(error: BaseException) -> bool:
+    return is_over(error, ENDPOINT)
 
 
 def http_error(library: str, status: int, url: str) -> Exception:
@@ -67,35 +71,43 @@ def raised(error: Exception, while_handling: Exception) -> Exception:
 
 def test_only_what_an_exception_stands_for_ends_an_episode_by_rule() -> None:
     over, full = EpisodeOver("full"), Refused("context_length_exceeded")
-    assert is_over(over) and is_over(full)
+    assert ends(over) and ends(full)
     for code in ("invalid_messages", None, 400, ["context_length_exceeded"], {"reason": "quota"}):
-        assert not is_over(Refused(code))
+        assert not ends(Refused(code))
     for end in (over, full):
-        assert not is_over(raised(KeyError("grade"), end))
-        assert not is_over(raised(ConnectionError("no judge"), end))
+        assert not ends(raised(KeyError("grade"), end))
+        assert not ends(raised(ConnectionError("no judge"), end))
         named = RuntimeError("the agent gives up")
         named.__cause__ = end
-        assert is_over(named)
+        assert ends(named)
+
+
+def test_the_model_of_another_server_ends_no_episode_by_rule_whatever_its_code() -> None:
+    for code in ("context_length_exceeded", "max_turns_exceeded"):
+        judge = Refused(code, "https://judge.example/v1/chat/completions")
+        assert not ends(judge) and not ends(raised(Wrapped(), judge))
+        del judge.request
+        assert not ends(judge), "it does not say whose it is"
 
 
 def test_a_group_of_exceptions_ends_an_episode_by_rule_if_each_of_them_does() -> None:
     over, full, cancelled = EpisodeOver("full"), Refused("max_turns_exceeded"), asyncio.CancelledError()
-    assert is_over(BaseExceptionGroup("", [cancelled, ExceptionGroup("", [over]), full]))
-    assert not is_over(ExceptionGroup("", [over, KeyError("grade")]))
-    assert not is_over(BaseExceptionGroup("", [cancelled]))
+    assert ends(BaseExceptionGroup("", [cancelled, ExceptionGroup("", [over]), full]))
+    assert not ends(ExceptionGroup("", [over, KeyError("grade")]))
+    assert not ends(BaseExceptionGroup("", [cancelled]))
     named = RuntimeError("the agent gives up")
     named.__cause__ = ExceptionGroup("", [over])
-    assert is_over(named)
+    assert ends(named)
 
 
 def test_a_package_that_names_no_cause_wraps_the_error_of_its_client_but_never_ours() -> None:
     full = Refused("context_length_exceeded")
-    assert is_over(raised(Wrapped(), raised(Wrapped(), full)))
-    assert not is_over(raised(Wrapped(), raised(Refused("rate_limited"), full)))  # a judge, called after the end
-    assert not is_over(raised(Wrapped(), EpisodeOver("full")))
+    assert ends(raised(Wrapped(), raised(Wrapped(), full)))
+    assert not ends(raised(Wrapped(), raised(Refused("rate_limited"), full)))  # a judge, called after the end
+    assert not ends(raised(Wrapped(), EpisodeOver("full")))
     hidden = raised(Wrapped(), full)
     hidden.__suppress_context__ = True
-    assert not is_over(hidden)
+    assert not ends(hidden)
 
 
 @pytest.mark.parametrize("status", [400, 401, 500])

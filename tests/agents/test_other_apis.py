@@ -335,11 +335,11 @@ def test_the_end_by_rule_is_told_to_every_package() -> None:
             for given in (asked, {**asked, "model": "other"}):
                 with pytest.raises(anthropic.APIStatusError) as refused:
                     await client.messages.create(**given)
-                over.append(is_over(refused.value))
+                over.append(is_over(refused.value, base_url))
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as other:
             with pytest.raises(openai.BadRequestError) as ended:
                 await other.responses.create(model="policy", input="hello")
-            over.append(is_over(ended.value))
+            over.append(is_over(ended.value, base_url))
         return 1.0
 
     assert play(Model(), agent, max_turns=1).reward == 1.0

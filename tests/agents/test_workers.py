@@ -78,6 +78,16 @@ async def run(task, client):
         case "bad request":
             full = {"messages": user("refuse 400 context_length_exceeded"), "model": "policy"}
             (await client.http.post("chat/completions", json=full)).raise_for_status()
+        case "judge is full" | "judge is full in a tool":
+            import openai
+            url = "http://127.0.0.1:8/v1"
+            async def judge():
+                answer = {"error": {"message": "no room", "code": "context_length_exceeded"}}
+                pool = httpx2.MockTransport(lambda _: httpx2.Response(400, json=answer))
+                own = openai.AsyncOpenAI(base_url=url, api_key="k", http_client=httpx2.AsyncClient(transport=pool))
+                await own.chat.completions.create(model="judge", messages=user("judge"))
+            if task["prompt"] == "judge is full": await judge()
+            await client.tool("judge", judge)
         case "bad request in a tool": await client.tool("judge", raise_bad, client.base_url)
         case "bad request of a judge": raise_bad("http://127.0.0.1:8/v1")
         case "void for a bad request":
@@ -338,6 +348,8 @@ def test_a_failure_is_void_with_its_cause_and_never_a_zero() -> None:
         "code fails": (VoidCause.VERIFIER, "LookupError: no code"),
         "interrupt": (VoidCause.VERIFIER, "KeyboardInterrupt"),
         "cancels itself": (VoidCause.VERIFIER, "the agent cancelled itself"),
+        "judge is full": (VoidCause.PROVIDER, "BadRequestError: Error code: 400"),
+        "judge is full in a tool": (VoidCause.TOOL, "tool 'judge': BadRequestError: Error code: 400"),
     }
     found = dict(zip(cases, asyncio.run(outcomes(*cases)), strict=True))
     assert {name: one.reward for name, one in found.items()} == dict.fromkeys(cases)
