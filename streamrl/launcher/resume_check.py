@@ -7,14 +7,14 @@ import sqlite3
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from streamrl.config.algorithm import PPOConfig
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.controller.group_source import changed_order, changed_rows, changed_writing, written_by
 from streamrl.errors import ErrorCode, RunFailed, UserError
-from streamrl.machine.compute_type import TypeChoice
+from streamrl.machine.compute_type import ComputeType, TypeChoice
 from streamrl.machine.model_files import resolve_model, weights_digest
 from streamrl.rollouts.ledger import known_steps
 from streamrl.run_dir import layout
@@ -133,7 +133,8 @@ def type_warnings(
         return
     sites = [name for name in ([site] if site is not None else cluster.sites) if not cluster.sites[name].on_ray]
     here = [before[spec.name] for spec in plan_processes(cluster, run, resumed, sites) if spec.name in before]
-    changed = [one for one in here if one.dtype not in ("", now.dtype)]
+    others = {*get_args(ComputeType)} - {now.dtype}  # an instance may have 8 bits there, which it decides itself
+    changed = [one for one in here if one.dtype in others]
     if changed:
         whose = " and ".join(sorted({f"{one.role}s" if one.role == "instance" else one.role for one in changed}))
         yield (

@@ -293,6 +293,10 @@ def test_a_resume_that_computes_in_another_type_is_warned_of(tmp_path: Path) -> 
         "model.dtype: trainer computed in bfloat16",
         "model.dtype: instances computed in float32",
     ]
+    for kind in ("int8", "fp8"):
+        types_of(run_dir, trainer="bfloat16", here_regular_0=kind)
+        assert not warnings(BF16), "an instance that multiplies in 8 bits"
+        assert len(warnings(FP32)) == 1
     newest.rename(run_dir / "gone")
     assert not warnings(FP32), "it starts from its model"
 
