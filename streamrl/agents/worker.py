@@ -57,6 +57,8 @@ from streamrl.tasks.void_reward import VoidReward, cause_of, failures_of, one_li
 
 UNWIND_S = 5.0
 """Seconds that a cancelled agent has to end what it has begun: mcp takes up to 4.5 s until it kills a server."""
+AGAIN_S = 1.0
+"""Seconds after which a task that its agent has left behind is cancelled again: it may have swallowed the first one."""
 GRACE_S = 2.0
 """Seconds after that in which what is left is cancelled again and again."""
 PULSE_S = 0.25
@@ -238,24 +240,29 @@ class AgentWorker:
     async def _clean_up(self, episode: LiveEpisode, playing: asyncio.Task[EpisodeOutcome]) -> str:
         """End what an agent has left behind; return what does not end, '': all has ended.
 
-        The agent itself is cancelled first, once, then all else that it has started: libraries end their own tasks, and
-        the clean-up of neither is to be cut. Only what is left after `UNWIND_S` is cancelled again and again.
+        The agent itself is cancelled first, once: libraries end their own tasks, which it waits for, and the clean-up
+        of neither is to be cut. What is left once it has ended is cancelled every `AGAIN_S`; what is left after
+        `UNWIND_S`, the agent too, again and again.
         """
-        unwound = time.monotonic() + UNWIND_S
-        cancelled = set[asyncio.Task[Any]]()
+        began, held = time.monotonic(), ""
+        unwound = began + UNWIND_S
+        cancelled: dict[asyncio.Task[Any], float] = {}
         while (left := [task for task in episode.tasks if not task.done()]) or episode.threads:
             now = time.monotonic()
+            held = f"{len(left)} coroutines and {len(episode.threads)} calls in threads"
             if now >= unwound + GRACE_S:
-                held = f"{len(left)} coroutines and {len(episode.threads)} calls in threads"
                 return f"{held} of episode {episode.order.sample_id} do not end"
             for task in left if playing.done() or now >= unwound else [playing]:
-                if task not in cancelled or now >= unwound:
-                    cancelled.add(task)
+                last = cancelled.get(task)
+                if last is None or now >= unwound or (task is not playing and now >= last + AGAIN_S):
+                    cancelled[task] = now
                     task.cancel()
             if left:
                 await asyncio.wait(left, timeout=PULSE_S, return_when=asyncio.FIRST_COMPLETED)
             else:
                 await asyncio.sleep(PULSE_S)
+        if (took := time.monotonic() - began) >= AGAIN_S:
+            print(f"episode {episode.order.sample_id} waited {took:.1f} s for the end of {held}", file=sys.stderr)
         return ""
 
     def _tell(self, api_key: str, tools: str, since: float) -> None:

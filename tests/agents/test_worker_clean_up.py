@@ -22,6 +22,10 @@ async def serve(closing):  # as a task of a library, which ends once its server 
     await asyncio.sleep(1)
     return "closed"
 
+async def swallow():
+    try: await asyncio.sleep(1000)
+    except asyncio.CancelledError: await asyncio.sleep(1000)
+
 def begin(name):
     return subprocess.Popen([sys.executable, "-c", LIVE.replace("{}", name)], start_new_session=True)
 
@@ -33,6 +37,11 @@ async def run(task, client):
             os._exit(0)
         while not (os.path.exists("child.pid") and os.path.exists("daemon.pid")): await asyncio.sleep(0.01)
         if task["dies"]: os._exit(3)
+        return 1.0
+    if task["prompt"] == "leaves a task that swallows a cancellation":
+        sys.modules["__main__"].UNWIND_S = 3600.0  # of the worker: its outcome does not wait for that
+        task["left"] = asyncio.create_task(swallow())
+        await asyncio.sleep(0)
         return 1.0
     closing = asyncio.Event()
     serving = asyncio.create_task(serve(closing))
@@ -58,6 +67,16 @@ def test_a_cancelled_agent_may_take_its_time_to_end_what_it_has_begun() -> None:
             assert Path("said").read_text() == "closed"
 
     asyncio.run(scenario())
+
+
+def test_a_task_that_swallows_a_cancellation_does_not_hold_back_the_outcome_of_its_agent(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with started(log=tmp_path / "log") as owner:
+            playing = play(owner, None, order("leaves a task that swallows a cancellation", "one"))
+            assert (await asyncio.wait_for(playing, scaled(30))).reward == 1.0
+
+    asyncio.run(scenario())
+    assert " s for the end of 1 coroutines and 0 calls in threads" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize("dies", [True, False])
