@@ -96,6 +96,8 @@ class KnownSteps(NamedTuple):
     """The newest one that was trained; 0: none."""
     checkpoint: int | None = None
     """That of the newest checkpoint; 0: there was none; None: it is not recorded, as by earlier versions."""
+    samples: bool = False
+    """Whether it has samples, as from the first step on."""
 
     def due(self, every: int) -> int:
         """Return the newest step with a regular checkpoint, which was completed before the step after it; 0: of none.
@@ -108,7 +110,8 @@ class KnownSteps(NamedTuple):
     @property
     def begun(self) -> int:
         """The newest step that may have files: a step's rollouts are written first. 0: the ledger knows nothing."""
-        return 0 if self.checkpoint is None and not self.newest else self.newest + 1
+        nothing = self.checkpoint is None and not self.newest and not self.samples
+        return 0 if nothing else self.newest + 1
 
 
 class Ledger:
@@ -353,7 +356,8 @@ def _known(db: sqlite3.Connection) -> KnownSteps:
         db.execute(f"SELECT MAX(step) FROM {table}").fetchone()[0] if table in there else None
         for table in ("steps", "newest_checkpoint")
     )
-    return KnownSteps(int(newest or 0), None if checkpoint is None else int(checkpoint))
+    samples = "samples" in there and db.execute("SELECT EXISTS (SELECT 1 FROM samples)").fetchone()[0]
+    return KnownSteps(int(newest or 0), None if checkpoint is None else int(checkpoint), bool(samples))
 
 
 def _failed(what: str, error: sqlite3.Error) -> RunFailed:

@@ -143,6 +143,24 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_may_begin_again(tmp_p
     assert not [*check_newest(run, run_dir)], "so may that of an earlier version"
 
 
+@pytest.mark.parametrize("issued", [True, False])
+def test_the_run_of_an_earlier_version_that_was_killed_in_its_first_step_may_begin_again(
+    tmp_path: Path, issued: bool
+) -> None:
+    run, run_dir = run_of(tmp_path / "m", "grpo"), tmp_path / "run"
+    (rollouts := run_dir / layout.ROLLOUTS).mkdir(parents=True)
+    with closing(Ledger(run_dir / layout.LEDGER)) as ledger:
+        if issued:
+            ledger.issue([("s", "g", b"")])
+    with closing(sqlite3.connect(run_dir / layout.LEDGER)) as older:
+        older.execute("DROP TABLE newest_checkpoint")
+    (rollouts / step_file(1)).touch()
+    told = [*check_newest(run, run_dir)]
+    assert ["has files of 1 steps" in one for one in told] == ([] if issued else [True])
+    (rollouts / step_file(2)).touch()
+    assert len([*check_newest(run, run_dir)]) == 1, "the ledger knows nothing of a second step"
+
+
 @pytest.mark.parametrize("name", ["state.json", "trainer_state/.metadata"])
 def test_a_checkpoint_with_a_file_that_is_missing_or_cut_off_is_refused_before_anything_starts(
     tmp_path: Path, name: str
