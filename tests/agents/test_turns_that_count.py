@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from streamrl.agents.agent_host import NO_ANSWERS, AgentHost
-from streamrl.agents.chat_endpoint import UNSEEN, ChatEndpoint, OpenSession
+from streamrl.agents.chat_endpoint import TRANSPORT, UNSEEN, ChatEndpoint, OpenSession
 from streamrl.agents.episode import Episode, EpisodeOrder, EpisodeOutcome, GeneratedTurn
 from streamrl.agents.session import CallError, Session
 from streamrl.config.run import RunConfig
@@ -277,6 +277,28 @@ def test_an_answer_is_not_delivered_to_a_client_that_goes_away_as_it_is_finished
     open_session = OpenSession("", session(), 0.0)
     assert not asyncio.run(ChatEndpoint._wait_for(endpoint, open_session, turn, request))
     assert not turn.delivered and turn.clients == 0
+
+
+def test_an_answer_is_not_delivered_to_a_client_whose_end_the_event_loop_has_not_read_yet() -> None:
+    here, there = socket.socketpair()
+    transport = SimpleNamespace(is_closing=lambda: False, get_extra_info=lambda name: here)
+
+    async def silence() -> dict[str, str]:
+        return await asyncio.Event().wait() and {}
+
+    def delivered() -> bool:
+        turn = answered(session(), asked(USER))
+        turn.delivered = False
+        endpoint: Any = SimpleNamespace(_finished=at_once)
+        request: Any = SimpleNamespace(receive=silence, scope={"state": {TRANSPORT: transport}})
+        told = asyncio.run(ChatEndpoint._wait_for(endpoint, OpenSession("", session(), 0.0), turn, request))
+        assert told == turn.delivered
+        return told
+
+    with here:
+        with there:
+            assert delivered()
+        assert not delivered()
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -57,6 +57,13 @@ def test_dynamic_sampling_replaces_flat_groups_up_to_its_limit() -> None:
     assert replacements.replaces(finish(pool, "e", [1.0, 1.0]), StepBatch(run, 2), issued=4)
 
 
+def test_a_replacement_may_be_charged_to_a_step_of_which_only_a_part_has_been_issued() -> None:
+    run = config(2, name="dapo", max_replaced=1.0)
+    pool, replacements, batch = pool_of("abcde", batch=2), Replacements(run), StepBatch(run, 1)
+    found = [replacements.replaces(finish(pool, name, [1.0, 1.0]), batch, issued=3) for name in "abcde"]
+    assert found == [True, True, True, True, False]
+
+
 def test_groups_replaced_for_their_void_rewards_do_not_use_up_the_limit_of_dynamic_sampling() -> None:
     run = config(2, name="dapo", max_replaced=1.0)
     pool, replacements, batch = pool_of("abcde", batch=2), Replacements(run), StepBatch(run, 1)

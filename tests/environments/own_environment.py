@@ -9,7 +9,7 @@ from streamrl.environments.installed import InstalledEnvironment, add_environmen
 CODE = """
 import os, socket, subprocess, sys, time
 
-KEPT = []
+FORKED, KEPT = [], []
 
 class Room:
     def __init__(self, config):
@@ -24,6 +24,12 @@ class Room:
             time.sleep(3600)
         if config.get("wants") == "an end":
             os._exit(7)
+        if "child" in config and not FORKED:
+            FORKED.append(True)
+            if child := os.fork():
+                KEPT.append(os.WEXITSTATUS(os.waitpid(child, 0)[1]))
+            elif config["child"] == "raises":
+                raise ValueError("of the child")
         print("a room is made")
         self.draws, self.mark = config.get("draws"), None
 
@@ -31,6 +37,8 @@ class Room:
         self.kind, self.left = item["prompt"], item.get("steps", 2)
         self.mark, title = item.get("mark"), item.get("title", "a room")
         self.pays, self.numbers = item.get("pays", 0.5), item.get("numbers")
+        if self.kind == "forked":
+            return str(KEPT)
         if self.kind == "raises at once":
             raise KeyError("no such room")
         if self.kind == "never resets":

@@ -145,6 +145,17 @@ def test_a_process_that_an_environment_forks_ends_where_its_code_ends(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(("child", "code"), [("returns", 70), ("raises", 1)])
+def test_a_process_that_an_environment_forks_as_it_is_loaded_ends_there(
+    room: InstalledEnvironment, child: str, code: int
+) -> None:
+    async def scenario() -> None:
+        async with started(room, config={"child": child}) as pool, pool.place("a") as place:
+            assert (await place.reset({"prompt": "forked"})).result["messages"][0]["content"] == f"[{code}]"
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("kind", "cause", "text"),
     [

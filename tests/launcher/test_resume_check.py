@@ -14,7 +14,7 @@ import pytest
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.errors import UserError
-from streamrl.launcher import preflight
+from streamrl.launcher import preflight, resume_check
 from streamrl.launcher.resume_check import check_newest, checkpoint_warnings, type_warnings
 from streamrl.machine.compute_type import TypeChoice
 from streamrl.machine.model_files import weights_digest
@@ -259,6 +259,20 @@ def test_rows_that_have_changed_since_the_checkpoint_are_warned_of(
     assert warnings({"prompts": {"contents": before}}) == [says] * bool(says)
     for other in ({"prompts": {}}, {"prompts": {"contents": {"t": 3}}}, [3]):  # of an earlier version, or damaged
         assert not warnings(other)
+
+
+@pytest.mark.parametrize("error", [UserError, ImportError, AttributeError])
+def test_a_tokenizer_that_cannot_be_loaded_is_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def fails(path: str) -> object:
+        raise error(path)
+
+    source, folder = group_source(tmp_path, 100, 400), checkpoint(tmp_path / "run", 3, "grpo")
+    (folder / "state.json").write_text(json.dumps({"prompts": source.state([])}))
+    monkeypatch.setattr(resume_check, "load_tokenizer", fails)
+    (warning,) = checkpoint_warnings(source.run.model_copy(update={"seed": 5}), tmp_path / "run")
+    assert warning.startswith("seed: 5 now"), "all else is compared"
 
 
 def test_another_seed_or_tokenizer_than_at_the_checkpoint_is_warned_of_before_anything_starts(tmp_path: Path) -> None:
