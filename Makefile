@@ -90,9 +90,9 @@ build/dist-tools:
 # tests/conftest.py says which files are slow, and their order
 test: style
 	@$(MAKE) --no-print-directory -j 3 types audit test-quick
-	"$(BIN)/python" -m pytest -n 4 --durations 20 --dist loadfile --no-loadscope-reorder -m slow
+	"$(BIN)/python" -m pytest -n 3 --durations 20 --dist loadfile --no-loadscope-reorder -m slow
 
-# one worker more than cores, and two for the slow tests, which wait for a third of their time
+# one worker more than cores, as for the slow tests: tests also wait
 test-quick: $(STAMP)
 	"$(BIN)/python" -m pytest -n 3 -m "not slow" --durations 10
 
