@@ -51,7 +51,6 @@ class GroupSource:
         self.longest_prompt = run.model.max_context - run.sampling.max_tokens
         """Limit on the tokens of a prompt."""
         self._contents = source.contents()
-        self._mixed_by = mixed_by(run)
         self._drawn_with = run.drawn_with
 
     def state(self, open_groups: Iterable[Group]) -> dict[str, Any]:
@@ -62,7 +61,7 @@ class GroupSource:
         """
         again = [group.prompt_index for group in open_groups] + list(self._to_reissue)
         position = {"next_index": self._next_index, "too_long": self.too_long, "again": again}
-        return position | {"contents": self._contents, "mixed_by": self._mixed_by, "written_by": self._written_by}
+        return position | {"contents": self._contents, "mixed_by": _mixed_by(self.run), "written_by": self._written_by}
 
     @cached_property
     def _written_by(self) -> dict[str, str]:
@@ -72,8 +71,7 @@ class GroupSource:
         """Continue from a checkpoint's position; what has changed the prompts or their order since is logged."""
         self._next_index, self.too_long = state["next_index"], state["too_long"]
         self._to_reissue = deque(state.get("again", ()))
-        found = [*changed_order(state, self.run), *changed_writing(state, self._written_by, self.run.model.path)]
-        for line in [*found, *(changed_rows(state["contents"], self._contents) if state.get("contents") else [])]:
+        for line in changed_since(state, self.run, self._written_by, self._contents):
             log.warning("%s", line)
 
     def group(self, step: int) -> Group:
@@ -109,7 +107,26 @@ class GroupSource:
         )
 
 
-def mixed_by(run: RunConfig) -> dict[str, Any]:
+def changed_since(
+    state: Mapping[str, Any], run: RunConfig, writing: Mapping[str, str], contents: Mapping[str, TaskContent]
+) -> Iterable[str]:
+    """Say what of a run's prompts, or of their order, is not as it was at a checkpoint.
+
+    Args:
+        state: the position in the prompts that the checkpoint holds (`GroupSource.state`).
+        run: the run as it goes on.
+        writing: what the prompts are written with from here on (`written_by`).
+        contents: what each task holds now, by its key; one that is not there is not compared.
+
+    Raises:
+        LookupError, TypeError, AttributeError: `state` comes from a damaged file.
+    """
+    yield from _changed_order(state.get("mixed_by", {}), _mixed_by(run))
+    yield from _changed_writing(state.get("written_by", {}), writing, run.model.path)
+    yield from _changed_rows(state.get("contents", {}), contents)
+
+
+def _mixed_by(run: RunConfig) -> dict[str, Any]:
     """What the order of a run's prompts depends on besides the tasks' rows: the seed, and the tasks with weights."""
     return {"seed": run.seed, "tasks": [[task.key, task.weight] for task in run.tasks]}
 
@@ -120,18 +137,8 @@ def written_by(tokenizer: Any) -> dict[str, str]:
     return {"chat template": digest_of([template]), "vocabulary": digest_of([words])}
 
 
-def changed_order(state: Mapping[str, Any], run: RunConfig) -> Iterable[str]:
-    """Say what a run takes its prompts by that was another one at a checkpoint.
-
-    Args:
-        state: the position in the prompts that the checkpoint holds (`GroupSource.state`).
-        run: the run as it goes on.
-
-    Raises:
-        LookupError, TypeError, AttributeError: `state` comes from a damaged file.
-    """
-    now = mixed_by(run)
-    for what, then in state.get("mixed_by", {}).items():
+def _changed_order(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterable[str]:
+    for what, then in before.items():
         if (today := now.get(what, then)) != then:
             yield (
                 f"{what}: {today} now, and {then} at the checkpoint: prompts that are issued again may be others, and "
@@ -139,18 +146,8 @@ def changed_order(state: Mapping[str, Any], run: RunConfig) -> Iterable[str]:
             )
 
 
-def changed_writing(state: Mapping[str, Any], now: Mapping[str, str], model: str) -> Iterable[str]:
-    """Say what a model's prompts are written with that was another one at a checkpoint.
-
-    Args:
-        state: as for `changed_order`.
-        now: what they are written with from here on (`written_by`).
-        model: name of the model.
-
-    Raises:
-        AttributeError: `state` comes from a damaged file.
-    """
-    for part, then in state.get("written_by", {}).items():
+def _changed_writing(before: Mapping[str, str], now: Mapping[str, str], model: str) -> Iterable[str]:
+    for part, then in before.items():
         if now.get(part, then) != then:
             yield (
                 f"model.path: the {part} of {model} is another one than at the checkpoint: from here on prompts are "
@@ -158,16 +155,7 @@ def changed_writing(state: Mapping[str, Any], now: Mapping[str, str], model: str
             )
 
 
-def changed_rows(then: Mapping[str, TaskContent], now: Mapping[str, TaskContent]) -> Iterable[str]:
-    """Say which tasks hold other rows than at a checkpoint, and what that does to the prompts.
-
-    Args:
-        then: what each task with an end held at the checkpoint, by its key.
-        now: what each holds now; one that is not there has not changed.
-
-    Raises:
-        LookupError, TypeError, AttributeError: `then` comes from a damaged file.
-    """
+def _changed_rows(then: Mapping[str, TaskContent], now: Mapping[str, TaskContent]) -> Iterable[str]:
     for task, before in then.items():
         content = now.get(task, before)
         if content["rows"] != before["rows"]:

@@ -12,7 +12,7 @@ from typing import Any, get_args
 from streamrl.config.algorithm import PPOConfig
 from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
-from streamrl.controller.group_source import changed_order, changed_rows, changed_writing, written_by
+from streamrl.controller.group_source import changed_since, written_by
 from streamrl.errors import ErrorCode, RunFailed, UserError
 from streamrl.machine.compute_type import ComputeType, TypeChoice
 from streamrl.machine.model_files import resolve_model, weights_digest
@@ -94,10 +94,7 @@ def checkpoint_warnings(
         return
     state = _state_of(newest)
     with suppress(LookupError, TypeError, AttributeError):  # damaged, or of an earlier version
-        prompts = state["prompts"]
-        yield from changed_order(prompts, run)
-        yield from changed_writing(prompts, _written_by(run), run.model.path)
-        yield from changed_rows(prompts["contents"], contents or {})
+        yield from changed_since(state["prompts"], run, _written_by(run), contents or {})
     before = str(state.get("reference", "")) if run.algorithm.needs_reference else ""
     if before and before != weights_digest(folder := Path(resolve_model(run.model.path))):
         yield (
