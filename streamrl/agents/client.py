@@ -26,6 +26,8 @@ from streamrl.runtime.processes import end_copy
 from streamrl.tasks.user_functions import is_async
 from streamrl.tasks.void_reward import NETWORK_PACKAGES, VoidReward, failures_of, one_line
 
+MOST_WRAPPED = 8
+"""Most exceptions that stand for each other among which the endpoint's is looked for."""
 ATTEMPTS = 3
 """Most tries of a call whose connection fails; the endpoint answers a repeated call with the recorded turn."""
 PAUSE_S = 0.2
@@ -260,10 +262,7 @@ def is_over(error: BaseException, base_url: str) -> bool:
         error: the exception.
         base_url: the endpoint; other servers, such as those of a judge's model, may refuse calls with the same code.
     """
-    seen: BaseException | None = error
-    for _ in range(8):
-        if seen is None:
-            break
+    for seen in _wrapped(error):
         if isinstance(seen, BaseExceptionGroup):
             return all(is_over(one, base_url) for one in failures_of(seen))
         if isinstance(seen, EpisodeOver):
@@ -271,7 +270,6 @@ def is_over(error: BaseException, base_url: str) -> bool:
         codes = getattr(seen, "code", None), _code_in(getattr(seen, "body", None))
         if any(isinstance(code, str) and code in OVER for code in codes) and _is_from(seen, base_url):
             return True
-        seen = _wrapped_by(seen)
     return False
 
 
@@ -284,16 +282,12 @@ def is_bad_request(error: BaseException, base_url: str) -> bool:
         error: the exception.
         base_url: the endpoint; an answer of another server, such as a judge, is none of its refusals.
     """
-    seen: BaseException | None = error
-    for _ in range(8):
-        if seen is None:
-            break
+    for seen in _wrapped(error):
         if {base.__module__.partition(".")[0] for base in type(seen).__mro__} & NETWORK_PACKAGES:
             holders = seen, getattr(seen, "response", None)
             bad = any(getattr(one, name, None) == 400 for one in holders for name in ("status_code", "status"))
             if bad and _is_from(seen, base_url):
                 return True
-        seen = _wrapped_by(seen)
     return False
 
 
@@ -304,6 +298,16 @@ def _is_from(error: BaseException, base_url: str) -> bool:
             holder: Any = getattr(error, name) if name else error
             return urlsplit(str(holder.url)).netloc == urlsplit(base_url).netloc
     return False
+
+
+def _wrapped(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception, and one after the other what each stands for, at most `MOST_WRAPPED`: they may be a ring."""
+    seen: BaseException | None = error
+    for _ in range(MOST_WRAPPED):
+        if seen is None:
+            return
+        yield seen
+        seen = _wrapped_by(seen)
 
 
 def _wrapped_by(error: BaseException) -> BaseException | None:
