@@ -45,8 +45,8 @@ async def mcp_tools(server: Sequence[str] | str) -> AsyncIterator[list[Tool]]:
         connection = over_http(server, {})()
     else:
         command, *arguments = server
-        variables = {name: os.environ[name] for name in (MARK,) if name in os.environ}
-        connection = speaking(command, arguments, variables or None)
+        variables = {MARK: os.environ[MARK]} if MARK in os.environ else None
+        connection = speaking(command, arguments, variables)
     raised: BaseException | None = None
     tools: list[Tool] | None = None
     try:

@@ -31,8 +31,6 @@ CLOSE_S = 30.0
 """Seconds in which an episode must be closed, and in which a process that answers `at_once` must answer anything."""
 QUIET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "SDL_VIDEODRIVER": "dummy", "MPLBACKEND": "Agg"}
 """Variables of every process: one core each, and no window."""
-
-
 NOBODY = ""
 """The episode of a request that only looks whether there is an answer."""
 

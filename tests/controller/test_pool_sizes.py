@@ -284,12 +284,18 @@ def test_an_added_instance_that_is_dead_for_good_is_given_up_and_the_rule_goes_o
     assert sites.asked[2:] == [("home", "regular", 1)]
 
 
-def test_only_the_operator_has_dead_instances_replaced(tmp_path: Path) -> None:
-    scaling, sites, _ = make(tmp_path, ELASTIC)
+def with_one_dead_for_good(folder: Path, name: str) -> tuple[Scaling, Sites]:
+    """Five steps after an instance has died for good."""
+    scaling, sites, _ = make(folder, ELASTIC)
     told(scaling, **START)
     asyncio.run(steps(scaling, 1, 20.0, 18.0))
-    told(scaling, **(START | {"home_regular_1": "gone"}))
+    told(scaling, **(START | {name: "gone"}))
     asyncio.run(steps(scaling, 5, 40.0, 10.0))
+    return scaling, sites
+
+
+def test_only_the_operator_has_dead_instances_replaced(tmp_path: Path) -> None:
+    scaling, sites = with_one_dead_for_good(tmp_path, "home_regular_1")
     assert len(sites.replacing) >= 2 and not any(sites.replacing)
     asyncio.run(scaling.returned("service-home"))
     assert not any(sites.replacing)
@@ -298,11 +304,7 @@ def test_only_the_operator_has_dead_instances_replaced(tmp_path: Path) -> None:
 
 
 def test_an_instance_of_the_start_that_is_dead_for_good_does_not_end_elasticity(tmp_path: Path) -> None:
-    scaling, sites, _ = make(tmp_path, ELASTIC)
-    told(scaling, **START)
-    asyncio.run(steps(scaling, 1, 20.0, 18.0))
-    told(scaling, **(START | {"home_regular_0": "gone"}))
-    asyncio.run(steps(scaling, 5, 40.0, 10.0))
+    _, sites = with_one_dead_for_good(tmp_path, "home_regular_0")
     assert sites.asked[:2] == [("home", "regular", 1), ("home", "regular", 2)]
 
 
