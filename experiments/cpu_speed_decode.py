@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ def measure_decoding(
     from vllm import SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from streamrl.generation.instance import few_rows_vllm, sampling_vllm
+    from streamrl.generation.instance import few_rows, sampling_vllm
     from streamrl.generation.instance.engine_config import engine_config
     from streamrl.machine.model_files import resolve_model
 
@@ -82,8 +82,6 @@ def measure_decoding(
     shape = shape_of(Path(resolve_model(run.model.path)))
     engine = LLMEngine.from_vllm_config(engine_config(pool, run, cuda=False))
     rng, count = np.random.default_rng(0), 0
-    watched = ((few_rows_vllm, "multiply", "few_rows"), (sampling_vllm, "draw", "sampling"))
-    plain = [getattr(module, name) for module, name, _ in watched]
 
     def named(called: Any, kind: str) -> Any:
         def work(*arguments: Any) -> Any:
@@ -91,6 +89,21 @@ def measure_decoding(
                 return called(*arguments)
 
         return work
+
+    def named_products(dtype: torch.dtype) -> few_rows.Products | None:
+        found = products(dtype)
+        return found and replace(found, function=named(found.function, "few_rows"))
+
+    products = few_rows.products
+    plain = {(few_rows, "products"): products, (sampling_vllm, "draw"): sampling_vllm.draw}
+    watched = {
+        (few_rows, "products"): named_products,
+        (sampling_vllm, "draw"): named(sampling_vllm.draw, "sampling"),
+    }
+
+    def put(functions: dict[Any, Any]) -> None:
+        for (module, name), function in functions.items():
+            setattr(module, name, function)
 
     def steps(batch: int, number: int, watch: Any = None) -> list[float]:
         """Seconds of each step that only decodes; the profiler `watch` sees no others."""
@@ -116,19 +129,17 @@ def measure_decoding(
     for batch in batches:
         steps(batch, 2)
         step_s = float(np.median(steps(batch, STEPS)))
-        for (module, name, kind), called in zip(watched, plain, strict=True):
-            setattr(module, name, named(called, kind))
+        put(watched)
         profiled = profile(activities=[ProfilerActivity.CPU])
         told = steps(batch, PROFILED, profiled)
-        for (module, name, _), called in zip(watched, plain, strict=True):
-            setattr(module, name, called)
+        put(plain)
         flops = shape.forward_flops(batch, 0, batch)
         reading_s = shape.forward_flops(1, 0, 1) / 2 * width / (read_gb_s * 1e9)
         kinds: dict[str, float] = defaultdict(float)
         for event in profiled.key_averages():
             kind = next((kind for kind, names in KINDS.items() if event.key in names), None)
             if kind is not None:
-                whole = event.key in [called for _, _, called in watched]
+                whole = event.key in ("few_rows", "sampling")
                 own = event.cpu_time_total if whole else event.self_cpu_time_total
                 kinds[kind] += own / 1e3 / len(told)
         kinds["other"] = max(0.0, step_s * 1e3 - sum(kinds.values()))

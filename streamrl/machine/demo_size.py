@@ -25,9 +25,9 @@ SPARE = 0.9
 
 PROCESSES_GIB = 5.5
 """Memory of two instances and the other processes, without what grows with the model."""
-MODEL_BYTES = {"float32": 40.0, "bfloat16": 26.0}
+MODEL_BYTES = {"float32": 40.0, "bfloat16": 30.0}
 """Bytes per parameter over all processes, by compute type: fp32 weights, gradients and AdamW's moments (16), three
-copies of a version (12 in fp32), and the weights of two instances (with packed copies 12 in fp32, packed only 4)."""
+copies of a version (12 in fp32), and the weights of two instances (with the copies for small batches 12 in fp32)."""
 TOKEN_BYTES = 1.6e6
 """Bytes of activations per token of a micro-batch for a model of 30 layers (SmolLM2); scales with the layers."""
 MICRO_BATCHES = (2048, 1024, 512, 256)

@@ -6,6 +6,7 @@ What imports vLLM is imported in the tests: all of pytest's workers collect this
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -15,61 +16,79 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
-from streamrl.generation.instance import engine_config
-from streamrl.generation.instance.engine_config import _has_few_rows
+from streamrl.generation.instance import engine_config, few_rows
+from streamrl.generation.instance.engine_config import _is_tried
 from streamrl.generation.instance.engine_variables import EAGER, FEW_ROWS, NORMS
-from streamrl.generation.instance.few_rows import MOST_ROWS, Shelf, product
+from streamrl.generation.instance.few_rows import Shelf, products
 from streamrl.generation.instance.vllm_plugin import register
 from streamrl.launcher.generation_check import CPU_HEAD_SIZES
+from streamrl.machine.cpu import this_cpu
 from streamrl.machine.engine_settings import EngineSettings
 from streamrl.training.small_config import small_config
 from streamrl.verify.families import FAMILIES
 from tests.tiny_model import save_tiny_model
 
+TYPES = (torch.float32, torch.bfloat16)
 
-def test_a_layer_takes_few_row_kernels_for_a_few_rows_and_follows_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("kind", ["linear", "head"])
+def test_a_layer_takes_few_row_kernels_for_a_few_rows_and_follows_new_weights(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.platforms import current_platform
 
     from streamrl.generation.instance import few_rows_vllm
 
-    assert product() is not None
+    current_platform.import_kernels()
+    found = products(dtype)
+    most = 0 if found is None else found.most_rows
+    assert most or (dtype == torch.bfloat16 and "avx512_bf16" not in this_cpu().flags)
     rows: list[int] = []
-    plain = few_rows_vllm.multiply
 
-    def counted(function: object, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def counted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         rows.append(len(x))
-        return plain(function, x, weight)  # type: ignore[arg-type]
+        return few_rows.OPERATION(x, weight, bias)
 
-    monkeypatch.setattr(few_rows_vllm, "multiply", counted)
+    monkeypatch.setattr(few_rows_vllm, "OPERATION", counted)
     layer = torch.nn.Module()
     with set_current_vllm_config(VllmConfig()):
-        method = few_rows_vllm._Linear(Shelf())
+        method = {"linear": few_rows_vllm._Linear, "head": few_rows_vllm._Head}[kind](Shelf())
     copies = []
     for seed in (0, 1):
         torch.manual_seed(seed)
-        weight, bias, x = torch.randn(48, 64), torch.randn(48), torch.randn(MOST_ROWS + 1, 64)
-        layer.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+        weight, bias, x = (torch.randn(size).to(dtype) for size in ((64, 96), (64,), (most + 1, 96)))
+        if seed == 0 or kind == "linear":
+            layer.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+        else:
+            layer.weight.data.copy_(weight)  # the embedding's, which stays in its place
+        layer.bias = torch.nn.Parameter(bias.clone(), requires_grad=False)
         method.process_weights_after_loading(layer)
-        copies.append(layer.few_rows_weight.data_ptr())
-        for count in (1, MOST_ROWS, MOST_ROWS + 1):
-            torch.testing.assert_close(method.apply(layer, x[:count], bias), x[:count] @ weight.T + bias)
-    assert rows == [1, MOST_ROWS] * 2
+        copies.append(layer.few_rows_weight.data_ptr() if most else 0)
+        for count in sorted({1, most or 1, most + 1}):
+            want = (x[:count].double() @ weight.double().T + bias.double()).to(dtype)
+            torch.testing.assert_close(method.apply(layer, x[:count], layer.bias), want)
+    assert set(rows) == {1, most} - {0}
     assert copies[0] == copies[1]  # no memory more with each version
 
 
-def test_what_does_not_fit_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", TYPES)
+def test_what_does_not_fit_is_left_to_vllm(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.platforms import current_platform
 
     from streamrl.generation.instance import few_rows_vllm
 
+    current_platform.import_kernels()
     layer = torch.nn.Module()
     with set_current_vllm_config(VllmConfig()):
         method = few_rows_vllm._Linear(Shelf(most=4))
-    weight, x = torch.randn(48, 64), torch.randn(1, 64)
+    weight, x = torch.randn(64, 96).to(dtype), torch.randn(1, 96).to(dtype)
     layer.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
     method.process_weights_after_loading(layer)
     assert getattr(layer, "few_rows_weight", None) is None
-    torch.testing.assert_close(method.apply(layer, x), x @ weight.T)
+    torch.testing.assert_close(method.apply(layer, x), (x.double() @ weight.double().T).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -120,8 +139,7 @@ def test_an_engine_of_another_type_may_have_come_before_in_a_process(tmp_path: P
         config = engine_config.engine_config(pool, run, cuda=False)
         norms = config.kernel_config.ir_op_priority.rms_norm
         found.append((config.model_config.quantization, norms))
-    assert found[0] == found[2] == (None, [NORMS, "native"])
-    assert found[1] == (FEW_ROWS, [NORMS, "native"])
+    assert found == [(FEW_ROWS, [NORMS, "native"])] * 3
 
 
 def test_a_step_takes_vllms_default_of_tokens_and_no_fewer_than_sequences(
@@ -183,18 +201,18 @@ def test_an_engine_of_a_cpu_looks_at_a_models_class_in_its_own_process(monkeypat
     assert registry._run_in_subprocess(os.getpid) == os.getpid()
 
 
-def test_few_row_kernels_serve_known_fp32_models_that_are_not_quantised(tmp_path: Path) -> None:
-    eager = EngineSettings()
-    assert not _has_few_rows(tmp_path, "float32", eager)  # nothing is known of the model
-    for unknown in ("{}", '{"architectures": ["MixtralForCausalLM"]}'):
-        (tmp_path / "config.json").write_text(unknown)
-        assert not _has_few_rows(tmp_path, "float32", eager)
-    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    assert _has_few_rows(tmp_path, "float32", eager)
-    assert not _has_few_rows(tmp_path, "bfloat16", eager)
-    assert not _has_few_rows(tmp_path, "float32", EngineSettings(compiled=True))
+def test_few_row_kernels_serve_known_models_that_are_not_quantised(tmp_path: Path) -> None:
+    assert not _is_tried(tmp_path)  # nothing is known of the model
+    for architectures, is_known in (
+        (["MixtralForCausalLM"], False),
+        (["LlamaForCausalLM"], True),
+        (["Qwen2ForCausalLM"], True),
+        ([], False),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": architectures}))
+        assert _is_tried(tmp_path) == is_known
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "quantization_config": {}}')
-    assert not _has_few_rows(tmp_path, "float32", eager)
+    assert not _is_tried(tmp_path)
 
 
 def test_launches_know_the_heads_that_vllm_has_on_cpus() -> None:

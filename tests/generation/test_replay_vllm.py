@@ -19,7 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
 from streamrl.generation.instance import engine_config
-from streamrl.generation.instance.engine_config import REPLAYED_MODELS, REPLAYING_WORKER, _replays
+from streamrl.generation.instance.engine_config import REPLAYING_WORKER, TRIED_MODELS, _replays
+from streamrl.generation.instance.few_rows import ARRANGED, products
 from streamrl.machine.engine_settings import DEFAULT, MOST_REPLAYED, EngineSettings
 from streamrl.training.small_config import small_config
 from streamrl.verify.families import FAMILIES
@@ -31,11 +32,11 @@ SIZES = (1, 2, 5, MOST_REPLAYED, MOST_REPLAYED + 4)
 TOKENS = 6
 
 
-def saved(folder: Path, family: str, seed: int) -> Path:
+def saved(folder: Path, family: str, seed: int, dtype: torch.dtype) -> Path:
     save_tiny_model(folder)
     config = small_config(FAMILIES[family]())
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder)
@@ -71,8 +72,17 @@ def completions(engine: Any, rounds: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
-def test_replayed_steps_are_those_of_vllm(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("Llama", torch.float32),
+        ("Llama", torch.bfloat16),
+        ("Qwen2", torch.float32),
+        ("Qwen2", torch.bfloat16),
+        ("Qwen3", torch.bfloat16),
+    ],
+)
+def test_replayed_steps_are_those_of_vllm(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     from vllm.config import set_current_vllm_config
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -80,9 +90,9 @@ def test_replayed_steps_are_those_of_vllm(tmp_path: Path, family: str) -> None:
     from streamrl.generation.instance.replay_vllm import TRIALS, ReplayedForward
     from streamrl.weights.backends.vllm_reload import ReloadingEngine
 
-    first, second = (saved(tmp_path / str(seed), family, seed) for seed in (1, 2))
-    assert REPLAYED_MODELS.issuperset(AutoConfig.from_pretrained(first).architectures)
-    values = {"path": str(first), "max_context": 64, "dtype": "bfloat16"}
+    first, second = (saved(tmp_path / str(seed), family, seed, dtype) for seed in (1, 2))
+    assert TRIED_MODELS.issuperset(AutoConfig.from_pretrained(first).architectures)
+    values = {"path": str(first), "max_context": 64, "dtype": str(dtype).removeprefix("torch.")}
     run = RunConfig.model_validate({"model": values, "sampling": {"max_tokens": 24}})
     made = engine_config.engine_config(POOL, run, cuda=False)
     assert made.parallel_config.worker_cls == REPLAYING_WORKER
@@ -91,6 +101,9 @@ def test_replayed_steps_are_those_of_vllm(tmp_path: Path, family: str) -> None:
     runner = getattr(worker, "worker", worker).model_runner
     replay = runner._model_forward
     assert isinstance(replay, ReplayedForward)
+    layers = [module for module in runner.model.modules() if hasattr(module, "quant_method")]
+    arranged = [module for module in layers if getattr(module, ARRANGED, None) is not None]
+    assert len(arranged) == (4 * made.model_config.hf_config.num_hidden_layers + 1 if products(dtype) else 0)
 
     def both(rounds: int) -> list[Any]:
         runner._model_forward = replay
@@ -111,7 +124,7 @@ def test_replayed_steps_are_those_of_vllm(tmp_path: Path, family: str) -> None:
     prompts = {9, 9 + 1, 9 + 2}  # beside that many other requests
     assert recordings.keys() == {size for size in SIZES if size <= MOST_REPLAYED} | {3} | prompts
     assert all(one is not None and one.agreed == TRIALS for one in recordings.values())
-    weights = AutoModelForCausalLM.from_pretrained(second, dtype=torch.bfloat16).state_dict()
+    weights = AutoModelForCausalLM.from_pretrained(second, dtype=dtype).state_dict()
     reloading = Reloading()  # type: ignore[abstract]
     with set_current_vllm_config(made), torch.no_grad():
         reloading.start_weight_update()
@@ -201,11 +214,9 @@ def test_weights_that_are_not_finite_leave_later_ones_their_recordings(in_a_step
 
 
 def test_engines_replay_models_on_which_it_was_tried(tmp_path: Path) -> None:
-    def replays(
-        config: str, settings: EngineSettings = DEFAULT, pool: GenerationPool = POOL, other: bool = False
-    ) -> bool:
+    def replays(config: str, settings: EngineSettings = DEFAULT, pool: GenerationPool = POOL) -> bool:
         (tmp_path / "config.json").write_text(config)
-        return _replays(tmp_path, settings, pool, other)
+        return _replays(tmp_path, settings, pool)
 
     llama = '{"architectures": ["LlamaForCausalLM"]}'
     assert replays(llama)
@@ -215,4 +226,3 @@ def test_engines_replay_models_on_which_it_was_tried(tmp_path: Path) -> None:
     assert not replays(llama, EngineSettings(replayed=False))
     assert not replays(llama, EngineSettings(compiled=True))
     assert not replays(llama, pool=GenerationPool(gpus_per_replica=2))
-    assert not replays(llama, other=True)  # fp32 with its own products, or 8 bits

@@ -152,22 +152,23 @@ def _in_8_bits(inputs: int, outputs: int) -> Callable[[Any], object]:
 
 
 def _in_model_type(inputs: int, outputs: int) -> Callable[[Any], object]:
-    """Return a linear layer of vLLM in torch's default type; in fp32 the one for few rows counts where it is used."""
+    """Return a linear layer of vLLM in torch's default type, with the products for few rows where there are some."""
     import torch
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-    from streamrl.generation.instance.few_rows import MOST_ROWS, multiply, product
+    from streamrl.generation.instance.few_rows import multiply, products
 
     layer: Any = torch.nn.Module()
     layer.bias = None
     weight = torch.randn(outputs, inputs)
     layer.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
     dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
-    function = product() if weight.dtype == torch.float32 else None
+    found = products(weight.dtype)
+    few_rows = found.arrange(weight, weight.clone()) if found is not None and found.fits(weight) else None
 
     def multiplied(given: Any) -> object:
-        if function is not None and len(given) <= MOST_ROWS:
-            return multiply(function, given, weight)
+        if found is not None and few_rows is not None and len(given) <= found.most_rows:
+            return multiply(given, few_rows)
         return layer.cpu_linear(given, layer.weight, None)
 
     return multiplied

@@ -45,14 +45,11 @@ CAPTURE_ON_CPU = {
 REPLAYING_WORKER = "streamrl.generation.instance.replay_vllm.ReplayingWorker"
 """Worker of a CPU engine that replays small batches."""
 
-REPLAYED_MODELS = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-"""Architectures on which replay was tried."""
+TRIED_MODELS = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+"""Architectures on which replay and `few_rows` were tried; all others use vLLM's own forward pass and products."""
 
 EXTENSIONS = "streamrl.generation.instance.worker_extensions"
 """Module of the classes that extend vLLM's worker."""
-
-FEW_ROWS_MODELS = frozenset({"LlamaForCausalLM"})
-"""Architectures on which `few_rows` was tried; all others use vLLM's own matrix products."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ def engine_config(
         settings = settings or DEFAULT
         # read by the plugin, here and in vLLM's other processes
         os.environ[EAGER] = "0" if settings.compiled else "1"
-        if not eight_bits and _has_few_rows(Path(model), run.model.dtype, settings):
+        if not eight_bits and not settings.compiled and _is_tried(Path(model)):  # a compiler must see the products
             os.environ[QUANTIZATION] = FEW_ROWS
     from vllm import AsyncEngineArgs
     from vllm.config.weight_transfer import WeightTransferConfig
@@ -125,7 +122,7 @@ def engine_config(
             "ir_op_priority": {"rms_norm": [NORMS], "fused_add_rms_norm": [NORMS]} if not settings.compiled else {},
         }
     )
-    if not cuda and _replays(Path(model), settings or DEFAULT, pool, bool(os.environ[QUANTIZATION])):
+    if not cuda and not eight_bits and _replays(Path(model), settings or DEFAULT, pool):
         hardware["worker_cls"] = REPLAYING_WORKER
     # without a context vLLM takes 2048 tokens a step for every GPU; it refuses fewer than sequences
     context = UsageContext.OPENAI_API_SERVER
@@ -250,28 +247,18 @@ def _layer_kinds(model: Path) -> Sequence[str]:
     return getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
 
 
-def _has_few_rows(model: Path, dtype: str, settings: EngineSettings) -> bool:
-    """Return whether `few_rows` computes small batches.
-
-    It does in fp32, without compilation (which must see the products), for unquantized weights of models on which it
-    was tried.
-    """
-    if dtype != "float32" or settings.compiled:
-        return False
-    config = read_config(model)
-    return "quantization_config" not in config and FEW_ROWS_MODELS.issuperset(config.get("architectures") or [""])
-
-
-def _replays(model: Path, settings: EngineSettings, pool: GenerationPool, other_products: bool) -> bool:
+def _replays(model: Path, settings: EngineSettings, pool: GenerationPool) -> bool:
     """Return whether small batches are replayed.
 
     Args:
         model: folder of the model.
         settings: settings of the engine.
         pool: pool of the instance; the workers of one that has several exchange results between layers.
-        other_products: whether linear layers compute otherwise than by vLLM's method for unquantized weights.
     """
-    if not settings.replayed or settings.compiled or pool.gpus_per_replica > 1 or other_products:
-        return False
+    return settings.replayed and not settings.compiled and pool.gpus_per_replica == 1 and _is_tried(model)
+
+
+def _is_tried(model: Path) -> bool:
+    """Return whether a model is of `TRIED_MODELS`, and not quantized."""
     config = read_config(model)
-    return "quantization_config" not in config and REPLAYED_MODELS.issuperset(config.get("architectures") or [""])
+    return "quantization_config" not in config and TRIED_MODELS.issuperset(config.get("architectures") or [""])

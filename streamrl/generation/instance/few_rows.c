@@ -1,4 +1,4 @@
-/* y = x w' for a few rows of x, in fp32: every weight is read once, in order, and the next ones are prefetched.
+/* y = x w' + b for a few rows of x, in fp32: every weight is read once, in order, and the next ones are prefetched.
    Reading takes the time, so all rows of x use a row of weights while it is at hand. */
 typedef float v8 __attribute__((vector_size(32), aligned(4)));
 #define LOAD(p) (*(const v8 *)(p))
@@ -12,7 +12,7 @@ static inline float sum(v8 v) {
 
 /* M rows of x; each has U independent sums, so that no addition waits for the one before */
 #define ROWS(M, U)                                                                                             \
-    static void rows_##M(const float *x, const float *w, float *y, long n, long k) {                          \
+    static void rows_##M(const float *x, const float *w, const float *b, float *y, long n, long k) {          \
         _Pragma("omp parallel for schedule(static)") for (long i = 0; i < n; i++) {                           \
             const float *row = w + i * k;                                                                     \
             v8 a[M][U];                                                                                       \
@@ -32,7 +32,7 @@ static inline float sum(v8 v) {
                 for (int u = 1; u < U; u++) total += a[m][u];                                                 \
                 float s = sum(total);                                                                         \
                 for (long rest = j; rest < k; rest++) s += row[rest] * x[m * k + rest];                       \
-                y[m * n + i] = s;                                                                             \
+                y[m * n + i] = b ? s + b[i] : s;                                                              \
             }                                                                                                 \
         }                                                                                                     \
     }
@@ -41,12 +41,14 @@ ROWS(2, 4)
 ROWS(3, 2)
 ROWS(4, 2)
 
-/* x [m, k], w [n, k], y [m, n]; m from 1 to 4 */
-void few_rows(const float *x, const float *w, float *y, long m, long n, long k) {
+long most_rows(void) { return 4; }
+
+/* x [m, k], w [n, k], b [n] or NULL, y [m, n]; m from 1 to `most_rows` */
+void few_rows(const float *x, const float *w, const float *b, float *y, long m, long n, long k) {
     switch (m) {
-        case 1: rows_1(x, w, y, n, k); break;
-        case 2: rows_2(x, w, y, n, k); break;
-        case 3: rows_3(x, w, y, n, k); break;
-        case 4: rows_4(x, w, y, n, k); break;
+        case 1: rows_1(x, w, b, y, n, k); break;
+        case 2: rows_2(x, w, b, y, n, k); break;
+        case 3: rows_3(x, w, b, y, n, k); break;
+        case 4: rows_4(x, w, b, y, n, k); break;
     }
 }

@@ -1,8 +1,8 @@
-"""Matrix products with a few rows in fp32 on a CPU, which is what decoding of a small batch consists of.
+"""Matrix products with a few rows on a CPU, which is what decoding of a small batch consists of.
 
 They take as long as reading the weights takes, and the libraries' kernels read them at half the memory's speed or less
-(oneDNN's, which vLLM uses, at 0.4; MKL's and OpenBLAS's likewise). `few_rows.c` is compiled on first use; where there
-is no compiler, vLLM's own products remain.
+(oneDNN's, which vLLM uses, at 0.4 in fp32 and 0.6 in bf16; MKL's and OpenBLAS's likewise). A C function for each type
+is compiled on first use; where there is no compiler, vLLM's own products remain.
 """
 
 from __future__ import annotations
@@ -12,49 +12,97 @@ import functools
 import mmap
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from streamrl.machine import compiled_c
 
-MOST_ROWS = 4
-"""Largest number of rows: from five on, vLLM's products, whose weights are in packed blocks, are as fast."""
+SOURCES = {torch.float32: "few_rows.c", torch.bfloat16: "few_rows_bf16.c"}
+ARRANGED = "few_rows_weight"
+"""Attribute of vLLM's linear layers: weights in the order that these products read."""
 MOST_BYTES = 1 << 30
 """Limit on the bytes of weights that are kept a second time, in the order that these products read."""
-SOURCE = Path(__file__).with_suffix(".c")
+ALIGNMENT = 64
+"""Bytes: a line of the CPU's caches."""
 HUGE_PAGE = 1 << 21
 SOME = 64 << 20
 """Bytes of memory that are allocated at a time."""
 
-Product = Callable[[int, int, int, int, int, int], None]
-"""Compiled product: (address of x, of the weights, of y; rows, outputs, inputs)."""
+
+@dataclass(frozen=True)
+class Products:
+    """Compiled products of one type."""
+
+    function: Callable[[int, int, int | None, int, int, int, int], None]
+    """(address of x, of the weights, of the bias or None, of y; rows, outputs, inputs)."""
+    most_rows: int
+    """Largest number of rows; with more, vLLM's products are as fast, which read weights in blocks as well."""
+    arrangement: Callable[[int, int, int, int], None] | None
+    """(address of weights, of a copy; outputs, inputs) copies weights in the order in which they are read; None: they
+    are read as they are."""
+
+    def fits(self, weight: torch.Tensor) -> bool:
+        """Return whether there are products with such weights, [outputs, inputs]."""
+        if weight.dim() != 2 or not weight.numel() or weight.is_meta:
+            return False
+        return self.arrangement is None or (weight.shape[0] % 16 == 0 and weight.shape[1] % 32 == 0)
+
+    def arrange(self, weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        """Write weights to a contiguous tensor of the same shape, in the order that `multiply` expects; return it."""
+        if self.arrangement is None:
+            return copy.copy_(weight)
+        weight = weight.contiguous()
+        self.arrangement(weight.data_ptr(), copy.data_ptr(), *weight.shape)
+        return copy
 
 
 @functools.cache
-def product() -> Product | None:
-    """Return the compiled function; None: there is no compiler, or it failed."""
-    library = compiled_c.load(SOURCE, "small batches use vLLM's matrix products")
+def products(dtype: torch.dtype) -> Products | None:
+    """Return the products of a type; None: the type or the CPU has none, there is no compiler, or it failed."""
+    if dtype not in SOURCES:
+        return None
+    library = compiled_c.load(Path(__file__).with_name(SOURCES[dtype]), "small batches use vLLM's matrix products")
     if library is None:
         return None
+    library.most_rows.restype = ctypes.c_long
+    if not (most_rows := library.most_rows()):
+        return None
     function = library.few_rows
-    function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_long] * 3
-    function.restype = None
-    return function
+    function.argtypes, function.restype = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3, None
+    arrangement = getattr(library, "arrange", None)
+    if arrangement is not None:
+        arrangement.argtypes, arrangement.restype = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 2, None
+    return Products(function, most_rows, arrangement)
 
 
-def multiply(function: Product, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return x weight', shape [rows, outputs].
+def multiply(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return x weight' + bias, shape [rows, outputs].
 
     Args:
-        function: `product()`.
-        x: [rows, inputs], at most `MOST_ROWS` rows.
-        weight: [outputs, inputs], contiguous.
+        x: [rows, inputs], at most `Products.most_rows` rows, of a type that has `products`.
+        weight: [outputs, inputs], as `Products.arrange` wrote it.
+        bias: [outputs], contiguous; of another type where vLLM keeps it in fp32 for its own products.
+        out: where to write it, contiguous; None: new memory.
     """
+    found = products(x.dtype)
+    assert found is not None
     x = x.contiguous()
-    y = x.new_empty(x.shape[0], weight.shape[0])
-    function(x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.shape[0], *weight.shape)
+    y = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
+    b = None if bias is None else bias.to(x.dtype)
+    address = None if b is None else b.data_ptr()
+    found.function(x.data_ptr(), weight.data_ptr(), address, y.data_ptr(), x.shape[0], *weight.shape)
     return y
+
+
+_LIBRARY = torch.library.Library("streamrl", "FRAGMENT")
+_LIBRARY.define("few_rows(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_LIBRARY.impl("few_rows", multiply, "CPU")
+OPERATION = torch.ops.streamrl.few_rows.default
+"""`multiply` as an operation of torch, which can be recorded."""
 
 
 class Shelf:
@@ -63,20 +111,22 @@ class Shelf:
     def __init__(self, most: int = MOST_BYTES) -> None:
         """Allow at most `most` bytes for all tensors together."""
         self._left = most
-        self._free = torch.empty(0)
+        self._memory: mmap.mmap | None = None
+        self._start = self._end = 0
+        """Free bytes of the memory."""
 
-    def take(self, shape: torch.Size) -> torch.Tensor | None:
-        """Return a new fp32 tensor; None: it would exceed the limit."""
-        count = shape.numel()
-        self._left -= 4 * count
-        if self._left < 0:
+    def take(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return a new tensor, with a storage of its own; None: it would exceed the limit."""
+        size = -(-shape.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        if size > self._left:
             return None
-        if self._free.numel() < count:
-            size = max(SOME, 4 * count) + HUGE_PAGE
-            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones get no huge pages
+        self._left -= size
+        if self._memory is None or self._end - self._start < size:
+            self._end = max(SOME, size) + HUGE_PAGE
+            self._memory = mmap.mmap(-1, self._end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared: small pages
             with suppress(OSError):  # a kernel without huge pages
-                memory.madvise(mmap.MADV_HUGEPAGE)
-            values = torch.frombuffer(memory, dtype=torch.float32)  # keeps the memory mapped
-            self._free = values[(-values.data_ptr() % HUGE_PAGE) // 4 :]
-        taken, self._free = self._free[:count], self._free[count:]
-        return taken.view(shape)
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
+            self._start = -torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE
+        taken = torch.frombuffer(self._memory, dtype=dtype, count=shape.numel(), offset=self._start)
+        self._start += size
+        return taken.view(shape)  # keeps the memory mapped

@@ -1,4 +1,4 @@
-"""An extension of vLLM that makes small fp32 batches fast on a CPU: a quantization method that quantizes nothing.
+"""An extension of vLLM that makes small batches fast on a CPU: a quantization method that quantizes nothing.
 
 Its linear layers use `few_rows` for small batches, and vLLM's own products for others.
 """
@@ -14,17 +14,38 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
 from streamrl.generation.instance.engine_variables import FEW_ROWS
-from streamrl.generation.instance.few_rows import MOST_ROWS, Shelf, multiply, product
+from streamrl.generation.instance.few_rows import ARRANGED, OPERATION, SOURCES, Shelf, products
 
 
 def _few(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
     """Return a layer's product if `x` has few rows; None: vLLM must compute it."""
-    weight, function = getattr(layer, "few_rows_weight", None), product()
-    fits = x.dim() == 2 and 0 < x.shape[0] <= MOST_ROWS and x.dtype == torch.float32
-    if weight is None or function is None or not fits:
+    weight: torch.Tensor | None = getattr(layer, ARRANGED, None)
+    if weight is None or x.dim() != 2 or x.dtype != weight.dtype:
         return None
-    y = multiply(function, x, weight)
-    return y if bias is None else y.add_(bias)
+    found = products(x.dtype)
+    if found is None or not 0 < x.shape[0] <= found.most_rows:
+        return None
+    result: torch.Tensor = OPERATION(x, weight, bias)
+    return result
+
+
+def _arrange(layer: Any, shelf: Shelf, is_kept: bool) -> None:
+    """Arrange a layer's weights for `few_rows`, in the memory of those before.
+
+    Args:
+        is_kept: whether vLLM keeps the weights as they are, so that no copy is needed if they are read like that.
+    """
+    weight = layer.weight.detach()
+    found = products(weight.dtype)
+    if found is None or not found.fits(weight):
+        return
+    if is_kept and found.arrangement is None and weight.is_contiguous():
+        setattr(layer, ARRANGED, weight)
+        return
+    copy: torch.Tensor | None = getattr(layer, ARRANGED, None)
+    if copy is None:
+        copy = shelf.take(weight.shape, weight.dtype)
+    setattr(layer, ARRANGED, None if copy is None else found.arrange(weight, copy))
 
 
 class _Linear(UnquantizedLinearMethod):
@@ -34,14 +55,7 @@ class _Linear(UnquantizedLinearMethod):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Keep a copy before vLLM packs the weights; called again whenever new ones were loaded."""
-        weight = layer.weight
-        usable = weight.dtype == torch.float32 and weight.dim() == 2 and not weight.is_meta
-        if usable and product() is not None:
-            copy = getattr(layer, "few_rows_weight", None)
-            if copy is None:
-                copy = self._shelf.take(weight.shape)
-            if copy is not None:
-                layer.few_rows_weight = copy.copy_(weight.detach())
+        _arrange(layer, self._shelf, is_kept=False)
         super().process_weights_after_loading(layer)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -51,12 +65,14 @@ class _Linear(UnquantizedLinearMethod):
 
 
 class _Head(UnquantizedEmbeddingMethod):
+    def __init__(self, shelf: Shelf) -> None:
+        super().__init__()
+        self._shelf = shelf
+
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Use the weights without a copy: vLLM keeps them for the embedding."""
+        """Arrange the weights; vLLM keeps them for the embedding."""
         super().process_weights_after_loading(layer)
-        weight = layer.weight.detach()
-        fits = weight.dtype == torch.float32 and weight.dim() == 2 and weight.is_contiguous()
-        layer.few_rows_weight = weight if fits else None
+        _arrange(layer, self._shelf, is_kept=True)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the head: small batches with `few_rows`, others as vLLM does."""
@@ -76,7 +92,7 @@ class FewRows(QuantizationConfig):
         return FEW_ROWS
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return [torch.float32]
+        return list(SOURCES)
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -94,4 +110,4 @@ class FewRows(QuantizationConfig):
         """Return the method for linear layers and the output head; None: vLLM's own."""
         if isinstance(layer, LinearBase):
             return _Linear(self._shelf)
-        return _Head() if isinstance(layer, ParallelLMHead) else None
+        return _Head(self._shelf) if isinstance(layer, ParallelLMHead) else None

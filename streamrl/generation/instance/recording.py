@@ -22,6 +22,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from streamrl.generation.instance.few_rows import ARRANGED, OPERATION, multiply
+
 ALLOCATIONS = frozenset(
     {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
 )
@@ -29,6 +31,7 @@ ALLOCATIONS = frozenset(
 INTO: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.silu.default: torch._C._nn.silu,
     torch.ops.aten.mul.Tensor: torch.mul,
+    OPERATION: multiply,
 }
 """Frequent operations, by the function that writes the same result into given memory (`out`)."""
 BY_CONTENTS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
@@ -80,7 +83,7 @@ class _Recorder(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class _Kept:
-    """A parameter or buffer, whose contents new weights replace."""
+    """A parameter, buffer or arranged copy, whose contents new weights replace."""
 
     owner: dict[str, Any]
     name: str
@@ -248,6 +251,8 @@ def _weights(model: torch.nn.Module) -> tuple[dict[int, _Kept], dict[int, tuple[
             for name, tensor in owner.items():
                 if tensor is not None and tensor.numel():
                     kept.setdefault(_address(tensor), _Kept(owner, name, tensor, _address(tensor)))
+        if (arranged := module.__dict__.get(ARRANGED)) is not None:
+            kept.setdefault(_address(arranged), _Kept(module.__dict__, ARRANGED, arranged, _address(arranged)))
     for module in model.modules():
         for cell, tensor in _packed_tensors(module.__dict__).items():
             place = module.__dict__, cell
