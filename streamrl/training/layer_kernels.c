@@ -31,13 +31,6 @@ typedef struct {
     int bf16;
 } Gate;
 
-static float product_sum(const float *x, const float *y, long count) {
-    float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-    for (long i = 0; i < count; i++) sum += x[i] * y[i];
-    return sum;
-}
-
 /* -- norms: tensors [rows, width], weight [width], inverse [rows]: 1 / rms */
 
 static void load_weight(const Norm *n, float *to, const void *weight) {

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from streamrl.config.cluster import GenerationPool
 from streamrl.config.run import RunConfig
-from streamrl.generation.instance import engine_config, few_rows
+from streamrl.generation.instance import engine_config, few_rows, layer_ops
 from streamrl.generation.instance.engine_config import _is_tried
 from streamrl.generation.instance.engine_variables import EAGER, FEW_ROWS, NORMS
 from streamrl.generation.instance.few_rows import Shelf, products
@@ -91,12 +91,22 @@ def test_what_does_not_fit_is_left_to_vllm(dtype: torch.dtype, monkeypatch: pyte
     torch.testing.assert_close(method.apply(layer, x), (x.double() @ weight.double().T).to(dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.fixture
+def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    from streamrl.generation.instance import layer_ops_vllm
+
+    monkeypatch.setattr(layer_ops_vllm, "library", lambda: None)
+
+
+@pytest.mark.usefixtures("without_compiler")
+@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("shape", [(3, 64), (2, 3, 40), (64, 576)])
-def test_norms_are_those_of_transformers_to_the_bit(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_norms_without_a_compiler_are_those_of_transformers_to_the_bit(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     from vllm.platforms import current_platform
 
-    from streamrl.generation.instance.norms_vllm import fused_add_rms_norm, rms_norm
+    from streamrl.generation.instance.layer_ops_vllm import fused_add_rms_norm, rms_norm
 
     current_platform.import_kernels()
     torch.manual_seed(0)
@@ -115,8 +125,31 @@ def test_norms_are_those_of_transformers_to_the_bit(shape: tuple[int, ...], dtyp
     assert torch.equal(rms_norm.impl_fn(x, None, 1e-5), rms_norm.impl_fn(x, one, 1e-5))
 
 
-def test_norms_that_do_not_fit_are_left_to_vllm() -> None:
-    from streamrl.generation.instance.norms_vllm import fused_add_rms_norm, rms_norm
+@pytest.mark.parametrize("dtype", TYPES)
+def test_norms_and_gates_are_those_of_layer_ops(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    from streamrl.generation.instance import layer_ops_vllm
+
+    monkeypatch.setattr(SiluAndMul, "forward_cpu", SiluAndMul.forward_cpu)  # so that it is put back
+    layer_ops_vllm.install()
+    with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(custom_ops=["all"]))):
+        gate = SiluAndMul()
+    x, residual, weight = (torch.randn(size).to(dtype) for size in ((3, 100), (3, 100), (100,)))
+    assert torch.equal(gate(x), layer_ops.gate(x))
+    torch.testing.assert_close(gate(x.T.contiguous().T), layer_ops.gate(x))  # vLLM's own
+    assert torch.equal(layer_ops_vllm.rms_norm.impl_fn(x, weight, 1e-5), layer_ops.norm(x, weight, 1e-5))
+    given, expected = (x.clone(), residual.clone()), (x.clone(), residual.clone())
+    normed, carried = layer_ops_vllm.fused_add_rms_norm.impl_fn(*given, weight, 1e-5)
+    layer_ops.add_and_norm_(*expected, weight, 1e-5)
+    assert normed is given[0] and carried is given[1]
+    assert torch.equal(normed, expected[0]) and torch.equal(carried, expected[1])
+
+
+def test_norms_that_do_not_fit_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    from streamrl.generation.instance import layer_ops_vllm
+    from streamrl.generation.instance.layer_ops_vllm import fused_add_rms_norm, rms_norm
 
     x, weight = torch.randn(3, 64), torch.randn(64)
     assert rms_norm.supports_args(x, weight, 1e-5) and fused_add_rms_norm.supports_args(x, x, weight, 1e-5)
@@ -125,7 +158,9 @@ def test_norms_that_do_not_fit_are_left_to_vllm() -> None:
     assert not rms_norm.supports_args(x.bfloat16(), weight, 1e-5)
     assert not rms_norm.supports_args(x.half(), weight.half(), 1e-5)
     assert not rms_norm.supports_args(torch.randn(8, 16).T, weight[:8], 1e-5)
-    assert not rms_norm.supports_args(torch.randn(3, 100), torch.randn(100), 1e-5)  # they refuse such a size
+    assert rms_norm.supports_args(torch.randn(3, 100), torch.randn(100), 1e-5)
+    monkeypatch.setattr(layer_ops_vllm, "library", lambda: None)
+    assert not rms_norm.supports_args(torch.randn(3, 100), torch.randn(100), 1e-5)  # vLLM's functions refuse it
     assert not fused_add_rms_norm.supports_args(x.bfloat16(), x, weight.bfloat16(), 1e-5)
     assert not fused_add_rms_norm.supports_args(x, torch.randn(64, 3).T, weight, 1e-5)
 

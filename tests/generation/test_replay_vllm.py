@@ -74,22 +74,21 @@ def completions(engine: Any, rounds: int) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [
-        ("Llama", torch.float32),
-        ("Llama", torch.bfloat16),
-        ("Qwen2", torch.float32),
-        ("Qwen2", torch.bfloat16),
-        ("Qwen3", torch.bfloat16),
-    ],
+    [("Llama", torch.float32), ("Qwen2", torch.bfloat16), ("Qwen3", torch.bfloat16)],
+    ids=["Llama", "Qwen2", "Qwen3"],
 )
-def test_replayed_steps_are_those_of_vllm(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+def test_replayed_steps_are_those_of_vllm(
+    tmp_path: Path, family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from vllm.config import set_current_vllm_config
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    from streamrl.generation.instance.attention_vllm import INSTEAD
     from streamrl.generation.instance.replay_vllm import TRIALS, ReplayedForward
     from streamrl.weights.backends.vllm_reload import ReloadingEngine
 
+    monkeypatch.setattr(replay_vllm(), "PATIENCE", 0)
     first, second = (saved(tmp_path / str(seed), family, seed, dtype) for seed in (1, 2))
     assert TRIED_MODELS.issuperset(AutoConfig.from_pretrained(first).architectures)
     values = {"path": str(first), "max_context": 64, "dtype": str(dtype).removeprefix("torch.")}
@@ -121,9 +120,10 @@ def test_replayed_steps_are_those_of_vllm(tmp_path: Path, family: str, dtype: to
     Reloading.__abstractmethods__ = frozenset()
     before = both(0)
     recordings = dict(replay.recordings)
-    prompts = {9, 9 + 1, 9 + 2}  # beside that many other requests
-    assert recordings.keys() == {size for size in SIZES if size <= MOST_REPLAYED} | {3} | prompts
-    assert all(one is not None and one.agreed == TRIALS for one in recordings.values())
+    prompts = {9 * size for size in SIZES} | {9 + 1, 9 + 2}  # all at once, and beside that many other requests
+    assert recordings.keys() == {size for size in {*SIZES, *prompts, 3} if size <= MOST_REPLAYED}
+    once = {9 * size for size in SIZES if size > 1}
+    assert all(one is not None and one.agreed == (1 if size in once else TRIALS) for size, one in recordings.items())
     weights = AutoModelForCausalLM.from_pretrained(second, dtype=dtype).state_dict()
     reloading = Reloading()  # type: ignore[abstract]
     with set_current_vllm_config(made), torch.no_grad():
@@ -133,6 +133,12 @@ def test_replayed_steps_are_those_of_vllm(tmp_path: Path, family: str, dtype: to
     after = both(2)
     assert after != before
     assert replay.recordings == recordings  # they follow new weights
+    functions = {id(step[0]) for one in recordings.values() if one is not None for step in one.steps}
+    assert functions.isdisjoint(id(operation._op) for operation in INSTEAD), "attention runs without vLLM's Python"
+    attention = made.compilation_config.static_forward_context.values()
+    for layer in attention:
+        layer.kv_cache = layer.kv_cache.clone()
+    assert both(4) == after
     cleanup_dist_env_and_memory()
 
 
@@ -161,10 +167,26 @@ class Plain:
         return found
 
 
+def replay_vllm() -> Any:
+    from streamrl.generation.instance import replay_vllm
+
+    return replay_vllm
+
+
 @pytest.fixture
 def in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     context = SimpleNamespace(attn_metadata={})
-    monkeypatch.setattr("streamrl.generation.instance.replay_vllm.get_forward_context", lambda: context)
+    monkeypatch.setattr(replay_vllm(), "get_forward_context", lambda: context)
+    monkeypatch.setattr(replay_vllm(), "PATIENCE", 0)
+
+
+@torch.inference_mode()
+def test_a_size_is_recorded_once_it_came_often_enough(in_a_step: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay_vllm(), "PATIENCE", 3)
+    plain = Plain()
+    assert plain.steps(7) == [1, 1, 1, 2, 1, 0, 0]
+    plain.model.scale = torch.nn.Parameter(torch.full_like(plain.model.scale, 2))
+    assert plain.steps(3) == [2, 1, 0], "it is known to come often"
 
 
 @torch.inference_mode()

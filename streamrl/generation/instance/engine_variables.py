@@ -6,6 +6,6 @@ QUANTIZATION = "STREAMRL_QUANTIZATION"
 """Environment variable that is `FEW_ROWS` in an engine that uses this method, and the name of the loader (a key of
 `weights/engine_codes.py` `LOAD_FORMATS`) in one that multiplies in 8 bits."""
 NORMS = "streamrl_norms"
-"""Name under which vLLM knows the norms of CPUs (`norms_vllm.py`)."""
+"""Name under which vLLM knows the norms of CPUs (`layer_ops_vllm.py`)."""
 FEW_ROWS = "streamrl_few_rows"
 """Name under which vLLM knows the method for small batches (`few_rows_vllm.py`)."""

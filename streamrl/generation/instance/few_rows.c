@@ -1,5 +1,7 @@
 /* y = x w' + b for a few rows of x, in fp32: every weight is read once, in order, and the next ones are prefetched.
    Reading takes the time, so all rows of x use a row of weights while it is at hand. */
+#include "call.h"
+
 typedef float v8 __attribute__((vector_size(32), aligned(4)));
 #define LOAD(p) (*(const v8 *)(p))
 #define AHEAD 1024 /* floats */
@@ -51,4 +53,9 @@ void few_rows(const float *x, const float *w, const float *b, float *y, long m, 
         case 3: rows_3(x, w, b, y, n, k); break;
         case 4: rows_4(x, w, b, y, n, k); break;
     }
+}
+
+/* pointers: x, w, b, y; sizes: m, n, k */
+void few_rows_call(const Call *c) {
+    few_rows(c->pointers[0], c->pointers[1], c->pointers[2], c->pointers[3], c->sizes[0], c->sizes[1], c->sizes[2]);
 }

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from streamrl.generation.instance.native_calls import NativeCall, library, native_call
 from streamrl.machine import compiled_c
 
 SOURCES = {torch.float32: "few_rows.c", torch.bfloat16: "few_rows_bf16.c"}
@@ -39,6 +40,8 @@ class Products:
     """(address of x, of the weights, of the bias or None, of y; rows, outputs, inputs)."""
     most_rows: int
     """Largest number of rows; with more, vLLM's products are as fast, which read weights in blocks as well."""
+    as_call: object
+    """The function for a `NativeCall`."""
     arrangement: Callable[[int, int, int, int], None] | None
     """(address of weights, of a copy; outputs, inputs) copies weights in the order in which they are read; None: they
     are read as they are."""
@@ -63,18 +66,18 @@ def products(dtype: torch.dtype) -> Products | None:
     """Return the products of a type; None: the type or the CPU has none, there is no compiler, or it failed."""
     if dtype not in SOURCES:
         return None
-    library = compiled_c.load(Path(__file__).with_name(SOURCES[dtype]), "small batches use vLLM's matrix products")
-    if library is None:
+    loaded = compiled_c.load(Path(__file__).with_name(SOURCES[dtype]), "small batches use vLLM's matrix products")
+    if loaded is None:
         return None
-    library.most_rows.restype = ctypes.c_long
-    if not (most_rows := library.most_rows()):
+    loaded.most_rows.restype = ctypes.c_long
+    if not (most_rows := loaded.most_rows()):
         return None
-    function = library.few_rows
+    function = loaded.few_rows
     function.argtypes, function.restype = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3, None
-    arrangement = getattr(library, "arrange", None)
+    arrangement = getattr(loaded, "arrange", None)
     if arrangement is not None:
         arrangement.argtypes, arrangement.restype = [ctypes.c_void_p] * 2 + [ctypes.c_long] * 2, None
-    return Products(function, most_rows, arrangement)
+    return Products(function, most_rows, loaded.few_rows_call, arrangement)
 
 
 def multiply(
@@ -96,6 +99,17 @@ def multiply(
     address = None if b is None else b.data_ptr()
     found.function(x.data_ptr(), weight.data_ptr(), address, y.data_ptr(), x.shape[0], *weight.shape)
     return y
+
+
+def product_call(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> NativeCall | None:
+    """Return the call of `multiply`, with its arguments; None: there is none, or they would have to be copied first."""
+    found = products(x.dtype)
+    is_copied = not x.is_contiguous() or (bias is not None and bias.dtype != x.dtype)
+    if found is None or library() is None or is_copied:
+        return None
+    return native_call(found.as_call, (x, weight, bias, out), (x.shape[0], *weight.shape))
 
 
 _LIBRARY = torch.library.Library("streamrl", "FRAGMENT")

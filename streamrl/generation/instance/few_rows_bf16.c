@@ -3,6 +3,7 @@
 
    They lie in panels of 16 outputs, [n / 16][k / 2][16][2], so that both kinds of instructions read 64 bytes at a time
    that belong to 16 outputs. n is a multiple of 16, k of 32. */
+#include "call.h"
 #include <stdint.h>
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__linux__)
@@ -159,6 +160,11 @@ void few_rows(const bf16 *x, const bf16 *w, const bf16 *b, bf16 *y, long m, long
         case 7: rows_7(x, w, b, y, n, k); break;
         case 8: rows_8(x, w, b, y, n, k); break;
     }
+}
+
+/* pointers: x, w, b, y; sizes: m, n, k */
+void few_rows_call(const Call *c) {
+    few_rows(c->pointers[0], c->pointers[1], c->pointers[2], c->pointers[3], c->sizes[0], c->sizes[1], c->sizes[2]);
 }
 #else
 long most_rows(void) { return 0; }

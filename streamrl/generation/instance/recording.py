@@ -14,15 +14,18 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from streamrl.generation.instance.few_rows import ARRANGED, OPERATION, multiply
+from streamrl.generation.instance.few_rows import ARRANGED, OPERATION, multiply, product_call
+from streamrl.generation.instance.layer_ops import ADD_AND_NORM, GATE, NORM, gate_call, norm_call
+from streamrl.generation.instance.native_calls import NativeCall, NativeCalls
 
 ALLOCATIONS = frozenset(
     {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
@@ -34,6 +37,13 @@ INTO: dict[Any, Callable[..., Any]] = {
     OPERATION: multiply,
 }
 """Frequent operations, by the function that writes the same result into given memory (`out`)."""
+IN_C: dict[Any, Callable[..., NativeCall | None]] = {
+    OPERATION: product_call,
+    NORM: lambda x, weight, epsilon, out: norm_call(x, None, weight, epsilon, out),
+    ADD_AND_NORM: lambda x, residual, weight, epsilon, _: norm_call(x, residual, weight, epsilon, x),
+    GATE: gate_call,
+}
+"""Operations of our own, by the function that returns their call in C for their arguments and result."""
 BY_CONTENTS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 """Tags of operations that give Python what depends on the contents of a tensor: a value or a shape."""
 PACKED = "cpu_linear"
@@ -154,6 +164,7 @@ def record(
     forward: Callable[[torch.Tensor, torch.Tensor], Any],
     ids: torch.Tensor,
     positions: torch.Tensor,
+    instead: Mapping[Any, Callable[..., Callable[[], object] | None]] = MappingProxyType({}),
 ) -> Recording:
     """Record a forward pass.
 
@@ -162,6 +173,7 @@ def record(
         forward: computes the hidden states of ids and positions, [tokens] each.
         ids: an example; the recording keeps it as its memory for ids.
         positions: likewise.
+        instead: for operations: the function that returns what does their work, for their arguments, or None.
 
     Raises:
         CannotRecord: a recording would compute something else than the model.
@@ -189,12 +201,16 @@ def record(
     if _address(result) in lives:
         lives[_address(result)] = lives[_address(result)][0], math.inf
     moved = _shared_memory(calls, lives)
-    steps: list[Operation] = []
+    steps: list[Operation | NativeCall] = []
     packed: list[_Packed] = []
     for call in calls:
         if not call.computes:
             continue
-        function, args, named = _step(call, moved)
+        step = _step(call, moved, instead)
+        if isinstance(step, NativeCall):
+            steps.append(step)
+            continue
+        function, args, named = step
         theirs = {
             id(one): _Packed(*place, _form(one)) for one in call.given if (place := known_packed.get(_address(one)))
         }
@@ -204,7 +220,23 @@ def record(
             packed += theirs.values()
             function, args = _with_packed, (function, *(theirs.get(id(one), one) for one in args))
         steps.append((function, args, named))
-    return Recording(ids, positions, moved(result), steps, list(kept.values()), packed)
+    return Recording(ids, positions, moved(result), _joined(steps), list(kept.values()), packed)
+
+
+def _joined(steps: Sequence[Operation | NativeCall]) -> list[Operation]:
+    """Return the steps with each row of calls in C as one."""
+    joined: list[Operation] = []
+    row: list[NativeCall] = []
+    for step in [*steps, None]:
+        if isinstance(step, NativeCall):
+            row.append(step)
+            continue
+        if row:
+            joined.append((NativeCalls(row), (), {}))
+            row = []
+        if step is not None:
+            joined.append(step)
+    return joined
 
 
 def _refuse_unrepeatable(call: _Call) -> None:
@@ -216,11 +248,19 @@ def _refuse_unrepeatable(call: _Call) -> None:
         raise CannotRecord(f"{call.function} gives Python what depends on a tensor's contents")
 
 
-def _step(call: _Call, moved: Callable[[torch.Tensor], torch.Tensor]) -> Operation:
+def _step(
+    call: _Call,
+    moved: Callable[[torch.Tensor], torch.Tensor],
+    instead: Mapping[Any, Callable[..., Callable[[], object] | None]],
+) -> Operation | NativeCall:
     """Return an operation on the recording's memory: what makes a new tensor writes into the one that was made."""
     args: tuple[Any, ...]
     named: dict[str, Any]
     args, named, result = tree_map_only(torch.Tensor, moved, (call.args, call.named, call.result))
+    if call.function in IN_C and not named and (in_c := IN_C[call.function](*args, result)) is not None:
+        return in_c
+    if call.function in instead and (other := instead[call.function](*args, **named)) is not None:
+        return other, (), {}
     if not call.made:
         return call.function._op, args, named
     if call.function in INTO:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,14 @@ import torch
 from vllm.forward_context import get_forward_context
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from streamrl.generation.instance.attention_vllm import INSTEAD
 from streamrl.generation.instance.recording import Recording, record
 from streamrl.machine.engine_settings import MOST_REPLAYED
 
 log = logging.getLogger(__name__)
+PATIENCE = 6
+"""Steps of each number of tokens before it is recorded: what they lose is what a recording takes, so that one which is
+hardly used costs at most as much again."""
 TRIALS = 2
 """First steps of each number of tokens in which its recording is compared with vLLM's forward pass."""
 
@@ -30,6 +35,8 @@ class ReplayedForward:
         self._model, self._plain = model, plain
         self.recordings: dict[int, Recording | None] = {}
         """Recording of each number of tokens; None: vLLM's forward pass is used."""
+        self._seen: Counter[int] = Counter()
+        """Steps of each number of tokens, before it was recorded."""
 
     def __call__(
         self, input_ids: torch.Tensor | None = None, positions: torch.Tensor | None = None, **others: Any
@@ -43,9 +50,14 @@ class ReplayedForward:
             recording = None
         if recording is not None and recording.agreed >= TRIALS:
             return recording(input_ids, positions)
-        if recording is None and len(input_ids) in self.recordings:
+        if recording is None and (len(input_ids) in self.recordings or self._is_new(len(input_ids))):
             return self._forward(input_ids, positions)
         return self._trial(input_ids, positions, recording)
+
+    def _is_new(self, tokens: int) -> bool:
+        """Count a step of so many tokens; return whether there were too few for a recording."""
+        self._seen[tokens] += 1
+        return self._seen[tokens] <= PATIENCE
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> Any:
         return self._plain(input_ids=ids, positions=positions, intermediate_tensors=None, inputs_embeds=None)
@@ -59,7 +71,9 @@ class ReplayedForward:
         self.recordings[len(ids)] = None
         try:
             if recording is None:
-                recording = record(self._model(), self._forward, torch.zeros_like(ids), torch.zeros_like(positions))
+                recording = record(
+                    self._model(), self._forward, torch.zeros_like(ids), torch.zeros_like(positions), INSTEAD
+                )
             if torch.equal(recording(ids, positions).view(torch.uint8), result.view(torch.uint8)):  # NaN equals itself
                 recording.agreed += 1
                 self.recordings[len(ids)] = recording

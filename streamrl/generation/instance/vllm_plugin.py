@@ -35,9 +35,10 @@ def register() -> None:
         import torch
         from vllm.model_executor.models import registry
 
-        import streamrl.generation.instance.norms_vllm
-        from streamrl.generation.instance import sampling_vllm, segments_vllm
+        from streamrl.generation.instance import layer_ops_vllm, sampling_vllm, segments_vllm
 
+        if os.environ[EAGER] == "1":  # a compiler must see the operations
+            layer_ops_vllm.install()
         sampling_vllm.install()
         segments_vllm.install()
         # vLLM looks at the class of a model it has not seen before in a process that imports everything again, so that

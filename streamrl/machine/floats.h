@@ -37,6 +37,13 @@ static inline void store(const float *from, void *x, int bf16, long at, long cou
     for (long i = 0; i < count; i++) to[i] = to_bf16(from[i] * factor);
 }
 
+static inline float product_sum(const float *x, const float *y, long count) {
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (long i = 0; i < count; i++) sum += x[i] * y[i];
+    return sum;
+}
+
 /* exp(x) = 2^n (1 + what is returned) for -87 <= x <= 0, |x - n log 2| <= log(2) / 2: the polynomial is Cephes' expf */
 static inline float exponential_parts(float x, float *power) {
     float bounded = x < -87.0f ? -87.0f : x;

@@ -1,0 +1,7 @@
+/* An operation on fixed memory; `layer_ops.c` runs many, one after the other. */
+typedef struct Call {
+    void (*function)(const struct Call *);
+    void *pointers[4];
+    long sizes[3];
+    float number;
+} Call;
