@@ -10,6 +10,7 @@ from streamrl.config.cluster import ClusterConfig
 from streamrl.config.run import RunConfig
 from streamrl.errors import ErrorCode
 from streamrl.launcher.gpu_checks import sites_here
+from streamrl.machine.engine_settings import MOST_ARRANGED_BYTES
 from streamrl.machine.model_files import in_slices, resolve_model, weight_bytes
 from streamrl.runtime.device_turns import takes_turns
 from streamrl.runtime.process_plan import ON_RAY, plan_processes
@@ -150,7 +151,8 @@ def memory_warnings(cluster: ClusterConfig, run: RunConfig, free: float, site: s
             training = learning * TRAINING_BYTES_PER_WEIGHT_BYTE + copies
             needed += training * weights + one.trainer.ranks * PROCESS_BYTES
         for pool in one.generation:
-            needed += pool.replicas * (weights + pool.kv_cache_gb * 2**30 + PROCESS_BYTES)
+            held = weights + min(weights, MOST_ARRANGED_BYTES) + pool.kv_cache_gb * 2**30 + PROCESS_BYTES
+            needed += pool.replicas * held
     return _too_little(needed, free, "memory")
 
 

@@ -47,6 +47,8 @@ class EngineSettings:
 DEFAULT = EngineSettings()
 MOST_REPLAYED = 64
 """Most tokens of a step that is replayed: of SmolLM2-135M, a step of so many takes a sixth less time than without."""
+MOST_ARRANGED_BYTES = 1 << 30
+"""Most bytes of weights that a CPU instance keeps a second time, in the order in which small batches read them."""
 CANDIDATES = (
     DEFAULT,
     replace(DEFAULT, bound=True),

@@ -102,14 +102,16 @@ def test_instances_that_would_share_the_memory_of_one_numa_node_are_warned_of() 
     assert capacity_check.numa_nodes() >= 1
 
 
-def test_memory_counts_the_trainer_and_every_instance(tmp_path: Path) -> None:
-    run = make_model(tmp_path / "m", megabytes=1024)
+@pytest.mark.parametrize("weights", [1, 2])
+def test_memory_counts_the_trainer_and_every_instance(weights: int, tmp_path: Path) -> None:
+    run = make_model(tmp_path / "m", megabytes=1024 * weights)
     one = cluster(kv_cache_gb=1.5)
-    # trainer: 10 copies and 2 processes; two instances: weights, cache and process each
-    needed = (10 + 2 + 2 * (1 + 1.5 + 1)) * GIB
+    # trainer: 10 copies and 2 processes; two instances: weights, a second copy of one GiB at most, cache, process each
+    needed = (10 * weights + 2 + 2 * (weights + 1 + 1.5 + 1)) * GIB
     assert capacity_check.memory_warnings(one, run, needed) == []
     (warning,) = capacity_check.memory_warnings(one, run, needed - 0.1 * GIB)
-    assert "about 19.0 GiB of memory, 18.9 GiB are free, 0.1 GiB are missing" in warning
+    total = {1: "21.0", 2: "33.0"}[weights]
+    assert f"about {total} GiB of memory, {needed / GIB - 0.1:.1f} GiB are free, 0.1 GiB are missing" in warning
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,11 @@ import torch
 
 from streamrl.generation.instance.native_calls import NativeCall, library, native_call
 from streamrl.machine import compiled_c
+from streamrl.machine.engine_settings import MOST_ARRANGED_BYTES
 
 SOURCES = {torch.float32: "few_rows.c", torch.bfloat16: "few_rows_bf16.c"}
 ARRANGED = "few_rows_weight"
 """Attribute of vLLM's linear layers: weights in the order that these products read."""
-MOST_BYTES = 1 << 30
-"""Limit on the bytes of weights that are kept a second time, in the order that these products read."""
 ALIGNMENT = 64
 """Bytes: a line of the CPU's caches."""
 HUGE_PAGE = 1 << 21
@@ -122,7 +121,7 @@ OPERATION = torch.ops.streamrl.few_rows.default
 class Shelf:
     """Huge pages for copies of weights: sequential reads are a third faster than from small pages."""
 
-    def __init__(self, most: int = MOST_BYTES) -> None:
+    def __init__(self, most: int = MOST_ARRANGED_BYTES) -> None:
         """Allow at most `most` bytes for all tensors together."""
         self._left = most
         self._memory: mmap.mmap | None = None
