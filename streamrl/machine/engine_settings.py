@@ -156,10 +156,14 @@ SHAPE = (
 """Keys of a model's `config.json` on which step times depend."""
 
 
+METHOD = 2
+"""Changes with what an instance does in a step, so that older measurements no longer count."""
+
+
 def key(cpu: Cpu, config: Mapping[str, Any], dtype: str, threads: int, versions: Sequence[str]) -> str:
     """Return a hash of everything that step times depend on."""
     values = text_part(config)
-    return cpu.fingerprint([values.get(name) for name in SHAPE], dtype, threads, *versions)
+    return cpu.fingerprint([values.get(name) for name in SHAPE], METHOD, dtype, threads, *versions)
 
 
 def package_version(*names: str) -> str:

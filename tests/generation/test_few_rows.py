@@ -219,6 +219,20 @@ def test_the_buffer_pool_hands_out_distinct_tensors_up_to_its_size() -> None:
     assert shelf.take(torch.Size([1]), torch.int8) is not None
 
 
+def test_without_memory_there_are_no_more_copies(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Full(mmap.mmap):
+        def __new__(cls, *_: object, **__: object) -> Full:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    shelf = Shelf()
+    monkeypatch.setattr(mmap, "mmap", Full)
+    assert [shelf.take(torch.Size([4]), torch.float32) for _ in range(2)] == [None, None]
+    (message,) = caplog.messages
+    assert "Cannot allocate memory" in message
+
+
 def test_a_tensor_larger_than_a_block_gets_a_block_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few_rows, "SOME", 4096)
     shelf = Shelf()

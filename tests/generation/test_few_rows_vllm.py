@@ -227,6 +227,15 @@ def test_what_is_compiled_is_compiled_again_for_an_engine_that_wants_it(monkeypa
     assert stances == ["force_eager", "default"]
 
 
+@pytest.mark.parametrize("is_granted", [True, False])
+def test_a_kernel_that_refuses_amx_leaves_vllm_without_it(is_granted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: is_granted)
+    monkeypatch.setenv(EAGER, "0")
+    register()
+    assert torch.cpu._is_amx_tile_supported() == is_granted
+
+
 def test_an_engine_of_a_cpu_looks_at_a_models_class_in_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.models import registry
 

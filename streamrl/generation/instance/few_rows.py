@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import mmap
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,11 +18,15 @@ from pathlib import Path
 
 import torch
 
+from streamrl.generation.instance.engine_variables import FEW_ROWS_SOURCES
 from streamrl.generation.instance.native_calls import NativeCall, library, native_call
 from streamrl.machine import compiled_c
 from streamrl.machine.engine_settings import MOST_ARRANGED_BYTES
 
-SOURCES = {torch.float32: "few_rows.c", torch.bfloat16: "few_rows_bf16.c"}
+log = logging.getLogger(__name__)
+
+SOURCES = {getattr(torch, name): Path(__file__).with_name(source) for name, source in FEW_ROWS_SOURCES.items()}
+"""C file of each type."""
 ARRANGED = "few_rows_weight"
 """Attribute of vLLM's linear layers: weights in the order that these products read."""
 ALIGNMENT = 64
@@ -65,7 +70,7 @@ def products(dtype: torch.dtype) -> Products | None:
     """Return the products of a type; None: the type or the CPU has none, there is no compiler, or it failed."""
     if dtype not in SOURCES:
         return None
-    loaded = compiled_c.load(Path(__file__).with_name(SOURCES[dtype]), "small batches use vLLM's matrix products")
+    loaded = compiled_c.load(SOURCES[dtype], "small batches use vLLM's matrix products")
     if loaded is None:
         return None
     loaded.most_rows.restype = ctypes.c_long
@@ -129,14 +134,19 @@ class Shelf:
         """Free bytes of the memory."""
 
     def take(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a new tensor, with a storage of its own; None: it would exceed the limit."""
+        """Return a new tensor, with a storage of its own; None: it would exceed the limit, or there is no memory."""
         size = -(-shape.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         if size > self._left:
             return None
         self._left -= size
         if self._memory is None or self._end - self._start < size:
             self._end = max(SOME, size) + HUGE_PAGE
-            self._memory = mmap.mmap(-1, self._end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared: small pages
+            try:  # shared memory would have small pages
+                self._memory = mmap.mmap(-1, self._end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            except OSError as error:
+                log.warning("small batches use vLLM's matrix products for the rest of the weights: %s", error)
+                self._memory, self._left = None, 0
+                return None
             with suppress(OSError):  # a kernel without huge pages
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
             self._start = -torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE

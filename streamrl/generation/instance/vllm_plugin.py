@@ -45,8 +45,9 @@ def register() -> None:
         # its own does not initialize CUDA: half a minute on a slow CPU, for nothing here
         registry._run_in_subprocess = lambda fn: fn()
         # vLLM's attention uses AMX without asking the kernel for it, which ends a forked engine unless a matrix product
-        # has asked before
-        torch.cpu._init_amx()
+        # has asked before, and any engine where the kernel refuses (a sandbox)
+        if not torch.cpu._init_amx():
+            torch.cpu._is_amx_tile_supported = lambda: False
         # some functions of vLLM are compiled at their first call even in an engine that compiles nothing
         torch.compiler.set_stance("force_eager" if os.environ[EAGER] == "1" else "default")
     if os.environ.get(QUANTIZATION) == FEW_ROWS:
