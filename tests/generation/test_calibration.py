@@ -53,9 +53,9 @@ class Timed:
 @pytest.mark.parametrize(
     ("step_s", "cuda", "largest", "untimed"),
     [
-        (0.01, False, 16, [(16, 4), (16, 16), (1, 4), (1, 16), (4, 4), (4, 16)]),
-        (0.01, False, 80, [(1, 4), (1, 16), (20, 4), (20, 16)]),  # a step of 80 tokens is not recorded
-        (0.3, False, 16, [(16, 4), (1, 4), (4, 4)]),  # all requests are there before the first step has ended
+        (0.01, False, 16, [(16, 7), (16, 16), (1, 7), (1, 16), (4, 7), (4, 16)]),
+        (0.01, False, 80, [(1, 7), (1, 16), (20, 7), (20, 16)]),  # a step of 80 tokens is not recorded
+        (0.3, False, 16, [(16, 7), (1, 7), (4, 7)]),  # all requests are there before the first step has ended
         (0.01, True, 16, []),
     ],
 )

@@ -7,7 +7,7 @@ import torch
 
 from streamrl.generation.instance import layer_ops
 from streamrl.generation.instance.few_rows import multiply, product_call, products
-from streamrl.generation.instance.layer_ops import ADD_AND_NORM, GATE, NORM, TYPES, gate_call, norm_call
+from streamrl.generation.instance.layer_ops import ADD_AND_NORM, GATE, NORM, TYPES, gate_call, norm_call, rows_of
 from streamrl.generation.instance.native_calls import NativeCalls, library
 from streamrl.training import layer_kernels
 
@@ -34,6 +34,22 @@ def test_norms_are_those_of_the_trainer(shape: tuple[int, ...], dtype: torch.dty
     ADD_AND_NORM(normed, carried, weight, EPSILON)
     assert torch.equal(carried, x + residual)
     assert torch.equal(normed, layer_kernels.RMSNorm.apply(x + residual, weight, EPSILON, 0.0))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_norms_of_heads_in_a_part_of_a_wider_tensor_are_those_of_a_copy(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    whole, weight = numbers(5, 4 * 24, dtype=dtype), numbers(24, dtype=dtype)
+    for start, heads in ((0, 2), (48, 1), (72, 1), (0, 4)):
+        x = whole[:, start : start + heads * 24].view(5, heads, 24)
+        normed = NORM(x, weight, EPSILON)
+        assert normed.is_contiguous() and torch.equal(normed, NORM(x.contiguous(), weight, EPSILON))
+        out = torch.empty_like(normed)
+        NativeCalls([norm_call(x, None, weight, EPSILON, out)])()
+        assert torch.equal(out, normed)
+    assert rows_of(whole) == (1, 96) and rows_of(whole[:, :48].view(5, 2, 24)) == (2, 96)
+    assert rows_of(whole.T) is None and rows_of(whole[:, :48]) is None
+    assert rows_of(whole.view(5, 4, 24)[:, ::2]) is None and rows_of(whole.view(5, 4, 24).transpose(1, 2)) is None
 
 
 @pytest.mark.parametrize("dtype", TYPES)

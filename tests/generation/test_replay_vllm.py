@@ -135,6 +135,10 @@ def test_replayed_steps_are_those_of_vllm(
     assert replay.recordings == recordings  # they follow new weights
     functions = {id(step[0]) for one in recordings.values() if one is not None for step in one.steps}
     assert functions.isdisjoint(id(operation._op) for operation in INSTEAD), "attention runs without vLLM's Python"
+    if products(dtype):  # in each layer: the rotation, two operations of attention, and all else in one call of C
+        layers = made.model_config.hf_config.num_hidden_layers
+        few = [one for size, one in recordings.items() if one is not None and size <= products(dtype).most_rows]
+        assert few and all(len(one.steps) <= 4 * layers + 3 for one in few), [len(one.steps) for one in few]
     attention = made.compilation_config.static_forward_context.values()
     for layer in attention:
         layer.kv_cache = layer.kv_cache.clone()

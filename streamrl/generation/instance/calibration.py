@@ -27,9 +27,10 @@ REPEAT_S = 3.0
 """Seconds of them for repeats: what still differs then is said, and the instance's work shows it soon enough."""
 QUICK_REPEATS = 5
 """Most times that one batch size of a starting instance is timed, where there is time for more."""
-READY_TOKENS = 4, 16
-"""Tokens of the runs before any is timed, so that requests which arrive one by one meet in several steps."""
-READY_S = 1.0
+READY_TOKENS = 7, 16
+"""Tokens of the runs before any is timed: steps until the recording of a batch size is replayed (`replay_vllm.py`), and
+more, so that requests which arrive one by one meet in several steps."""
+READY_S = 1.75
 """Seconds after which the second of them is left out: requests meet in the first steps where these are slow."""
 PROMPT = 128
 """Most tokens of the prompt whose prefill is timed."""

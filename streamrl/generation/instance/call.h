@@ -2,6 +2,6 @@
 typedef struct Call {
     void (*function)(const struct Call *);
     void *pointers[4];
-    long sizes[3];
+    long sizes[5];
     float number;
 } Call;

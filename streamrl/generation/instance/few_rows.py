@@ -29,6 +29,8 @@ SOURCES = {getattr(torch, name): Path(__file__).with_name(source) for name, sour
 """C file of each type."""
 ARRANGED = "few_rows_weight"
 """Attribute of vLLM's linear layers: weights in the order that these products read."""
+BIAS = "few_rows_bias"
+"""Attribute of vLLM's linear layers: the bias in the weights' type, where vLLM keeps it in another."""
 ALIGNMENT = 64
 """Bytes: a line of the CPU's caches."""
 HUGE_PAGE = 1 << 21

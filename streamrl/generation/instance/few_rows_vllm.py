@@ -14,7 +14,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
 from streamrl.generation.instance.engine_variables import FEW_ROWS
-from streamrl.generation.instance.few_rows import ARRANGED, OPERATION, SOURCES, Shelf, products
+from streamrl.generation.instance.few_rows import ARRANGED, BIAS, OPERATION, SOURCES, Shelf, products
 
 
 def _few(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
@@ -25,6 +25,8 @@ def _few(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor
     found = products(x.dtype)
     if found is None or not 0 < x.shape[0] <= found.most_rows:
         return None
+    if bias is not None and bias.dtype != x.dtype:
+        bias = getattr(layer, BIAS, bias)
     result: torch.Tensor = OPERATION(x, weight, bias)
     return result
 
@@ -56,6 +58,10 @@ class _Linear(UnquantizedLinearMethod):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Keep a copy before vLLM packs the weights; called again whenever new ones were loaded."""
         _arrange(layer, self._shelf, is_kept=False)
+        if (bias := getattr(layer, "bias", None)) is not None:  # some layers of vLLM turn theirs into fp32
+            copy = getattr(layer, BIAS, None)
+            given = bias.detach().to(layer.weight.dtype)
+            setattr(layer, BIAS, given.clone() if copy is None else copy.copy_(given))
         super().process_weights_after_loading(layer)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -10,12 +10,14 @@
 #define VALUES 512 /* of a row at a time */
 
 /* x, residual or NULL, out: [rows, width], weight or NULL: [width]. residual += x, rounded; out = residual /
-   rms(residual) weight; without a residual, of x. out may be x */
-void norm(const void *x, void *residual, const void *weight, void *out, long rows, long width, int bf16, float epsilon) {
+   rms(residual) weight; without a residual, of x. out may be x. Rows of x lie in groups of `heads` that follow one
+   another, and groups `distance` elements from each other */
+void norm(const void *x, void *residual, const void *weight, void *out, long rows, long width, int bf16, long heads,
+          long distance, float epsilon) {
 #pragma omp parallel for schedule(static)
     for (long row = 0; row < rows; row++) {
         float a[width], b[width];
-        load(a, x, bf16, row * width, width, 1.0f);
+        load(a, x, bf16, row / heads * distance + row % heads * width, width, 1.0f);
         if (residual) {
             load(b, residual, bf16, row * width, width, 1.0f);
             for (long i = 0; i < width; i++) b[i] += a[i];
@@ -32,9 +34,10 @@ void norm(const void *x, void *residual, const void *weight, void *out, long row
     }
 }
 
-/* pointers: those of `norm`; sizes: rows, width, bf16; number: epsilon */
+/* pointers: those of `norm`; sizes: rows, width, bf16, heads, distance; number: epsilon */
 void norm_call(const Call *c) {
-    norm(c->pointers[0], c->pointers[1], c->pointers[2], c->pointers[3], c->sizes[0], c->sizes[1], c->sizes[2], c->number);
+    norm(c->pointers[0], c->pointers[1], c->pointers[2], c->pointers[3], c->sizes[0], c->sizes[1], c->sizes[2],
+         c->sizes[3], c->sizes[4], c->number);
 }
 
 /* x [rows, 2 width], out [rows, width]. With the halves a and b of a row of x: out = a sigmoid(a) b */

@@ -20,18 +20,18 @@ def norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> torch.
     """Return x / rms(x) * weight with rms(x)^2 = mean(x^2) + epsilon, of the last dimension.
 
     Args:
-        x: [..., width], contiguous, of one of `TYPES`.
+        x: [..., width], of one of `TYPES`, with `rows_of(x)`.
         weight: [width], of the same type; None: ones.
         epsilon: what is added to the mean square.
     """
-    out = torch.empty_like(x)
-    _library().norm(x.data_ptr(), None, _address(weight), out.data_ptr(), *_sizes(x), epsilon)
+    out = x.new_empty(x.shape)
+    _library().norm(x.data_ptr(), None, _address(weight), out.data_ptr(), *_sizes(x), *_rows(x), epsilon)
     return out
 
 
 def add_and_norm_(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> None:
-    """Add x to the residual, and write the sum's `norm` to x; arguments as there."""
-    _library().norm(x.data_ptr(), residual.data_ptr(), _address(weight), x.data_ptr(), *_sizes(x), epsilon)
+    """Add x to the residual, and write the sum's `norm` to x; arguments as there, but contiguous."""
+    _library().norm(x.data_ptr(), residual.data_ptr(), _address(weight), x.data_ptr(), *_sizes(x), *_rows(x), epsilon)
 
 
 def gate(x: torch.Tensor) -> torch.Tensor:
@@ -45,12 +45,31 @@ def norm_call(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, epsilon: float, out: torch.Tensor
 ) -> NativeCall:
     """Return the call of `norm`, or with a residual of `add_and_norm_`, whose result goes to `out`, as large as x."""
-    return native_call(_library().norm_call, (x, residual, weight, out), _sizes(x), epsilon)
+    return native_call(_library().norm_call, (x, residual, weight, out), (*_sizes(x), *_rows(x)), epsilon)
 
 
 def gate_call(x: torch.Tensor, out: torch.Tensor) -> NativeCall:
     """Return the call of `gate`, whose result goes to `out`, [..., width]."""
     return native_call(_library().gate_call, (x, out), _sizes(out))
+
+
+def rows_of(x: torch.Tensor) -> tuple[int, int] | None:
+    """Return how the rows of x lie in memory: (rows that follow one another, elements from one such group to the next).
+
+    None: `norm` does not take them. It takes a contiguous tensor, and the heads of each token as a part of a wider one,
+    [tokens, heads, width].
+    """
+    if x.is_contiguous():
+        return 1, x.shape[-1]
+    if x.dim() == 3 and x.stride(2) == 1 and x.stride(1) == x.shape[2]:
+        return x.shape[1], x.stride(0)
+    return None
+
+
+def _rows(x: torch.Tensor) -> tuple[int, int]:
+    found = rows_of(x)
+    assert found is not None
+    return found
 
 
 def _library() -> Any:

@@ -16,7 +16,7 @@ from vllm import ir
 from vllm.model_executor.layers.activation import SiluAndMul
 
 from streamrl.generation.instance.engine_variables import NORMS
-from streamrl.generation.instance.layer_ops import ADD_AND_NORM, GATE, NORM, TYPES
+from streamrl.generation.instance.layer_ops import ADD_AND_NORM, GATE, NORM, TYPES, rows_of
 from streamrl.generation.instance.native_calls import library
 
 MULTIPLE = 8
@@ -24,10 +24,11 @@ MULTIPLE = 8
 
 
 def _fits(x: torch.Tensor, weight: torch.Tensor | None, variance_size: int | None) -> bool:
-    """Return whether the C functions support these arguments; they need contiguous rows."""
+    """Return whether the C functions support these arguments."""
     alike = weight is None or weight.dtype == x.dtype
-    fits = library() is not None or x.shape[-1] % MULTIPLE == 0
-    return variance_size is None and alike and x.dtype in TYPES and fits and x.is_contiguous()
+    if variance_size is not None or not alike or x.dtype not in TYPES:
+        return False
+    return x.is_contiguous() and x.shape[-1] % MULTIPLE == 0 if library() is None else rows_of(x) is not None
 
 
 @functools.cache
@@ -66,7 +67,11 @@ def rms_norm(
 @ir.ops.fused_add_rms_norm.register_impl(
     NORMS,
     supports_args=lambda x, x_residual, weight, epsilon, variance_size=None: (
-        _fits(x, weight, variance_size) and _fits(x_residual, None, None) and x.dtype == x_residual.dtype
+        _fits(x, weight, variance_size)
+        and _fits(x_residual, None, None)
+        and x.dtype == x_residual.dtype
+        and x.is_contiguous()
+        and x_residual.is_contiguous()
     ),
     inplace=True,
 )

@@ -21,7 +21,7 @@ class NativeCall(ctypes.Structure):
     _fields_ = (
         ("function", ctypes.c_void_p),
         ("pointers", ctypes.c_void_p * 4),
-        ("sizes", ctypes.c_long * 3),
+        ("sizes", ctypes.c_long * 5),
         ("number", ctypes.c_float),
     )
     tensors: tuple[torch.Tensor | None, ...]
@@ -43,7 +43,7 @@ def native_call(
     made = NativeCall(
         ctypes.cast(function, ctypes.c_void_p),  # type: ignore[arg-type]
         (ctypes.c_void_p * 4)(*addresses),
-        (ctypes.c_long * 3)(*sizes),
+        (ctypes.c_long * 5)(*sizes),
         number,
     )
     made.tensors = tuple(tensors)
@@ -57,7 +57,7 @@ def library() -> ctypes.CDLL | None:
     if found is not None:
         pointer, size, flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
         found.run.argtypes, found.run.restype = [pointer, size], None
-        found.norm.argtypes, found.norm.restype = [*[pointer] * 4, size, size, flag, ctypes.c_float], None
+        found.norm.argtypes, found.norm.restype = [*[pointer] * 4, size, size, flag, size, size, ctypes.c_float], None
         found.gate.argtypes, found.gate.restype = [pointer, pointer, size, size, flag], None
     return found
 

@@ -23,7 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from streamrl.generation.instance.few_rows import ARRANGED, OPERATION, multiply, product_call
+from streamrl.generation.instance.few_rows import ARRANGED, BIAS, OPERATION, multiply, product_call
 from streamrl.generation.instance.layer_ops import ADD_AND_NORM, GATE, NORM, gate_call, norm_call
 from streamrl.generation.instance.native_calls import NativeCall, NativeCalls
 
@@ -291,8 +291,9 @@ def _weights(model: torch.nn.Module) -> tuple[dict[int, _Kept], dict[int, tuple[
             for name, tensor in owner.items():
                 if tensor is not None and tensor.numel():
                     kept.setdefault(_address(tensor), _Kept(owner, name, tensor, _address(tensor)))
-        if (arranged := module.__dict__.get(ARRANGED)) is not None:
-            kept.setdefault(_address(arranged), _Kept(module.__dict__, ARRANGED, arranged, _address(arranged)))
+        for name in (ARRANGED, BIAS):
+            if (copy := module.__dict__.get(name)) is not None:
+                kept.setdefault(_address(copy), _Kept(module.__dict__, name, copy, _address(copy)))
     for module in model.modules():
         for cell, tensor in _packed_tensors(module.__dict__).items():
             place = module.__dict__, cell

@@ -16,9 +16,9 @@ from streamrl.generation.instance.recording import Recording, record
 from streamrl.machine.engine_settings import MOST_REPLAYED
 
 log = logging.getLogger(__name__)
-PATIENCE = 6
-"""Steps of each number of tokens before it is recorded: what they lose is what a recording takes, so that one which is
-hardly used costs at most as much again."""
+PATIENCE = 3
+"""Steps of each number of tokens before it is recorded, which takes as long as eight such steps lose: numbers that come
+once or twice are not recorded, as those of prompts."""
 TRIALS = 2
 """First steps of each number of tokens in which its recording is compared with vLLM's forward pass."""
 
