@@ -35,7 +35,7 @@ def native_call(
 
     Args:
         function: of a library; what it expects is said in its C file.
-        tensors: contiguous tensors, whose addresses it gets; None: no address.
+        tensors: those whose addresses it gets; None: no address.
         sizes: its sizes.
         number: its number.
     """
