@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.sample.sampler import Sampler
 
 from streamrl.generation.instance import sampling_vllm
-from streamrl.generation.instance.sampling_vllm import PART, draw, gather_logprobs, sample
+from streamrl.generation.instance.sampling_vllm import PART, _library, draw, draw_, gather_logprobs, sample
 
 JUST_BELOW_1 = float(np.nextafter(1.0, 0.0))
 
@@ -25,12 +27,29 @@ def distributions(vocabulary: int) -> torch.Tensor:
     return logits.softmax(-1)
 
 
+Drawing = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def drawn_in_c(probabilities: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    assert _library() is not None, "no C compiler on this machine"
+    logits = probabilities.log()
+    tokens = draw_(logits, numbers)
+    torch.testing.assert_close(logits, probabilities.log().log_softmax(-1), equal_nan=True)
+    return tokens
+
+
+@pytest.fixture(params=["torch", "C"])
+def drawn_of(request: pytest.FixtureRequest) -> Drawing:
+    """Draws tokens by probabilities and numbers."""
+    return {"torch": draw, "C": drawn_in_c}[request.param]
+
+
 @pytest.mark.parametrize("vocabulary", [1, 2, PART - 1, PART, PART + 1, 3 * PART, 5000])
-def test_each_token_has_its_share_of_the_numbers(vocabulary: int) -> None:
+def test_each_token_has_its_share_of_the_numbers(vocabulary: int, drawn_of: Drawing) -> None:
     every = 20_001
     numbers = (torch.arange(every, dtype=torch.float64) + 0.5) / every
     for row in distributions(vocabulary):
-        drawn = draw(row.expand(every, -1), numbers)
+        drawn = drawn_of(row.expand(every, -1), numbers)
         share = torch.bincount(drawn, minlength=vocabulary) / every
         exact = row.double() / row.double().sum()
         assert float((share - exact).abs().max()) < 2 / every
@@ -40,19 +59,19 @@ def test_each_token_has_its_share_of_the_numbers(vocabulary: int) -> None:
 
 @pytest.mark.parametrize("vocabulary", [1, 2, PART - 1, PART, PART + 1, 3 * PART, 5000])
 @pytest.mark.parametrize("number", [0.0, 1e-300, JUST_BELOW_1])
-def test_the_ends_of_the_range_draw_tokens_that_can_be(vocabulary: int, number: float) -> None:
+def test_the_ends_of_the_range_draw_tokens_that_can_be(vocabulary: int, number: float, drawn_of: Drawing) -> None:
     rows = distributions(vocabulary)
-    drawn = draw(rows, torch.full((len(rows),), number, dtype=torch.float64))
+    drawn = drawn_of(rows, torch.full((len(rows),), number, dtype=torch.float64))
     assert bool((rows.gather(-1, drawn[:, None]) > 0).all())
 
 
-def test_a_number_beyond_what_a_parts_tokens_add_up_to_draws_the_last_that_can_be() -> None:
+def test_a_number_beyond_what_a_parts_tokens_add_up_to_draws_the_last_that_can_be(drawn_of: Drawing) -> None:
     beyond = 0
     for seed in range(20):
         row = torch.zeros(1, 2 * PART)
         row[0, :200] = torch.rand(200, generator=torch.Generator().manual_seed(seed))
         beyond += bool(row[0, :PART].sum().double() > row.double().sum())  # rounded up
-        assert int(draw(row, torch.tensor([JUST_BELOW_1], dtype=torch.float64))) == 199
+        assert int(drawn_of(row, torch.tensor([JUST_BELOW_1], dtype=torch.float64))) == 199
     assert beyond > 3
 
 
@@ -65,15 +84,29 @@ def test_a_rare_token_at_the_end_of_a_large_vocabulary_is_drawn_as_often_as_it_s
         assert int(draw(row, torch.tensor([wanted], dtype=torch.float64))) == token
 
 
+def test_a_rare_token_at_the_end_of_a_large_vocabulary_is_drawn_in_c_as_often_as_it_should() -> None:
+    rare = float(torch.tensor(-6.9).exp())
+    total = 49_999 + rare
+    for beyond, token in ((rare * 0.75, 49_999), (rare * 0.25, 49_999), (rare + 0.5, 49_998)):
+        logits = torch.zeros(1, 50_000)
+        logits[0, -1] = -6.9
+        assert int(draw_(logits, torch.tensor([(total - beyond) / total], dtype=torch.float64))) == token
+
+
 @pytest.mark.parametrize("vocabulary", [1, PART - 1, PART + 1, 1000])
-def test_a_row_that_is_not_finite_draws_some_token_and_leaves_other_rows_alone(vocabulary: int) -> None:
+def test_a_row_that_is_not_finite_draws_some_token_and_leaves_other_rows_alone(
+    vocabulary: int, drawn_of: Drawing
+) -> None:
     rows = torch.full((3, vocabulary), torch.nan)
     rows[1] = 1.0
-    drawn = draw(rows, torch.full((3,), JUST_BELOW_1, dtype=torch.float64))
+    drawn = drawn_of(rows, torch.full((3,), JUST_BELOW_1, dtype=torch.float64))
     assert drawn[1] == vocabulary - 1 and bool((drawn >= 0).all()) and bool((drawn < vocabulary).all())
 
 
-def test_a_request_with_a_seed_draws_by_it_alone_and_log_probabilities_are_those_it_was_drawn_from() -> None:
+@pytest.mark.parametrize("without_compiler", [False, True])
+def test_a_request_with_a_seed_draws_by_it_alone_and_log_probabilities_are_those_it_was_drawn_from(
+    without_compiler: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sampler = TopKTopPSampler("processed_logprobs")
     logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
 
@@ -83,6 +116,8 @@ def test_a_request_with_a_seed_draws_by_it_alone_and_log_probabilities_are_those
         assert logprobs is not None
         return tokens, logprobs
 
+    if without_compiler:
+        monkeypatch.setattr(sampling_vllm, "_library", lambda: None)
     many = [drawn({0: seed, 2: 7}, [0, 1, 2])[0] for seed in range(40)]
     assert len({int(one[0]) for one in many}) > 20
     assert len({int(one[1]) for one in many}) > 20  # it has no seed

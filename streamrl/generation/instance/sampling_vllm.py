@@ -3,17 +3,23 @@
 For 64 requests of SmolLM2-135M (a vocabulary of 49,152), sampling took as long as a step's products in bf16 on a CPU
 with AMX. vLLM draws noise for every token of the vocabulary, by two logarithms each, and takes the largest sum. Here
 one random number per request is looked up in the cumulative distribution, which is that of the log-probabilities that
-are returned anyway. vLLM also ranks each sampled token among all others, which nothing here reads.
+are returned anyway. A C function (`sampling.c`) computes both while a row is in the caches; without a compiler torch
+does. vLLM also ranks each sampled token among all others, which nothing here reads.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
+
+from streamrl.machine import compiled_c
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,6 +57,36 @@ def _first_beyond(ends: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(ends, torch.minimum(wanted, most), right=True)
 
 
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """Return the library of `sampling.c`; None: there is no compiler, or it failed."""
+    found = compiled_c.load(Path(__file__).with_name("sampling.c"), "tokens are drawn by torch")
+    if found is not None:
+        found.draw.argtypes, found.draw.restype = [ctypes.c_void_p] * 3 + [ctypes.c_long] * 2, None
+    return found
+
+
+def draw_(logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Turn logits into log-probabilities, and return the token of each row in whose share a number lies.
+
+    Args:
+        logits: [rows, vocabulary] fp32; written to.
+        numbers: [rows] fp64, uniform in [0, 1).
+
+    Returns:
+        [rows] int64; never a token of probability 0, and any token of a row that is not finite.
+    """
+    library = _library()
+    if library is None or not logits.is_contiguous():
+        logprobs = logits.log_softmax(dim=-1)
+        tokens = draw(torch.exp(logprobs, out=logits), numbers)  # new memory takes longer than the powers
+        logits.copy_(logprobs)
+        return tokens
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    library.draw(logits.data_ptr(), numbers.data_ptr(), tokens.data_ptr(), *logits.shape)
+    return tokens
+
+
 def sample(
     sampler: TopKTopPSampler,
     logits: torch.Tensor,
@@ -71,14 +107,13 @@ def sample(
         [requests] sampled tokens, and what `logprobs_mode` asks for: [requests, vocabulary] or None.
     """
     logits = apply_top_k_top_p(logits, k, p)
-    logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
     numbers = torch.rand(len(logits), dtype=torch.float64)
     for row, generator in generators.items():
         numbers[row] = torch.rand((), generator=generator, dtype=torch.float64)
-    if sampler.logprobs_mode == "processed_logits":
-        return draw(logprobs.exp(), numbers), logits
-    tokens = draw(torch.exp(logprobs, out=logits), numbers)  # new memory of this size takes longer than the powers
-    return tokens, logprobs if sampler.logprobs_mode == "processed_logprobs" else None
+    logprobs = logits.clone() if sampler.logprobs_mode == "processed_logits" else logits.float()
+    tokens = draw_(logprobs, numbers)
+    returned = {"processed_logits": logits, "processed_logprobs": logprobs}
+    return tokens, returned.get(sampler.logprobs_mode)
 
 
 _gather = Sampler.gather_logprobs
