@@ -33,7 +33,7 @@ from streamrl.machine.cpu import this_cpu
 PROMPT = 32
 STEPS, PROFILED = 16, 4
 KINDS = {
-    "products": ("_C::onednn_mm", "_C::weight_packed_linear", "aten::addmm", "aten::mm", "few_rows"),
+    "layers": ("_C::onednn_mm", "_C::weight_packed_linear", "aten::addmm", "aten::mm", "few_rows", "in_c"),
     "attention": ("_C::cpu_attention_with_kv_cache", "_C::cpu_attn_reshape_and_cache"),
     "sampling": ("sampling",),
 }
@@ -52,7 +52,8 @@ class Decoding:
     share_of_peak: float
     """Share of the GEMM peak of one thread that the step's products come to."""
     kinds_ms: dict[str, float]
-    """Of a step, by the profile; 'other' is the rest: torch's small operations, vLLM's Python, the profiler."""
+    """Of a step, by the profile: layers: products, and norms and gates where they run in C; other: torch's small
+    operations, vLLM's Python, the profiler."""
 
 
 def measure_decoding(
@@ -74,7 +75,7 @@ def measure_decoding(
     from vllm import SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from streamrl.generation.instance import few_rows, sampling_vllm
+    from streamrl.generation.instance import few_rows, native_calls, sampling_vllm
     from streamrl.generation.instance.engine_config import engine_config
     from streamrl.machine.model_files import resolve_model
 
@@ -95,10 +96,16 @@ def measure_decoding(
         return found and replace(found, function=named(found.function, "few_rows"))
 
     products = few_rows.products
-    plain = {(few_rows, "products"): products, (sampling_vllm, "draw"): sampling_vllm.draw}
+    run_in_c = native_calls.NativeCalls.__call__
+    plain = {
+        (few_rows, "products"): products,
+        (native_calls.NativeCalls, "__call__"): run_in_c,
+        (sampling_vllm, "draw_"): sampling_vllm.draw_,
+    }
     watched = {
         (few_rows, "products"): named_products,
-        (sampling_vllm, "draw"): named(sampling_vllm.draw, "sampling"),
+        (native_calls.NativeCalls, "__call__"): named(run_in_c, "in_c"),
+        (sampling_vllm, "draw_"): named(sampling_vllm.draw_, "sampling"),
     }
 
     def put(functions: dict[Any, Any]) -> None:
@@ -139,7 +146,7 @@ def measure_decoding(
         for event in profiled.key_averages():
             kind = next((kind for kind, names in KINDS.items() if event.key in names), None)
             if kind is not None:
-                whole = event.key in ("few_rows", "sampling")
+                whole = event.key in ("few_rows", "in_c", "sampling")
                 own = event.cpu_time_total if whole else event.self_cpu_time_total
                 kinds[kind] += own / 1e3 / len(told)
         kinds["other"] = max(0.0, step_s * 1e3 - sum(kinds.values()))
@@ -173,7 +180,8 @@ def sheets(found: list[Decoding], peaks: dict[str, float], dtype: str) -> list[S
     notes = [
         f"one thread, {dtype}: products {peaks['gemm_gflops']:.0f} GFLOP/s, memory reads {peaks['read_gb_s']:.1f} GB/s",
         "bound: the longer one of reading the weights and the products at their peak; x reading: times the former",
-        "by kind as profiled; other: log-probabilities, small operations, vLLM's Python, the profiler",
+        "by kind as profiled; layers: products, and norms and gates that run in C; "
+        "other: small operations, vLLM's Python, the profiler",
     ]
     return [Sheet("A step that decodes", columns, rows, notes)]
 
