@@ -52,7 +52,7 @@ class Decoding:
     share_of_peak: float
     """Share of the GEMM peak of one thread that the step's products come to."""
     kinds_ms: dict[str, float]
-    """Of a step, by the profile: layers: products, and norms and gates where they run in C; other: torch's small
+    """A step's time by the profile: layers: products, and norms and gates where they run in C; other: torch's small
     operations, vLLM's Python, the profiler."""
 
 

@@ -1,4 +1,5 @@
 /* What the kernels of CPUs share: fp32 and bf16, and exp(), in forms that compilers turn into vector instructions. */
+#include <math.h>
 #include <stdint.h>
 
 static inline long least(long x, long y) { return x < y ? x : y; }
@@ -44,6 +45,11 @@ static inline float product_sum(const float *x, const float *y, long count) {
     return sum;
 }
 
+/* 1 / rms(x), rms(x)^2 = mean(x^2) + epsilon */
+static inline float inverse_rms(const float *x, long count, float epsilon) {
+    return 1.0f / sqrtf(product_sum(x, x, count) / count + epsilon);
+}
+
 /* exp(x) = 2^n (1 + what is returned) for -87 <= x <= 0, |x - n log 2| <= log(2) / 2: the polynomial is Cephes' expf */
 static inline float exponential_parts(float x, float *power) {
     float bounded = x < -87.0f ? -87.0f : x;
@@ -71,4 +77,9 @@ static inline float exponential(float x) {
 static inline float exponential_less_1(float x) {
     float power, part = exponential_parts(x, &power);
     return x != x ? x : part * power + (power - 1.0f);
+}
+
+static inline float sigmoid(float x) {
+    float e = exponential(-fabsf(x));
+    return (x < 0.0f ? e : 1.0f) / (1.0f + e);
 }

@@ -6,7 +6,6 @@
 #include "floats.h"
 #include <stdlib.h>
 #include <string.h>
-#include <math.h>
 
 #ifdef __AVX512F__
 #define LANES 16

@@ -2,11 +2,8 @@
 
    Values of a row are turned into fp32 in the caches, a few at a time. A row belongs to one thread, so results do not
    depend on how many there are. */
-#ifdef __AVX512F__
-#pragma GCC target("prefer-vector-width=512") /* else compilers take half as wide ones, as on the first such CPUs */
-#endif
+#include "wide_vectors.h"
 #include "floats.h"
-#include <math.h>
 
 #define VALUES 1024 /* at a time */
 #define LEAST_SHIFTED -1e4f /* where the exponential is 0; its product with -inf is not */

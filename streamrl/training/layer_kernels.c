@@ -2,11 +2,8 @@
 
    A row, or a few values of both inputs of a gate, are turned into fp32 in the caches, computed and rounded once. Work
    is divided in the same way for any number of threads, so results do not depend on it. */
-#ifdef __AVX512F__
-#pragma GCC target("prefer-vector-width=512") /* else compilers take half as wide ones, as on the first such CPUs */
-#endif
+#include "wide_vectors.h"
 #include "floats.h"
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -51,7 +48,7 @@ int rms_norm(const Norm *n, const void *x, const void *weight, void *out, float 
         for (long row = 0; row < n->rows; row++) {
             if (!w) continue;
             load(a, x, n->bf16, row * width, width, 1.0f);
-            float factor = 1.0f / sqrtf(product_sum(a, a, width) / width + n->eps);
+            float factor = inverse_rms(a, width, n->eps);
             inverse[row] = factor;
             for (long i = 0; i < width; i++) a[i] = a[i] * factor * w[i];
             store(a, out, n->bf16, row * width, width, 1.0f);
@@ -145,8 +142,7 @@ int rotate(const Rotation *r, const void *x, const float *cos, const float *sin,
 static inline float opened(float a, int gelu, float *slope) {
     float m = gelu ? TWICE * (a + CUBE * a * a * a) : a;
     *slope = gelu ? TWICE * (1.0f + 3.0f * CUBE * a * a) : 1.0f;
-    float e = exponential(-fabsf(m));
-    return (m < 0.0f ? e : 1.0f) / (1.0f + e);
+    return sigmoid(m);
 }
 
 #define GATE static inline __attribute__((always_inline)) void

@@ -89,7 +89,7 @@ INSTEAD: dict[Any, Callable[..., Run | None]] = {
     torch.ops.vllm.unified_kv_cache_update.default: cache_update,
     torch.ops.vllm.unified_attention_with_output.default: attend,
 }
-"""For operations of vLLM: the function that returns what does their work, for their arguments."""
+"""Functions that return what does the work of an operation of vLLM, for its arguments; by the operation."""
 
 
 def _layer(layer_name: Any) -> tuple[str, Any]:

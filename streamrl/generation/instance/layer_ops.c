@@ -1,11 +1,8 @@
 /* What a decoder layer computes beside products and attention, from tensors in fp32 or bf16: as the trainer's kernels do
    (`training/layer_kernels.c`), in fp32 inside and rounded once. */
-#ifdef __AVX512F__
-#pragma GCC target("prefer-vector-width=512") /* else compilers take half as wide ones, as on the first such CPUs */
-#endif
+#include "wide_vectors.h"
 #include "call.h"
 #include "floats.h"
-#include <math.h>
 
 #define VALUES 512 /* of a row at a time */
 
@@ -24,7 +21,7 @@ void norm(const void *x, void *residual, const void *weight, void *out, long row
             store(b, residual, bf16, row * width, width, 1.0f);
             load(a, residual, bf16, row * width, width, 1.0f);
         }
-        float factor = 1.0f / sqrtf(product_sum(a, a, width) / width + epsilon);
+        float factor = inverse_rms(a, width, epsilon);
         for (long i = 0; i < width; i++) a[i] *= factor;
         if (weight) {
             load(b, weight, bf16, 0, width, 1.0f);
@@ -49,10 +46,7 @@ void gate(const void *x, void *out, long rows, long width, int bf16) {
             long count = least(VALUES, width - at);
             load(a, x, bf16, 2 * row * width + at, count, 1.0f);
             load(b, x, bf16, 2 * row * width + width + at, count, 1.0f);
-            for (long i = 0; i < count; i++) {
-                float e = exponential(-fabsf(a[i]));
-                a[i] *= (a[i] < 0.0f ? e : 1.0f) / (1.0f + e) * b[i];
-            }
+            for (long i = 0; i < count; i++) a[i] *= sigmoid(a[i]) * b[i];
             store(a, out, bf16, row * width + at, count, 1.0f);
         }
 }

@@ -173,7 +173,7 @@ def record(
         forward: computes the hidden states of ids and positions, [tokens] each.
         ids: an example; the recording keeps it as its memory for ids.
         positions: likewise.
-        instead: for operations: the function that returns what does their work, for their arguments, or None.
+        instead: by operation, the function that returns what does its work, for its arguments, or None.
 
     Raises:
         CannotRecord: a recording would compute something else than the model.

@@ -1,9 +1,6 @@
 /* Log-probabilities of logits, and a token drawn of each row, while the row is in the caches. */
-#ifdef __AVX512F__
-#pragma GCC target("prefer-vector-width=512") /* else compilers take half as wide ones, as on the first such CPUs */
-#endif
+#include "wide_vectors.h"
 #include "floats.h"
-#include <math.h>
 
 #define PART 256 /* tokens whose probabilities are added in fp32; more would need fp64 for the rare ones at their end */
 
