@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -161,6 +162,23 @@ def connects(orders: Connection, kind: type[Communicator], rank: int) -> None:
         orders.send(str(error))
 
 
+def begins_late(orders: Connection) -> None:
+    """Joins a group, learns that all begin once the trainer's store is gone again, and says why the group is broken."""
+    port, wait_until = orders.recv(), communicator.wait_until
+
+    def waits(done: Any, limit_s: float, what: str, *more: Any) -> None:
+        wait_until(done, limit_s, what, *more)
+        if what == "the trainer to meet":
+            orders.send("all begin")
+            wait_for(lambda: socket.socket().connect_ex((HERE, port)), SOON_S)
+
+    communicator.MEET_S, communicator.wait_until = LIMIT_S, waits
+    try:
+        join(GlooCommunicator, HERE, port, 1, 2, LIMIT_S)
+    except GroupBroken as error:
+        orders.send(str(error))
+
+
 def answer(orders: Connection) -> str:
     """What a member says, which it must say soon."""
     assert orders.poll(scaled(SOON_S)), "it waits on"
@@ -221,6 +239,17 @@ def test_a_member_that_dies_while_all_connect_holds_nobody_up(
     del store
     assert "broken" in answer(stays)
     assert time.monotonic() - began < scaled(SOON_S)
+
+
+def test_a_member_that_begins_as_the_trainer_has_given_up_notices_at_once(processes: Processes) -> None:
+    _, late = processes.start(begins_late)
+    store, port = open_meeting(HERE, 2, scaled(SOON_S))
+    late.send(port)
+    store.wait(["here/1"])
+    store.set(communicator.START, "")
+    assert answer(late) == "all begin"
+    del store
+    assert "broken" in answer(late)
 
 
 @pytest.mark.parametrize("after", ["here", "begun"])

@@ -29,6 +29,7 @@ from streamrl.weights.backends.communicator import (
     START,
     Communicator,
     GroupBroken,
+    GroupStore,
     join,
     lead,
     nothing_wrong,
@@ -309,7 +310,7 @@ def test_nobody_but_the_members_gets_the_memory(monkeypatch: pytest.MonkeyPatch)
         stranger.sendall(RANK.pack(2))  # there is no such rank
         assert stranger.recv(1) == b""
         assert not leads.done()
-        joined = IpcCommunicator.connect(theirs, HERE, 1, 2, scaled(LIMIT_S), nothing_wrong)
+        joined = IpcCommunicator.connect(GroupStore(theirs, theirs), HERE, 1, 2, scaled(LIMIT_S), nothing_wrong)
         zero = leads.result()
         opened.callback(joined.close)
         opened.callback(zero.close)
@@ -359,7 +360,7 @@ def test_a_member_takes_no_memory_from_another_user(tmp_path: Path) -> None:
         finally:
             os.seteuid(0)
         with pytest.raises(GroupBroken, match=f"user {NOBODY} offers the weights; expected 0"):
-            IpcCommunicator.connect(store, HERE, 1, 2, scaled(LIMIT_S), nothing_wrong)
+            IpcCommunicator.connect(GroupStore(store, store), HERE, 1, 2, scaled(LIMIT_S), nothing_wrong)
 
 
 def test_the_fields_of_a_cuda_handle_are_those_that_torch_exports() -> None:

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -61,31 +62,45 @@ def nothing_wrong() -> str:
     return ""
 
 
+@dataclass(frozen=True)
+class GroupStore:
+    """Rank 0's store, through which a group meets, as one process reaches it: by two connections.
+
+    Both are there before any begins: from then on rank 0 may be gone at any moment, and torch tries until its limit to
+    connect to a store that is.
+    """
+
+    store: dist.Store
+    """For requests that may wait for another process."""
+    asks: dist.Store
+    """For requests that are answered at once; they wait for none of the other's."""
+
+
 class Communicator(ABC):
     """The connection of one process to its group."""
 
     device: torch.device
     """Where tensors must be that are sent and received."""
 
-    def __init__(self, limit_s: float, store: dist.Store | None = None, rank: int = 0) -> None:
+    def __init__(self, limit_s: float, met: GroupStore | None = None, rank: int = 0) -> None:
         """
         Args:
             limit_s: seconds that one broadcast may take.
-            store: what all have met through; None: others notice by other means that rank 0 has left.
+            met: what all have met through; None: others notice by other means that rank 0 has left.
             rank: rank of this process.
         """
         self._limit_s, self._rank, self._why = limit_s, rank, ""
-        self._store, self._asks = store, store and another_connection(store)
+        self._met = met
 
     @classmethod
     @abstractmethod
     def connect(
-        cls, store: dist.Store, host: str, rank: int, world: int, limit_s: float, stopped: Callable[[], str]
+        cls, met: GroupStore, host: str, rank: int, world: int, limit_s: float, stopped: Callable[[], str]
     ) -> Self:
         """Connect to all others, which do the same now.
 
         Args:
-            store: what all of them have met through.
+            met: what all of them have met through.
             host: address of the trainer's node, as others reach it.
             rank: rank of this process.
             world: number of ranks.
@@ -134,15 +149,15 @@ class Communicator(ABC):
         Raises:
             GroupBroken: the group was aborted, rank 0 has left it, or the time is over.
         """
-        assert self._asks is not None
-        left = left_by_rank_0(self._asks, self._limit_s) if self._rank else nothing_wrong
+        assert self._met is not None
+        left = left_by_rank_0(self._met.asks, self._limit_s) if self._rank else nothing_wrong
         wait_until(done, self._limit_s, "a broadcast", lambda: self.aborted or left(), POLL_S / 10)
 
     def _leave(self) -> None:
         """Have the others know that rank 0 leaves, if this process is rank 0."""
-        if self._rank == 0 and self._asks is not None:
-            tell_left(self._asks)
-        self._store = self._asks = None
+        if self._rank == 0 and self._met is not None:
+            tell_left(self._met.asks)
+        self._met = None
 
     def _guarded(self, work: Callable[[], T]) -> T:
         if self._why:
@@ -237,12 +252,12 @@ def lead(
     here = [f"here/{rank}" for rank in range(1, world)]
     with errors_break_it():
         wait_until(lambda: store.check(here), limit_s, f"{world - 1} workers to meet", stopped)
+        met = GroupStore(store, another_connection(store))
         store.set(START, "")
-        asks = another_connection(store)
         try:
-            return kind.connect(store, host, 0, world, limit_s, stopped)
+            return kind.connect(met, host, 0, world, limit_s, stopped)
         except RuntimeError:
-            tell_left(asks)
+            tell_left(met.asks)
             raise
 
 
@@ -260,18 +275,17 @@ def join(
     except OSError as error:
         raise GroupBroken(error) from error
 
-    def come() -> dist.Store:
+    def connected() -> dist.Store:
         limit = timedelta(seconds=MEET_S)
-        found = dist.TCPStore(host, port, world, is_master=False, timeout=limit, wait_for_workers=False)
-        found.set(f"here/{rank}", "")
-        return found
+        return dist.TCPStore(host, port, world, is_master=False, timeout=limit, wait_for_workers=False)
 
     with errors_break_it():
-        store = asked(come)
+        store = asked(connected)
+        met = GroupStore(store, another_connection(store))
+        asked(partial(store.set, f"here/{rank}", ""))
         begins = partial(wait_until, lambda: store.check([START]), limit_s, "the trainer to meet")
         within(limit_s + LOOK_S, begins, "the trainer's store")
-        stopped = left_by_rank_0(another_connection(store), MEET_S)
-        return kind.connect(store, host, rank, world, limit_s, stopped), store
+        return kind.connect(met, host, rank, world, limit_s, left_by_rank_0(met.asks, MEET_S)), store
 
 
 @contextmanager

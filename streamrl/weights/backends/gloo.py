@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from streamrl.runtime.interfaces import address_towards
-from streamrl.weights.backends.communicator import MEET_S, Communicator, within
+from streamrl.weights.backends.communicator import MEET_S, Communicator, GroupStore, within
 
 GLOO: Any = dist.ProcessGroupGloo
 """torch's type stubs leave out most of it."""
@@ -22,23 +22,23 @@ class GlooCommunicator(Communicator):
 
     device = torch.device("cpu")
 
-    def __init__(self, group: Any, store: dist.Store, rank: int, limit_s: float) -> None:
-        super().__init__(limit_s, store, rank)
+    def __init__(self, group: Any, met: GroupStore, rank: int, limit_s: float) -> None:
+        super().__init__(limit_s, met, rank)
         self._group = group
         self._last: dist.Work | None = None
         """The last broadcast; all others have ended before it has."""
 
     @classmethod
     def connect(
-        cls, store: dist.Store, host: str, rank: int, world: int, limit_s: float, stopped: Callable[[], str]
+        cls, met: GroupStore, host: str, rank: int, world: int, limit_s: float, stopped: Callable[[], str]
     ) -> Self:
         """Connect to all others by the address of this node that leads to the trainer's, and no other."""
         options = GLOO._Options()
         options._devices = [GLOO.create_device(hostname=address_towards(host), lazy_init=False)]
         options._threads = 1  # broadcasts come one after the other
         options._timeout = timedelta(seconds=MEET_S)
-        group = within(MEET_S, lambda: GLOO(store, rank, world, options), f"{world - 1} others in gloo", stopped)
-        return cls(group, store, rank, limit_s)
+        group = within(MEET_S, lambda: GLOO(met.store, rank, world, options), f"{world - 1} others in gloo", stopped)
+        return cls(group, met, rank, limit_s)
 
     def _begin(self, tensor: torch.Tensor) -> Callable[[], None]:
         options = dist.BroadcastOptions()

@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 
 from streamrl.scratch_folders import ScratchFolder
-from streamrl.weights.backends.communicator import MEET_S, POLL_S, Communicator, GroupBroken, asked
+from streamrl.weights.backends.communicator import MEET_S, POLL_S, Communicator, GroupBroken, GroupStore, asked
 from streamrl.weights.backends.shared_ring import Ring
 from streamrl.weights.backends.shared_slots import SharedSlots, SlotsOffer, kind_here
 
@@ -133,15 +133,15 @@ class IpcCommunicator(Communicator):
 
     @classmethod
     def connect(
-        cls, store: dist.Store, host: str, rank: int, world: int, limit_s: float, stopped: Callable[[], str]
+        cls, met: GroupStore, host: str, rank: int, world: int, limit_s: float, stopped: Callable[[], str]
     ) -> Self:
         """Share the slots: rank 0 makes them, the others get them over their sockets."""
         other = "the trainer" if rank else "a member that had connected"
         try:
             if rank:
-                return cls(*_opened(os.fsdecode(asked(lambda: store.get(DOOR), stopped)), rank), limit_s)
+                return cls(*_opened(os.fsdecode(asked(lambda: met.store.get(DOOR), stopped)), rank), limit_s)
             slots = kind_here().make(SLOTS, SLOT)
-            return cls(slots, _let_in(store, slots, world, stopped), limit_s)
+            return cls(slots, _let_in(met.store, slots, world, stopped), limit_s)
         except TimeoutError as error:
             raise GroupBroken(f"waited {MEET_S:.0f} s for {other}") from error
         except ConnectionError as error:

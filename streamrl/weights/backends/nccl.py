@@ -10,9 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Self
 
 import torch
-import torch.distributed as dist
 
-from streamrl.weights.backends.communicator import MEET_S, Communicator, asked, within
+from streamrl.weights.backends.communicator import MEET_S, Communicator, GroupStore, asked, within
 
 if TYPE_CHECKING:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
@@ -24,13 +23,13 @@ UNIQUE_ID = "nccl"
 class NcclCommunicator(Communicator):
     """An NCCL communicator of its own, outside torch's process groups."""
 
-    def __init__(self, nccl: PyNcclCommunicator, store: dist.Store, rank: int, limit_s: float) -> None:
-        super().__init__(limit_s, store, rank)
+    def __init__(self, nccl: PyNcclCommunicator, met: GroupStore, rank: int, limit_s: float) -> None:
+        super().__init__(limit_s, met, rank)
         self.device, self._nccl = nccl.device, nccl
 
     @classmethod
     def connect(
-        cls, store: dist.Store, host: str, rank: int, world: int, limit_s: float, stopped: Callable[[], str]
+        cls, met: GroupStore, host: str, rank: int, world: int, limit_s: float, stopped: Callable[[], str]
     ) -> Self:
         """Connect to all others; the id that NCCL needs comes as bytes through the store, and no pickle does."""
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
@@ -38,8 +37,8 @@ class NcclCommunicator(Communicator):
         from vllm.utils.nccl import unpinned_nccl_env
 
         if rank == 0:
-            store.set(UNIQUE_ID, bytes(NCCLLibrary().ncclGetUniqueId().internal).hex())
-        unique_id = bytes.fromhex(asked(lambda: store.get(UNIQUE_ID), stopped).decode())
+            met.store.set(UNIQUE_ID, bytes(NCCLLibrary().ncclGetUniqueId().internal).hex())
+        unique_id = bytes.fromhex(asked(lambda: met.store.get(UNIQUE_ID), stopped).decode())
         device = torch.accelerator.current_device_index()
 
         def connected() -> PyNcclCommunicator:
@@ -48,7 +47,7 @@ class NcclCommunicator(Communicator):
 
         with unpinned_nccl_env():  # NCCL has no limit for those that it does not reach
             nccl = within(MEET_S, connected, f"{world - 1} others in NCCL", stopped)
-        return cls(nccl, store, rank, limit_s)
+        return cls(nccl, met, rank, limit_s)
 
     def _begin(self, tensor: torch.Tensor) -> Callable[[], None]:
         self._nccl.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
