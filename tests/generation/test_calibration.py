@@ -30,6 +30,8 @@ sites:
     trainer: {ranks: 1}
     generation: [{name: regular, max_batch: 6, kv_cache_gb: 0.05}]
 """
+TRIES = 4
+"""Other tests may keep this machine busier while one batch size is timed than while another is, which is refused."""
 
 
 def test_batch_sizes_are_powers_of_two_and_the_largest() -> None:
@@ -79,7 +81,11 @@ def test_a_real_instance_is_measured(tmp_path: Path) -> None:
     out = tmp_path / "curve.json"
     wanted = (f"model.path={model}", "model.dtype=float32", "model.max_context=128", "sampling.max_tokens=24")
     settings = [word for one in wanted for word in ("--set", one)]
-    done = calibrate(tmp_path, *settings, "--seconds", "20", "--out", str(out))
+    for _ in range(TRIES):
+        done = calibrate(tmp_path, *settings, "--seconds", "20", "--out", str(out))
+        if "not usable" not in done.stderr:
+            break
+        assert done.returncode == 2 and not out.exists()
     assert done.returncode == 0, done.stderr
     assert "batch 6:" in done.stdout and "prefill" in done.stdout
     values = json.loads(out.read_text())
