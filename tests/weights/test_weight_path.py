@@ -26,7 +26,14 @@ from streamrl.runtime.interfaces import interface_towards
 from streamrl.runtime.process_context import Addresses, RoleContext
 from streamrl.weights.backends import nccl
 from streamrl.weights.backends.broadcast import meeting_address, nccl_environment
-from streamrl.weights.backends.communicator import Communicator, GroupBroken, communicator_of, nothing_wrong, within
+from streamrl.weights.backends.communicator import (
+    Communicator,
+    GroupBroken,
+    GroupStore,
+    communicator_of,
+    nothing_wrong,
+    within,
+)
 from tests.waiting import scaled
 
 SITES = {"sites": {"here": {"trainer": {}, "generation": [{}]}}}
@@ -136,7 +143,7 @@ def test_nccl_listens_where_instances_on_other_nodes_reach_the_trainers_ranks(
 def test_a_member_that_nccl_does_not_reach_is_waited_for_no_longer_than_its_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    came, let_go, devices = Event(), Event(), list[int]()
+    came, let_go, devices, store = Event(), Event(), list[int](), dist.HashStore()
 
     def unreachable(*_: object) -> None:
         came.set()
@@ -156,7 +163,7 @@ def test_a_member_that_nccl_does_not_reach_is_waited_for_no_longer_than_its_limi
     monkeypatch.setattr(torch.accelerator, "set_device_index", devices.append)
     monkeypatch.setattr(nccl, "MEET_S", 0.05)
     with pytest.raises(GroupBroken, match="waited 0 s for 2 others in NCCL"):
-        nccl.NcclCommunicator.connect(dist.HashStore(), "127.0.0.1", 0, 3, 1.0, nothing_wrong)
+        nccl.NcclCommunicator.connect(GroupStore(store, store), "127.0.0.1", 0, 3, 1.0, nothing_wrong)
     assert came.wait(scaled(20))
     let_go.set()
     assert devices == [1]
