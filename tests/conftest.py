@@ -89,6 +89,10 @@ the order in which they run.
 Those that take longest come first: a worker of pytest-xdist (`--dist loadfile --no-loadscope-reorder`) that has
 finished a file takes the next one, so all end at about the same time. A file's fixtures are made once.
 """
+LONG = frozenset((TESTS / "long_tests.txt").read_text(encoding="utf-8").split())
+"""Functions of the other files whose tests took long, as FILE::FUNCTION (`tools/long_tests.py`), marked `long`."""
+TAKES_SLOW = {"slow": True, "not slow": False, "not slow and not long": False}
+"""Whether slow files are taken, and others left out, by the expressions that the Makefile gives to `-m`."""
 ELSEWHERE = (
     "dashboard/test_in_browser.py",
     "environments/test_real_environments.py",
@@ -111,9 +115,10 @@ def pytest_sessionstart(session: pytest.Session) -> Generator[None, object, obje
     factor = slowness(len(workers or [0]))
     if (reporter := session.config.pluginmanager.get_plugin("terminalreporter")) is not None:
         reporter.write_line(f"deadlines of tests: {factor:g} x those of an idle machine")
-    if session.config.option.markexpr not in ("slow", "not slow") or not workers or is_worker:
+    takes_slow = TAKES_SLOW.get(session.config.option.markexpr)
+    if takes_slow is None or not workers or is_worker:
         return (yield)
-    with warm.forked_workers(vllm=session.config.option.markexpr == "slow"):
+    with warm.forked_workers(vllm=takes_slow):
         return (yield)
 
 
@@ -127,6 +132,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["STREAMRL_CACHE"] = cache = tempfile.mkdtemp(prefix="streamrl-tests-cache-")
         config.add_cleanup(lambda: shutil.rmtree(cache, ignore_errors=True))
     config.pluginmanager.register(Leaks(), "leaks")
+    config.addinivalue_line("markers", "long: takes long, but none of what slow ones need (tests/long_tests.txt)")
     config.addinivalue_line(
         "markers", "slow: needs vLLM, a whole run, Ray, TRL or several processes (given by file in tests/conftest.py)"
     )
@@ -147,26 +153,26 @@ def _import_share(mark: str) -> None:
     All workers collect all files in the same order; in a new clone each would rewrite every file itself.
     """
     worker, count = os.environ.get("PYTEST_XDIST_WORKER", ""), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    if not worker or mark not in ("slow", "not slow"):
+    if not worker or mark not in TAKES_SLOW:
         return
     files = [file_of(path) for path in sorted(TESTS.rglob("test_*.py"))]
-    chosen = [file for file in files if file not in ELSEWHERE and (file in SLOW) == (mark == "slow")]
+    chosen = [file for file in files if file not in ELSEWHERE and (file in SLOW) == TAKES_SLOW[mark]]
     for file in chosen[int(worker.removeprefix("gw")) :: count]:
         with contextlib.suppress(Exception, pytest.skip.Exception):  # pytest says it when it collects the file
             importlib.import_module(f"tests.{file.removesuffix('.py').replace('/', '.')}")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave files unimported that `-m slow` or `-m "not slow"` deselects as a whole: every worker would import vLLM.
+    """Leave files unimported that an expression of `TAKES_SLOW` deselects as a whole: every worker would import vLLM.
 
     pytest does not ask for files that are named on its command line.
     """
     if collection_path.is_relative_to(TESTS) and collection_path.relative_to(TESTS).as_posix() in ELSEWHERE:
         return True
-    if collection_path.suffix != ".py" or config.option.markexpr not in ("slow", "not slow"):
+    takes_slow = TAKES_SLOW.get(config.option.markexpr)
+    if collection_path.suffix != ".py" or takes_slow is None:
         return None
-    is_slow = collection_path.relative_to(TESTS).as_posix() in SLOW
-    return True if is_slow != (config.option.markexpr == "slow") else None
+    return True if (collection_path.relative_to(TESTS).as_posix() in SLOW) != takes_slow else None
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -186,7 +192,7 @@ def file_of(path: Path) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Scale pytest-timeout's limits, mark the tests of `SLOW`, and put them in its order."""
+    """Scale pytest-timeout's limits, mark the tests of `SLOW` and `LONG`, and put the former in their order."""
     order = {file: place for place, file in enumerate(SLOW)}
     general = float(config.getoption("timeout", None) or config.getini("timeout") or 0)
     for item in items:
@@ -196,4 +202,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(scaled(seconds)), append=False)
         if file_of(item.path) in order:
             item.add_marker(pytest.mark.slow)
+        elif f"{file_of(item.path)}::{item.name.partition('[')[0]}" in LONG:
+            item.add_marker(pytest.mark.long)
     items.sort(key=lambda item: order.get(file_of(item.path), len(order)))

@@ -1,13 +1,20 @@
-"""What `make test-quick` leaves out is what it says: the tests with vLLM, whole runs, Ray clusters, TRL and ranks."""
+"""What `make test-quick` leaves out is what it says: the tests with vLLM, whole runs, Ray clusters, TRL and ranks, and
+those that a list says to take long."""
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import SLOW, TESTS
+from tests.conftest import LONG, SLOW, TESTS
+
+SPEC = importlib.util.spec_from_file_location("long_tests", TESTS.parent / "tools" / "long_tests.py")
+assert SPEC is not None and SPEC.loader is not None
+long_tests = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(long_tests)
 
 STARTERS = (
     *("vllm", "trl", "ray.cluster_utils", "streamrl.generation.instance.engine.Engine"),
@@ -46,8 +53,31 @@ def test_marked_files_exist_and_are_named_once() -> None:
     assert len(SLOW) == len(MARKED)
 
 
-def test_the_mark_is_given_by_file(request: pytest.FixtureRequest) -> None:
+def test_long_tests_exist_and_are_not_slow() -> None:
+    for name in LONG:
+        file, _, function = name.partition("::")
+        assert file not in MARKED and f"def {function}(" in (TESTS / file).read_text(), name
+
+
+def test_marks_are_given_by_file_and_function(request: pytest.FixtureRequest) -> None:
     assert request.node.get_closest_marker("slow") is None
     for item in request.session.items:
-        marked = item.path.relative_to(TESTS).as_posix() in MARKED
-        assert (item.get_closest_marker("slow") is not None) == marked
+        file = item.path.relative_to(TESTS).as_posix()
+        assert (item.get_closest_marker("slow") is not None) == (file in MARKED)
+        assert (item.get_closest_marker("long") is not None) == (f"{file}::{item.name.split('[')[0]}" in LONG)
+
+
+@pytest.mark.parametrize(
+    ("report", "found"),
+    [
+        ([("tests/a/test_b.py", "test_c[1]", 0.2), ("tests/a/test_b.py", "test_c[2]", 0.4)], ["a/test_b.py::test_c"]),
+        ([("tests/a/test_b.py", "test_c[1]", 0.2), ("tests/a/test_b.py", "test_c[2]", 0.3)], []),
+        ([("tests/test_b.py", "test_d", 1.0), ("tests/test_a.py", "test_d", 0.0)], ["test_b.py::test_d"]),
+    ],
+)
+def test_a_function_is_long_by_the_mean_of_its_tests(
+    tmp_path: Path, report: list[tuple[str, str, float]], found: list[str]
+) -> None:
+    tests = "".join(f'<testcase file="{file}" name="{name}" time="{time}" />' for file, name, time in report)
+    (tmp_path / "report.xml").write_text(f"<testsuites><testsuite>{tests}</testsuite></testsuites>")
+    assert long_tests.long_functions(tmp_path / "report.xml") == found
