@@ -482,7 +482,8 @@ def test_a_worker_that_dies_beside_a_child_ends_its_episodes_and_is_replaced() -
                 ] * 2
                 assert (await play(owner, server, order("plain", "third"))).reward == 0.5
             finally:
-                os.kill(int(Path("child").read_text()), signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it ends with the worker
+                    os.kill(int(Path("child").read_text()), signal.SIGKILL)
 
     asyncio.run(scenario())
 
