@@ -75,6 +75,16 @@ def test_a_number_beyond_what_a_parts_tokens_add_up_to_draws_the_last_that_can_b
     assert beyond > 3
 
 
+def test_rows_of_a_padded_vocabulary_are_drawn_in_c_and_their_padding_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(sampling_vllm, "draw")  # what torch would do
+    logits, numbers = torch.randn(3, 320), torch.rand(3, dtype=torch.float64)
+    padded, exact = logits.clone(), logits[:, :257].contiguous()
+    assert draw_(padded[:, :257], numbers).tolist() == draw_(exact, numbers).tolist()
+    assert torch.equal(padded[:, :257], exact) and torch.equal(padded[:, 257:], logits[:, 257:])
+
+
 def test_a_rare_token_at_the_end_of_a_large_vocabulary_is_drawn_as_often_as_it_should() -> None:
     row = torch.full((1, 50_000), 1e-4)  # ten whole ones, beside which fp32 forgets what comes last
     row[0, -1] = 1e-7

@@ -34,13 +34,13 @@ static inline long first_beyond(const float *adds, long count, double wanted, do
     return last;
 }
 
-/* logits [rows, width] become log-probabilities; numbers [rows]: uniform in [0, 1); tokens [rows]: of each row the one in
+/* logits [rows, width], rows `stride` floats apart, become log-probabilities; numbers [rows]: uniform in [0, 1); tokens [rows]: of each row the one in
    whose share of the probability its number lies; never one of probability 0, and any one of a row that is not finite */
-void draw(float *logits, const double *numbers, int64_t *tokens, long rows, long width) {
+void draw(float *logits, const double *numbers, int64_t *tokens, long rows, long width, long stride) {
     long parts = (width + PART - 1) / PART;
 #pragma omp parallel for schedule(static)
     for (long row = 0; row < rows; row++) {
-        float *x = logits + row * width, e[PART], sums[parts], most = largest(x, width);
+        float *x = logits + row * stride, e[PART], sums[parts], most = largest(x, width);
         double total = 0.0, before = 0.0, within = 0.0;
         for (long part = 0; part < parts; part++)
             total += sums[part] = powers(x + part * PART, most, e, least(PART, width - part * PART));

@@ -62,7 +62,7 @@ def _library() -> ctypes.CDLL | None:
     """Return the library of `sampling.c`; None: there is no compiler, or it failed."""
     found = compiled_c.load(Path(__file__).with_name("sampling.c"), "tokens are drawn by torch")
     if found is not None:
-        found.draw.argtypes, found.draw.restype = [ctypes.c_void_p] * 3 + [ctypes.c_long] * 2, None
+        found.draw.argtypes, found.draw.restype = [ctypes.c_void_p] * 3 + [ctypes.c_long] * 3, None
     return found
 
 
@@ -70,20 +70,21 @@ def draw_(logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """Turn logits into log-probabilities, and return the token of each row in whose share a number lies.
 
     Args:
-        logits: [rows, vocabulary] fp32; written to.
+        logits: [rows, vocabulary] fp32; written to. A row may be part of a longer one: vLLM pads vocabularies to a
+            multiple of 64.
         numbers: [rows] fp64, uniform in [0, 1).
 
     Returns:
         [rows] int64; never a token of probability 0, and any token of a row that is not finite.
     """
     library = _library()
-    if library is None or not logits.is_contiguous():
+    if library is None or logits.stride(1) != 1:
         logprobs = logits.log_softmax(dim=-1)
         tokens = draw(torch.exp(logprobs, out=logits), numbers)  # new memory takes longer than the powers
         logits.copy_(logprobs)
         return tokens
     tokens = torch.empty(len(logits), dtype=torch.int64)
-    library.draw(logits.data_ptr(), numbers.data_ptr(), tokens.data_ptr(), *logits.shape)
+    library.draw(logits.data_ptr(), numbers.data_ptr(), tokens.data_ptr(), *logits.shape, logits.stride(0))
     return tokens
 
 
