@@ -275,9 +275,10 @@ class _Counting(_Loader):
 
 def _parse(path: Path, text: str, levels: int = 0, loader: type[_Loader] = _Loader) -> Document:
     try:
-        node = yaml.compose(text, Loader=loader)
+        parser = loader(text)
+        node = parser.get_single_node()
         _refuse_misread(str(path), node, levels)
-        data = yaml.load(text, Loader=_Loader)
+        data = parser.construct_document(node) if node is not None else None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
@@ -402,8 +403,10 @@ def _override_value(raw: str, path: Sequence[str | int]) -> Any:
         ValueError: it is not valid YAML, is nested too deeply, a mapping in it has a key twice, or a value is odd.
     """
     try:
-        problems = _misread(yaml.compose(raw, Loader=_Loader), path)
-        value = yaml.load(raw, Loader=_Loader)
+        parser = _Loader(raw)
+        node = parser.get_single_node()
+        problems = _misread(node, path)
+        value = parser.construct_document(node) if node is not None else None
     except yaml.YAMLError as error:
         raise ValueError(f"the value is not valid YAML: {str(error).splitlines()[0]}") from error
     except RecursionError as error:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from streamrl.config import load
 from streamrl.config.load import (
     LARGEST,
     MOST_BRACKETS,
-    MOST_VALUES,
     ConfigError,
     check_resolved,
     load_cluster,
@@ -23,15 +23,24 @@ from streamrl.config.load import (
 from streamrl.config.mistakes import MOST_TOLD
 
 CLUSTER = "hardware: cpu\nsites: {here: {trainer: {}, generation: [{}]}}\n"
+SMALLER, FEWER = LARGEST // 8, 2000
+"""Limits of characters and values in the tests that parse texts of about that size."""
+
+
+@pytest.fixture
+def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the loader refuse texts that are larger than what it reads in a moment."""
+    monkeypatch.setattr(load, "LARGEST", SMALLER)
+    monkeypatch.setattr(load, "MOST_VALUES", FEWER)
 
 
 def refused(path: Path, text: str) -> str:
     """Return why all that read a user's file refuse one with this text."""
     path.write_text(text)
     told = set()
-    for load in (load_run, load_cluster, load_plain):
+    for read in (load_run, load_cluster, load_plain):
         with pytest.raises(ConfigError) as caught:
-            load(path)
+            read(path)
         told.add(str(caught.value).replace(str(path), "F"))
     (one,) = told
     return one
@@ -45,19 +54,21 @@ def test_a_long_text_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert brackets == "F: more than 10,000 brackets, which no configuration has"
 
 
+@pytest.mark.usefixtures("smaller")
 @pytest.mark.parametrize("text", ["a:\n{}", "{}"])
-@pytest.mark.parametrize("lines", ["- b\n" * MOST_VALUES, "".join(f"k{i}: 1\n" for i in range(MOST_VALUES))])
+@pytest.mark.parametrize("lines", ["- b\n" * FEWER, "".join(f"k{i}: 1\n" for i in range(FEWER))])
 def test_a_text_of_many_values_is_not_read_to_its_end(tmp_path: Path, text: str, lines: str) -> None:
     indented = "".join(f" {line}\n" for line in lines.splitlines())
     last = "}\t: what a parser that got here would refuse\n"
     assert refused(tmp_path / "f", text.format(indented) + last) == (
-        "F: more than 20,000 keys and values, which no configuration has"
+        "F: more than 2,000 keys and values, which no configuration has"
     )
 
 
+@pytest.mark.usefixtures("smaller")
 def test_a_file_within_the_limits_is_read(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text("#" + "x" * (LARGEST - 100) + "\nsteps: 3\n")
+    path.write_text("#" + "x" * (SMALLER - 100) + "\nsteps: 3\n")
     assert load_run(path).steps == 3
     (tmp_path / "link").symlink_to(path)
     assert load_run(tmp_path / "link").steps == 3
@@ -85,13 +96,14 @@ def test_as_many_mistakes_as_are_told_are_not_counted(tmp_path: Path) -> None:
     assert len(str(caught.value).splitlines()) == MOST_TOLD
 
 
+@pytest.mark.usefixtures("smaller")
 @pytest.mark.parametrize(
     ("prompt", "what"),
     [
-        ("\u4e2d" * 400_000, "bytes"),
-        ("a\\n" * 300_000, "bytes"),
+        ("\u4e2d" * (SMALLER * 2 // 5), "bytes"),
+        ("a\\n" * (SMALLER * 2 // 7), "bytes"),
         ("[" * (MOST_BRACKETS - 1), "brackets"),
-        ("ab " * 300_000, ""),
+        ("ab " * (SMALLER // 4), ""),
     ],
 )
 def test_files_whose_resolved_form_cannot_be_read_back_are_refused_before_it_is_written(

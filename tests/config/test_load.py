@@ -564,6 +564,18 @@ def test_a_resolved_run_that_cannot_be_read_is_named_once(tmp_path: Path) -> Non
     assert str(caught.value).startswith(f"{path} is a symbolic link: ")
 
 
+def test_a_mistake_in_merged_keys_is_told_with_the_line_where_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("batch: &shared\n  epochs: 0\nschedule:\n  <<: *shared\n  name: sync\n")
+    with pytest.raises(ConfigError) as caught:
+        load_run(path)
+    told = str(caught.value).replace(str(path), "F").splitlines()
+    assert {line.partition(",")[0].partition(";")[0] for line in told} == {
+        "F:2: 'batch.epochs' is 0",
+        "F:2: unknown key 'schedule.epochs'",
+    }
+
+
 def test_a_mistake_edited_into_a_resolved_run_is_told_with_its_line(tmp_path: Path) -> None:
     save_resolved(tmp_path, load_cluster(ROOT / "cluster_configs/local.yaml"), load_run(None))
     path = tmp_path / "config.yaml"
