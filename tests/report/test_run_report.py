@@ -19,7 +19,7 @@ from click.testing import CliRunner
 
 from streamrl.cli.report import command
 from streamrl.errors import UserError
-from streamrl.report import plots, run_data
+from streamrl.report import check_plots, plots, run_data
 from streamrl.report.panels import header
 from streamrl.report.run_data import error_counts, load_run, pick_samples, read_texts
 from streamrl.report.run_report import write_report
@@ -101,19 +101,30 @@ def of_a_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, str]:
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plots stay empty, for tests that look at the rest of the page."""
+    """The plots are made but not drawn, for tests whose data might be too odd for them."""
     monkeypatch.setattr(plots, "to_svg", lambda figure, name: "<svg></svg>")
 
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Leaves all plots empty but those with these names, for tests that look at them."""
+    """Leaves all plots empty but those with these names, for tests that look at them; makes the others if asked to."""
     to_svg = plots.to_svg
 
-    def only(*names: str) -> None:
+    def only(*names: str, others_made: bool = False) -> None:
+        functions = {re.sub(r"-\d+$", "", name).replace("-", "_") + "_figure" for name in names}
+        for module in (plots, check_plots):
+            for name in () if others_made else vars(module).keys() - functions:
+                if name.endswith("_figure"):
+                    monkeypatch.setattr(module, name, lambda *data: None)
         monkeypatch.setattr(plots, "to_svg", lambda figure, of: to_svg(figure, of) if of in names else "<svg></svg>")
 
     return only
+
+
+@pytest.fixture
+def unmade(drawn: Callable[..., None]) -> None:
+    """No plot is even made, for tests that look at the rest of the page: making them takes a second of a core."""
+    drawn()
 
 
 def test_the_report_of_a_whole_run_holds_every_plot_and_the_right_figures(of_a_run: tuple[Page, str]) -> None:
@@ -236,7 +247,7 @@ def test_a_run_without_rollouts_or_trace_or_status_still_has_its_curves(make_run
     assert "The run's state is unknown" in page.text
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("unmade")
 def test_a_running_run_is_told_from_a_silent_one(make_run: RunMaker) -> None:
     run_dir = make_run(2, rollouts=False, trace=False)
     assert "no update for" in page_of(run_dir)[0].text
@@ -247,7 +258,7 @@ def test_a_running_run_is_told_from_a_silent_one(make_run: RunMaker) -> None:
     assert "running at step 2 of 20, 1m30s after its start (the run has not ended" in text
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("unmade")
 def test_a_run_that_was_continued_is_as_old_as_its_first_start_and_counts_say_since_when(make_run: RunMaker) -> None:
     run_dir = make_run(2, rollouts=False, trace=False)
     now, verified = time.time(), {"versions": 2, "comparisons": 5}
@@ -260,7 +271,7 @@ def test_a_run_that_was_continued_is_as_old_as_its_first_start_and_counts_say_si
     assert "elapsed 2h00m" in header(read_status(run_dir), now).plain
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("unmade")
 def test_a_rollout_file_without_its_footer_is_left_out_and_told(make_run: RunMaker) -> None:
     run_dir = make_run(3)
     path = run_dir / "rollouts" / "step_000003.parquet"
@@ -270,7 +281,7 @@ def test_a_rollout_file_without_its_footer_is_left_out_and_told(make_run: RunMak
     assert "step_000003.parquet could not be read and is left out" in page.text
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("unmade")
 def test_a_sample_recorded_again_after_a_resume_counts_once(make_run: RunMaker) -> None:
     run_dir = make_run(2)
     shutil.copy(run_dir / "rollouts" / "step_000002.parquet", run_dir / "rollouts" / "step_000002b.parquet")
@@ -308,7 +319,7 @@ def test_many_samples_are_held_in_little_memory_and_failures_beyond_a_number_sha
     assert error_counts(rollouts) == [("(other)", 36), ("failure 0", 2), ("failure 1", 2)]
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("unmade")
 def test_predicted_lengths_are_beside_those_of_the_same_samples(make_run: RunMaker) -> None:
     run_dir = make_run(1)
     rows = [a_sample(f"a.{n}", step=2, route="solo", predicted_length=10.0, output_length=12) for n in (0, 1)]
@@ -320,7 +331,7 @@ def test_predicted_lengths_are_beside_those_of_the_same_samples(make_run: RunMak
     assert row == ("2", "10", "12", "90")
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("unmade")
 def test_the_share_of_cut_completions_is_weighed_by_all_that_were_generated(make_run: RunMaker) -> None:
     run_dir = make_run(0, rollouts=False, trace=False)
     with RowWriter(run_dir / "metrics.jsonl", MetricsRow) as metrics:
@@ -341,7 +352,7 @@ def test_an_episode_of_several_rows_counts_once_and_its_text_is_that_of_its_firs
     assert [completion for _, completion in read_texts(data, [0, 1]).values()] == ["first", "other"]
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("unmade")
 def test_best_worst_and_longest_samples_are_those_and_each_is_shown_once(make_run: RunMaker) -> None:
     data = load_run(make_run(12))
     assert data.rollouts is not None
@@ -354,7 +365,7 @@ def test_best_worst_and_longest_samples_are_those_and_each_is_shown_once(make_ru
     assert {int(data.rollouts.step[i]) for i in picked["Highest reward"]} == {12}
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("unmade")
 def test_completions_are_decoded_with_the_checkpoints_tokenizer(make_run: RunMaker) -> None:
     import tokenizers
 
@@ -375,7 +386,7 @@ def test_completions_are_decoded_with_the_checkpoints_tokenizer(make_run: RunMak
     assert not data.notes
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("unmade")
 def test_recorded_text_is_shown_as_it_is_without_a_tokenizer(make_run: RunMaker) -> None:
     run_dir = make_run(1)
     path = run_dir / "rollouts" / "step_000001.parquet"
@@ -417,7 +428,7 @@ def test_without_a_tokenizer_the_report_says_why_there_is_no_text(of_a_run: tupl
     assert "Completions are not decoded: no tokenizer.json" in page.text
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("unmade")
 def test_counts_that_run_on_are_not_added_up(make_run: RunMaker) -> None:
     run_dir = make_run(0, rollouts=False, trace=False)
     with RowWriter(run_dir / "metrics.jsonl", MetricsRow) as metrics:
@@ -429,7 +440,7 @@ def test_counts_that_run_on_are_not_added_up(make_run: RunMaker) -> None:
     assert "groups without gradient6 of 24" in page.text
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("unmade")
 def test_text_cannot_become_markup(make_run: RunMaker) -> None:
     run_dir = make_run(1, error="<script>alert(1)</script>", state="failed", model="<b>m</b>")
     page, text = page_of(run_dir)
@@ -443,7 +454,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("unmade")
 def test_the_command_writes_the_report_and_prints_its_path_and_figures(make_run: RunMaker) -> None:
     run_dir = make_run(2)
     result = CliRunner().invoke(command, [str(run_dir)])
@@ -455,7 +466,7 @@ def test_the_command_writes_the_report_and_prints_its_path_and_figures(make_run:
     assert "streamrl report runs/demo" in CliRunner().invoke(command, ["--help"]).output
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("unmade")
 def test_a_report_of_many_samples_reads_only_the_shown_texts(
     make_run: RunMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -474,7 +485,7 @@ def test_a_report_of_many_samples_reads_only_the_shown_texts(
     assert len(asked) == 1
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("unmade")
 def test_every_evaluation_is_in_the_table_and_the_best_is_marked(make_run: RunMaker) -> None:
     page, _ = page_of(make_run(12, rollouts=False, trace=False))
     for part in ("pass@4", "8 (best)", "best: version 8", "newest: version 12"):
@@ -482,7 +493,7 @@ def test_every_evaluation_is_in_the_table_and_the_best_is_marked(make_run: RunMa
     assert "0.400" in page.text and "0.280" in page.text  # greedy reward of the best and of the newest
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("unmade")
 def test_evaluations_are_in_the_order_of_their_versions_whichever_ended_last(make_run: RunMaker) -> None:
     run_dir = make_run(12, rollouts=False, trace=False)
     path = run_dir / "evaluations.jsonl"
@@ -494,7 +505,7 @@ def test_evaluations_are_in_the_order_of_their_versions_whichever_ended_last(mak
     assert page.text.partition("Evaluation")[2] == in_order.text.partition("Evaluation")[2]
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("unmade")
 def test_a_length_bias_is_in_a_box_and_a_run_without_one_has_none(make_run: RunMaker) -> None:
     run_dir = make_run(3, rollouts=False, trace=False)
     page, text = page_of(run_dir)
@@ -506,7 +517,7 @@ def test_a_length_bias_is_in_a_box_and_a_run_without_one_has_none(make_run: RunM
     assert "In 1 of 4 steps, last in step 4: length bias: <12 %> shorter" in page.text
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("unmade")
 def test_the_audit_table_counts_every_fate_by_length(make_run: RunMaker) -> None:
     page, _ = page_of(make_run(3, audit=audit_of(dropped=2), rollouts=False, trace=False))
     assert "too stale" in page.text
@@ -535,7 +546,7 @@ def test_lengths_audited_under_another_token_limit_are_left_out_of_the_sums(make
     assert "all6464640" in page_of(run_dir)[0].text
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("unmade")
 def test_a_step_of_which_some_updates_were_made_does_not_count_as_one_without(make_run: RunMaker) -> None:
     run_dir = make_run(2, rollouts=False, trace=False)
     with RowWriter(run_dir / "metrics.jsonl", MetricsRow) as metrics:
@@ -558,7 +569,7 @@ def test_what_the_schedule_did_and_chose_is_told(make_run: RunMaker, drawn: Call
 def test_figures_that_no_schedule_measured_are_said_to_be_missing(
     make_run: RunMaker, drawn: Callable[..., None]
 ) -> None:
-    drawn("schedule")
+    drawn("schedule", others_made=True)
     run_dir = make_run(0)
     with RowWriter(run_dir / "metrics.jsonl", MetricsRow) as metrics:
         metrics.append(MetricsRow(step=1, time=START + 40, staleness_mean=0.0))
