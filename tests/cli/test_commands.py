@@ -593,7 +593,7 @@ def test_schema_is_json_schema_with_descriptions_and_refuses_unknown_keys(
 
 
 def test_a_report_that_cannot_be_written_is_told(terminal: Terminal) -> None:
-    write_run(terminal.folder / "demo", 3, rollouts=False, trace=False)
+    write_run(terminal.folder / "demo", 0, rollouts=False, trace=False)
     (terminal.folder / "demo" / "report.html" / "mine").mkdir(parents=True)
     result = terminal("report", "demo")
     assert result.code == 2 and "Traceback" not in result.err

@@ -54,7 +54,7 @@ def test_the_plot_of_a_simulation(options: list[str], tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("ending", ["json", "html"])
 def test_the_report_of_a_ranker(ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report, runs = tmp_path / f"report.{ending}", two_runs(tmp_path, 40)
+    report, runs = tmp_path / f"report.{ending}", two_runs(tmp_path, 12)
     options = ("--out", tmp_path / "ranker.lgb", "--report", report, "--threads", "1")
     with ended_reader():
         assert streamrl(monkeypatch, "train-ranker", *runs, *options) == 1

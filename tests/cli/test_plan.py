@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ import pytest
 import yaml
 
 from ranker.data import read_rollouts
+from scheduler.capacity import placement_plan
+from scheduler.capacity.steady_step import steady_step
 from scheduler.cost.hardware import known_devices
 from streamrl.cli import main as cli
 from streamrl.config.load import load_cluster, load_run
@@ -29,6 +33,14 @@ CROSS = ROOT / "cluster_configs" / "cross_datacenter.yaml"
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setitem(cli.COMMANDS, "plan", "Choose which GPUs train and which generate.")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def simulated_once() -> Iterator[None]:
+    """Simulate a split once for all tests: most of them plan for the same cluster files."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placement_plan, "steady_step", functools.cache(steady_step))
+        yield
 
 
 def edited(tmp_path: Path, change: Any) -> Path:
@@ -55,6 +67,7 @@ def test_a_shipped_cluster_gets_a_plan_with_times_prices_and_alternatives(
 def test_the_json_holds_the_plans_and_is_the_same_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(placement_plan, "steady_step", steady_step)
     written = []
     for name in ("first.json", "second.json"):
         options = ["--lengths", "5k", "--algorithm", "ppo", "--json", tmp_path / name]
