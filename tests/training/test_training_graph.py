@@ -12,8 +12,10 @@ from scheduler.cost.training_cost import LOGITS_AT_ONCE
 from streamrl.training.token_logprobs import SLAB_BYTES
 from streamrl.verify.hardware_stages import CPU
 
-SMALL = replace(CPU, layers=6, hidden=128, heads=4, kv_heads=2, inner=640, vocabulary=3001)
-CONTEXT = 700
+SMALL = replace(CPU, layers=2, hidden=256, heads=8, kv_heads=4, inner=1280, vocabulary=3001)
+CONTEXT = 2800
+"""So long that half of the memory is the layers', though there are two. Each operation of a fake tensor takes time,
+whatever its size."""
 
 
 @pytest.fixture(scope="module")
@@ -29,16 +31,16 @@ def test_the_formula_of_the_plan_is_within_a_tenth_of_what_exists_at_once(counts
 def test_no_score_matrix_and_no_padding_is_in_the_graph(counts: dict[str, GraphCount]) -> None:
     for one in counts.values():
         assert one.score_matrices == ()
-        # a prompt of 70 tokens, completions of 630 and three of 157; 13 tokens more make a multiple of 16
-        assert one.tokens == 70 + 630 + 3 * 157 + 13 and one.attention_rows == one.tokens
+        # a prompt of 280 tokens, completions of 2520 and three of 630; 14 tokens more make a multiple of 16
+        assert one.tokens == 280 + 2520 + 3 * 630 + 14 and one.attention_rows == one.tokens
 
 
 def test_only_whole_layers_are_computed_twice(counts: dict[str, GraphCount]) -> None:
     assert counts["false"].flops == counts["selective"].flops < counts["true"].flops
     # products: forward and twice that backward; the head's logits twice, as they are not kept
     products = counts["false"].products
-    weights = 6 * (2 * 128 * 32 * (4 + 2) + 3 * 128 * 640)
-    head = 3001 * 128 * (630 + 3 * 157)
+    weights = 2 * (2 * 256 * 32 * (8 + 4) + 3 * 256 * 1280)
+    head = 3001 * 256 * (2520 + 3 * 630)
     assert products == 6 * weights * counts["false"].tokens + 8 * head
 
 
