@@ -19,6 +19,7 @@ from streamrl.config.load import load_cluster, load_run
 from streamrl.training import fused_logprobs, merged_attention, token_logprobs
 from streamrl.training.host_offload import HostOffload
 from streamrl.verify import hardware_attention, hardware_checks, hardware_stages, tiny_run
+from streamrl.verify.child_process import run_module
 from streamrl.verify.hardware_checks import StageResult, as_json, check_hardware, table_of
 from streamrl.verify.hardware_measurement import Measurement
 
@@ -186,11 +187,15 @@ def test_weights_are_coded_and_must_come_back_bit_for_bit() -> None:
     assert all(one.value and "to the same bits" in one.note for one in (delta, whole))
 
 
-def test_a_stage_that_fails_is_one_line_and_the_others_go_on() -> None:
+def test_a_stage_that_fails_is_one_line_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails_first(module: str, stage: str, **options: Any) -> Any:
+        return run_module("no_such_module" if stage == "memory" else module, stage, **options)
+
+    monkeypatch.setattr(hardware_checks, "run_module", fails_first)
     said: list[str] = []
-    found = check_hardware(said.append, ("no such stage", "devices"))
-    assert said == ["no such stage (1 of 2)", "devices (2 of 2)"]
-    assert (found[0].measurements, bool(found[0].error)) == ((), True)
+    found = check_hardware(said.append, ("memory", "devices"))
+    assert said == ["memory (1 of 2)", "devices (2 of 2)"]
+    assert found[0].measurements == () and "No module named no_such_module" in found[0].error
     assert found[1].error == "" and found[1].measurements[0].what == "CPU"
 
 
