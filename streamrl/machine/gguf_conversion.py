@@ -10,6 +10,9 @@ from typing import Any
 
 from streamrl.imports import importing
 
+MAGIC = b"GGUF"
+"""First bytes of each such file."""
+
 
 def convert(gguf: Path, target: Path) -> None:
     """Write the model of a GGUF file in HF format.
@@ -17,7 +20,13 @@ def convert(gguf: Path, target: Path) -> None:
     Args:
         gguf: the file; its architecture is Llama's.
         target: folder for config, safetensors in bf16, and tokenizer.
+
+    Raises:
+        ValueError: it is no such file.
     """
+    with gguf.open("rb") as file:  # before the imports, which take seconds
+        if file.read(len(MAGIC)) != MAGIC:
+            raise ValueError(f"{gguf.name} does not begin as a GGUF file")
     os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported
     with importing():
         import gguf as gguf_library

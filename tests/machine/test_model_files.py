@@ -365,8 +365,9 @@ def test_what_pip_deletes_while_its_folder_is_measured_is_left_out(
 
 def test_a_conversion_that_fails_is_reported_with_its_last_words(tmp_path: Path) -> None:
     damaged = tmp_path / "damaged.gguf"
-    damaged.write_bytes(b"GGUF of nothing")
-    with pytest.raises(UserError, match=r"the conversion of damaged.gguf failed: \w+"):
+    damaged.write_bytes(b"no GGUF")
+    words = "ValueError: damaged.gguf does not begin as a GGUF file"
+    with pytest.raises(UserError, match=f"the conversion of damaged.gguf failed: {words}$"):
         model_files._convert(damaged, tmp_path / "model", lambda doing: None)
 
 
