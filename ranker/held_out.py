@@ -63,9 +63,11 @@ def simple_forecasts(rollouts: Rollouts, fold: Array) -> dict[str, Array]:
 def _others(unit: Array, length: Array) -> Array:
     """Return quantiles [N, Q] of the other lengths of each sample's unit [N]; NaN where there are none."""
     out = np.full((len(length), len(LEVELS)), np.nan)
-    order = np.argsort(unit, kind="stable")
-    for rows in np.split(order, np.flatnonzero(np.diff(unit[order])) + 1):
-        if len(rows) > 1:
-            others = np.broadcast_to(length[rows], (len(rows), len(rows)))[~np.eye(len(rows), dtype=bool)]
-            out[rows] = np.quantile(others.reshape(len(rows), -1), LEVELS, axis=1).T
+    _, number, counts = np.unique(unit, return_inverse=True, return_counts=True)
+    order = np.argsort(number, kind="stable")
+    samples = counts[number[order]]
+    for count in np.unique(samples[samples > 1]):  # units of one size together, as a call for each takes long
+        rows = order[samples == count].reshape(-1, count)
+        others = np.broadcast_to(length[rows][:, None], (len(rows), count, count))[:, ~np.eye(count, dtype=bool)]
+        out[rows.ravel()] = np.quantile(others.reshape(-1, count - 1), LEVELS, axis=1).T
     return out

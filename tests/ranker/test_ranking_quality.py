@@ -9,19 +9,21 @@ import ranker.train as ranker_train
 from ranker.data import from_rows
 from ranker.evaluate import kendall_tau, recall_at
 from ranker.history import HISTORY
-from ranker.model import LengthModel
-from ranker.train import refit, train_and_hold_out
+from ranker.train import Trained, refit, train_and_hold_out
 from tests.ranker.synthetic import CAP, noisy, small_reasoner
 from tests.ranker.test_model import assert_sound
 
+SMALL = 1200, 3, 1
+"""Prompts, samples of each, seed."""
+
 
 @pytest.fixture(scope="module")
-def small() -> LengthModel:
-    """The model of the small reasoner."""
-    return train_and_hold_out(from_rows(small_reasoner(1200, 3, 1).rows), written_by=("m",)).model
+def small() -> Trained:
+    """The model of the small reasoner, and what was left out to measure it."""
+    return train_and_hold_out(from_rows(small_reasoner(*SMALL).rows), written_by=("m",))
 
 
-def test_a_small_reasoner_is_ranked_nearly_as_well_as_can_be(small: LengthModel) -> None:
+def test_a_small_reasoner_is_ranked_nearly_as_well_as_can_be(small: Trained) -> None:
     report = small.report
     assert report.held_out is not None and not report.messages
     recall = report.held_out.recall
@@ -31,10 +33,10 @@ def test_a_small_reasoner_is_ranked_nearly_as_well_as_can_be(small: LengthModel)
         assert share == pytest.approx(float(level), abs=0.04)
 
 
-def test_prompts_of_another_day_are_ranked_as_the_report_says(small: LengthModel) -> None:
+def test_prompts_of_another_day_are_ranked_as_the_report_says(small: Trained) -> None:
     made = small_reasoner(1000, 1, 99)
     length = np.array([row["output_length"] for row in made.rows])
-    prediction = small.predict([row["prompt"] for row in made.rows])
+    prediction = small.model.predict([row["prompt"] for row in made.rows])
     assert recall_at(prediction.mean, length, 0.2) >= 0.85
     covered = (length[:, None] <= prediction.quantiles).mean(axis=0)
     np.testing.assert_allclose(covered, prediction.levels, atol=0.06)
@@ -81,11 +83,9 @@ def test_a_task_that_came_later_is_ranked_by_the_size_of_its_problems() -> None:
         assert (told.mean > prediction.mean).mean() > 0.9, task
 
 
-def test_what_is_left_out_of_training_tells_nothing() -> None:
-    rows = small_reasoner(400, 4, 8).rows
-    trained = train_and_hold_out(from_rows(rows))
-    held = trained.held_out
-    assert held is not None and trained.report is trained.model.report
+def test_what_is_left_out_has_a_forecast_by_each_rule(small: Trained) -> None:
+    held, rows = small.held_out, small_reasoner(*SMALL).rows
+    assert held is not None and small.report is small.model.report
     assert set(held.forecasts) == {"model", "prompt_characters", "task", "other_samples"}
     for quantiles in held.forecasts.values():
         assert quantiles.shape == (len(rows), len(held.levels)) and (np.diff(quantiles, axis=1) >= 0).all()
@@ -94,7 +94,11 @@ def test_what_is_left_out_of_training_tells_nothing() -> None:
     # other_samples: exactly those of the same prompt but the one that is foretold
     others = held.length[(held.unit == held.unit[0])][1:]
     np.testing.assert_allclose(held.forecasts["other_samples"][0], np.quantile(others, held.levels))
-    # lengths that have nothing to do with the prompt cannot be foretold by any rule that has not seen them
+
+
+def test_what_is_left_out_of_training_tells_nothing() -> None:
+    """Lengths that have nothing to do with the prompt cannot be foretold by any rule that has not seen them."""
+    rows = small_reasoner(400, 4, 8).rows
     shuffled = np.random.default_rng(0).permutation(400)[np.arange(1600) // 4]
     mixed = [row | {"output_length": rows[4 * n]["output_length"]} for row, n in zip(rows, shuffled, strict=True)]
     held = train_and_hold_out(from_rows(mixed)).held_out
