@@ -49,7 +49,17 @@ PRELOADED = [
 
 
 def run_ranks(ranks: int, work: Callable[..., None], *arguments: object) -> None:
-    """Calls `work(rank, *arguments)` in as many processes. They are forked from one that has imported everything."""
+    """Calls `work(rank, *arguments)` in as many processes. They are forked from one that has imported everything.
+
+    A lone rank, which has nobody to wait for, is this process: it computes a second time without the preparations of
+    libraries at a first one, which take most of a rank's time.
+    """
+    if ranks == 1:
+        try:
+            return work(0, *arguments)
+        finally:
+            if dist.is_initialized():  # it has failed
+                dist.destroy_process_group()
     multiprocessing.set_forkserver_preload(PRELOADED)
     mp.start_processes(work, arguments, nprocs=ranks, start_method="forkserver")
 
