@@ -187,7 +187,6 @@ def test_recurrent_layers_and_convolutions_get_rows_of_their_own(kind: str, valu
         ("gpt2", "shared"),
         ("gpt_neox", "shared"),
         ("gemma4_text", "shared"),
-        ("gptj", "separate"),
         ("stablelm", "separate"),
     ],
 )
@@ -229,6 +228,7 @@ def test_a_proof_is_made_once_for_an_architecture_and_this_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(packing_choice, "library_name", lambda source: source.stem)  # no kernel is compiled for it
     model = save_tiny_model(tmp_path / "model")
     first = proof_of(model)
     assert first is not None and {way.kind for way in first.ways} == {"shared", "separate"}
