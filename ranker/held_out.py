@@ -20,6 +20,8 @@ MODEL, CHARACTERS, TASK, OTHERS = "model", "prompt_characters", "task", "other_s
 """Names of the forecasts: the kept model without history; lengths of prompts about as long; lengths of the task; the
 other samples of the prompt.
 """
+AT_ONCE = 2**22
+"""Most lengths that are copied at once, where they are those of several units."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ def _others(unit: Array, length: Array) -> Array:
     order = np.argsort(number, kind="stable")
     samples = counts[number[order]]
     for count in np.unique(samples[samples > 1]):  # units of one size together, as a call for each takes long
-        rows = order[samples == count].reshape(-1, count)
-        others = np.broadcast_to(length[rows][:, None], (len(rows), count, count))[:, ~np.eye(count, dtype=bool)]
-        out[rows.ravel()] = np.quantile(others.reshape(-1, count - 1), LEVELS, axis=1).T
+        units = order[samples == count].reshape(-1, count)
+        for rows in np.array_split(units, -(-units.size * count // AT_ONCE)):
+            others = np.broadcast_to(length[rows][:, None], (len(rows), count, count))[:, ~np.eye(count, dtype=bool)]
+            out[rows.ravel()] = np.quantile(others.reshape(-1, count - 1), LEVELS, axis=1).T
     return out
