@@ -73,8 +73,9 @@ def steady_step(
     by_slots = min(pool.kind.slots for pool in generation) // SLOTS
     merged = max(1, min(most, max(by_slots, batch.samples // MOST_REQUESTS)))
     groups = max(1, batch.samples // merged // group)
+    curves = [_thinned(pool.kind.curve, merged) for pool in generation]
     fleet = [
-        SimulatedInstance(f"{number}.{k}", _thinned(pool.kind.curve, merged), max(1, round(pool.kind.slots / merged)))
+        SimulatedInstance(f"{number}.{k}", curves[number], max(1, round(pool.kind.slots / merged)))
         for number, pool in enumerate(generation)
         for k in range(pool.count)
     ]

@@ -45,6 +45,14 @@ class StepCurve:
     per_prefill_token: float = 0.0
     """Seconds per prefilled prompt token."""
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Hash, computed once: step times are looked up by curve at every placement among unequal instances."""
+        return hash((self.batches, self.seconds, self.per_context_token, self.per_prefill_token))
+
     def __post_init__(self) -> None:
         if not self.batches or len(self.batches) != len(self.seconds):
             raise ValueError(f"a step curve needs as many times as batches, got {len(self.seconds)}, {self.batches}")
@@ -135,13 +143,17 @@ class StepCurve:
             return self.seconds[0] / self.batches[0]
         return (self.seconds[-1] - self.seconds[-2]) / (self.batches[-1] - self.batches[-2])
 
+    @cached_property
+    def _points(self) -> tuple[Floats, Floats]:
+        return np.asarray(self.batches, dtype=np.float64), np.asarray(self.seconds)
+
     def base(self, batch: npt.ArrayLike) -> Floats:
         """Return base(b), also for fractional batches, in seconds.
 
         Linear between the points, constant below the first, with the last segment's slope above; 0 for an empty batch.
         """
         b = np.asarray(batch, dtype=np.float64)
-        inside = np.interp(b, self.batches, self.seconds)
+        inside = np.interp(b, *self._points)
         beyond = np.maximum(b - self.batches[-1], 0.0) * self._slope
         return np.where(b > 0, inside + beyond, 0.0)
 

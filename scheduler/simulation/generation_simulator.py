@@ -15,7 +15,8 @@ from __future__ import annotations
 import gc
 import heapq
 import math
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -178,6 +179,18 @@ class _Engine:
         return produced
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Simulate without the garbage collector: a million objects live here, none in a cycle, and it would scan all."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
 class Simulation:
     """Simulates one fleet under one policy."""
 
@@ -207,13 +220,8 @@ class Simulation:
             RuntimeError: the policy leaves requests waiting although nothing runs.
         """
         arriving = sorted(requests, key=lambda request: request.arrival)
-        collecting = gc.isenabled()
-        gc.disable()  # a million objects live here, none in a cycle, and the collector would scan all of them
-        try:
+        with uncollected():
             ends = self._run(arriving)
-        finally:
-            if collecting:
-                gc.enable()
         busy = {name: engine.busy for name, engine in self.engines.items()}
         tokens = sum(request.length for request in arriving)
         return Outcome(max(ends.values(), default=0.0), ends, busy, self.moves, tokens)

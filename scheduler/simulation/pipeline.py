@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,7 @@ from scheduler.cost.length_forecast import Forecast
 from scheduler.dispatch.policy import DispatchPolicy
 from scheduler.schedule.rounds import Rounds, taking
 from scheduler.schedule.schedules import Schedule, ScheduleState, due_within
-from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, Simulation
+from scheduler.simulation.generation_simulator import SimulatedInstance, SimulatedRequest, Simulation, uncollected
 from scheduler.simulation.stages import PipelineOutcome, Stages
 
 
@@ -141,22 +142,8 @@ class Pipeline:
             RuntimeError: there are too few groups for the steps, or the policy leaves requests waiting.
         """
         self._source, self._iterations = iter(groups), iterations
-        now = 0.0
-        self._start_what_may(now)
-        while self._version < iterations:
-            generated, event = self.simulation.next_end(), self._events[0][0] if self._events else float("inf")
-            if min(generated, event) == float("inf"):
-                raise RuntimeError(
-                    f"step {self._step + 1} of {iterations} cannot be trained: {len(self._groups)} groups are in "
-                    f"flight, {self.simulation.policy.waiting} requests wait, and nothing runs"
-                )
-            if generated <= event:
-                now, request_id = self.simulation.finish_next()
-                self._sample_ended(request_id, now)
-            else:
-                now, _, kind, name = heapq.heappop(self._events)
-                self._happened(kind, name, now)
-            self._start_what_may(now)
+        with uncollected():
+            now = self._run()
         return PipelineOutcome(
             stepped=tuple(self._stepped),
             published=tuple(self._published),
@@ -171,6 +158,26 @@ class Pipeline:
             deferred=self._deferrals,
             left=len(self._groups),
         )
+
+    def _run(self) -> float:
+        """Simulate until the last weights have arrived, and return when that is."""
+        now, events, simulation = 0.0, self._events, self.simulation
+        self._start_what_may(now)
+        while self._version < self._iterations:
+            generated, event = simulation.next_end(), events[0][0] if events else math.inf
+            if generated <= event:
+                if generated == math.inf:
+                    raise RuntimeError(
+                        f"step {self._step + 1} of {self._iterations} cannot be trained: {len(self._groups)} groups "
+                        f"are in flight, {simulation.policy.waiting} requests wait, and nothing runs"
+                    )
+                now, request_id = simulation.finish_next()
+                self._sample_ended(request_id, now)
+            else:
+                now, _, kind, name = heapq.heappop(events)
+                self._happened(kind, name, now)
+            self._start_what_may(now)
+        return now
 
     def _generation_busy(self, now: float) -> float:
         """Return the mean busy time of the instances until now."""
@@ -296,13 +303,13 @@ class Pipeline:
             self._issue(now)
         else:
             self._begin_rounds(self.rounds, now)
-        self._train(now)
+        if self._complete and not self._training:
+            self._train(now)
 
     def _issue(self, now: float) -> None:
         if self._issued >= self._iterations * self.batch:
             return
-        question = (self._issued, self._generated, self._version)
-        if question == self._full:
+        if self._question() == self._full:
             return  # nothing has changed that matters to issuing
         fresh: list[SimulatedRequest] = []
         state = self._state()  # `due` matters to training only
@@ -312,9 +319,13 @@ class Pipeline:
                 break
             fresh.extend(self._admit(group).requests.values())
             state = self._state()
-        self._full = (self._issued, self._generated, self._version)
+        self._full = self._question()
         if fresh:
             self.simulation.submit(fresh, now)
+
+    def _question(self) -> tuple[int, ...]:
+        """Return what decides whether a group may be issued; what is generated does so only at a barrier."""
+        return self._issued, self._generated if self.schedule.issue_barrier else 0, self._version
 
     def _admit(self, requests: Sequence[SimulatedRequest]) -> _Group:
         if not requests:
@@ -343,8 +354,7 @@ class Pipeline:
             self._end_round_if_over(now)
 
     def _train(self, now: float) -> None:
-        if self._training or not self._complete:
-            return
+        """Train the complete group that is due first, if the schedule lets the trainer, which is idle, take it."""
         if self.rounds is not None and (
             self._round_version != self._step or (self.schedule.whole_batches and self.rounds.round is not None)
         ):

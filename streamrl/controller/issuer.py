@@ -8,7 +8,6 @@ schedule choice   `schedule: auto` may change the schedule at the end of a step 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 
 from scheduler.capacity.auto_schedule import during_change
 from scheduler.schedule.schedules import ScheduleState, make_schedule
@@ -93,7 +92,7 @@ class Issuer:
         state = self._state(step, taken)
         while self.schedule.may_issue(state):
             groups.append(self._new_group())
-            state = replace(state, issued=self.pool.issued)
+            state = state._replace(issued=self.pool.issued)
         return groups
 
     async def _next_rounds(self, step: int) -> None:
