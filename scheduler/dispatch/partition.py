@@ -305,9 +305,9 @@ class _Clock:
     """Seconds at which one worker has done a number of decode steps, by scenario."""
 
     steps: Floats
-    """[scenarios, slots] steps after which each slot is empty, ascending."""
+    """[scenarios, 1 + slots] 0, and the steps after which each slot is empty, ascending."""
     at: Floats
-    """[scenarios, slots] seconds until then."""
+    """[scenarios, 1 + slots] seconds until then."""
 
     @classmethod
     def of(cls, occupied: Floats, curve: StepCurve, slower: Floats) -> _Clock:
@@ -318,10 +318,12 @@ class _Clock:
             curve: its step times.
             slower: [scenarios] factor for what steps do not include: reading contexts and prompts.
         """
-        steps = np.sort(occupied, axis=1)
-        batches = np.arange(steps.shape[1], 0, -1)
-        each = np.diff(steps, axis=1, prepend=0.0) * curve.base(batches)
-        return cls(steps, each.cumsum(axis=1) * slower[:, None])
+        count, slots = occupied.shape
+        steps, at = np.zeros((2, count, 1 + slots))
+        steps[:, 1:] = np.sort(occupied, axis=1)
+        each = np.diff(steps, axis=1) * curve.base(np.arange(slots, 0, -1))
+        at[:, 1:] = each.cumsum(axis=1) * slower[:, None]
+        return cls(steps, at)
 
     def seconds(self, steps: Floats) -> Floats:
         """Return [scenarios, n] seconds until so many steps."""
@@ -331,8 +333,7 @@ class _Clock:
     def seconds_in(self, drawn: npt.NDArray[np.int64], steps: Floats) -> Floats:
         """Return [n] seconds until so many steps, each in the scenario beside it."""
         # one interpolation for all scenarios: each has a stretch of the axis to itself
-        known, at = (np.pad(some, ((0, 0), (1, 0))) for some in (self.steps, self.at))
-        width = known.max() + 1.0
-        shift = np.arange(len(known))[:, None] * width
-        within = np.minimum(steps, known[drawn, -1]) + drawn * width
-        return np.interp(within, (known + shift).ravel(), at.ravel())
+        width = self.steps.max() + 1.0
+        shift = np.arange(len(self.steps))[:, None] * width
+        within = np.minimum(steps, self.steps[drawn, -1]) + drawn * width
+        return np.interp(within, (self.steps + shift).ravel(), self.at.ravel())

@@ -2,12 +2,14 @@
 
 A site has tens of thousands of slots and as many waiting requests, so no request may look at all slots. Each pass finds
 the slots that become free first, its window, and gives all of them to requests at once, as far as none of these ends
-before the window does. Where requests are so short that they do, the pass continues one by one inside its window.
+ends before the window does. Where requests are so short that they do, the pass continues one by one inside its window.
+Few slots are one window, and are filled one by one to the end.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 
 import numpy as np
 import numpy.typing as npt
@@ -40,8 +42,9 @@ def fill_slots(free_at: Floats, pace: Floats, lengths: Floats) -> tuple[Slots, F
         done = 0
         while done < len(tokens):
             window, rest = _first_free(free, size), tokens[done:]
-            taken, until = _at_once(window, free, pace, rest)
-            if 4 * len(taken) < min(len(window), len(rest)):
+            several = len(window) < len(free)
+            taken, until = (_at_once if several else _one_by_one)(window, free, pace, rest)
+            if several and 4 * len(taken) < min(len(window), len(rest)):
                 taken, until = _one_by_one(window, free, pace, rest)
             slots[done : done + len(taken)] = taken
             ends[done : done + len(taken)] = until
@@ -71,7 +74,8 @@ def _at_once(window: Slots, free: Floats, pace: Floats, tokens: Floats) -> tuple
 def _one_by_one(window: Slots, free: Floats, pace: Floats, tokens: Floats) -> tuple[Slots, Floats]:
     """Return slots and ends of the next requests until all slots of a window are taken beyond what was free there."""
     heap = list(zip(free[window].tolist(), window.tolist(), strict=True))  # ascending, so it is a heap
-    of_token, latest = dict(zip(window.tolist(), pace[window].tolist(), strict=True)), heap[-1]
+    of_token = dict(zip(window.tolist(), pace[window].tolist(), strict=True))
+    latest = heap[-1] if len(window) < len(free) else (math.inf, 0)
     taken, ends = [], []
     for number in tokens.tolist():
         at, slot = heap[0]

@@ -333,7 +333,8 @@ def test_the_clock_of_an_instance_by_hand() -> None:
     curve = StepCurve((1, 2), (1.0, 2.0))
     clock = _Clock.of(np.asarray([[4.0, 2.0], [1.0, 1.0]]), curve, np.asarray([1.5, 2.0]))
     # two steps of both at 2 s and two of one at 1 s, all half as slow again; one step of both, twice as slow
-    assert clock.steps.tolist() == [[2.0, 4.0], [1.0, 1.0]] and clock.at.tolist() == [[6.0, 9.0], [4.0, 4.0]]
+    assert clock.steps.tolist() == [[0.0, 2.0, 4.0], [0.0, 1.0, 1.0]]
+    assert clock.at.tolist() == [[0.0, 6.0, 9.0], [0.0, 4.0, 4.0]]
     asked = np.asarray([[0.0, 1.0, 2.0, 3.0, 4.0, 9.0], [0.0, 0.5, 1.0, 1.0, 7.0, 0.25]])
     assert clock.seconds(asked).tolist() == [[0.0, 3.0, 6.0, 7.5, 9.0, 9.0], [0.0, 2.0, 4.0, 4.0, 4.0, 1.0]]
 
