@@ -428,6 +428,7 @@ def test_counts_prices_and_bandwidths_must_be_positive(wrong: object) -> None:
         wrong()  # type: ignore[operator]
 
 
+@pytest.mark.usefixtures("simulated_once")
 @pytest.mark.parametrize("schedule", ["async", "sync"])
 @pytest.mark.parametrize("generates", [True, False])
 def test_a_budget_holds_at_the_plans_own_pace(schedule: str, generates: bool) -> None:
@@ -468,6 +469,7 @@ def test_weights_that_are_sent_less_often_cost_less_time_and_traffic() -> None:
     assert shown.step("one_step_off").seconds == often.step("one_step_off").seconds  # publishes after every step
 
 
+@pytest.mark.usefixtures("simulated_once")
 @pytest.mark.parametrize("schedule", ["async", "sync"])
 def test_a_budget_that_the_cheapest_plan_keeps_is_never_refused(schedule: str) -> None:
     """The GPUs that a shorter step asks for are so fast that their traffic costs more than is left."""
