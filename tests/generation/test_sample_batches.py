@@ -95,9 +95,15 @@ BODIES = st.dictionaries(st.text(max_size=8), VALUES | st.lists(VALUES, max_size
 @st.composite
 def samples(draw: st.DrawFn) -> Item:
     length = draw(st.integers(0, 30))
-    bits = st.integers(0, 2**32 - 1) | st.integers(0, 2**16)  # any float32, NaNs and infinities too
-    raw = {name: draw(st.lists(bits, min_size=length, max_size=length)) for name in TOKEN_ARRAYS}
-    return draw(BODIES), {name: np.array(raw[name], "<u4").view(dtype) for name, dtype in TOKEN_ARRAYS.items()}
+
+    def words() -> np.ndarray:
+        """Any bits: any float32, NaNs and infinities too; or small numbers, of which some may be negative."""
+        bits = np.frombuffer(
+            draw(st.binary(min_size=4 * length, max_size=4 * length)), draw(st.sampled_from(["<u4", "<i4"]))
+        )
+        return bits >> draw(st.sampled_from([0, 8, 16]))
+
+    return draw(BODIES), {name: words().view(dtype) for name, dtype in TOKEN_ARRAYS.items()}
 
 
 @settings(max_examples=60)
