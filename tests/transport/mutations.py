@@ -138,12 +138,17 @@ def packed(dice: Dice, envelope: Any) -> bytes:
     return data
 
 
-def mutated(dice: Dice, sent: Message) -> Frames:
-    """Frames of a message with something wrong in them, or of one that has other values."""
+def frames_of(sent: Message) -> Frames:
+    return [bytes(frame) for frame in encode(sent)]
+
+
+def mutated(dice: Dice, sent: Message, whole: Frames) -> Frames:
+    """Frames of a message with something wrong in them, or of one that has other values; `whole` are its own."""
     choice = dice.below(12)
     if choice < 3 and sent.arrays:
-        sent = replace(sent, arrays=mutated_arrays(dice, sent.arrays))
-    frames: Frames = [bytes(frame) for frame in encode(sent)]
+        frames = frames_of(replace(sent, arrays=mutated_arrays(dice, sent.arrays)))
+    else:
+        frames = list(whole)
     at = dice.pick((0, 0, dice.below(len(frames))))
     if 3 <= choice < 8:
         envelope = msgpack.unpackb(frames[0])
@@ -190,5 +195,5 @@ def fuzz(
 
 def peers_frames(seed: int, sent: Sequence[Message], count: int) -> Iterator[Frames]:
     """Mutations of messages, which take turns."""
-    dice = Dice(seed)
-    return (mutated(dice, sent[number % len(sent)]) for number in range(count))
+    dice, known = Dice(seed), [(one, frames_of(one)) for one in sent]
+    return (mutated(dice, *known[number % len(known)]) for number in range(count))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -51,10 +52,15 @@ def raw_nesting(depth: int) -> bytes:
     return b"\x91" * depth + b"\xc0"
 
 
+@functools.cache
+def sensible(session: str) -> tuple[bytes, ...]:
+    """Frames of a message with an array, in which something may be damaged."""
+    return tuple(map(bytes, encode(Message("item", session, 1, {"i": 1}, {"x": np.arange(6, dtype=np.int32)}))))
+
+
 def nonsense(rng: random.Random, session: str) -> list[bytes]:
     """One message that is no message, or one without sense, of a connection whose session is `session`."""
-    pick = rng.choice
-    array = [bytes(f) for f in encode(Message("item", session, 1, {"i": 1}, {"x": np.arange(6, dtype=np.int32)}))]
+    pick, array = rng.choice, sensible(session)
     case = rng.randrange(12)
     if case == 0:
         return [rng.randbytes(rng.randrange(80)) for _ in range(rng.randrange(1, 5))]
