@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.launcher.shadowing_check import shadowing
+from streamrl.launcher.shadowing_check import check_shadowing, shadowing
 from tests.waiting import scaled
 
 REPOSITORY = Path(__file__).parents[2]
@@ -30,20 +30,24 @@ def put(folder: Path, *names: str) -> None:
         path.write_text("raise AssertionError\n")
 
 
-FILES = (
-    *("scheduler.py", "ranker/__init__.py", "streamrl.py", "queue.py", "json/__init__.py"),
-    *("numpy.py", "torch/__init__.py", "yaml.py", "tokenizers.py", "filelock/__init__.py"),
-)
+OWN_AND_STANDARD = ("scheduler.py", "ranker/__init__.py", "streamrl.py", "queue.py", "json/__init__.py")
+LIBRARIES = ("numpy.py", "torch/__init__.py", "yaml.py", "tokenizers.py", "filelock/__init__.py")
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("names", [OWN_AND_STANDARD, LIBRARIES], ids=["own and standard", "libraries"])
 @pytest.mark.parametrize("options", [("--dry-run",), ()])
-def test_a_launch_names_the_file_and_starts_nothing(tmp_path: Path, name: str, options: tuple[str, ...]) -> None:
-    put(tmp_path, name)
+def test_a_launch_names_the_files_and_starts_nothing(
+    tmp_path: Path, names: tuple[str, ...], options: tuple[str, ...]
+) -> None:
+    put(tmp_path, *names)
     done = launch(tmp_path, "--cluster", "missing.yaml", *options)
-    module = name.removesuffix("/__init__.py")
-    assert done.returncode == 2 and "give it another name, or start in another folder" in done.stderr
-    assert f"error: {tmp_path.resolve() / module}: processes of a run would import it in place of" in done.stderr
+    assert done.returncode == 2
+    told = [line.strip() for line in done.stderr.removeprefix("error: ").splitlines()]
+    modules = sorted(name.removesuffix("/__init__.py") for name in names)
+    refused = [f"{tmp_path.resolve() / one}: processes of a run would import it in place of " for one in modules]
+    assert len(told) == len(names), done.stderr
+    for line, start in zip(sorted(told), refused, strict=True):
+        assert line.startswith(start) and line.endswith(": give it another name, or start in another folder")
 
 
 def test_other_files_of_the_working_folder_are_let_through(tmp_path: Path) -> None:
@@ -86,7 +90,9 @@ def test_files_on_pythonpath_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("inside", ["", "lib"])
-def test_modules_in_a_zip_file_on_pythonpath_are_named(tmp_path: Path, inside: str) -> None:
+def test_modules_in_a_zip_file_on_pythonpath_are_named(
+    tmp_path: Path, inside: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = tmp_path / "more.zip" / inside
     with zipfile.ZipFile(tmp_path / "more.zip", "w") as packed:
         for name in ("wave.py", "ranker/__init__.py", "mine.py", "torch.py", "time.py"):
@@ -100,9 +106,10 @@ def test_modules_in_a_zip_file_on_pythonpath_are_named(tmp_path: Path, inside: s
     with zipfile.ZipFile(tmp_path / "more.zip", "w") as packed:
         packed.writestr("mine.py", "")
     (tmp_path / "notes.txt").write_text("no zip file")
+    monkeypatch.chdir(tmp_path / "work")
     for path in (tmp_path / "more.zip", tmp_path / "notes.txt", tmp_path / "gone.zip"):
-        done = launch(tmp_path / "work", "--cluster", "missing.yaml", "--dry-run", path=path)
-        assert "missing.yaml" in done.stderr and "processes of a run" not in done.stderr
+        monkeypatch.setenv("PYTHONPATH", str(path))
+        check_shadowing()
 
 
 def test_a_library_on_pythonpath_is_the_users_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
