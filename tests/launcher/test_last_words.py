@@ -34,6 +34,12 @@ entry_point._role = lambda args: fail()
 sys.argv[1:] = ["controller", "--run-dir", "runs/tiny"]
 sys.exit(entry_point.main())
 """
+SAYS = """
+import sys
+print({said!r}, file=sys.stderr)
+sys.exit(1)
+"""
+"""What `RAISES` says, without what it imports."""
 
 
 @pytest.fixture
@@ -62,13 +68,14 @@ def test_the_traceback_of_a_reward_keeps_its_lines_and_what_to_mend_comes_first(
 
 
 def test_a_run_that_ends_for_another_cause_is_continued_as_it_is(place: Place) -> None:
-    printed = place.supervise({"controller": RAISES.format(words=words(VoidCause.GENERATION))})
+    printed = place.supervise({"controller": SAYS.format(said=entry_point._last_words(words(VoidCause.GENERATION)))})
     assert "\n       continue with: streamrl launch --resume runs/tiny\n" in printed
 
 
 @pytest.mark.parametrize("code", [ErrorCode.RESUME, ErrorCode.CONFIGURATION, ErrorCode.CONTEXT])
 def test_a_run_that_no_resume_continues_as_it_is_says_so(place: Place, code: ErrorCode) -> None:
-    printed = place.supervise({"controller": RAISES.format(words=code.refer("step_2 is missing"))})
+    said = entry_point._last_words(code.refer("step_2 is missing"))
+    printed = place.supervise({"controller": SAYS.format(said=said)})
     assert "\n       mend that, then continue with: streamrl launch --resume runs/tiny\n" in printed
 
 
