@@ -21,6 +21,8 @@ from tests.training.conftest import free_port
 from tests.transport.sockets import run, until
 
 FLOOD = 20_000
+SMALL_FLOOD = 2_000
+"""Ten times as many as may come at once of those that a peer sends rarely."""
 
 
 def flooded(frames: Any, count: int = FLOOD) -> Hub:
@@ -75,10 +77,10 @@ def test_hellos_of_ever_new_sessions_cannot_fill_the_queue(ends: bool, monkeypat
     def frames(number: int) -> Message:
         return Message("bye", f"life {number - 1}", 0, {}) if ends and number % 2 else hello(f"life {number}")
 
-    hub = flooded(frames)
+    hub = flooded(frames, SMALL_FLOOD)
     admitted = int(budgets.SIZES["hello"]) - 1
     assert hub._inbox.qsize() == (2 * admitted - 1 if ends else admitted) and len(hub.peers) <= 1 >= len(hub._routes)
-    assert sum(hub.refused()["too many"].values()) == 1 + (FLOOD // 2 if ends else FLOOD) - admitted
+    assert sum(hub.refused()["too many"].values()) == 1 + (SMALL_FLOOD // 2 if ends else SMALL_FLOOD) - admitted
 
 
 def test_large_hellos_and_heartbeats_are_few_and_no_larger_than_they_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,9 +97,9 @@ def test_large_hellos_and_heartbeats_are_few_and_no_larger_than_they_may_be(monk
 
 def test_heartbeats_beyond_a_few_a_second_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(budgets.PER_S, "heartbeat", 0.0)
-    hub = flooded(lambda number: Message("heartbeat", "life", 0, {"number": number}))
+    hub = flooded(lambda number: Message("heartbeat", "life", 0, {"number": number}), SMALL_FLOOD)
     assert hub.peers["service-west"].state["number"] == 199  # each costs a little more than one
-    assert hub.refused() == {"too many": {"service-west": FLOOD - 199}}
+    assert hub.refused() == {"too many": {"service-west": SMALL_FLOOD - 199}}
 
 
 def test_envelopes_of_another_site_are_unpacked_up_to_a_size_and_so_many_bytes_a_second(

@@ -23,7 +23,7 @@ from streamrl.transport.endpoint import Delivery, Link
 from streamrl.weights import publisher as publisher_module
 from streamrl.weights.site_relay import Encoding, NotPublished
 from streamrl.weights.version_store import WeightStore
-from tests.waiting import scaled
+from tests.waiting import scaled, until
 from tests.weights.world import DamagingLink, Policy, RecordingPublisher, World, fill, flip_a_bit, in_world
 
 
@@ -498,6 +498,7 @@ def test_memory_is_bounded_with_a_relay_that_never_comes_back(tmp_path: Path) ->
         assert gone.last.kind in ("complete", "packed", "packed+delta")
         for relay in (gone, there):
             await relay.link.close()
+        await until(lambda: not world.hub.peers)
         await world.publisher.publish(*policy.step())
         await world.publisher.publish(*policy.step())
         assert world.publisher.chain.held == {}
