@@ -105,7 +105,7 @@ def test_multiprocessing_works_in_a_reward_and_imports_nothing_of_the_launch(
 
 
 async def is_late(tasks: list[Task]) -> None:
-    async with started(tasks, scaled(0.5)) as pool:
+    async with started(tasks, scaled(2)) as pool:
         for _ in range(20):  # a loaded machine may take as long as the limit to start the processes
             result = await pool.score("leaving", "hang", GIVEN)
             assert result.void is not None and result.void.cause is VoidCause.TIMEOUT

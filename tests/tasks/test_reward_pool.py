@@ -24,7 +24,7 @@ from streamrl.tasks.reward_pool import RewardPool, RewardResult
 from tests.marks import descendants
 from tests.waiting import scaled, until, wait_for
 
-TIMEOUT_S = scaled(0.3)
+TIMEOUT_S = scaled(0.7)
 """Limit of rewards that hang, and of no other: a loaded machine may take as long for those that do not."""
 LATE = Void(VoidCause.TIMEOUT, f"timed out after {TIMEOUT_S:g} s")
 NEVER_S = 240.0
@@ -347,7 +347,7 @@ def test_real_verifiers_score_in_workers(tmp_path: Path) -> None:
 
 def test_time_waiting_for_a_worker_does_not_count(tasks: list[Task]) -> None:
     async def run() -> None:
-        limit = scaled(1.0)
+        limit = scaled(1.5)
         async with started(RewardPool(tasks, 0, workers=1, timeout_s=limit)) as pool:
             hanging = ask(pool, "hang")
             last = await ask(pool, "fine")  # waits it out, and the restart of the worker

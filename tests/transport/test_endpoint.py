@@ -121,7 +121,7 @@ def test_a_successor_whose_clock_was_set_back_is_admitted_once_its_dead_predeces
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(link_module, "HELLO_S", 0.1)
-    monkeypatch.setattr(endpoint_base, "HEARTBEAT_S", scaled(0.1))
+    monkeypatch.setattr(endpoint_base, "HEARTBEAT_S", scaled(0.2))
 
     async def body(address: str) -> None:
         hub = hub_at(address)
