@@ -74,6 +74,7 @@ def test_is_the_last_with_a_careless_fixture(careless):
 
 def test_what_a_test_leaves_is_named_and_ended(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     soon = "\nfrom tests import leaks\nleaks.GOING_S = 0.1\n"  # nothing here is about to end by itself
+    pytester.makefile(".txt", long_tests="")
     pytester.makeconftest((ROOT / "tests" / "conftest.py").read_text() + soon)
     pytester.makepyfile(TESTS)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

@@ -86,6 +86,7 @@ def test_limits_of_tests_scale_in_every_worker_and_the_header_says_by_how_much(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, ten_times: None
 ) -> None:
     root = Path(__file__).parents[1]
+    pytester.makefile(".txt", long_tests="")
     pytester.makeconftest((root / "tests" / "conftest.py").read_text())
     pytester.makepyprojecttoml("[tool.pytest.ini_options]\ntimeout = 300\n")
     pytester.makepyfile(
