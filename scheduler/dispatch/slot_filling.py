@@ -1,7 +1,7 @@
 """Which slot each waiting request gets, if every one starts in the slot that becomes free first.
 
 A site has tens of thousands of slots and as many waiting requests, so no request may look at all slots. Each pass finds
-the slots that become free first, its window, and gives all of them to requests at once, as far as none of these ends
+the slots that become free first, its window, and gives all of them to requests at once, as far as none of these
 ends before the window does. Where requests are so short that they do, the pass continues one by one inside its window.
 Few slots are one window, and are filled one by one to the end.
 """
