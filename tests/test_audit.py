@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("audit", Path(__file__).parents[1] / "tools" / "audit.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
+from tests.loaded_tool import loaded_tool
 
 ANSWER = {
     "dependencies": [
@@ -28,7 +17,7 @@ ANSWER = {
 
 
 def test_only_what_can_be_mended_fails() -> None:
-    audit = load()
+    audit = loaded_tool("audit")
     assert audit.audited(ANSWER) == 3
     assert audit.findings(ANSWER) == (
         ["bad 1: PYSEC-1, fixed in 2"],
@@ -37,7 +26,7 @@ def test_only_what_can_be_mended_fails() -> None:
 
 
 def test_an_accepted_advisory_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    audit = load()
+    audit = loaded_tool("audit")
     monkeypatch.setattr(audit, "ACCEPTED", {"CVE-1": "not used here"})
     assert audit.findings(ANSWER)[0] == []
     assert "bad 1: PYSEC-1 (accepted: not used here)" in audit.findings(ANSWER)[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -12,14 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.loaded_tool import loaded_tool
 from tests.waiting import scaled
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "tools"))  # its own modules are beside it
-SPEC = importlib.util.spec_from_file_location("mutants", ROOT / "tools" / "mutants.py")
-assert SPEC is not None and SPEC.loader is not None
-mutants = sys.modules["mutants"] = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(mutants)
+mutants = loaded_tool("mutants")
 mutant_run, mutant_summary = sys.modules["mutant_run"], sys.modules["mutant_summary"]
 
 SOURCE = """

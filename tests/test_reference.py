@@ -14,13 +14,10 @@ import pytest
 from pydantic import BaseModel, Field
 
 from streamrl.config.load import load_run
+from tests.loaded_tool import loaded_tool
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "tools"))  # its own modules are beside it
-SPEC = importlib.util.spec_from_file_location("reference", ROOT / "tools" / "reference.py")
-assert SPEC is not None and SPEC.loader is not None
-reference = sys.modules["reference"] = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(reference)
+reference = loaded_tool("reference")
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.loaded_tool import loaded_tool
+
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "tools"))  # its own modules are beside it
-SPEC = importlib.util.spec_from_file_location("results", ROOT / "tools" / "results.py")
-assert SPEC is not None and SPEC.loader is not None
-results = sys.modules["results"] = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(results)
+results = loaded_tool("results")
 
 PAGE = "a <!-- figure: share -->12 %<!-- end --> b\n<!-- figure: rows -->\nold\n<!-- end -->\n"
 

@@ -4,17 +4,14 @@ those that a list says to take long."""
 from __future__ import annotations
 
 import ast
-import importlib.util
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import LONG, SLOW, TESTS
+from tests.loaded_tool import loaded_tool
 
-SPEC = importlib.util.spec_from_file_location("long_tests", TESTS.parent / "tools" / "long_tests.py")
-assert SPEC is not None and SPEC.loader is not None
-long_tests = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(long_tests)
+long_tests = loaded_tool("long_tests")
 
 STARTERS = (
     *("vllm", "trl", "ray.cluster_utils", "streamrl.generation.instance.engine.Engine"),

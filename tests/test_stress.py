@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -11,13 +10,11 @@ from pathlib import Path
 import psutil
 
 from streamrl.runtime.processes import is_alive
+from tests.loaded_tool import loaded_tool
 from tests.marks import descendants
 from tests.waiting import scaled, wait_for
 
-SPEC = importlib.util.spec_from_file_location("stress", Path(__file__).parents[1] / "tools" / "stress.py")
-assert SPEC is not None and SPEC.loader is not None
-stress = sys.modules["stress"] = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(stress)
+stress = loaded_tool("stress")
 
 FLAKY = """
 import subprocess
