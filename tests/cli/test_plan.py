@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,6 +22,7 @@ from streamrl.errors import UserError
 from streamrl.planning.planning_inputs import Inputs, find_model, gather, offers_of
 from streamrl.runtime.training_work import work_of
 from tests.cli.calling import streamrl
+from tests.simulated_once import splits_simulated_once
 
 ROOT = Path(__file__).parents[2]
 HETEROGENEOUS = ROOT / "cluster_configs" / "heterogeneous.yaml"
@@ -38,8 +38,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True, scope="module")
 def simulated_once() -> Iterator[None]:
     """Simulate a split once for all tests: most of them plan for the same cluster files."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placement_plan, "steady_step", functools.cache(steady_step))
+    with splits_simulated_once():
         yield
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Iterator
 
 import pytest
 
-from scheduler.capacity import placement_plan
+from tests.simulated_once import splits_simulated_once
 
 
 @pytest.fixture
-def simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulate each split once, however often a test plans with it: its step depends on no budget and no objective."""
-    monkeypatch.setattr(placement_plan, "steady_step", cache(placement_plan.steady_step))
+def simulated_once() -> Iterator[None]:
+    """Simulate each split once within a test."""
+    with splits_simulated_once():
+        yield

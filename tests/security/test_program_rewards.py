@@ -27,6 +27,7 @@ from streamrl.tasks import sandbox as sandboxes
 from streamrl.tasks.sandbox import MOST_PROCESSES, isolation_of, passes
 from streamrl.tasks.sandbox_script import run_script
 from streamrl.transport.curve import make_keys
+from tests.tasks.bare_sandbox import BARE, NOTHING
 from tests.waiting import scaled, wait_for
 
 TESTS = "assert add(1, 2) == 3\nassert add('a', 'b') == 'ab'"
@@ -34,9 +35,6 @@ RIGHT = "def add(a, b): return a + b"
 WRONG = "def add(a, b): return 0\n"
 MINE = f"# of {os.getpid()}"
 """Comment that tells the sandboxes of this process's tests from those of tests that run beside them."""
-BARE = ["sh", "-c", 'exec "$0" -S "$@"']
-"""Isolates nothing, and leaves out installed packages, which double the start of Python."""
-NOTHING = Sandbox(command=BARE, seconds=20)
 
 
 def works(command: list[str]) -> bool:

@@ -23,12 +23,10 @@ from streamrl.tasks import sandbox
 from streamrl.tasks.rewards import Scorer
 from streamrl.tasks.sandbox import _bubblewrap_options, passes
 from streamrl.tasks.void_reward import VoidReward
+from tests.tasks.bare_sandbox import BARE, NOTHING
 from tests.tasks.passing_time import passing_once
 from tests.waiting import scaled, wait_for
 
-BARE = ["sh", "-c", 'exec "$0" -S "$@"']
-"""Isolates nothing: these programs are the tests' own. They need no installed package (-S), which doubles the start."""
-NOTHING = Sandbox(command=BARE, seconds=20)
 TESTS = "assert add(1, 2) == 3"
 RIGHT = "Like this:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
 
