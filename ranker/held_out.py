@@ -65,9 +65,8 @@ def simple_forecasts(rollouts: Rollouts, fold: Array) -> dict[str, Array]:
 def _others(unit: Array, length: Array) -> Array:
     """Return quantiles [N, Q] of the other lengths of each sample's unit [N]; NaN where there are none."""
     out = np.full((len(length), len(LEVELS)), np.nan)
-    _, number, counts = np.unique(unit, return_inverse=True, return_counts=True)
-    order = np.argsort(number, kind="stable")
-    samples = counts[number[order]]
+    order = np.argsort(unit, kind="stable")
+    samples = np.bincount(unit)[unit[order]]
     for count in np.unique(samples[samples > 1]):  # units of one size together, as a call for each takes long
         units = order[samples == count].reshape(-1, count)
         for rows in np.array_split(units, -(-units.size * count // AT_ONCE)):

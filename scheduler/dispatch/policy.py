@@ -145,7 +145,7 @@ def near(home: Instance, other: Instance, affinity: int) -> bool:
     `affinity` beyond it.
     """
     most = other.load + affinity
-    if home.usual is other.usual or alike({home.usual, other.usual}):
+    if alike({home.usual, other.usual}):
         return home.load <= most
     return home.step_at(home.load) <= other.step_at(most)
 
@@ -278,7 +278,7 @@ class Fleet:
         while self._by_load:
             entry = self._by_load[0]
             instance = self.instances.get(entry[-1])
-            if instance is not None and len(instance.running) < instance.slots and self._loaded(instance) == entry:
+            if instance is not None and instance.free > 0 and self._loaded(instance) == entry:
                 return instance
             heapq.heappop(self._by_load)  # out of date, or full: a full instance gets a new entry when a request ends
         return None
@@ -298,7 +298,7 @@ class Fleet:
         faster = [
             one
             for one in self.instances.values()
-            if len(one.running) >= one.slots and ALIKE * one.step_at(max(one.slots * one.slowness, found.load)) < step
+            if one.free < 1 and ALIKE * one.step_at(max(one.slots * one.slowness, found.load)) < step
         ]
         rate = sum(one.slots / one.step_at(one.slots * one.slowness) for one in faster)
         return None if faster and waiting + sum(one.slots for one in faster) < rate * step else found
@@ -307,14 +307,13 @@ class Fleet:
         """Start requests from the head of the queue while there are free slots (see the class)."""
         decisions = []
         while waiting:
-            home = self.instances.get(waiting[0].home)  # its KV cache is there: it waits for no faster instance
-            emptiest = self.next_free(len(waiting)) if home is None else self.emptiest()
+            at_home = waiting[0].home in self.instances  # its KV cache is there: it waits for no faster instance
+            emptiest = self.emptiest() if at_home else self.next_free(len(waiting))
             if emptiest is None:
                 break
-            request = waiting.popleft() if home is None else self._next(waiting, emptiest)
+            request = self._next(waiting, emptiest)
             chosen = emptiest
-            if home is not None:
-                home = self.instances[request.home]
+            if (home := self.instances.get(request.home)) is not None:
                 chosen = home if worth_returning(request, home, emptiest, self.affinity) else emptiest
             elif (home := self.instances.get(self._homes.get(request.group_id, ""))) is not None:
                 chosen = home if home.free > 0 and near(home, emptiest, self.affinity) else emptiest

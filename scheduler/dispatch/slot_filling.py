@@ -1,8 +1,8 @@
 """Which slot each waiting request gets, if every one starts in the slot that becomes free first.
 
 A site has tens of thousands of slots and as many waiting requests, so no request may look at all slots. Each pass finds
-the slots that become free first, its window, and gives all of them to requests at once, as far as none of these
-ends before the window does. Where requests are so short that they do, the pass continues one by one inside its window.
+the slots that become free first, its window, and gives all of them to requests at once, as far as none of these ends
+before the window does. Where requests are so short that they do, the pass continues one by one inside its window.
 Few slots are one window, and are filled one by one to the end.
 """
 
@@ -42,10 +42,7 @@ def fill_slots(free_at: Floats, pace: Floats, lengths: Floats) -> tuple[Slots, F
         done = 0
         while done < len(tokens):
             window, rest = _first_free(free, size), tokens[done:]
-            several = len(window) < len(free)
-            taken, until = (_at_once if several else _one_by_one)(window, free, pace, rest)
-            if several and 4 * len(taken) < min(len(window), len(rest)):
-                taken, until = _one_by_one(window, free, pace, rest)
+            taken, until = _pass(window, free, pace, rest)
             slots[done : done + len(taken)] = taken
             ends[done : done + len(taken)] = until
             free[taken] = until  # of a slot that was taken twice, the last one counts
@@ -62,6 +59,15 @@ def _first_free(free: Floats, size: int) -> Slots:
     return found[np.argsort(free[found], kind="stable")][:size]
 
 
+def _pass(window: Slots, free: Floats, pace: Floats, tokens: Floats) -> tuple[Slots, Floats]:
+    """Return slots and ends of the next requests: as many at once as can be, or one by one where those are few."""
+    if len(window) < len(free):
+        taken, ends = _at_once(window, free, pace, tokens)
+        if 4 * len(taken) >= min(len(window), len(tokens)):
+            return taken, ends
+    return _one_by_one(window, free, pace, tokens)
+
+
 def _at_once(window: Slots, free: Floats, pace: Floats, tokens: Floats) -> tuple[Slots, Floats]:
     """Return a window's slots and the ends of their next requests, as far as none ends before a slot here is free."""
     slots = window[: len(tokens)]
@@ -72,7 +78,10 @@ def _at_once(window: Slots, free: Floats, pace: Floats, tokens: Floats) -> tuple
 
 
 def _one_by_one(window: Slots, free: Floats, pace: Floats, tokens: Floats) -> tuple[Slots, Floats]:
-    """Return slots and ends of the next requests until all slots of a window are taken beyond what was free there."""
+    """Return slots and ends of the next requests until all slots of a window are taken beyond what was free there.
+
+    If the window is all slots, that is never.
+    """
     heap = list(zip(free[window].tolist(), window.tolist(), strict=True))  # ascending, so it is a heap
     of_token = dict(zip(window.tolist(), pace[window].tolist(), strict=True))
     latest = heap[-1] if len(window) < len(free) else (math.inf, 0)

@@ -259,6 +259,10 @@ class _Loader(yaml.SafeLoader):
             node.value = node.value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
         return node
 
+    def value(self, node: yaml.Node | None) -> Any:
+        """Return what the node of a whole text stands for; None: the text is empty."""
+        return None if node is None else self.construct_document(node)
+
 
 class _Counting(_Loader):
     """Ends before it has read a text of too many keys and values."""
@@ -278,7 +282,7 @@ def _parse(path: Path, text: str, levels: int = 0, loader: type[_Loader] = _Load
         parser = loader(text)
         node = parser.get_single_node()
         _refuse_misread(str(path), node, levels)
-        data = parser.construct_document(node) if node is not None else None
+        data = parser.value(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
@@ -406,7 +410,7 @@ def _override_value(raw: str, path: Sequence[str | int]) -> Any:
         parser = _Loader(raw)
         node = parser.get_single_node()
         problems = _misread(node, path)
-        value = parser.construct_document(node) if node is not None else None
+        value = parser.value(node)
     except yaml.YAMLError as error:
         raise ValueError(f"the value is not valid YAML: {str(error).splitlines()[0]}") from error
     except RecursionError as error:
