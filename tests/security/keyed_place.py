@@ -54,7 +54,7 @@ class Place:
 
     @functools.cached_property
     def _loaded(self) -> RoleContext:
-        """As any process loads it, in a tenth of a second; a copy reads its keys when it is asked for them."""
+        """The context that any process loads, in a tenth of a second; a copy reads its keys when asked for them."""
         return RoleContext.load("", "", self.run_dir, False)
 
     def context(self, name: str = "controller", site: str = "here") -> RoleContext:

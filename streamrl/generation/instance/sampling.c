@@ -34,8 +34,9 @@ static inline long first_beyond(const float *adds, long count, double wanted, do
     return last;
 }
 
-/* logits [rows, width], rows `stride` floats apart, become log-probabilities; numbers [rows]: uniform in [0, 1); tokens [rows]: of each row the one in
-   whose share of the probability its number lies; never one of probability 0, and any one of a row that is not finite */
+/* logits [rows, width], rows `stride` floats apart, become log-probabilities; numbers [rows]: uniform in [0, 1); tokens
+   [rows]: of each row the one in whose share of the probability its number lies; never one of probability 0, and any
+   one of a row that is not finite */
 void draw(float *logits, const double *numbers, int64_t *tokens, long rows, long width, long stride) {
     long parts = (width + PART - 1) / PART;
 #pragma omp parallel for schedule(static)

@@ -71,9 +71,9 @@ class GroupStore:
     """
 
     store: dist.Store
-    """For requests that may wait for another process."""
+    """The connection for requests that may wait for another process."""
     asks: dist.Store
-    """For requests that are answered at once; they wait for none of the other's."""
+    """That for requests that are answered at once; they wait for none of the other's."""
 
 
 class Communicator(ABC):
