@@ -479,9 +479,10 @@ class Hub(Endpoint):
             self._to(peer, message.frames)
 
     async def close(self) -> None:
-        """Stop serving and close all sockets."""
+        """Stop serving and close all sockets; then another hub can listen on the same addresses."""
         await self._stop()
         for door in self._doors:
+            await door.stop_listening()
             door.socket.close(endpoint_base.LINGER_MS)
             if door.keys is not None:
                 unguard(self._context, door.domain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,10 @@ the last ones wait half a minute, and one that is cut off begins again behind th
 there is in the site's own network; each costs a file, of up to 65,536 of a process."""
 BACKLOG = 4096
 """Connections that the system holds until a door takes them; Linux drops further ones, which try again ever later."""
+CLOSING_MS = 5_000
+"""Limit of closing a listening socket, in milliseconds."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +51,19 @@ class Door:
     """Keys that the door admits; None: it asks for none."""
     domain: str = ""
     """Name under which libzmq asks about its clients; each door has its own, as other keys open it."""
+
+    async def stop_listening(self) -> None:
+        """Give the address back, and return when the system has it.
+
+        A thread of libzmq closes the listening socket at some later time; until then nobody else can listen there.
+        """
+        address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        events = self.socket.get_monitor_socket(zmq.EVENT_CLOSED)
+        self.socket.unbind(address)
+        if not await events.poll(CLOSING_MS):
+            log.warning("%s is not free %d s after it was closed", address, CLOSING_MS // 1000)
+        self.socket.disable_monitor()
+        events.close(0)
 
 
 def make_door(context: zmq.asyncio.Context, domain: str, security: ServerSecurity | None, outside: bool) -> Door:
