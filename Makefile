@@ -1,7 +1,7 @@
 # make demo    train a real model on this machine, from nothing (six minutes after installation; MINUTES=15 MEMORY=8 to change that)
 # make test    style, types and tests (about a quarter of an hour)
 # make test-quick   nine tenths of the tests: none with vLLM, whole runs or ranks, and none that takes long (under three minutes)
-# make test-stress  whatever starts processes 10 times beside two busy processes (hours; FILES=..., COUNT=1, RECORD=FILE)
+# make test-stress  whatever starts processes 10 times beside two busy processes (hours; FILES=..., COUNT=1, DELAYS=1, RECORD=FILE)
 # make test-browser  the dashboard in a headless browser (needs Chromium; PICTURES_OF=runs/demo renews docs/pictures/)
 # make test-trackers  TensorBoard, W&B, MLflow and Trackio with their real packages; dashboards and alerts (two minutes)
 # make test-environments  environments of gymnasium and verifiers, each in a venv (needs PyPI or an index; minutes)
@@ -100,7 +100,7 @@ test-quick: $(STAMP)
 	"$(BIN)/python" -m pytest -n 3 -m "not slow and not long"
 
 test-stress: $(STAMP)
-	"$(BIN)/python" tools/stress.py --count $(or $(COUNT),10) $(if $(RECORD),--record $(RECORD)) $(FILES)
+	"$(BIN)/python" tools/stress.py --count $(or $(COUNT),10) $(if $(DELAYS),--delays) $(if $(RECORD),--record $(RECORD)) $(FILES)
 
 test-environments: $(STAMP)
 	STREAMRL_TEST_ENVIRONMENTS=build/environments "$(BIN)/python" -m pytest tests/environments/test_real_environments.py

@@ -96,12 +96,36 @@ def test_rounds_that_could_not_be_recorded_are_refused_before_the_first(tmp_path
     (tmp_path / "broken.json").write_text("[")
     for options, words in (
         (["--record", str(tmp_path / "a.json"), "tests/test_sleeps.py"], "--record is for rounds of all files"),
+        (["--record", str(tmp_path / "a.json"), "--delays"], "without delays"),
         (["--record", str(tmp_path / "none" / "a.json")], "no folder"),
         (["--record", str(tmp_path / "broken.json")], "no list of rounds"),
     ):
         command = [sys.executable, "tools/stress.py", *options]
         done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
         assert done.returncode == 2 and words in done.stderr, done.stderr
+
+
+CLOSING = """
+import os
+import resource
+
+def test_closing_a_pipe_waits_for_nothing():
+    begun = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+    for _ in range(1000):
+        for end in os.pipe():
+            os.close(end)
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - begun < 10
+"""
+
+
+def test_system_calls_wait_with_delays(tmp_path: Path) -> None:
+    (tmp_path / "test_closing.py").write_text(CLOSING)
+    command = [sys.executable, "tools/stress.py", "--delays", "--busy", "0", "--workers", "1", "--count", "1"]
+    command += ["--kept", str(tmp_path), str(tmp_path / "test_closing.py")]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=scaled(60))
+    assert done.returncode == 1 and "1 tests, 1 runs, 1 tests ever failed" in done.stdout, done.stdout + done.stderr
+    output = (tmp_path / "round-1.log").read_text()
+    assert "test_closing_a_pipe_waits_for_nothing" in output and "preload" not in output
 
 
 def test_the_files_that_start_processes_are_found_by_what_they_contain() -> None:

@@ -1,10 +1,12 @@
 """Repeat tests that start processes while other processes keep the machine busy, and list the tests that ever failed.
 
-    python tools/stress.py [--count 10] [--busy 2] [--workers 3] [--record FILE] [FILE ...]
+    python tools/stress.py [--count 10] [--busy 2] [--workers 3] [--delays] [--record FILE] [FILE ...]
 
 A test that depends on the exact timing of a process, or on a fast machine, fails here sooner or later. All files run
-once, then all again, so that rare failures are seen under different conditions. The output of rounds in which a test
-failed is kept in build/stress/; `--record` adds each whole round to a file, with its commit and its machine.
+once, then all again, so that rare failures are seen under different conditions. With `--delays` system calls of all
+processes wait at random (tools/delays.c): orders of events that are rare even under load come within a round or two,
+also between the threads of one process, so all tests run. The output of rounds in which a test failed is kept in
+build/stress/; `--record` adds each whole round to a file, with its commit and its machine.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import xml.etree.ElementTree as ET
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,6 +35,7 @@ from streamrl.runtime.stop_signals import on_stop
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "build" / "stress"
+DELAYS = ROOT / "tools" / "delays.c"
 STARTS = re.compile(
     r"^(import subprocess|import multiprocessing|import ray\b|from ray\b|import torch\.multiprocessing)"
     r"|\b(Project|ProcessGroup|RewardPool|EmulatedNetwork|Engine|run_ranks)\("
@@ -147,8 +151,27 @@ def beside(count: int) -> Iterator[None]:
             process.wait()
 
 
-def run(files: list[str], workers: int, number: int, kept: Path) -> dict[str, bool]:
-    """Run the tests of these files once, the tests of a file by one worker, as `make test` does."""
+@contextlib.contextmanager
+def delaying() -> Iterator[dict[str, str]]:
+    """Compile the library that delays system calls, and give the environment with which processes load it.
+
+    Raises:
+        OSError: there is no C compiler.
+        subprocess.CalledProcessError: it cannot compile it; it has said why.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder, "delays.so")
+        library.parent.chmod(0o755)  # for what tests start as another user
+        subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, DELAYS, "-ldl"], check=True)
+        yield {"LD_PRELOAD": str(library)}
+
+
+def run(files: list[str], workers: int, number: int, kept: Path, environment: Mapping[str, str]) -> dict[str, bool]:
+    """Run the tests of these files once, the tests of a file by one worker, as `make test` does.
+
+    Args:
+        environment: variables of the tests on top of those of this process.
+    """
     kept.mkdir(parents=True, exist_ok=True)
     report, log = kept / "report.xml", kept / f"round-{number}.log"
     report.unlink(missing_ok=True)
@@ -158,7 +181,13 @@ def run(files: list[str], workers: int, number: int, kept: Path) -> dict[str, bo
     with (
         log.open("w") as output,
         subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            command,
+            cwd=ROOT,
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
         ) as pytest,
     ):
         assert pytest.stdout is not None
@@ -204,31 +233,32 @@ def main() -> int:
     """Run the tests; return 1 if any test has failed in any run, or if they were stopped."""
     on_stop(_told_to_end, signal.SIGTERM)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", help="test files (default: all that start processes)")
+    parser.add_argument("files", nargs="*", help="test files (default: all that start processes; with --delays all)")
     parser.add_argument("--count", type=int, default=10, help="runs of each file (default: 10)")
     parser.add_argument("--busy", type=int, default=2, help="busy processes meanwhile (default: 2)")
     parser.add_argument("--workers", type=int, default=3, help="tests that run at once (default: 3)")
+    parser.add_argument("--delays", action="store_true", help="delay system calls at random (needs a C compiler)")
     parser.add_argument("--kept", type=Path, default=KEPT, help="folder for the output of rounds with failures")
     parser.add_argument("--record", type=Path, help="JSON file to which each round of all files is added")
     parser.add_argument("--list", action="store_true", help="only list the files")
     args = parser.parse_args()
-    files = args.files or files_that_start_processes()
+    files = args.files or (["tests"] if args.delays else files_that_start_processes())
     if args.list:
         print("\n".join(files))
         return 0
     if args.record is not None:
-        if args.files:
-            parser.error("--record is for rounds of all files")
+        if args.files or args.delays:
+            parser.error("--record is for rounds of all files that start processes, without delays")
         try:
             recorded(args.record)
         except ValueError as error:
             parser.error(f"--record {error}")
     found = Found()
     try:
-        with beside(args.busy):
+        with beside(args.busy), delaying() if args.delays else contextlib.nullcontext({}) as environment:
             for number in range(1, args.count + 1):
                 began = time.monotonic()
-                found.add(last := run(files, args.workers, number, args.kept))
+                found.add(last := run(files, args.workers, number, args.kept, environment))
                 if args.record is not None:
                     record(args.record, last, time.monotonic() - began, args.workers, args.busy)
         stopped = False
