@@ -17,6 +17,7 @@ from contextlib import ExitStack, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -264,12 +265,22 @@ def test_whoever_waits_for_a_trainer_that_dies_is_told_at_once(group: Group) -> 
     assert not shared_here()
 
 
-def test_a_wait_ends_at_its_limit_or_when_the_group_is_aborted_and_says_for_whom_it_was(group: Group) -> None:
+def test_a_wait_ends_at_its_limit_or_when_the_group_is_aborted_and_says_for_whom_it_was(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensors = [filled(number) for number in range(3)]
     group.meet(2).close()
-    group.meet(2, limit_s=scaled(0.2))  # both are there already
+    ring, now = group.meet(2)._ring, 0.0  # type: ignore[attr-defined]
+
+    def monotonic() -> float:
+        """Time passes once rank 1 has copied all that it can."""
+        nonlocal now
+        now += 1e6 if ring.waits_for == [2] else 0.0
+        return now
+
     group.orders[0].send(("take", *forms(tensors)))
-    with pytest.raises(GroupBroken, match=r"waited \d+ s for rank 2"):
+    with monkeypatch.context() as patched, pytest.raises(GroupBroken, match=r"waited \d+ s for rank 2"):
+        patched.setattr(ipc, "time", SimpleNamespace(monotonic=monotonic))
         group.send(tensors).result()
     group.zero.close()
     assert "the trainer is gone" in group.orders[0].recv()
