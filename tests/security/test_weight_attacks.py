@@ -60,7 +60,7 @@ def test_a_cancelled_transfer_names_no_file_of_the_next_one(tmp_path: Path, monk
     def slow(manifest: Manifest, buffer: np.ndarray) -> None:
         verify(manifest, buffer)
         verifying.set()
-        go_on.wait(30)
+        go_on.wait(scaled(60))
 
     monkeypatch.setattr(Manifest, "verify", slow)
 

@@ -144,7 +144,7 @@ def test_chunks_may_come_in_any_order_and_before_their_manifest(tmp_path: Path) 
             held = getattr(self, "held", [])
             while len(held) < 3:
                 try:
-                    held.append(await asyncio.wait_for(super().receive(), 0.1 if held else 5))
+                    held.append(await asyncio.wait_for(super().receive(), 0.1 if held else None))
                 except TimeoutError:
                     break
             self.held = held
