@@ -193,7 +193,7 @@ def test_what_a_killed_run_has_left_is_removed_and_a_living_one_keeps_its_own(tm
             assert layout.wan not in remove_leftovers()
             assert len(present(layout)) == 3
             other.send_signal(signal.SIGKILL)
-            other.wait(5)
+            other.wait()
             assert {layout.wan, layout.namespace("east"), layout.namespace("west")} <= set(remove_leftovers())
             assert present(layout) == []
         finally:

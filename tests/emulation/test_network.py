@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from streamrl.emulation.network import EmulatedNetwork, read_stats, set_link_in
@@ -24,6 +23,7 @@ from streamrl.emulation.settings import Forwarding, LinkSettings, ProxySettings
 from streamrl.emulation.shaping import LinkShape
 from streamrl.emulation.tcp_relay import Relay
 from streamrl.errors import RunFailed, UserError
+from streamrl.runtime.processes import is_alive
 from tests.emulation.conftest import SHAPE
 from tests.emulation.sockets import Home, connect, download, exactly, round_trips, upload
 from tests.training.conftest import free_port
@@ -278,9 +278,9 @@ def test_the_proxy_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
         assert parent.stdout is not None
         assert parent.stdout.readline() == b"ready\n"
         pid = json.loads((tmp_path / "stats.json").read_text())["pid"]
-        assert psutil.pid_exists(pid)
+        assert is_alive(pid)
         parent.kill()
-    wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, 5)
+    wait_for(lambda: not is_alive(pid), 5)
 
 
 def test_a_proxy_that_fails_at_relaying_ends_instead_of_losing_bytes(
