@@ -27,9 +27,10 @@ BEGINS = (
 
 REPORTS = (
     "import signal, sys, time; from pathlib import Path; "
-    "signal.signal(signal.SIGINT, lambda *_: (time.sleep(1), sys.exit())); Path({logs!r}).mkdir(); signal.pause()"
+    "signal.signal(signal.SIGINT, lambda *_: (time.sleep(1), sys.exit())); Path({logs!r}).mkdir()\n"
+    "while True: time.sleep(0.1)"
 )
-"""It needs a second once it has been told to end."""
+"""It needs a second once it has been told to end. A `signal.pause` might begin just after the signal."""
 
 
 @pytest.fixture
