@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -248,10 +249,11 @@ def test_a_run_without_rollouts_or_trace_or_status_still_has_its_curves(make_run
 
 
 @pytest.mark.usefixtures("unmade")
-def test_a_running_run_is_told_from_a_silent_one(make_run: RunMaker) -> None:
+def test_a_running_run_is_told_from_a_silent_one(make_run: RunMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = make_run(2, rollouts=False, trace=False)
     assert "no update for" in page_of(run_dir)[0].text
     now = time.time()
+    monkeypatch.setattr("streamrl.report.run_report.time", SimpleNamespace(**vars(time) | {"time": lambda: now}))
     write_status(run_dir, make_status(2, 20, now) | {"started_at": now - 90})
     text = page_of(run_dir)[0].text
     assert "no update for" not in text
@@ -259,9 +261,12 @@ def test_a_running_run_is_told_from_a_silent_one(make_run: RunMaker) -> None:
 
 
 @pytest.mark.usefixtures("unmade")
-def test_a_run_that_was_continued_is_as_old_as_its_first_start_and_counts_say_since_when(make_run: RunMaker) -> None:
+def test_a_run_that_was_continued_is_as_old_as_its_first_start_and_counts_say_since_when(
+    make_run: RunMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_dir = make_run(2, rollouts=False, trace=False)
     now, verified = time.time(), {"versions": 2, "comparisons": 5}
+    monkeypatch.setattr("streamrl.report.run_report.time", SimpleNamespace(**vars(time) | {"time": lambda: now}))
     more = {"started_at": now - 90, "first_started_at": now - 7200, "refused": {"malformed": {"west": 3}}}
     write_status(run_dir, make_status(2, 20, now) | more | {"verified": verified})
     text = page_of(run_dir)[0].text
