@@ -398,7 +398,7 @@ def test_a_connection_that_no_longer_carries_anything_is_made_anew(monkeypatch: 
         proxy.deaf.add(0)  # as a firewall that has forgotten it
         await east.send("item", {"i": 1})
         assert (await hub.receive()).body == {"i": 1}
-        assert len(proxy.sent_by_clients) == 2
+        assert len(proxy.sent_by_clients) >= 2  # one more after each standstill of this machine
         await east.close()
         await proxy.stop()
         await hub.close()
