@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from tests.marks import WARM, mark_of, started_by
-from tests.waiting import scaled
+from tests.waiting import Deadline
 
 GOING_S = 2.0
 """Seconds granted to processes that are about to end."""
@@ -121,8 +121,8 @@ class Leaks:
         """Kill the processes left a moment after a test; return a line about each."""
         if not self.left():
             return []
-        end = time.monotonic() + scaled(GOING_S)
-        while (left := self.left()) and time.monotonic() < end:
+        deadline = Deadline(GOING_S)
+        while (left := self.left()) and not deadline.is_over():
             time.sleep(0.05)
         lines = []
         for pid in left:

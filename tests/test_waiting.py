@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests import waiting
-from tests.waiting import FACTOR, finish, scaled, slowness, until, wait_for
+from tests.waiting import FACTOR, finish, scaled, settled, slowness, until, wait_for
 
 pytest_plugins = ("pytester",)
 
@@ -48,6 +49,18 @@ def test_a_condition_that_takes_long_to_check_keeps_no_core_busy(monkeypatch: py
 
     wait_for(lambda: reads(0.5 if slept else 0.0), 1)
     assert slept == [waiting.EVERY_S, 0.5 * waiting.PAUSES]
+
+
+@pytest.mark.usefixtures("ten_times")
+def test_a_machine_that_stands_still_neither_ends_a_wait_nor_settles_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses, looks = itertools.chain([1e6], itertools.repeat(0.1)), [0.0]
+    clock = SimpleNamespace(
+        sleep=lambda _: looks.append(looks[-1] + next(pauses)), thread_time=lambda: 0.0, monotonic=lambda: looks[-1]
+    )
+    monkeypatch.setattr(waiting, "time", clock)
+    wait_for(lambda: len(looks) == 4, 0.2)
+    looks[:], pauses = [0.0], itertools.chain([1e6], itertools.repeat(0.1))
+    assert settled(lambda: len(looks) > 3)
 
 
 def test_a_process_that_has_ended_is_not_waited_for() -> None:

@@ -26,6 +26,9 @@ COMPUTE_S, START_S = 0.077, 0.136
 LOOPS = 2_000_000
 IMPORTS = "import asyncio, json, multiprocessing, subprocess, numpy"
 EVERY_S, OFTEN_S = 0.02, 0.002
+LOOKS = 10
+"""Least number of looks at the clock within a deadline: a longer pause between two is a standstill of this machine, in
+which nothing else can happen either."""
 PAUSES = 10
 """Least seconds between two checks of a condition, in those that one computes: one that reads many files of a run keeps
 no core busy that the run could use."""
@@ -63,6 +66,20 @@ def scaled(seconds: float) -> float:
     return seconds * slowness()
 
 
+class Deadline:
+    """Seconds for something to happen, as they are written for an idle machine; a standstill uses up few of them."""
+
+    def __init__(self, seconds: float) -> None:
+        self._limit_s, self._used_s, self._last = scaled(seconds), 0.0, time.monotonic()
+
+    def is_over(self) -> bool:
+        """Look at the clock, and return whether the time is over."""
+        now = time.monotonic()
+        self._used_s += min(now - self._last, self._limit_s / LOOKS)
+        self._last = now
+        return self._used_s >= self._limit_s
+
+
 def wait_for(
     condition: Callable[[], T | None],
     seconds: float,
@@ -85,13 +102,13 @@ def wait_for(
     Raises:
         AssertionError: the deadline is over, or the process has ended.
     """
-    deadline, computed = time.monotonic() + scaled(seconds), time.thread_time()
+    deadline, computed = Deadline(seconds), time.thread_time()
     while not (found := condition()):
         if process is not None and process.poll() is not None:
             raise AssertionError(
                 f"ended with exit code {process.returncode} before: {_words(condition, what)}\n{_output(process)}"
             )
-        if time.monotonic() > deadline:
+        if deadline.is_over():
             raise AssertionError(_over(seconds, condition, what) + (f"\n{tell()}" if tell is not None else ""))
         time.sleep(max(EVERY_S, PAUSES * (time.thread_time() - computed)))
         if meanwhile is not None:
@@ -106,9 +123,9 @@ async def until(condition: Callable[[], T | None], seconds: float = 30.0, *, wha
     Raises:
         AssertionError: the deadline is over.
     """
-    deadline = time.monotonic() + scaled(seconds)
+    deadline = Deadline(seconds)
     while not (found := condition()):
-        if time.monotonic() > deadline:
+        if deadline.is_over():
             raise AssertionError(_over(seconds, condition, what))
         await asyncio.sleep(OFTEN_S)
     return found
@@ -132,13 +149,13 @@ def settled(value: Callable[[], T], quiet_s: float = 0.2, seconds: float = 30.0)
     Raises:
         AssertionError: the value kept changing.
     """
-    last, since = value(), time.monotonic()
+    last, quiet = value(), Deadline(quiet_s)
 
     def is_quiet() -> bool:
-        nonlocal last, since
+        nonlocal last, quiet
         if (now := value()) != last:
-            last, since = now, time.monotonic()
-        return time.monotonic() - since > scaled(quiet_s)
+            last, quiet = now, Deadline(quiet_s)
+        return quiet.is_over()
 
     wait_for(is_quiet, seconds, what=f"an end of changes, after {last}")
     return last
