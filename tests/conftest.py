@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 GIVEN = "STREAMRL_TEST_SLOWNESS" in os.environ  # before anything is imported that might measure it
 """Whether this session is given its slowness by another one, as xdist's workers are."""
@@ -33,7 +33,8 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's 15 they would wait for whatever other tests compute
 
-settings.register_profile("any machine", deadline=None)  # a loaded machine is no defect of the code
+# a loaded machine is no defect of the code, nor of how examples are drawn
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
 TESTS = Path(__file__).parent

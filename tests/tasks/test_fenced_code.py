@@ -84,7 +84,7 @@ def test_longer_indented_and_joined_fences(text: str, program: str) -> None:
 
 @pytest.mark.parametrize("part", ["`", "```", "```python", "```\n", "```python\n", " ", "\n", "``` a", "` ```\n", "a`"])
 def test_a_long_hostile_text_is_read_in_linear_time(part: str) -> None:
-    began = time.monotonic()
+    began = time.thread_time()  # of the CPU: others may have it
     for text in (part * (200_000 // len(part)), "```python\n" + part * (200_000 // len(part)) + "x"):
         code_of(text)
-    assert time.monotonic() - began < scaled(5)
+    assert time.thread_time() - began < scaled(5)
