@@ -15,7 +15,7 @@ from streamrl.transport import flow as flow_module
 from streamrl.transport.deadlines import DeadlineExpired
 from streamrl.transport.endpoint import Flow
 from tests.transport.sockets import Sites, link, run
-from tests.waiting import holds, until
+from tests.waiting import holds, scaled, until
 
 GROUP = Group("g", 1, 0, "p", "t", 0, "", np.arange(3, dtype=np.int32), 2)
 PLACES = {"rewards-east": "east", "rewards-west": "west"}
@@ -93,8 +93,8 @@ def test_a_process_that_is_away_holds_up_no_other_and_neither_who_asks() -> None
     async def body() -> None:
         sites = Sites()
         hub = sites.hub(flow=Flow(credits=4))
-        east = await link("rewards-east", "east").connect(sites.address, 10, sites.as_client(sites.east))
-        west = await link("rewards-west", "west").connect(sites.address, 10, sites.as_client(sites.west))
+        east = await link("rewards-east", "east").connect(sites.address, scaled(10), sites.as_client(sites.east))
+        west = await link("rewards-west", "west").connect(sites.address, scaled(10), sites.as_client(sites.west))
         for task in east._tasks:
             task.cancel()  # it is connected, and neither reads nor acknowledges anything
         rewarders = Rewarders(hub, PLACES)
@@ -130,7 +130,7 @@ def test_that_a_process_takes_nothing_for_too_long_reaches_the_owner_of_the_hub(
     async def body() -> None:
         sites = Sites()
         hub = sites.hub(flow=Flow(credits=1, lost_after_s=float("inf")))
-        east = await link("rewards-east", "east").connect(sites.address, 10, sites.as_client(sites.east))
+        east = await link("rewards-east", "east").connect(sites.address, scaled(10), sites.as_client(sites.east))
         rewarders = Rewarders(hub, {"rewards-east": "east"})
         rewarders.start()
         for number in range(2):

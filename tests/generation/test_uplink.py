@@ -63,7 +63,7 @@ def run(body: Body) -> None:
         async with asyncio.timeout(scaled(20)):
             controller = Controller(f"tcp://127.0.0.1:{free_port()}")
             await controller.start()
-            link = await Link("service", "service", WaitRegistry("service")).connect(controller.address, 10)
+            link = await Link("service", "service", WaitRegistry("service")).connect(controller.address, scaled(10))
             await body(controller, link, [])
             await link.close()
             await controller.hub.close()
@@ -257,7 +257,7 @@ def sample_id(one: Item) -> str:
 def test_a_link_that_takes_nothing_for_too_long_ends_the_uplink() -> None:
     async def body(controller: Controller, link: Link, acknowledged: list[str]) -> None:
         narrow = await Link("narrow", "service", WaitRegistry("narrow"), flow=Flow(credits=1)).connect(
-            controller.address, 10
+            controller.address, scaled(10)
         )
         uplink = Uplink(narrow, SampleBatcher(0.0, 100, 1), CompressionChoice(None), 10**6, limit_s=0.3)
         await put_all(uplink, items(3), acknowledged)

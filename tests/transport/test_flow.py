@@ -18,7 +18,7 @@ from streamrl.transport.deadlines import DeadlineExpired
 from streamrl.transport.delivery import Outbox
 from streamrl.transport.endpoint import Flow, Hub
 from tests.transport.sockets import Sites, link, run, until
-from tests.waiting import holds
+from tests.waiting import holds, scaled
 
 
 def test_the_window_is_twice_bandwidth_times_delay() -> None:
@@ -75,7 +75,7 @@ def test_a_full_byte_window_makes_the_sender_wait_until_something_is_acknowledge
         sites = Sites()
         hub = sites.hub(flows=lambda name: Flow(window_bytes=1000) if name == "far" else Flow())
         far = await link("far", "east", flow=Flow(window_bytes=1000)).connect(
-            sites.address, 10, sites.as_client(sites.east)
+            sites.address, scaled(10), sites.as_client(sites.east)
         )
         large = {"x": np.zeros(2000, np.uint8)}
         await hub.send("far", "item", {}, large)
@@ -101,7 +101,9 @@ def test_a_send_waits_for_as_long_as_the_peer_may_be_away() -> None:
     async def body() -> None:
         sites = Sites()
         hub = sites.hub(flow=Flow(lost_after_s=900.0, credits=1))
-        far = await link("far", "east", flow=Flow(credits=1)).connect(sites.address, 10, sites.as_client(sites.east))
+        far = await link("far", "east", flow=Flow(credits=1)).connect(
+            sites.address, scaled(10), sites.as_client(sites.east)
+        )
         await hub.send("far", "item")
         await far.send("item")
         waiting = [asyncio.create_task(hub.send("far", "item")), asyncio.create_task(far.send("item"))]
@@ -120,12 +122,12 @@ def test_who_waits_for_a_peer_that_starts_anew_sends_to_its_new_life() -> None:
     async def body() -> None:
         sites = Sites()
         hub = sites.hub(flow=Flow(credits=1))
-        first = await link("far", "east").connect(sites.address, 10, sites.as_client(sites.east))
+        first = await link("far", "east").connect(sites.address, scaled(10), sites.as_client(sites.east))
         await hub.send("far", "item", {"i": 1})
         waiting = asyncio.create_task(hub.send("far", "item", {"i": 2}))
         await until(lambda: hub.waits.snapshot())
         used = hub.peers["far"].bytes_in
-        second = await link("far", "east").connect(sites.address, 10, sites.as_client(sites.east))
+        second = await link("far", "east").connect(sites.address, scaled(10), sites.as_client(sites.east))
         await waiting
         assert (await second.receive()).body == {"i": 2}
         assert hub.peers["far"].bytes_in > used > 0  # what the first life sent was sent
@@ -141,7 +143,7 @@ def test_nothing_is_repeated_into_silence_and_the_rest_is_after_resend_s(monkeyp
     async def body() -> None:
         sites = Sites()
         hub = sites.hub(flow=Flow(resend_s=0.4))
-        far = await link("far", "east").connect(sites.address, 10, sites.as_client(sites.east))
+        far = await link("far", "east").connect(sites.address, scaled(10), sites.as_client(sites.east))
         await hub.send("far", "item", {}, {"x": np.zeros(100_000, np.uint8)})
         await until(lambda: hub.peers["far"].bytes_out > 200_000)  # heard, not acknowledged: once more
         for task in far._tasks:
@@ -163,7 +165,7 @@ def test_a_hub_that_stood_still_does_not_take_that_for_silence_of_others(
     async def body() -> None:
         sites = Sites()
         hub = sites.hub()
-        far = await link("far", "east").connect(sites.address, 10, sites.as_client(sites.east))
+        far = await link("far", "east").connect(sites.address, scaled(10), sites.as_client(sites.east))
         await until(lambda: hub.silent_for("far") < 0.1)
         time.sleep(1.0)  # sleeps: the hub stands still
         assert hub.silent_for("far") < 0.5  # before it has looked at anything
@@ -233,7 +235,7 @@ def test_a_peer_whose_clock_is_90_s_wrong_knows_it(monkeypatch: pytest.MonkeyPat
         hub: Hub = sites.hub(clock=lambda: loop.time() + 1000.0)
         far = link("far", "east", clock=lambda: loop.time() + 910.0)
         far.state = lambda: {"own": 1}
-        await far.connect(sites.address, 10, sites.as_client(sites.east))
+        await far.connect(sites.address, scaled(10), sites.as_client(sites.east))
         await until(lambda: hub.peers["far"].state.get("rtt_s") is not None)
         state = hub.peers["far"].state
         assert far.clock.offset_s is not None

@@ -27,6 +27,7 @@ from streamrl.transport.wire import (
 )
 from tests.training.conftest import free_port
 from tests.transport.sockets import Sites, link, run
+from tests.waiting import scaled
 
 NONSENSE: list[Any] = [
     *(None, True, -1, 0, 2**63, 2**64 - 1, float("nan"), float("inf")),
@@ -139,7 +140,7 @@ def test_nothing_that_a_site_with_a_key_sends_ends_a_hub_or_hurts_another_site()
     async def body() -> None:
         sites = Sites()
         hub = sites.hub()
-        west = await link("service-west", "west").connect(sites.address, 10, sites.as_client(sites.west))
+        west = await link("service-west", "west").connect(sites.address, scaled(10), sites.as_client(sites.west))
         raw = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         raw.curve_serverkey, raw.curve_publickey = sites.home.public, sites.east.public
         raw.curve_secretkey = sites.east.secret
@@ -169,7 +170,7 @@ def test_a_link_survives_the_same() -> None:
     async def body() -> None:
         sites = Sites()
         hub = sites.hub()
-        east = await link("service-east", "east").connect(sites.address, 10, sites.as_client(sites.east))
+        east = await link("service-east", "east").connect(sites.address, scaled(10), sites.as_client(sites.east))
         refusals = 0
         for frames in messages(3, 5_000, hub.session):
             try:

@@ -34,7 +34,7 @@ def test_a_site_with_its_key_gets_in_and_talks_both_ways() -> None:
     async def body() -> None:
         sites = Sites()
         hub = sites.hub()
-        east = await link("service-east", "east").connect(sites.address, 10, sites.as_client(sites.east))
+        east = await link("service-east", "east").connect(sites.address, scaled(10), sites.as_client(sites.east))
         assert hub.peers["service-east"].site == "east"
         await east.send("item", {"i": 1})
         delivery = await hub.receive()
@@ -60,7 +60,7 @@ def test_the_bytes_of_a_site_are_counted_on_when_it_comes_back(leaves: str) -> N
     async def body() -> None:
         sites = Sites()
         hub = sites.hub()
-        first = await link("service-east", "east").connect(sites.address, 10, sites.as_client(sites.east))
+        first = await link("service-east", "east").connect(sites.address, scaled(10), sites.as_client(sites.east))
         await first.send("item", {"x": "x" * 10_000})
         await hub.send("service-east", "order", {"x": "x" * 20_000})
         await hub.receive()
@@ -69,7 +69,7 @@ def test_the_bytes_of_a_site_are_counted_on_when_it_comes_back(leaves: str) -> N
             await until(lambda: "service-east" not in hub.peers)
         elif leaves == "is dropped":
             hub.drop("service-east")
-        again = await link("service-east", "east").connect(sites.address, 10, sites.as_client(sites.east))
+        again = await link("service-east", "east").connect(sites.address, scaled(10), sites.as_client(sites.east))
         peer = hub.peers["service-east"]
         assert peer.session == again.session
         assert 10_000 < peer.bytes_in < 20_000 < peer.bytes_out < 40_000
@@ -83,7 +83,7 @@ def test_an_unknown_key_gets_nothing_and_costs_nothing_while_others_go_on() -> N
     async def body() -> None:
         sites = Sites()
         hub = sites.hub()
-        east = await link("service-east", "east").connect(sites.address, 10, sites.as_client(sites.east))
+        east = await link("service-east", "east").connect(sites.address, scaled(10), sites.as_client(sites.east))
         before = memory(hub)
         stranger = link("service-west", "west")
         with pytest.raises(DeadlineExpired, match="other's present key"):
@@ -164,7 +164,7 @@ def test_admission_is_asked_with_the_site_of_the_key_and_its_reason_is_told() ->
         sites = Sites()
         hub = sites.hub()
         hub.admit = admit
-        east = await link("service-east", "east").connect(sites.address, 10, sites.as_client(sites.east))
+        east = await link("service-east", "east").connect(sites.address, scaled(10), sites.as_client(sites.east))
         for name, why in (
             ("controller", "site west has no controller"),
             ("broken", r"judged: ValueError: no such flow\.{188}$"),
@@ -191,7 +191,7 @@ def test_a_name_of_inside_or_of_another_site_cannot_be_taken_from_outside(encryp
         hub.bind_outside(sites.address, security if encrypted else None)
         inside = await link("trainer-0").connect(inner, scaled(10))
         east = await link("service-east", "east").connect(
-            sites.address, 10, sites.as_client(sites.east) if encrypted else None
+            sites.address, scaled(10), sites.as_client(sites.east) if encrypted else None
         )
         for name, owner in (("trainer-0", "inside this site"), ("service-east", "at site 'east'")):
             thief = link(name, "west")
@@ -211,7 +211,7 @@ def test_a_connection_keeps_the_name_of_its_first_hello() -> None:
     async def body() -> None:
         sites = Sites()
         hub = sites.hub()
-        two_faced = await link("service-east", "east").connect(sites.address, 10, sites.as_client(sites.east))
+        two_faced = await link("service-east", "east").connect(sites.address, scaled(10), sites.as_client(sites.east))
         hello = {"name": "second", "role": "test", "meta": {"site": "east"}}
         two_faced._put(encode(Message("hello", two_faced.session, 0, hello)))
         with pytest.raises(Refused, match="this connection is that of 'service-east'"):
@@ -227,7 +227,7 @@ def test_messages_under_another_sites_key_are_dropped_even_if_the_connection_loo
     async def body() -> None:
         sites = Sites()
         hub = sites.hub()
-        east = await link("service-east", "east").connect(sites.address, 10, sites.as_client(sites.east))
+        east = await link("service-east", "east").connect(sites.address, scaled(10), sites.as_client(sites.east))
         peer = hub.peers["service-east"]
         assert peer.route is not None
         forged = [bytes(frame) for frame in encode(Message("item", east.session, 1, {}))]
@@ -251,7 +251,7 @@ def test_two_hubs_of_a_process_have_their_own_lists_of_keys() -> None:
         with pytest.raises(DeadlineExpired):
             await stranger.connect(others.address, 0.7, ClientSecurity(sites.east, others.home.public))
         await until(lambda: second.refused_keys)
-        east = await link("service-east", "east").connect(others.address, 10, others.as_client(others.east))
+        east = await link("service-east", "east").connect(others.address, scaled(10), others.as_client(others.east))
         for end in (stranger, east, second):
             await end.close()
 
@@ -266,7 +266,7 @@ def test_the_outer_door_is_opened_once_and_an_address_in_use_is_said() -> None:
             hub.bind_outside(f"tcp://127.0.0.1:{free_port()}", None)
         with pytest.raises(RunFailed, match="cannot listen on"):
             sites.hub()
-        east = await link("service-east", "east").connect(sites.address, 10, sites.as_client(sites.east))
+        east = await link("service-east", "east").connect(sites.address, scaled(10), sites.as_client(sites.east))
         await east.close()
         await hub.close()
 
@@ -278,7 +278,7 @@ def test_a_crowd_has_time_to_get_in_at_a_door_of_its_own_site_and_strangers_have
         sites = Sites()
         own = ServerSecurity(sites.home, {sites.east.public: "east"})
         hub = sites.hub().bind(address := f"tcp://127.0.0.1:{free_port()}", own)
-        peer = await link("east").connect(address, 10, sites.as_client(sites.east))
+        peer = await link("east").connect(address, scaled(10), sites.as_client(sites.east))
         outer, inner = (door.socket for door in hub._doors)
         assert inner.getsockopt(zmq.BACKLOG) == outer.getsockopt(zmq.BACKLOG) == 4096
         limits = [socket.getsockopt(zmq.HANDSHAKE_IVL) for socket in (outer, inner, peer._socket)]
@@ -310,7 +310,7 @@ def test_a_recorded_stream_of_a_valid_client_delivers_nothing_when_it_is_sent_ag
         sites = Sites()
         hub = sites.hub()
         proxy = await Proxy(sites.port).start()
-        east = await link("service-east", "east").connect(proxy.address, 10, sites.as_client(sites.east))
+        east = await link("service-east", "east").connect(proxy.address, scaled(10), sites.as_client(sites.east))
         for i in range(5):
             await east.send("item", {"i": i})
             (await hub.receive()).ack()
@@ -347,7 +347,7 @@ def test_nothing_is_lost_or_doubled_over_a_connection_that_breaks(
         hub = sites.hub(flow=flow) if encrypted else Hub("hub", WaitRegistry("hub"), flow=flow).bind(sites.address)
         proxy = await Proxy(sites.port).start()
         east = await link("service-east", "east", flow=flow).connect(
-            proxy.address, 10, sites.as_client(sites.east) if encrypted else None
+            proxy.address, scaled(10), sites.as_client(sites.east) if encrypted else None
         )
         got: dict[str, list[int]] = {"hub": [], "link": []}
 
@@ -394,7 +394,9 @@ def test_a_connection_that_no_longer_carries_anything_is_made_anew(monkeypatch: 
         hub = sites.hub()
         proxy = await Proxy(sites.port).start()
         flow = Flow(resend_s=0.5)
-        east = await link("service-east", "east", flow=flow).connect(proxy.address, 10, sites.as_client(sites.east))
+        east = await link("service-east", "east", flow=flow).connect(
+            proxy.address, scaled(10), sites.as_client(sites.east)
+        )
         proxy.deaf.add(0)  # as a firewall that has forgotten it
         await east.send("item", {"i": 1})
         assert (await hub.receive()).body == {"i": 1}
@@ -414,7 +416,7 @@ def test_a_hub_that_no_longer_admits_a_site_ends_its_link(monkeypatch: pytest.Mo
         hub = sites.hub()
         proxy = await Proxy(sites.port).start()
         east = await link("service-east", "east", flow=Flow(credits=1)).connect(
-            proxy.address, 10, sites.as_client(sites.east)
+            proxy.address, scaled(10), sites.as_client(sites.east)
         )
         await east.send("item", {"i": 1})
         waiting = asyncio.create_task(east.send("item", {"i": 2}))
