@@ -39,6 +39,9 @@ KEPT = frozenset([*(getattr(aten, name).default for name in KEPT_NAMES if hasatt
 """Operations whose results `selective` keeps; not batched products, by which short rows compute their scores."""
 OF_EXPERTS = frozenset({aten._grouped_mm.default})
 """The products of experts among these, to which transformers adds a bias in place: a kept result would be changed."""
+OF_LINEAR_LAYERS = frozenset({aten.mm.default, aten.addmm.default})
+"""Those of linear layers, of which some families clamp queries, keys and values in place: computed again from a kept
+result, the clamp would find nothing outside its bounds, and let all gradients pass."""
 
 
 def set_recomputation(model: PreTrainedModel, recomputation: Recomputation) -> None:
@@ -64,8 +67,11 @@ def set_recomputation(model: PreTrainedModel, recomputation: Recomputation) -> N
         )
     options: dict[str, Any] = {"use_reentrant": False}
     if recomputation == "selective":
-        biased = any(getattr(module, "has_bias", False) for module in model.modules())  # gpt-oss
-        kept = KEPT - OF_EXPERTS if biased else KEPT
+        kept = KEPT
+        if any(getattr(module, "has_bias", False) for module in model.modules()):  # gpt-oss
+            kept -= OF_EXPERTS
+        if getattr(model.config.get_text_config(), "clip_qkv", None) is not None:  # OLMo, OLMoE
+            kept -= OF_LINEAR_LAYERS
         options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_policy, kept))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     for layer in layers:

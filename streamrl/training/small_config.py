@@ -65,6 +65,7 @@ LARGEST: Mapping[str, float] = {
     "floor_scale": WINDOW + 1,
     "attn_logit_softcapping": 0.5,
     "final_logit_softcapping": 2.0,
+    "clip_qkv": 0.1,
 }
 """Largest value of each size; smaller ones stay, and so do those that are switched off."""
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, CTRLConfig, OPTConfig
+from transformers import AutoModelForCausalLM, CTRLConfig, OlmoConfig, OPTConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from streamrl.config.optimizer import Recomputation
@@ -107,6 +107,20 @@ def test_recomputation_changes_no_gradient_and_selective_repeats_no_product(
     assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
     if way == "kernels":  # no product and no attention is computed a second time
         assert flops[1] == flops[0] < flops[2]
+
+
+def test_selective_recomputation_changes_no_gradient_where_a_layer_clamps_a_product_in_place() -> None:
+    config = OlmoConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, clip_qkv=0.05
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    grads = []
+    ways: list[Recomputation] = [False, "selective"]
+    for recomputation in ways:
+        one = in_training(copy.deepcopy(model), recomputation)
+        one(input_ids=torch.arange(3, 23)[None], use_cache=False).logits.log_softmax(-1)[0, :, 5].sum().backward()
+        grads.append([p.grad for p in one.parameters()])
+    assert all(map(torch.equal, *grads))
 
 
 def test_gradient_checkpointing_adds_no_dropout_that_a_layer_computes_itself() -> None:
