@@ -28,7 +28,7 @@ def save_tiny_model(directory: Path, seed: int = 0, kv_heads: int = 1, endless: 
         num_attention_heads=2,
         num_key_value_heads=kv_heads,
         head_dim=32,
-        max_position_embeddings=8192 if endless else 512,
+        max_position_embeddings=32_768 if endless else 512,
         tie_word_embeddings=True,
         bos_token_id=256,
         eos_token_id=None if endless else 257,

@@ -41,7 +41,7 @@ from tests.weights.world import fill
 
 T = TypeVar("T")
 POOL = GenerationPool(max_batch=4, kv_cache_gb=0.05)
-ENDLESS = 4000
+ENDLESS = 16_000
 """Tokens of a request that has to run until somebody takes it off, however late that is."""
 
 
